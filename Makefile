@@ -1,0 +1,38 @@
+# Both commands set up everything they need in .venv on a fresh clone.
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?= demo
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup serve test lint types clean
+
+setup: $(READY)
+
+# The exact torch first: asked for by a range it would bring gigabytes of CUDA packages where they are of no use.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy triton
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+serve: $(READY)
+	$(BIN)/latentserve serve --model $(MODEL) --port $(PORT)
+
+# The end-to-end tests measure how fast failures are noticed: they get the machine for themselves.
+test: $(READY)
+	$(BIN)/python -m pytest --ignore=tests/e2e -n 2
+	$(BIN)/python -m pytest tests/e2e
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
