@@ -1,0 +1,6 @@
+"""How latentserve computes: one folder a kernel family, each a launcher, a reference and a kernel.
+
+Kept import-light, with a version: transformers probes for a package of this name and reads ``__version__``.
+"""
+
+__version__ = "0.1.0"

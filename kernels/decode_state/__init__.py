@@ -1,0 +1,194 @@
+"""The bookkeeping of a decode step on the device: where its tokens come from and go to, and what the next step finds.
+
+State of every slot lives in tensors of S + 1 rows; the last row belongs to nobody. A slot of -1 marks a padded row: it
+feeds token 0 at position 0, writes into the null page, has length 0, and changes no state.
+
+Shape legend: S slots, R rows, W width, X = W - 1 drafts a row feeds, T = R * W, P pages a row may hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.decode_state import kernel, reference
+
+_COLUMNS = 256
+"""Page-table entries a program copies."""
+
+
+@dataclass(frozen=True)
+class SlotTensors:
+    """State of the slots. All int64 but the page table."""
+
+    length_S: Tensor
+    """Cache entries of accepted tokens; also the position of the last token, which is not cached yet."""
+    last_S: Tensor
+    """The newest token, sampled but not yet fed."""
+    draft_SK: Tensor
+    """Drafts that follow the last token."""
+    page_SP: Tensor
+    """int32 page table, the null page where nothing is granted."""
+
+    @staticmethod
+    def allocate(slots: int, drafts: int, pages_per_row: int, device: torch.device) -> SlotTensors:
+        """State of `slots` empty slots, and the row of nobody."""
+        return SlotTensors(
+            length_S=torch.zeros(slots + 1, dtype=torch.int64, device=device),
+            last_S=torch.zeros(slots + 1, dtype=torch.int64, device=device),
+            draft_SK=torch.zeros(slots + 1, max(drafts, 1), dtype=torch.int64, device=device),
+            page_SP=torch.zeros(slots + 1, pages_per_row, dtype=torch.int32, device=device),
+        )
+
+
+def feed(
+    state: SlotTensors,
+    slot_R: Tensor,
+    token_RW: Tensor,
+    position_RW: Tensor,
+    cache_slot_RW: Tensor,
+    length_R: Tensor,
+    page_RP: Tensor,
+) -> None:
+    """What the rows feed: the last token, then W - 1 drafts, at positions length ... length + W - 1.
+
+    Writes `token_RW`, `position_RW`, `cache_slot_RW` (int64: page * 64 + offset), `length_R` (int32: entries the last
+    of a row's tokens may see, itself included; 0 for a padded row) and `page_RP` (int32, the rows' page tables).
+    """
+    if not slot_R.is_cuda:
+        reference.feed(state, slot_R, token_RW, position_RW, cache_slot_RW, length_R, page_RP)
+        return
+    launch_feed(state, slot_R, token_RW, position_RW, cache_slot_RW, length_R, page_RP)
+
+
+def advance(
+    state: SlotTensors,
+    slot_R: Tensor,
+    token_RW: Tensor,
+    accepted_R: Tensor,
+    position_RW: Tensor,
+    cache_slot_RW: Tensor,
+    length_R: Tensor,
+    newest_R: Tensor,
+) -> None:
+    """Take the verified tokens into the state, and turn the step's positions into those of the draft layer's pass.
+
+    `token_RW`: the target's tokens; 0 ... `accepted_R` of each row stand. length += accepted + 1, last = the last of
+    them. `position_RW`, `cache_slot_RW` and `length_R` (in and out) move one entry on: the draft layer's entry j pairs
+    the token at j with the hidden state before it. `newest_R`: int64 index into the T tokens of each row's newest.
+    """
+    if not slot_R.is_cuda:
+        reference.advance(state, slot_R, token_RW, accepted_R, position_RW, cache_slot_RW, length_R, newest_R)
+        return
+    launch_advance(state, slot_R, token_RW, accepted_R, position_RW, cache_slot_RW, length_R, newest_R)
+
+
+def feed_draft(
+    state: SlotTensors,
+    slot_R: Tensor,
+    token_R: Tensor,
+    index: int,
+    position_R: Tensor,
+    cache_slot_R: Tensor,
+    length_R: Tensor,
+) -> None:
+    """Store draft number `index` of every row, and say where the draft layer's next pass puts it.
+
+    After `advance` the draft stands at position length + index + 1; `length_R` (int32) is what it may see in the draft
+    layer's cache, itself included.
+    """
+    if not slot_R.is_cuda:
+        reference.feed_draft(state, slot_R, token_R, index, position_R, cache_slot_R, length_R)
+        return
+    launch_feed_draft(state, slot_R, token_R, index, position_R, cache_slot_R, length_R)
+
+
+def launch_feed(
+    state: SlotTensors,
+    slot_R: Tensor,
+    token_RW: Tensor,
+    position_RW: Tensor,
+    cache_slot_RW: Tensor,
+    length_R: Tensor,
+    page_RP: Tensor,
+) -> None:
+    """`feed` as a Triton kernel."""
+    rows, width = token_RW.shape
+    pages = page_RP.shape[1]
+    kernel.feed[(rows, triton.cdiv(pages, _COLUMNS))](
+        state.length_S,
+        state.last_S,
+        state.draft_SK,
+        state.page_SP,
+        slot_R,
+        token_RW,
+        position_RW,
+        cache_slot_RW,
+        length_R,
+        page_RP,
+        pages,
+        state.draft_SK.shape[1],
+        WIDTH=width,
+        LANES=triton.next_power_of_2(width),
+        COLUMNS=_COLUMNS,
+        num_warps=1,
+    )
+
+
+def launch_advance(
+    state: SlotTensors,
+    slot_R: Tensor,
+    token_RW: Tensor,
+    accepted_R: Tensor,
+    position_RW: Tensor,
+    cache_slot_RW: Tensor,
+    length_R: Tensor,
+    newest_R: Tensor,
+) -> None:
+    """`advance` as a Triton kernel."""
+    rows, width = token_RW.shape
+    kernel.advance[(rows,)](
+        state.length_S,
+        state.last_S,
+        state.page_SP,
+        slot_R,
+        token_RW,
+        accepted_R,
+        position_RW,
+        cache_slot_RW,
+        length_R,
+        newest_R,
+        state.page_SP.shape[1],
+        WIDTH=width,
+        LANES=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+def launch_feed_draft(
+    state: SlotTensors,
+    slot_R: Tensor,
+    token_R: Tensor,
+    index: int,
+    position_R: Tensor,
+    cache_slot_R: Tensor,
+    length_R: Tensor,
+) -> None:
+    """`feed_draft` as a Triton kernel."""
+    kernel.feed_draft[(slot_R.shape[0],)](
+        state.length_S,
+        state.draft_SK,
+        state.page_SP,
+        slot_R,
+        token_R,
+        index,
+        position_R,
+        cache_slot_R,
+        length_R,
+        state.page_SP.shape[1],
+        state.draft_SK.shape[1],
+        num_warps=1,
+    )

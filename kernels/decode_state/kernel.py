@@ -1,0 +1,121 @@
+"""The bookkeeping of a decode step in Triton: one program a row, no atomics, nothing read from padded rows."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.page import PAGE_TOKENS
+
+_PAGE = tl.constexpr(PAGE_TOKENS)
+_INTS = ["pages", "drafts", "index"]
+
+
+@triton.jit
+def _cache_slot(page_table, slot, position, pages, live, inside):
+    """Flat cache index of `position`; in the null page, which is page 0, for a row that is not live."""
+    page = tl.load(page_table + slot.to(tl.int64) * pages + position // _PAGE, mask=inside & live, other=0)
+    return page.to(tl.int64) * _PAGE + position % _PAGE
+
+
+@triton.jit(do_not_specialize=_INTS)
+def feed(
+    length_state,
+    last_state,
+    draft_state,
+    page_state,
+    slots,
+    token_out,
+    position_out,
+    cache_slot_out,
+    length_out,
+    page_out,
+    pages,
+    drafts,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Programs (row, chunk): every chunk copies its columns of the page table, chunk 0 writes the row's tokens too."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    live = slot >= 0
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    page = tl.load(page_state + slot * pages + column, mask=live & (column < pages), other=0)
+    tl.store(page_out + row.to(tl.int64) * pages + column, page, mask=column < pages)
+    if tl.program_id(1) == 0:
+        lane = tl.arange(0, LANES)
+        inside = lane < WIDTH
+        last = tl.load(last_state + slot, mask=live, other=0)
+        draft = tl.load(draft_state + slot * drafts + lane - 1, mask=live & inside & (lane > 0), other=0)
+        length = tl.load(length_state + slot, mask=live, other=0)
+        position = tl.where(live, length + lane, 0)
+        at = row.to(tl.int64) * WIDTH + lane
+        tl.store(token_out + at, tl.where(lane == 0, last, draft), mask=inside)
+        tl.store(position_out + at, position, mask=inside)
+        tl.store(cache_slot_out + at, _cache_slot(page_state, slot, position, pages, live, inside), mask=inside)
+        tl.store(length_out + row, tl.where(live, length + WIDTH, 0).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=_INTS)
+def advance(
+    length_state,
+    last_state,
+    page_state,
+    slots,
+    token_in,
+    accepted_in,
+    position_out,
+    cache_slot_out,
+    length_out,
+    newest_out,
+    pages,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One program a row; the step's positions are computed anew, so that nothing is read that it writes."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    live = slot >= 0
+    lane = tl.arange(0, LANES)
+    inside = lane < WIDTH
+    accepted = tl.load(accepted_in + row)
+    newest = row.to(tl.int64) * WIDTH + accepted
+    last = tl.load(token_in + newest)
+    length = tl.load(length_state + slot, mask=live, other=0)
+    position = tl.where(live, length + 1 + lane, 0)
+    at = row.to(tl.int64) * WIDTH + lane
+    tl.store(position_out + at, position, mask=inside)
+    tl.store(cache_slot_out + at, _cache_slot(page_state, slot, position, pages, live, inside), mask=inside)
+    tl.store(length_out + row, tl.where(live, length + WIDTH + 1, 0).to(tl.int32))
+    tl.store(newest_out + row, newest)
+    tl.store(length_state + slot, length + accepted + 1, mask=live)
+    tl.store(last_state + slot, last, mask=live)
+
+
+@triton.jit(do_not_specialize=_INTS)
+def feed_draft(
+    length_state,
+    draft_state,
+    page_state,
+    slots,
+    token_in,
+    index,
+    position_out,
+    cache_slot_out,
+    length_out,
+    pages,
+    drafts,
+):
+    """One program a row."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    live = slot >= 0
+    tl.store(draft_state + slot * drafts + index, tl.load(token_in + row), mask=live)
+    length = tl.load(length_state + slot, mask=live, other=0)
+    position = tl.where(live, length + index + 1, 0)
+    tl.store(position_out + row, position)
+    tl.store(cache_slot_out + row, _cache_slot(page_state, slot, position, pages, live, live))
+    tl.store(length_out + row, tl.where(live, position + 1, 0).to(tl.int32))

@@ -1,0 +1,124 @@
+"""The mixture of experts for a few tokens, from the pending norm before it to the residual after it: four launches.
+
+Every chosen expert's weights are streamed once for all its tokens.
+
+Shape legend: T tokens, R rows, E features, X experts, K experts a token, S = min(X, T K) slots, Y = T K choices,
+F = 2 I, I intermediate features of one expert (or of all shared ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.few_experts import launch, reference
+from kernels.pending_norm.pieces import PendingNorm
+
+__all__ = ["Choice", "Routing", "choose", "experts", "router"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts; the meanings are those of `kernels.moe.route`."""
+
+    scoring: Literal["softmax", "sigmoid"]
+    groups: int
+    top_groups: int
+    normalize: bool
+    scale: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who chose whom."""
+
+    place_TX: Tensor
+    """int32: where an expert stands among a token's choices, -1 if nowhere."""
+    weight_TK: Tensor
+    """fp32 weights, best first."""
+    slot_S: Tensor
+    """int32 [S + 1]: the experts anyone chose, ascending, then -1; last, how many they are."""
+
+    @property
+    def slots(self) -> int:
+        """The most experts that can be chosen."""
+        return self.slot_S.shape[0] - 1
+
+    @staticmethod
+    def empty(tokens: int, experts: int, chosen: int, empty: Callable[..., Tensor]) -> Choice:
+        """Memory for one, from `empty(*shape, dtype=...)`."""
+        return Choice(
+            empty(tokens, experts, dtype=torch.int32),
+            empty(tokens, chosen, dtype=torch.float32),
+            empty(min(experts, tokens * chosen) + 1, dtype=torch.int32),
+        )
+
+
+def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bool = False) -> None:
+    """logit = norm(x) · weight^T, weights, sums and logits in fp32."""
+    if x.x_TE.is_cuda:
+        launch.router(x, weight_XE, logit_TX, dependent=dependent)
+    else:
+        reference.router(x, weight_XE, logit_TX)
+
+
+def choose(
+    logit_TX: Tensor,
+    bias_X: Tensor | None,
+    length_R: Tensor,
+    choice: Choice,
+    routing: Routing,
+    *,
+    dependent: bool = False,
+) -> None:
+    """Let every token choose its experts, as `kernels.moe.route` does, and list who was chosen.
+
+    Token t belongs to row t // (T // R); the tokens of rows of `length_R` (int32) 0 are padding and choose none.
+    """
+    if logit_TX.is_cuda:
+        launch.choose(logit_TX, bias_X, length_R, choice, routing, dependent=dependent)
+    else:
+        reference.choose(logit_TX, bias_X, length_R, choice, routing)
+
+
+def experts(
+    x: PendingNorm,
+    choice: Choice,
+    shared_FE: Tensor | None,
+    shared_EI: Tensor | None,
+    gate_up_XFE: Tensor,
+    down_XEI: Tensor,
+    residual_TE: Tensor | None,
+    norm_E: Tensor | None,
+    out: Tensor | PendingNorm,
+    empty: Callable[..., Tensor],
+    *,
+    dependent: bool = False,
+) -> None:
+    """residual (fp32) += shared(norm(x)) + sum over choices of weight * expert(norm(x)), and `out` = its pending norm
+    of weight `norm_E`; without a residual, `out` = that sum.
+
+    A network is down · (silu(gate · x) * (up · x)); gate rows come before up rows. The intermediate features of the
+    shared network are a multiple of an expert's. `empty(*shape, dtype=...)` gives memory for the activations.
+    """
+    if not x.x_TE.is_cuda:
+        reference.experts(x, choice, shared_FE, shared_EI, gate_up_XFE, down_XEI, residual_TE, norm_E, out)
+        return
+    tokens, chosen = choice.weight_TK.shape
+    dtype, intermediate = gate_up_XFE.dtype, down_XEI.shape[2]
+    act_YI = empty(tokens * chosen, intermediate, dtype=dtype)
+    shared_act_TI = None
+    if shared_EI is not None:
+        if shared_EI.shape[1] % intermediate:
+            raise ValueError(f"{shared_EI.shape[1]} shared features are no multiple of an expert's {intermediate}")
+        shared_act_TI = empty(tokens, shared_EI.shape[1], dtype=dtype)
+    launch.gate_up(x, choice, shared_FE, gate_up_XFE, shared_act_TI, act_YI, dependent=dependent)
+    acts = (shared_act_TI, act_YI, choice, shared_EI, down_XEI)
+    if isinstance(out, PendingNorm):
+        launch.down(*acts, out.x_TE, residual_TE, norm_E, out.square_TP, dependent=dependent)
+    else:
+        launch.down(*acts, out, dependent=dependent)

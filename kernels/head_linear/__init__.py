@@ -1,0 +1,77 @@
+"""Products with one weight matrix a head: W_UK into the query, W_UV out of the attended latent.
+
+Shape legend: T tokens, H heads, N input features, L output features; O rope features, D = N + O, C = L + O, V value
+features, P pages, K = 64 entries a page, R rows, W width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.head_linear import launch, reference
+from kernels.linear import launch as linear_launch
+from kernels.mla_decode.schedule import Workspace
+
+__all__ = ["head_linear", "merge_up", "rope_absorb"]
+
+
+def head_linear(
+    x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor, *, invariant: bool = False, dependent: bool = False
+) -> None:
+    """out[t, h] = x[t, h] · weight[h], summed in fp32 and rounded once. All of one dtype.
+
+    Any of the three may be a strided view, `weight_HNL` a transposed one; `out_THL` overlaps neither input. `invariant`
+    (GPU): a token's result is bitwise the same in any call. `dependent`: programmatic dependent launch.
+    """
+    if not x_THN.is_cuda:
+        reference.head_linear(x_THN, weight_HNL, out_THL)
+        return
+    if x_THN.stride(2) != 1 or out_THL.stride(2) != 1:
+        raise ValueError("the features of a head are contiguous")
+    weight_HLN = weight_HNL.transpose(1, 2)
+    if not invariant and x_THN.shape[0] and linear_launch.streamable(x_THN, weight_HLN):
+        linear_launch.stream_heads(x_THN, weight_HLN, out_THL, dependent=dependent)
+    else:
+        linear_launch.tiled(x_THN, weight_HLN, out_THL, invariant=invariant, dependent=dependent)
+
+
+def rope_absorb(
+    q_THD: Tensor,
+    kv_TC: Tensor,
+    weight_HNL: Tensor,
+    norm_L: Tensor,
+    rotation_PO: Tensor,
+    position_T: Tensor,
+    cache_slot_T: Tensor,
+    out_THC: Tensor,
+    cache_PKC: Tensor,
+    *,
+    eps: float,
+    dependent: bool = False,
+) -> None:
+    """From the projections of at most 16 tokens to what attention reads, in one launch.
+
+    out[..., :L] = q[..., :N] · weight; out[..., L:] = q[..., N:] rotated. Cache entry of every token: its latent
+    `kv_TC`[:, :L] normed with `norm_L`, then its key `kv_TC`[:, L:] rotated. The pairs are features (2i, 2i + 1).
+
+    - `rotation_PO`: fp32, of every position, (cos, sin) of the i-th angle at (2i, 2i + 1).
+    - `cache_slot_T`: int64 index into the flattened cache [pages * 64]; padding points into the null page. A slot
+      outside the cache is the caller's error and never written (on a CPU it raises).
+    - `dependent`: programmatic dependent launch, safe when positions and slots were written before the kernel before.
+      The kernel lets its successor start only after its own wait, as early reads of attention want it.
+    """
+    tensors = (q_THD, kv_TC, weight_HNL, norm_L, rotation_PO, position_T, cache_slot_T, out_THC, cache_PKC)
+    if q_THD.is_cuda:
+        launch.rope_absorb(*tensors, eps, dependent=dependent)
+    else:
+        reference.rope_absorb(*tensors, eps)
+
+
+def merge_up(
+    attended_RWHL: Tensor, workspace: Workspace, weight_HVL: Tensor, out_THV: Tensor, *, dependent: bool = False
+) -> None:
+    """out = weight · what `mla_decode.launch.attend` left in `workspace` and `attended_RWHL`, in place of its merge.
+
+    GPU only. `dependent`: safe when the plan was written before the kernel before, see `merge`.
+    """
+    launch.merge_up(attended_RWHL, workspace, weight_HVL, out_THV, dependent=dependent)

@@ -1,0 +1,41 @@
+"""References of `kernels.head_linear` on torch's batched product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.rope_cache import reference as rope_cache
+
+
+def head_linear(x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
+    """See `kernels.head_linear.head_linear`."""
+    out_THL.copy_(torch.bmm(x_THN.transpose(0, 1), weight_HNL).transpose(0, 1))
+
+
+def rope_absorb(
+    q_THD: Tensor,
+    kv_TC: Tensor,
+    weight_HNL: Tensor,
+    norm_L: Tensor,
+    rotation_PO: Tensor,
+    position_T: Tensor,
+    cache_slot_T: Tensor,
+    out_THC: Tensor,
+    cache_PKC: Tensor,
+    eps: float,
+) -> None:
+    """See `kernels.head_linear.rope_absorb`."""
+    nope, latent = weight_HNL.shape[1:]
+    head_linear(q_THD[..., :nope], weight_HNL, out_THC[..., :latent])
+    out_THC[..., latent:] = q_THD[..., nope:]
+    rope_cache.rope_cache(
+        out_THC[..., latent:],
+        kv_TC,
+        norm_L,
+        rotation_PO[position_T],
+        cache_slot_T,
+        torch.empty_like(kv_TC, memory_format=torch.contiguous_format),
+        cache_PKC,
+        eps,
+    )

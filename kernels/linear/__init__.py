@@ -1,0 +1,131 @@
+"""Products of activations with a weight matrix; for few tokens, in one launch with the norm before and the sum after.
+
+Shape legend: T tokens, E input features, F output features, I intermediate features (F = 2 I: gate, then up),
+A features of the next norm, P pieces of 16 output features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.linear import launch, reference
+from kernels.linear.launch import MOST_STREAMED
+from kernels.linear.stream import ROWS
+from kernels.pending_norm.pieces import PendingNorm
+
+__all__ = [
+    "MOST_STREAMED",
+    "ROWS",
+    "best_linear",
+    "best_token",
+    "gated_linear",
+    "linear",
+    "linear_to_residual",
+    "normed_linear",
+]
+
+
+def linear(
+    x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, *, invariant: bool = False, dependent: bool = False
+) -> None:
+    """out = x · weight^T, summed in fp32 and rounded once to the dtype of `out_TF`.
+
+    `x_TE` and `weight_FE` have one dtype; `out_TF` has it too, or fp32. The last dimension of each is contiguous, rows
+    may be strided. `out_TF` overlaps neither input. `invariant` (GPU): a token's result is bitwise the same in any
+    call. `dependent`: programmatic dependent launch where there is a kernel of ours, see `launch`.
+    """
+    if x_TE.is_cuda and invariant:
+        launch.tiled(
+            x_TE.unsqueeze(1), weight_FE.unsqueeze(0), out_TF.unsqueeze(1), invariant=True, dependent=dependent
+        )
+    elif x_TE.is_cuda and x_TE.shape[0] and launch.streamable(x_TE, weight_FE):
+        launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
+    else:
+        reference.linear(x_TE, weight_FE, out_TF)
+
+
+def normed_linear(
+    x: PendingNorm,
+    weight_FE: Tensor,
+    out_TF: Tensor,
+    *,
+    norm_A: Tensor | None = None,
+    next: PendingNorm | None = None,
+    dependent: bool = False,
+) -> None:
+    """out = norm(x) · weight^T. With `next`, the first A columns of out become a pending norm of weight `norm_A`, over
+    `out_TF` itself: `next.x_TE` is `out_TF[:, :A]`.
+
+    This and the functions below: at most MOST_STREAMED tokens; on a GPU bf16, whose rows are whole 16-byte pieces. Sums
+    are in fp32 and in the same order for every number of tokens. On a CPU any floating dtype.
+    """
+    _check_few(x.x_TE, weight_FE)
+    if next is not None and next.x_TE.data_ptr() != out_TF.data_ptr():
+        raise ValueError("the next norm lies over the first columns of the output")
+    if x.x_TE.is_cuda:
+        launch.stream_linear(x.x_TE, weight_FE, out_TF, pending=x, norm=norm_A, next=next, dependent=dependent)
+    else:
+        reference.normed_linear(x, weight_FE, out_TF, norm_A, next)
+
+
+def linear_to_residual(
+    x_TE: Tensor,
+    weight_FE: Tensor,
+    residual_TF: Tensor,
+    norm_F: Tensor,
+    out: PendingNorm,
+    *,
+    dependent: bool = False,
+) -> None:
+    """residual (fp32) += x · weight^T, in place and not rounded before; `out` = its pending norm of weight `norm_F`."""
+    _check_few(x_TE, weight_FE)
+    if x_TE.is_cuda:
+        launch.stream_linear(
+            x_TE, weight_FE, out.x_TE, residual_TF=residual_TF, norm=norm_F, next=out, dependent=dependent
+        )
+    else:
+        reference.linear_to_residual(x_TE, weight_FE, residual_TF, norm_F, out)
+
+
+def gated_linear(x: PendingNorm, weight_FE: Tensor, out_TI: Tensor, *, dependent: bool = False) -> None:
+    """out = silu(gate) * up of gate, up = norm(x) · weight^T, rounded once."""
+    _check_few(x.x_TE, weight_FE)
+    if x.x_TE.is_cuda:
+        launch.stream_gate_up(x, weight_FE, out_TI, dependent=dependent)
+    else:
+        reference.gated_linear(x, weight_FE, out_TI)
+
+
+def best_linear(
+    x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, value_TP: Tensor, index_TP: Tensor, *, dependent: bool = False
+) -> None:
+    """As `linear`; also the largest output (fp32) of every 16 columns, and its column (int32), the lowest at ties."""
+    _check_few(x_TE, weight_FE)
+    if x_TE.is_cuda:
+        launch.stream_linear(x_TE, weight_FE, out_TF, best=(value_TP, index_TP), dependent=dependent)
+    else:
+        reference.best_linear(x_TE, weight_FE, out_TF, value_TP, index_TP)
+
+
+def best_token(value_TP: Tensor, index_TP: Tensor, out_T: Tensor, *, dependent: bool = False) -> None:
+    """The column (int64) of every token's largest output, the lowest at ties, from what `best_linear` leaves.
+
+    A row of NaN gives 2147483647, which is no column.
+    """
+    if value_TP.is_cuda:
+        launch.best_token(value_TP, index_TP, out_T, dependent=dependent)
+    else:
+        reference.best_token(value_TP, index_TP, out_T)
+
+
+def _check_few(x_TE: Tensor, weight_FE: Tensor) -> None:
+    if not 0 < x_TE.shape[0] <= MOST_STREAMED:
+        raise ValueError(f"{x_TE.shape[0]} tokens; these products are for 1 to {MOST_STREAMED}")
+    if x_TE.is_cuda and not launch.streamable(x_TE, weight_FE):
+        raise ValueError(
+            f"{x_TE.dtype} rows {tuple(x_TE.stride())} and weight rows {tuple(weight_FE.stride())} are not bf16 in "
+            "whole 16-byte pieces"
+        )
+    if x_TE.is_cuda and torch.version.cuda is None:
+        raise ValueError("these products need CUDA")

@@ -1,0 +1,83 @@
+"""Products of any number of tokens with weight matrices, in portable Triton: one matrix, or one a head.
+
+Every output is the sum over the input features in their order, in blocks of a fixed size, accumulated in fp32. With
+the same tile for every number of tokens a token's result does not depend on what it is computed with.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def tiled_linear(
+    x,
+    weight,
+    out,
+    tokens,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    X_TOKEN: tl.constexpr,
+    X_HEAD: tl.constexpr,
+    W_HEAD: tl.constexpr,
+    W_ROW: tl.constexpr,
+    W_COLUMN: tl.constexpr,
+    OUT_TOKEN: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out[t, head] = weight[head] · x[t, head]. Grid: tiles of tokens (fastest, so that they share weights in L2) times
+    tiles of features, heads."""
+    tiles = tl.cdiv(tokens, BLOCK_T)
+    t = (tl.program_id(0) % tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    f = tl.program_id(0) // tiles * BLOCK_F + tl.arange(0, BLOCK_F)
+    head = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    x_at = x + head * X_HEAD + t[:, None] * X_TOKEN + k[None, :]
+    w_at = weight + head * W_HEAD + f.to(tl.int64)[None, :] * W_ROW + k[:, None] * W_COLUMN
+    live = (t < tokens)[:, None]
+    kept = (f < F)[None, :]
+    y = tl.zeros([BLOCK_T, BLOCK_F], tl.float32)
+    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            a = tl.load(x_at + k0, mask=live, other=0.0)
+            b = tl.load(w_at + k0 * W_COLUMN, mask=kept, other=0.0)
+        else:
+            a = tl.load(x_at + k0, mask=live & (k0 + k < K)[None, :], other=0.0)
+            b = tl.load(w_at + k0 * W_COLUMN, mask=kept & (k0 + k < K)[:, None], other=0.0)
+        y = tl.dot(a, b, y, input_precision=PRECISION)
+    to = out + t[:, None] * OUT_TOKEN + head * OUT_HEAD + f[None, :]
+    tl.store(to, y.to(out.dtype.element_ty), mask=live & kept)
+
+
+@triton.jit
+def best_token(value, index, out, PIECES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """The index of a token's largest value, the lowest at ties. One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    p = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    at = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    for p0 in range(0, PIECES, BLOCK):
+        inside = p0 + p < PIECES
+        v = tl.load(value + token * PIECES + p0 + p, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        i = tl.load(index + token * PIECES + p0 + p, mask=inside, other=0x7FFFFFFF, cache_modifier=".cg")
+        better = (v > best) | ((v == best) & (i < at))
+        best = tl.where(better, v, best)
+        at = tl.where(better, i, at)
+    top = tl.max(best, 0)
+    tl.store(out + token, tl.min(tl.where(best == top, at, 0x7FFFFFFF), 0).to(tl.int64))

@@ -1,0 +1,254 @@
+"""Launches the products. Allocates nothing and waits for nothing, so it may be captured into a CUDA graph.
+
+`dependent` launches with programmatic dependent launch (compute capability 9.0 and above). It is always safe where
+every kernel before waits for its own predecessor, as all kernels here do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.linear import kernel, stream
+from kernels.pending_norm.pieces import PendingNorm
+
+MOST_STREAMED = 16
+"""Most tokens `stream` is used for."""
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How the features of a streamed product are cut up. A function of their number alone: with it a token's result
+    does not depend on the other tokens."""
+
+    warps: int
+    width: int
+    """Features of a warp at a time."""
+    chunks: int
+    """Times that all warps take `width` features."""
+
+    @property
+    def depth(self) -> int:
+        """Chunks that are on their way at once."""
+        return self.chunks if self.chunks <= 4 else 6
+
+    @staticmethod
+    def of(features: int) -> Streaming:
+        """For so many input features."""
+        warps = 8
+        while warps > 1 and warps * 64 >= 2 * features:
+            warps //= 2
+        return Streaming(warps, 64, -(-features // (warps * 64)))
+
+
+def streamable(x_TE: Tensor, weight: Tensor) -> bool:
+    """Whether `stream` can multiply these: few tokens, bf16 rows of whole 16-byte pieces."""
+    return (
+        x_TE.shape[0] <= MOST_STREAMED
+        and x_TE.dtype == weight.dtype == torch.bfloat16
+        and _in_pieces(x_TE)
+        and _in_pieces(weight)
+    )
+
+
+def _in_pieces(x: Tensor) -> bool:
+    return (
+        x.stride(-1) == 1
+        and x.shape[-1] % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and all(s % 8 == 0 for s in x.stride()[:-1])
+    )
+
+
+def columns(tokens: int) -> int:
+    """Token columns of a streamed product."""
+    if not 0 < tokens <= MOST_STREAMED:
+        raise ValueError(f"{tokens} tokens cannot be streamed, at most {MOST_STREAMED} can")
+    return max(8, int(triton.next_power_of_2(tokens)))
+
+
+def pieces(pending: PendingNorm | None) -> dict[str, Any]:
+    """The constants that describe the sums of squares."""
+    count = 1 if pending is None else pending.square_TP.shape[1]
+    return {"SCALED": pending is not None, "PIECES": count, "PIECE_BLOCK": max(128, triton.next_power_of_2(count))}
+
+
+def stream_linear(
+    x_TE: Tensor,
+    weight_FE: Tensor,
+    out_TF: Tensor,
+    *,
+    pending: PendingNorm | None = None,
+    residual_TF: Tensor | None = None,
+    norm: Tensor | None = None,
+    next: PendingNorm | None = None,
+    best: tuple[Tensor, Tensor] | None = None,
+    dependent: bool = False,
+) -> None:
+    """One product with few tokens; which of the options go together `kernels.linear` says."""
+    tokens, features = x_TE.shape
+    rows = weight_FE.shape[0]
+    epilogue, norm_features, out_pieces = stream.STORE, 0, 1
+    if residual_TF is not None:
+        epilogue, norm_features = stream.RESIDUAL, rows
+    elif best is not None:
+        epilogue = stream.BEST
+    elif next is not None:
+        epilogue, norm_features = stream.NORMED, next.x_TE.shape[1]
+    square, index = out_TF, out_TF
+    if best is not None:
+        square, index = best
+        out_pieces = square.stride(0)
+    elif next is not None:
+        square = next.square_TP
+        out_pieces = square.shape[1]
+    cut = Streaming.of(features)
+    stream.stream_linear[(triton.cdiv(rows, stream.ROWS), 1)](
+        x_TE,
+        x_TE if pending is None else pending.square_TP,
+        weight_FE,
+        out_TF,
+        out_TF if residual_TF is None else residual_TF,
+        weight_FE if norm is None else norm,
+        square,
+        index,
+        tokens,
+        0.0 if pending is None else pending.eps,
+        F=rows,
+        K=features,
+        X_STRIDE=x_TE.stride(0),
+        X_HEAD=0,
+        W_STRIDE=weight_FE.stride(0),
+        W_HEAD=0,
+        OUT_STRIDE=out_TF.stride(0),
+        OUT_HEAD=0,
+        RESIDUAL_STRIDE=0 if residual_TF is None else residual_TF.stride(0),
+        EPILOGUE=epilogue,
+        NORM_FEATURES=norm_features,
+        OUT_PIECES=out_pieces,
+        EARLY=True,
+        **pieces(pending),
+        **cut_up(cut, tokens, dependent),
+    )
+
+
+def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependent: bool = False) -> None:
+    """One product a head with few tokens; weight rows are contiguous."""
+    tokens, heads, features = x_THN.shape
+    rows = weight_HFN.shape[1]
+    stream.stream_linear[(triton.cdiv(rows, stream.ROWS), heads)](
+        *(x_THN, x_THN, weight_HFN, out_THF, out_THF, weight_HFN, out_THF, out_THF),
+        tokens,
+        0.0,
+        F=rows,
+        K=features,
+        X_STRIDE=x_THN.stride(0),
+        X_HEAD=x_THN.stride(1),
+        W_STRIDE=weight_HFN.stride(1),
+        W_HEAD=weight_HFN.stride(0),
+        OUT_STRIDE=out_THF.stride(0),
+        OUT_HEAD=out_THF.stride(1),
+        RESIDUAL_STRIDE=0,
+        EPILOGUE=stream.STORE,
+        NORM_FEATURES=0,
+        OUT_PIECES=1,
+        EARLY=True,
+        **pieces(None),
+        **cut_up(Streaming.of(features), tokens, dependent),
+    )
+
+
+def stream_gate_up(pending: PendingNorm, weight_FE: Tensor, out_TI: Tensor, *, dependent: bool = False) -> None:
+    """Gated activations of few tokens."""
+    tokens, features = pending.x_TE.shape
+    intermediate = weight_FE.shape[0] // 2
+    stream.stream_gate_up[(triton.cdiv(intermediate, stream.ROWS // 2),)](
+        pending.x_TE,
+        pending.square_TP,
+        weight_FE,
+        out_TI,
+        tokens,
+        pending.eps,
+        I=intermediate,
+        K=features,
+        X_STRIDE=pending.x_TE.stride(0),
+        W_STRIDE=weight_FE.stride(0),
+        OUT_STRIDE=out_TI.stride(0),
+        **pieces(pending),
+        **cut_up(Streaming.of(features), tokens, dependent),
+    )
+
+
+def cut_up(cut: Streaming, tokens: int, dependent: bool) -> dict[str, Any]:
+    """The constants and options of a streamed product."""
+    return {
+        "TOKENS": columns(tokens),
+        "WIDTH": cut.width,
+        "DEPTH": cut.depth,
+        "WARPS": cut.warps,
+        "DEPENDENT": dependent,
+        "num_warps": cut.warps,
+        **options(dependent),
+    }
+
+
+def tiled(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, invariant: bool, dependent: bool = False) -> None:
+    """One product a head, of any number of tokens. `invariant`: the same tile whatever their number."""
+    tokens, heads, features = x_THN.shape
+    rows = weight_HFN.shape[1]
+    if not tokens:
+        return
+    wide = x_THN.dtype == torch.float32
+    if invariant or tokens > 32:
+        block_t, block_f, block_k, warps, stages = 64, 32 if wide else 64, 32 if wide else 64, 4, 3 if wide else 4
+    else:
+        block_t, block_f, block_k, warps, stages = 16 if tokens <= 16 else 32, 32, 64, 4, 3
+    if not invariant:
+        block_k = min(block_k, max(16, triton.next_power_of_2(features)))
+    kernel.tiled_linear[(triton.cdiv(tokens, block_t) * triton.cdiv(rows, block_f), heads)](
+        x_THN,
+        weight_HFN,
+        out_THF,
+        tokens,
+        F=rows,
+        K=features,
+        X_TOKEN=x_THN.stride(0),
+        X_HEAD=x_THN.stride(1),
+        W_HEAD=weight_HFN.stride(0),
+        W_ROW=weight_HFN.stride(1),
+        W_COLUMN=weight_HFN.stride(2),
+        OUT_TOKEN=out_THF.stride(0),
+        OUT_HEAD=out_THF.stride(1),
+        BLOCK_T=block_t,
+        BLOCK_F=block_f,
+        BLOCK_K=block_k,
+        STAGES=stages,
+        PRECISION="ieee" if wide else "tf32",
+        DEPENDENT=dependent,
+        num_warps=warps,
+        **options(dependent),
+    )
+
+
+def best_token(value_TP: Tensor, index_TP: Tensor, out_T: Tensor, *, dependent: bool = False) -> None:
+    """See `kernels.linear.best_token`."""
+    tokens, count = value_TP.shape
+    kernel.best_token[(tokens,)](
+        value_TP,
+        index_TP,
+        out_T,
+        PIECES=count,
+        BLOCK=min(2048, triton.next_power_of_2(count)),
+        DEPENDENT=dependent,
+        num_warps=8,
+        **options(dependent),
+    )
+
+
+def options(dependent: bool) -> dict[str, bool]:
+    """The launch attribute exists on CUDA only, and the interpreter knows none."""
+    return {"launch_pdl": True} if dependent else {}

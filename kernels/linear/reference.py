@@ -1,0 +1,63 @@
+"""References of `kernels.linear` on torch's own products."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.linear.stream import ROWS
+from kernels.pending_norm import reference as pending_norm
+from kernels.pending_norm.pieces import PendingNorm
+
+
+def linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor) -> None:
+    """See `kernels.linear.linear`."""
+    if out_TF.dtype == x_TE.dtype:
+        torch.mm(x_TE, weight_FE.t(), out=out_TF)
+    elif x_TE.is_cuda:
+        torch.mm(x_TE, weight_FE.t(), out_dtype=out_TF.dtype, out=out_TF)
+    else:
+        torch.mm(x_TE.to(out_TF.dtype), weight_FE.t().to(out_TF.dtype), out=out_TF)
+
+
+def normed_linear(
+    x: PendingNorm, weight_FE: Tensor, out_TF: Tensor, norm_A: Tensor | None, next: PendingNorm | None
+) -> None:
+    """See `kernels.linear.normed_linear`."""
+    y_TF = pending_norm.normed(x) @ weight_FE.float().t()
+    if next is not None and norm_A is not None:
+        size = norm_A.shape[0]
+        out_TF[:, size:] = y_TF[:, size:].to(out_TF.dtype)
+        pending_norm.write(y_TF[:, :size], norm_A, next)
+    else:
+        out_TF.copy_(y_TF)
+
+
+def linear_to_residual(x_TE: Tensor, weight_FE: Tensor, residual_TF: Tensor, norm_F: Tensor, out: PendingNorm) -> None:
+    """See `kernels.linear.linear_to_residual`."""
+    residual_TF.add_(x_TE.float() @ weight_FE.float().t())
+    pending_norm.write(residual_TF, norm_F, out)
+
+
+def gated_linear(x: PendingNorm, weight_FE: Tensor, out_TI: Tensor) -> None:
+    """See `kernels.linear.gated_linear`."""
+    gate_TI, up_TI = (pending_norm.normed(x) @ weight_FE.float().t()).chunk(2, dim=-1)
+    out_TI.copy_(F.silu(gate_TI) * up_TI)
+
+
+def best_linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, value_TP: Tensor, index_TP: Tensor) -> None:
+    """See `kernels.linear.best_linear`."""
+    y_TF = x_TE.float() @ weight_FE.float().t()
+    out_TF.copy_(y_TF)
+    missing = -y_TF.shape[1] % ROWS
+    piece_TPR = F.pad(y_TF, (0, missing), value=-torch.inf).view(*value_TP.shape, ROWS)
+    value_TP.copy_(piece_TPR.amax(-1))
+    first_TP = (piece_TPR == value_TP.unsqueeze(-1)).to(torch.int8).argmax(-1)
+    index_TP.copy_(first_TP + ROWS * torch.arange(piece_TPR.shape[1]))
+
+
+def best_token(value_TP: Tensor, index_TP: Tensor, out_T: Tensor) -> None:
+    """See `kernels.linear.best_token`."""
+    best_TP = value_TP == value_TP.amax(1, keepdim=True)
+    out_T.copy_(torch.where(best_TP, index_TP, 2**31 - 1).amin(1))

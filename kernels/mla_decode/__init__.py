@@ -1,0 +1,82 @@
+"""Attention of decode rows over the paged latent cache, in the absorbed form of multi-head latent attention.
+
+Shape legend: R rows, W width, H heads, L latent features (kv_lora_rank), C = L + rope features, K = 64 entries a page,
+P pages (of the cache, or of a row's page table).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.mla_decode import launch, reference
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
+
+__all__ = ["DecodeShape", "Workspace", "mla_decode", "plan_decode"]
+
+
+def plan_decode(
+    shape: DecodeShape,
+    length_R: Tensor,
+    page_RP: Tensor,
+    dtype: torch.dtype,
+    empty: Callable[[int], Tensor],
+    *,
+    first: int = 0,
+) -> Workspace | None:
+    """Deal the rows' cache to the GPU's multiprocessors, from the lengths on the device: once for all layers of a pass.
+
+    `dtype` is the cache's. `empty` gives a uint8 tensor of so many bytes, which must live as long as the workspace is
+    used. None where there is nothing to plan, on a CPU.
+    """
+    if not length_R.is_cuda:
+        return None
+    device = _properties(length_R.device.index)
+    choose = hopper_tiling if (device.major, device.minor) == (9, 0) and dtype == torch.bfloat16 else portable_tiling
+    tiling = choose(shape, device.multi_processor_count)
+    workspace = Workspace.over(empty(Workspace.bytes(shape, tiling, dtype)), shape, tiling, dtype)
+    launch.plan(length_R, page_RP, workspace, first=first)
+    return workspace
+
+
+@cache
+def _properties(device: int) -> Any:
+    return torch.cuda.get_device_properties(device)
+
+
+def mla_decode(
+    q_RWHC: Tensor,
+    cache_PKC: Tensor,
+    page_RP: Tensor,
+    length_R: Tensor,
+    out_RWHL: Tensor,
+    lse_RWH: Tensor,
+    *,
+    scale: float,
+    first: int = 0,
+    workspace: Workspace | None = None,
+) -> None:
+    """out = softmax(scale * q · cache) · cache[..., :L], every head reading the same latent cache.
+
+    - `q_RWHC`: query with W_UK absorbed into its first L features, the roped part after them.
+    - `cache_PKC`: one layer's cache; entry i of a row lies at [page_RP[row, i // 64], i % 64]. The value of an entry is
+      its first L features (L = `out_RWHL`.shape[-1]).
+    - `page_RP`, `length_R`: int32 on the device. Token j of a row sees entries first <= i < length - (W - 1 - j), so
+      drafts do not see the drafts after them. Length 0 marks a padded row.
+    - `workspace`: of `plan_decode` for the same lengths and tables; without one plain torch computes, and waits for
+      the device.
+    - `out_RWHL`: dtype of the caller's choice; `lse_RWH`: fp32, natural logarithm of the sum of exp(scale * q · k).
+
+    A token that sees nothing gets output 0 and LSE -inf. What page-table entries at or past the length hold, and what
+    cache entries outside the bounds hold (NaN included), does not matter.
+    Source: DeepSeek-V2 (2024), section 2.1 and appendix C.
+    """
+    if workspace is None:
+        reference.mla_decode(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, scale, first)
+        return
+    launch.attend(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, workspace, scale=scale, first=first)
+    launch.merge(out_RWHL, lse_RWH, workspace)

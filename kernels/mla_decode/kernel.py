@@ -1,0 +1,291 @@
+"""Decode attention over the paged latent cache in portable Triton: plan the splits, attend, merge.
+
+Flash-decoding (Dao et al. 2023) with the absorbed query of DeepSeek-V2 (section 2.1): a row's width x heads query
+vectors share its cache, so they are the M of every product. Online softmax after Milakov and Gimelshein (2018), in
+base 2.
+
+Memory rules: page ids become int64 before they are multiplied; the page table is never read past a row's last page;
+cache entries outside a row's bounds are loaded as zero, because 0 x NaN is NaN. Three kernels, none with atomics:
+`plan_splits` deals the units of all rows to the workers; `attend` writes a row's output, or a piece of it; `merge`
+adds a row's pieces up in order and writes the rows nobody works on.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.mla_decode.schedule import MERGED_FIELD, ROW_FIELDS, WORKER_FIELDS
+
+_MASKED = tl.constexpr(-1.0e33)
+_LOWEST = tl.constexpr(-1.0e30)
+"""Start of the running maximum: far above `_MASKED`, so that exp2(masked - lowest) is 0, and below every real score."""
+_WORKER = tl.constexpr(WORKER_FIELDS)
+_ROW = tl.constexpr(ROW_FIELDS)
+_MERGED = tl.constexpr(MERGED_FIELD)
+_LN2 = tl.constexpr(0.6931471805599453)
+_INTS = ["rows", "workers", "first", "table_stride", "queries", "heads", "blocks"]
+
+
+@triton.jit(do_not_specialize=_INTS)
+def plan_splits(
+    length,
+    table,
+    plan,
+    rows,
+    workers,
+    first,
+    table_stride,
+    UNIT: tl.constexpr,
+    ROW_COST: tl.constexpr,
+    LEAST: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORKERS: tl.constexpr,
+    INVARIANT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Each program places `WORKERS` workers; the first one also lists the rows to merge and where their pieces will
+    lie."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.arange(0, ROWS)
+    tokens = tl.load(length + row, mask=row < rows, other=0)
+    units = tl.where(tokens > first, tl.cdiv(tokens, UNIT) - first // UNIT, 0)
+    span = tl.where(units > 0, units + ROW_COST, 0)
+    total = tl.sum(span, 0)
+    share = tl.maximum(tl.cdiv(total, workers), LEAST)
+    room = span
+    if not INVARIANT:
+        # Shares that start where a row starts save partial results. When all rows are about equally long, slightly
+        # larger shares make every row a whole number of shares, or every share a whole number of rows.
+        longest = tl.max(span, 0)
+        used = tl.sum((span > 0).to(tl.int32), 0)
+        part = tl.maximum(tl.cdiv(longest, tl.maximum(workers // tl.maximum(used, 1), 1)), LEAST)
+        several = tl.cdiv(used, workers)
+        aligned = tl.where(used > workers, longest * several, part)
+        padded = tl.where(used > workers, tl.where(span > 0, longest, 0), tl.cdiv(span, part) * part)
+        if (aligned * 16 <= share * 17) & (tl.sum(padded, 0) <= aligned * workers):
+            share = aligned
+            room = padded
+    end = tl.cumsum(room, 0)
+    begin = end - room
+
+    worker = tl.program_id(0) * WORKERS + tl.arange(0, WORKERS)
+    position = worker * share
+    ended = (end[None, :] <= position[:, None]) & (row < rows)[None, :]
+    mine = tl.sum(ended.to(tl.int32), 1)  # the first row that ends after the worker's position
+    here = row[None, :] == mine[:, None]
+    offset = position - tl.sum(tl.where(here, begin[None, :], 0), 1)
+    overlap = tl.minimum((begin + span)[None, :], (position + share)[:, None]) - tl.maximum(
+        begin[None, :], position[:, None]
+    )
+    left = tl.sum(tl.maximum(overlap, 0), 1)
+    unit = tl.maximum(offset - ROW_COST, 0) + first // UNIT
+    tokens_here = tl.sum(tl.where(here, tokens[None, :], 0), 1)
+    entry = tl.minimum((unit * UNIT) // PAGE, tl.maximum(tl.cdiv(tokens_here, PAGE) - 1, 0))
+    alive = (worker < workers) & (left > 0)
+    page = tl.load(table + mine.to(tl.int64) * table_stride + entry, mask=alive, other=0)
+    record = plan + worker * _WORKER
+    inside = worker < workers
+    tl.store(record, mine, mask=inside)
+    tl.store(record + 1, offset, mask=inside)
+    tl.store(record + 2, left, mask=inside)
+    tl.store(record + 3, position, mask=inside)
+    tl.store(record + 4, page, mask=inside)
+    tl.store(record + 5, tokens_here, mask=inside)
+
+    if tl.program_id(0) == 0:
+        if INVARIANT:
+            pieces = units
+            slot = begin
+            later = begin + 1
+        else:
+            head = (begin + ROW_COST) // share
+            pieces = tl.where(units > 0, (begin + tl.maximum(span, 1) - 1) // share - head + 1, 0)
+            slot = workers + head
+            later = head + 1
+        about = plan + workers * _WORKER + row * _ROW
+        tl.store(about, slot, mask=row < rows)
+        tl.store(about + 1, later, mask=row < rows)
+        tl.store(about + 2, pieces, mask=row < rows)
+        listed = (row < rows) & (pieces != 1)
+        rank = tl.cumsum(listed.to(tl.int32), 0)
+        tl.store(plan + _MERGED, tl.max(rank, 0))
+        tl.store(plan + workers * _WORKER + (rank - 1) * _ROW + 3, row, mask=listed)
+
+
+@triton.jit(do_not_specialize=_INTS)
+def attend(
+    q,
+    cache,
+    table,
+    length,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    plan,
+    scale,
+    first,
+    table_stride,
+    queries,
+    heads,
+    blocks,
+    workers,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROW_COST: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INVARIANT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One worker: its units of one or several rows, for one block of queries. `scale` includes log2(e)."""
+    FEATURES: tl.constexpr = LATENT + ROPE
+    worker = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    m = block * BLOCK + tl.arange(0, BLOCK)
+    n = tl.arange(0, TILE)
+    c = tl.arange(0, LATENT)
+    r = tl.arange(0, ROPE)
+    inside = m < queries
+    back = queries // heads - 1 - m // heads  # tokens of the row after this one
+    row = tl.load(plan + worker * _WORKER)
+    at = tl.load(plan + worker * _WORKER + 1)
+    left = tl.load(plan + worker * _WORKER + 2)
+    position = tl.load(plan + worker * _WORKER + 3)
+    while left > 0:
+        tokens = tl.load(length + row)
+        units = tl.where(tokens > first, tl.cdiv(tokens, UNIT) - first // UNIT, 0)
+        span = tl.where(units > 0, units + ROW_COST, 0)
+        take = tl.minimum(left, span - at)
+        if INVARIANT:
+            take = tl.minimum(take, 1)
+        begin = tl.maximum(at - ROW_COST, 0)
+        end = at + take - ROW_COST
+        if end > begin:
+            vector = (row.to(tl.int64) * queries + m)[:, None]
+            q_latent = tl.load(q + vector * FEATURES + c[None, :], mask=inside[:, None], other=0.0)
+            q_rope = tl.load(q + vector * FEATURES + LATENT + r[None, :], mask=inside[:, None], other=0.0)
+            bound = tl.minimum(tokens - back, tokens)
+            top = tl.full((BLOCK,), _LOWEST, tl.float32)
+            total = tl.zeros((BLOCK,), tl.float32)
+            sum_latent = tl.zeros((BLOCK, LATENT), tl.float32)
+            pages = table + row.to(tl.int64) * table_stride
+            last = (tokens - 1) // PAGE
+            start = (first // UNIT + begin) * UNIT // TILE
+            stop = tl.minimum((first // UNIT + end) * UNIT, tokens)
+            page = tl.load(pages + start * TILE // PAGE)
+            for tile in range(start, tl.cdiv(stop, TILE)):
+                next_page = tl.load(pages + tl.minimum((tile + 1) * TILE // PAGE, last))
+                entry = tile * TILE + n
+                base = cache + (page.to(tl.int64) * PAGE + tile * TILE % PAGE) * FEATURES
+                written = ((entry < tokens) & (entry >= first))[:, None]
+                latent = tl.load(base + n[:, None] * FEATURES + c[None, :], mask=written, other=0.0)
+                rope = tl.load(base + n[:, None] * FEATURES + LATENT + r[None, :], mask=written, other=0.0)
+                page = next_page
+                score = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
+                score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION) * scale
+                seen = (entry[None, :] < bound[:, None]) & (entry >= first)[None, :]
+                score = tl.where(seen, score, _MASKED)
+                new_top = tl.maximum(top, tl.max(score, 1))
+                shrink = tl.exp2(top - new_top)
+                weight = tl.exp2(score - new_top[:, None])
+                total = total * shrink + tl.sum(weight, 1)
+                sum_latent = sum_latent * shrink[:, None]
+                top = new_top
+                sum_latent = tl.dot(weight.to(latent.dtype), latent, sum_latent, input_precision=PRECISION)
+            divisor = tl.where(total > 0, total, 1.0)
+            sum_latent = sum_latent / divisor[:, None]
+            log = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
+            if (begin == 0) & (end == units):
+                tl.store(out + vector * LATENT + c[None, :], sum_latent.to(out.dtype.element_ty), mask=inside[:, None])
+                tl.store(lse + row.to(tl.int64) * queries + m, log * _LN2, mask=inside)
+            else:
+                slot = tl.where(begin == 0, workers + worker, worker)
+                if INVARIANT:
+                    slot = position
+                piece = (slot.to(tl.int64) * queries + m)[:, None]
+                tl.store(
+                    partial + piece * LATENT + c[None, :], sum_latent.to(partial.dtype.element_ty), mask=inside[:, None]
+                )
+                tl.store(partial_lse + slot.to(tl.int64) * queries + m, log, mask=inside)
+        left -= take
+        position += take
+        at += take
+        done = at >= span
+        row = tl.where(done, row + 1, row)
+        at = tl.where(done, 0, at)
+
+
+@triton.jit(do_not_specialize=_INTS)
+def merge(
+    partial,
+    partial_lse,
+    plan,
+    out,
+    lse,
+    queries,
+    workers,
+    LATENT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PIECES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Add up the pieces of `QUERIES` queries of listed rows, in order, for `COLUMNS` columns. Grid: rows, queries,
+    columns."""
+    # The plan is older than the attention, which let this kernel start only after its own wait: no need to wait for it.
+    count = tl.load(plan + _MERGED)
+    rows = plan + workers * _WORKER
+    row = tl.load(rows + tl.program_id(0) * _ROW + 3, mask=tl.program_id(0) < count, other=0)
+    slot = tl.load(rows + row * _ROW)
+    later = tl.load(rows + row * _ROW + 1)
+    pieces = tl.load(rows + row * _ROW + 2)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = query < queries
+    for index in range(tl.program_id(0), count, tl.num_programs(0)):
+        top = tl.full((QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        sum_latent = tl.zeros((QUERIES, COLUMNS), tl.float32)
+        # [queries, pieces, columns] in this order, so that the layout keeps the pieces of a column within a warp.
+        for start in range(0, pieces, PIECES):
+            piece = start + tl.arange(0, PIECES)
+            at = tl.where(piece == 0, slot, later + piece - 1).to(tl.int64)[None, :] * queries + query[:, None]
+            there = (piece < pieces)[None, :] & inside[:, None]
+            log = tl.load(partial_lse + at, mask=there, other=float("-inf"))
+            part = tl.load(partial + at[:, :, None] * LATENT + c[None, None, :], mask=there[:, :, None], other=0.0)
+            new_top = tl.maximum(top, tl.max(log, 1))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            shrink = tl.exp2(top - base)
+            weight = tl.exp2(log - base[:, None])
+            total = total * shrink + tl.sum(weight, 1)
+            sum_latent = sum_latent * shrink[:, None] + tl.sum(part.to(tl.float32) * weight[:, :, None], 1)
+            top = new_top
+        divisor = tl.where(total > 0, total, 1.0)
+        sum_latent = sum_latent / divisor[:, None]
+        vector = row.to(tl.int64) * queries + query
+        tl.store(out + vector[:, None] * LATENT + c[None, :], sum_latent.to(out.dtype.element_ty), mask=inside[:, None])
+        if tl.program_id(2) == 0:
+            log = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
+            tl.store(lse + vector, log * _LN2, mask=inside)
+        if index + tl.num_programs(0) < count:
+            row = tl.load(rows + (index + tl.num_programs(0)) * _ROW + 3)
+            slot = tl.load(rows + row * _ROW)
+            later = tl.load(rows + row * _ROW + 1)
+            pieces = tl.load(rows + row * _ROW + 2)

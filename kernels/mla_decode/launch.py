@@ -1,0 +1,186 @@
+"""Launches the decode kernels into a workspace: plan once a step, then attend and merge once a layer.
+
+Nothing here allocates device memory or waits for the device, so all of it may be captured into a CUDA graph.
+
+`dependent` launches with programmatic dependent launch (compute capability 9.0 and above): the kernel may start while
+the one before it in the stream still runs, and waits for its end where it matters. It is always safe. `early` lets
+the attention go further and fetch cache entries before that wait. It is safe when the kernel launched before writes,
+of all that attention reads, nothing but the query and the last `width` entries of each row, and itself lets its
+successor start only after it has waited for its own predecessor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.mla_decode import kernel
+from kernels.mla_decode.schedule import DecodeShape, Workspace
+from kernels.page import PAGE_TOKENS
+
+
+def plan(length_R: Tensor, page_RP: Tensor, workspace: Workspace, *, first: int = 0, dependent: bool = False) -> None:
+    """Deal the rows' cache to the workers. Valid for every layer of a step: until a length or a page table changes."""
+    shape, tiling = workspace.shape, workspace.tiling
+    workers = 32 if shape.rows <= 128 else 8
+    kernel.plan_splits[(triton.cdiv(tiling.workers, workers),)](
+        length_R,
+        page_RP,
+        workspace.plan,
+        shape.rows,
+        tiling.workers,
+        first,
+        page_RP.stride(0),
+        UNIT=tiling.unit,
+        ROW_COST=tiling.row_cost,
+        LEAST=tiling.least,
+        PAGE=PAGE_TOKENS,
+        ROWS=max(16, triton.next_power_of_2(shape.rows)),
+        WORKERS=workers,
+        INVARIANT=shape.invariant,
+        DEPENDENT=dependent,
+        num_warps=4,
+        **_options(dependent),
+    )
+
+
+def attend(
+    q_RWHC: Tensor,
+    cache_PKC: Tensor,
+    page_RP: Tensor,
+    length_R: Tensor,
+    out_RWHL: Tensor,
+    lse_RWH: Tensor,
+    workspace: Workspace,
+    *,
+    scale: float,
+    first: int = 0,
+    dependent: bool = False,
+    early: bool = False,
+) -> None:
+    """Attention of one layer with the plan in the workspace: outputs of whole rows, pieces of the split ones."""
+    shape, tiling = workspace.shape, workspace.tiling
+    _check(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, shape)
+    blocks = tiling.blocks(shape)
+    where = (page_RP, length_R, out_RWHL, lse_RWH, workspace.partial_SQL, workspace.partial_lse_SQ, workspace.plan)
+    numbers = (
+        scale * math.log2(math.e),
+        first,
+        page_RP.stride(0),
+        shape.queries,
+        shape.heads,
+        blocks,
+        tiling.workers,
+    )
+    split: dict[str, Any] = {
+        "UNIT": tiling.unit,
+        "ROW_COST": tiling.row_cost,
+        "DEPENDENT": dependent,
+        "num_warps": tiling.warps,
+        **_options(dependent),
+    }
+    grid = (tiling.workers * blocks,)
+    if tiling.path == "triton":
+        kernel.attend[grid](
+            q_RWHC,
+            cache_PKC,
+            *where,
+            *numbers,
+            BLOCK=tiling.block,
+            TILE=tiling.tile,
+            LATENT=shape.latent,
+            ROPE=shape.rope,
+            PAGE=PAGE_TOKENS,
+            PRECISION="ieee" if q_RWHC.dtype == torch.float32 else "tf32",
+            INVARIANT=shape.invariant,
+            num_stages=tiling.stages,
+            **split,
+        )
+    elif tiling.path == "narrow":
+        from kernels.mla_decode.narrow import attend_narrow
+
+        attend_narrow[grid](
+            q_RWHC,
+            cache_PKC,
+            *where,
+            *numbers,
+            BLOCK=tiling.block,
+            TILE=tiling.tile,
+            PAGE=PAGE_TOKENS,
+            STAGES=tiling.stages,
+            EARLY=early,
+            **split,
+        )
+    else:
+        from kernels.mla_decode.wide import attend_wide, boxes
+
+        attend_wide[grid](
+            cache_PKC,
+            *boxes(q_RWHC),
+            *boxes(cache_PKC),
+            *where,
+            *numbers,
+            INVARIANT=shape.invariant,
+            EARLY=early,
+            PREFETCH=tiling.stages,
+            **split,
+        )
+
+
+def merge(out_RWHL: Tensor, lse_RWH: Tensor, workspace: Workspace, *, dependent: bool = False) -> None:
+    """Add up the pieces of the split rows, and write the rows that have none."""
+    shape, tiling = workspace.shape, workspace.tiling
+    most = shape.rows if shape.invariant else min(shape.rows, tiling.workers + 1)  # more can only be padded rows
+    grid = (most, triton.cdiv(shape.queries, tiling.merge_queries), shape.latent // tiling.merge_columns)
+    kernel.merge[grid](
+        workspace.partial_SQL,
+        workspace.partial_lse_SQ,
+        workspace.plan,
+        out_RWHL,
+        lse_RWH,
+        shape.queries,
+        tiling.workers,
+        LATENT=shape.latent,
+        COLUMNS=tiling.merge_columns,
+        PIECES=tiling.merge_pieces,
+        QUERIES=tiling.merge_queries,
+        DEPENDENT=dependent,
+        num_warps=tiling.merge_warps,
+        **_options(dependent),
+    )
+
+
+def _check(
+    q_RWHC: Tensor,
+    cache_PKC: Tensor,
+    page_RP: Tensor,
+    length_R: Tensor,
+    out_RWHL: Tensor,
+    lse_RWH: Tensor,
+    shape: DecodeShape,
+) -> None:
+    """ValueError unless the tensors are what the kernels, which see only pointers, take them for."""
+    vectors = (shape.rows, shape.width, shape.heads)
+    features = shape.latent + shape.rope
+    wanted = (
+        ("q_RWHC", q_RWHC, (*vectors, features), cache_PKC.dtype),
+        ("cache_PKC", cache_PKC, (cache_PKC.shape[0], PAGE_TOKENS, features), cache_PKC.dtype),
+        ("length_R", length_R, (shape.rows,), torch.int32),
+        ("out_RWHL", out_RWHL, (*vectors, shape.latent), out_RWHL.dtype),
+        ("lse_RWH", lse_RWH, vectors, torch.float32),
+    )
+    for name, tensor, sizes, dtype in wanted:
+        if tensor.shape != sizes or tensor.dtype != dtype or not tensor.is_contiguous():
+            got = f"{tuple(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}"
+            raise ValueError(f"{name} must be contiguous, {sizes} of {dtype}, not {got}")
+    if page_RP.shape != (shape.rows, shape.pages) or page_RP.dtype != torch.int32 or page_RP.stride(1) != 1:
+        raise ValueError(f"page_RP must be int32 {(shape.rows, shape.pages)} with contiguous rows: {page_RP.shape}")
+
+
+def _options(dependent: bool) -> dict[str, bool]:
+    """The launch attribute exists on CUDA only, and the interpreter knows none."""
+    return {"launch_pdl": True} if dependent else {}

@@ -1,0 +1,268 @@
+"""Decode attention for Hopper when a row has at most 16 query vectors: bound by memory, and by latency in small
+batches.
+
+The portable kernel waits three times in a row: for the query, for a page id, for the cache. Here every copy of the
+first tiles is under way before the first wait; page id and length of a worker's first tile come with its plan record.
+With programmatic dependent launch (`early`) the first cache tiles are even requested before the kernel before has
+finished, as far as that kernel cannot have written them. Products use mma.sync: 16 query vectors are too few for
+wgmma.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: SIM102 (a condition on compile-time constants must stay apart from one on run-time values)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from kernels.mla_decode.schedule import WORKER_FIELDS
+
+_MASKED = gl.constexpr(-1.0e33)
+_LOWEST = gl.constexpr(-1.0e30)
+_WORKER = gl.constexpr(WORKER_FIELDS)
+_LN2 = gl.constexpr(0.6931471805599453)
+_INTS = ["first", "table_stride", "queries", "heads", "blocks", "workers"]
+
+
+@gluon.jit
+def wait_for_kernel_before():
+    """With programmatic dependent launch: wait until the kernel before has finished and its writes are visible."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_kernel_after_start():
+    """With programmatic dependent launch: let the kernel after start; it still waits for this one where it must."""
+    instruction: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
+    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def unknown_zero():
+    """A zero that the compiler does not know. Addresses that depend on it stay inside the loop, where they are cheap;
+    hoisted out of it, as many as there are products, they would spill registers.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _copy_tile(
+    cache, page, tile, tokens, first, latent_s, rope_s, TILE: gl.constexpr, PAGE: gl.constexpr, WARPS: gl.constexpr
+):
+    """Start copying one tile; entries outside [first, tokens) become zero."""
+    LATENT: gl.constexpr = 512
+    ROPE: gl.constexpr = 64
+    by_latent: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    by_rope: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    base = cache + (page.to(gl.int64) * PAGE + tile * TILE % PAGE) * (LATENT + ROPE)
+    n = gl.arange(0, TILE, gl.SliceLayout(1, by_latent))
+    c = gl.arange(0, LATENT, gl.SliceLayout(0, by_latent))
+    entry = tile * TILE + n
+    written = ((entry < tokens) & (entry >= first))[:, None]
+    async_copy.async_copy_global_to_shared(latent_s, base + n[:, None] * (LATENT + ROPE) + c[None, :], mask=written)
+    n = gl.arange(0, TILE, gl.SliceLayout(1, by_rope))
+    c = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, by_rope))
+    entry = tile * TILE + n
+    written = ((entry < tokens) & (entry >= first))[:, None]
+    async_copy.async_copy_global_to_shared(rope_s, base + n[:, None] * (LATENT + ROPE) + c[None, :], mask=written)
+
+
+@gluon.jit
+def _copy_query(q, row, block, queries, latent_s, rope_s, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+    """Start copying a block of a row's query vectors; those the row does not have become zero."""
+    LATENT: gl.constexpr = 512
+    ROPE: gl.constexpr = 64
+    by_latent: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    by_rope: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    base = q + row.to(gl.int64) * queries * (LATENT + ROPE)
+    m = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, by_latent))
+    c = gl.arange(0, LATENT, gl.SliceLayout(0, by_latent))
+    inside = (m < queries)[:, None]
+    async_copy.async_copy_global_to_shared(latent_s, base + m[:, None] * (LATENT + ROPE) + c[None, :], mask=inside)
+    m = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, by_rope))
+    c = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, by_rope))
+    inside = (m < queries)[:, None]
+    async_copy.async_copy_global_to_shared(rope_s, base + m[:, None] * (LATENT + ROPE) + c[None, :], mask=inside)
+
+
+@gluon.jit(do_not_specialize=_INTS)
+def attend_narrow(
+    q,
+    cache,
+    table,
+    length,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    plan,
+    scale,
+    first,
+    table_stride,
+    queries,
+    heads,
+    blocks,
+    workers,
+    BLOCK: gl.constexpr,
+    TILE: gl.constexpr,
+    UNIT: gl.constexpr,
+    ROW_COST: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+    EARLY: gl.constexpr,
+):
+    """As `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16."""
+    LATENT: gl.constexpr = 512
+    ROPE: gl.constexpr = 64
+    CHUNK: gl.constexpr = 64
+    AHEAD: gl.constexpr = STAGES - 1
+    WARPS: gl.constexpr = gl.num_warps()
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, WARPS], instr_shape=[16, 8])
+    left_of: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right_of: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    per_query: gl.constexpr = gl.SliceLayout(1, mma)
+    per_column: gl.constexpr = gl.SliceLayout(0, mma)
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+
+    worker = gl.program_id(0) // blocks
+    block = gl.program_id(0) % blocks
+    if DEPENDENT and not EARLY:
+        wait_for_kernel_before()
+        let_kernel_after_start()
+    record = plan + worker * _WORKER
+    row = gl.load(record)
+    at = gl.load(record + 1)
+    left = gl.load(record + 2)
+    page = gl.load(record + 4)
+    tokens = gl.load(record + 5)
+    latent_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, LATENT], swizzled)
+    rope_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], swizzled)
+    q_latent_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, LATENT], swizzled)
+    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, ROPE], swizzled)
+    m = block * BLOCK + gl.arange(0, BLOCK, per_query)
+    back = queries // heads - 1 - m // heads
+    n = gl.arange(0, TILE, per_column)
+    lowest_unit = first // UNIT
+    if DEPENDENT and EARLY:
+        if left <= 0:
+            wait_for_kernel_before()
+            let_kernel_after_start()
+    while left > 0:
+        units = gl.where(tokens > first, (tokens + UNIT - 1) // UNIT - lowest_unit, 0)
+        span = gl.where(units > 0, units + ROW_COST, 0)
+        take = gl.minimum(left, span - at)
+        begin = gl.maximum(at - ROW_COST, 0)
+        end = at + take - ROW_COST
+        pages = table + row.to(gl.int64) * table_stride
+        last = gl.maximum(tokens - 1, 0) // PAGE
+        start = (lowest_unit + begin) * UNIT // TILE
+        stop = (gl.minimum((lowest_unit + end) * UNIT, tokens) + TILE - 1) // TILE
+        stop = gl.where(end > begin, stop, start)
+
+        # What the kernel before may have written is asked for after it has finished: the row's newest entries and the
+        # query. Everything older, when `EARLY`, before.
+        settled = 0
+        if DEPENDENT and EARLY:
+            settled = tokens - queries // heads
+        for s in gl.static_range(AHEAD):
+            if (start + s < stop) & ((start + s + 1) * TILE <= settled):
+                if s > 0:
+                    page = gl.load(pages + gl.minimum((start + s) * TILE // PAGE, last))
+                _copy_tile(cache, page, start + s, tokens, first, latent_s.index(s), rope_s.index(s), TILE, PAGE, WARPS)
+        if DEPENDENT and EARLY:
+            wait_for_kernel_before()
+            let_kernel_after_start()
+        if stop > start:
+            _copy_query(q, row, block, queries, q_latent_s, q_rope_s, BLOCK, WARPS)
+        for s in gl.static_range(AHEAD):
+            if (start + s < stop) & ((start + s + 1) * TILE > settled):
+                if s > 0:
+                    page = gl.load(pages + gl.minimum((start + s) * TILE // PAGE, last))
+                _copy_tile(cache, page, start + s, tokens, first, latent_s.index(s), rope_s.index(s), TILE, PAGE, WARPS)
+            async_copy.commit_group()
+        page = gl.load(pages + gl.minimum((start + AHEAD) * TILE // PAGE, last))
+
+        bound = gl.minimum(tokens - back, tokens)
+        top = gl.full([BLOCK], _LOWEST, gl.float32, per_query)
+        weights = gl.zeros([BLOCK, TILE], gl.float32, mma)
+        sum_latent = gl.zeros([BLOCK, LATENT], gl.float32, mma)
+        for tile in range(start, stop):
+            stage = (tile - start) % STAGES
+            async_copy.wait_group(AHEAD - 1)
+            gl.thread_barrier()  # the tile is there for all warps, and all of them are done with the one before
+            if tile + AHEAD < stop:
+                free = (tile - start + AHEAD) % STAGES
+                _copy_tile(
+                    cache,
+                    page,
+                    tile + AHEAD,
+                    tokens,
+                    first,
+                    latent_s.index(free),
+                    rope_s.index(free),
+                    TILE,
+                    PAGE,
+                    WARPS,
+                )
+            async_copy.commit_group()
+            page = gl.load(pages + gl.minimum((tile + AHEAD + 1) * TILE // PAGE, last))
+            keys = latent_s.index(stage)
+            # Two chains of products hide half of their latency: a warp has only TILE / WARPS columns.
+            score = gl.zeros([BLOCK, TILE], gl.float32, mma)
+            other = gl.zeros([BLOCK, TILE], gl.float32, mma)
+            score = mma_v2(q_rope_s.load(left_of), rope_s.index(stage).permute((1, 0)).load(right_of), score)
+            for j in gl.static_range(LATENT // CHUNK // 2):
+                other = mma_v2(
+                    q_latent_s.slice(2 * j * CHUNK, CHUNK, dim=1).load(left_of),
+                    keys.slice(2 * j * CHUNK, CHUNK, dim=1).permute((1, 0)).load(right_of),
+                    other,
+                )
+                score = mma_v2(
+                    q_latent_s.slice((2 * j + 1) * CHUNK, CHUNK, dim=1).load(left_of),
+                    keys.slice((2 * j + 1) * CHUNK, CHUNK, dim=1).permute((1, 0)).load(right_of),
+                    score,
+                )
+            score = (score + other) * scale
+            entry = tile * TILE + n
+            seen = (entry[None, :] < bound[:, None]) & (entry >= first)[None, :]
+            score = gl.where(seen, score, _MASKED)
+            new_top = gl.maximum(top, gl.max(score, 1))
+            shrink = gl.exp2(top - new_top)
+            weight = gl.exp2(score - new_top[:, None])
+            weights = weights * shrink[:, None] + weight
+            sum_latent = sum_latent * shrink[:, None]
+            top = new_top
+            factor = gl.convert_layout(weight.to(gl.bfloat16), left_of)
+            sum_latent = mma_v2(factor, keys.load(right_of), sum_latent)
+        async_copy.wait_group(0)
+        gl.thread_barrier()  # before the next row's copies
+
+        if stop > start:
+            total = gl.sum(weights, 1)
+            divisor = gl.where(total > 0, total, 1.0)
+            log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
+            # Through shared memory into whole rows, so that each lane writes 16 bytes at a time.
+            result = gl.convert_layout((sum_latent / divisor[:, None]).to(gl.bfloat16), stored)
+            m_stored = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, stored)) + unknown_zero()
+            c = gl.arange(0, LATENT, gl.SliceLayout(0, stored))
+            at_out = (m_stored[:, None] * LATENT + c[None, :]).to(gl.int64)
+            inside = (m_stored < queries)[:, None]
+            if (begin == 0) & (end == units):
+                base = row.to(gl.int64) * queries
+                gl.store(out + base * LATENT + at_out, result.to(out.dtype.element_ty), mask=inside)
+                gl.store(lse + base + m, log * _LN2, mask=m < queries)
+            else:
+                base = gl.where(begin == 0, workers + worker, worker).to(gl.int64) * queries
+                gl.store(partial + base * LATENT + at_out, result.to(partial.dtype.element_ty), mask=inside)
+                gl.store(partial_lse + base + m, log, mask=m < queries)
+        left -= take
+        at += take
+        if left > 0:  # then the row is finished: a worker's share ends inside its last row
+            row += 1
+            at = at * 0
+            tokens = gl.load(length + row)
+            page = gl.load(table + row.to(gl.int64) * table_stride + first // PAGE)

@@ -1,0 +1,93 @@
+"""Reference of `kernels.mla_decode` in plain torch: gathers the latent of the live pages, then dense attention.
+
+It reads the longest length on the host, so it cannot be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
+
+GATHER_ELEMENTS: Final = 1 << 26
+"""Cache elements gathered at once; more rows than fit are taken in groups, so memory stays bounded."""
+
+
+def mla_decode(
+    q_RWHC: Tensor,
+    cache_PKC: Tensor,
+    page_RP: Tensor,
+    length_R: Tensor,
+    out_RWHL: Tensor,
+    lse_RWH: Tensor,
+    scale: float,
+    first: int,
+) -> None:
+    """See `kernels.mla_decode.mla_decode`."""
+    longest = int(length_R.max()) if length_R.numel() else 0
+    if longest <= first:
+        out_RWHL.zero_()
+        lse_RWH.fill_(-torch.inf)
+        return
+    rows = q_RWHC.shape[0]
+    step = max(1, GATHER_ELEMENTS // (pages_for(longest) * PAGE_TOKENS * q_RWHC.shape[-1]))
+    ragged = rows > 1  # a row that is alone in the call is as long as the longest: nothing of it needs masking
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        _decode_rows(
+            q_RWHC[part],
+            cache_PKC,
+            page_RP[part],
+            length_R[part],
+            out_RWHL[part],
+            lse_RWH[part],
+            longest,
+            ragged,
+            scale,
+            first,
+        )
+
+
+def _decode_rows(
+    q_RWHC: Tensor,
+    cache_PKC: Tensor,
+    page_RP: Tensor,
+    length_R: Tensor,
+    out_RWHL: Tensor,
+    lse_RWH: Tensor,
+    longest: int,
+    ragged: bool,
+    scale: float,
+    first: int,
+) -> None:
+    rows, width, heads, _ = q_RWHC.shape
+    latent, entries = out_RWHL.shape[-1], longest - first
+    compute = torch.promote_types(q_RWHC.dtype, torch.float32)
+    entry_S = torch.arange(first, longest, device=length_R.device)
+    length_R1 = length_R.unsqueeze(1)
+
+    # Table entries past the length are arbitrary, and so is what the cache holds past it: NaN times a zero probability
+    # would still be NaN, hence both are replaced before they are used.
+    page_RP = page_RP[:, : pages_for(longest)]
+    if ragged:
+        begin_P = torch.arange(0, longest, PAGE_TOKENS, device=length_R.device)
+        page_RP = torch.where(begin_P < length_R1, page_RP, NULL_PAGE)
+    cache_RSC = cache_PKC[page_RP].flatten(1, 2)[:, first:longest].to(compute)  # a copy
+    if ragged:
+        cache_RSC.masked_fill_((entry_S >= length_R1).unsqueeze(-1), 0.0)
+
+    q_RXC = q_RWHC.reshape(rows, width * heads, -1).to(compute)
+    score_RXS = torch.bmm(q_RXC, cache_RSC.transpose(1, 2)).mul_(scale)
+    score_RWHS = score_RXS.view(rows, width, heads, entries)
+    if ragged or width > 1:
+        back_W = torch.arange(width - 1, -1, -1, device=length_R.device)
+        unseen_RWS = entry_S >= (length_R1 - back_W).unsqueeze(-1)
+        score_RWHS.masked_fill_(unseen_RWS.unsqueeze(2), -torch.inf)
+    lse_RWH.copy_(torch.logsumexp(score_RWHS, dim=-1))
+    # A token that sees nothing has LSE -inf; a finite shift turns its weights into exp(-inf) = 0 instead of NaN.
+    shift_RWH1 = lse_RWH.masked_fill(lse_RWH == -torch.inf, 0.0).unsqueeze(-1)
+    weight_RXS = score_RWHS.sub_(shift_RWH1).exp_().view(rows, width * heads, entries)
+    out_RWHL.copy_(torch.bmm(weight_RXS, cache_RSC[..., :latent]).view_as(out_RWHL))

@@ -1,0 +1,224 @@
+"""How one decode launch is cut up: the static tiling, the buffers it needs, and the rule that splits rows over workers.
+
+The cache of every row is counted in *units* (`Tiling.unit` tokens). All rows' units, laid end to end, are dealt to a
+fixed number of *workers* in equal contiguous shares, so a captured graph has a fixed grid while lengths change
+freely: the dealing is done on the device by `kernel.plan_splits`. A row that crosses workers leaves one partial
+result a piece, which the merge adds up in order. In invariant mode every unit is a piece of its own, at an absolute
+position, so that a row's result depends on nothing but the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.page import PAGE_TOKENS
+
+WORKER_FIELDS = 8
+"""int32 a worker in the plan: row, position in the row, units, flat position, first page, row's length; the seventh is
+`MERGED_FIELD`, the eighth spare."""
+ROW_FIELDS = 4
+"""int32 a row in the plan, after those of the workers: slot of its first piece, slot of its second, pieces; the fourth
+of record i is the i-th row to merge, one of several pieces or of none."""
+MERGED_FIELD = 6
+"""Where the first worker's record holds how many rows there are to merge."""
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """The sizes of one launch, all known when a graph is captured."""
+
+    rows: int
+    width: int
+    heads: int
+    latent: int
+    """Latent (value) dimensions, kv_lora_rank."""
+    rope: int
+    """Roped key dimensions."""
+    pages: int
+    """Columns of the page table."""
+    invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.width, self.heads, self.pages) < 1:
+            raise ValueError(f"rows, width, heads and pages must be positive: {self}")
+        if self.latent < 16 or self.latent & (self.latent - 1) or self.rope < 16 or self.rope & (self.rope - 1):
+            raise ValueError(f"latent and rope must be powers of two of at least 16, not {self.latent} and {self.rope}")
+
+    @property
+    def queries(self) -> int:
+        """Query vectors of a row: width x heads, token-major."""
+        return self.width * self.heads
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The static choices of one launch."""
+
+    path: str
+    """Which attention kernel: "triton" (portable), "narrow" or "wide" (Hopper)."""
+    block: int
+    """Query vectors a program holds."""
+    tile: int
+    """Cache tokens a program works on at a time."""
+    unit: int
+    """Cache tokens of one scheduling unit, a multiple of `tile`."""
+    workers: int
+    """Programs that share the rows, for each block of queries."""
+    row_cost: int
+    """Units that starting a row is counted as."""
+    least: int
+    """Fewest units a worker is given, so that partial results stay cheap beside the cache they stand for."""
+    warps: int
+    stages: int
+    """Tiles in flight; on the wide path, how many tiles ahead the L2 cache is told of (0: not at all)."""
+    merge_queries: int
+    """Queries a merge program adds up."""
+    merge_columns: int
+    """Latent columns a merge program writes."""
+    merge_pieces: int
+    """Pieces a merge program loads at once."""
+    merge_warps: int
+
+    def __post_init__(self) -> None:
+        if self.unit % self.tile:
+            raise ValueError(f"a unit of {self.unit} tokens is no multiple of a tile of {self.tile}")
+        if PAGE_TOKENS % self.tile:
+            raise ValueError(f"a tile of {self.tile} tokens does not divide a page")
+
+    def blocks(self, shape: DecodeShape) -> int:
+        """Blocks of queries a row has."""
+        return -(-shape.queries // self.block)
+
+    def slots(self, shape: DecodeShape) -> int:
+        """Partial results the workspace must hold at the worst lengths."""
+        if shape.invariant:
+            return shape.rows * -(-shape.pages * PAGE_TOKENS // self.unit)
+        return 2 * self.workers
+
+
+INVARIANT_UNIT = 512
+"""Tokens of a piece in invariant mode, for page tables of at most 64 such pieces; longer tables have 64 longer
+pieces."""
+
+
+def portable_tiling(shape: DecodeShape, multiprocessors: int) -> Tiling:
+    """A tiling for the portable kernel on a device of so many multiprocessors."""
+    block = 16 if shape.queries <= 16 and not shape.invariant else 32  # at 64 it spills registers
+    return _tiling(
+        shape,
+        "triton",
+        multiprocessors * (2 if block == 16 else 1),
+        block=block,
+        tile=32,
+        warps=4 if block == 16 else 8,
+        stages=2,
+    )
+
+
+def hopper_tiling(shape: DecodeShape, multiprocessors: int) -> Tiling:
+    """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models."""
+    if (shape.latent, shape.rope) != (512, 64):
+        return portable_tiling(shape, multiprocessors)
+    if shape.queries <= 16 and not shape.invariant:
+        return _tiling(shape, "narrow", multiprocessors, block=16, tile=PAGE_TOKENS, warps=4, stages=2)
+    stages = 2 if shape.queries >= 256 else 0
+    return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
+
+
+def _tiling(shape: DecodeShape, path: str, programs: int, *, block: int, tile: int, warps: int, stages: int) -> Tiling:
+    """Complete a tiling: as many workers as keep all programs resident at once, and a merge that suits them."""
+    workers = max(1, programs // -(-shape.queries // block))
+    unit, row_cost = PAGE_TOKENS, 1
+    if shape.invariant:  # nothing may depend on the rows there are
+        unit, row_cost = INVARIANT_UNIT, 0
+        while shape.pages * PAGE_TOKENS > 64 * unit:
+            unit *= 2
+        pieces, queries, columns, merge_warps = 16, 1, 128, 1
+    else:
+        # Programs of one warp have the least latency, but there should not be many. A thread holds 64 elements, or
+        # 128 when a row has about 64 pieces, where whole lines of memory matter more.
+        pieces = min(128, max(4, _power_of_2(2 * workers // (3 * shape.rows))))
+        columns = {128: 32, 64: 64}.get(pieces, 2048 // pieces)
+        programs = min(shape.rows, workers + 1) * shape.queries * shape.latent // columns
+        queries = min(4, _power_of_2(programs // 1024)) if pieces <= 4 else 1
+        merge_warps = 2 if pieces == 128 else queries
+        if shape.rows == 1:
+            row_cost = 0
+    return Tiling(
+        path=path,
+        block=block,
+        tile=tile,
+        unit=unit,
+        workers=workers,
+        row_cost=row_cost,
+        least=1,
+        warps=warps,
+        stages=stages,
+        merge_queries=queries,
+        merge_columns=min(shape.latent, columns),
+        merge_pieces=pieces,
+        merge_warps=merge_warps,
+    )
+
+
+def _power_of_2(x: int) -> int:
+    """The smallest power of two that is at least x, and at least 1."""
+    return 1 << max(0, x - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The scratch memory of one launch shape: plan and partial results. Launches in stream order may share it."""
+
+    shape: DecodeShape
+    tiling: Tiling
+    plan: torch.Tensor
+    """int32 [workers * WORKER_FIELDS + rows * ROW_FIELDS]."""
+    partial_SQL: torch.Tensor
+    """Normalised partial outputs in the cache's dtype, S = `Tiling.slots`."""
+    partial_lse_SQ: torch.Tensor
+    """fp32 log2-sum-exp2 of each piece's scaled scores."""
+
+    @staticmethod
+    def bytes(shape: DecodeShape, tiling: Tiling, dtype: torch.dtype) -> int:
+        """Bytes `over` needs."""
+        return sum(size for _, size in _parts(shape, tiling, dtype))
+
+    @staticmethod
+    def over(buffer: torch.Tensor, shape: DecodeShape, tiling: Tiling, dtype: torch.dtype) -> Workspace:
+        """Lay a workspace over the front of a uint8 buffer of at least `bytes` bytes (ValueError when it is smaller).
+
+        Nothing in it needs to be initialised; workspaces of several shapes may lie over one buffer.
+        """
+        need = Workspace.bytes(shape, tiling, dtype)
+        if buffer.dtype != torch.uint8 or buffer.numel() < need:
+            raise ValueError(f"{shape} needs a uint8 buffer of {need} bytes, not {buffer.numel()} of {buffer.dtype}")
+        views: list[torch.Tensor] = []
+        offset = 0
+        for part, size in _parts(shape, tiling, dtype):
+            views.append(buffer[offset : offset + size].view(part))
+            offset += size
+        plan, partial, partial_lse = views
+        slots, queries = tiling.slots(shape), shape.queries
+        used = slots * queries
+        return Workspace(
+            shape,
+            tiling,
+            plan,
+            partial[: used * shape.latent].view(slots, queries, shape.latent),
+            partial_lse[:used].view(slots, queries),
+        )
+
+
+def _parts(shape: DecodeShape, tiling: Tiling, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
+    """(dtype, bytes) of plan, partial outputs and partial sums, each padded to 256 bytes."""
+    plan = 4 * (tiling.workers * WORKER_FIELDS + shape.rows * ROW_FIELDS)
+    vectors = tiling.slots(shape) * shape.queries
+    sizes = (
+        (torch.int32, plan),
+        (dtype, vectors * shape.latent * dtype.itemsize),
+        (torch.float32, vectors * 4),
+    )
+    return [(part, -(-size // 256) * 256) for part, size in sizes]

@@ -1,0 +1,215 @@
+"""Decode attention for Hopper when a row has more than 16 query vectors: 64 a program, on wgmma.
+
+Two groups of four warps share the work, a fifth fetches. 64 x 512 fp32 of output fill the registers of both groups,
+so each holds one half of the latent columns: "left" the first 256, "right" the others. Cache tiles of 64 tokens are
+taken in pairs. Left scores the first tile of a pair, right the second, so that one group's softmax runs while the
+other group keeps the tensor cores busy; then each multiplies the weights of both tiles with its half of the values
+(the schedule is that of FlashMLA's 2025 kernel, "seesaw"):
+
+    left:   S0 = q K0'   softmax -> W0, a0          O = O a0 + W0 V0   W0 a1 -> shared   O = O a1 + W1 V1
+    right:  S1 = q K1'          softmax -> W1, a1 -> shared             O = O a0 a1 + W0 V0   O += W1 V1
+
+a0 and a1 shrink what was summed before. Messages between the groups are mbarriers: `first_top` (left's maximum and a0),
+`second_top` (right's maximum, a1 and W1), `first_weights` (W0 a1). Halves of a tile are handed back separately, as
+soon as the one group that reads them last is done.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: SIM102 (a condition on compile-time constants must stay apart from one on run-time values)
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.mla_decode.narrow import let_kernel_after_start, unknown_zero, wait_for_kernel_before
+from kernels.mla_decode.schedule import WORKER_FIELDS
+from kernels.mla_decode.wide_groups import left_group, right_group
+from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE, TILED, next_share
+
+_INTS = ["first", "table_stride", "queries", "heads", "blocks", "workers"]
+WORKER = gl.constexpr(WORKER_FIELDS)
+
+
+def boxes(x: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """TMA descriptors of a bfloat16 tensor of 576 features, its vectors laid end to end: 64 x 256 and 64 x 64
+    elements."""
+    vectors = x.reshape(-1, x.shape[-1])
+    return tuple(TensorDescriptor.from_tensor(vectors, [64, width], TILED.value) for width in (256, 64))
+
+
+@gluon.jit
+def into_l2(cache, page):
+    """Ask for a whole page to be brought into the L2 cache."""
+    BYTES: gl.constexpr = TILE * (2 * HALF + ROPE) * 2
+    instruction: gl.constexpr = """{
+        .reg .pred one;
+        elect.sync _|one, 0xffffffff;
+        @one cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+    }"""
+    at = cache.to(gl.int64) + page.to(gl.int64) * BYTES
+    size = unknown_zero() + BYTES
+    gl.inline_asm_elementwise(instruction, "=r,l,r", [at, size], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fetch(
+    cache, q_half, q_rope, kv_half, kv_rope, table, length, plan, first, table_stride, queries, heads, worker, block,
+    q_s, q_rope_s, kv_s, rope_s, q_full, q_empty, full, empty,
+    UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):  # fmt: skip
+    """The fetching warp: the tiles and the queries of every row of the worker's share."""
+    record = plan + worker * WORKER
+    row = gl.load(record)
+    at = gl.load(record + 1)
+    left = gl.load(record + 2)
+    if DEPENDENT and EARLY:
+        if left <= 0:
+            wait_for_kernel_before()
+    tiles = 0
+    rows = 0
+    while left > 0:
+        tokens = gl.load(length + row)
+        take, _begin, _end, _units, start, stop, done = next_share(tokens, at, left, first, UNIT, ROW_COST, INVARIANT)
+        if stop > start:
+            pages = table + row.to(gl.int64) * (table_stride + unknown_zero())
+            page = gl.load(pages + start)
+            for distance in gl.static_range(2, PREFETCH):
+                if (start + distance < stop) & (block == 0):
+                    into_l2(cache, gl.load(pages + start + distance))
+            for tile in range(start, stop):
+                if PREFETCH:
+                    if (tile + PREFETCH < stop) & (block == 0):
+                        into_l2(cache, gl.load(pages + tile + PREFETCH))
+                next_page = gl.load(pages + gl.minimum(tile + 1, stop - 1))
+                if DEPENDENT and EARLY:
+                    # Older tiles were settled before the kernel before began; the newest may be its work.
+                    if (tile + 1) * TILE > tokens - queries // heads:
+                        wait_for_kernel_before()
+                buffer = tiles & 1
+                phase = ((tiles >> 1) & 1) ^ 1
+                entry = page * TILE
+                mbarrier.wait(empty.index(buffer), phase)
+                mbarrier.expect(full.index(buffer), kv_half.block_type.nbytes)
+                tma.async_copy_global_to_shared(kv_half, [entry, 0], full.index(buffer), kv_s.index(buffer))
+                mbarrier.wait(empty.index(2 + buffer), phase)
+                mbarrier.expect(full.index(2 + buffer), kv_half.block_type.nbytes + kv_rope.block_type.nbytes)
+                tma.async_copy_global_to_shared(kv_half, [entry, HALF], full.index(2 + buffer), kv_s.index(2 + buffer))
+                tma.async_copy_global_to_shared(
+                    kv_rope, [entry, 2 * HALF], full.index(2 + buffer), rope_s.index(buffer)
+                )
+                page = next_page
+                tiles += 1
+                if tile == start:
+                    if DEPENDENT and EARLY:
+                        wait_for_kernel_before()
+                    vector = row * queries + block * BLOCK
+                    mbarrier.wait(q_empty, (rows & 1) ^ 1)
+                    mbarrier.expect(q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+                    tma.async_copy_global_to_shared(q_half, [vector, 0], q_full, q_s.index(0))
+                    tma.async_copy_global_to_shared(q_half, [vector, HALF], q_full, q_s.index(1))
+                    tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], q_full, q_rope_s.index(0))
+                    rows += 1
+        left -= take
+        at = gl.where(done, 0, at + take)
+        row = gl.where(done, row + 1, row)
+
+
+@gluon.jit(do_not_specialize=_INTS)
+def attend_wide(
+    cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
+    table_stride, queries, heads, blocks, workers,
+    UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):  # fmt: skip
+    """As `kernel.attend`, for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
+
+    `q_half`, `q_rope`, `kv_half`, `kv_rope`: TMA descriptors of the query [vectors, 576] and the cache [entries, 576]
+    with boxes of 64 x 256 and 64 x 64.
+    """
+    worker = gl.program_id(0) // blocks
+    block = gl.program_id(0) % blocks
+    if DEPENDENT and not EARLY:
+        wait_for_kernel_before()
+        let_kernel_after_start()
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED)
+    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, ROPE], TILED)
+    kv_s = gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF], TILED)  # left halves of two tiles, right halves
+    rope_s = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], TILED)
+    weights_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, TILE], TILED)
+    top_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
+    shrink_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
+    total_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    first_top = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    second_top = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    first_weights = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    totals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=2)
+    mbarrier.init(first_top, count=1)
+    mbarrier.init(second_top, count=1)
+    mbarrier.init(first_weights, count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(totals.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    common = (
+        length, out, lse, partial, partial_lse, plan, scale, first, queries, heads, workers, worker, block,
+        q_s, q_rope_s, kv_s, rope_s, weights_s, top_s, shrink_s, total_s,
+        q_full, q_empty, full, empty, first_top, second_top, first_weights, totals,
+        UNIT, ROW_COST, INVARIANT, DEPENDENT, EARLY,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (left_group, common),
+            (right_group, common),
+            (
+                fetch,
+                (
+                    cache,
+                    q_half,
+                    q_rope,
+                    kv_half,
+                    kv_rope,
+                    table,
+                    length,
+                    plan,
+                    first,
+                    table_stride,
+                    queries,
+                    heads,
+                    worker,
+                    block,
+                    q_s,
+                    q_rope_s,
+                    kv_s,
+                    rope_s,
+                    q_full,
+                    q_empty,
+                    full,
+                    empty,
+                    UNIT,
+                    ROW_COST,
+                    INVARIANT,
+                    DEPENDENT,
+                    EARLY,
+                    PREFETCH,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 32],
+    )

@@ -1,0 +1,138 @@
+"""What the two groups of `wide` do with one tile: scores, weights, sums, results; and the layouts they share."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.mla_decode.narrow import unknown_zero
+
+BLOCK = gl.constexpr(64)
+"""Query vectors a program holds."""
+TILE = gl.constexpr(64)
+"""Cache tokens of a tile: a page."""
+HALF = gl.constexpr(256)
+"""Latent columns of a group."""
+ROPE = gl.constexpr(64)
+LOWEST = gl.constexpr(-1.0e30)
+"""Start of the running maximum: below every real score."""
+LN2 = gl.constexpr(0.6931471805599453)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
+TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+"""Shared-memory layout of every matrix."""
+
+
+@gluon.jit
+def next_share(tokens, at, left, first, UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr):
+    """What a worker does next in a row of `tokens`: (units taken, first unit, end, units of the row, first tile,
+    end)."""
+    lowest = first // UNIT
+    units = gl.where(tokens > first, (tokens + UNIT - 1) // UNIT - lowest, 0)
+    span = gl.where(units > 0, units + ROW_COST, 0)
+    take = gl.minimum(left, span - at)
+    if INVARIANT:
+        take = gl.minimum(take, 1)
+    begin = gl.maximum(at - ROW_COST, 0)
+    end = at + take - ROW_COST
+    start = (lowest + begin) * UNIT // TILE
+    stop = (gl.minimum((lowest + end) * UNIT, tokens) + TILE - 1) // TILE
+    stop = gl.where(end > begin, stop, start)
+    return take, begin, end, units, start, stop, at + take >= span
+
+
+@gluon.jit
+def without_outside(values_s, low, first, tokens):
+    """Zero the rows of a tile's half that lie outside the row's entries: 0 x NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    for i in gl.static_range(TILE // 16):
+        part = values_s.slice(i * 16, 16, dim=0)
+        entry = low + i * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        keep = (entry >= first) & (entry < tokens)
+        part.store(gl.where(keep[:, None], part.load(layout), 0.0).to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def scores(q_s, q_rope_s, kv_s, rope_s, full, buffer, phase):
+    """Products of the queries with one tile, once its halves are there."""
+    score = gl.zeros([BLOCK, TILE], gl.float32, SCORES)
+    zero = unknown_zero()
+    mbarrier.wait(full.index(buffer), phase)
+    score = warpgroup_mma(q_s.index(zero), kv_s.index(buffer).permute((1, 0)), score, use_acc=False, is_async=True)
+    mbarrier.wait(full.index(2 + buffer), phase)
+    score = warpgroup_mma(q_s.index(zero + 1), kv_s.index(2 + buffer).permute((1, 0)), score, is_async=True)
+    score = warpgroup_mma(q_rope_s.index(zero), rope_s.index(buffer).permute((1, 0)), score, is_async=True)
+    return warpgroup_mma_wait(0, deps=(score,))
+
+
+@gluon.jit
+def weigh(score, top, scale, low, first, sure, bound):
+    """Online softmax of one tile: (weights, new maximum, factor for what was summed before)."""
+    if (low + TILE > sure) | (low < first):
+        entry = low + gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+        seen = (entry[None, :] < bound[:, None]) & (entry >= first)[None, :]
+        score = gl.where(seen, score, float("-inf"))
+    new_top = gl.maximum(top, gl.max(score, 1) * scale)
+    shrink = gl.exp2(top - new_top)
+    return gl.exp2(score * scale - new_top[:, None]), new_top, shrink
+
+
+@gluon.jit
+def scaled(sums, factor):
+    """Each query's sums times its factor."""
+    return sums * gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def as_left_operand(weight):
+    """Weights as the left side of a product with values: the same registers."""
+    return gl.convert_layout(weight, gl.DotOperandLayout(0, OUTPUT, 2), assert_trivial=True)
+
+
+@gluon.jit
+def store_half(
+    sums, total, top, q_s, q_empty, out, lse, partial, partial_lse, row, queries, block, workers, worker, position,
+    whole, at_start,
+    HALF_INDEX: gl.constexpr, INVARIANT: gl.constexpr,
+):  # fmt: skip
+    """Write one half of the latent columns, and with the left half the log-sum-exp."""
+    divisor = gl.where(total > 0, total, 1.0)
+    sums = scaled(sums, 1.0 / divisor)
+    log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
+    # Through the shared memory of the query, which both groups are done with, so that a lane writes 16 bytes at a time.
+    rows_of: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    half_s = q_s.index(HALF_INDEX)
+    half_s.store(sums.to(gl.bfloat16))
+    gl.thread_barrier()
+    result = half_s.load(rows_of)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(q_empty, count=1)
+    zero = unknown_zero()
+    m = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, rows_of)) + zero
+    r = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES)) + zero
+    at_out = m[:, None] * (2 * HALF) + (HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(0, rows_of)))[None, :]
+    inside = (m < queries)[:, None]
+    if whole:
+        base = row.to(gl.int64) * queries
+        gl.store(out + base * (2 * HALF) + at_out, result.to(out.dtype.element_ty), mask=inside)
+        if HALF_INDEX == 0:
+            gl.store(lse + base + r, log * LN2, mask=r < queries)
+    else:
+        slot = gl.where(at_start, workers + worker, worker)
+        if INVARIANT:
+            slot = position
+        base = slot.to(gl.int64) * queries
+        gl.store(partial + base * (2 * HALF) + at_out, result.to(partial.dtype.element_ty), mask=inside)
+        if HALF_INDEX == 0:
+            gl.store(partial_lse + base + r, log, mask=r < queries)

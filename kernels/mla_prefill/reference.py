@@ -1,0 +1,55 @@
+"""Reference of `kernels.mla_prefill` in plain torch: row by row, a bounded block of queries at a time."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+SCORE_ELEMENTS: Final = 1 << 24
+"""Scores held at once: queries of a row are taken in blocks so that heads * block * keys stays near this."""
+
+
+def mla_prefill(
+    q_THD: Tensor,
+    k_SHN: Tensor,
+    k_SO: Tensor,
+    v_SHV: Tensor,
+    cu_q_B1: Tensor,
+    cu_k_B1: Tensor,
+    out_THV: Tensor,
+    lse_TH: Tensor,
+    scale: float,
+    causal: bool,
+) -> None:
+    """See `kernels.mla_prefill.mla_prefill`."""
+    compute = torch.promote_types(q_THD.dtype, torch.float32)
+    starts_q, starts_k = cu_q_B1.tolist(), cu_k_B1.tolist()
+    for row in range(len(starts_q) - 1):
+        begin, end = starts_q[row], starts_q[row + 1]
+        keys = slice(starts_k[row], starts_k[row + 1])
+        count = keys.stop - keys.start
+        if count == 0:
+            out_THV[begin:end].zero_()
+            lse_TH[begin:end].fill_(-torch.inf)
+            continue
+        k_HNS = k_SHN[keys].to(compute).permute(1, 2, 0)
+        k_OS = k_SO[keys].to(compute).t()
+        v_HSV = v_SHV[keys].to(compute).transpose(0, 1)
+        offset = count - (end - begin)  # query i of the row sees keys up to i + offset
+        step = max(1, SCORE_ELEMENTS // (k_HNS.shape[0] * count))
+        for at in range(begin, end, step):
+            block = slice(at, min(at + step, end))
+            q_HQD = q_THD[block].to(compute).transpose(0, 1)
+            score_HQS = torch.matmul(q_HQD[..., : k_HNS.shape[1]], k_HNS)
+            score_HQS += torch.matmul(q_HQD[..., k_HNS.shape[1] :], k_OS)
+            score_HQS *= scale
+            if causal:
+                last_Q = torch.arange(block.start - begin, block.stop - begin, device=q_THD.device) + offset
+                unseen_QS = torch.arange(count, device=q_THD.device) > last_Q.unsqueeze(-1)
+                score_HQS.masked_fill_(unseen_QS, -torch.inf)
+            lse_HQ = torch.logsumexp(score_HQS, dim=-1)
+            score_HQS.sub_(lse_HQ.masked_fill(lse_HQ == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+            out_THV[block].copy_(torch.bmm(score_HQS, v_HSV).transpose(0, 1))
+            lse_TH[block].copy_(lse_HQ.t())

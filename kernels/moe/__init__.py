@@ -1,0 +1,107 @@
+"""Mixture of experts: which experts a token goes to, and what they compute.
+
+Shape legend: T tokens, E features, X experts, K experts a token, F = 2 I, I intermediate features of one expert.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.moe import launch, reference, schedule
+from kernels.moe.schedule import ExpertsShape
+
+__all__ = ["ExpertsShape", "Scoring", "experts", "experts_shape", "route", "workspace_bytes"]
+
+Scoring = Literal["softmax", "sigmoid"]
+
+
+def route(
+    logit_TX: Tensor,
+    bias_X: Tensor | None,
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    *,
+    scoring: Scoring,
+    groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+    shared: int = 0,
+    live_R: Tensor | None = None,
+    dependent: bool = False,
+) -> None:
+    """Choose K experts for every token and the weights of their outputs.
+
+    - `logit_TX`: fp32 router logits; scores = softmax or sigmoid of them. `bias_X` (fp32, may be None) is added to the
+      scores for the choice only, never to the weights.
+    - With `groups` > 1 the experts form equal groups of neighbours, and only those of the best `top_groups` groups may
+      be chosen. A group's rank is its best score, or the sum of its two best when there is a bias.
+    - `id_TK` (int64) and `weight_TK` (fp32): the experts, best first, and their scores; `normalize` divides a token's
+      weights by their sum (+ 1e-20), then all are multiplied by `scale`. Both are contiguous.
+    - `shared`: the last so many of the K are not chosen: they are experts X, X + 1, ... with weight 1, for models whose
+      shared experts are stored behind the routed ones.
+    - `live_R` (integers): token t belongs to row t // (T // R), and the tokens of rows with 0 are padding: their ids
+      become -1, their weights 0.
+    - `dependent`: programmatic dependent launch, see `launch`.
+
+    On a GPU X is at most 512, the number of chosen experts at most 16. Ids exist and differ whatever the logits hold.
+    Ties go to the lowest id, of experts and of groups.
+    Source: DeepSeek-V2 (2024), section 2.2 (softmax, best score), DeepSeek-V3 (2024), section 2.1.2 (sigmoid, bias).
+    """
+    rule = (scoring, groups, top_groups, normalize, scale, shared, live_R)
+    if logit_TX.is_cuda:
+        launch.route(logit_TX, bias_X, id_TK, weight_TK, *rule, dependent=dependent)
+    else:
+        reference.route(logit_TX, bias_X, id_TK, weight_TK, *rule)
+
+
+def experts(
+    x_TE: Tensor,
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_XFE: Tensor,
+    down_XEI: Tensor,
+    out_TE: Tensor,
+    *,
+    workspace: Tensor | None = None,
+    invariant: bool = False,
+    dependent: bool = False,
+) -> None:
+    """out[t] = sum over k of weight[t, k] * down[id] · (silu(gate[id] · x[t]) * (up[id] · x[t])).
+
+    - `gate_up_XFE` holds the I gate rows of an expert, then its I up rows. Rows of `x_TE` and `out_TE` may be strided,
+      everything else is contiguous. On a GPU E and I are multiples of 16.
+    - `id_TK` (int64): -1 marks a pair that is no work; a token of which all pairs are -1 gets 0, whatever its input
+      holds. An id of X or more is the caller's error and treated the same. A token has no expert twice.
+    - `weight_TK`: fp32. The sum over k is taken in fp32, in the order of k, and rounded once.
+    - `workspace` (GPU): a uint8 tensor of `workspace_bytes` bytes that needs no initialisation; without one the call
+      allocates it.
+    - `invariant` (GPU): a token's output is bitwise the same in any call, whatever other tokens it comes with.
+    - `dependent` (GPU): programmatic dependent launch, see `launch`.
+
+    Source: DeepSeekMoE (Dai et al., 2024); grouped products over sorted tokens: MegaBlocks (Gale et al., 2022).
+    """
+    if not x_TE.is_cuda:
+        reference.experts_grouped(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE)
+        return
+    shape = experts_shape(x_TE, id_TK, down_XEI, invariant=invariant)
+    tiling = schedule.tiling(shape)
+    if workspace is None:
+        workspace = torch.empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8, device=x_TE.device)
+    scratch = schedule.Workspace.over(workspace, shape, tiling)
+    tensors = (x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE)
+    launch.Experts(*tensors, scratch, shape, tiling, dependent).run()
+
+
+def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, invariant: bool = False) -> ExpertsShape:
+    """The sizes of a call of `experts`."""
+    experts, hidden, intermediate = down_XEI.shape
+    return ExpertsShape(x_TE.shape[0], id_TK.shape[1], experts, hidden, intermediate, x_TE.dtype, invariant)
+
+
+def workspace_bytes(shape: ExpertsShape) -> int:
+    """Bytes of workspace that `experts` needs on a GPU."""
+    return schedule.Workspace.bytes(shape, schedule.tiling(shape))

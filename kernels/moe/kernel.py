@@ -1,0 +1,181 @@
+"""The experts' products in Triton, tile by tile of sorted (token, expert) pairs, and the sum over a token's experts.
+
+Every program works on one tile (pairs of one expert) and a block of output features, so that an expert's weights are
+streamed once for all the tokens of a tile. A pair's result is the sum over the input features in their order,
+accumulated in fp32: it does not depend on the tile the pair lies in.
+
+Memory rules: rows and experts become int64 before they are multiplied; rows past a tile's pairs are loaded as zero and
+never stored; a program past the tiles of this call ends at once.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _tile(table, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
+    """(expert, first pair, pairs, block) of this program. Programs go through the blocks of GROUP tiles at a time, tile
+    by tile within a block, so that what runs together shares weights and inputs in L2."""
+    tiles = tl.load(table, cache_modifier=".cg")
+    program = tl.program_id(0)
+    begin = program // (GROUP * BLOCKS) * GROUP
+    size = tl.minimum(tiles - begin, GROUP)
+    place = program % (GROUP * BLOCKS)
+    exists = (size > 0) & (place < size * BLOCKS)
+    size = tl.maximum(size, 1)
+    record = table + 4 * (begin + place % size + 1)
+    expert = tl.load(record, mask=exists, other=0, cache_modifier=".cg")
+    first = tl.load(record + 1, mask=exists, other=0, cache_modifier=".cg")
+    pairs = tl.load(record + 2, mask=exists, other=0, cache_modifier=".cg")
+    return expert, first, pairs, place // size
+
+
+@triton.jit
+def _weights(pointer, box, row, k, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
+    """[BLOCK_K, ROWS] of weights in rows of K: a box at (row, k) through the copy engine, or plain loads."""
+    if TMA:
+        return tl.trans(box.load([row, k]))
+    at = k + tl.arange(0, BLOCK_K)
+    tile = pointer + at[:, None] + tl.arange(0, ROWS)[None, :] * K
+    if K % BLOCK_K == 0:
+        return tl.load(tile)
+    return tl.load(tile, mask=(at < K)[:, None], other=0.0)
+
+
+@triton.jit
+def gate_up(
+    x,
+    weight,
+    weight_box,
+    sorted_pair,
+    table,
+    act,
+    X_STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """act[i] = silu(gate[expert] · x) * (up[expert] · x) for every sorted pair i, rounded once; FEATURES of each."""
+    blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
+    if DEPENDENT:
+        gdc_wait()
+    expert, first, pairs, block = _tile(table, blocks, GROUP)
+    if pairs > 0:
+        m = tl.arange(0, ROWS)
+        pair = tl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=".cg")
+        # The last block is moved back into the matrix: it computes some features that its neighbour computes as well.
+        feature = tl.minimum(block * BLOCK, FEATURES - BLOCK)
+        row = expert.to(tl.int64) * (2 * FEATURES) + feature
+        k = tl.arange(0, BLOCK_K)
+        source = x + (pair // COLUMNS).to(tl.int64)[:, None] * X_STRIDE + k[None, :]
+        rows = (m < pairs)[:, None]
+        gate_row = weight + row * K
+        up_row = gate_row + FEATURES * K
+        gate = tl.zeros([ROWS, BLOCK], tl.float32)
+        up = tl.zeros([ROWS, BLOCK], tl.float32)
+        for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            if K % BLOCK_K == 0:
+                a = tl.load(source + k0, mask=rows, other=0.0, cache_modifier=".cg")
+            else:
+                inside = rows & (k0 + k < K)[None, :]
+                a = tl.load(source + k0, mask=inside, other=0.0, cache_modifier=".cg")
+            g = _weights(gate_row, weight_box, row.to(tl.int32), k0, K, BLOCK, BLOCK_K, TMA)
+            gate = tl.dot(a, g, gate, input_precision=PRECISION)
+            u = _weights(up_row, weight_box, row.to(tl.int32) + FEATURES, k0, K, BLOCK, BLOCK_K, TMA)
+            up = tl.dot(a, u, up, input_precision=PRECISION)
+        if DEPENDENT:
+            gdc_launch_dependents()
+        value = gate * tl.sigmoid(gate) * up
+        target = act + (first + m).to(tl.int64)[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
+        tl.store(target, value.to(act.dtype.element_ty), mask=rows)
+
+
+@triton.jit
+def down(
+    act,
+    weight,
+    weight_box,
+    sorted_pair,
+    table,
+    partial,
+    K: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """partial[pair] = down[expert] · act[i] for every sorted pair i."""
+    blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
+    if DEPENDENT:
+        gdc_wait()
+    expert, first, pairs, block = _tile(table, blocks, GROUP)
+    if pairs > 0:
+        m = tl.arange(0, ROWS)
+        feature = tl.minimum(block * BLOCK, FEATURES - BLOCK)
+        row = expert.to(tl.int64) * FEATURES + feature
+        k = tl.arange(0, BLOCK_K)
+        source = act + (first + m).to(tl.int64)[:, None] * K + k[None, :]
+        rows = (m < pairs)[:, None]
+        weight_row = weight + row * K
+        sum = tl.zeros([ROWS, BLOCK], tl.float32)
+        for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            if K % BLOCK_K == 0:
+                a = tl.load(source + k0, mask=rows, other=0.0, cache_modifier=".cg")
+            else:
+                inside = rows & (k0 + k < K)[None, :]
+                a = tl.load(source + k0, mask=inside, other=0.0, cache_modifier=".cg")
+            w = _weights(weight_row, weight_box, row.to(tl.int32), k0, K, BLOCK, BLOCK_K, TMA)
+            sum = tl.dot(a, w, sum, input_precision=PRECISION)
+        if DEPENDENT:
+            gdc_launch_dependents()
+        pair = tl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=".cg")
+        target = partial + pair.to(tl.int64)[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
+        tl.store(target, sum.to(partial.dtype.element_ty), mask=rows)
+
+
+@triton.jit
+def combine(
+    partial,
+    ids,
+    weight,
+    out,
+    OUT_STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out[token] = the sum of its pairs' partial results times their weights, in their order, in fp32."""
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    sum = tl.zeros([BLOCK], tl.float32)
+    for c in tl.static_range(COLUMNS):
+        pair = token * COLUMNS + c
+        id = tl.load(ids + pair, cache_modifier=".cg")
+        exists = (id >= 0) & (id < EXPERTS)
+        factor = tl.load(weight + pair, mask=exists, other=0.0, cache_modifier=".cg")
+        value = tl.load(partial + pair * FEATURES + e, mask=(e < FEATURES) & exists, other=0.0, cache_modifier=".cg")
+        sum += factor * value.to(tl.float32)
+    tl.store(out + token * OUT_STRIDE + e, sum.to(out.dtype.element_ty), mask=e < FEATURES)

@@ -1,0 +1,254 @@
+"""Launches the kernels of the mixture of experts into memory that the caller gives.
+
+Nothing here allocates device memory or waits for the device, so all of it may be captured into a CUDA graph.
+`dependent` launches with programmatic dependent launch (compute capability 9.0 and above). It is always safe where
+every kernel before waits for its own predecessor, as all kernels here do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.moe import kernel, routing, single, sorting
+from kernels.moe.schedule import SEGMENTS, SPAN, ExpertsShape, Product, Tiling, Workspace
+
+MOST_EXPERTS = 512
+MOST_CHOSEN = 16
+"""Of routing."""
+
+
+def route(
+    logit_TX: Tensor,
+    bias_X: Tensor | None,
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    scoring: str,
+    groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+    shared: int = 0,
+    live_R: Tensor | None = None,
+    *,
+    dependent: bool = False,
+) -> None:
+    """See `kernels.moe.route`."""
+    tokens, experts = logit_TX.shape
+    columns = id_TK.shape[1]
+    chosen = columns - shared
+    if not tokens:
+        return
+    if experts > MOST_EXPERTS or not 0 < chosen <= min(experts, MOST_CHOSEN) or experts % groups:
+        raise ValueError(f"cannot choose {chosen} of {experts} experts in {groups} groups")
+    routing.route[(tokens,)](
+        logit_TX,
+        logit_TX if bias_X is None else bias_X,
+        id_TK if live_R is None else live_R,
+        id_TK,
+        weight_TK,
+        1 if live_R is None else tokens // live_R.shape[0],
+        scale,
+        LOGIT_STRIDE=logit_TX.stride(0),
+        EXPERTS=experts,
+        GROUPS=groups,
+        GROUP_BLOCK=triton.next_power_of_2(groups),
+        MEMBER_BLOCK=triton.next_power_of_2(experts // groups),
+        TOP_GROUPS=top_groups,
+        CHOSEN=chosen,
+        SHARED=shared,
+        COLUMNS=columns,
+        SOFTMAX=scoring == "softmax",
+        BIASED=bias_X is not None,
+        NORMALIZE=normalize,
+        LIVE=live_R is not None,
+        DEPENDENT=dependent,
+        num_warps=1,
+        **_options(dependent),
+    )
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One call of `kernels.moe.experts`: `run` launches its kernels one after the other."""
+
+    x_TE: Tensor
+    id_TK: Tensor
+    weight_TK: Tensor
+    gate_up_XFE: Tensor
+    down_XEI: Tensor
+    out_TE: Tensor
+    scratch: Workspace
+    shape: ExpertsShape
+    tiling: Tiling
+    dependent: bool = False
+    """Has no effect on tall tiles: a launch costs nothing beside them, and early starts disturb them."""
+
+    @property
+    def _dependent(self) -> bool:
+        return self.dependent and self.tiling.rows < 128
+
+    def run(self) -> None:
+        """Everything."""
+        if not self.shape.tokens:
+            return
+        if self.tiling.rows == 0:
+            self.gate_up_singly()
+            self.down_singly()
+        else:
+            self.sort()
+            self.gate_up()
+            self.down()
+            self.combine()
+
+    def sort(self, span: int = SPAN) -> None:
+        """Sort the pairs by expert and describe the tiles. `span`: most pairs a program looks at at once."""
+        pairs, scratch = self.shape.pairs, self.scratch
+        span = min(max(triton.next_power_of_2(pairs), 128), span)
+        length = triton.cdiv(triton.cdiv(pairs, span), SEGMENTS) * span
+        segments = triton.cdiv(pairs, length)
+        sizes: dict[str, Any] = {
+            "EXPERTS": self.shape.experts,
+            "BINS": max(triton.next_power_of_2(self.shape.experts), 32),
+            "SPAN": span,
+            "DEPENDENT": self._dependent,
+            "num_warps": max(span // 256, 1),
+            **_options(self._dependent),
+        }
+        several = length < pairs
+        if several:
+            sorting.count[(segments,)](self.id_TK, scratch.counts, pairs, length, **sizes)
+        sorting.place[(self.shape.experts, segments)](
+            self.id_TK,
+            scratch.counts,
+            scratch.sorted_Y,
+            scratch.table,
+            pairs,
+            length,
+            segments,
+            SEGMENTS=SEGMENTS if several else 1,
+            ROWS=self.tiling.rows,
+            **sizes,
+        )
+
+    def gate_up(self) -> None:
+        """Gate and up of the sorted pairs."""
+        product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
+        kernel.gate_up[(self.tiling.tiles(shape) * product.blocks(shape.intermediate),)](
+            self.x_TE,
+            self.gate_up_XFE,
+            _box(self.gate_up_XFE, product),
+            scratch.sorted_Y,
+            scratch.table,
+            scratch.act_YI,
+            X_STRIDE=self.x_TE.stride(0),
+            COLUMNS=shape.chosen,
+            K=shape.hidden,
+            FEATURES=shape.intermediate,
+            **self._tile(product),
+        )
+
+    def down(self) -> None:
+        """Down of the sorted pairs."""
+        product, shape, scratch = self.tiling.down, self.shape, self.scratch
+        kernel.down[(self.tiling.tiles(shape) * product.blocks(shape.hidden),)](
+            scratch.act_YI,
+            self.down_XEI,
+            _box(self.down_XEI, product),
+            scratch.sorted_Y,
+            scratch.table,
+            scratch.partial_YE,
+            K=shape.intermediate,
+            FEATURES=shape.hidden,
+            **self._tile(product),
+        )
+
+    def combine(self) -> None:
+        """The weighted sum over every token's pairs."""
+        shape = self.shape
+        block = min(triton.next_power_of_2(shape.hidden), 1024)
+        kernel.combine[(shape.tokens, triton.cdiv(shape.hidden, block))](
+            self.scratch.partial_YE,
+            self.id_TK,
+            self.weight_TK,
+            self.out_TE,
+            OUT_STRIDE=self.out_TE.stride(0),
+            COLUMNS=shape.chosen,
+            EXPERTS=shape.experts,
+            FEATURES=shape.hidden,
+            BLOCK=block,
+            DEPENDENT=self._dependent,
+            num_warps=max(block // 256, 1),
+            **_options(self._dependent),
+        )
+
+    def gate_up_singly(self) -> None:
+        """Gate and up, pair by pair."""
+        product, shape = self.tiling.gate_up, self.shape
+        single.gate_up[(shape.pairs * product.blocks(shape.intermediate),)](
+            self.x_TE,
+            self.gate_up_XFE,
+            self.id_TK,
+            self.scratch.act_YI,
+            X_STRIDE=self.x_TE.stride(0),
+            K=shape.hidden,
+            FEATURES=shape.intermediate,
+            **self._rows(product),
+        )
+
+    def down_singly(self) -> None:
+        """Down, pair by pair, and the weighted sum."""
+        product, shape = self.tiling.down, self.shape
+        single.down[(shape.tokens * product.blocks(shape.hidden),)](
+            self.scratch.act_YI,
+            self.down_XEI,
+            self.id_TK,
+            self.weight_TK,
+            self.out_TE,
+            OUT_STRIDE=self.out_TE.stride(0),
+            K=shape.intermediate,
+            FEATURES=shape.hidden,
+            **self._rows(product),
+        )
+
+    def _tile(self, product: Product) -> dict[str, Any]:
+        return {
+            "ROWS": self.tiling.rows,
+            "BLOCK": product.block,
+            "BLOCK_K": product.block_k,
+            "STAGES": product.stages,
+            "GROUP": product.group,
+            "TMA": product.tma,
+            "PRECISION": "ieee" if self.shape.dtype == torch.float32 else "tf32",
+            "DEPENDENT": self._dependent,
+            "num_warps": product.warps,
+            **_options(self._dependent),
+        }
+
+    def _rows(self, product: Product) -> dict[str, Any]:
+        return {
+            "COLUMNS": self.shape.chosen,
+            "EXPERTS": self.shape.experts,
+            "BLOCK": product.block,
+            "BLOCK_K": product.block_k,
+            "DEPENDENT": self._dependent,
+            "num_warps": product.warps,
+            **_options(self._dependent),
+        }
+
+
+def _box(weight: Tensor, product: Product) -> Tensor | TensorDescriptor:
+    """What the copy engine needs to know to fetch a tile of the experts' rows, laid end to end."""
+    if not product.tma:
+        return weight
+    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [product.block, product.block_k])
+
+
+def _options(dependent: bool) -> dict[str, bool]:
+    """The launch attribute exists on CUDA only, and the interpreter knows none."""
+    return {"launch_pdl": True} if dependent else {}

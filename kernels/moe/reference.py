@@ -1,0 +1,91 @@
+"""Reference of `kernels.moe` in plain torch. Two ways to compute the experts, which must agree."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def route(
+    logit_TX: Tensor,
+    bias_X: Tensor | None,
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    scoring: str,
+    groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+    shared: int = 0,
+    live_R: Tensor | None = None,
+) -> None:
+    """See `kernels.moe.route`."""
+    tokens, experts = logit_TX.shape
+    count = id_TK.shape[1] - shared
+    score_TX = torch.softmax(logit_TX, dim=-1) if scoring == "softmax" else torch.sigmoid(logit_TX)
+    choice_TX = score_TX if bias_X is None else score_TX + bias_X
+    if groups > 1:
+        member_TGX = choice_TX.view(choice_TX.shape[0], groups, -1)
+        group_TG = member_TGX.amax(-1) if bias_X is None else member_TGX.topk(2, dim=-1).values.sum(-1)
+        closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, _best(group_TG, top_groups), False)
+        choice_TX = member_TGX.masked_fill(closed_TG.unsqueeze(-1), -torch.inf).flatten(1)
+    chosen_TK = _best(choice_TX, count)
+    chosen_weight_TK = score_TX.gather(1, chosen_TK)
+    if normalize:
+        chosen_weight_TK = chosen_weight_TK / (chosen_weight_TK.sum(-1, keepdim=True) + 1e-20)
+    id_TK[:, :count] = chosen_TK
+    weight_TK[:, :count] = chosen_weight_TK * scale
+    id_TK[:, count:] = torch.arange(experts, experts + shared, device=id_TK.device)
+    weight_TK[:, count:] = 1.0
+    if live_R is not None and tokens:
+        padded_T = (live_R <= 0).repeat_interleave(tokens // live_R.shape[0])
+        id_TK.masked_fill_(padded_T.unsqueeze(-1), -1)
+        weight_TK.masked_fill_(padded_T.unsqueeze(-1), 0.0)
+
+
+def _best(score_TX: Tensor, count: int) -> Tensor:
+    """Ids of the `count` best, best first, ties to the lowest id (topk leaves the order of ties open)."""
+    return torch.sort(score_TX, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def experts_gathered(
+    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, out_TE: Tensor
+) -> None:
+    """Copy the weights each (token, expert) pair needs and multiply in one batch: no host value, memory per pair."""
+    tokens, chosen = id_TK.shape
+    id_Y = id_TK.flatten()  # Y: (token, expert) pairs
+    wanted_Y = _wanted(id_Y, gate_up_XFE.shape[0])
+    id_Y = id_Y.where(wanted_Y, 0)
+    x_YE1 = x_TE.repeat_interleave(chosen, dim=0).unsqueeze(-1)
+    gate_YI1, up_YI1 = torch.bmm(gate_up_XFE[id_Y], x_YE1).chunk(2, dim=1)
+    y_YE = torch.bmm(down_XEI[id_Y], F.silu(gate_YI1) * up_YI1).squeeze(-1)
+    y_YE = y_YE.to(torch.promote_types(y_YE.dtype, torch.float32)) * weight_TK.view(-1, 1)
+    y_YE = y_YE.masked_fill(~wanted_Y.unsqueeze(-1), 0.0)
+    out_TE.copy_(y_YE.view(tokens, chosen, -1).sum(1))
+
+
+def experts_grouped(
+    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, out_TE: Tensor
+) -> None:
+    """Sort the pairs by expert and run every wanted expert once over its tokens."""
+    chosen = id_TK.shape[1]
+    sorted_Y, order_Y = id_TK.flatten().sort(stable=True)
+    ids, counts = torch.unique_consecutive(sorted_Y, return_counts=True)
+    token_Y = order_Y.div(chosen, rounding_mode="floor")
+    weight_Y1 = weight_TK.flatten()[order_Y].unsqueeze(-1)
+    sum_TE = torch.zeros_like(x_TE, dtype=torch.promote_types(x_TE.dtype, torch.float32))
+    begin = 0
+    for expert, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        part = slice(begin, begin + count)
+        begin += count
+        if not 0 <= expert < gate_up_XFE.shape[0]:
+            continue
+        gate_YI, up_YI = F.linear(x_TE[token_Y[part]], gate_up_XFE[expert]).chunk(2, dim=-1)
+        y_YE = F.linear(F.silu(gate_YI) * up_YI, down_XEI[expert])
+        sum_TE.index_add_(0, token_Y[part], y_YE * weight_Y1[part])
+    out_TE.copy_(sum_TE)
+
+
+def _wanted(id_Y: Tensor, experts: int) -> Tensor:
+    return (id_Y >= 0) & (id_Y < experts)

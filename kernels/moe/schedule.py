@@ -1,0 +1,186 @@
+"""How one call of the experts is cut up: the tiles, and the memory it needs.
+
+All of it follows from the sizes of the call, known when a graph is captured; which expert gets how many tokens only the
+device knows. Grids are made for the worst case, and programs without work end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+MOST_EXPERTS = 1024
+MOST_CHOSEN = 32
+SPAN = 2048
+"""Pairs a sorting program looks at at once."""
+SEGMENTS = 16
+"""Most parts the pairs are sorted in."""
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """The sizes of one call."""
+
+    tokens: int
+    chosen: int
+    """Experts of a token."""
+    experts: int
+    hidden: int
+    """Features of a token (E)."""
+    intermediate: int
+    """Features of one expert (I)."""
+    dtype: torch.dtype = torch.bfloat16
+    invariant: bool = False
+    """A token's output is bitwise the same in every call."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.chosen <= MOST_CHOSEN and 0 < self.experts <= MOST_EXPERTS):
+            raise ValueError(f"at most {MOST_CHOSEN} of {MOST_EXPERTS} experts: {self}")
+        if self.hidden % 16 or self.intermediate % 16:
+            raise ValueError(f"features must be multiples of 16: {self}")
+        if self.tokens * self.chosen >= 2**31:
+            raise ValueError(f"too many tokens: {self}")
+
+    @property
+    def pairs(self) -> int:
+        """(Token, expert) pairs."""
+        return self.tokens * self.chosen
+
+
+@dataclass(frozen=True)
+class Product:
+    """The tile of one of the two products."""
+
+    block: int
+    """Output features of a program (`gate_up`: of gate, and as many of up)."""
+    block_k: int
+    stages: int
+    warps: int
+    group: int = 1
+    """Tiles that go through the output features together."""
+    tma: bool = False
+    """Weights come through the copy engine."""
+
+    def blocks(self, features: int) -> int:
+        """Programs that share a tile."""
+        return -(-features // self.block)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The static choices of one call."""
+
+    rows: int
+    """Pairs of a tile; 0: every pair on its own (`single`)."""
+    gate_up: Product
+    down: Product
+    partial: torch.dtype
+    """Dtype of a pair's result, before weighting."""
+
+    def tiles(self, shape: ExpertsShape) -> int:
+        """Most tiles the pairs of a call can fill."""
+        wanted = min(shape.experts, shape.pairs)
+        return (shape.pairs + wanted * (self.rows - 1)) // self.rows
+
+
+PRODUCTS = {
+    0: (Product(4, 2048, 1, 4), Product(8, 1024, 1, 8)),
+    16: (Product(32, 256, 3, 4), Product(128, 128, 3, 4, tma=True)),
+    32: (Product(64, 128, 3, 4, tma=True), Product(128, 64, 5, 4, tma=True)),
+    64: (Product(64, 64, 4, 4, tma=True), Product(128, 64, 4, 4, tma=True)),
+    128: (Product(128, 64, 4, 8, 8, tma=True), Product(256, 64, 4, 8, 8, tma=True)),
+}
+"""`gate_up` and `down` of each height of tile: the fastest that bench/moe.py found on one H200."""
+
+
+def tiling(shape: ExpertsShape) -> Tiling:
+    """The tiles for a call: as tall as an expert's tokens are many on average, so that weights are streamed once.
+
+    Tiles of every height add up a pair's products in the same order, so invariant mode may use them all; what it must
+    not use is the single way, and pairs' results of different dtypes.
+    """
+    mean = shape.pairs / max(min(shape.experts, shape.pairs), 1)
+    rows = 16 if mean <= 12 else 32 if mean <= 16 else 64 if mean <= 56 else 128
+    if shape.tokens <= 1 and not shape.invariant:
+        rows = 0
+    # Of few pairs the results cost nothing beside the weights, so they are kept in fp32.
+    partial = torch.float32 if rows < 64 and not shape.invariant else shape.dtype
+    return fitted(Tiling(rows, *PRODUCTS[rows], partial), shape)
+
+
+def fitted(tiling: Tiling, shape: ExpertsShape) -> Tiling:
+    """`tiling`, with blocks no larger than the matrices and no more shared memory than fp32 may take."""
+
+    def fit(product: Product, features: int, depth: int) -> Product:
+        block, block_k = product.block, product.block_k
+        while block > features:
+            block //= 2
+        while block_k > 16 and block_k >= 2 * depth:
+            block_k //= 2
+        if shape.dtype == torch.float32 and tiling.rows:
+            block, block_k = min(block, 32), min(block_k, 32)
+        return replace(product, block=block, block_k=block_k, tma=product.tma and shape.dtype != torch.float32)
+
+    return replace(
+        tiling,
+        rows=min(tiling.rows, 32) if shape.dtype == torch.float32 else tiling.rows,
+        gate_up=fit(tiling.gate_up, shape.intermediate, shape.hidden),
+        down=fit(tiling.down, shape.hidden, shape.intermediate),
+    )
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The scratch memory of one call. Calls in stream order may share it; nothing in it needs to be initialised."""
+
+    sorted_Y: Tensor
+    """int32: the pairs, expert by expert."""
+    table: Tensor
+    """int32 [4 * (tiles + 1)], see `sorting`."""
+    counts: Tensor
+    """int32 [SEGMENTS * experts]."""
+    act_YI: Tensor
+    partial_YE: Tensor
+
+    @staticmethod
+    def bytes(shape: ExpertsShape, tiling: Tiling) -> int:
+        """Bytes `over` needs."""
+        return sum(size for _, size in _parts(shape, tiling))
+
+    @staticmethod
+    def over(buffer: Tensor, shape: ExpertsShape, tiling: Tiling) -> Workspace:
+        """Lay a workspace over the front of a uint8 buffer (ValueError when it is too small)."""
+        need = Workspace.bytes(shape, tiling)
+        if buffer.dtype != torch.uint8 or buffer.numel() < need:
+            raise ValueError(f"{shape} needs a uint8 buffer of {need} bytes, not {buffer.numel()} of {buffer.dtype}")
+        views: list[Tensor] = []
+        offset = 0
+        for dtype, size in _parts(shape, tiling):
+            views.append(buffer[offset : offset + size].view(dtype))
+            offset += size
+        sorted_Y, table, counts, act, partial = views
+        return Workspace(
+            sorted_Y,
+            table,
+            counts,
+            act[: shape.pairs * shape.intermediate].view(shape.pairs, shape.intermediate),
+            partial[: shape.pairs * shape.hidden].view(-1, shape.hidden) if tiling.rows else partial.view(0, 0),
+        )
+
+
+def _parts(shape: ExpertsShape, tiling: Tiling) -> list[tuple[torch.dtype, int]]:
+    """(dtype, bytes) of the parts of a workspace, each padded to 256 bytes."""
+    act = (shape.dtype, shape.pairs * shape.intermediate * shape.dtype.itemsize)
+    if tiling.rows == 0:
+        sizes = [(torch.int32, 0), (torch.int32, 0), (torch.int32, 0), act, (tiling.partial, 0)]
+    else:
+        sizes = [
+            (torch.int32, 4 * shape.pairs),
+            (torch.int32, 16 * (tiling.tiles(shape) + 1)),
+            (torch.int32, 4 * SEGMENTS * shape.experts),
+            act,
+            (tiling.partial, shape.pairs * shape.hidden * tiling.partial.itemsize),
+        ]
+    return [(dtype, -(-size // 256) * 256) for dtype, size in sizes]

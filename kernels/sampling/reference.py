@@ -1,0 +1,207 @@
+"""Sampling in plain torch, row by row in effect: no operation here mixes rows, so a row's token does not depend on its
+batch. The order of the steps is the launcher's contract.
+
+Shape legend: N logits rows, V vocabulary, S slots, X drafts a row feeds, K stop ids, B bias entries, H head of the
+sorted row, R sampled rows, W width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.sampling import tables as column
+from kernels.sampling.philox import gumbel_noise, gumbel_noise_at
+from kernels.sampling.tables import FILTERS, LOGIT_FEATURES, Feature, SlotTables
+
+_HEAD = 256
+"""On a CPU the filters look at this many of the most probable ids first; only if those do not settle it is the row
+sorted."""
+
+_SPARSE = 8
+"""On a CPU a step that keeps less than one id in this many draws noise for those alone."""
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+def sample(
+    logits_NV: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    tables: SlotTables,
+    token_N: torch.Tensor,
+    fault_1: torch.Tensor,
+    features: Feature,
+    draft_NX: torch.Tensor | None,
+    window_N: torch.Tensor | None,
+) -> None:
+    """See the launcher, `kernels.sampling.sample_tokens`."""
+    logits_NV = logits_NV.to(torch.float32)
+    if features & LOGIT_FEATURES:
+        logits_NV = adjusted_logits(logits_NV, slot_N, tables, features, draft_NX, window_N)
+    peak_N, best_N = logits_NV.max(dim=-1)  # first of equal maxima: the lowest id
+    if features & Feature.NOISE:
+        temperature_N = tables.real_SF[slot_N, column.TEMPERATURE]
+        greedy_N = temperature_N == 0
+        divisor_N = torch.where(greedy_N, 1.0, temperature_N)
+        # The maximum is taken off first: differences near it stay exact, and no temperature can overflow.
+        scaled_NV = (logits_NV - peak_N.unsqueeze(1)) / divisor_N.unsqueeze(1)
+        seed_N = tables.whole_SI[slot_N, column.SEED]
+        if features & FILTERS:
+            kept_NV = scaled_NV >= filter_floor(scaled_NV, slot_N, tables, features).unsqueeze(1)
+            score_NV = _scores_of_kept(scaled_NV, kept_NV, seed_N, position_N)
+        else:
+            score_NV = scaled_NV + gumbel_noise(seed_N, position_N, logits_NV.shape[1])
+        best_N = torch.where(greedy_N, best_N, score_NV.max(dim=-1).indices)
+    # NaN anywhere in a row makes its maximum NaN.
+    owned_N, sound_N = _owned(slot_N, tables), peak_N.isfinite()
+    token_N.copy_(torch.where(owned_N & sound_N, best_N, 0))
+    fault_1.add_((owned_N & ~sound_N).sum())
+
+
+def _scores_of_kept(
+    scaled_NV: torch.Tensor, kept_NV: torch.Tensor, seed_N: torch.Tensor, position_N: torch.Tensor
+) -> torch.Tensor:
+    """float32 [N, V]: logit + noise where `kept_NV`, -inf elsewhere. A CPU makes noise for a few kept ids only."""
+    if scaled_NV.device.type == "cpu":
+        row_C, token_C = kept_NV.nonzero(as_tuple=True)
+        if len(row_C) * _SPARSE < kept_NV.numel():
+            score_NV = torch.full_like(scaled_NV, NEGATIVE_INFINITY)
+            noise_C = gumbel_noise_at(seed_N[row_C], position_N[row_C], token_C)
+            score_NV[row_C, token_C] = scaled_NV[row_C, token_C] + noise_C
+            return score_NV
+    noise_NV = gumbel_noise(seed_N, position_N, scaled_NV.shape[1])
+    return (scaled_NV + noise_NV).masked_fill_(~kept_NV, NEGATIVE_INFINITY)
+
+
+def adjusted_logits(
+    logits_NV: torch.Tensor,
+    slot_N: torch.Tensor,
+    tables: SlotTables,
+    features: Feature,
+    draft_NX: torch.Tensor | None,
+    window_N: torch.Tensor | None,
+) -> torch.Tensor:
+    """float32 [N, V]: a copy of `logits_NV` (float32) with penalties, bias and the min_tokens mask applied."""
+    out_NV = logits_NV.clone()
+    if features & Feature.PENALTIES:
+        _apply_penalties(out_NV, slot_N, tables, draft_NX, window_N)
+    if features & Feature.BIAS:
+        out_NV.scatter_add_(1, tables.bias_id_SB[slot_N], tables.bias_SB[slot_N])
+    if features & Feature.MIN_TOKENS:
+        whole_NI = tables.whole_SI[slot_N]
+        generated_N = whole_NI[:, column.GENERATED]
+        if window_N is not None:
+            generated_N = generated_N + window_N
+        masked_N1 = (generated_N < whole_NI[:, column.MIN_TOKENS]).unsqueeze(1)
+        stop_NK = tables.stop_SK[slot_N]
+        # Repeated ids (free columns) scatter the same value.
+        out_NV.scatter_(1, stop_NK, out_NV.gather(1, stop_NK).masked_fill_(masked_N1, NEGATIVE_INFINITY))
+    return out_NV
+
+
+def _apply_penalties(
+    out_NV: torch.Tensor,
+    slot_N: torch.Tensor,
+    tables: SlotTables,
+    draft_NX: torch.Tensor | None,
+    window_N: torch.Tensor | None,
+) -> None:
+    """Repetition penalty (CTRL, arXiv:1909.05858, as in transformers), then frequency and presence penalties
+    (OpenAI)."""
+    vocab = out_NV.shape[1]
+    seen_NV = tables.seen_SV[slot_N]
+    if draft_NX is not None and window_N is not None and draft_NX.shape[1]:
+        index_X = torch.arange(draft_NX.shape[1], device=out_NV.device)
+        counted_NX = (index_X < window_N.unsqueeze(1)) & in_vocabulary(draft_NX, vocab)
+        seen_NV.scatter_add_(1, draft_NX.clamp(0, vocab - 1), counted_NX.to(torch.int32) * 2)
+    real_NF = tables.real_SF[slot_N]
+    repetition_N1 = real_NF[:, column.REPETITION : column.REPETITION + 1]
+    penalised_NV = torch.where(out_NV > 0, out_NV / repetition_N1, out_NV * repetition_N1)
+    torch.where(seen_NV != 0, penalised_NV, out_NV, out=out_NV)
+    count_NV = seen_NV >> 1
+    out_NV.sub_(count_NV * real_NF[:, column.FREQUENCY : column.FREQUENCY + 1])
+    out_NV.sub_((count_NV != 0) * real_NF[:, column.PRESENCE : column.PRESENCE + 1])
+
+
+def filter_floor(scaled_NV: torch.Tensor, slot_N: torch.Tensor, tables: SlotTables, features: Feature) -> torch.Tensor:
+    """float32 [N]: the smallest scaled logit that min_p, then top_k, then top_p keep. The maximum of a row is 0.
+
+    Every filter keeps the ids at or above some value, so equal logits stand or fall together and no filter depends on
+    how ties are ordered: top_k keeps all ids tied with the k-th, top_p keeps an id if the more probable ones
+    (strictly) have less than top_p of what min_p and top_k left.
+    """
+    real_NF = tables.real_SF[slot_N]
+    floor_N = real_NF[:, column.MIN_P].log()
+    if not features & (Feature.TOP_K | Feature.TOP_P):
+        return floor_N
+    vocab = scaled_NV.shape[1]
+    if scaled_NV.device.type == "cpu" and vocab > 2 * _HEAD:
+        floor_N, settled_N = _prefix_floor(scaled_NV, scaled_NV.topk(_HEAD).values, floor_N, real_NF, slot_N, tables)
+        open_M = settled_N.logical_not().nonzero().squeeze(1)
+        if len(open_M):
+            rows_MV, slot_M, real_MF = scaled_NV[open_M], slot_N[open_M], real_NF[open_M]
+            sorted_MV = rows_MV.sort(dim=-1, descending=True).values
+            minimum_M = real_MF[:, column.MIN_P].log()
+            floor_N[open_M] = _prefix_floor(rows_MV, sorted_MV, minimum_M, real_MF, slot_M, tables)[0]
+        return floor_N
+    sorted_NV = scaled_NV.sort(dim=-1, descending=True).values
+    return _prefix_floor(scaled_NV, sorted_NV, floor_N, real_NF, slot_N, tables)[0]
+
+
+def _prefix_floor(
+    scaled_NV: torch.Tensor,
+    head_NH: torch.Tensor,
+    floor_N: torch.Tensor,
+    real_NF: torch.Tensor,
+    slot_N: torch.Tensor,
+    tables: SlotTables,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The floor after top_k and top_p, from the H largest values of each row in descending order, and whether those H
+    were enough. All sums are sequential and in float64, so more columns give the same floor, bit for bit."""
+    head = head_NH.shape[1]
+    top_k_N, top_p_N = tables.whole_SI[slot_N, column.TOP_K], real_NF[:, column.TOP_P]
+    kth_N = head_NH.gather(1, (top_k_N - 1).clamp(0, head - 1).unsqueeze(1)).squeeze(1)
+    floor_N = torch.where(top_k_N > 0, torch.maximum(floor_N, kth_N), floor_N)
+    settled_N = top_k_N <= head
+    kept_NV = scaled_NV.double().exp().masked_fill_(scaled_NV < floor_N.unsqueeze(1), 0.0)
+    total_N = kept_NV.cumsum(dim=-1)[:, -1]  # in id order: a tree reduction could depend on the number of rows
+    mass_NH = head_NH.double().exp().cumsum(dim=-1)
+    nucleus_N = (mass_NH < (top_p_N.double() * total_N).unsqueeze(1)).sum(dim=-1)
+    last_N = head_NH.gather(1, nucleus_N.clamp(max=head - 1).unsqueeze(1)).squeeze(1)
+    nucleus_floor_N = torch.maximum(floor_N, last_N)
+    filtering_N = top_p_N < 1
+    settled_N = settled_N & (~filtering_N | (nucleus_N < head))
+    return torch.where(filtering_N, nucleus_floor_N, floor_N), settled_N
+
+
+def _owned(slot: torch.Tensor, tables: SlotTables) -> torch.Tensor:
+    """Which rows are not padding."""
+    return (slot >= 0) & (slot < tables.real_SF.shape[0] - 1)
+
+
+def in_vocabulary(token: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Whether each id is one of the vocabulary."""
+    return (token >= 0) & (token < vocab)
+
+
+def count_tokens(
+    tables: SlotTables,
+    slot_R: torch.Tensor,
+    token_RW: torch.Tensor,
+    count_R: torch.Tensor,
+    vocab: int,
+    fault_1: torch.Tensor,
+    penalties: bool,
+) -> None:
+    """See the launcher, `kernels.sampling.count_tokens`."""
+    owned_R = _owned(slot_R, tables)
+    count_R = count_R.masked_fill(~owned_R, 0)
+    slot_R = torch.where(owned_R, slot_R, tables.real_SF.shape[0] - 1)
+    tables.whole_SI[:, column.GENERATED].index_add_(0, slot_R, count_R)
+    emitted_RW = torch.arange(token_RW.shape[1], device=token_RW.device) < count_R.unsqueeze(1)
+    valid_RW = in_vocabulary(token_RW, vocab)
+    fault_1.add_((emitted_RW & ~valid_RW).sum())
+    if penalties:
+        cell_RW = slot_R.unsqueeze(1) * vocab + token_RW.clamp(0, vocab - 1)
+        step_RW = (emitted_RW & valid_RW).to(torch.int32) * 2
+        tables.seen_SV.view(-1).scatter_add_(0, cell_RW.flatten(), step_RW.flatten())

@@ -1,0 +1,120 @@
+"""Adjusted logits in Triton: what a slot's penalties, biases and min_tokens make of a block of one row.
+
+Every product and quotient is rounded on its own (launches turn the fusing of multiply and add off), so the adjusted
+logits equal the reference's bit for bit.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.sampling import tables
+
+_REALS = tl.constexpr(len(tables.NEUTRAL_REAL))
+_WHOLES = tl.constexpr(len(tables.NEUTRAL_WHOLE))
+_TEMPERATURE = tl.constexpr(tables.TEMPERATURE)
+_TOP_P = tl.constexpr(tables.TOP_P)
+_MIN_P = tl.constexpr(tables.MIN_P)
+_REPETITION = tl.constexpr(tables.REPETITION)
+_FREQUENCY = tl.constexpr(tables.FREQUENCY)
+_PRESENCE = tl.constexpr(tables.PRESENCE)
+_SEED = tl.constexpr(tables.SEED)
+_TOP_K = tl.constexpr(tables.TOP_K)
+_MIN_TOKENS = tl.constexpr(tables.MIN_TOKENS)
+_BIASED = tl.constexpr(tables.BIASED)
+_GENERATED = tl.constexpr(tables.GENERATED)
+_NO_ID = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def real_value(real, slot, COLUMN: tl.constexpr):
+    """One float parameter of a slot."""
+    return tl.load(real + slot * _REALS + COLUMN)
+
+
+@triton.jit
+def whole_value(whole, slot, COLUMN: tl.constexpr):
+    """One integer parameter of a slot."""
+    return tl.load(whole + slot * _WHOLES + COLUMN)
+
+
+@triton.jit
+def row_and_place(n, decode_tokens, WIDTH: tl.constexpr):
+    """Sampled row and place in its window of logits row `n`: WIDTH logits rows a decode row, then one a row."""
+    decode = n < decode_tokens
+    row = tl.where(decode, n // WIDTH, n - decode_tokens + decode_tokens // WIDTH)
+    return row, tl.where(decode, n % WIDTH, 0)
+
+
+@triton.jit
+def drafts_before(n, place, before, windows, WINDOWS: tl.constexpr, DRAFTED: tl.constexpr):
+    """How many drafts lie before logits row `n`, at `place` of its window."""
+    window = place * 0
+    if DRAFTED:
+        window = place + before
+        if WINDOWS:
+            window += tl.load(windows + n).to(tl.int32)
+    return window
+
+
+@triton.jit
+def adjusted(
+    x,
+    v,
+    first,
+    last,
+    slot,
+    window,
+    drafts,
+    real,
+    whole,
+    stop,
+    bias_id,
+    bias,
+    seen,
+    VOCAB: tl.constexpr,
+    STOPS: tl.constexpr,
+    BIASES: tl.constexpr,
+    BIAS_LANES: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    """Logits `x` of the ids `v` (all in `first` ... `last`) of a row, NaN made +inf. `drafts`: the `window` drafts
+    before it. Ids outside the vocabulary must come with -inf and keep it, unless they would be +inf."""
+    if COUNTED:
+        repetition = real_value(real, slot, _REPETITION)
+        frequency = real_value(real, slot, _FREQUENCY)
+        presence = real_value(real, slot, _PRESENCE)
+        if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
+            count = tl.load(seen + slot * VOCAB + v, mask=v < VOCAB, other=0)
+            for index in range(window):
+                draft = tl.load(drafts + index)
+                draft = tl.where((draft >= 0) & (draft < VOCAB), draft, -1).to(tl.int32)
+                count += tl.where(v == draft, 2, 0)
+            penalised = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
+            x = tl.where(count != 0, penalised, x)
+            times = count >> 1
+            x = x - times.to(tl.float32) * frequency
+            x = x - tl.where(times != 0, presence, 0.0)
+    biased = whole_value(whole, slot, _BIASED)
+    if biased > 0:
+        lane = tl.arange(0, BIAS_LANES)
+        ids = tl.load(bias_id + slot * BIASES + lane, mask=lane < biased, other=_NO_ID)
+        begin = tl.sum((ids < first).to(tl.int32), 0)
+        end = tl.sum((ids <= last).to(tl.int32), 0)
+        for index in range(begin, end):
+            here = v == tl.load(bias_id + slot * BIASES + index).to(tl.int32)
+            x = tl.where(here, x + tl.load(bias + slot * BIASES + index), x)
+    if whole_value(whole, slot, _GENERATED) + window < whole_value(whole, slot, _MIN_TOKENS):
+        for index in range(STOPS):
+            x = tl.where(v == tl.load(stop + slot * STOPS + index).to(tl.int32), float("-inf"), x)
+    return tl.where(x != x, float("inf"), x)
+
+
+@triton.jit
+def lowest_of_largest(value, ids):
+    """The largest of `value` and the lowest of `ids` that has it, both [n]."""
+    top = tl.max(value, 0)
+    return top, tl.min(tl.where(value == top, ids, _NO_ID), 0)

@@ -1,0 +1,260 @@
+"""The floors of top_k and top_p in Triton, without a sort: one program a row narrows a bracket around each threshold.
+
+Both filters have one form: the largest value t of the row at which the ids of logit >= t reach a weight, in number (k)
+or in mass (top_p of the total). Passes over the row (which the L2 cache holds) weigh it above two pivots at once,
+until few enough ids are left between two of them to be kept aside and searched bit by bit. Values are compared as they
+are, so ties stand or fall together and the k-th value is exact; masses are sums of fp32 exponentials in a fixed order.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.sampling.kernel import _INTS, is_searched, row_peak
+from kernels.sampling.rows import (
+    _MIN_P,
+    _TEMPERATURE,
+    _TOP_K,
+    _TOP_P,
+    adjusted,
+    drafts_before,
+    real_value,
+    row_and_place,
+    whole_value,
+)
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LARGEST = tl.constexpr(3.0e38)
+_LOWEST_KEY = tl.constexpr(-2139095041)
+"""Key of -inf."""
+
+
+@triton.jit
+def key_of(x):
+    """An integer that orders as the float does."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: the two zeros are one value
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(key):
+    """The float of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def between(value, low, high):
+    """Key of `value`, moved strictly between two keys that are not neighbours."""
+    return tl.minimum(tl.maximum(key_of(value), low + 1), high - 1)
+
+
+@triton.jit
+def halfway(low, high):
+    """The key in the middle, rounded down."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
+def row_block(
+    first, offset, SIZE: tl.constexpr, mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
+    VOCAB: tl.constexpr, STOPS: tl.constexpr, BIASES: tl.constexpr, BIAS_LANES: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Ids `first` + `offset` (SIZE of them) and their adjusted logits, -inf past the vocabulary."""
+    v = first + offset
+    x = tl.load(mine + v, mask=v < VOCAB, other=float("-inf")).to(tl.float32)
+    x = adjusted(
+        x, v, first, first + SIZE - 1, slot, window, own, real, whole, stop, bias_id, bias, seen,
+        VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
+    )  # fmt: skip
+    return v, x
+
+
+@triton.jit
+def largest_reaching(
+    target, low, number_low, top, rate, aside,
+    mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
+    VOCAB: tl.constexpr, STOPS: tl.constexpr, BIASES: tl.constexpr, BIAS_LANES: tl.constexpr, COUNTED: tl.constexpr,
+    BY_MASS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, ASIDE: tl.constexpr,
+):  # fmt: skip
+    """Key of the largest logit of the row at which the ids of at least that logit reach `target`, in number or BY_MASS.
+
+    Those of at least the key `low`, `number_low` ids (or fewer, if that is all of them), are known to.
+    """
+    BLOCK: tl.constexpr = ROWS * LANES
+    PIECE: tl.constexpr = BLOCK // 2
+    inner = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    # Ids of at least `low` reach the target, ids of at least `high` do not.
+    high = key_of(top) + 1
+    number_high = tl.full((), 0, tl.int32)
+    above = 0.0
+    reach = 2.0
+    halve = False
+    while (number_low - number_high > ASIDE) & (low + 1 < high):
+        value_high = tl.minimum(value_of(high), top)
+        value_low = value_of(low)
+        near = value_high - (value_high - value_low) * 0.33
+        far = value_high - (value_high - value_low) * 0.67
+        if number_low == VOCAB:  # nothing known below yet
+            near = tl.maximum(value_high - reach, near)
+            far = tl.maximum(value_high - 4.0 * reach, far)
+            reach *= 16.0
+        key_0 = between(near, low, high)
+        key_1 = between(far, low, high)
+        if halve:  # every second pass halves the keys, so that any distribution comes to an end
+            key_0 = halfway(low, high)
+        halve = halve == 0
+        value_0 = value_of(key_0)
+        value_1 = value_of(key_1)
+        mass_0 = tl.zeros((LANES,), tl.float32)
+        mass_1 = tl.zeros((LANES,), tl.float32)
+        count_0 = tl.zeros((LANES,), tl.int32)
+        count_1 = tl.zeros((LANES,), tl.int32)
+        for first in range(0, VOCAB, BLOCK):
+            _, x = row_block(
+                first, inner, BLOCK, mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
+                VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
+            )  # fmt: skip
+            count_0 += tl.sum((x >= value_0).to(tl.int32), 0)
+            count_1 += tl.sum((x >= value_1).to(tl.int32), 0)
+            if BY_MASS:
+                mass = tl.exp2((x - top) * rate)
+                mass_0 += tl.sum(tl.where(x >= value_0, mass, 0.0), 0)
+                mass_1 += tl.sum(tl.where(x >= value_1, mass, 0.0), 0)
+        for pivot in tl.static_range(2):
+            key = key_0 if pivot == 0 else key_1
+            number = tl.sum(count_0 if pivot == 0 else count_1, 0)
+            weight = number.to(tl.float32)
+            if BY_MASS:
+                weight = tl.sum(mass_0 if pivot == 0 else mass_1, 0)
+            if weight >= target:
+                if key > low:
+                    low = key
+                    number_low = number
+            else:
+                if key < high:
+                    high = key
+                    number_high = number
+                    above = weight
+    if low + 1 < high:
+        # Keep the ids between aside and search them bit by bit.
+        least = value_of(low)
+        limit = value_of(high)
+        used = tl.full((), 0, tl.int32)
+        tl.debug_barrier()
+        for first in range(0, VOCAB, PIECE):
+            v, x = row_block(
+                first, tl.arange(0, PIECE), PIECE, mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
+                VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
+            )  # fmt: skip
+            inside = (x >= least) & (x < limit) & (v < VOCAB)
+            place = used + tl.cumsum(inside.to(tl.int32), 0) - 1
+            tl.store(aside + place, x, mask=inside)
+            used += tl.sum(inside.to(tl.int32), 0)
+        tl.debug_barrier()
+        lane = tl.arange(0, ASIDE)
+        x = tl.load(aside + lane)  # the unused ones mean nothing
+        weight = tl.where(lane < used, 1.0, 0.0)
+        if BY_MASS:
+            weight = tl.where(lane < used, tl.exp2((x - top) * rate), 0.0)
+        while low + 1 < high:
+            middle = halfway(low, high)
+            enough = above + tl.sum(tl.where(x >= value_of(middle), weight, 0.0), 0) >= target
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=_INTS)
+def search(
+    logits,
+    slots,
+    windows,
+    drafts,
+    real,
+    whole,
+    stop,
+    bias_id,
+    bias,
+    seen,
+    peak_in,
+    floor_out,
+    aside,
+    decode_tokens,
+    before,
+    nobody,
+    draft_stride,
+    VOCAB: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOWS: tl.constexpr,
+    DRAFTED: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    STOPS: tl.constexpr,
+    BIASES: tl.constexpr,
+    BIAS_LANES: tl.constexpr,
+    COUNTED: tl.constexpr,
+    PEAKS: tl.constexpr,
+    PEAK_LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    ASIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One program a logits row: the least scaled logit that min_p, then top_k, then top_p keep, if it takes a search.
+
+    The row is read in blocks of ROWS x LANES; sums run over a lane first. `aside` has room for ASIDE values a row.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    n = tl.program_id(0)
+    row, window = row_and_place(n, decode_tokens, WIDTH)
+    slot = tl.load(slots + row)
+    temperature = 0.0
+    top_k = tl.full((), 0, tl.int64)
+    top_p = 1.0
+    if (slot >= 0) & (slot < nobody):
+        temperature = real_value(real, slot, _TEMPERATURE)
+        top_k = whole_value(whole, slot, _TOP_K)
+        top_p = real_value(real, slot, _TOP_P)
+    if (temperature != 0.0) & is_searched(top_k, top_p, VOCAB):
+        top = row_peak(peak_in, n, PEAKS, PEAK_LANES)
+        if tl.abs(top) < float("inf"):
+            window = drafts_before(n, window, before, windows, WINDOWS, DRAFTED)
+            own = drafts + (slot if BY_SLOT else row.to(tl.int64)) * draft_stride
+            mine = logits + n.to(tl.int64) * STRIDE
+            beside = aside + n.to(tl.int64) * ASIDE
+            rate = tl.minimum(_LOG2E / temperature, _LARGEST)
+            floor = tl.log(real_value(real, slot, _MIN_P))
+            low = tl.full((), _LOWEST_KEY, tl.int32)
+            if (top_k > 0) & (top_k < VOCAB):
+                low = largest_reaching(
+                    top_k.to(tl.float32), low, tl.full((), VOCAB, tl.int32), top, rate, beside,
+                    mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
+                    VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED, False, ROWS, LANES, ASIDE,
+                )  # fmt: skip
+            if top_p < 1.0:
+                # What min_p and top_k left: its mass, and how many ids.
+                low = tl.maximum(low, key_of(top + temperature * floor))
+                least = value_of(low)
+                mass = tl.zeros((LANES,), tl.float32)
+                number = tl.zeros((LANES,), tl.int32)
+                inner = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+                for first in range(0, VOCAB, ROWS * LANES):
+                    v, x = row_block(
+                        first, inner, ROWS * LANES, mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
+                        VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
+                    )  # fmt: skip
+                    kept = (x >= least) & (v < VOCAB)
+                    mass += tl.sum(tl.where(kept, tl.exp2((x - top) * rate), 0.0), 0)
+                    number += tl.sum(kept.to(tl.int32), 0)
+                low = largest_reaching(
+                    top_p * tl.sum(mass, 0), low, tl.sum(number, 0), top, rate, beside,
+                    mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
+                    VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED, True, ROWS, LANES, ASIDE,
+                )  # fmt: skip
+            tl.store(floor_out + n, tl.maximum(floor, tl.div_rn(value_of(low) - top, temperature)))

@@ -1,0 +1,62 @@
+"""Holds interpreted kernels to their arguments' memory: an access outside fails, where on a GPU it would be silent
+or end the process.
+
+Call `check_bounds` once, after `interpreter.repair`. What counts as an argument's memory is its whole storage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from triton.runtime import interpreter
+
+_storages: list[tuple[int, int]] = []
+_checking = False
+
+
+def check_bounds() -> None:
+    """Check every load and store of this process's interpreted kernels from now on. Idempotent."""
+    global _checking
+    if _checking:
+        return
+    _checking = True
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    plain_arguments, plain_load, plain_store = (
+        executor._init_args_hst,
+        builder.create_masked_load,
+        builder.create_masked_store,
+    )
+
+    def arguments(self: Any, args: Any, kwargs: Any) -> Any:
+        positional, named = plain_arguments(self, args, kwargs)
+        storages = (x.untyped_storage() for x in (*positional, *named.values()) if hasattr(x, "untyped_storage"))
+        _storages[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        return positional, named
+
+    def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        _check("load", pointers, mask)
+        return plain_load(self, pointers, mask, *rest)
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        _check("store", pointers, mask)
+        return plain_store(self, pointers, value, mask, *rest)
+
+    executor._init_args_hst = arguments
+    builder.create_masked_load, builder.create_masked_store = load, store
+
+
+def _check(what: str, pointers: Any, mask: Any) -> None:
+    wanted = np.broadcast_to(np.asarray(mask.data).astype(bool), np.shape(pointers.data))
+    addresses = np.asarray(pointers.data)[wanted]
+    size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    inside = np.zeros(addresses.shape, dtype=bool)
+    for begin, end in _storages:
+        inside |= (addresses >= begin) & (addresses + size <= end)
+    if not inside.all():
+        first = int(addresses[~inside][0])
+        past, length = min(((first - end, end - begin) for begin, end in _storages), key=lambda place: abs(place[0]))
+        raise AssertionError(
+            f"{(~inside).sum()} of {addresses.size} addresses of a {what} lie outside the arguments; the first lies "
+            f"{past} bytes behind the end of a storage of {length} bytes"
+        )

@@ -1,0 +1,128 @@
+"""Compiles Triton and Gluon kernels for Hopper on a machine without a GPU, and reads what the compiler made of them.
+
+Inside `compile_only`, launching a kernel compiles it for the arguments given (CPU tensors do) and runs nothing, so a
+test gates exactly the kernels a launcher would launch. `Resources` are read from the machine code with the tools that
+Triton's wheel carries. A process that interprets kernels (TRITON_INTERPRET=1) cannot compile.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+SHARED_MEMORY_LIMIT = 227 * 1024
+"""Bytes of shared memory one block may use on Hopper. Triton does not check it before the launch."""
+
+_COUNTED = ("HGMMA", "QGMMA", "HMMA", "UTMALDG", "LDGSTS", "STL", "LDL", "USETMAXREG", "ACQBULK", "PREEXIT")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel needs of a multiprocessor."""
+
+    name: str
+    registers: int
+    """Registers a thread, at most 255."""
+    stack: int
+    """Bytes of stack a thread: spills and dynamically indexed arrays. Should be 0."""
+    shared: int
+    """Bytes of shared memory a block."""
+    warps: int
+    """Warps a block, those of warp-specialised partitions included."""
+    instructions: dict[str, int] = field(compare=False)
+    """How often each interesting machine instruction occurs."""
+
+    def check(self, registers: int = 255) -> None:
+        """AssertionError when the kernel spills, or needs more shared memory than a block may have or more than
+        `registers`."""
+        assert self.stack == 0, f"{self.name} spills: {self}"
+        assert not {"LDL", "STL"} & self.instructions.keys(), f"{self.name} spills: {self}"
+        assert self.shared <= SHARED_MEMORY_LIMIT, f"{self.name} needs too much shared memory: {self}"
+        assert self.registers <= registers, f"{self.name} needs too many registers: {self}"
+
+
+class _NoDevice:
+    """Stands in for Triton's driver: names the target and the device, and owns neither."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return -int(self.target.arch)  # never a real device's index: kernels cached here are never launched
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> str:
+        return "cpu"
+
+
+@contextmanager
+def compile_only(capability: int = 90) -> Iterator[list[Any]]:
+    """Within this context launches compile for the given compute capability and do not run.
+
+    Yields the list that fills with Triton's compiled kernels, one for each launch.
+    """
+    compiled: list[Any] = []
+    plain_run = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = plain_run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(kernel)
+        return kernel
+
+    before = driver._active
+    driver.set_active(_NoDevice(capability))
+    JITFunction.run = run
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = plain_run
+        driver._active = before
+
+
+def resources(kernel: Any) -> Resources:
+    """Read the resources of a compiled kernel from its machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _cuobjdump("--dump-resource-usage", file.name)
+        code = _cuobjdump("--dump-sass", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, f"cuobjdump printed no resource usage:\n{usage}"
+    counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in _COUNTED}
+    return Resources(
+        name=kernel.metadata.name,
+        registers=int(found[1]),
+        stack=int(found[2]),
+        shared=kernel.metadata.shared,
+        warps=kernel.metadata.num_warps,
+        instructions={name: count for name, count in counts.items() if count},
+    )
+
+
+def machine_code(kernel: Any) -> str:
+    """The disassembly of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return _cuobjdump("--dump-sass", file.name)
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    return subprocess.run(
+        [knobs.nvidia.cuobjdump.path, option, path], capture_output=True, text=True, check=True
+    ).stdout

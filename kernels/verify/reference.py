@@ -1,0 +1,23 @@
+"""Verification in plain torch. Shape legend: D decode rows, W width, X = W - 1 drafts."""
+
+from __future__ import annotations
+
+import torch
+
+
+def accept(
+    target_DW: torch.Tensor,
+    draft_DX: torch.Tensor,
+    accepted_D: torch.Tensor,
+    vocab: int | None,
+    fault_1: torch.Tensor | None,
+) -> None:
+    """See the launcher, `kernels.verify.accept_drafts`."""
+    before_DX = target_DW[:, :-1]
+    standing_DX = (draft_DX == before_DX) & (draft_DX >= 0)
+    if vocab is not None:
+        standing_DX &= draft_DX < vocab
+        if fault_1 is not None:
+            tokens = torch.cat((target_DW, draft_DX), dim=1)
+            fault_1.add_(((tokens < 0) | (tokens >= vocab)).sum())
+    accepted_D.copy_(standing_DX.to(torch.int64).cumprod(dim=1).sum(dim=1))

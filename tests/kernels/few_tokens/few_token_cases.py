@@ -1,0 +1,320 @@
+"""Checks of the few-token kernels against fp64 formulas, on any device: interpreted on a CPU, for real on a GPU.
+
+Every case calls the launcher itself, poisons what must not matter with NaN, and states its bound: bf16 inputs are exact
+in fp64, sums are fp32, so what is left is the one rounding of the output (2^-8 relative) and, for activations that are
+rounded on the way, theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.few_experts import Choice, Routing
+from kernels.few_experts import launch as experts_launch
+from kernels.few_experts import reference as experts_reference
+from kernels.head_linear import launch as head_launch
+from kernels.linear import launch
+from kernels.mla_decode import launch as attention_launch
+from kernels.mla_decode.schedule import DecodeShape, Workspace, portable_tiling
+from kernels.pending_norm import PIECE, PendingNorm, launch_enter
+
+BF16 = torch.bfloat16
+EPS = 1e-5
+
+
+@triton.jit
+def _copy(x, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, tl.load(x + at))
+
+
+def copy_contiguous(x: Tensor, out: Tensor) -> None:
+    """A kernel that takes `x` for contiguous, whether it is or not."""
+    _copy[(1,)](x, out, SIZE=out.numel())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case runs, and how it launches."""
+
+    device: torch.device
+    dependent: bool = False
+
+    def normal(self, *shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
+        """Random numbers; the same on every device."""
+        return (torch.randn(*shape) * scale).to(self.device, dtype)
+
+    def poison(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        """Memory nobody has written."""
+        return torch.full(shape, torch.nan, dtype=dtype, device=self.device)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a kernel's own use, poisoned."""
+        if dtype.is_floating_point:
+            return self.poison(*shape, dtype=dtype)
+        return torch.full(shape, 2147480000, dtype=dtype, device=self.device)
+
+
+def close(got: Tensor, want: Tensor, bound: float = 2**-8, share: float = 0.25) -> None:
+    """Within `bound` of every value's size, plus `share` of it of the tensor's typical size (sums cancel)."""
+    got, want = got.double(), want.double()
+    typical = want.square().mean().sqrt()
+    torch.testing.assert_close(got, want, rtol=bound, atol=float(bound * typical) * share)
+
+
+def pending(place: Place, tokens: int, features: int, scale: float = 1.0) -> tuple[PendingNorm, Tensor]:
+    """A pending norm, and the finished norm in fp64."""
+    residual, norm = place.normal(tokens, features, dtype=torch.float32, scale=scale), place.normal(features)
+    x = (residual * norm.float()).to(BF16)
+    square = residual.square().unflatten(1, (-1, PIECE)).sum(-1)
+    rms = (residual.double().square().mean(1, keepdim=True) + EPS).sqrt()
+    return PendingNorm(x, square, EPS), x.double() / rms
+
+
+def check_linear(place: Place, tokens: int, rows: int, features: int) -> None:
+    """Plain products, bf16 and fp32 out, from strided rows."""
+    torch.manual_seed(tokens)
+    x, weight = place.normal(tokens, 2 * features)[:, :features], place.normal(rows, features)
+    for dtype in (BF16, torch.float32):
+        out = place.poison(tokens, rows + 3, dtype=dtype)
+        launch.stream_linear(x, weight, out[:, :rows], dependent=place.dependent)
+        close(out[:, :rows], x.double() @ weight.double().T, 2**-8 if dtype == BF16 else 1e-5)
+        assert out[:, rows:].isnan().all()
+
+
+def check_tiled(
+    place: Place, tokens: int, rows: int, features: int, invariant: bool, dtype: torch.dtype = BF16
+) -> None:
+    """Products in tiles, one a head, weights transposed or not."""
+    torch.manual_seed(tokens)
+    x, weight = place.normal(tokens, 2, features, dtype=dtype), place.normal(2, rows, features, dtype=dtype)
+    out = place.poison(tokens, 2, rows, dtype=dtype)
+    want = torch.einsum("thn,hln->thl", x.double(), weight.double())
+    for w in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
+        launch.tiled(x, w, out.fill_(torch.nan), invariant=invariant, dependent=place.dependent)
+        close(out, want, 2**-8 if dtype == BF16 else 1e-5)
+
+
+def check_heads(place: Place, tokens: int, heads: int, rows: int, features: int) -> None:
+    """One product a head."""
+    torch.manual_seed(tokens)
+    x, weight = place.normal(tokens, heads, features), place.normal(heads, 2 * rows, features)[:, rows:]
+    out = place.poison(tokens, heads, rows)
+    launch.stream_heads(x, weight, out, dependent=place.dependent)
+    close(out, torch.einsum("thn,hln->thl", x.double(), weight.double()))
+
+
+def check_normed(place: Place, tokens: int, rows: int, features: int, next_features: int) -> None:
+    """norm(x) times a matrix, with and without a norm of the first columns behind it."""
+    torch.manual_seed(tokens)
+    x, normed = pending(place, tokens, features, 30.0)
+    weight, out = place.normal(rows, features, scale=0.1), place.poison(tokens, rows)
+    launch.stream_linear(x.x_TE, weight, out, pending=x, dependent=place.dependent)
+    want = normed @ weight.double().T
+    close(out, want)
+    norm, out = place.normal(next_features), place.poison(tokens, rows)
+    after = PendingNorm(out[:, :next_features], place.poison(tokens, next_features // PIECE, dtype=torch.float32), EPS)
+    launch.stream_linear(x.x_TE, weight, out, pending=x, norm=norm, next=after, dependent=place.dependent)
+    close(out[:, :next_features], want[:, :next_features] * norm.double())
+    close(out[:, next_features:], want[:, next_features:])
+    close(after.square_TP, want[:, :next_features].square().unflatten(1, (-1, PIECE)).sum(-1), 1e-4)
+
+
+def check_residual(place: Place, tokens: int, rows: int, features: int) -> None:
+    """A product added to the residual, and the pending norm of the sum."""
+    torch.manual_seed(tokens)
+    x, weight, norm = place.normal(tokens, features), place.normal(rows, features, scale=0.1), place.normal(rows)
+    residual = place.normal(tokens, rows, dtype=torch.float32)
+    want = residual.double() + x.double() @ weight.double().T
+    out = PendingNorm.empty(tokens, rows, EPS, BF16, place.empty)
+    launch.stream_linear(x, weight, out.x_TE, residual_TF=residual, norm=norm, next=out, dependent=place.dependent)
+    close(residual, want, 1e-5, 1.0)
+    close(out.x_TE, want * norm.double())
+    close(out.square_TP, want.square().unflatten(1, (-1, PIECE)).sum(-1), 1e-4)
+
+
+def check_gated(place: Place, tokens: int, intermediate: int, features: int) -> None:
+    """The gate of a feed-forward layer."""
+    torch.manual_seed(tokens)
+    x, normed = pending(place, tokens, features)
+    weight, out = place.normal(2 * intermediate, features, scale=0.1), place.poison(tokens, intermediate)
+    launch.stream_gate_up(x, weight, out, dependent=place.dependent)
+    gate, up = (normed @ weight.double().T).chunk(2, dim=1)
+    close(out, F.silu(gate) * up)
+
+
+def check_best(place: Place, tokens: int, rows: int, features: int) -> None:
+    """The largest output and its column, the lowest at ties."""
+    torch.manual_seed(tokens)
+    x, weight = place.normal(tokens, features), place.normal(rows, features)
+    weight[rows // 2 :] = weight[: rows - rows // 2].clone()  # every value twice
+    pieces = -(-rows // 16)
+    out, value = place.poison(tokens, rows, dtype=torch.float32), place.poison(tokens, pieces, dtype=torch.float32)
+    index = place.empty(tokens, pieces, dtype=torch.int32)
+    launch.stream_linear(x, weight, out, best=(value, index), dependent=place.dependent)
+    close(out, x.double() @ weight.double().T, 1e-5)
+    best = place.empty(tokens, dtype=torch.int64)
+    launch.best_token(value, index, best, dependent=place.dependent)
+    top = out.amax(1, keepdim=True)
+    first = torch.where(out == top, torch.arange(rows, device=place.device), rows).amin(1)
+    assert torch.equal(best, first)
+    assert (best < rows - rows // 2).all()
+
+
+def check_enter(place: Place, tokens: int, features: int) -> None:
+    """Rows into the residual stream, gathered or added."""
+    torch.manual_seed(tokens)
+    table, norm = place.normal(7, features), place.normal(features)
+    ids = torch.randint(0, 7, (tokens,)).to(place.device)
+    residual = place.poison(tokens, features, dtype=torch.float32)
+    out = PendingNorm.empty(tokens, features, EPS, BF16, place.empty)
+    launch_enter(table, ids, residual, norm, out, dependent=place.dependent)
+    assert torch.equal(residual, table[ids].float())
+    close(out.x_TE, residual.double() * norm.double())
+    close(out.square_TP, residual.double().square().unflatten(1, (-1, PIECE)).sum(-1), 1e-5)
+    more, before = place.normal(tokens, features), residual.clone()
+    launch_enter(more, None, residual, norm, out, add=True, dependent=place.dependent)
+    assert torch.equal(residual, before + more.float())
+    close(out.x_TE, residual.double() * norm.double())
+
+
+def check_router(place: Place, tokens: int, experts: int, features: int) -> None:
+    """Router logits in fp32."""
+    torch.manual_seed(tokens)
+    x, normed = pending(place, tokens, features)
+    weight, out = (
+        place.normal(experts, features, dtype=torch.float32),
+        place.poison(tokens, experts, dtype=torch.float32),
+    )
+    experts_launch.router(x, weight, out, dependent=place.dependent)
+    close(out, normed @ weight.double().T, 1e-5)
+
+
+def check_choose(place: Place, tokens: int, experts: int, chosen: int, routing: Routing, dead: bool = False) -> Choice:
+    """The choice of experts, ties and padding included, equals the reference's."""
+    torch.manual_seed(tokens)
+    logit = torch.randn(tokens, experts)
+    logit[:, 1] = logit[:, 0]
+    logit[0] = logit[0].round()
+    bias = torch.randn(experts) * 0.3 if routing.scoring == "sigmoid" else None
+    length = torch.randint(1, 9, (tokens,), dtype=torch.int32)
+    if dead:
+        length[::2] = 0
+    want = Choice.empty(tokens, experts, chosen, Place(torch.device("cpu")).empty)
+    experts_reference.choose(logit, bias, length, want, routing)
+    got = Choice.empty(tokens, experts, chosen, place.empty)
+    on_device = [None if x is None else x.to(place.device) for x in (logit, bias, length)]
+    assert on_device[0] is not None
+    assert on_device[2] is not None
+    experts_launch.choose(on_device[0], on_device[1], on_device[2], got, routing, dependent=place.dependent)
+    assert torch.equal(got.slot_S.cpu(), want.slot_S)
+    assert torch.equal(got.place_TX.cpu(), want.place_TX)
+    alive = (length > 0).unsqueeze(1)
+    torch.testing.assert_close(
+        torch.where(alive, got.weight_TK.cpu(), 0), torch.where(alive, want.weight_TK, 0), rtol=1e-5, atol=1e-6
+    )
+    return got
+
+
+def check_experts(
+    place: Place, tokens: int, experts: int, chosen: int, hidden: int, intermediate: int, shared: int, residual: bool
+) -> None:
+    """Both halves of the experts, with a residual and without."""
+    routing = Routing("softmax", 1, 1, True, 1.5)
+    choice = check_choose(place, tokens, experts, chosen, routing, dead=tokens > 2)
+    x, normed = pending(place, tokens, hidden)
+    gate_up = place.normal(experts, 2 * intermediate, hidden, scale=0.1)
+    down = place.normal(experts, hidden, intermediate, scale=0.1)
+    shared_gate_up = shared_down = shared_act = None
+    want = torch.zeros(tokens, hidden, dtype=torch.float64, device=place.device)
+    if shared:
+        shared_gate_up = place.normal(2 * shared * intermediate, hidden, scale=0.1)
+        shared_down = place.normal(hidden, shared * intermediate, scale=0.1)
+        shared_act = place.poison(tokens, shared * intermediate)
+        gate, up = (normed @ shared_gate_up.double().T).chunk(2, dim=1)
+        want += (F.silu(gate) * up) @ shared_down.double().T
+    for token in range(tokens):
+        for expert in range(experts):
+            rank = int(choice.place_TX[token, expert])
+            if rank >= 0:
+                gate, up = (gate_up[expert].double() @ normed[token]).chunk(2)
+                want[token] += down[expert].double() @ (F.silu(gate) * up) * float(choice.weight_TK[token, rank])
+    choice.weight_TK[choice.place_TX.amax(1) < 0] = torch.nan
+    act = place.poison(tokens * chosen, intermediate)
+    experts_launch.gate_up(x, choice, shared_gate_up, gate_up, shared_act, act, dependent=place.dependent)
+    weights = (shared_act, act, choice, shared_down, down)
+    if residual:
+        stream, norm = place.normal(tokens, hidden, dtype=torch.float32), place.normal(hidden)
+        want += stream.double()
+        out = PendingNorm.empty(tokens, hidden, EPS, BF16, place.empty)
+        experts_launch.down(*weights, out.x_TE, stream, norm, out.square_TP, dependent=place.dependent)
+        # Activations are rounded to bf16 before they are summed.
+        close(stream, want, 2**-7, 1.0)
+        close(out.x_TE, stream.double() * norm.double())
+        close(out.square_TP, stream.double().square().unflatten(1, (-1, PIECE)).sum(-1), 1e-4)
+    else:
+        y = place.poison(tokens, hidden)
+        experts_launch.down(*weights, y, dependent=place.dependent)
+        close(y, want, 2**-7, 1.0)
+
+
+def check_rope_absorb(place: Place, tokens: int, heads: int, nope: int, rope: int, latent: int) -> None:
+    """Absorbed and rotated queries, and cache entries; nothing else in the cache changes."""
+    torch.manual_seed(tokens)
+    q = place.normal(tokens, heads * (nope + rope) + 16)[:, : heads * (nope + rope)].unflatten(1, (heads, nope + rope))
+    kv, norm = place.normal(tokens, latent + rope + 8)[:, : latent + rope], place.normal(latent)
+    weight = place.normal(heads, nope + 16, latent, scale=0.1)[:, :nope]
+    angle = torch.randn(300, rope // 2)
+    rotation = torch.stack([angle.cos(), angle.sin()], -1).flatten(1).to(place.device)
+    position = torch.randint(0, 300, (tokens,)).to(place.device)
+    slot = torch.randperm(4 * 64)[:tokens].to(place.device)
+    cache, out = place.poison(4, 64, latent + rope), place.poison(tokens, heads, latent + rope)
+    head_launch.rope_absorb(q, kv, weight, norm, rotation, position, slot, out, cache, EPS, dependent=place.dependent)
+
+    def turned(x: Tensor) -> Tensor:
+        pair = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+        turn = torch.polar(torch.ones_like(angle).double(), angle.double()).to(place.device)[position]
+        return torch.view_as_real(pair * (turn if x.dim() == 2 else turn.unsqueeze(1))).flatten(-2)
+
+    close(out[..., :latent], torch.einsum("thn,hnl->thl", q[..., :nope].double(), weight.double()))
+    close(out[..., latent:], turned(q[..., nope:]), 2**-7)
+    entries = cache.view(-1, latent + rope)
+    rms = (kv[:, :latent].double().square().mean(1, keepdim=True) + EPS).sqrt()
+    close(entries[slot, :latent], kv[:, :latent].double() / rms * norm.double())
+    close(entries[slot, latent:], turned(kv[:, latent:]), 2**-7)
+    others = torch.ones(len(entries), dtype=torch.bool, device=place.device)
+    others[slot] = False
+    assert entries[others].isnan().all()
+
+
+def check_merge_up(
+    place: Place, lengths: list[int], width: int, heads: int, latent: int, rope: int, value: int, columns: int = 32
+) -> None:
+    """Split attention, W_UV and the weighted sum equal attention, merge and W_UV."""
+    torch.manual_seed(width)
+    rows, pages = len(lengths), max(-(-max(lengths) // 64), 1)
+    shape = DecodeShape(rows, width, heads, latent, rope, pages)
+    tiling = portable_tiling(shape, 132 if place.device.type == "cuda" else 3)
+    size = Workspace.bytes(shape, tiling, BF16)
+    buffer = torch.full((size,), 255, dtype=torch.uint8, device=place.device)  # NaN in every float
+    workspace = Workspace.over(buffer, shape, tiling, BF16)
+    q, cache = place.normal(rows, width, heads, latent + rope), place.normal(rows * pages + 1, 64, latent + rope)
+    table = (torch.randperm(rows * pages).view(rows, pages).int() + 1).to(place.device)
+    length = torch.tensor(lengths, dtype=torch.int32, device=place.device)
+    attended, lse = place.poison(rows, width, heads, latent), place.poison(rows, width, heads, dtype=torch.float32)
+    weight = place.normal(heads, 2 * value, latent, scale=0.1)[:, value:]
+    out = place.poison(rows * width, heads, value)
+    scale = (latent + rope) ** -0.5
+    attention_launch.plan(length, table, workspace)
+    attention_launch.attend(q, cache, table, length, attended, lse, workspace, scale=scale)
+    head_launch.merge_up(attended, workspace, weight, out, columns=columns, dependent=place.dependent)
+    attention_launch.merge(attended, lse, workspace)
+    want = torch.einsum("rwhl,hvl->rwhv", attended.double(), weight.double()).flatten(0, 1)
+    # Merged attention is rounded to bf16 before the product, pieces are not.
+    close(out, want, 2**-6, 1.0)

@@ -1,0 +1,105 @@
+"""The few-token kernels in the repaired interpreter, Gluon ones included. Run with TRITON_INTERPRET=1, see
+test_few_tokens_interpreted.py."""
+
+from kernels.testing import bounds, gluon_interpreter, interpreter
+
+interpreter.repair()
+gluon_interpreter.install()
+bounds.check_bounds()
+
+import few_token_cases as cases  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from kernels.few_experts import Routing  # noqa: E402
+
+CPU = cases.Place(torch.device("cpu"))
+TOKENS = [1, 2, 3, 5, 8, 16]
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("rows", "features"), [(53, 192), (16, 64), (33, 520), (7, 2600)])
+def test_linear(tokens: int, rows: int, features: int) -> None:
+    cases.check_linear(CPU, tokens, rows, features)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 16, 17, 33, 64])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_tiled(tokens: int, invariant: bool) -> None:
+    cases.check_tiled(CPU, tokens, 41, 72, invariant)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_heads(tokens: int) -> None:
+    cases.check_heads(CPU, tokens, 3, 24, 128)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_normed(tokens: int) -> None:
+    cases.check_normed(CPU, tokens, 88, 192, 48)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_residual(tokens: int) -> None:
+    cases.check_residual(CPU, tokens, 64, 136)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_gated(tokens: int) -> None:
+    cases.check_gated(CPU, tokens, 27, 192)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_best(tokens: int) -> None:
+    cases.check_best(CPU, tokens, 50, 64)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("features", [48, 64, 112])
+def test_enter(tokens: int, features: int) -> None:
+    cases.check_enter(CPU, tokens, features)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_router(tokens: int) -> None:
+    cases.check_router(CPU, tokens, 9, 48)
+
+
+ROUTINGS = {
+    "v2-lite": (64, 6, Routing("softmax", 1, 1, False, 1.0)),
+    "v2": (160, 6, Routing("softmax", 8, 3, False, 16.0)),
+    "v3": (256, 8, Routing("sigmoid", 8, 4, True, 2.5)),
+    "one group": (24, 3, Routing("sigmoid", 1, 1, True, 2.5)),
+    "odd groups": (18, 2, Routing("sigmoid", 3, 2, False, 1.0)),
+}
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("model", ROUTINGS)
+def test_choose(tokens: int, model: str) -> None:
+    experts, chosen, routing = ROUTINGS[model]
+    cases.check_choose(CPU, tokens, experts, chosen, routing, dead=tokens == 5)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("shared", [0, 1, 2])
+def test_experts(tokens: int, shared: int) -> None:
+    cases.check_experts(CPU, tokens, 6, 2, 48, 40, shared, residual=tokens != 3)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_rope_absorb(tokens: int) -> None:
+    cases.check_rope_absorb(CPU, tokens, 3, 24, 16, 64)
+
+
+@pytest.mark.parametrize("lengths", [[1], [63, 0, 64], [400], [0], [700, 5]])
+@pytest.mark.parametrize("width", [1, 3])
+def test_merge_up(lengths: list[int], width: int) -> None:
+    cases.check_merge_up(CPU, lengths, width, 2, 64, 16, 24, columns=8)
+
+
+def test_an_access_outside_the_arguments_fails() -> None:
+    """The check of bounds itself: a position that is one value repeated by its stride, read as if it were several."""
+    x, out = torch.zeros(1, dtype=torch.float32).expand(4), torch.zeros(4)
+    with pytest.raises(Exception, match="outside the arguments"):
+        cases.copy_contiguous(x, out)

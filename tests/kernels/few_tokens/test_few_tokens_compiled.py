@@ -1,0 +1,179 @@
+"""The few-token kernels compiled for Hopper as the launchers launch them: no spills, room for two programs where the
+weights fit, dependent launch in every kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.few_experts import Choice, Routing
+from kernels.few_experts import launch as experts_launch
+from kernels.head_linear import launch as head_launch
+from kernels.linear import launch
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
+from kernels.pending_norm import PendingNorm, launch_enter
+from kernels.testing.hopper import compile_only, resources
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of one rank."""
+
+    hidden: int
+    heads: int
+    q_latent: int | None
+    latent: int
+    rope: int
+    nope: int
+    value: int
+    dense: int
+    expert: int
+    shared: int
+    experts: int
+    chosen: int
+    routing: Routing
+    vocab: int
+
+
+V2_ROUTING, V3_ROUTING = Routing("softmax", 1, 1, False, 1.0), Routing("sigmoid", 8, 4, True, 2.5)
+MODELS = {
+    "v2-lite": Model(2048, 16, None, 512, 64, 128, 128, 10944, 1408, 2816, 64, 6, V2_ROUTING, 102400),
+    "v3 on 8 ranks": Model(7168, 16, 1536, 512, 64, 128, 128, 2304, 256, 256, 256, 8, V3_ROUTING, 16160),
+    "v3 on 1 rank": Model(7168, 128, 1536, 512, 64, 128, 128, 18432, 2048, 2048, 256, 8, V3_ROUTING, 129280),
+    "demo": Model(192, 8, 96, 64, 16, 32, 32, 640, 128, 128, 8, 2, Routing("sigmoid", 1, 1, True, 1.0), 4096),
+}  # fmt: skip
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)  # never touched, so never more than addresses
+
+
+def gate(run: Callable[[], None], registers: int = 255) -> None:
+    with compile_only() as compiled:
+        run()
+    assert compiled
+    for kernel in compiled:
+        found = resources(kernel)
+        found.check(registers)
+        assert {"ACQBULK", "PREEXIT"} <= found.instructions.keys(), f"{found.name} lacks dependent launch"
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("name", MODELS)
+def test_attention(name: str, tokens: int) -> None:
+    m = MODELS[name]
+    width, features = m.latent + m.rope, m.nope + m.rope
+    x = PendingNorm.empty(tokens, m.hidden, 1e-6, BF16, empty)
+    first = m.q_latent or m.heads * features
+    down = empty(tokens, first + width)
+    two = 128 if m.hidden <= 2048 else 255
+    if m.q_latent is None:
+        gate(lambda: launch.stream_linear(x.x_TE, empty(first + width, m.hidden), down, pending=x, dependent=True), two)
+        query = down[:, :first]
+    else:
+        q = PendingNorm(down[:, :first], empty(tokens, first // 16, dtype=FP32), 1e-6)
+        weight, norm = empty(first + width, m.hidden), empty(first)
+        gate(lambda: launch.stream_linear(x.x_TE, weight, down, pending=x, norm=norm, next=q, dependent=True), two)
+        query = empty(tokens, m.heads * features)
+        up = empty(m.heads * features, first)
+        gate(lambda: launch.stream_linear(q.x_TE, up, query, pending=q, dependent=True), 128)
+    q_THC, cache = empty(tokens, m.heads, width), empty(3, 64, width)
+    kv_up = empty(m.heads, m.nope + m.value, m.latent)
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    gate(
+        lambda: head_launch.rope_absorb(
+            query.view(tokens, m.heads, features),
+            down[:, first:],
+            kv_up[:, : m.nope],
+            empty(m.latent),
+            empty(4096, m.rope, dtype=FP32),
+            ids,
+            ids,
+            q_THC,
+            cache,
+            1e-6,
+            dependent=True,
+        )
+    )
+    attended, out = empty(tokens, m.heads, m.latent), empty(tokens, m.heads, m.value)
+    gate(lambda: launch.stream_heads(attended, kv_up[:, m.nope :], out, dependent=True))
+    shape = DecodeShape(tokens, 1, m.heads, m.latent, m.rope, 64)
+    tiling = hopper_tiling(shape, 132)
+    buffer = torch.empty(Workspace.bytes(shape, tiling, BF16), dtype=torch.uint8)
+    workspace = Workspace.over(buffer, shape, tiling, BF16)
+    gate(lambda: head_launch.merge_up(attended.unsqueeze(1), workspace, kv_up[:, m.nope :], out, dependent=True))
+    after = PendingNorm.empty(tokens, m.hidden, 1e-6, BF16, empty)
+    residual, weight_o = empty(tokens, m.hidden, dtype=FP32), empty(m.hidden, m.heads * m.value)
+    options = {"residual_TF": residual, "norm": empty(m.hidden), "next": after, "dependent": True}
+    gate(lambda: launch.stream_linear(out.flatten(1), weight_o, after.x_TE, **options))
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("name", MODELS)
+def test_feed_forward(name: str, tokens: int) -> None:
+    m = MODELS[name]
+    x, after = (PendingNorm.empty(tokens, m.hidden, 1e-6, BF16, empty) for _ in range(2))
+    residual, norm = empty(tokens, m.hidden, dtype=FP32), empty(m.hidden)
+    act = empty(tokens, m.dense)
+    gate(lambda: launch.stream_gate_up(x, empty(2 * m.dense, m.hidden), act, dependent=True))
+    options = {"residual_TF": residual, "norm": norm, "next": after, "dependent": True}
+    gate(lambda: launch.stream_linear(act, empty(m.hidden, m.dense), after.x_TE, **options))
+    logit, length = empty(tokens, m.experts, dtype=FP32), torch.ones(tokens, dtype=torch.int32)
+    gate(lambda: experts_launch.router(x, empty(m.experts, m.hidden, dtype=FP32), logit, dependent=True))
+    choice = Choice.empty(tokens, m.experts, m.chosen, empty)
+    bias = None if m.routing.scoring == "softmax" else empty(m.experts, dtype=FP32)
+    gate(lambda: experts_launch.choose(logit, bias, length, choice, m.routing, dependent=True))
+    routed_act, shared_act = empty(tokens * m.chosen, m.expert), empty(tokens, m.shared)
+    gate_up, down = empty(m.experts, 2 * m.expert, m.hidden), empty(m.experts, m.hidden, m.expert)
+    shared_gate_up, shared_down = empty(2 * m.shared, m.hidden), empty(m.hidden, m.shared)
+    two = 128 if m.hidden <= 2048 else 255
+    gate(
+        lambda: experts_launch.gate_up(x, choice, shared_gate_up, gate_up, shared_act, routed_act, dependent=True), two
+    )
+    acts = (shared_act, routed_act, choice, shared_down, down)
+    gate(lambda: experts_launch.down(*acts, after.x_TE, residual, norm, after.square_TP, dependent=True))
+    gate(lambda: experts_launch.down(*acts, after.x_TE, dependent=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("name", MODELS)
+def test_ends(name: str, tokens: int) -> None:
+    m = MODELS[name]
+    x = PendingNorm.empty(tokens, m.hidden, 1e-6, BF16, empty)
+    residual, ids = empty(tokens, m.hidden, dtype=FP32), torch.zeros(tokens, dtype=torch.int64)
+    gate(lambda: launch_enter(empty(m.vocab, m.hidden), ids, residual, empty(m.hidden), x, dependent=True))
+    gate(lambda: launch_enter(empty(tokens, m.hidden), None, residual, empty(m.hidden), x, add=True, dependent=True))
+    pieces = -(-m.vocab // 16)
+    value, index = empty(tokens, pieces, dtype=FP32), empty(tokens, pieces, dtype=torch.int32)
+    logits, head = empty(tokens, m.vocab, dtype=FP32), empty(m.vocab, m.hidden)
+    two = 128 if m.hidden <= 2048 else 255
+    gate(lambda: launch.stream_linear(x.x_TE, head, logits, best=(value, index), dependent=True), two)
+    gate(lambda: launch.best_token(value, index, ids, dependent=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_tiles(dtype: torch.dtype) -> None:
+    for tokens, invariant in ((1, True), (3, False), (30, False), (64, False), (4000, True)):
+        x, weight, out = (
+            empty(tokens, 4, 128, dtype=dtype),
+            empty(4, 512, 128, dtype=dtype),
+            empty(tokens, 4, 512, dtype=dtype),
+        )
+        gate(lambda x=x, w=weight, o=out, i=invariant: launch.tiled(x, w, o, invariant=i, dependent=True))  # type: ignore[misc]
+
+
+def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
+    """Token counts, slots and eps are not specialised, so no batch size compiles anything new under load."""
+    weight = empty(512, 256)
+    kernels = set()
+    with compile_only() as compiled:
+        for tokens in (1, 2, 7, 8):
+            launch.stream_linear(empty(tokens, 256), weight, empty(tokens, 512), dependent=True)
+        kernels = {kernel.hash for kernel in compiled}
+    assert len(kernels) == 1

@@ -1,0 +1,115 @@
+"""The few-token kernels on a GPU: against fp64 formulas, replayed, and a token alone against the token in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import few_token_cases as cases
+import pytest
+import torch
+
+from kernels.few_experts import Routing
+from kernels.linear import launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TOKENS = [1, 2, 3, 5, 8, 16]
+
+
+def place() -> cases.Place:
+    return cases.Place(torch.device("cuda"), dependent=torch.cuda.get_device_capability() >= (9, 0))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_v2_lite_products(tokens: int) -> None:
+    cases.check_normed(place(), tokens, 3648, 2048, 1536)
+    cases.check_residual(place(), tokens, 2048, 2048)
+    cases.check_residual(place(), tokens, 2048, 10944)
+    cases.check_gated(place(), tokens, 10944, 2048)
+    cases.check_best(place(), tokens, 10001, 2048)
+    cases.check_linear(place(), tokens, 1000, 192)
+    cases.check_heads(place(), tokens, 16, 128, 512)
+    cases.check_enter(place(), tokens, 2048)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+def test_v3_products(tokens: int) -> None:
+    cases.check_normed(place(), tokens, 2112, 7168, 1536)
+    cases.check_normed(place(), tokens, 3072, 1536, 48)
+    cases.check_linear(place(), tokens, 7168, 2048)
+    cases.check_gated(place(), tokens, 2304, 7168)
+    cases.check_enter(place(), tokens, 7168)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 16, 17, 33, 64, 300])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_tiled(tokens: int, invariant: bool) -> None:
+    cases.check_tiled(place(), tokens, 1001, 576, invariant)
+    cases.check_tiled(place(), tokens, 65, 192, invariant, torch.float32)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_routers_and_choices(tokens: int) -> None:
+    cases.check_router(place(), tokens, 64, 2048)
+    cases.check_router(place(), tokens, 256, 7168)
+    cases.check_choose(place(), tokens, 64, 6, Routing("softmax", 1, 1, False, 1.0), dead=tokens == 5)
+    cases.check_choose(place(), tokens, 160, 6, Routing("softmax", 8, 3, False, 16.0))
+    cases.check_choose(place(), tokens, 256, 8, Routing("sigmoid", 8, 4, True, 2.5), dead=tokens == 16)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_experts(tokens: int) -> None:
+    cases.check_experts(place(), tokens, 64, 6, 2048, 1408, 2, residual=True)
+    cases.check_experts(place(), tokens, 32, 8, 7168, 256, 1, residual=False)
+    cases.check_experts(place(), tokens, 8, 2, 256, 2048, 0, residual=True)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_rope_absorb(tokens: int) -> None:
+    cases.check_rope_absorb(place(), tokens, 16, 128, 64, 512)
+    cases.check_rope_absorb(place(), tokens, 128, 128, 64, 512)
+
+
+@pytest.mark.parametrize("lengths", [[1], [1024], [64, 0, 700], [30000], [0]])
+@pytest.mark.parametrize("width", [1, 4])
+def test_merge_up(lengths: list[int], width: int) -> None:
+    cases.check_merge_up(place(), lengths, width, 16, 512, 64, 128)
+
+
+def alone_and_together(product: Callable[[torch.Tensor], torch.Tensor], features: int) -> None:
+    """Rows of one call equal the same rows in calls of every other size, bitwise."""
+    x = place().normal(16, features)
+    want = product(x)
+    for count in (1, 3, 8, 11):
+        assert torch.equal(product(x[:count]), want[:count])
+        assert torch.equal(product(x[16 - count :]), want[16 - count :])
+
+
+@pytest.mark.parametrize("features", [192, 2048, 7168])
+def test_streamed_products_do_not_depend_on_the_other_tokens(features: int) -> None:
+    weight = place().normal(500, features)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        out = place().poison(len(x), 500, dtype=torch.float32)
+        launch.stream_linear(x, weight, out)
+        return out
+
+    alone_and_together(product, features)
+
+
+@pytest.mark.parametrize("features", [192, 2048])
+def test_invariant_tiles_do_not_depend_on_the_other_tokens(features: int) -> None:
+    weight = place().normal(1, 500, features)
+    x = place().normal(900, 1, features)
+
+    def product(part: torch.Tensor) -> torch.Tensor:
+        out = place().poison(len(part), 1, 500)
+        launch.tiled(part, weight, out, invariant=True)
+        return out
+
+    want = product(x)
+    for count in (1, 16, 17, 65, 300):
+        assert torch.equal(product(x[:count]), want[:count])
+        assert torch.equal(product(x[-count:]), want[-count:])

@@ -1,0 +1,139 @@
+"""Random decode cases over a poisoned paged cache, and their answer by torch's own attention in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.mla_decode import launch
+from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace
+from kernels.page import PAGE_TOKENS, pages_for
+
+POISONED_PAGE = 2147480000
+
+
+@dataclass
+class Case:
+    """One launch: lengths and sizes. The cache holds NaN wherever no row has an entry, the table's tail huge ids."""
+
+    lengths: list[int]
+    width: int = 1
+    heads: int = 4
+    latent: int = 64
+    rope: int = 16
+    dtype: torch.dtype = torch.float32
+    first: int = 0
+    invariant: bool = False
+    spare_columns: int = 2
+    least_columns: int = 0
+    """Table columns at least: row results of invariant mode may depend on the table's width, a constant of an
+    engine."""
+    seed: int = 0
+    device: str = "cpu"
+    scale: float = 0.11
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        random = torch.Generator().manual_seed(self.seed)
+        rows, features = len(self.lengths), self.latent + self.rope
+        used = sum(pages_for(length) for length in self.lengths)
+        columns = max(max(map(pages_for, self.lengths)) + self.spare_columns, self.least_columns)
+        cache = torch.full((used + 2, PAGE_TOKENS, features), torch.nan)
+        table = torch.full((rows, columns), POISONED_PAGE, dtype=torch.int32)
+        free = (torch.randperm(used, generator=random) + 1).tolist()
+        for row, length in enumerate(self.lengths):
+            for column in range(pages_for(length)):
+                page = free.pop()
+                table[row, column] = page
+                count = min(PAGE_TOKENS, length - column * PAGE_TOKENS)
+                cache[page, :count] = torch.randn(count, features, generator=random)
+            if length:
+                cache[table[row, 0], : self.first] = torch.nan
+        q = torch.randn(rows, self.width, self.heads, features, generator=random)
+        self.tensors = {
+            "q": q.to(self.device, self.dtype),
+            "cache": cache.to(self.device, self.dtype),
+            "table": table.to(self.device),
+            "length": torch.tensor(self.lengths, dtype=torch.int32, device=self.device),
+            "out": torch.full((rows, self.width, self.heads, self.latent), torch.nan).to(self.device, self.dtype),
+            "lse": torch.full((rows, self.width, self.heads), torch.nan, device=self.device),
+        }
+
+    @property
+    def shape(self) -> DecodeShape:
+        return DecodeShape(
+            rows=len(self.lengths),
+            width=self.width,
+            heads=self.heads,
+            latent=self.latent,
+            rope=self.rope,
+            pages=self.tensors["table"].shape[1],
+            invariant=self.invariant,
+        )
+
+    def workspace(self, tiling: Tiling) -> Workspace:
+        """A workspace full of NaN and huge numbers."""
+        size = Workspace.bytes(self.shape, tiling, self.dtype)
+        buffer = torch.full((size,), 255, dtype=torch.uint8, device=self.device)
+        return Workspace.over(buffer, self.shape, tiling, self.dtype)
+
+    def run(self, tiling: Tiling, workspace: Workspace | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of the kernels."""
+        workspace = workspace or self.workspace(tiling)
+        t = self.tensors
+        launch.plan(t["length"], t["table"], workspace, first=self.first)
+        launch.attend(
+            t["q"],
+            t["cache"],
+            t["table"],
+            t["length"],
+            t["out"],
+            t["lse"],
+            workspace,
+            scale=self.scale,
+            first=self.first,
+        )
+        launch.merge(t["out"], t["lse"], workspace)
+        return t["out"], t["lse"]
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) in float64 on the CPU, token by token."""
+        t = {name: tensor.cpu() for name, tensor in self.tensors.items()}
+        out = torch.zeros(t["out"].shape, dtype=torch.float64)
+        lse = torch.full(t["lse"].shape, -torch.inf, dtype=torch.float64)
+        for row, length in enumerate(self.lengths):
+            pages = t["table"][row, : pages_for(length)].long()
+            entries = t["cache"][pages].flatten(0, 1)[self.first : length].double()
+            for token in range(self.width):
+                seen = entries[: max(0, length - (self.width - 1 - token) - self.first)]
+                if not len(seen):
+                    continue
+                q = t["q"][row, token].double()
+                out[row, token] = torch.nn.functional.scaled_dot_product_attention(
+                    q[:, None], seen[None], seen[None, :, : self.latent], scale=self.scale
+                )[:, 0]
+                lse[row, token] = torch.logsumexp(self.scale * (q @ seen.T), -1)
+        return out, lse
+
+    def check(self, tiling: Tiling) -> None:
+        """Run, then compare. Kernels run before the oracle does, so that nothing the oracle leaves can help them."""
+        self.run(tiling)
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare what a run left in "out" and "lse" with the oracle.
+
+        bfloat16: weights, pieces and outputs are rounded to 8 bits of significand, each once, so the output is off by a
+        few units of 2**-9 of its largest values; LSE comes from fp32 sums of products of exact bfloat16. float32:
+        rounding of sums over a few thousand terms.
+        """
+        out, lse = (self.tensors[name].cpu().double() for name in ("out", "lse"))
+        want_out, want_lse = self.expected()
+        tolerance = 1e-5 if self.dtype == torch.float32 else 2**-7
+        assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=2e-5)
+        assert torch.all(out[want_lse == -torch.inf] == 0)
+        error = torch.linalg.vector_norm(out - want_out, dim=-1)
+        norm = torch.linalg.vector_norm(want_out, dim=-1)
+        assert torch.all(error <= tolerance * norm), (error / norm).nan_to_num().max()

@@ -1,0 +1,118 @@
+"""The portable decode kernels in the repaired interpreter. Run with TRITON_INTERPRET=1, see
+test_mla_decode_interpreted.py."""
+
+from kernels.testing import interpreter
+
+interpreter.repair()
+
+from dataclasses import replace  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from decode_case import Case  # noqa: E402
+
+from kernels.mla_decode import launch  # noqa: E402
+from kernels.mla_decode.schedule import portable_tiling  # noqa: E402
+
+PROCESSORS = 3
+"""Few, so that small cases already share rows among workers and give workers several rows."""
+
+
+def check(case: Case, **changes: int) -> None:
+    case.check(replace(portable_tiling(case.shape, PROCESSORS), **changes))
+
+
+@pytest.mark.parametrize("lengths", [[1], [63], [64], [65], [200, 0, 1, 129], [0, 0], [30] * 7, [300, 2, 2, 2, 2]])
+@pytest.mark.parametrize("width", [1, 3])
+def test_lengths(lengths: list[int], width: int) -> None:
+    check(Case(lengths, width))
+
+
+@pytest.mark.parametrize("width", [2, 5, 7, 8])
+def test_widths(width: int) -> None:
+    check(Case([width - 1, 70, 129], width, heads=3))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 63, 128])
+def test_heads(heads: int) -> None:
+    check(Case([100, 40], 1, heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types(dtype: torch.dtype) -> None:
+    check(Case([150, 0, 33], 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("first", [1, 5])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_first_entry(first: int, invariant: bool) -> None:
+    check(Case([first, first + 1, 100], 2, first=first, invariant=invariant))
+
+
+@pytest.mark.parametrize("lengths", [[5, 600, 0, 513], [512], [1100, 1]])
+def test_invariant_mode(lengths: list[int]) -> None:
+    check(Case(lengths, 2, invariant=True))
+
+
+def test_many_workers_and_one() -> None:
+    check(Case([400, 30], 1), workers=40)
+    check(Case([400, 30], 1), workers=1)
+
+
+def test_a_row_alone_equals_the_row_in_a_batch() -> None:
+    batch = Case([700, 65, 1025], 3, heads=4, invariant=True, least_columns=20)
+    out, lse = (x.clone() for x in batch.run(portable_tiling(batch.shape, PROCESSORS)))
+    for row, length in enumerate(batch.lengths):
+        for token in range(batch.width):
+            alone = Case([length - (batch.width - 1 - token)], 1, heads=4, invariant=True, least_columns=20)
+            entries = batch.tensors["cache"].shape[0]
+            alone.tensors["cache"] = torch.cat([batch.tensors["cache"], torch.zeros(1, 64, 80)])
+            alone.tensors["table"] = batch.tensors["table"][row : row + 1].clone()
+            alone.tensors["q"] = batch.tensors["q"][row : row + 1, token : token + 1].contiguous()
+            assert entries + 1 == alone.tensors["cache"].shape[0]
+            got = alone.run(portable_tiling(alone.shape, PROCESSORS + 4))
+            assert torch.equal(got[0][0, 0], out[row, token])
+            assert torch.equal(got[1][0, 0], lse[row, token])
+
+
+def test_every_unit_is_dealt_once_and_evenly() -> None:
+    torch.manual_seed(0)
+    for trial in range(40):
+        rows = int(torch.randint(1, 9, ()))
+        lengths = [int(x) for x in torch.randint(0, 2000, (rows,))]
+        lengths = [0 if trial % 3 == 0 and i % 2 else length for i, length in enumerate(lengths)]
+        case = Case(lengths, least_columns=33)
+        tiling = replace(portable_tiling(case.shape, PROCESSORS), unit=64, row_cost=trial % 3, workers=1 + trial % 11)
+        workspace = case.workspace(tiling)
+        launch.plan(case.tensors["length"], case.tensors["table"], workspace)
+        records = workspace.plan[: tiling.workers * 8].view(-1, 8).tolist()
+        units = [-(-length // 64) for length in lengths]
+        spans = [u + tiling.row_cost if u else 0 for u in units]
+        seen: list[list[int]] = [[] for _ in lengths]
+        for row, at, left, *_ in records:
+            while left > 0:
+                take = min(left, spans[row] - at)
+                seen[row] += range(max(at - tiling.row_cost, 0), at + take - tiling.row_cost)
+                left, at = left - take, at + take
+                if at >= spans[row]:
+                    row, at = row + 1, 0
+        assert seen == [list(range(u)) for u in units]
+        share = max(tiling.least, -(-sum(spans) // tiling.workers))
+        assert max((left for _, _, left, *_ in records), default=0) <= share * 17 / 16
+
+
+def test_the_plan_follows_lengths_and_tables_changed_in_place() -> None:
+    case = Case([500, 0, 64], 2)
+    tiling = portable_tiling(case.shape, PROCESSORS)
+    workspace = case.workspace(tiling)
+    case.run(tiling, workspace)
+    other = Case([3, 450, 190], 2, seed=9)
+    for name in ("q", "length"):
+        case.tensors[name].copy_(other.tensors[name])
+    case.tensors["table"].fill_(2147480000)
+    case.tensors["table"][:, : other.tensors["table"].shape[1]] = other.tensors["table"]
+    case.tensors["cache"] = other.tensors["cache"]
+    out, lse = case.run(tiling, workspace)
+    want_out, want_lse = other.expected()
+    torch.testing.assert_close(out.double(), want_out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,54 @@
+"""Hopper's kernel for few query vectors, its values without its layouts. Run with TRITON_INTERPRET=1."""
+
+from kernels.testing import gluon_interpreter, interpreter
+
+interpreter.repair()
+gluon_interpreter.install()
+
+from dataclasses import replace  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from decode_case import Case  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+
+from kernels.mla_decode.schedule import hopper_tiling  # noqa: E402
+
+gluon.language.num_warps = lambda: 4
+gluon.language.inline_asm_elementwise = lambda *_, **__: 0
+
+
+def check(case: Case, **changes: int) -> None:
+    tiling = hopper_tiling(case.shape, 3)
+    assert tiling.path == "narrow"
+    case.check(replace(tiling, **changes))
+
+
+def deepseek(lengths: list[int], width: int, heads: int, first: int = 0) -> Case:
+    return Case(lengths, width, heads, 512, 64, torch.bfloat16, first=first)
+
+
+@pytest.mark.parametrize("lengths", [[1], [64], [65], [200, 0, 1, 129], [0, 0], [30] * 7, [300, 2, 2, 2, 2]])
+def test_lengths(lengths: list[int]) -> None:
+    check(deepseek(lengths, 1, 16))
+
+
+@pytest.mark.parametrize(("width", "heads"), [(2, 8), (5, 3), (8, 2), (1, 1)])
+def test_widths_and_heads(width: int, heads: int) -> None:
+    check(deepseek([width - 1, 70, 129], width, heads))
+
+
+@pytest.mark.parametrize("first", [1, 70])
+def test_first_entry(first: int) -> None:
+    check(deepseek([first, first + 1, 200], 1, 4, first))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_tiles_of_half_a_page_and_more_stages(stages: int) -> None:
+    check(deepseek([500, 33], 1, 16), tile=32, stages=stages)
+
+
+def test_several_blocks_of_queries() -> None:
+    check(deepseek([200, 0, 65], 1, 16), block=16, workers=5)
+    case = Case([130, 7], 3, 16, 512, 64, torch.bfloat16)
+    case.check(replace(hopper_tiling(deepseek([1], 1, 16).shape, 3), block=16, workers=2))

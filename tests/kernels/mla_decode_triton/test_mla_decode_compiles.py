@@ -1,0 +1,107 @@
+"""The decode kernels compile for Hopper without spills and fit its shared memory, at every tiling that is chosen."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_case import Case
+
+from kernels.mla_decode import launch
+from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace, hopper_tiling, portable_tiling
+from kernels.testing.hopper import Resources, compile_only, resources
+
+PROCESSORS = 132
+
+
+def compiled(case: Case, tiling: Tiling, dependent: bool = False, early: bool = False) -> dict[str, Resources]:
+    t, workspace = case.tensors, case.workspace(tiling)
+    with compile_only() as kernels:
+        launch.plan(t["length"], t["table"], workspace, first=case.first, dependent=dependent)
+        launch.attend(
+            t["q"],
+            t["cache"],
+            t["table"],
+            t["length"],
+            t["out"],
+            t["lse"],
+            workspace,
+            scale=case.scale,
+            dependent=dependent,
+            early=early,
+        )
+        launch.merge(t["out"], t["lse"], workspace, dependent=dependent)
+    found = [resources(kernel) for kernel in kernels]
+    for needs in found:
+        needs.check()
+    return {needs.name: needs for needs in found}
+
+
+def hopper_case(rows: int, width: int, heads: int, invariant: bool = False) -> Case:
+    return Case([70] * rows, width, heads, 512, 64, torch.bfloat16, invariant=invariant)
+
+
+@pytest.mark.parametrize(("dependent", "early"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("rows", [1, 32])
+def test_narrow(rows: int, dependent: bool, early: bool) -> None:
+    case = hopper_case(rows, 1, 16)
+    found = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_narrow"]
+    assert found.instructions["HMMA"] >= 36 + 4 * 8
+    assert found.instructions["LDGSTS"] >= 2 * (16 + 2)
+    assert ("ACQBULK" in found.instructions) == dependent
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "heads", "invariant"), [(1, 4, 16, False), (64, 4, 128, False), (3, 1, 16, True)]
+)
+@pytest.mark.parametrize(("dependent", "early"), [(False, False), (True, True)])
+def test_wide(rows: int, width: int, heads: int, invariant: bool, dependent: bool, early: bool) -> None:
+    case = hopper_case(rows, width, heads, invariant)
+    found = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_wide"]
+    assert found.instructions["HGMMA"] >= 2 * 36 + 5 * 4  # scores of two tiles, five products with values
+    assert "HMMA" not in found.instructions
+    assert found.instructions["UTMALDG"] >= 12
+    assert found.instructions["USETMAXREG"] >= 4
+
+
+@pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (1, 128)])
+def test_portable_kernel_at_deepseek_sizes(width: int, heads: int) -> None:
+    case = hopper_case(2, width, heads)
+    compiled(case, portable_tiling(case.shape, PROCESSORS))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_portable_kernel_at_the_demo_models_sizes(dtype: torch.dtype, invariant: bool) -> None:
+    case = Case([70, 3], 3, 6, 64, 16, dtype, invariant=invariant)
+    compiled(case, hopper_tiling(case.shape, PROCESSORS))
+
+
+def test_other_lengths_and_batches_compile_nothing_new() -> None:
+    """Integers that change from step to step are not compiled in; the plan is compiled once for a power of two of
+    rows."""
+    names = []
+    for lengths in ([70] * 17, [1] * 30, [4096] * 32):
+        case = Case(lengths, 2, 16, 512, 64, torch.bfloat16, least_columns=80)
+        tiling = hopper_tiling(case.shape, PROCESSORS)
+        tiling = replace(tiling, **{name: getattr(tiling, name) for name in ("merge_queries", "merge_pieces")})
+        with compile_only() as kernels:
+            launch.plan(case.tensors["length"], case.tensors["table"], case.workspace(tiling))
+            t = case.tensors
+            launch.attend(
+                *(t[n] for n in ("q", "cache", "table", "length", "out", "lse")), case.workspace(tiling), scale=0.1
+            )
+        names.append([kernel.hash for kernel in kernels])
+    assert names[0] == names[1] == names[2]
+
+
+def test_workspaces_lie_over_one_buffer() -> None:
+    shapes = [DecodeShape(rows, width, 16, 512, 64, 64) for rows in (1, 7, 64) for width in (1, 4)]
+    tilings = [hopper_tiling(shape, PROCESSORS) for shape in shapes]
+    need = [Workspace.bytes(shape, tiling, torch.bfloat16) for shape, tiling in zip(shapes, tilings, strict=True)]
+    buffer = torch.empty(max(need), dtype=torch.uint8)
+    for shape, tiling, size in zip(shapes, tilings, need, strict=True):
+        workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
+        assert workspace.partial_SQL.shape == (tiling.slots(shape), shape.queries, 512)
+        assert workspace.plan.numel() >= tiling.workers * 8 + shape.rows * 4
+        with pytest.raises(ValueError, match=str(size)):
+            Workspace.over(buffer[: size - 1], shape, tiling, torch.bfloat16)

@@ -1,0 +1,188 @@
+"""The decode kernels on a GPU: the portable ones anywhere, Hopper's own on Hopper; eager, and replayed from a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_case import Case
+
+from kernels.mla_decode import launch
+from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace, hopper_tiling, portable_tiling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+Choose = Callable[[DecodeShape, int], Tiling]
+DEEPSEEK = {"latent": 512, "rope": 64, "dtype": torch.bfloat16, "device": "cuda"}
+
+
+def chooser(name: str) -> Choose:
+    if name == "portable":
+        return portable_tiling
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are Hopper's")
+    return hopper_tiling
+
+
+@pytest.fixture(params=["portable", "hopper"])
+def choose(request: pytest.FixtureRequest) -> Choose:
+    plain = chooser(request.param)
+    return lambda shape, _: plain(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+LENGTHS = [0, 1, 63, 64, 65, 127, 128, 129, 700, 4097, 0]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 7, 8])
+def test_widths(choose: Choose, width: int) -> None:
+    case = Case(LENGTHS, width, 16, **DEEPSEEK)
+    case.check(choose(case.shape, 0))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 32, 63, 64, 126, 128])
+def test_heads(choose: Choose, heads: int) -> None:
+    for width in (1, 3):
+        case = Case([4097, 0, 65, 130], width, heads, **DEEPSEEK)
+        case.check(choose(case.shape, 0))
+
+
+@pytest.mark.parametrize("lengths", [[4096], [64], [1], [0], [9000, 1, 5000], [(i * 37) % 600 for i in range(300)]])
+@pytest.mark.parametrize("width", [1, 4])
+def test_batches(choose: Choose, lengths: list[int], width: int) -> None:
+    case = Case(lengths, width, 16, **DEEPSEEK)
+    case.check(choose(case.shape, 0))
+
+
+@pytest.mark.parametrize("first", [1, 70])
+def test_first_entry(choose: Choose, first: int) -> None:
+    for width in (1, 4):
+        case = Case([1, 2, 65, 71, 700, 4097], width, 16, first=first, **DEEPSEEK)
+        case.check(choose(case.shape, 0))
+
+
+def test_the_demo_models_sizes(choose: Choose) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for invariant in (False, True):
+            case = Case([5, 0, 600, 64], 3, 6, 64, 16, dtype, invariant=invariant, device="cuda")
+            case.check(choose(case.shape, 0))
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_split_boundaries(choose: Choose, width: int) -> None:
+    """One row dealt to all workers, lengths around every multiple of their shares."""
+    workers = choose(DecodeShape(1, width, 16, 512, 64, 300), 0).workers
+    for length in (workers * 64 - 1, workers * 64, workers * 64 + 1, workers * 128 + 1):
+        case = Case([length], width, 16, **DEEPSEEK)
+        case.check(choose(case.shape, 0))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_row_alone_equals_the_row_in_a_batch_at_any_width(choose: Choose, heads: int) -> None:
+    batch = Case([700, 65, 1025, 0, 4000], 4, heads, invariant=True, least_columns=80, **DEEPSEEK)
+    out, lse = (x.clone() for x in batch.run(choose(batch.shape, 0)))
+    for row, length in enumerate(batch.lengths):
+        for width in (1, 2) if length else ():
+            for token in range(batch.width - width + 1):
+                seen = length - (batch.width - width - token)
+                alone = Case([seen], width, heads, invariant=True, least_columns=80, **DEEPSEEK)
+                alone.tensors["cache"] = batch.tensors["cache"]
+                alone.tensors["table"] = batch.tensors["table"][row : row + 1]
+                alone.tensors["q"] = batch.tensors["q"][row : row + 1, token : token + width].contiguous()
+                got_out, got_lse = alone.run(choose(alone.shape, 0))
+                assert torch.equal(got_out[0], out[row, token : token + width])
+                assert torch.equal(got_lse[0], lse[row, token : token + width])
+
+
+@pytest.mark.parametrize(("width", "heads"), [(1, 16), (4, 16), (2, 128)])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_one_graph_serves_other_lengths_tables_and_queries(
+    choose: Choose, width: int, heads: int, invariant: bool
+) -> None:
+    batches = [[4097, 64, 1, 700], [0, 0, 65, 0], [1, 1, 1, 5000], [3000] * 4, [0] * 4]
+    cases = [
+        Case(lengths, width, heads, least_columns=90, invariant=invariant, seed=seed, **DEEPSEEK)
+        for seed, lengths in enumerate(batches)
+    ]
+    entries = max(case.tensors["cache"].shape[0] for case in cases)
+    captured = cases[0]
+    captured.tensors["cache"] = torch.full((entries, 64, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+    tiling = choose(captured.shape, 0)
+    workspace = captured.workspace(tiling)
+    captured.run(tiling, workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.run(tiling, workspace)
+    for case in cases[1:]:
+        for name in ("q", "length", "table"):
+            captured.tensors[name].copy_(case.tensors[name])
+        captured.tensors["cache"].fill_(torch.nan)
+        captured.tensors["cache"][: case.tensors["cache"].shape[0]] = case.tensors["cache"]
+        results = []
+        for _ in range(20):
+            captured.tensors["out"].fill_(torch.nan)
+            captured.tensors["lse"].fill_(torch.nan)
+            graph.replay()
+            results.append((captured.tensors["out"].clone(), captured.tensors["lse"].clone()))
+        for out, lse in results[1:]:
+            assert torch.equal(out, results[0][0])
+            assert torch.equal(lse, results[0][1])
+        case.tensors["out"], case.tensors["lse"] = results[0]
+        case.compare()
+
+
+@pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (1, 128)])
+def test_dependent_launches_change_nothing(width: int, heads: int) -> None:
+    chooser("hopper")
+    case = Case([4097, 0, 65, 700, 64], width, heads, **DEEPSEEK)
+    tiling = hopper_tiling(case.shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    out, lse = (x.clone() for x in case.run(tiling))
+    t, workspace = case.tensors, case.workspace(tiling)
+    settled, query = t["cache"].clone(), t["q"].clone()
+    for early in (False, True):
+        for _ in range(30):
+            t["out"].fill_(torch.nan)
+            launch.plan(t["length"], t["table"], workspace, dependent=True)
+            t["cache"].copy_(settled)
+            t["q"].fill_(torch.nan)
+            t["q"].copy_(query)
+            launch.attend(
+                *(t[name] for name in ("q", "cache", "table", "length", "out", "lse")),
+                workspace,
+                scale=case.scale,
+                dependent=True,
+                early=early,
+            )
+            launch.merge(t["out"], t["lse"], workspace, dependent=True)
+            assert torch.equal(t["out"], out)
+            assert torch.equal(t["lse"], lse)
+
+
+def test_addresses_beyond_31_bits(choose: Choose) -> None:
+    far = 2**31 // (64 * 576) + 7
+    for width in (1, 4):
+        case = Case([130, 65, 700], width, 16, **DEEPSEEK)
+        small = case.tensors["cache"]
+        cache = torch.full((far + len(small), 64, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+        cache[far:] = small
+        case.tensors["cache"] = cache
+        used = case.tensors["table"] < far
+        case.tensors["table"][used] += far
+        case.check(choose(case.shape, 0))
+
+
+def test_a_plan_serves_several_layers(choose: Choose) -> None:
+    case = Case([700, 0, 65], 2, 16, **DEEPSEEK)
+    tiling = choose(case.shape, 0)
+    workspace = case.workspace(tiling)
+    case.run(tiling, workspace)
+    second = replace(case, seed=case.seed)
+    second.tensors["table"].copy_(case.tensors["table"])
+    second.tensors["cache"].mul_(-1)
+    t = second.tensors
+    launch.attend(*(t[n] for n in ("q", "cache", "table", "length", "out", "lse")), workspace, scale=second.scale)
+    launch.merge(t["out"], t["lse"], workspace)
+    second.compare()
+    assert isinstance(workspace, Workspace)

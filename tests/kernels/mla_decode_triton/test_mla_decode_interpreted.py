@@ -1,0 +1,16 @@
+"""Runs the interpreted tests in processes whose Triton interprets."""
+
+from pathlib import Path
+
+import pytest
+
+from kernels.testing.interpreter import interpreted_pytest
+
+
+def test_portable_kernels_in_the_interpreter() -> None:
+    interpreted_pytest(Path(__file__).with_name("interpreted_mla_decode.py"))
+
+
+def test_hoppers_narrow_kernel_in_the_interpreter() -> None:
+    pytest.importorskip("kernels.testing.gluon_interpreter")
+    interpreted_pytest(Path(__file__).with_name("interpreted_mla_decode_narrow.py"))

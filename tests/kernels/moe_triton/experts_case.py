@@ -1,0 +1,126 @@
+"""Random calls of the experts over poisoned scratch memory, and their answer in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.moe import launch, schedule
+from kernels.moe.schedule import ExpertsShape, Tiling, Workspace
+
+
+@dataclass
+class Experts:
+    """One call. Tokens in `padded` have ids -1 and inputs NaN; some pairs of the others are -1 too with `holes`."""
+
+    tokens: int
+    chosen: int = 2
+    experts: int = 8
+    hidden: int = 64
+    intermediate: int = 32
+    dtype: torch.dtype = torch.bfloat16
+    invariant: bool = False
+    padded: tuple[int, ...] = ()
+    holes: bool = False
+    skewed: bool = False
+    """All tokens choose among the first few experts."""
+    device: str = "cpu"
+    seed: int = 0
+    weights: tuple[Tensor, Tensor] | None = None
+    """gate_up and down, to share large ones among cases."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        random = torch.Generator(self.device).manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=random, device=self.device)
+
+        hidden, inner = self.hidden, self.intermediate
+        if self.weights is None:
+            gate_up = (normal(self.experts, 2 * inner, hidden) * hidden**-0.5).to(self.dtype)
+            down = (normal(self.experts, hidden, inner) * inner**-0.5).to(self.dtype)
+            self.weights = gate_up, down
+        x = torch.full((self.tokens, hidden + 32), torch.nan, dtype=self.dtype, device=self.device)[:, 16:-16]
+        x.copy_(normal(self.tokens, hidden))
+        among = self.chosen + 1 if self.skewed else self.experts
+        id = torch.rand(self.tokens, among, generator=random, device=self.device).argsort(-1)[:, : self.chosen]
+        weight = torch.rand(id.shape, generator=random, device=self.device)
+        if self.holes:
+            id[torch.rand(id.shape, generator=random, device=self.device) < 0.3] = -1
+        for token in self.padded:
+            id[token], x[token], weight[token] = -1, torch.nan, torch.nan
+        behind = torch.zeros(self.tokens + 64, self.chosen, dtype=torch.int64, device=self.device)
+        behind[: self.tokens] = id  # what lies behind the ids are ids
+        self.tensors = {
+            "x": x,
+            "id": behind[: self.tokens],
+            "weight": weight,
+            "out": torch.full((self.tokens, hidden + 16), torch.nan, dtype=self.dtype, device=self.device)[:, :-16],
+        }
+        self.inputs = {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    @property
+    def shape(self) -> ExpertsShape:
+        return ExpertsShape(
+            self.tokens, self.chosen, self.experts, self.hidden, self.intermediate, self.dtype, self.invariant
+        )
+
+    def refill(self) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.copy_(self.inputs[name])
+
+    def tiling(self, **changes: object) -> Tiling:
+        return schedule.fitted(replace(schedule.tiling(self.shape), **changes), self.shape)  # type: ignore[arg-type]
+
+    def workspace(self, tiling: Tiling) -> Tensor:
+        """Full of NaN and of ids and counts that no memory has."""
+        buffer = torch.empty(Workspace.bytes(self.shape, tiling), dtype=torch.uint8, device=self.device)
+        self.poison(buffer, tiling)
+        return buffer
+
+    def poison(self, buffer: Tensor, tiling: Tiling) -> None:
+        buffer.fill_(0x7F)
+        scratch = Workspace.over(buffer, self.shape, tiling)
+        scratch.act_YI.fill_(torch.nan)
+        scratch.partial_YE.fill_(torch.nan)
+
+    def call(self, tiling: Tiling, workspace: Tensor, dependent: bool = False) -> launch.Experts:
+        assert self.weights is not None
+        t, scratch = self.tensors, Workspace.over(workspace, self.shape, tiling)
+        tensors = (t["x"], t["id"], t["weight"], *self.weights, t["out"])
+        return launch.Experts(*tensors, scratch, self.shape, tiling, dependent)
+
+    def run(self, tiling: Tiling | None = None, dependent: bool = False) -> Tensor:
+        tiling = tiling or schedule.tiling(self.shape)
+        self.call(tiling, self.workspace(tiling), dependent).run()
+        return self.tensors["out"]
+
+    def expected(self) -> Tensor:
+        """Expert by expert in float64 (on a GPU: of the same inputs in fp32 products of fp64 sums)."""
+        assert self.weights is not None
+        gate_up, down = self.weights
+        x, id, weight = (self.tensors[name] for name in ("x", "id", "weight"))
+        out = torch.zeros(self.tokens, self.hidden, dtype=torch.float64, device=self.device)
+        for expert in range(self.experts):
+            token, column = (id == expert).nonzero(as_tuple=True)
+            if len(token):
+                gate, up = F.linear(x[token].double(), gate_up[expert].double()).chunk(2, -1)
+                y = F.linear(F.silu(gate) * up, down[expert].double())
+                out.index_add_(0, token, y * weight[token, column].double()[:, None])
+        return out
+
+    def check(self) -> None:
+        """bfloat16: what the gate makes, and at times a pair's result, is rounded to 8 bits, and the output once more;
+        independent errors, so the norm of a row's error is about 2**-8.5 of the row's. fp32: sums of a few thousand."""
+        out, want = self.tensors["out"].double(), self.expected()
+        nobody = (self.tensors["id"] < 0).all(1)
+        assert bool((out[nobody] == 0).all())
+        error = torch.linalg.vector_norm(out - want, dim=-1)
+        norm = torch.linalg.vector_norm(want, dim=-1)
+        tolerance = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[self.dtype]
+        assert bool((error <= tolerance * norm).all()), (error / norm).nan_to_num().max()

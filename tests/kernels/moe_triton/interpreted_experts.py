@@ -1,0 +1,129 @@
+"""Sorting and the experts' products in the repaired interpreter. Run with TRITON_INTERPRET=1, see
+test_moe_interpreted.py."""
+
+from kernels.testing import interpreter
+
+interpreter.repair()
+
+from dataclasses import replace  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from experts_case import Experts  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from kernels.moe import schedule  # noqa: E402
+from kernels.moe.schedule import Tiling, Workspace  # noqa: E402
+
+
+def check(case: Experts, tiling: Tiling | None = None) -> None:
+    case.run(tiling)
+    case.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 40])
+def test_any_number_of_tokens(tokens: int, dtype: torch.dtype) -> None:
+    check(Experts(tokens, dtype=dtype))
+
+
+@pytest.mark.parametrize("rows", [0, 16, 32, 64])
+@pytest.mark.parametrize("sizes", [(48, 80), (16, 16), (144, 176)])
+def test_features_that_blocks_do_not_divide(sizes: tuple[int, int], rows: int) -> None:
+    case = Experts(3, 3, 5, *sizes, dtype=torch.float32)
+    check(case, case.tiling(rows=rows))
+
+
+@pytest.mark.parametrize("rows", [0, 16, 64])
+@pytest.mark.parametrize("padded", [(0,), (2, 3, 4), (0, 1, 2, 3, 4)])
+def test_padded_tokens_get_zero_and_disturb_nobody(padded: tuple[int, ...], rows: int) -> None:
+    case = Experts(5, 2, padded=padded, holes=True)
+    check(case, case.tiling(rows=rows))
+
+
+def test_ids_of_no_expert_are_no_work() -> None:
+    case = Experts(4, 2)
+    case.tensors["id"][1:3] = torch.tensor([[8, 2**40], [-5, -(2**40)]])
+    for rows in (0, 16):
+        case.run(case.tiling(rows=rows))
+        assert bool((case.tensors["out"][1:3] == 0).all())
+        want = case.expected()
+        torch.testing.assert_close(case.tensors["out"][[0, 3]].double(), want[[0, 3]], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_an_expert_of_several_tiles(rows: int) -> None:
+    case = Experts(70, 2, 9, skewed=True, holes=True)
+    check(case, case.tiling(rows=rows))
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_nothing_is_written_for_pairs_that_are_no_work(rows: int) -> None:
+    case = Experts(30, 2, holes=True)
+    tiling = case.tiling(rows=rows)
+    call = case.call(tiling, case.workspace(tiling))
+    call.run()
+    wanted = (case.tensors["id"].flatten() >= 0).sum()
+    assert 0 < wanted < 60
+    assert bool(call.scratch.act_YI[wanted:].isnan().all())
+    assert not call.scratch.act_YI[:wanted].isnan().any()
+    assert torch.equal(call.scratch.partial_YE.isnan().all(1), case.tensors["id"].flatten() < 0)
+
+
+def test_weights_through_the_copy_engine() -> None:
+    case = Experts(20, 2, 3, 64, 48)
+    tiling = case.tiling(rows=16)
+    boxed = replace(tiling, gate_up=replace(tiling.gate_up, tma=True), down=replace(tiling.down, tma=True))
+    check(case, boxed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(1, 60),
+    chosen=st.integers(1, 8),
+    experts=st.sampled_from([8, 9, 13]),
+    rows=st.sampled_from([16, 32, 64, 128]),
+    span=st.sampled_from([32, 128, 2048]),
+    holes=st.booleans(),
+    skewed=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_sorting(
+    tokens: int, chosen: int, experts: int, rows: int, span: int, holes: bool, skewed: bool, seed: int
+) -> None:
+    case = Experts(tokens, chosen, experts, 16, 16, holes=holes, skewed=skewed and chosen + 1 < experts, seed=seed)
+    tiling = case.tiling(rows=rows)
+    call = case.call(tiling, case.workspace(tiling))
+    call.sort(span)
+    scratch = call.scratch
+    id = case.tensors["id"].flatten()
+    want = [[pair for pair in range(len(id)) if id[pair] == expert] for expert in range(experts)]
+    table = scratch.table.view(-1, 4).tolist()
+    assert table[0][0] <= tiling.tiles(case.shape)
+    got: list[list[int]] = [[] for _ in want]
+    for expert, first, pairs, _ in table[1 : 1 + table[0][0]]:
+        assert 0 < pairs <= rows
+        got[expert] += scratch.sorted_Y[first : first + pairs].tolist()
+    assert got == want
+    assert table[0][0] == sum(-(-len(pairs) // rows) for pairs in want)
+
+
+def test_a_token_alone_equals_the_token_in_a_batch() -> None:
+    batch = Experts(70, 2, 4, invariant=True, skewed=True)
+    out = batch.run().clone()
+    for token in (0, 33, 69):
+        alone = Experts(1, 2, 4, invariant=True, weights=batch.weights)
+        for name in ("x", "id", "weight"):
+            alone.tensors[name].copy_(batch.tensors[name][token : token + 1])
+        assert torch.equal(alone.run()[0], out[token])
+
+
+def test_memory_follows_from_the_sizes() -> None:
+    case = Experts(6)
+    tiling = schedule.tiling(case.shape)
+    need = Workspace.bytes(case.shape, tiling)
+    with pytest.raises(ValueError, match="uint8 buffer"):
+        Workspace.over(torch.empty(need - 1, dtype=torch.uint8), case.shape, tiling)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        Experts(2, hidden=24).run()

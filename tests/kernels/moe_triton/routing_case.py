@@ -1,0 +1,123 @@
+"""Random routing cases, some with exact ties, and whether their answer is beyond rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kernels.moe import launch, reference
+
+
+@dataclass
+class Routing:
+    """One call. With `ties`, many experts copy another's logit and bias, and their groups may tie as well."""
+
+    tokens: int
+    experts: int = 64
+    chosen: int = 6
+    groups: int = 1
+    top_groups: int = 1
+    scoring: str = "softmax"
+    biased: bool = False
+    normalize: bool = False
+    scale: float = 1.0
+    shared: int = 0
+    padded: tuple[int, ...] = ()
+    """Rows of padding, of `rows` rows."""
+    rows: int = 0
+    ties: bool = False
+    device: str = "cpu"
+    seed: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        random = torch.Generator().manual_seed(self.seed)
+        logit = torch.randn(self.tokens, self.experts, generator=random) * 2
+        bias = torch.randn(self.experts, generator=random) * 0.3
+        if self.ties:
+            copy = torch.randint(0, self.experts, (self.experts,), generator=random) % max(self.experts // 3, 1)
+            logit, bias = logit[:, copy], bias[copy]
+        live = torch.ones(self.rows or self.tokens, dtype=torch.int32)
+        live[list(self.padded)] = 0
+        columns = (self.tokens, self.chosen + self.shared)
+        self.tensors = {
+            "logit": logit.to(self.device),
+            "bias": bias.to(self.device),
+            "live": live.to(self.device),
+            "id": torch.full(columns, 2**40, device=self.device),
+            "weight": torch.full(columns, torch.nan, device=self.device),
+        }
+        self.inputs = {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def refill(self) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.copy_(self.inputs[name])
+
+    def run(self, dependent: bool = False) -> None:
+        t = self.tensors
+        live = t["live"] if self.padded else None
+        launch.route(*self._call(t["logit"], t["bias"], t["id"], t["weight"]), live, dependent=dependent)
+
+    def _call(self, logit: Tensor, bias: Tensor, ids: Tensor, weight: Tensor) -> tuple[object, ...]:
+        bias_or_none = bias if self.biased else None
+        rule = (self.scoring, self.groups, self.top_groups, self.normalize, self.scale, self.shared)
+        return (logit, bias_or_none, ids, weight, *rule)
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """(ids, weights) of the reference in float64."""
+        t = {name: tensor.cpu() for name, tensor in self.inputs.items()}
+        ids, weight = torch.empty_like(t["id"]), torch.empty_like(t["weight"], dtype=torch.float64)
+        live = t["live"] if self.padded else None
+        reference.route(*self._call(t["logit"].double(), t["bias"].double(), ids, weight), live)  # type: ignore[arg-type]
+        return ids, weight
+
+    def check(self, least_clear: float = 0.5) -> None:
+        """Ids exactly those of the reference in float64 (whose vectorised and scalar parts differ by an ulp, so that it
+        breaks some ties), unless rounding decides; weights to a few ulp."""
+        want_ids, want_weight = self.expected()
+        clear = self.beyond_rounding()
+        assert clear.float().mean() >= least_clear
+        ids, weight = self.tensors["id"].cpu(), self.tensors["weight"].cpu()
+        assert torch.equal(ids[clear], want_ids[clear])
+        torch.testing.assert_close(weight[clear].double(), want_weight[clear], rtol=3e-6, atol=1e-9)
+        assert bool(((ids >= -1) & (ids < self.experts + self.shared)).all())
+
+    def beyond_rounding(self) -> Tensor:
+        """Tokens whose best scores, and whose groups' ranks, are equal or further apart than fp32 rounds."""
+        logit, bias = self.inputs["logit"].double().cpu(), self.inputs["bias"].double().cpu()
+        score = torch.softmax(logit, -1) if self.scoring == "softmax" else torch.sigmoid(logit)
+        choice = score + bias if self.biased else score
+        clear = torch.ones(self.tokens, dtype=torch.bool)
+        if self.groups > 1:
+            member = choice.view(self.tokens, self.groups, -1)
+            rank = member.topk(2, -1).values.sum(-1) if self.biased else member.amax(-1)
+            clear &= _apart(rank, self.top_groups)
+            best = rank.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_groups]
+            choice = member.gather(1, best.unsqueeze(-1).expand(-1, -1, member.shape[-1])).flatten(1)
+        return clear & _apart(choice, self.chosen)
+
+
+def _apart(x: Tensor, count: int) -> Tensor:
+    best = x.sort(-1, descending=True).values[:, : count + 1]
+    gap = -best.diff(dim=-1)
+    return ((gap == 0) | (gap > 1e-6 * best.abs()[:, 1:].clamp(min=1e-6))).all(-1)
+
+
+V2_LITE = {"experts": 64, "chosen": 6}
+V2 = {"experts": 160, "chosen": 6, "groups": 8, "top_groups": 3, "scale": 16.0}
+V3 = {
+    "experts": 256,
+    "chosen": 8,
+    "groups": 8,
+    "top_groups": 4,
+    "scoring": "sigmoid",
+    "biased": True,
+    "normalize": True,
+    "scale": 2.5,
+}
+KIMI = {"experts": 384, "chosen": 8, "scoring": "sigmoid", "biased": True, "normalize": True, "scale": 2.827}
+DEMO = {**V3, "experts": 8, "chosen": 2, "groups": 4, "top_groups": 2}
+MODELS = {"V2-Lite": V2_LITE, "V2": V2, "V3": V3, "Kimi": KIMI, "demo": DEMO}

@@ -1,0 +1,61 @@
+"""What the compiler makes of sorting and of the experts' products for Hopper, at the sizes of published models."""
+
+import pytest
+import torch
+
+from kernels.moe import launch, schedule
+from kernels.moe.schedule import ExpertsShape, Workspace
+from kernels.testing.hopper import compile_only, machine_code, resources
+
+MODELS = {"V2-Lite": (6, 64, 2048, 1408), "V3": (8, 256, 7168, 2048), "demo": (2, 8, 192, 128)}
+TOKENS = (1, 2, 120, 256, 4096)
+
+
+def kernels(shape: ExpertsShape, dependent: bool = True) -> list[object]:
+    """What a call compiles. Of the weights one expert exists, for nothing runs."""
+    tiling = schedule.tiling(shape)
+    gate_up = torch.empty(1, 2 * shape.intermediate, shape.hidden, dtype=shape.dtype)
+    down = torch.empty(1, shape.hidden, shape.intermediate, dtype=shape.dtype)
+    x = torch.empty(shape.tokens, shape.hidden, dtype=shape.dtype)
+    ids, weight = torch.zeros(shape.tokens, shape.chosen, dtype=torch.int64), torch.zeros(shape.tokens, shape.chosen)
+    buffer = torch.empty(Workspace.bytes(shape, tiling), dtype=torch.uint8)
+    scratch = Workspace.over(buffer, shape, tiling)
+    with compile_only() as compiled:
+        launch.Experts(x, ids, weight, gate_up, down, torch.empty_like(x), scratch, shape, tiling, dependent).run()
+    return compiled
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("model", MODELS)
+def test_compiles_without_spills(model: str, tokens: int, invariant: bool) -> None:
+    shape = ExpertsShape(tokens, *MODELS[model], torch.bfloat16, invariant)
+    rows = schedule.tiling(shape).rows
+    tall = rows >= 64
+    for kernel in kernels(shape):
+        found = resources(kernel)
+        found.check()
+        assert ("ACQBULK" in found.instructions) == (rows < 128)
+        if found.name in ("gate_up", "down") and rows:
+            # Tiles reach shared memory past the registers, and tall ones are multiplied by whole groups of warps.
+            assert {"LDGSTS", "UTMALDG"} & found.instructions.keys() or model == "demo"  # one step has no pipeline
+            assert ("HGMMA" if tall else "HMMA") in found.instructions
+        elif found.name in ("gate_up", "down") and model != "demo":
+            assert "LDG.E.EF.128" in machine_code(kernel)
+
+
+def test_fp32_compiles_without_spills() -> None:
+    for tokens in (1, 5, 300):
+        for kernel in kernels(ExpertsShape(tokens, *MODELS["demo"], torch.float32), dependent=False):
+            resources(kernel).check()
+
+
+def test_tokens_compile_no_more_than_the_tilings() -> None:
+    """Every number of tokens with the same tiling runs the same machine code."""
+    products: set[object] = set()
+    tilings: set[object] = set()
+    for tokens in (2, 3, 7, 16, 17, 31, 100, 129, 300, 1000, 1001):
+        shape = ExpertsShape(tokens, *MODELS["demo"], torch.bfloat16)
+        tilings.add(schedule.tiling(shape))
+        products |= {kernel.hash for kernel in kernels(shape) if kernel.metadata.name in ("gate_up", "down", "combine")}
+    assert len(products) <= 3 * len(tilings)

@@ -1,0 +1,12 @@
+"""Runs the interpreted tests beside this file in processes whose Triton interprets."""
+
+from pathlib import Path
+
+import pytest
+
+from kernels.testing.interpreter import interpreted_pytest
+
+
+@pytest.mark.parametrize("name", ["interpreted_routing", "interpreted_experts"])
+def test_in_the_interpreter(name: str) -> None:
+    interpreted_pytest(Path(__file__).with_name(f"{name}.py"))

@@ -1,0 +1,111 @@
+"""Prefill attention and the merge in the repaired interpreter. Run with TRITON_INTERPRET=1, see
+test_prefill_interpreted.py."""
+
+from kernels.testing import interpreter
+
+interpreter.repair()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from prefill_case import Case  # noqa: E402
+
+from kernels.merge_attention import launch as merge_launch  # noqa: E402
+from kernels.merge_attention import reference as merge_reference  # noqa: E402
+from kernels.mla_prefill.launch import Tiling  # noqa: E402
+
+RAGGED = [(20, 20), (1, 40), (40, 7), (3, 0), (17, 33), (16, 16)]
+"""Chunks with context, rows with fewer keys than queries, rows without any."""
+
+
+def check(case: Case, causal: bool, tiles: Tiling | None = None, max_q: int | None = None) -> None:
+    case.run(causal, tiles, max_q)
+    case.check(causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ragged_rows(dtype: torch.dtype, causal: bool) -> None:
+    check(Case(RAGGED, dtype=dtype), causal, Tiling(16, 16, 4, 1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_tiling_of_the_launcher(causal: bool) -> None:
+    check(Case([(5, 70), (150, 150)], heads=1, dtype=torch.bfloat16), causal)
+    check(Case([(5, 70), (40, 40)], heads=1), causal)
+
+
+@pytest.mark.parametrize(("nope", "rope", "value"), [(12, 4, 5), (16, 16, 40), (24, 20, 16)])
+def test_features_that_fill_no_tile(nope: int, rope: int, value: int) -> None:
+    check(Case(RAGGED, heads=3, nope=nope, rope=rope, value=value), True, Tiling(16, 16, 4, 1))
+
+
+def test_fp32_results_of_bfloat16_inputs() -> None:
+    check(Case(RAGGED, dtype=torch.bfloat16, out_dtype=torch.float32), False, Tiling(16, 16, 4, 1))
+
+
+def test_the_grid_may_be_too_large() -> None:
+    check(Case([(20, 20), (3, 9)]), True, Tiling(16, 16, 4, 1), max_q=70)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 50)), min_size=1, max_size=3).filter(
+        lambda rows: any(q for q, _ in rows)
+    ),
+    causal=st.booleans(),
+    queries=st.sampled_from([16, 32]),
+    keys=st.sampled_from([16, 32]),
+    seed=st.integers(0, 100),
+)
+def test_any_rows(rows: list[tuple[int, int]], causal: bool, queries: int, keys: int, seed: int) -> None:
+    check(Case(rows, heads=1, nope=16, rope=16, value=16, seed=seed), causal, Tiling(queries, keys, 4, 1))
+
+
+def test_a_row_alone_equals_the_row_in_a_batch() -> None:
+    case = Case(RAGGED, dtype=torch.bfloat16)
+    case.run(True, Tiling(16, 16, 4, 1))
+    for row in (0, 1, 4):
+        q, k = case.cu_q[row], case.cu_k[row]
+        rows = [case.rows[row]]
+        alone = Case(rows, dtype=torch.bfloat16)
+        count_q, count_k = rows[0]
+        alone.q[3 : 3 + count_q] = case.q[q : q + count_q]
+        alone.kv[3 : 3 + count_k] = case.kv[k : k + count_k]
+        alone.latent[3 : 3 + count_k] = case.latent[k : k + count_k]
+        alone.run(True, Tiling(16, 16, 4, 1))
+        assert torch.equal(alone.out[3 : 3 + count_q], case.out[q : q + count_q])
+        assert torch.equal(alone.lse[3 : 3 + count_q], case.lse[q : q + count_q])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    tokens=st.integers(0, 20),
+    heads=st.integers(1, 5),
+    value=st.sampled_from([5, 32, 128]),
+    in_place=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 100),
+)
+def test_merge(tokens: int, heads: int, value: int, in_place: bool, dtype: torch.dtype, seed: int) -> None:
+    """fp32 parts into either dtype, parts without keys among them, in strided rows."""
+    generator = torch.Generator().manual_seed(seed)
+    parts, logs = [], []
+    for _ in range(2):
+        part = torch.full((tokens, heads, value + 3), torch.nan)[..., :value]
+        part.copy_(torch.randn(tokens, heads, value, generator=generator))
+        log = torch.randn(tokens, heads, generator=generator) * 20
+        empty = torch.rand(tokens, heads, generator=generator) < 0.3
+        part[empty], log[empty] = 0.0, -torch.inf
+        parts.append(part)
+        logs.append(log)
+    want, want_log = torch.zeros(tokens, heads, value), torch.zeros(tokens, heads)
+    merge_reference.merge_attention(parts[0], logs[0], parts[1], logs[1], want, want_log)
+    if in_place:
+        out, out_log = parts[0], logs[0]
+    else:
+        out, out_log = torch.full((tokens, heads, value), torch.nan, dtype=dtype), torch.full_like(logs[0], torch.nan)
+    merge_launch.merge_attention(parts[0], logs[0], parts[1], logs[1], out, out_log)
+    torch.testing.assert_close(out.float(), want, atol=1e-6, rtol=2**-8 if out.dtype == torch.bfloat16 else 1e-5)
+    torch.testing.assert_close(out_log, want_log, atol=1e-5, rtol=1e-6)

@@ -1,0 +1,160 @@
+"""Random rows with every mix of sampling parameters, their tokens by the reference on a CPU, and by the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.sampling import ALL_FEATURES, Feature, SampledRows, SampleWorkspace, SlotTables, launch
+from kernels.sampling import tables as column
+
+STOPS, BIASES = 4, 8
+GREEDY, PLAIN, FILTERED, ALL = "greedy", "plain", "filtered", "all"
+
+
+def neutral_tables(slots: int, vocab: int, stops: int = STOPS, biases: int = BIASES) -> SlotTables:
+    """Tables of so many slots and the one of nobody."""
+    tables = SlotTables.allocate(slots + 1, stops, biases, torch.device("cpu"))
+    return SlotTables(**{**vars(tables), "seen_SV": torch.zeros(slots + 1, vocab, dtype=torch.int32)})
+
+
+def random_tables(slots: int, vocab: int, seed: int, kind: str = ALL) -> SlotTables:
+    """Each parameter on for some slots and off for others, independently of each other."""
+    generator = torch.Generator().manual_seed(seed)
+    tables = neutral_tables(slots, vocab)
+
+    def some(share: float) -> Tensor:
+        return torch.rand(slots, generator=generator) < share
+
+    def between(low: float, high: float) -> Tensor:
+        return torch.rand(slots, generator=generator) * (high - low) + low
+
+    real, whole = tables.real_SF[:slots], tables.whole_SI[:slots]
+    whole[:, column.SEED] = torch.randint(-(2**62), 2**62, (slots,), generator=generator)
+    if kind == GREEDY:
+        return tables
+    real[:, column.TEMPERATURE] = torch.where(some(0.2 if kind == ALL else 0), 0.0, between(0.3, 2.0))
+    if kind != PLAIN:
+        real[:, column.TOP_P] = torch.where(some(0.5), 1.0, between(0.05, 0.999))
+        real[:, column.MIN_P] = torch.where(some(0.6), 0.0, between(1e-4, 0.3))
+        least = torch.full((slots,), vocab + 5.0)
+        top_k = torch.exp(between(0.0, 1.0) * least.log()).long()
+        whole[:, column.TOP_K] = torch.where(some(0.4), 0, top_k)
+    if kind != ALL:
+        return tables
+    real[:, column.REPETITION] = torch.where(some(0.5), 1.0, between(0.6, 1.8))
+    real[:, column.FREQUENCY] = torch.where(some(0.6), 0.0, between(-1.0, 1.0))
+    real[:, column.PRESENCE] = torch.where(some(0.6), 0.0, between(-1.0, 1.0))
+    tables.seen_SV[:slots] = torch.randint(0, 9, (slots, vocab), generator=generator, dtype=torch.int32)
+    tables.seen_SV[:slots] *= torch.rand(slots, vocab, generator=generator) < 0.3
+    whole[:, column.GENERATED] = torch.randint(0, 6, (slots,), generator=generator)
+    whole[:, column.MIN_TOKENS] = torch.where(some(0.5), 0, torch.randint(0, 9, (slots,), generator=generator))
+    tables.stop_SK[:slots] = torch.randint(0, vocab, (slots, STOPS), generator=generator)
+    whole[:, column.BIASED] = torch.randint(0, min(BIASES, vocab) + 1, (slots,), generator=generator) * some(0.5)
+    for slot, number in enumerate(whole[:, column.BIASED].tolist()):
+        tables.bias_id_SB[slot, :number] = torch.randperm(vocab, generator=generator)[:number].sort().values
+        tables.bias_SB[slot, :number] = torch.randn(number, generator=generator) * 4
+    return tables
+
+
+@dataclass
+class Case:
+    """Logits rows of decode rows of `width`, then of other rows, padded ones among them, in poisoned strided rows."""
+
+    tables: SlotTables
+    logits: Tensor
+    rows: SampledRows
+    features: Feature = ALL_FEATURES
+    device: str = "cpu"
+
+    @staticmethod
+    def random(
+        vocab: int,
+        decode_rows: int,
+        width: int,
+        others: int,
+        seed: int,
+        kind: str = ALL,
+        dtype: torch.dtype = torch.float32,
+        spread: float = 3.0,
+        by_slot: bool = False,
+    ) -> Case:
+        generator = torch.Generator().manual_seed(seed)
+        sampled = decode_rows + others
+        slots = sampled + 3
+        number = decode_rows * width + others
+        tables = random_tables(slots, vocab, seed, kind)
+        # A permuted grid: no two logits of a row so close that rounding decides between them.
+        grid = torch.rand(number, vocab, generator=generator).argsort(1).double()
+        share = (grid + 0.1 + 0.8 * torch.rand(number, vocab, generator=generator, dtype=torch.float64)) / vocab
+        values = (torch.special.ndtri(share) * spread).to(dtype)
+        logits = torch.full((number, vocab + 24), torch.nan, dtype=dtype)[:, :vocab]
+        logits.copy_(values)
+        slot_R = torch.randperm(slots, generator=generator)[:sampled]
+        slot_R[1::5] = torch.where(torch.arange(len(slot_R[1::5])) % 2 == 0, -1, slots)
+        shape = (slots + 1 if by_slot else decode_rows, max(width - 1, 1))
+        # Mostly ids that the row itself would choose, so that it matters whether they count as generated.
+        draft = torch.randint(-1, vocab + 1, shape, generator=generator)
+        likely = logits.float().topk(min(3, vocab)).indices
+        chosen = likely[torch.arange(draft.numel()) % max(number, 1), torch.arange(draft.numel()) % likely.shape[1]]
+        draft = torch.where(torch.rand(shape, generator=generator) < 0.8, chosen.view(shape), draft)
+        rows = SampledRows(
+            slot_R,
+            torch.randint(0, 2**40, (number,), generator=generator),
+            ahead=1,
+            width=width,
+            decode_rows=decode_rows,
+            draft=draft if width > 1 or by_slot else None,
+            by_slot=by_slot,
+            before=1 if by_slot else 0,
+        )
+        if by_slot:
+            rows = SampledRows(slot_R, rows.position_N, draft=draft, by_slot=True, before=1)
+        return Case(tables, logits, rows)
+
+    def to(self, device: str) -> Case:
+        """The same on another device, logits strided and poisoned as before."""
+        vocab = self.logits.shape[1]
+        logits = torch.full((len(self.logits), vocab + 24), torch.nan, dtype=self.logits.dtype, device=device)
+        logits[:, :vocab] = self.logits.to(device)
+
+        def moved(values: dict[str, object]) -> dict[str, object]:
+            return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
+
+        tables = SlotTables(**moved(vars(self.tables)))  # type: ignore[arg-type]
+        rows = SampledRows(**moved(vars(self.rows)))  # type: ignore[arg-type]
+        return Case(tables, logits[:, :vocab], rows, self.features, device)
+
+    def buffers(self) -> tuple[SampleWorkspace, Tensor, Tensor]:
+        """A poisoned workspace, tokens, and the count of faults."""
+        device = self.logits.device
+
+        def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+            bad = torch.nan if dtype.is_floating_point else 2147480000
+            return torch.full(shape, bad, dtype=dtype, device=device)
+
+        workspace = SampleWorkspace.allocate(len(self.logits), self.logits.shape[1], poisoned)
+        token_N = torch.full((len(self.logits),), -7, dtype=torch.int64, device=device)
+        return workspace, token_N, torch.zeros(1, dtype=torch.int64, device=device)
+
+    def launched(self, dependent: bool = False) -> tuple[list[int], int]:
+        """Tokens and faults by the kernels."""
+        workspace, token_N, fault_1 = self.buffers()
+        launch.sample(
+            self.logits, self.rows, self.tables, token_N, fault_1, self.features, workspace, dependent=dependent
+        )
+        return token_N.tolist(), int(fault_1)
+
+    def expected(self) -> tuple[list[int], int]:
+        """Tokens and faults by the reference, on a CPU."""
+        from kernels.sampling import reference
+
+        host = self if self.device == "cpu" else self.to("cpu")
+        slot_N, position_N, draft_NX, window_N = host.rows.expanded()
+        token_N, fault_1 = torch.full_like(slot_N, -7), torch.zeros(1, dtype=torch.int64)
+        reference.sample(
+            host.logits, slot_N, position_N, host.tables, token_N, fault_1, host.features, draft_NX, window_N
+        )
+        return token_N.tolist(), int(fault_1)

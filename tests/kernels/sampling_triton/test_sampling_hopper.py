@@ -1,0 +1,49 @@
+"""What the compiler makes of the sampling and verification kernels for Hopper: no spills, wide loads, few variants."""
+
+import pytest
+import torch
+from sampling_case import Case
+
+from kernels.sampling import launch
+from kernels.testing.hopper import compile_only, machine_code, resources
+from kernels.verify import launch as verify_launch
+
+VOCABULARIES = {"demo": 4096, "V2": 102400, "V3": 129280, "odd": 50257}
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_compiles_without_spills_and_loads_wide(name: str, dependent: bool) -> None:
+    case = Case.random(VOCABULARIES[name], 1, 2, 1, seed=1)
+    case.logits = case.logits.contiguous()
+    with compile_only() as compiled:
+        case.launched(dependent)
+    found = {kernel.metadata.name: resources(kernel) for kernel in compiled}
+    assert list(found) == ["peak", "search", "draw", "finish"]
+    for one in found.values():
+        one.check(registers=128)
+        assert ("ACQBULK" in one.instructions) == dependent
+    assert found["peak"].registers <= 96
+    assert found["draw"].registers <= 96
+    if name != "odd":
+        assert all("LDG.E.128" in machine_code(kernel) for kernel in compiled[:3])
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_the_small_kernels_compile_without_spills(dependent: bool) -> None:
+    case = Case.random(4096, 3, 4, 0, seed=1)
+    row, tokens, fault = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.int64), torch.zeros(1).long()
+    with compile_only() as compiled:
+        verify_launch.accept(tokens, tokens[:, 1:], row, 4096, fault, dependent=dependent)
+        launch.count_tokens(case.tables, row, tokens, row, 4096, fault, True, 1, dependent=dependent)
+    for kernel in compiled:
+        found = resources(kernel)
+        found.check(registers=64)
+        assert ("ACQBULK" in found.instructions) == dependent
+
+
+def test_the_number_of_rows_compiles_nothing_new() -> None:
+    with compile_only() as compiled:
+        for rows in (1, 2, 16, 17, 33):
+            Case.random(4096, rows, 2, 1, seed=1).launched()
+    assert len({kernel.hash for kernel in compiled}) <= 4 + 3  # `finish` has one for every power of two of parts

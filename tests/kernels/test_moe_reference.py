@@ -1,0 +1,173 @@
+"""Routing against a naive rule in Python, and the two ways of computing experts against fp64 and each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import moe
+from kernels.moe import reference
+
+
+def naive_route(
+    logits: list[float], bias: list[float] | None, k: int, scoring: str, groups: int, top: int, norm: bool, scale: float
+) -> tuple[list[int], list[float]]:
+    if scoring == "softmax":
+        total = sum(math.exp(x) for x in logits)
+        scores = [math.exp(x) / total for x in logits]
+    else:
+        scores = [1 / (1 + math.exp(-x)) for x in logits]
+    choice = scores if bias is None else [s + b for s, b in zip(scores, bias, strict=True)]
+    size = len(logits) // groups
+    members = [list(range(g * size, (g + 1) * size)) for g in range(groups)]
+
+    def rank(group: list[int]) -> float:
+        best = sorted((choice[x] for x in group), reverse=True)
+        return best[0] if bias is None else best[0] + best[1]
+
+    open_groups = sorted(range(groups), key=lambda g: (-rank(members[g]), g))[:top] if groups > 1 else range(groups)
+    allowed = [x for g in open_groups for x in members[g]]
+    ids = sorted(allowed, key=lambda x: (-choice[x], x))[:k]
+    weights = [scores[x] for x in ids]
+    if norm:
+        weights = [w / (sum(weights) + 1e-20) for w in weights]
+    return ids, [w * scale for w in weights]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    geometry=st.sampled_from([(8, 1, 1, 3), (8, 4, 2, 3), (8, 2, 1, 4), (12, 3, 2, 8)]),
+    scoring=st.sampled_from(["softmax", "sigmoid"]),
+    biased=st.booleans(),
+    norm=st.booleans(),
+)
+def test_route_matches_the_rule(
+    data: st.DataObject, geometry: tuple[int, int, int, int], scoring: moe.Scoring, biased: bool, norm: bool
+) -> None:
+    experts, groups, top, k = geometry
+    # Multiples of 1/4 that repeat: scores tie exactly, within and across groups.
+    numbers = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=experts, max_size=experts)
+    logits = data.draw(st.lists(numbers, min_size=1, max_size=3))
+    # Distinct biases far apart against the rounding of fp32, or none at all, so that only true ties are ties.
+    bias = data.draw(numbers) if biased else None
+    ids = torch.empty(len(logits), k, dtype=torch.int64)
+    weights = torch.empty(len(logits), k)
+    moe.route(
+        torch.tensor(logits),
+        None if bias is None else torch.tensor(bias),
+        ids,
+        weights,
+        scoring=scoring,
+        groups=groups,
+        top_groups=top,
+        normalize=norm,
+        scale=2.5,
+    )
+    for token, row in enumerate(logits):
+        want_ids, want_weights = naive_route(fp32(row), bias, k, scoring, groups, top, norm, 2.5)
+        got = ids[token].tolist()
+        if bias is None:
+            assert got == want_ids
+            assert weights[token].tolist() == pytest.approx(want_weights, rel=1e-5)
+        else:  # the sum of score and bias may tie in one precision only: compare what was chosen, not who
+            score = [1 / (1 + math.exp(-x)) for x in row] if scoring == "sigmoid" else softmax(row)
+            assert [score[x] + bias[x] for x in got] == pytest.approx([score[x] + bias[x] for x in want_ids], abs=1e-5)
+            assert len(set(got)) == k
+
+
+def fp32(row: list[float]) -> list[float]:
+    return torch.tensor(row).tolist()
+
+
+def softmax(row: list[float]) -> list[float]:
+    total = sum(math.exp(x) for x in row)
+    return [math.exp(x) / total for x in row]
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    ids, weights = torch.empty(1, 3, dtype=torch.int64), torch.empty(1, 3)
+    options = {"scoring": "sigmoid", "normalize": True, "scale": 1.0}
+    moe.route(torch.zeros(1, 64), torch.zeros(64), ids, weights, groups=8, top_groups=2, **options)
+    assert ids.tolist() == [[0, 1, 2]]
+    moe.route(torch.zeros(1, 64), torch.zeros(64), ids, weights, groups=1, top_groups=1, **options)
+    assert ids.tolist() == [[0, 1, 2]]
+    torch.testing.assert_close(weights, torch.full((1, 3), 1 / 3))
+
+
+def test_the_bias_chooses_but_does_not_weigh() -> None:
+    ids, weights = torch.empty(1, 1, dtype=torch.int64), torch.empty(1, 1)
+    bias = torch.tensor([0.0, 5.0, 0.0, 0.0])
+    moe.route(
+        torch.tensor([[3.0, -1.0, 0.0, 0.0]]),
+        bias,
+        ids,
+        weights,
+        scoring="sigmoid",
+        groups=1,
+        top_groups=1,
+        normalize=False,
+        scale=1.0,
+    )
+    assert ids.item() == 1
+    assert weights.item() == pytest.approx(1 / (1 + math.e))
+
+
+def naive_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    width = down.shape[2]
+    for token in range(len(x)):
+        for k in range(ids.shape[1]):
+            both = gate_up[ids[token, k]].double() @ x[token].double()
+            gate, up = both[:width], both[width:]
+            inner = gate / (1 + (-gate).exp()) * up
+            out[token] += weights[token, k].double() * (down[ids[token, k]].double() @ inner)
+    return out
+
+
+@pytest.mark.parametrize("way", [reference.experts_gathered, reference.experts_grouped])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 40])
+def test_experts_match_fp64(way: object, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    experts, hidden, inner, k = 6, 10, 4, 3
+    x, gate_up, down = (
+        torch.randn(tokens, hidden),
+        torch.randn(experts, 2 * inner, hidden),
+        torch.randn(6, hidden, inner),
+    )
+    ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)])
+    weights, out = torch.rand(tokens, k), torch.full((tokens, hidden), torch.nan)
+    way(x, ids, weights, gate_up, down, out)  # type: ignore[operator]
+    torch.testing.assert_close(out.double(), naive_experts(x, ids, weights, gate_up, down), atol=1e-4, rtol=1e-5)
+
+
+def test_both_ways_agree_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    x, gate_up, down = (torch.randn(*shape).bfloat16() for shape in [(9, 32), (5, 16, 32), (5, 32, 8)])
+    ids = torch.stack([torch.randperm(5)[:2] for _ in range(9)])
+    weights, a, b = torch.rand(9, 2), torch.empty_like(x), torch.empty_like(x)
+    reference.experts_gathered(x, ids, weights, gate_up, down, a)
+    reference.experts_grouped(x, ids, weights, gate_up, down, b)
+    torch.testing.assert_close(a, b, atol=0.25, rtol=2**-6)  # sums of values near 30, rounded to 8 bits on the way
+
+
+@pytest.mark.parametrize("way", [reference.experts_gathered, reference.experts_grouped])
+def test_addresses_past_two_to_the_31_elements(way: object) -> None:
+    """Only the last expert's weights become resident."""
+    torch.manual_seed(0)
+    hidden, inner = 1 << 12, 1 << 9
+    experts = 2**31 // (2 * inner * hidden) + 2
+    gate_up = torch.empty(experts, 2 * inner, hidden, dtype=torch.bfloat16)
+    down = torch.empty(experts, hidden, inner, dtype=torch.bfloat16)
+    gate_up[-1], down[-1] = torch.randn(2 * inner, hidden) / 64, torch.randn(hidden, inner) / 20
+    assert (experts - 1) * gate_up.stride(0) > 2**31 - 1
+    x, out = torch.randn(1, hidden).bfloat16(), torch.empty(1, hidden, dtype=torch.bfloat16)
+    ids, weights = torch.tensor([[experts - 1]]), torch.ones(1, 1)
+    way(x, ids, weights, gate_up, down, out)  # type: ignore[operator]
+    want = naive_experts(x, torch.tensor([[0]]), weights, gate_up[-1:], down[-1:])
+    torch.testing.assert_close(out.double(), want, atol=0.05, rtol=0.05)

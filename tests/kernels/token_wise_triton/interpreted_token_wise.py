@@ -1,0 +1,71 @@
+"""The token-wise kernels in the repaired interpreter. Run with TRITON_INTERPRET=1, see
+test_token_wise_interpreted.py."""
+
+from kernels.testing import interpreter
+
+interpreter.repair()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from token_wise_case import Case, Gate, Norm, RopeCache  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def check(case: Case) -> None:
+    case.run()
+    case.check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("tokens", "features"), [(1, 8), (5, 24), (3, 192), (2, 1536)])
+def test_norm(tokens: int, features: int, add: bool, dtype: torch.dtype) -> None:
+    check(Norm(tokens, dtype, features=features, add=add))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "features"), [(1, 8), (5, 40), (2, 1408)])
+def test_gate(tokens: int, features: int, dtype: torch.dtype) -> None:
+    check(Gate(tokens, dtype, features=features))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "latent", "rope"), [(1, 6, 8), (3, 32, 16), (16, 64, 16), (20, 24, 12)])
+def test_rope_cache(heads: int, latent: int, rope: int, dtype: torch.dtype) -> None:
+    check(RopeCache(9, dtype, heads=heads, latent=latent, rope=rope))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    tokens=st.integers(1, 70),
+    heads=st.integers(1, 40),
+    latent=st.integers(1, 20).map(lambda n: 2 * n),
+    rope=st.integers(1, 12).map(lambda n: 2 * n),
+    seed=st.integers(0, 100),
+)
+def test_rope_cache_at_any_size(tokens: int, heads: int, latent: int, rope: int, seed: int) -> None:
+    check(RopeCache(min(tokens, 3 + 200 // heads), torch.float32, seed=seed, heads=heads, latent=latent, rope=rope))
+
+
+def test_norm_in_place() -> None:
+    case = Norm(4, features=40)
+    case.tensors["out"] = case.tensors["x"]
+    case.run()
+    case.check()
+    assert not case.tensors["x"].isnan().any()
+
+
+def test_no_tokens() -> None:
+    for case in (Norm(0), Gate(0), RopeCache(0)):
+        case.run()
+        assert all(torch.equal(case.tensors[name], case.inputs[name]) for name in case.outputs)
+
+
+def test_norm_of_zeros_is_zero() -> None:
+    case = Norm(2, add=False)
+    case.tensors["x"].zero_()
+    case.run()
+    assert torch.equal(case.tensors["out"], torch.zeros(2, 64, dtype=torch.bfloat16))

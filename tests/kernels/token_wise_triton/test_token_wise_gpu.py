@@ -1,0 +1,71 @@
+"""The token-wise kernels on a GPU: eager, captured, and replayed on other values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from captured import capture, check_replays
+from token_wise_case import Gate, Norm, RopeCache
+
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rope_cache import rope_cache
+from kernels.silu_mul import silu_mul
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+MAKERS = {
+    "norm": lambda tokens, dtype, seed: Norm(tokens, dtype, "cuda", seed, features=2048),
+    "norm of V3": lambda tokens, dtype, seed: Norm(tokens, dtype, "cuda", seed, features=7168),
+    "norm alone": lambda tokens, dtype, seed: Norm(tokens, dtype, "cuda", seed, features=1536, add=False),
+    "gate": lambda tokens, dtype, seed: Gate(tokens, dtype, "cuda", seed, features=1408),
+    "rope of the demo": lambda tokens, dtype, seed: RopeCache(tokens, dtype, "cuda", seed, heads=8, latent=64),
+    "rope of V2-Lite": lambda tokens, dtype, seed: RopeCache(
+        tokens, dtype, "cuda", seed, heads=16, latent=512, rope=64
+    ),
+    "rope of V3": lambda tokens, dtype, seed: RopeCache(tokens, dtype, "cuda", seed, heads=128, latent=512, rope=64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 333])
+@pytest.mark.parametrize("name", MAKERS)
+def test_eager(name: str, tokens: int, dtype: torch.dtype) -> None:
+    case = MAKERS[name](tokens, dtype, 0)
+    case.run()
+    case.check()
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("tokens", [1, 100])
+@pytest.mark.parametrize("name", MAKERS)
+def test_replayed_on_other_values(name: str, tokens: int, dependent: bool) -> None:
+    if dependent and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("programmatic dependent launch needs compute capability 9.0")
+    case, other = MAKERS[name](tokens, torch.bfloat16, 0), MAKERS[name](tokens, torch.bfloat16, 50)
+    graph = capture(lambda: case.run(dependent))
+    case.inputs = other.inputs
+    check_replays(graph, case.refill, [case.tensors[output] for output in case.outputs])
+    case.check()
+
+
+def test_public_functions_dispatch_to_the_kernels() -> None:
+    norm, gate, rope = Norm(3, device="cuda", add=False), Gate(3, device="cuda"), RopeCache(3, device="cuda")
+    rms_norm(norm.tensors["x"], norm.tensors["weight"], norm.tensors["out"], eps=norm.eps)
+    silu_mul(gate.tensors["gate_up"], gate.tensors["out"])
+    rope_cache(*list(rope.tensors.values())[:7], eps=rope.eps)
+    norm.check()
+    gate.check()
+    rope.check()
+    residual = Norm(3, device="cuda")
+    add_rms_norm(*residual.tensors.values(), eps=residual.eps)
+    residual.check()
+
+
+def test_addresses_past_two_to_the_31_elements() -> None:
+    """Rows so far apart that a 32-bit offset would wrap."""
+    wide = torch.empty(2**20 + 4, 2048 + 64, dtype=torch.bfloat16, device="cuda")
+    x = wide[:, :2048]
+    x[-1] = torch.randn(2048, device="cuda")
+    want = torch.nn.functional.rms_norm(x[-1].float(), (2048,), eps=1e-6)
+    rms_norm(x, torch.ones(2048, dtype=torch.bfloat16, device="cuda"), x, eps=1e-6)
+    torch.testing.assert_close(x[-1].float(), want, atol=1e-6, rtol=2**-8)

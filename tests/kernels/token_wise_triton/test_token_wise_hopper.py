@@ -1,0 +1,37 @@
+"""What the compiler makes of the token-wise kernels for Hopper: no spills, wide loads, few variants."""
+
+import pytest
+from token_wise_case import Gate, Norm, RopeCache
+
+from kernels.testing.hopper import compile_only, machine_code, resources
+
+CASES = {
+    "norm 192": Norm(2, features=192),
+    "norm 2048": Norm(2, features=2048),
+    "norm 7168": Norm(2, features=7168),
+    "norm 1536 alone": Norm(2, features=1536, add=False),
+    "gate 2816": Gate(2, features=2816),
+    "gate 18432": Gate(2, features=18432),
+    "rope demo": RopeCache(2, heads=8, latent=64, rope=16),
+    "rope V2-Lite": RopeCache(2, heads=16, latent=512, rope=64),
+    "rope V3": RopeCache(2, heads=128, latent=512, rope=64),
+}
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_without_spills_and_loads_wide(name: str, dependent: bool) -> None:
+    with compile_only() as compiled:
+        CASES[name].run(dependent)
+    found = resources(compiled[0])
+    found.check(registers=128)
+    assert "LDG.E.128" in machine_code(compiled[0]) or "demo" in name or "192" in name
+    assert ("ACQBULK" in found.instructions) == dependent
+
+
+def test_the_number_of_tokens_compiles_nothing_new() -> None:
+    with compile_only() as compiled:
+        for tokens in (1, 2, 16, 17, 100):
+            for case in (Norm(tokens), Gate(tokens), RopeCache(tokens)):
+                case.run()
+    assert len({kernel.hash for kernel in compiled}) == 3

@@ -1,0 +1,188 @@
+"""Random inputs of the token-wise kernels in strided rows between poison, and their answers by torch in float64.
+
+A case runs its kernel into its own tensors and checks them. fp32: a few roundings and a sum over a row. bfloat16: one
+rounding of a value that fp32 may have put on the other side of a rounding boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.page import PAGE_TOKENS
+from kernels.rms_norm import launch as norm_launch
+from kernels.rope_cache import launch as rope_launch
+from kernels.silu_mul import launch as gate_launch
+
+TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.bfloat16: (1e-6, 2**-8), torch.float16: (1e-6, 2**-11 * 1.1)}
+
+
+def strided(rows: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """`rows` as a slice of wider rows that hold NaN."""
+    wide = torch.full((*rows.shape[:-1], rows.shape[-1] + 24), torch.nan, dtype=dtype, device=device)
+    part = wide[..., 16:-8]
+    part.copy_(rows)
+    return part
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    atol, rtol = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got.double().cpu(), want, atol=atol, rtol=rtol)
+
+
+class Case(Protocol):
+    tensors: dict[str, Tensor]
+    inputs: dict[str, Tensor]
+    outputs: list[str]
+
+    def run(self, dependent: bool = False) -> None: ...
+
+    def check(self) -> None: ...
+
+
+@dataclass
+class _Tensors:
+    tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cpu"
+    seed: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+
+    def random(self, *shape: int) -> Tensor:
+        self.seed += 1
+        return torch.randn(shape, generator=torch.Generator().manual_seed(self.seed)).to(self.dtype)
+
+    def keep(self, **tensors: Tensor) -> None:
+        """Tensors of the call, and copies of what they hold before it."""
+        for name, tensor in tensors.items():
+            self.tensors[name] = tensor
+            self.inputs[name] = tensor.clone()
+
+    def refill(self) -> None:
+        """Put back what the tensors held before the call."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(self.inputs[name])
+
+    def wide(self, name: str) -> Tensor:
+        return self.inputs[name].double().cpu()
+
+
+@dataclass
+class Norm(_Tensors):
+    features: int = 64
+    add: bool = True
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        shape = (self.tokens, self.features)
+        self.keep(
+            x=strided(self.random(*shape), self.device, self.dtype),
+            residual=strided(self.random(*shape), self.device, self.dtype),
+            weight=(self.random(self.features) * 0.1 + 1).to(self.device),
+            out=torch.full(shape, torch.nan, dtype=self.dtype, device=self.device),
+        )
+        self.outputs = ["out", "residual"]
+
+    def run(self, dependent: bool = False) -> None:
+        t = self.tensors
+        if self.add:
+            norm_launch.add_rms_norm(t["x"], t["residual"], t["weight"], t["out"], self.eps, dependent=dependent)
+        else:
+            norm_launch.rms_norm(t["x"], t["weight"], t["out"], self.eps, dependent=dependent)
+
+    def check(self) -> None:
+        x = self.inputs["x"]
+        if self.add:
+            x = self.inputs["residual"] + x
+        assert torch.equal(self.tensors["residual"], x if self.add else self.inputs["residual"])
+        close(self.tensors["out"], F.rms_norm(x.double().cpu(), (self.features,), self.wide("weight"), self.eps))
+
+
+@dataclass
+class Gate(_Tensors):
+    features: int = 64
+
+    def __post_init__(self) -> None:
+        self.keep(
+            gate_up=strided(self.random(self.tokens, 2 * self.features) * 3, self.device, self.dtype),
+            out=torch.full((self.tokens, self.features), torch.nan, dtype=self.dtype, device=self.device),
+        )
+        self.outputs = ["out"]
+
+    def run(self, dependent: bool = False) -> None:
+        gate_launch.silu_mul(self.tensors["gate_up"], self.tensors["out"], dependent=dependent)
+
+    def check(self) -> None:
+        gate, up = self.wide("gate_up").chunk(2, -1)
+        close(self.tensors["out"], F.silu(gate) * up)
+
+
+@dataclass
+class RopeCache(_Tensors):
+    """Slots: every third token's is suppressed (into the null page), every fourth's lies outside the cache."""
+
+    heads: int = 3
+    latent: int = 32
+    rope: int = 16
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        tokens, width = self.tokens, self.latent + self.rope
+        pages = 2 + -(-tokens // PAGE_TOKENS)
+        random = torch.Generator().manual_seed(self.seed + 99)
+        slot = torch.randperm((pages - 1) * PAGE_TOKENS, generator=random)[:tokens] + PAGE_TOKENS
+        slot[2::3] = 0
+        slot[3::4] = torch.where(torch.arange(len(slot[3::4])) % 2 == 0, -1, pages * PAGE_TOKENS)
+        angle = torch.rand(tokens, self.rope // 2, generator=random) * 6
+        turn = torch.stack([angle.cos(), angle.sin()], -1).flatten(1)
+        q = strided(self.random(tokens, self.heads, self.rope), self.device, self.dtype)
+        self.keep(
+            q=q,
+            kv=strided(self.random(tokens, width), self.device, self.dtype),
+            weight=(self.random(self.latent) * 0.1 + 1).to(self.device),
+            rotation=turn.to(self.device),
+            slot=slot.to(self.device),
+            latent=torch.full((tokens, width), torch.nan, dtype=self.dtype, device=self.device),
+            cache=torch.full((pages, PAGE_TOKENS, width), 7.0, dtype=self.dtype, device=self.device),
+        )
+        self.outputs = ["q", "latent", "owned"]
+        self.tensors["owned"] = self.tensors["cache"][1:]  # many write to the null page, in any order
+        self.inputs["owned"] = self.inputs["cache"][1:]
+
+    def run(self, dependent: bool = False) -> None:
+        t = self.tensors
+        order = ("q", "kv", "weight", "rotation", "slot", "latent", "cache")
+        rope_launch.rope_cache(*(t[name] for name in order), self.eps, dependent=dependent)
+
+    def check(self) -> None:
+        turn = _pairs(self.wide("rotation"))
+        kv = self.wide("kv")
+        normed = F.rms_norm(kv[:, : self.latent], (self.latent,), self.wide("weight"), self.eps)
+        atol = 2e-2 if self.dtype == torch.bfloat16 else 1e-5  # differences of products may cancel
+        self._near("latent", torch.cat([normed, _turned(kv[:, self.latent :], turn)], -1), atol)
+        self._near("q", _turned(self.wide("q"), turn[:, None]), atol)
+        close(self.tensors["latent"][:, : self.latent], normed)
+        flat, slot = self.tensors["cache"].cpu().flatten(0, 1), self.tensors["slot"].cpu()
+        written = (slot >= PAGE_TOKENS) & (slot < len(flat))
+        assert torch.equal(flat[slot[written]], self.tensors["latent"].cpu()[written])
+        untouched = torch.ones(len(flat), dtype=torch.bool)
+        untouched[:1] = not bool((slot == 0).any())
+        untouched[slot[written]] = False
+        assert bool((flat[untouched] == 7.0).all())
+
+    def _near(self, name: str, want: Tensor, atol: float) -> None:
+        torch.testing.assert_close(self.tensors[name].double().cpu(), want, atol=atol, rtol=2**-8)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.contiguous().view(*x.shape[:-1], -1, 2))
+
+
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    return torch.view_as_real(_pairs(x) * turn).flatten(-2)

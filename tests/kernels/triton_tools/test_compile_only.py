@@ -1,0 +1,59 @@
+"""Compiling for Hopper without a GPU: the gate sees spills, shared memory and instructions."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kernels.testing.hopper import SHARED_MEMORY_LIMIT, compile_only, resources
+
+
+@triton.jit
+def square(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    a = tl.load(x + at)
+    tl.store(y + at, tl.dot(a, a))
+
+
+@triton.jit
+def greedy(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a = tl.load(x + i)
+    tl.store(y + i, tl.sort(a))
+
+
+def test_a_launch_compiles_and_runs_nothing() -> None:
+    x, y = torch.ones(64, 64, dtype=torch.bfloat16), torch.full((64, 64), 7.0)
+    with compile_only() as compiled:
+        square[(1,)](x, y, 64, num_warps=4)
+    assert torch.all(y == 7.0)
+    found = resources(compiled[0])
+    found.check()
+    assert found.name == "square"
+    assert found.instructions["HGMMA"] == 4  # 64 x 64 x 64 in steps of 16
+    assert found.shared >= 64 * 64 * 2
+
+
+def test_spills_and_register_limits_are_caught() -> None:
+    x = torch.ones(8192)
+    with compile_only() as compiled:
+        greedy[(1,)](x, x, 8192, num_warps=1)
+    with pytest.raises(AssertionError, match="spills"):
+        resources(compiled[0]).check()
+    with compile_only() as compiled:
+        square[(1,)](torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(64, 64), 64, num_warps=4)
+    with pytest.raises(AssertionError, match="registers"):
+        resources(compiled[0]).check(registers=16)
+
+
+def test_too_much_shared_memory_is_caught() -> None:
+    x = torch.ones(256, 256)
+    with compile_only() as compiled:
+        square[(1,)](x.to(torch.bfloat16), x, 256, num_warps=8)
+    found = resources(compiled[0])
+    assert found.shared < SHARED_MEMORY_LIMIT
+    with compile_only() as compiled:
+        square[(1,)](x, x, 256, num_warps=8)
+    with pytest.raises(AssertionError):
+        resources(compiled[0]).check()
