@@ -1,0 +1,135 @@
+"""Tiny random checkpoints in the official layout, written by transformers, for tests against transformers.
+
+    folder = write_tiny(tmp_path, kind="v3", seed=1, num_hidden_layers=2)
+
+Every parameter is random, norms and routing biases included, and large enough that greedy tokens differ from place to
+place. `KINDS` lists the architectures; overrides are fields of the transformers config.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+VOCAB = 131
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+}
+
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "v2": {"topk_method": "greedy", "n_shared_experts": 2, "routed_scaling_factor": 1.0},
+    "v2-no-q-lora": {"topk_method": "greedy", "q_lora_rank": None, "routed_scaling_factor": 1.5},
+    "v2-groups": {
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.0,
+        "rope_parameters": YARN,
+    },
+    "v3": {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    "v3-yarn": {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "rope_parameters": YARN, "rms_norm_eps": 1e-2},
+    "v3-one-group": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False},
+    "v3-no-q-lora": {"n_group": 4, "topk_group": 3, "q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 0.5}},
+    "v3-tied": {"n_group": 4, "topk_group": 2, "tie_word_embeddings": True},
+}
+"""Names beginning with v3 have a multi-token-prediction layer."""
+
+
+def write_tiny(folder: Path | str, kind: str = "v3", seed: int = 0, **overrides: Any) -> Path:
+    """Write a random checkpoint of `kind` to `folder` (made if need be) and return it. Weights are fp32.
+
+    Equal arguments give equal tensors; they are computed once a process.
+    """
+    config, tensors = _tiny(kind, seed, json.dumps(overrides, sort_keys=True))
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@cache
+def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    import tempfile
+
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+    v3 = kind.startswith("v3")
+    values = {**_COMMON, **KINDS[kind], **json.loads(overrides)}
+    drafts = values.pop("num_nextn_predict_layers", 1) if v3 else 0
+    layers = values["num_hidden_layers"]
+    config_class, model_class = (
+        (DeepseekV3Config, DeepseekV3ForCausalLM) if v3 else (DeepseekV2Config, DeepseekV2ForCausalLM)
+    )
+    # The draft layer's block is an ordinary last layer, so one layer more is made and its config then says one fewer.
+    config = config_class(**{**values, "num_hidden_layers": layers + drafts})
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        model = model_class(config).float().eval()
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        _randomize(name, parameter, generator)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tensors = load_file(Path(folder) / "model.safetensors")
+        written = json.loads((Path(folder) / "config.json").read_text())
+    if drafts:
+        hidden, prefix = values["hidden_size"], f"model.layers.{layers}."
+        for name, shape in {
+            "enorm.weight": (hidden,),
+            "hnorm.weight": (hidden,),
+            "eh_proj.weight": (hidden, 2 * hidden),
+            "shared_head.norm.weight": (hidden,),
+        }.items():
+            tensors[prefix + name] = torch.empty(shape)
+            _randomize(name, tensors[prefix + name], generator)
+    written |= {"num_hidden_layers": layers}
+    if v3:
+        written |= {"num_nextn_predict_layers": drafts}
+    return written, tensors
+
+
+@torch.no_grad()
+def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    if "inv_freq" in name:
+        return
+    if "norm" in name:
+        tensor.uniform_(0.5, 1.5, generator=generator)
+    elif "e_score_correction_bias" in name:
+        tensor.normal_(0.0, 0.2, generator=generator)
+    else:
+        tensor.normal_(0.0, 1.5 / tensor.shape[-1] ** 0.5, generator=generator)

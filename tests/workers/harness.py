@@ -1,0 +1,71 @@
+"""A replica inside the test's own process: scheduler and runner of one rank, stepped by hand."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from workers.config import EngineConfig
+from workers.messages import Request, RequestOutput
+from workers.parallel import TensorParallel
+from workers.plan import SamplingParams, StepPlan
+from workers.replica import Replica
+from workers.scheduler import Scheduler
+from workers.scheduler_process import scheduler_config
+
+
+@dataclass
+class Finished:
+    tokens: list[int] = field(default_factory=list)
+    outputs: list[RequestOutput] = field(default_factory=list)
+    finish: str | None = None
+
+
+class InlineEngine:
+    """Runs requests to their end; plans are made ahead of results, as in the real processes."""
+
+    def __init__(self, config: EngineConfig, device: torch.device | None = None) -> None:
+        self.replica = Replica(config, TensorParallel(), device or torch.device("cpu"))
+        self.runner = self.replica.runner
+        self.scheduler = Scheduler(scheduler_config(config, self.replica.ready))
+        self.finished: dict[str, Finished] = {}
+        self.plans: list[StepPlan] = []
+        self._queue: deque[StepPlan] = deque()
+
+    def add(self, request_id: str, prompt: list[int], sampling: SamplingParams, priority: int = 0) -> None:
+        refused = self.scheduler.add(Request(request_id, tuple(prompt), sampling, priority))
+        assert not refused, refused
+        self.finished[request_id] = Finished()
+
+    def step(self) -> bool:
+        """Plan as far ahead as the scheduler allows, execute the oldest plan; False when nothing is left to do."""
+        while (plan := self.scheduler.plan()) is not None:
+            self._queue.append(plan)
+            self.plans.append(plan)
+        if not self._queue:
+            return False
+        outputs = self.scheduler.apply(self.runner.execute(self._queue.popleft()))
+        self.deliver(outputs)
+        return True
+
+    def deliver(self, outputs: tuple[RequestOutput, ...]) -> None:
+        for output in outputs:
+            record = self.finished[output.request_id]
+            record.tokens += output.tokens
+            record.outputs.append(output)
+            record.finish = output.finish or record.finish
+
+    def run(self) -> dict[str, Finished]:
+        while self.step():
+            pass
+        return self.finished
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+        params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        names = [f"r{len(self.finished)}-{i}" for i in range(len(prompts))]
+        for name, prompt, param in zip(names, prompts, params, strict=True):
+            self.add(name, prompt, param)
+        self.run()
+        return [self.finished[name].tokens for name in names]

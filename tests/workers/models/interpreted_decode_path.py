@@ -1,0 +1,135 @@
+"""The few-token path on the kernels it launches on Hopper, interpreted: from the embedding to the final norm. Run with
+TRITON_INTERPRET=1, see test_decode_path_interpreted.py."""
+
+from kernels.testing import bounds, gluon_interpreter, interpreter
+
+interpreter.repair()
+gluon_interpreter.install()
+bounds.check_bounds()
+
+from collections.abc import Callable  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
+from typing import Any  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from random_model import V2_LITE_HEADS, decode_step, random_model  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+
+import workers.models.decode_path as decode_path  # noqa: E402
+from kernels.few_experts import launch as experts  # noqa: E402
+from kernels.head_linear import launch as heads  # noqa: E402
+from kernels.linear import launch as products  # noqa: E402
+from kernels.mla_decode import launch as attention  # noqa: E402
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling  # noqa: E402
+from kernels.pending_norm import PendingNorm, launch_enter  # noqa: E402
+from kernels.rms_norm import launch as norms  # noqa: E402
+from workers.batch import Batch, DecodeBatch  # noqa: E402
+from workers.models.config import ModelConfig  # noqa: E402
+from workers.scratch import Scratch  # noqa: E402
+
+gluon.language.num_warps = lambda: 4
+gluon.language.inline_asm_elementwise = lambda *_, **__: 0
+CPU = torch.device("cpu")
+V3_ROUTING = {
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 64,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+
+
+def plainly(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`launch` without the options only a GPU knows."""
+
+    def run(*args: Any, dependent: bool = False, early: bool = False, **options: Any) -> Any:
+        return launch(*args, **options)
+
+    return run
+
+
+def all_experts(
+    x: Any, choice: Any, shared_FE: Any, shared_EI: Any, gate_up: Any, down: Any, residual: Any, norm: Any, out: Any,
+    empty: Any,
+) -> None:  # fmt: skip
+    act = empty(choice.weight_TK.numel(), down.shape[2], dtype=down.dtype)
+    shared_act = empty(choice.weight_TK.shape[0], shared_EI.shape[1], dtype=down.dtype)
+    experts.gate_up(x, choice, shared_FE, gate_up, shared_act, act)
+    experts.down(shared_act, act, choice, shared_EI, down, out.x_TE, residual, norm, out.square_TP)
+
+
+def plan(self: Any, batch: Batch, rows: DecodeBatch, scratch: Scratch) -> Workspace:
+    own = self.model.layers[0].attention
+    shape = DecodeShape(
+        batch.layout.decode_rows, batch.layout.width, own.heads, own.latent, own.rope, rows.page_RP.shape[1]
+    )
+    tiling = hopper_tiling(shape, 8)
+    assert tiling.path == "narrow"
+    buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
+    workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
+    attention.plan(rows.length_R, rows.page_RP, workspace, first=batch.first)
+    return workspace
+
+
+@pytest.fixture(autouse=True)
+def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the path does for tensors on a GPU, for tensors on a CPU."""
+
+    def normed(x: PendingNorm, weight: Any, out: Any, *, norm_A: Any = None, next: Any = None) -> None:
+        products.stream_linear(x.x_TE, weight, out, pending=x, norm=norm_A, next=next)
+
+    def to_residual(x: Any, weight: Any, residual: Any, norm: Any, out: PendingNorm) -> None:
+        products.stream_linear(x, weight, out.x_TE, residual_TF=residual, norm=norm, next=out)
+
+    def step(self: Any, batch: Batch, scratch: Scratch) -> decode_path.Step:
+        assert batch.decode is not None
+        workspace = plan(self, batch, batch.decode, scratch)
+        return decode_path.Step(batch, batch.decode, workspace, self.model.rotation_PO, scratch, True)
+
+    replaced = {
+        "normed_linear": normed,
+        "linear_to_residual": to_residual,
+        "gated_linear": products.stream_gate_up,
+        "rope_absorb": lambda *args, eps: heads.rope_absorb(*args, eps),
+        "merge_up": heads.merge_up,
+        "head_linear": lambda x, weight, out: products.stream_heads(x, weight.transpose(1, 2), out),
+        "rms_norm": lambda x, weight, out, *, eps: norms.rms_norm(x, weight, out, eps),
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(decode_path, name, plainly(function))
+    monkeypatch.setattr(decode_path, "pending_norm", SimpleNamespace(enter=plainly(launch_enter)))
+    few = SimpleNamespace(router=plainly(experts.router), choose=plainly(experts.choose), experts=plainly(all_experts))
+    monkeypatch.setattr(decode_path, "few_experts", few)
+    attend = SimpleNamespace(attend=plainly(attention.attend), merge=plainly(attention.merge))
+    monkeypatch.setattr(decode_path, "attention_launch", attend)
+    monkeypatch.setattr(decode_path.DecodePath, "_step", step)
+
+
+@pytest.mark.parametrize("overrides", [{}, V3_ROUTING], ids=["v2", "v3"])
+@pytest.mark.parametrize(
+    ("lengths", "width"),
+    [([600], 1), ([1], 1), ([200, 65], 1), ([130, 0, 70, 1], 1), ([100] * 16, 1), ([150], 4), ([64, 90, 0], 3)],
+)
+def test_the_path_equals_the_layers_in_fp32(lengths: list[int], width: int, overrides: dict[str, Any]) -> None:
+    values = V2_LITE_HEADS | overrides
+    model, wide = random_model(values, torch.bfloat16, CPU), random_model(values, torch.float32, CPU)
+    assert decode_path.unsupported(ModelConfig.parse(values), 1) == ""
+    token_T, batch, cache = decode_step(model, lengths, width)
+    _, _, wide_cache = decode_step(wide, lengths, width)
+    before = [layer.clone() for layer in cache.layers]
+    got = decode_path.DecodePath(model).forward(token_T, batch, cache, Scratch(CPU))
+    want = wide.forward(token_T, batch, wide_cache)
+    alive = torch.tensor(lengths).repeat_interleave(width) > 0
+    error = (got.float() - want).norm(dim=1) / want.norm(dim=1)
+    # bf16 at every boundary of some twenty products; a wrong one is off by the whole.
+    assert float(error[alive].max()) < 2e-2
+    touched = torch.zeros(cache.layers[0].shape[0] * 64, dtype=torch.bool)
+    touched[batch.cache_slot_T] = True
+    for old, new, theirs in zip(before, cache.layers, wide_cache.layers, strict=True):
+        assert torch.equal(old.flatten(0, 1)[~touched], new.flatten(0, 1)[~touched])
+        live = batch.cache_slot_T[alive]
+        torch.testing.assert_close(new.flatten(0, 1)[live].float(), theirs.flatten(0, 1)[live], rtol=2e-2, atol=5e-2)

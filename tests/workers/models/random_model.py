@@ -1,0 +1,81 @@
+"""Models with random weights of the test's shape, without a checkpoint, and one decode step for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workers.batch import Batch, DecodeBatch, LatentCache
+from workers.models.config import ModelConfig
+from workers.models.deepseek import DeepseekModel
+from workers.parallel import TensorParallel
+from workers.plan import BatchLayout
+from workers.weights import WeightSource
+
+V2_LITE_HEADS: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 160,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "max_position_embeddings": 4096,
+}
+"""The attention of DeepSeek-V2-Lite, everything else small."""
+
+
+class RandomWeights(WeightSource):
+    """normal(0, 0.05) rounded to bf16, norms around 1: the same numbers in every dtype and on every device."""
+
+    def fill_part(self, into: torch.Tensor, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
+        """Random numbers for `into`."""
+        into.copy_((torch.randn(into.shape) * 0.05 + ("norm" in name)).to(torch.bfloat16))
+
+    def progress(self, text: str) -> None:
+        """Says nothing."""
+
+
+def random_model(values: dict[str, Any], dtype: torch.dtype, device: torch.device) -> DeepseekModel:
+    """A model of these config values."""
+    torch.manual_seed(5)
+    source = RandomWeights(TensorParallel(), dtype, device)
+    return DeepseekModel(source, ModelConfig.parse(values), draft_layer=False, max_positions=4096)
+
+
+def decode_step(
+    model: DeepseekModel, lengths: list[int], width: int, cache_seed: int = 0
+) -> tuple[torch.Tensor, Batch, LatentCache]:
+    """Tokens, batch and a random cache in which row r has lengths[r] entries after the step (0: a padded row)."""
+    torch.manual_seed(cache_seed)
+    device, rows = model.norm_E.device, len(lengths)
+    pages = max(1, -(-max(lengths) // 64))
+    cache = LatentCache.allocate(
+        model.cache_layers, rows * pages + 1, 64, model.cache_width, model.norm_E.dtype, device
+    )
+    for layer in cache.layers:
+        layer.copy_(torch.randn(layer.shape).to(torch.bfloat16))
+    table = torch.randperm(rows * pages).view(rows, pages).int() + 1
+    length = torch.tensor(lengths, dtype=torch.int32)
+    position = (length.long().unsqueeze(1) - width + torch.arange(width)).clamp(min=0)
+    slot = torch.gather(table.long(), 1, position // 64) * 64 + position % 64
+    slot[length == 0] = 0
+    token = torch.randint(0, model.config.vocab_size, (rows * width,))
+    batch = Batch(
+        BatchLayout(width, rows),
+        position.flatten().to(device),
+        slot.flatten().to(device),
+        DecodeBatch(length.to(device), table.to(device)),
+        None,
+    )
+    return token.to(device), batch, cache

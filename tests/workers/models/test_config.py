@@ -1,0 +1,215 @@
+"""config.json: what is read from it, and the errors that name what is not supported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+from workers.models import ConfigError, ModelConfig
+from workers.models.rope import frequencies, rotation_table, softmax_scale
+
+# The published config.json of DeepSeek-V3, without its quantization_config.
+V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+V2_LITE: dict[str, Any] = {
+    **V3,
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "num_nextn_predict_layers": None,
+}
+
+
+def test_reads_deepseek_v3() -> None:
+    config = ModelConfig.parse(V3)
+    assert (config.num_layers, config.num_heads, config.cache_width, config.draft_layers) == (61, 128, 576, 1)
+    assert config.routing.groups == 8
+    assert config.routing.normalize
+    assert config.is_dense(2)
+    assert not config.is_dense(3)
+    assert config.eos_ids == (1,)
+    assert config.rope.yarn is not None
+    assert config.rope.yarn.factor == 40
+
+
+def test_reads_deepseek_v2_lite_and_kimi_k2() -> None:
+    lite = ModelConfig.parse(V2_LITE)
+    assert lite.q_lora_rank is None
+    assert (lite.routing.scoring, lite.routing.bias, lite.draft_layers) == ("softmax", False, 0)
+    assert ModelConfig.parse({**V3, "model_type": "kimi_k2"}) == ModelConfig.parse(V3)
+
+
+def test_several_end_ids() -> None:
+    assert ModelConfig.parse({**V3, "eos_token_id": [1, 5]}).eos_ids == (1, 5)
+    assert ModelConfig.parse({**V3, "eos_token_id": None}).eos_ids == ()
+
+
+YARN = V3["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        None,
+        YARN,
+        {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        {**YARN, "mscale": 0.5},
+        {**YARN, "mscale_all_dim": 0.0},
+        {**YARN, "attention_factor": 1.3},
+        {**YARN, "beta_fast": 16, "beta_slow": 2, "factor": 7.5},
+        {**YARN, "truncate": False},
+        {**YARN, "original_max_position_embeddings": 8},  # the interpolated band is empty
+        {"rope_type": "default", "rope_theta": 5e5},
+    ],
+)
+def test_rope_is_that_of_transformers(rope: dict[str, Any] | None) -> None:
+    theirs = DeepseekV3Config(**{**V3, "rope_scaling": rope})
+    ours = ModelConfig.parse({**V3, "rope_scaling": rope})
+    kind = theirs.rope_parameters["rope_type"]
+    compute = ROPE_INIT_FUNCTIONS.get(kind, DeepseekV3RotaryEmbedding.compute_default_rope_parameters)
+    frequency, magnitude = compute(theirs)
+    got_frequency, got_magnitude = frequencies(ours.rope, 64)
+    torch.testing.assert_close(got_frequency, frequency, atol=0, rtol=1e-6)
+    assert got_magnitude == pytest.approx(magnitude, rel=1e-12)
+
+    cos, sin = DeepseekV3RotaryEmbedding(theirs)(torch.empty(1), torch.arange(500)[None])
+    table = rotation_table(ours.rope, 64, 500, torch.device("cpu"))[:500]
+    torch.testing.assert_close(table[:, 0::2], cos[0, :, :32], atol=1e-4, rtol=0)
+    torch.testing.assert_close(table[:, 1::2], sin[0, :, :32], atol=1e-4, rtol=0)
+
+    with torch.device("meta"):
+        attention = DeepseekV3Attention(theirs, 0)
+    assert softmax_scale(ours) == pytest.approx(attention.scaling, rel=1e-12)
+
+
+def test_written_back_by_transformers_it_reads_the_same(tmp_path: Path) -> None:
+    """transformers moves rope_scaling and rope_theta into rope_parameters."""
+    DeepseekV3Config(**V3).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in written
+    assert "rope_scaling" not in written
+    assert ModelConfig.load(tmp_path) == ModelConfig.parse(V3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "llama"}, ["model_type", "'llama'", "deepseek_v3", "kimi_k2"]),
+        ({"model_type": None}, ["lacks model_type"]),
+        ({"hidden_size": None}, ["lacks hidden_size"]),
+        ({"hidden_size": "big"}, ["hidden_size", "integer", "'big'"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "at least 1"]),
+        ({"kv_lora_rank": True}, ["kv_lora_rank", "integer"]),
+        ({"rms_norm_eps": "1e-6"}, ["rms_norm_eps", "number"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "true or false"]),
+        ({"qk_rope_head_dim": 63}, ["qk_rope_head_dim", "even"]),
+        ({"attention_bias": True}, ["attention_bias", "not supported"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+        ({"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
+        ({"scoring_func": "softmax"}, ["scoring_func", "'softmax'", "'sigmoid'"]),
+        ({"topk_method": "greedy"}, ["topk_method", "'greedy'", "'noaux_tc'"]),
+        ({"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers", "2"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8", "not supported yet"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling.type", "'linear'", "'yarn'"]),
+        ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling.factor"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling", "object"]),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"n_group": 7}, ["n_routed_experts = 256", "n_group = 7"]),
+        ({"topk_group": 9}, ["topk_group = 9"]),
+        ({"n_group": 256, "topk_group": 8}, ["n_group = 256", "1 expert a group"]),
+        ({"num_experts_per_tok": 200}, ["num_experts_per_tok = 200", "128"]),
+    ],
+)
+def test_errors_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.parse({**V3, **changes})
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_topk_prob": True}, ["norm_topk_prob", "deepseek_v2"]),
+        ({"mlp_bias": True}, ["mlp_bias"]),
+        ({"scoring_func": "sigmoid"}, ["scoring_func", "'softmax'"]),
+        ({"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers", "deepseek_v2"]),
+    ],
+)
+def test_errors_of_v2_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.parse({**V2_LITE, **changes})
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        ModelConfig.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot read"):
+        ModelConfig.load(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="JSON object"):
+        ModelConfig.load(tmp_path)

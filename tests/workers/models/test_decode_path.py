@@ -1,0 +1,91 @@
+"""The few-token path computes what the model's layers compute, one kernel boundary differently: on a CPU in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import random_tokens
+from paged import CPU, Paged, load_fp32
+from tiny_models import KINDS, VOCAB, write_tiny
+from torch import multiprocessing
+
+from workers.models.config import ModelConfig
+from workers.models.decode_path import DecodePath, unsupported
+from workers.parallel import TensorParallel
+from workers.scratch import Scratch
+
+
+def agree(folder: Path, group: TensorParallel | None = None) -> None:
+    """Decode steps of several widths through the path and through the layers: hidden states, drafts and caches."""
+    model = load_fp32(folder, group or TensorParallel())
+    path = DecodePath(model)
+    paged = Paged(model, [random_tokens(151, 0, VOCAB), random_tokens(90, 1, VOCAB), random_tokens(70, 2, VOCAB)])
+    prefill = paged.plan([], 1, [(0, 70), (1, 63), (2, 1)])
+    hidden = paged.forward(prefill)
+    if model.has_draft_layer:
+        paged.draft(prefill, hidden)
+    for decode, width in [([0], 1), ([0, 2], 3), ([1], 1), ([0, 1, 2], 2)]:
+        step = paged.plan(decode, width, [])
+        batch = paged.batch(step, 0)
+        tokens = torch.tensor([t for f in step.feeds for t in paged.rows[f.row].tokens[f.start : f.start + f.count]])
+        following = torch.tensor(
+            [t for f in step.feeds for t in paged.rows[f.row].tokens[f.start + 1 : f.start + f.count + 1]]
+        )
+        scratch = Scratch(CPU)
+        got = path.forward(tokens, batch, paged.cache, scratch)
+        written = [layer.clone() for layer in paged.cache.layers]
+        hidden = paged.forward(step)
+        want = torch.cat([hidden[row] for row in decode])
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
+        for ours, theirs in zip(written, paged.cache.layers, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4, equal_nan=True)
+        if model.has_draft_layer:
+            drafted = path.draft(following, want, paged.batch(step, 1), paged.cache, scratch)
+            theirs = paged.draft(step, hidden)
+            torch.testing.assert_close(drafted, torch.cat([theirs[row] for row in decode]), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_path_equals_the_layers(kind: str, tmp_path: Path) -> None:
+    overrides = {} if "no-q-lora" in kind else {"q_lora_rank": 32}
+    agree(write_tiny(tmp_path, kind, seed=3, **overrides))
+
+
+def rank_main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    group = TensorParallel.connect(rank, size, f"file://{folder}/rendezvous", CPU, timeout_s=60)
+    try:
+        for kind in ("v3", "v2-no-q-lora"):
+            agree(folder / kind, group)
+    finally:
+        group.close()
+
+
+def test_the_path_equals_the_layers_on_two_ranks(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "v3", "v3", seed=4, q_lora_rank=32)
+    write_tiny(tmp_path / "v2-no-q-lora", "v2-no-q-lora", seed=4)
+    multiprocessing.spawn(rank_main, args=(2, tmp_path), nprocs=2)
+
+
+def test_no_pass_on_a_cpu_takes_the_path(tmp_path: Path) -> None:
+    model = load_fp32(write_tiny(tmp_path, "v3", q_lora_rank=32))
+    paged = Paged(model, [random_tokens(20, 0, VOCAB)])
+    assert not DecodePath(model).takes(paged.batch(paged.plan([0], 1, []), 0))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "word"),
+    [
+        ({"qk_rope_head_dim": 16}, 1, "q_lora_rank"),
+        ({"q_lora_rank": 32, "qk_rope_head_dim": 48}, 1, "qk_rope_head_dim"),
+        ({"q_lora_rank": 32, "qk_rope_head_dim": 16}, 1, ""),
+        ({"q_lora_rank": 32, "qk_rope_head_dim": 16}, 2, "value features"),
+        ({"q_lora_rank": 32, "qk_rope_head_dim": 16, "kv_lora_rank": 48}, 1, "kv_lora_rank"),
+    ],
+)
+def test_unsupported_shapes_are_named(overrides: dict[str, int], ranks: int, word: str, tmp_path: Path) -> None:
+    config = ModelConfig.load(write_tiny(tmp_path, "v3", **overrides))
+    assert word in unsupported(config, ranks)
+    assert bool(word) == bool(unsupported(config, ranks))

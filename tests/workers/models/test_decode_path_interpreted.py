@@ -1,0 +1,9 @@
+"""Runs interpreted_decode_path.py in a process whose Triton interprets."""
+
+from pathlib import Path
+
+from kernels.testing.interpreter import interpreted_pytest
+
+
+def test_the_decode_path_in_the_interpreter() -> None:
+    interpreted_pytest(Path(__file__).with_name("interpreted_decode_path.py"))

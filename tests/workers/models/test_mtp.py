@@ -1,0 +1,144 @@
+"""The draft layer against transformers' multi-token prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import load_oracle, random_tokens
+from paged import Paged, load_fp32
+from tiny_models import VOCAB, write_tiny
+from torch import Tensor
+from transformers import DeepseekV3ForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
+from workers.models import DeepseekModel
+
+LAYERS = 3
+V3_KINDS = ["v3", "v3-yarn", "v3-one-group", "v3-no-q-lora", "v3-tied"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # transformers recognises the draft layer by this list, which it keeps for checkpoints of 61 layers only.
+    pattern = [rf"model\.layers\.{LAYERS}\..*"]
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", pattern)
+    return write_tiny(tmp_path, request.param, seed=3, num_hidden_layers=LAYERS)
+
+
+@torch.no_grad()
+def oracle_drafts(oracle: Any, tokens: list[int], more: int) -> tuple[Tensor, list[Tensor]]:
+    """Draft logits over a prompt (row i: from hidden i and token i + 1), then those of `more` further greedy drafts,
+    each made from the draft layer's own output."""
+    mtp = MtpModel.from_pretrained(oracle)
+    cache = MtpCache(config=oracle.config.get_mtp_config())
+    ids = torch.tensor([tokens])
+    hidden = oracle(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+    positions = torch.arange(1, len(tokens))[None]
+    hidden = mtp.forward_layer(0, hidden, positions, cache, input_ids=ids[:, 1:])
+    first = oracle.lm_head(hidden)[0]
+    logits, further = first[-1], []
+    for step in range(more):
+        token = logits.argmax()[None, None]
+        hidden = mtp.forward_layer(0, hidden[:, -1:], torch.tensor([[len(tokens) + step]]), cache, input_ids=token)
+        logits = oracle.lm_head(hidden)[0, -1]
+        further.append(logits)
+    return first, further
+
+
+def our_drafts(model: DeepseekModel, tokens: list[int], cuts: list[int], more: int) -> tuple[Tensor, list[Tensor]]:
+    """The same from our model: the prompt in prefill chunks that end at `cuts`, further drafts as decode rows."""
+    paged = Paged(model, [tokens], room=more + 1)
+    parts = []
+    for count in [b - a for a, b in zip([0, *cuts], [*cuts, len(tokens) - 1], strict=True)]:
+        step = paged.plan([], 1, [(0, count)])
+        hidden = paged.draft(step, paged.forward(step))
+        parts.append(model.draft_logits(hidden[0]))
+    logits, further = parts[-1][-1], []
+    for _ in range(more):
+        paged.rows[0].tokens.append(int(logits.argmax()))
+        step = paged.plan([0], 1, [])
+        hidden = paged.draft(step, {0: hidden[0][-1:]})
+        paged.rows[0].written += 1
+        logits = model.draft_logits(hidden[0])[-1]
+        further.append(logits)
+    return torch.cat(parts), further
+
+
+@pytest.mark.parametrize("folder", V3_KINDS, indirect=True)
+@pytest.mark.parametrize("cuts", [[], [64], [1, 2, 70]])
+def test_draft_logits(folder: Path, cuts: list[int]) -> None:
+    tokens = random_tokens(131, 5, VOCAB)
+    want, want_more = oracle_drafts(load_oracle(folder), tokens, more=3)
+    got, got_more = our_drafts(load_fp32(folder), tokens, cuts, more=3)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    for ours, theirs in zip(got_more, want_more, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("folder", ["v3"], indirect=True)
+def test_verified_tokens_reach_the_draft_layer_in_decode_rows(folder: Path) -> None:
+    """A decode row of width 4 feeds the draft layer as a prefill chunk of 4 does."""
+    model, tokens = load_fp32(folder), random_tokens(75, 6, VOCAB)
+    want, _ = oracle_drafts(load_oracle(folder), tokens, more=0)
+    paged = Paged(model, [tokens])
+    parts = []
+    for decode, width, chunks in [([], 1, [(0, 62)]), ([0], 4, []), ([0], 4, []), ([0], 4, [])]:
+        step = paged.plan(decode, width, chunks)
+        parts.append(model.draft_logits(paged.draft(step, paged.forward(step))[0]))
+    torch.testing.assert_close(torch.cat(parts), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("folder", ["v3"], indirect=True)
+def test_proposals_of_speculative_generation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token that transformers' generate proposes while it decodes 24 tokens, ours proposes in the same place."""
+    proposals: list[tuple[list[int], int]] = []
+    original = MTPCandidateGenerator.get_candidates
+
+    def recorded(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        candidates, logits = original(self, input_ids, *args, **kwargs)
+        if candidates.shape[1] > input_ids.shape[1]:
+            proposals.append((input_ids[0].tolist(), int(candidates[0, input_ids.shape[1]])))
+        return candidates, logits
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", recorded)
+    oracle, model = load_oracle(folder), load_fp32(folder)
+    ids = torch.tensor([random_tokens(70, 7, VOCAB)])
+    oracle.generate(
+        ids, attention_mask=torch.ones_like(ids), use_mtp=True, do_sample=False, max_new_tokens=24, pad_token_id=0
+    )
+    assert len(proposals) >= 12
+    for tokens, proposed in proposals:
+        logits, _ = our_drafts(model, tokens, [], more=0)
+        assert int(logits[-1].argmax()) == proposed
+
+
+@pytest.mark.parametrize("folder", ["v3"], indirect=True)
+def test_entry_zero_is_never_read(folder: Path) -> None:
+    """Entry 0 of the draft layer's cache is never written: it stays NaN, and no draft shows it."""
+    model, tokens = load_fp32(folder), random_tokens(70, 8, VOCAB)
+    paged = Paged(model, [tokens])
+    step = paged.plan([], 1, [(0, 60)])
+    paged.draft(step, paged.forward(step))
+    step = paged.plan([0], 2, [])
+    hidden = paged.draft(step, paged.forward(step))
+    assert bool(paged.cache.layers[LAYERS][paged.rows[0].pages[0], 0].isnan().all())
+    assert bool(hidden[0].isfinite().all())
+
+
+@pytest.mark.parametrize("folder", ["v3"], indirect=True)
+def test_without_draft_layer(folder: Path) -> None:
+    from paged import ALONE, CPU
+
+    from workers.models import load_model
+
+    model = load_model(folder, group=ALONE, dtype=torch.float32, device=CPU, max_positions=64, draft_layer=False)
+    assert not model.has_draft_layer
+    assert model.cache_layers == LAYERS
+    paged = Paged(model, [[1, 2, 3]])
+    with pytest.raises(ValueError, match="no draft layer"):
+        paged.draft(paged.plan([], 1, [(0, 2)]), {0: torch.zeros(2, 48)})

@@ -1,0 +1,68 @@
+"""Two and four ranks over gloo give the tokens that one rank gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import random_tokens
+from paged import CPU, Paged, greedy, load_fp32
+from tiny_models import VOCAB, write_tiny
+from torch import multiprocessing
+
+from workers.models import load_model
+from workers.parallel import TensorParallel
+
+PROMPTS = [random_tokens(count, count, VOCAB) for count in (1, 40, 130)]
+KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied"]
+
+
+def generate(folder: Path, group: TensorParallel) -> dict[str, object]:
+    """Greedy tokens, and logits and draft logits over a prompt."""
+    model = load_fp32(folder, group)
+    paged = Paged(model, [PROMPTS[1]])
+    step = paged.plan([], 1, [(0, 39)])
+    hidden = paged.forward(step)
+    result = {"tokens": greedy(model, PROMPTS, 32), "logits": model.logits(hidden[0])}
+    if model.has_draft_layer:
+        result["drafts"] = model.draft_logits(paged.draft(step, hidden)[0])
+    return result
+
+
+def rank_main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    group = TensorParallel.connect(rank, size, f"file://{folder}/rendezvous", CPU, timeout_s=60)
+    try:
+        torch.save({kind: generate(folder / kind, group) for kind in KINDS}, folder / f"rank{rank}.pt")
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_agree_with_one(size: int, tmp_path: Path) -> None:
+    alone = {kind: generate(write_tiny(tmp_path / kind, kind, seed=2), TensorParallel()) for kind in KINDS}
+    multiprocessing.spawn(rank_main, args=(size, tmp_path), nprocs=size)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(size)]
+    for kind, want in alone.items():
+        for rank in ranks:
+            assert rank[kind]["tokens"] == want["tokens"]
+            assert rank[kind].keys() == want.keys()
+            for name in want.keys() - {"tokens"}:
+                assert rank[kind][name].shape[-1] == VOCAB
+                assert torch.equal(rank[kind][name], ranks[0][kind][name]), "ranks differ"
+                torch.testing.assert_close(rank[kind][name], want[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "field"),
+    [
+        ({}, 3, "num_attention_heads = 4"),
+        ({"intermediate_size": 66}, 4, "intermediate_size = 66"),
+        ({"moe_intermediate_size": 18}, 4, "moe_intermediate_size = 18"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(overrides: dict[str, int], size: int, field: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "v3", **overrides)
+    with pytest.raises(ValueError, match=f"^{field} is not divisible by tensor_parallel = {size}"):
+        load_model(folder, group=TensorParallel(0, size), dtype=torch.float32, device=CPU, max_positions=64)

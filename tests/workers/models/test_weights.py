@@ -1,0 +1,176 @@
+"""Reading checkpoints: indexed files, slices, and one clear error for everything that does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged import CPU, load_fp32
+from safetensors.torch import load_file, save_file
+from tiny_models import write_tiny
+
+from workers import weights
+from workers.models import DeepseekModel, WeightsError, load_model
+from workers.parallel import TensorParallel
+
+
+def load(folder: Path, **options: Any) -> DeepseekModel:
+    return load_model(
+        folder, **{"group": TensorParallel(), "dtype": torch.float32, "device": CPU, "max_positions": 64, **options}
+    )
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Apply `change` to the dictionary of tensors on the disk."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def split(folder: Path, parts: int) -> None:
+    """Spread the tensors over several files with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"model-{i % parts + 1:05}-of-{parts:05}.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({n: tensors[n] for n in names if weight_map[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_indexed_files_are_read(tmp_path: Path) -> None:
+    one, several = write_tiny(tmp_path / "one"), write_tiny(tmp_path / "several")
+    split(several, 3)
+    a, b = load_fp32(one), load_fp32(several)
+    assert torch.equal(a.head_YE, b.head_YE)
+    assert torch.equal(a.layers[2].attention.down_FE, b.layers[2].attention.down_FE)
+    assert torch.equal(a.layers[1].feed_forward.down_XEI, b.layers[1].feed_forward.down_XEI)
+
+
+def test_each_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny(tmp_path)
+    read: dict[str, torch.Size] = {}
+    original = weights.Checkpoint.read
+
+    def recorded(self: weights.Checkpoint, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        tensor = original(self, name, index)
+        read[name] = tensor.shape
+        return tensor
+
+    monkeypatch.setattr(weights.Checkpoint, "read", recorded)
+    monkeypatch.setattr(weights, "check_memory", lambda *_: None)
+    monkeypatch.setattr("workers.models.check_memory", lambda *_: None)  # it is collective, and there is no group
+    load(folder, group=TensorParallel(1, 2))
+    full = {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert read.keys() == full.keys()
+    for name, shape in read.items():
+        halved = [ours * 2 == whole for ours, whole in zip(shape, full[name], strict=True)]
+        if any(part in name for part in ("q_b_proj", "kv_b_proj", "gate_proj", "up_proj")):
+            assert halved == [True, False], name
+        elif any(part in name for part in ("o_proj", "down_proj")):
+            assert halved == [False, True], name
+        elif name == "lm_head.weight":
+            assert shape[0] == 131 - 66
+        else:
+            assert shape == full[name], name
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_listed_together(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.norm.weight"], tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(4)
+        tensors["model.layers.2.input_layernorm.weight"] = torch.zeros(7)
+
+    rewrite(folder, change)
+    with pytest.raises(WeightsError) as error:
+        load(folder)
+    text = str(error.value)
+    assert "2 missing" in text
+    assert "model.norm.weight" in text
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in text
+    assert "1 unexpected" in text
+    assert "model.layers.0.self_attn.q_proj.bias" in text
+    assert "model.layers.2.input_layernorm.weight is [7], config.json wants [48]" in text
+
+
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    rewrite(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "experts." in name])
+    with pytest.raises(WeightsError, match=r"and \d+ more"):
+        load(folder)
+
+
+def test_well_known_extras_are_ignored(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+        tensors["model.layers.3.embed_tokens.weight"] = torch.zeros(131, 48)
+        tensors["model.layers.3.shared_head.head.weight"] = torch.zeros(131, 48)
+
+    rewrite(folder, change)
+    assert load(folder).has_draft_layer
+
+
+def test_unreadable_dtype_is_named(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    rewrite(
+        folder,
+        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(48).to(torch.float8_e4m3fn)}),
+    )
+    with pytest.raises(WeightsError, match=r"(?s)unsupported dtype.*model\.norm\.weight is F8_E4M3"):
+        load(folder)
+
+
+def test_a_declared_draft_layer_may_be_absent_but_not_partial(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"))
+    with pytest.raises(WeightsError, match=r"(?s)1 missing.*model\.layers\.3\.eh_proj\.weight"):
+        load(folder)
+    rewrite(folder, lambda tensors: [tensors.pop(n) for n in list(tensors) if n.startswith("model.layers.3.")])
+    assert not load(folder).has_draft_layer
+
+
+def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(WeightsError, match=r"model\.safetensors, is the download complete"):
+        load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"neither model\.safetensors\.index\.json nor model\.safetensors"):
+        load(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(WeightsError, match=r"model-00001-of-00002\.safetensors"):
+        load(folder)
+    index.write_text("{}")
+    with pytest.raises(WeightsError, match=r"index\.json"):
+        load(folder)
+
+
+def test_too_little_memory_is_said_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny(tmp_path)
+    size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    lines: list[str] = []
+    monkeypatch.setattr(weights, "_free_host_bytes", lambda: size - 1)
+    with pytest.raises(MemoryError, match="the weights need"):
+        load(folder, progress=lines.append)
+    assert not lines
+    monkeypatch.setattr(weights, "_free_host_bytes", lambda: size)
+    load(folder, progress=lines.append)
+    assert "layer 3 of 3" in lines
+    assert "draft layer" in lines
+    monkeypatch.setattr(weights, "_free_host_bytes", lambda: size * 2 // 3)
+    load(folder, dtype=torch.bfloat16)
+
+
+def test_free_memory_is_positive_and_not_more_than_there_is() -> None:
+    import psutil
+
+    assert 0 < weights._free_host_bytes() <= psutil.virtual_memory().total

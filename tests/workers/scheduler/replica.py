@@ -1,0 +1,147 @@
+"""A scheduler and a simulated worker, stepped by hand, and what must hold between any two calls."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from simulated_worker import SimulatedWorker, alone
+
+from kernels.page import PAGE_TOKENS
+from workers.messages import Request, RequestOutput
+from workers.plan import SamplingParams, StepPlan
+from workers.scheduler import Scheduler, SchedulerConfig, max_pages_per_row
+from workers.scheduler.sequence import Phase
+
+
+class Replica:
+    """Checks every plan and every output as it comes."""
+
+    def __init__(self, config: SchedulerConfig, agree: float = 0.7, seed: int = 0) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        rows = max_pages_per_row(config.max_context, config.width, config.pipeline)
+        self.worker = SimulatedWorker(config.slots, config.pages, config.width, rows, agree, seed)
+        self.launched: deque[StepPlan] = deque()
+        self.plans: list[StepPlan] = []
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.finish: dict[str, str] = {}
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    def add(self, request_id: str, prompt: list[int] | tuple[int, ...], priority: int = 0, **sampling: object) -> str:
+        request = Request(request_id, tuple(prompt), SamplingParams(**sampling), priority)  # type: ignore[arg-type]
+        refused = self.scheduler.add(request)
+        if not refused:
+            self.requests[request_id] = request
+            self.tokens[request_id], self.outputs[request_id] = [], []
+        return refused
+
+    def cancel(self, request_id: str) -> None:
+        self._deliver(self.scheduler.cancel(request_id))
+
+    def plan(self) -> StepPlan | None:
+        in_flight = len(self.launched)
+        plan = self.scheduler.plan()
+        if plan is not None:
+            assert in_flight < self.config.pipeline
+            assert plan.layout.tokens <= self.config.token_budget
+            last = self.plans[-1] if self.plans else None
+            assert plan.width <= 1 + (last.drafts if last else self.config.width - 1)
+            self.launched.append(plan)
+            self.plans.append(plan)
+        else:
+            assert in_flight or self.scheduler.idle, "nothing is in flight, nothing can be planned, and work is left"
+        return plan
+
+    def apply(self) -> tuple[RequestOutput, ...]:
+        outputs = self.scheduler.apply(self.worker.execute(self.launched.popleft()))
+        self._deliver(outputs)
+        return outputs
+
+    def step(self) -> bool:
+        """Plan as far as allowed, apply one result; False when all is done."""
+        while self.plan() is not None:
+            pass
+        if not self.launched:
+            return False
+        self.apply()
+        return True
+
+    def run(self, most: int = 20_000) -> None:
+        for _ in range(most):
+            if not self.step():
+                assert self.scheduler.idle
+                return
+        raise AssertionError(f"not done after {most} steps")
+
+    def _deliver(self, outputs: tuple[RequestOutput, ...]) -> None:
+        assert len({output.request_id for output in outputs}) == len(outputs)
+        for output in outputs:
+            name = output.request_id
+            assert name not in self.finish, f"output of {name} after its end"
+            assert output.tokens or output.finish == "cancelled"
+            self.tokens[name] += output.tokens
+            self.outputs[name].append(output)
+            if output.finish is not None:
+                self.finish[name] = output.finish
+
+    def check_tokens(self) -> None:
+        """Every request got what it would get alone; a cancelled one got a beginning of that."""
+        for name, request in self.requests.items():
+            tokens, reason = alone(request, self.config.max_context)
+            if self.finish.get(name) in ("stop", "length"):
+                assert (self.tokens[name], self.finish[name]) == (tokens, reason), name
+            else:
+                assert self.tokens[name] == tokens[: len(self.tokens[name])], name
+
+    def check_pages(self) -> None:
+        """No page leaked, owned twice, or open to writes while others may read it."""
+        scheduler = self.scheduler
+        pool, cache = scheduler._rows.pool, scheduler._rows.cache
+        rows = [*scheduler._rows.prefilling, *scheduler._rows.decoding]
+        held = Counter(page for row in rows for page in row.pages.pages)
+        free, unheld = pool._free, set(cache._unheld)
+        assert len(set(free)) == len(free)
+        assert not set(free) & set(held)
+        assert not unheld & (set(free) | set(held))
+        assert {*free, *held, *unheld} == set(range(1, self.config.pages))
+        assert all(pool.holders(page) == held[page] for page in range(1, self.config.pages))
+        assert cache._of_page.keys() >= unheld
+        assert not set(cache._of_page) & set(free)
+        assert {e.page: e.key for e in cache._entries.values()} == {p: e.key for p, e in cache._of_page.items()}
+        for row in rows:
+            sampled = len(row.tokens) > row.goal
+            first_write = len(row.tokens) - 1 if sampled else max(row.write_from, len(row.pages.chain) * PAGE_TOKENS)
+            for page in row.pages.pages[first_write // PAGE_TOKENS :]:
+                assert held[page] == 1, "a page that will be written is shared"
+                assert not cache.is_cached(page), "a page that will be written can be found"
+            assert len(row.pages.pages) <= max_pages_per_row(
+                self.config.max_context, self.config.width, self.config.pipeline
+            )
+
+    def check_books(self) -> None:
+        """Slots, queue and statistics agree with the requests."""
+        scheduler = self.scheduler
+        live = list(scheduler._live.values())
+        waiting = [s for s in live if s.phase is Phase.WAITING]
+        stats = scheduler.stats()
+        assert stats.waiting == len(waiting) == len(scheduler._rows.queue)
+        assert scheduler._rows.queue.tokens == sum(len(s.tokens) for s in waiting)
+        assert stats.running == len(scheduler._rows.prefilling) + len(scheduler._rows.decoding) <= self.config.slots
+        in_flight = {s for flight in scheduler._flights for s in (*flight.decode, *flight.prefill)}
+        holders = [s.slot for s in {*live, *in_flight} if s.slot >= 0]
+        assert sorted([*holders, *scheduler._rows.free_slots]) == list(range(self.config.slots))
+        assert stats.pages_total == self.config.pages - 1
+        assert 0 <= stats.pages_free <= stats.pages_total
+
+    def check_rest(self) -> None:
+        """With nothing running all pages are available, and every cached page continues one that is cached."""
+        stats = self.scheduler.stats()
+        assert stats.pages_free == stats.pages_total
+        assert stats.running == stats.waiting == stats.prefill_backlog == 0
+        cache = self.scheduler._rows.cache
+        order = {entry.key: index for index, entry in enumerate(cache._unheld.values())}
+        for entry in cache._entries.values():
+            if entry.parent is not None:
+                assert cache._entries.get(entry.parent.key) is entry.parent
+                assert order[entry.key] < order[entry.parent.key], "evicted before what continues it"

@@ -1,0 +1,268 @@
+"""A worker without a model, faithful in everything the scheduler can get wrong.
+
+The model is a hash: the next token is a function of all tokens before it, of the seed and of how many were generated.
+The cache remembers for every entry which tokens wrote it, as a digest of the whole prefix, in the target layers and in
+the draft layer. Every attention checks each entry it reads against the row's own prefix, so a leaked, stale, shared or
+missing page shows at once. Only what a plan says and what lives in slots is used, as on a device.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kernels.page import NULL_PAGE, PAGE_TOKENS
+from workers.messages import Request
+from workers.plan import PrefillRow, SamplingParams, StepPlan, StepResult, TopLogprobs
+
+VOCAB = 40
+Content = tuple[int, int]
+"""(digest of the prefix through a token, that token)."""
+
+
+def digest(parent: int, token: int) -> int:
+    return hash((parent, token, 0x5EED))
+
+
+def next_token(prefix: int, sampling: SamplingParams, generated: int) -> int:
+    """What the model says after a prefix; stop ids are masked before min_tokens."""
+    token = hash((prefix, sampling.seed)) % VOCAB
+    while generated < sampling.min_tokens and token in sampling.stop_ids:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def alone(request: Request, max_context: int) -> tuple[list[int], str]:
+    """The tokens and the finish reason of a request that has everything to itself."""
+    prefix, sampling = 0, request.sampling
+    for token in request.prompt:
+        prefix = digest(prefix, token)
+    out: list[int] = []
+    while True:
+        token = next_token(prefix, sampling, len(out))
+        out.append(token)
+        prefix = digest(prefix, token)
+        if token in sampling.stop_ids and len(out) > sampling.min_tokens:
+            return out, "stop"
+        if len(out) == sampling.max_tokens or len(request.prompt) + len(out) == max_context:
+            return out, "length"
+
+
+@dataclass
+class Slot:
+    """What the device holds of one slot."""
+
+    table: list[int]
+    granted: int = 0
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=1))
+    resumed: int = 0
+    """Generated tokens that were part of the prefill."""
+    history: tuple[int, ...] = ()
+    prompt: int = -1
+    """Tokens of the request's own prompt; known once the prefill is over."""
+    row: list[Content] = field(default_factory=list)
+    """The row's true content, all tokens that are certainly its own, the last one not fed yet when decoding."""
+    decoding: bool = False
+    drafts: tuple[int, ...] = ()
+    drafted_at: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.row) - 1
+
+    def prefix(self) -> int:
+        return self.row[-1][0] if self.row else 0
+
+
+class SimulatedWorker:
+    """`agree(rng)` decides for each draft whether it is what the model would say."""
+
+    def __init__(self, slots: int, pages: int, width: int, pages_per_row: int, agree: float, seed: int) -> None:
+        self.width, self.pages = width, pages
+        self.slots = [Slot([NULL_PAGE] * pages_per_row) for _ in range(slots)]
+        self.target: list[Content | None] = [None] * (pages * PAGE_TOKENS)
+        self.draft: list[Content | None] = [None] * (pages * PAGE_TOKENS)
+        self.agree, self.rng = agree, random.Random(seed)
+        self.step = 0
+        self.highest_entry = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert plan.step == self.step + 1
+        self.step = plan.step
+        assert 1 <= plan.width <= self.width
+        assert 0 <= plan.drafts < self.width
+        used = [*plan.decode_slots, *(row.slot for row in plan.prefill)]
+        assert used
+        assert len(set(used)) == len(used)
+        assert list(plan.decode_slots) == sorted(plan.decode_slots)
+        self._admit(plan)
+        self._grant(plan)
+        self._check_written_pages_are_exclusive(plan, used)
+
+        # All rows write before any row reads, as the layers of one forward pass do.
+        fed = [self._feed(self.slots[slot], slot, plan) for slot in plan.decode_slots]
+        for row in plan.prefill:
+            self._feed_prompt(self.slots[row.slot], row)
+        tokens: list[tuple[int, ...]] = []
+        for slot, drafts in zip(plan.decode_slots, fed, strict=True):
+            tokens.append(self._verify(self.slots[slot], drafts))
+        for row in plan.prefill:
+            state = self.slots[row.slot]
+            self._attend(self.target, state, state.row, first=0)
+            if row.final:
+                tokens.append(self._sample_first(state))
+        if self.width > 1:
+            for slot, drafts, gained in zip(plan.decode_slots, fed, tokens, strict=False):
+                self._draft_rows(self.slots[slot], len(drafts) + 1, len(gained), plan)
+            for row in plan.prefill:
+                self._draft_prompt(self.slots[row.slot], row, plan)
+        asked = plan.logprobs
+        logprobs = tuple(tuple(top_logprobs(token, asked) for token in row) for row in tokens) if asked >= 0 else ()
+        return StepResult(plan.step, tuple(tokens), 0.001, logprobs)
+
+    # Plan to slots
+
+    def _admit(self, plan: StepPlan) -> None:
+        assert len({admission.slot for admission in plan.admissions}) == len(plan.admissions)
+        for admission in plan.admissions:
+            table = [NULL_PAGE] * len(self.slots[admission.slot].table)
+            self.slots[admission.slot] = Slot(
+                table, sampling=admission.sampling, resumed=admission.generated, history=admission.history
+            )
+
+    def _grant(self, plan: StepPlan) -> None:
+        for grant in plan.grants:
+            state = self.slots[grant.slot]
+            assert grant.first == state.granted, "grants append to the table"
+            assert grant.pages
+            for index, page in enumerate(grant.pages, start=grant.first):
+                assert NULL_PAGE < page < self.pages
+                state.table[index] = page  # IndexError: more pages than max_pages_per_row
+            state.granted += len(grant.pages)
+            assert len(set(state.table[: state.granted])) == state.granted
+
+    def _check_written_pages_are_exclusive(self, plan: StepPlan, used: list[int]) -> None:
+        tables = Counter(page for slot in used for page in self.slots[slot].table if page != NULL_PAGE)
+        for slot in plan.decode_slots:
+            for page in self.slots[slot].table[self.slots[slot].length // PAGE_TOKENS :]:
+                assert tables[page] <= 1, f"decode row of slot {slot} writes page {page}, which another row has too"
+        for row in plan.prefill:
+            for page in self.slots[row.slot].table[max(row.start, row.write_from) // PAGE_TOKENS :]:
+                assert tables[page] <= 1, (
+                    f"prefill row of slot {row.slot} writes page {page}, which another row has too"
+                )
+
+    # Cache
+
+    def _entry(self, state: Slot, position: int) -> int:
+        page = state.table[position // PAGE_TOKENS]
+        assert page != NULL_PAGE, f"position {position} has no page"
+        self.highest_entry = max(self.highest_entry, position)
+        return page * PAGE_TOKENS + position % PAGE_TOKENS
+
+    def _attend(self, cache: list[Content | None], state: Slot, own: list[Content], first: int) -> None:
+        for position in range(first, len(own)):
+            found = cache[self._entry(state, position)]
+            assert found == own[position], f"position {position} holds {found}, not the row's own {own[position]}"
+
+    # Decode rows
+
+    def _feed(self, state: Slot, slot: int, plan: StepPlan) -> tuple[int, ...]:
+        """Write the target entries of the last token and of the drafts; returns the drafts that are fed."""
+        assert state.decoding, f"slot {slot} is decoded before its prompt ended"
+        drafts = state.drafts[: plan.width - 1]
+        assert len(drafts) == plan.width - 1, f"slot {slot} lacks drafts"
+        assert plan.width == 1 or state.drafted_at == plan.step - 1, "drafts of an older step"
+        self.target[self._entry(state, state.length)] = state.row[-1]
+        prefix = state.prefix()
+        for position, token in enumerate(drafts, start=len(state.row)):
+            prefix = digest(prefix, token)
+            self.target[self._entry(state, position)] = (prefix, token)
+        return drafts
+
+    def _verify(self, state: Slot, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        gained: list[int] = []
+        row = list(state.row)
+        read = 0
+        for draft in (*drafts, None):
+            self._attend(self.target, state, row, first=read)
+            read = len(row)
+            token = next_token(row[-1][0], state.sampling, len(row) - state.prompt)
+            gained.append(token)
+            row.append((digest(row[-1][0], token), token))
+            if token != draft:
+                break
+        state.row = row
+        return tuple(gained)
+
+    def _draft_rows(self, state: Slot, fed: int, gained: int, plan: StepPlan) -> None:
+        """The draft layer's pass over the row's tokens, one position further, then the further drafts."""
+        before = len(state.row) - gained - 1  # length when the step began
+        for index in range(fed):
+            position = before + index + 1
+            own = state.row[position] if index < gained else (-1, -1)  # behind the accepted part: arbitrary
+            self.draft[self._entry(state, position)] = own
+        self._make_drafts(state, plan)
+
+    def _make_drafts(self, state: Slot, plan: StepPlan) -> None:
+        row, drafts = list(state.row), []
+        self._attend(self.draft, state, row, first=1)
+        for index in range(plan.drafts):
+            token = next_token(row[-1][0], state.sampling, len(row) - state.prompt)
+            if self.rng.random() >= self.agree:
+                token = self.rng.randrange(VOCAB)
+            drafts.append(token)
+            row.append((digest(row[-1][0], token), token))
+            if index + 1 < plan.drafts:
+                self.draft[self._entry(state, len(row) - 1)] = row[-1]
+        state.drafts, state.drafted_at = tuple(drafts), plan.step
+
+    # Prefill rows
+
+    def _feed_prompt(self, state: Slot, row: PrefillRow) -> None:
+        assert not state.decoding, "a prompt chunk of a row that decodes"
+        assert row.tokens
+        if not state.row and row.start:
+            # A prefix hit: the row trusts what its shared pages hold, but it must be one unbroken prefix.
+            hit = [self.target[self._entry(state, position)] for position in range(row.start)]
+            prefix = 0
+            for position, content in enumerate(hit):
+                assert content is not None, f"position {position} of a prefix hit was never written"
+                prefix = digest(prefix, content[1])
+                assert content[0] == prefix, f"position {position} of a prefix hit belongs to another prefix"
+                state.row.append(content)
+        assert row.start == len(state.row), "chunks follow each other"
+        for token in row.tokens:
+            position = len(state.row)
+            state.row.append((digest(state.prefix(), token), token))
+            if position >= row.write_from:
+                self.target[self._entry(state, position)] = state.row[-1]
+        if row.final:
+            assert row.next_token == -1
+            state.decoding = True
+            state.prompt = len(state.row) - state.resumed
+            if state.sampling.has_penalties:
+                assert state.history == tuple(token for _, token in state.row)
+
+    def _sample_first(self, state: Slot) -> tuple[int, ...]:
+        token = next_token(state.prefix(), state.sampling, len(state.row) - state.prompt)
+        state.row.append((digest(state.prefix(), token), token))
+        return (token,)
+
+    def _draft_prompt(self, state: Slot, row: PrefillRow, plan: StepPlan) -> None:
+        end = row.start + len(row.tokens)
+        for position in range(row.start + 1, end):
+            self.draft[self._entry(state, position)] = state.row[position]
+        if row.final:
+            self.draft[self._entry(state, end)] = state.row[end]
+            self._make_drafts(state, plan)
+        else:
+            following = (digest(state.prefix(), row.next_token), row.next_token)
+            self.draft[self._entry(state, end)] = following
+            self._attend(self.draft, state, [*state.row, following], first=1)
+
+
+def top_logprobs(token: int, count: int) -> TopLogprobs:
+    ids = tuple((token + i) % VOCAB for i in range(count))
+    return TopLogprobs(-float(token), ids, tuple(-float(i) for i in ids))

@@ -1,0 +1,233 @@
+"""Pages shared by equal prefixes."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from array import array
+from hashlib import blake2b
+
+import pytest
+from replica import Replica
+from workload import config, tokens
+
+from kernels.page import PAGE_TOKENS
+from workers.scheduler import page_keys
+from workers.scheduler.pages import PagePool
+from workers.scheduler.prefix import PrefixCache, pack_tokens
+
+
+def run_one(replica: Replica, name: str, prompt: list[int], most: int = 5) -> int:
+    """Tokens that came from the cache."""
+    assert not replica.add(name, prompt, max_tokens=most)
+    replica.run()
+    replica.check_tokens()
+    assert [output.cached_tokens for output in replica.outputs[name][1:]] == [0] * (len(replica.outputs[name]) - 1)
+    return replica.outputs[name][0].cached_tokens
+
+
+def test_page_keys_chain_full_pages() -> None:
+    prompt = [random.Random(1).randrange(2**32) for _ in range(200)]
+    expected, key = [], bytes(8)
+    for page in range(3):
+        ids = b"".join(token.to_bytes(4, "little") for token in prompt[64 * page : 64 * page + 64])
+        key = blake2b(key + ids, digest_size=8).digest()
+        expected.append(int.from_bytes(key, "little"))
+    assert page_keys(prompt) == page_keys(tuple(prompt)) == expected
+    assert page_keys(prompt[:191]) == expected[:2]
+    assert page_keys(prompt[:63]) == []
+
+
+def test_page_keys_are_the_same_in_every_process() -> None:
+    code = "import json; from workers.scheduler import page_keys; print(json.dumps(page_keys(list(range(500)))))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)
+    assert json.loads(other.stdout) == page_keys(list(range(500)))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 200])
+def test_a_repeated_prompt_hits_all_pages_before_its_last_token(width: int, length: int) -> None:
+    replica = Replica(config(width=width))
+    prompt = tokens(length)
+    assert run_one(replica, "first", prompt) == 0
+    first = len(replica.plans)
+    hit = (length - 1) // PAGE_TOKENS * PAGE_TOKENS
+    assert run_one(replica, "again", prompt) == hit
+    assert replica.tokens["again"] == replica.tokens["first"]
+    row = replica.plans[first].prefill[0]
+    # With a draft layer the last cached token is computed again, without writing it.
+    assert (row.start, row.write_from) == (hit - 1 if hit and width > 1 else hit, hit)
+    assert replica.scheduler.stats().cached_tokens == hit
+
+
+def test_generated_tokens_are_cached_for_the_next_turn() -> None:
+    replica = Replica(config(), agree=0.5)
+    prompt = tokens(100)
+    run_one(replica, "turn 1", prompt, most=100)
+    prompt = [*prompt, *replica.tokens["turn 1"], *tokens(30, seed=1)]
+    assert run_one(replica, "turn 2", prompt, most=100) == 192
+    prompt = [*prompt, *replica.tokens["turn 2"], *tokens(3, seed=2)]
+    assert run_one(replica, "turn 3", prompt) == (100 + 100 + 30 + 99) // 64 * 64
+
+
+def test_running_rows_share_pages() -> None:
+    replica = Replica(config(pages=14), agree=0.5)
+    prompt = tokens(256)
+    replica.add("a", [*prompt, 1], max_tokens=60)
+    while not replica.tokens["a"]:
+        replica.step()
+    # 13 pages: each of the three needs 5 or 6, of which 4 are common.
+    replica.add("b", [*prompt, 2], max_tokens=60)
+    replica.add("c", [*prompt, 3], max_tokens=60)
+    while not replica.tokens["c"]:
+        replica.step()
+        replica.check_pages()
+    assert replica.scheduler.stats().running == 3
+    assert replica.outputs["c"][0].cached_tokens == 256
+    replica.run()
+    replica.check_tokens()
+    assert replica.scheduler.stats().preemptions == 0
+
+
+def test_equal_prompts_at_once_are_computed_apart_and_cached_once() -> None:
+    replica = Replica(config(), agree=0.5)
+    for name in "abcd":
+        replica.add(name, tokens(130), max_tokens=70, seed=ord(name))
+    replica.run()
+    replica.check_tokens()
+    replica.check_rest()
+    assert replica.scheduler._rows.cache.cached == 2 + 4
+    prompt = [*tokens(130), *replica.tokens["d"]]
+    assert run_one(replica, "d again", prompt) == 192
+
+
+def test_without_a_cache_nothing_is_shared() -> None:
+    replica = Replica(config(prefix_cache=False))
+    assert run_one(replica, "a", tokens(200)) == run_one(replica, "b", tokens(200)) == 0
+    assert replica.scheduler.stats().prefix_keys == ()
+    assert replica.scheduler._rows.pool.free_count == 99
+
+
+def test_the_least_recently_used_prefix_goes_first_and_its_end_before_its_beginning() -> None:
+    replica = Replica(config(pages=11, max_context=512, slots=1))
+    old, new = tokens(257, seed=1), tokens(257, seed=2)
+    run_one(replica, "old", old)
+    run_one(replica, "new", new)
+    # Ten pages hold four of each; the next prompt needs three: two are free, and the last one of `old` goes.
+    run_one(replica, "other", tokens(130, seed=3))
+    cache = replica.scheduler._rows.cache
+    assert [key in cache._entries for key in page_keys(old)] == [True, True, True, False]
+    assert [key in cache._entries for key in page_keys(new)] == [True] * 4
+    # A hit makes `old` the newest.
+    assert run_one(replica, "old again", old[:193]) == 192
+    run_one(replica, "another", tokens(200, seed=4))
+    assert [key in cache._entries for key in page_keys(old)[:3]] == [True] * 3
+    assert False in [key in cache._entries for key in page_keys(new)]
+
+
+def test_the_statistics_name_the_newest_keys() -> None:
+    replica = Replica(config(prefix_sample=3))
+    a, b = tokens(130, seed=1), tokens(130, seed=2)
+    run_one(replica, "a", a)
+    run_one(replica, "b", b)
+    assert replica.scheduler.stats().prefix_keys == (*page_keys(b)[::-1], page_keys(a)[1])
+    run_one(replica, "a again", a)
+    assert replica.scheduler.stats().prefix_keys == (*page_keys(a)[::-1], page_keys(b)[1])
+
+
+def test_a_colliding_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.scheduler.prefix.chain_key", lambda parent, page: 7)
+    replica = Replica(config())
+    assert run_one(replica, "a", tokens(200, seed=1)) == 0
+    assert run_one(replica, "b", tokens(200, seed=2)) == 0
+    assert run_one(replica, "a again", tokens(200, seed=1)) == 64
+
+
+def test_equal_pages_behind_different_prefixes_are_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Even when the keys do not tell them apart: key of a page = hash of that page alone.
+    from workers.scheduler import prefix
+
+    strong = prefix.chain_key
+    monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(0, page))
+    replica = Replica(config())
+    head1, head2, tail = tokens(64, seed=1), tokens(64, seed=2), tokens(65, seed=3)
+    assert run_one(replica, "a", [*head1, *tail]) == 0
+    assert run_one(replica, "b", [*head2, *tail]) == 0
+    assert run_one(replica, "c", [*head2, *tail]) == 64
+    assert run_one(replica, "d", [*head1, *tail]) == 128
+
+
+def test_a_gap_left_by_a_twin_is_filled_when_the_row_ends() -> None:
+    # Rows 1 and 2 compute the same first page; row 1's is the cached one and is evicted while row 2 holds the page
+    # that continues it. When row 2 ends, its own first page takes the place.
+    pool = PagePool(6)
+    cache = PrefixCache(pool)
+    ids = array("I", range(128))
+    one, two = cache.open([], 1), cache.open([], 2)
+    cache.register(one, ids, 1)
+    cache.register(two, ids, 2)
+    assert two.duplicates
+    cache.close(one)
+    three = cache.open([], 3)  # takes the last free pages, then row 1's
+    assert page_keys(ids)[0] not in cache._entries
+    assert cache.match(pack_tokens(ids), page_keys(ids), 2) == []
+    cache.close(two)
+    assert [entry.page for entry in cache.match(pack_tokens(ids), page_keys(ids), 2)] == [2, 3]
+    cache.close(three)
+    assert cache.available == 5
+
+
+def test_nothing_is_cached_behind_a_page_whose_key_collided(monkeypatch: pytest.MonkeyPatch) -> None:
+    # All first pages collide. Cached behind the other's first page, b's second one would be taken for a's.
+    from workers.scheduler import prefix
+
+    strong = prefix.chain_key
+    monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(7, page) if parent else 7)
+    replica = Replica(config())
+    a, b, tail = tokens(64, seed=1), tokens(64, seed=2), tokens(65, seed=3)
+    assert run_one(replica, "a", [*a, 0]) == 0
+    assert run_one(replica, "b", [*b, *tail]) == 0
+    assert run_one(replica, "c", [*a, *tail]) == 64
+
+
+def test_nothing_is_cached_behind_an_equal_page_of_another_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.scheduler import prefix
+
+    strong = prefix.chain_key
+    monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(0, page))
+    replica = Replica(config())
+    a, b, same, tail = (tokens(64, seed=seed) for seed in range(4))
+    assert run_one(replica, "a", [*a, *same, 0]) == 0
+    replica.add("b", [*b, *same, *tail, 0], max_tokens=50)
+    while not replica.tokens["b"]:
+        replica.step()
+    assert run_one(replica, "c", [*a, *same, *tail, 0]) == 128
+
+
+def test_a_gap_that_a_colliding_page_took_is_not_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.scheduler import prefix
+
+    strong = prefix.chain_key
+    monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(7, page) if parent else 7)
+    pool = PagePool(6)
+    cache = PrefixCache(pool)
+    ids, other = array("I", range(128)), array("I", range(1000, 1064))
+    one, two = cache.open([], 1), cache.open([], 2)
+    cache.register(one, ids, 1)
+    cache.register(two, ids, 2)
+    cache.close(one)
+    three = cache.open([], 3)  # evicts row 1's page
+    cache.register(three, other, 1)
+    cache.close(two)
+    for wrong in (ids, array("I", [*other, *ids[64:]])):
+        assert len(cache.match(pack_tokens(wrong), page_keys(wrong), 2)) == (wrong[0] == 1000)
+    cache.close(three)
+    assert cache.available == 5
+
+
+def test_asking_for_more_pages_than_there_are_raises() -> None:
+    cache = PrefixCache(PagePool(4))
+    with pytest.raises(RuntimeError, match="4 pages wanted, 3 available"):
+        cache.open([], 4)

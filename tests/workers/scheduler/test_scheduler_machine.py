@@ -1,0 +1,117 @@
+"""Random requests, cancellations, plans and late results: each request gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from replica import Replica
+from simulated_worker import VOCAB
+from workload import random_config, random_request
+
+from workers.scheduler import prefix
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    colliding = False
+
+    @initialize(seed=st.integers(0, 2**20), agree=st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+    def start(self, seed: int, agree: float) -> None:
+        self.rng = random.Random(seed)
+        self.replica = Replica(random_config(self.rng), agree, seed)
+        self.names = 0
+
+    @rule(count=st.integers(1, 8))
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            prompt, sampling = random_request(self.rng, self.replica.config.max_context)
+            self.submit(prompt, **sampling)
+
+    @precondition(lambda self: self.replica.finish)
+    @rule(data=st.data(), more=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5))
+    def next_turn(self, data: st.DataObject, more: list[int]) -> None:
+        replica = self.replica
+        name = data.draw(st.sampled_from(sorted(replica.finish)))
+        self.submit([*replica.requests[name].prompt, *replica.tokens[name], *more], max_tokens=40)
+
+    def submit(self, prompt: list[int], **sampling: object) -> None:
+        self.names += 1
+        refused = self.replica.add(f"request {self.names}", prompt, **sampling)
+        fits = 0 < len(prompt) < self.replica.config.max_context
+        assert bool(refused) <= (not fits or refused.startswith("queue full") or "pages of cache" in refused), (
+            f"refused without need: {refused}"
+        )
+        assert fits or refused
+
+    @precondition(lambda self: self.replica.scheduler._live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.replica.scheduler._live)))
+        self.replica.cancel(name)
+        assert self.replica.finish[name] == "cancelled"
+
+    @rule()
+    def cancel_unknown(self) -> None:
+        assert self.replica.scheduler.cancel("nobody") == ()
+
+    @rule()
+    def plan(self) -> None:
+        self.replica.plan()
+
+    @precondition(lambda self: self.replica.launched)
+    @rule()
+    def apply(self) -> None:
+        self.replica.apply()
+
+    @rule(steps=st.integers(1, 100))
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self.replica.step()
+            self.replica.check_pages()
+
+    @invariant()
+    def pages_and_books(self) -> None:
+        if hasattr(self, "replica"):
+            self.replica.check_pages()
+            self.replica.check_books()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "replica"):
+            return
+        self.replica.run()
+        assert set(self.replica.finish) == set(self.replica.requests), "a request never ended"
+        self.replica.check_tokens()
+        self.replica.check_pages()
+        self.replica.check_books()
+        if not self.colliding:
+            self.replica.check_rest()
+
+
+class CollidingMachine(SchedulerMachine):
+    """The same with page keys that collide all the time: only comparing tokens keeps prefixes apart."""
+
+    colliding = True
+
+
+SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = SETTINGS
+
+
+class TestCollidingKeys(CollidingMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = SETTINGS
+
+    @pytest.fixture(autouse=True)
+    def weak_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        strong = prefix.chain_key
+        monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(parent, page) % 3)

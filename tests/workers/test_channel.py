@@ -1,0 +1,124 @@
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from workers.channel import Binding, HeartbeatThread, PeerGone, Receiver, connect_receiver, connect_sender, encode
+from workers.messages import (
+    Cancel,
+    FromWorker,
+    Heartbeat,
+    Outputs,
+    RequestOutput,
+    Shutdown,
+    ToFront,
+    ToScheduler,
+    ToWorker,
+)
+from workers.plan import StepPlan, StepResult
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_messages_reach_every_end(host: str | None) -> None:
+    binding = Binding(2, host, ToScheduler, FromWorker)
+    addresses = binding.addresses
+    front, outputs = connect_sender(addresses.requests), connect_receiver(addresses.outputs, ToFront)
+    ranks = [connect_receiver(address, ToWorker) for address in addresses.plans]
+    results = connect_sender(addresses.results)
+    try:
+        front.send(Cancel("a"))
+        assert binding.requests.receive(5000) == Cancel("a")
+        plan = StepPlan(1, 2, 1, (0,))
+        for sender in binding.plans:
+            sender.send_encoded(encode(plan))
+        assert [rank.receive(5000) for rank in ranks] == [plan, plan]
+        results.send(StepResult(1, ((4,),), 0.1))
+        assert binding.results.receive(5000) == StepResult(1, ((4,),), 0.1)
+        binding.outputs.send(Outputs((RequestOutput("a", (1, 2)),)))
+        assert outputs.receive(5000) == Outputs((RequestOutput("a", (1, 2)),))
+        assert outputs.receive(0) is None
+        for sender in binding.plans:
+            sender.send(Shutdown())
+        assert ranks[0].receive(5000) == Shutdown()
+    finally:
+        for end in (front, results):
+            end.close()
+        for receiver in (outputs, *ranks):
+            receiver.close()
+        binding.close()
+    if host is None:
+        assert not Path(addresses.requests.removeprefix("ipc://")).parent.exists()
+
+
+def test_order_is_kept_and_nothing_is_dropped() -> None:
+    binding = Binding(1, None, ToScheduler, FromWorker)
+    sender = connect_sender(binding.addresses.requests)
+    try:
+        for index in range(5000):
+            sender.send(Cancel(str(index)))
+        received = [binding.requests.receive(5000) for _ in range(5000)]
+        assert [message.request_id for message in received] == [str(index) for index in range(5000)]
+    finally:
+        sender.close()
+        binding.close()
+
+
+def test_a_peer_that_left_is_an_error_at_once() -> None:
+    binding = Binding(2, None, ToScheduler, FromWorker)
+    rank = connect_receiver(binding.addresses.plans[0], ToWorker)
+    binding.plans[0].send(Shutdown())
+    assert rank.receive(5000) == Shutdown()
+    rank.close()
+
+    def send_until_noticed() -> None:  # the socket hears of it a moment later
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            binding.plans[0].send(Shutdown())
+
+    try:
+        with pytest.raises(PeerGone, match="rank 0 has left"):
+            send_until_noticed()
+        begin = time.monotonic()
+        with pytest.raises(PeerGone, match="rank 0 has left"):
+            binding.plans[0].send(Shutdown())
+        assert time.monotonic() - begin < 0.5
+    finally:
+        binding.close()
+
+
+def test_the_first_message_waits_for_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.channel.CONNECT_TIMEOUT_S", 0.5)
+    binding = Binding(2, None, ToScheduler, FromWorker)
+    connecting = threading.Timer(0.2, lambda: late.append(connect_receiver(binding.addresses.plans[0], ToWorker)))
+    late: list[Receiver] = []
+    connecting.start()
+    try:
+        binding.plans[0].send(Shutdown())
+        connecting.join()
+        assert late[0].receive(5000) == Shutdown()
+        with pytest.raises(PeerGone, match="rank 1 never came"):
+            binding.plans[1].send(Shutdown())
+    finally:
+        late[0].close()
+        binding.close()
+
+
+def test_heartbeats_come_while_the_main_thread_is_busy_and_stop_when_told() -> None:
+    binding = Binding(1, None, ToScheduler, FromWorker)
+    heartbeat = HeartbeatThread(binding.addresses, 0, silence_s=60)
+    try:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            sum(range(1000))
+        beats = 0
+        while binding.results.receive(0) == Heartbeat(0):
+            beats += 1
+        assert beats >= 2
+        heartbeat.close()
+        while binding.results.receive(0) is not None:
+            pass
+        assert binding.results.receive(600) is None
+    finally:
+        heartbeat.close()
+        binding.close()

@@ -1,0 +1,45 @@
+"""Two ranks on two GPUs over NCCL, eager and in graphs, against one rank on a CPU."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from tests.workers.test_gpu_engine import engine, params, prompts
+from workers.client import EngineClient
+from workers.config import EngineConfig
+from workers.launch import local_engine
+from workers.messages import Request
+from workers.plan import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+
+
+async def generate(config: EngineConfig, texts: list[list[int]], sampling: list[SamplingParams]) -> list[list[int]]:
+    async def one(client: EngineClient, name: str, prompt: list[int], param: SamplingParams) -> list[int]:
+        return [t async for out in client.generate(Request(name, tuple(prompt), param)) for t in out.tokens]
+
+    async with local_engine(config, print) as client:
+        jobs = [one(client, f"r{i}", *job) for i, job in enumerate(zip(texts, sampling, strict=True))]
+        return await asyncio.gather(*jobs)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_two_ranks_give_the_tokens_of_one(graphs: bool, temperature: float) -> None:
+    texts, sampling = prompts(20, 150), params(20, temperature)
+    config = EngineConfig(
+        model="demo",
+        device="cuda",
+        tensor_parallel=2,
+        width=3,
+        max_rows=8,
+        token_budget=96,
+        cache_pages=120,
+        dtype="float32",
+        graphs=graphs,
+    )
+    expected = engine("cuda", width=1, graphs=False).generate(texts, sampling)
+    assert asyncio.run(generate(config, texts, sampling)) == expected

@@ -1,0 +1,189 @@
+"""A replica of real processes: scheduler, ranks over gloo, client; what it generates and how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.tiny_models import write_tiny
+from tests.workers.test_engine import engine, greedy, random_prompts
+from workers.client import EngineClient
+from workers.config import EngineConfig
+from workers.engine import EngineFault, Refused
+from workers.launch import LocalReplica, local_engine
+from workers.messages import Request
+from workers.plan import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("v3"), "v3", seed=3)
+
+
+def config(folder: Path, **settings: Any) -> EngineConfig:
+    defaults = {"width": 3, "max_rows": 8, "token_budget": 96, "cache_pages": 200, "device": "cpu"}
+    return EngineConfig(model=str(folder), **{**defaults, **settings})
+
+
+async def collect(client: EngineClient, name: str, prompt: list[int], sampling: SamplingParams) -> list[int]:
+    return [t async for out in client.generate(Request(name, tuple(prompt), sampling)) for t in out.tokens]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+async def test_ranks_share_one_model_and_give_the_tokens_of_one(folder: Path, ranks: int) -> None:
+    prompts = random_prompts(10, 120, seed=50)
+    expected = engine(folder, width=1).generate(prompts, greedy(24))
+    lines: list[str] = []
+    async with local_engine(config(folder, tensor_parallel=ranks), lines.append) as client:
+        assert client.info.max_width == 3
+        await client.probe()
+        jobs = [collect(client, f"r{i}", prompt, greedy(24)) for i, prompt in enumerate(prompts)]
+        assert await asyncio.gather(*jobs) == expected
+        assert client.stats.pages_total == 199
+    assert any("rank 0" in line for line in lines)
+
+
+async def test_leaving_a_stream_early_frees_its_row(folder: Path) -> None:
+    async with local_engine(config(folder)) as client:
+        stream = client.generate(Request("a", (1, 2, 3), greedy(400)))
+        await anext(stream)
+        await stream.aclose()
+        deadline = time.monotonic() + 5
+        while client.stats.running or client.stats.pages_free != client.stats.pages_total:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
+
+async def test_refusals_reach_the_caller(folder: Path) -> None:
+    async with local_engine(config(folder, max_rows=1, queue_limit=1)) as client:
+        with pytest.raises(Refused, match="context of") as refusal:
+            await collect(client, "long", [1] * 600, greedy(4))
+        assert not refusal.value.overloaded
+        streams = [client.generate(Request(f"r{i}", (1, 2), greedy(300))) for i in range(6)]
+        results = await asyncio.gather(*(anext(stream) for stream in streams[:4]), return_exceptions=True)
+        refused = [result for result in results if isinstance(result, Refused)]
+        assert refused
+        assert all(error.overloaded for error in refused)
+        for stream in streams:
+            await stream.aclose()
+
+
+@asynccontextmanager
+async def busy_replica(folder: Path, **settings: Any) -> AsyncIterator[tuple[LocalReplica, EngineClient, list[Any]]]:
+    """A replica with streams under way; all its processes are gone afterwards."""
+    settings = {"heartbeat_timeout_s": 2.0, "tensor_parallel": 2, **settings}
+    replica = LocalReplica(config(folder, **settings))
+    client = EngineClient(config(folder, **settings), replica.addresses, "tiny")
+    try:
+        await client.ready(120)
+        streams = [client.generate(Request(f"r{i}", (1 + i, 2), greedy(450))) for i in range(4)]
+        for stream in streams:
+            await anext(stream)
+        yield replica, client, streams
+    finally:
+        for process in replica.processes:
+            if process.pid is not None and psutil.pid_exists(process.pid):
+                os.kill(process.pid, signal.SIGCONT)
+        await client.close()
+        await asyncio.to_thread(replica.stop, 0.5)
+        assert not any(process.is_alive() for process in replica.processes)
+        assert not Path(replica.addresses.requests.removeprefix("ipc://")).parent.exists()
+
+
+async def fail_all(streams: list[Any]) -> list[str]:
+    async def drain(stream: Any) -> str:
+        with pytest.raises(EngineFault) as fault:
+            async for _ in stream:
+                pass
+        return str(fault.value)
+
+    return await asyncio.gather(*(drain(stream) for stream in streams))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_killed_rank_ends_every_stream_within_a_second(folder: Path, rank: int) -> None:
+    async with busy_replica(folder) as (replica, client, streams):
+        pid = replica.workers[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        begin = time.monotonic()
+        # Whoever watches the processes names the dead one; without a watcher the other rank's report ends the streams.
+        if rank == 0:
+            client.fail("rank 0 was killed")
+        causes = await asyncio.wait_for(fail_all(streams), 10)
+        assert time.monotonic() - begin < 1.5
+        assert len(set(causes)) == 1
+        with pytest.raises(EngineFault):
+            await client.probe()
+
+
+async def test_a_stopped_rank_ends_every_stream_within_five_seconds(folder: Path) -> None:
+    async with busy_replica(folder) as (replica, _client, streams):
+        pid = replica.workers[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        causes = await asyncio.wait_for(fail_all(streams), 10)
+        assert time.monotonic() - begin < 5
+        assert "rank 1 has been silent" in causes[0]
+
+
+async def test_a_killed_scheduler_ends_every_stream(folder: Path) -> None:
+    async with busy_replica(folder) as (replica, _client, streams):
+        pid = replica.processes[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        begin = time.monotonic()
+        causes = await asyncio.wait_for(fail_all(streams), 10)
+        assert time.monotonic() - begin < 5
+        assert "scheduler has been silent" in causes[0]
+        # The ranks have no one left to serve: they end by themselves.
+        for worker in replica.workers:
+            await asyncio.to_thread(worker.join, 8)
+            assert worker.exitcode == 1
+
+
+async def test_nothing_outlives_a_killed_parent(folder: Path) -> None:
+    code = (
+        "import sys, time; from workers.launch import LocalReplica; from workers.config import EngineConfig\n"
+        "if __name__ == '__main__':\n"
+        "    replica = LocalReplica(EngineConfig.model_validate_json(sys.argv[1]))\n"
+        "    print(*[p.pid for p in replica.processes], flush=True); time.sleep(60)"
+    )
+    script = folder / "parent.py"
+    script.write_text(code)
+    root = Path(__file__).resolve().parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, script, config(folder).model_dump_json()],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 15
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+async def test_a_model_that_cannot_load_reports_its_first_cause(folder: Path, tmp_path: Path) -> None:
+    broken = write_tiny(tmp_path / "broken", "v3", seed=3)
+    (broken / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(EngineFault, match="rank 0"):
+        async with local_engine(config(broken)):
+            pass

@@ -1,0 +1,1 @@
+"""What one replica does: scheduler, step plan, model, speculation, sampling, graphs, weights."""

@@ -1,0 +1,70 @@
+"""Settings of one replica: every field with its unit and default. No environment variable switches a feature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
+
+
+class EngineConfig(BaseModel):
+    """What one replica serves and how much it takes on at once."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    """Folder with config.json and safetensors, or `demo` for the model shipped with the project."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share every layer."""
+    width: Annotated[int, Field(ge=1, le=8)] = 3
+    """Tokens a decode row feeds in one step: 1 + drafts. Ignored (1) when the model has no draft layer."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and cache. auto: bfloat16 on GPUs, float32 on CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+    max_rows: Annotated[int, Field(ge=1, le=1024)] = 64
+    """Requests decoded at once (slots)."""
+    token_budget: Annotated[int, Field(ge=1)] = 2048
+    """Most tokens one step feeds, decode and prefill together."""
+    max_context: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of prompt and output together; default: the model's max_position_embeddings."""
+    cache_pages: Annotated[int, Field(ge=2)] | None = None
+    """Pages of 64 tokens, the null page included; default: what memory allows (see `memory_fraction`)."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that weights, graphs and cache may take together."""
+    cpu_cache_bytes: Annotated[int, Field(ge=1)] = 1 << 30
+    """Bytes of latent cache of a rank on CPU, when `cache_pages` is not given."""
+    graphs: bool = True
+    """Capture decode steps into CUDA graphs (on GPUs; a CPU has none)."""
+    selftest: bool = True
+    """Prove at start-up that every graph computes what eager computes; a replica that fails it does not serve."""
+    queue_limit: Annotated[int, Field(ge=0)] = 512
+    """Requests that may wait; one more is refused (HTTP 429)."""
+    prefix_cache: bool = True
+    """Reuse the pages of equal prompt prefixes."""
+    step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds a launched step may take before the replica is given up as hung."""
+    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 3.0
+    """Seconds a process of the replica may be silent before the replica is given up."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds until every rank has loaded and reports ready."""
+
+    @model_validator(mode="after")
+    def _budget_holds_decode(self) -> Self:
+        if self.token_budget < self.max_rows * self.width + 1:
+            raise ValueError(
+                f"token_budget = {self.token_budget} is too small for max_rows = {self.max_rows} decode rows of width "
+                f"{self.width}: give at least {self.max_rows * self.width + 1}, or fewer rows"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The model folder; FileNotFoundError, saying what is missing, when it is not one."""
+        path = DEMO_MODEL if self.model == "demo" else Path(self.model).expanduser()
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} is not a model folder: it has no config.json")
+        return path

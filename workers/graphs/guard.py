@@ -1,0 +1,92 @@
+"""What must not happen while a graph is captured, made impossible: allocation, compilation, waiting for the device."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class CaptureViolation(RuntimeError):
+    """Something that a replay could not repeat happened during a capture; the message names the line."""
+
+
+def _line() -> str:
+    """The innermost line of the project's own code that led here, this file aside."""
+    ours = [str(_ROOT / room) + "/" for room in ("workers", "kernels", "tests")]
+    frames = [f for f in traceback.extract_stack() if f.filename.startswith(tuple(ours)) and f.filename != __file__]
+    if not frames:
+        return "unknown line"
+    frame = frames[-1]
+    return f"{Path(frame.filename).relative_to(_ROOT)}:{frame.lineno}: {frame.line}"
+
+
+def _storages(values: Any, device_type: str) -> set[int]:
+    found: set[int] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.device.type == device_type and value.numel():
+                found.add(value.untyped_storage().data_ptr())
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+
+    visit(values)
+    return found
+
+
+class _NoAllocation(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises when an operator's result lies in memory that none of its operands owns."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        owned = _storages((args, kwargs), self._device_type)
+        if _storages(result, self._device_type) - owned:
+            raise CaptureViolation(f"{func} allocates during a capture, at {_line()}")
+        return result
+
+
+@contextmanager
+def _no_compilation() -> Iterator[None]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise CaptureViolation(f"a kernel is compiled during a capture, at {_line()}; it was not warmed up")
+
+    before = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = refuse
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+
+
+@contextmanager
+def capture_guard(device: torch.device) -> Iterator[None]:
+    """Within this context allocating on `device`, compiling a kernel, or waiting for a GPU raises CaptureViolation (the
+    last as CUDA's own error, whose traceback names the line)."""
+    with _NoAllocation(device.type), _no_compilation():
+        if device.type != "cuda":
+            yield
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,150 @@
+"""A replica without Ray: its scheduler and its ranks as child processes of this one. For the command line and tests."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from workers.channel import Addresses, remove_sockets
+from workers.client import EngineClient
+from workers.config import EngineConfig
+from workers.engine import EngineFault
+
+SHUTDOWN_TIMEOUT_S = 10.0
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A tcp port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _scheduler_main(config: EngineConfig, addresses: Connection) -> None:
+    from workers.scheduler_process import EngineFailed, SchedulerProcess
+
+    _end_with_parent()
+    process = SchedulerProcess(config)
+    addresses.send(process.addresses)
+    addresses.close()
+    try:
+        process.run()
+    except EngineFailed:
+        raise SystemExit(1) from None  # the front was told the cause
+
+
+def _worker_main(config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str) -> None:
+    from workers.worker_process import run_worker
+
+    _end_with_parent()
+    try:
+        run_worker(config, rank, addresses, rendezvous, device_index=rank)
+    except Exception:
+        os._exit(1)  # the scheduler was told the cause; an orderly exit can hang on a peer that is gone
+
+
+@contextmanager
+def _interrupts_are_ours() -> Iterator[None]:
+    """Children started in the block never see Ctrl-C, which a terminal sends to them too: their parent ends them."""
+    # Started on its own by the first child otherwise, and it would unblock the signal.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent() -> None:
+    """Exit when the parent is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+
+        def follow() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=follow, name="follow-parent", daemon=True).start()
+
+
+class LocalReplica:
+    """The child processes of one replica."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Starts them all; they load in parallel."""
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads a rank on a busy machine are slower than one
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        scheduler = context.Process(target=_scheduler_main, args=(config, theirs), daemon=True, name="scheduler")
+        with _interrupts_are_ours():
+            scheduler.start()
+        theirs.close()
+        try:
+            self.addresses: Addresses = ours.recv()
+        except EOFError:
+            raise EngineFault("the scheduler ended while it started") from None
+        rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        self.workers: list[BaseProcess] = [
+            context.Process(
+                target=_worker_main, args=(config, rank, self.addresses, rendezvous), daemon=True, name=f"rank {rank}"
+            )
+            for rank in range(config.tensor_parallel)
+        ]
+        with _interrupts_are_ours():
+            for worker in self.workers:
+                worker.start()
+        self.processes = [scheduler, *self.workers]
+
+    def dead(self) -> str:
+        """Which process is gone, with its exit code; empty while all live."""
+        for process in self.processes:
+            if process.exitcode is not None:
+                return f"{process.name} exited with code {process.exitcode}"
+        return ""
+
+    def stop(self, wait_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+        """Wait for the processes to end by themselves, `wait_s` seconds altogether, then end them."""
+        deadline = time.monotonic() + wait_s
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0.0))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        remove_sockets(self.addresses)
+
+
+async def _watch_processes(replica: LocalReplica, client: EngineClient) -> None:
+    while not (dead := replica.dead()):
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)  # a process that failed in order has told its cause by now
+    client.fail(dead)
+
+
+@asynccontextmanager
+async def local_engine(
+    config: EngineConfig, progress: Callable[[str], None] | None = None, name: str | None = None
+) -> AsyncIterator[EngineClient]:
+    """A ready engine on this machine; everything it started has ended when the block is left."""
+    replica = LocalReplica(config)
+    client = EngineClient(config, replica.addresses, name or config.model)
+    if progress is not None:
+        client.on_progress.append(progress)
+    watcher = asyncio.create_task(_watch_processes(replica, client))
+    try:
+        await client.ready(config.start_timeout_s)
+        yield client
+    finally:
+        watcher.cancel()
+        failed = client.fault is not None
+        await client.close()
+        await asyncio.to_thread(replica.stop, 0.5 if failed else SHUTDOWN_TIMEOUT_S)

@@ -1,0 +1,129 @@
+"""What passes between a replica's front, its scheduler and its workers. msgpack on the wire; no code ever travels.
+
+front -> scheduler: `Request`, `Cancel`.  scheduler -> front: `Outputs`, `EngineStats`, `Fault`, `Ready`.
+scheduler -> worker: `StepPlan`, `Shutdown`.  worker -> scheduler: `StepResult` (rank 0), `Heartbeat`, `Ready`, `Fault`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from workers.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One sequence to generate. `n` choices of one HTTP request are `n` of these."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    """Lower runs first; ties by arrival."""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The front no longer wants this request; unknown or finished ids are ignored."""
+
+    request_id: str
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens a request gained in one step."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    """May be empty when only the end is reported. A stop id is included as the last token."""
+    finish: FinishReason | None = None
+    logprobs: tuple[TopLogprobs, ...] = ()
+    cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache (given with the first output)."""
+    refused: str = ""
+    """Why the scheduler did not take the request (then nothing else is set)."""
+    overloaded: bool = False
+    """It was refused only because too many wait already."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All outputs of one step in one message."""
+
+    items: tuple[RequestOutput, ...]
+
+
+class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Gauges (now) and counters (since start) of one replica, sent by the scheduler several times a second."""
+
+    running: int = 0
+    waiting: int = 0
+    prefill_backlog: int = 0
+    """Prompt tokens queued or partly prefilled that are still to be computed."""
+    pages_total: int = 0
+    pages_free: int = 0
+    """Free pages, those that only the prefix cache holds included."""
+    slots: int = 0
+    steps: int = 0
+    decode_steps: int = 0
+    prefill_steps: int = 0
+    mixed_steps: int = 0
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens served from the prefix cache."""
+    drafts_offered: int = 0
+    drafts_accepted: int = 0
+    preemptions: int = 0
+    drafting: bool = True
+    """False once the engine gave drafts up because too few were accepted."""
+    prefix_keys: tuple[int, ...] = ()
+    """Newest chained page hashes (64-bit) in the prefix cache, for routing; a bounded sample."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A process finished starting."""
+
+    rank: int
+    """-1 for the scheduler."""
+    pages: int = 0
+    """Pages of latent cache, the null page included; all ranks agree on it."""
+    max_context: int = 0
+    """Tokens a request may have, prompt and output together."""
+    vocab_size: int = 0
+    width: int = 1
+    """Most tokens a decode row feeds: 1 + drafts; 1 when the model has no draft layer."""
+    eos_ids: tuple[int, ...] = ()
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A line about start-up for the user: what is being loaded and how far it is."""
+
+    rank: int
+    text: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Says that a process lives, sent every half second by a thread of its own."""
+
+    rank: int
+
+
+class Fault(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The first cause of the end of a replica."""
+
+    cause: str
+    rank: int = -1
+    secondary: bool = False
+    """A collective failed, which most often means that another rank died first: its own report is the first cause."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End in order: graphs, process group, process."""
+
+
+ToScheduler = Request | Cancel | Shutdown
+ToFront = Outputs | EngineStats | Fault | Ready | Progress
+ToWorker = StepPlan | Shutdown
+FromWorker = StepResult | Heartbeat | Ready | Fault | Progress

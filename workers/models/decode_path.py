@@ -1,0 +1,311 @@
+"""The path of pure decode steps of few tokens: the model's layers in as few, and as early, kernels as they can be.
+
+What it computes is what `deepseek` computes; what differs is where kernels begin and end. Norms are pending between
+kernels (`kernels.pending_norm`), the residual stream is fp32, every weight matrix is streamed once by kernels that
+begin with it before their predecessor has finished (programmatic dependent launch). Between ranks, sums go through
+all-reduces, and the kernel after one is launched plainly.
+
+Shape legend: T tokens, R decode rows, W width, E hidden features, H heads of this rank, N / O non-rope / rope features
+of a query, D = N + O, L latent features, C = L + O cached features, V value features, A features of the query's latent,
+P pages, K = 64 entries a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels import few_experts, pending_norm
+from kernels.few_experts import Choice, Routing
+from kernels.head_linear import head_linear, merge_up, rope_absorb
+from kernels.linear import MOST_STREAMED, gated_linear, linear, linear_to_residual, normed_linear
+from kernels.mla_decode import DecodeShape, Workspace, mla_decode
+from kernels.mla_decode import launch as attention_launch
+from kernels.mla_decode.schedule import hopper_tiling
+from kernels.pending_norm import PIECE, PendingNorm
+from kernels.rms_norm import rms_norm
+from workers.batch import Batch, DecodeBatch, LatentCache
+from workers.models.attention import LATENT_NORM_EPS, LatentAttention
+from workers.models.config import ModelConfig
+from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
+from workers.scratch import Scratch
+
+if TYPE_CHECKING:
+    from workers.models.deepseek import DecoderLayer, DeepseekModel
+
+MOST_MERGED = 4
+"""Most tokens whose attention is merged and multiplied by W_UV in one launch."""
+
+
+def unsupported(config: ModelConfig, ranks: int) -> str:
+    """Why a model of this shape cannot take the path on a GPU; empty if it can."""
+    rank_features = {
+        "hidden_size": config.hidden_size,
+        "kv_lora_rank + qk_rope_head_dim": config.kv_lora_rank + config.qk_rope_head_dim,
+        "q_lora_rank": config.q_lora_rank or PIECE,
+        "query features": config.num_heads // ranks * config.qk_head_dim,
+        "value features": config.num_heads // ranks * config.v_head_dim,
+        "intermediate_size": config.intermediate_size // ranks,
+        "moe_intermediate_size": config.moe_intermediate_size // ranks,
+    }
+    for name, features in rank_features.items():
+        if features % PIECE:
+            return f"{name} on a rank is {features}, no multiple of {PIECE}"
+    for name, features in {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}.items():
+        if features < 16 or features & (features - 1):
+            return f"{name} = {features} is no power of two of at least 16"
+    if config.moe_intermediate_size // ranks > 4096:
+        return f"moe_intermediate_size on a rank is {config.moe_intermediate_size // ranks}, more than 4096"
+    if config.routing.experts > 512:
+        return f"{config.routing.experts} experts are more than 512"
+    return ""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What layers hand on: the residual, and its norm for whoever reads it next."""
+
+    residual_TE: Tensor
+    """fp32."""
+    pending: PendingNorm
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every layer of one pass reads."""
+
+    batch: Batch
+    rows: DecodeBatch
+    workspace: Workspace | None
+    rotation_PO: Tensor
+    scratch: Scratch
+    dependent: bool
+    """Programmatic dependent launch."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pass."""
+        return self.batch.layout.decode_tokens
+
+
+class DecodePath:
+    """The few-token path through one model."""
+
+    def __init__(self, model: DeepseekModel) -> None:
+        self.model = model
+        self.unsupported = unsupported(model.config, model.group.size)
+        """Why the model cannot take this path on a GPU; empty if it can."""
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether this pass can go here: a pure decode step of few tokens, on a GPU with dependent launch, in bf16."""
+        table_YE = self.model.embedding_YE
+        return (
+            not self.unsupported
+            and batch.decode is not None
+            and batch.prefill is None
+            and 0 < batch.layout.tokens <= MOST_STREAMED
+            and table_YE.is_cuda
+            and table_YE.dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(table_YE.device) >= (9, 0)
+        )
+
+    def forward(self, token_T: Tensor, batch: Batch, cache: LatentCache, scratch: Scratch) -> Tensor:
+        """As `DeepseekModel.forward`."""
+        model = self.model
+        hidden_TE = self._hidden(batch, scratch)
+        with scratch.scope():
+            step = self._step(batch, scratch)
+            first_norm_E = model.layers[0].attention_norm_E
+            stream = self._enter(model.embedding_YE, token_T, first_norm_E, step)
+            norms_E = [layer.attention_norm_E for layer in model.layers[1:]] + [model.norm_E]
+            for layer, norm_E, cache_PKC in zip(model.layers, norms_E, cache.layers, strict=False):
+                stream = self._layer(layer, stream, norm_E, cache_PKC, step)
+            self._leave(stream, model.norm_E, hidden_TE, step)
+        return hidden_TE
+
+    def draft(self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: LatentCache, scratch: Scratch) -> Tensor:
+        """As `DeepseekModel.draft`."""
+        draft, model = self.model.draft_layer, self.model
+        if draft is None:
+            raise ValueError("this model has no draft layer")
+        drafted_TE = self._hidden(batch, scratch)
+        with scratch.scope():
+            step = self._step(batch, scratch)
+            embedded_TE, joined_TE = self._hidden(batch, scratch), self._hidden(batch, scratch)
+            torch.index_select(model.embedding_YE, 0, token_T, out=embedded_TE)
+            draft.join(embedded_TE, hidden_TE, joined_TE, scratch)
+            stream = self._enter(joined_TE, None, draft.layer.attention_norm_E, step)
+            stream = self._layer(draft.layer, stream, draft.norm_E, cache.layers[model.config.num_layers], step)
+            self._leave(stream, draft.norm_E, drafted_TE, step)
+        return drafted_TE
+
+    def _hidden(self, batch: Batch, scratch: Scratch) -> Tensor:
+        model = self.model
+        return scratch.empty(batch.layout.tokens, model.config.hidden_size, dtype=model.embedding_YE.dtype)
+
+    def _step(self, batch: Batch, scratch: Scratch) -> Step:
+        rows = batch.decode
+        if rows is None or batch.prefill is not None:
+            raise ValueError("this path is for pure decode steps")
+        dependent = rows.length_R.is_cuda
+        workspace = self._plan(batch, rows, scratch) if dependent else None
+        return Step(batch, rows, workspace, self.model.rotation_PO, scratch, dependent)
+
+    def _plan(self, batch: Batch, rows: DecodeBatch, scratch: Scratch) -> Workspace:
+        layout, attention = batch.layout, self.model.layers[0].attention
+        shape = DecodeShape(
+            layout.decode_rows,
+            layout.width,
+            attention.heads,
+            attention.latent,
+            attention.rope,
+            rows.page_RP.shape[1],
+        )
+        dtype = attention.kv_norm_L.dtype
+        device = torch.cuda.get_device_properties(rows.length_R.device)
+        tiling = hopper_tiling(shape, device.multi_processor_count)
+        size = Workspace.bytes(shape, tiling, dtype)
+        workspace = Workspace.over(scratch.empty(size, dtype=torch.uint8), shape, tiling, dtype)
+        attention_launch.plan(rows.length_R, rows.page_RP, workspace, first=batch.first)
+        return workspace
+
+    def _pending(self, step: Step) -> PendingNorm:
+        config, dtype = self.model.config, self.model.embedding_YE.dtype
+        return PendingNorm.empty(step.tokens, config.hidden_size, config.rms_norm_eps, dtype, step.scratch.empty)
+
+    def _enter(self, source_YE: Tensor, token_T: Tensor | None, norm_E: Tensor, step: Step) -> Stream:
+        residual_TE = step.scratch.empty(step.tokens, self.model.config.hidden_size, dtype=torch.float32)
+        pending = self._pending(step)
+        pending_norm.enter(source_YE, token_T, residual_TE, norm_E, pending, dependent=step.dependent)
+        return Stream(residual_TE, pending)
+
+    def _leave(self, stream: Stream, norm_E: Tensor, hidden_TE: Tensor, step: Step) -> None:
+        eps = self.model.config.rms_norm_eps
+        rms_norm(stream.residual_TE, norm_E, hidden_TE, eps=eps, dependent=step.dependent)
+
+    def _layer(self, layer: DecoderLayer, stream: Stream, next_norm_E: Tensor, cache_PKC: Tensor, step: Step) -> Stream:
+        """One layer: attention, then feed-forward, each added to the residual."""
+        residual_TE, scratch = stream.residual_TE, step.scratch
+        between, after = self._pending(step), stream.pending
+        with scratch.scope():
+            attended_TF = self._attention(layer.attention, stream, cache_PKC, step)
+            self._add(attended_TF, layer.attention.out_EF, residual_TE, layer.feed_forward_norm_E, between, step)
+        with scratch.scope():
+            if isinstance(layer.feed_forward, DenseFeedForward):
+                act_TI = scratch.empty(step.tokens, layer.feed_forward.down_EI.shape[1], dtype=between.x_TE.dtype)
+                gated_linear(between, layer.feed_forward.gate_up_FE, act_TI, dependent=step.dependent)
+                self._add(act_TI, layer.feed_forward.down_EI, residual_TE, next_norm_E, after, step)
+            else:
+                self._experts(layer.feed_forward, between, residual_TE, next_norm_E, after, step)
+        return Stream(residual_TE, after)
+
+    def _attention(self, attention: LatentAttention, stream: Stream, cache_PKC: Tensor, step: Step) -> Tensor:
+        """This rank's heads, [T, H * V]."""
+        tokens, scratch, dependent = step.tokens, step.scratch, step.dependent
+        heads, latent, dtype = attention.heads, attention.latent, stream.pending.x_TE.dtype
+        down_TF = scratch.empty(tokens, attention.down_FE.shape[0], dtype=dtype)
+        width = latent + attention.rope
+        query_TF, kv_TC = down_TF[:, :-width], down_TF[:, -width:]
+        if attention.q_up_QA is None or attention.q_norm_A is None:
+            normed_linear(stream.pending, attention.down_FE, down_TF, dependent=dependent)
+        else:
+            square_TP = scratch.empty(tokens, query_TF.shape[1] // PIECE, dtype=torch.float32)
+            query = PendingNorm(query_TF, square_TP, LATENT_NORM_EPS)
+            normed_linear(
+                stream.pending, attention.down_FE, down_TF, norm_A=attention.q_norm_A, next=query, dependent=dependent
+            )
+            query_TF = scratch.empty(tokens, attention.q_up_QA.shape[0], dtype=dtype)
+            normed_linear(query, attention.q_up_QA, query_TF, dependent=dependent)
+        q_THC = scratch.empty(tokens, heads, width, dtype=dtype)
+        rope_absorb(
+            query_TF.view(tokens, heads, attention.nope + attention.rope),
+            kv_TC,
+            attention.kv_up_HFL[:, : attention.nope],
+            attention.kv_norm_L,
+            step.rotation_PO,
+            step.batch.position_T,
+            step.batch.cache_slot_T,
+            q_THC,
+            cache_PKC,
+            eps=LATENT_NORM_EPS,
+            dependent=dependent,
+        )
+        return self._attend(attention, q_THC, cache_PKC, step)
+
+    def _attend(self, attention: LatentAttention, q_THC: Tensor, cache_PKC: Tensor, step: Step) -> Tensor:
+        """Absorbed attention and W_UV."""
+        tokens, rows, scratch, workspace = step.tokens, step.rows, step.scratch, step.workspace
+        heads, latent, width, dtype = attention.heads, attention.latent, step.batch.layout.width, q_THC.dtype
+        out_THV = scratch.empty(tokens, heads, attention.value, dtype=dtype)
+        attended_THL = scratch.empty(tokens, heads, latent, dtype=dtype)
+        lse_TH = scratch.empty(tokens, heads, dtype=torch.float32)
+        shape = (tokens // width, width, heads)
+        q_RWHC, attended_RWHL, lse_RWH = q_THC.view(*shape, -1), attended_THL.view(*shape, -1), lse_TH.view(shape)
+        value_HVL = attention.kv_up_HFL[:, attention.nope :]
+        where = (q_RWHC, cache_PKC, rows.page_RP, rows.length_R, attended_RWHL, lse_RWH)
+        scale, first = attention.scale, step.batch.first
+        if workspace is None:
+            mla_decode(*where, scale=scale, first=first)
+            head_linear(attended_THL, value_HVL.transpose(1, 2), out_THV)
+        else:
+            attention_launch.attend(*where, workspace, scale=scale, first=first, dependent=True, early=True)
+            if tokens <= MOST_MERGED:
+                merge_up(attended_RWHL, workspace, value_HVL, out_THV, dependent=True)
+            else:
+                attention_launch.merge(attended_RWHL, lse_RWH, workspace, dependent=True)
+                head_linear(attended_THL, value_HVL.transpose(1, 2), out_THV, dependent=True)
+        return out_THV.flatten(1)
+
+    def _experts(
+        self,
+        experts: MixtureOfExperts,
+        x: PendingNorm,
+        residual_TE: Tensor,
+        norm_E: Tensor,
+        out: PendingNorm,
+        step: Step,
+    ) -> None:
+        scratch, dependent, given = step.scratch, step.dependent, experts.routing
+        routing = Routing(given.scoring, given.groups, given.top_groups, given.normalize, given.scale)
+        logit_TX = scratch.empty(step.tokens, given.experts, dtype=torch.float32)
+        few_experts.router(x, experts.router_XE, logit_TX, dependent=dependent)
+        choice = Choice.empty(step.tokens, given.experts, given.experts_per_token, scratch.empty)
+        few_experts.choose(logit_TX, experts.bias_X, step.rows.length_R, choice, routing, dependent=dependent)
+        shared = experts.shared
+        shared_FE, shared_EI = (None, None) if shared is None else (shared.gate_up_FE, shared.down_EI)
+        part_TE = None
+        if self.model.group.size > 1:
+            part_TE = scratch.empty(*x.x_TE.shape, dtype=x.x_TE.dtype)
+        few_experts.experts(
+            x,
+            choice,
+            shared_FE,
+            shared_EI,
+            experts.gate_up_XFE,
+            experts.down_XEI,
+            residual_TE if part_TE is None else None,
+            norm_E,
+            out if part_TE is None else part_TE,
+            scratch.empty,
+            dependent=dependent,
+        )
+        if part_TE is not None:
+            self._reduce(part_TE, residual_TE, norm_E, out)
+
+    def _add(
+        self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor, norm_E: Tensor, out: PendingNorm, step: Step
+    ) -> None:
+        """residual += the sum over ranks of x · weight^T; `out` = its pending norm."""
+        if self.model.group.size == 1:
+            linear_to_residual(x_TF, weight_EF, residual_TE, norm_E, out, dependent=step.dependent)
+            return
+        part_TE = step.scratch.empty(*out.x_TE.shape, dtype=out.x_TE.dtype)
+        linear(x_TF, weight_EF, part_TE, dependent=step.dependent)
+        self._reduce(part_TE, residual_TE, norm_E, out)
+
+    def _reduce(self, part_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, out: PendingNorm) -> None:
+        self.model.group.all_reduce(part_TE)
+        pending_norm.add(part_TE, residual_TE, norm_E, out)  # launched plainly: the all-reduce is not ours

@@ -1,0 +1,222 @@
+"""DeepSeek V2 and V3 (2024): layers of latent attention and mixtures of experts, on one paged cache of latents.
+
+A layer states its own boundaries: `project` and `finish` are token-wise segments, attention runs between them. What one
+segment makes for the next is passed explicitly.
+
+Shape legend: T tokens, E hidden features, H heads of this rank, D query features, V value features, O rope features,
+C cached features, N rows of logits, Y vocabulary, P pages, K = 64 entries a page.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.linear import linear
+from kernels.rms_norm import add_rms_norm, rms_norm
+from workers.batch import Batch, LatentCache
+from workers.models.attention import LatentAttention
+from workers.models.config import ModelConfig
+from workers.models.feed_forward import feed_forward
+from workers.models.prefill import PrefillGeometry
+from workers.models.rope import rotation_table
+from workers.parallel import TensorParallel
+from workers.scratch import Scratch
+from workers.weights import WeightSource
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
+        prefix, hidden = f"model.layers.{layer}.", config.hidden_size
+        self.group = source.group
+        self.eps = config.rms_norm_eps
+        self.attention_norm_E = source.load(f"{prefix}input_layernorm.weight", hidden)
+        self.attention = LatentAttention(source, f"{prefix}self_attn.", config)
+        self.feed_forward_norm_E = source.load(f"{prefix}post_attention_layernorm.weight", hidden)
+        self.feed_forward = feed_forward(source, f"{prefix}mlp.", config, layer)
+
+    def project(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        rotation_TO: Tensor,
+        cache_slot_T: Tensor,
+        cache_PKC: Tensor,
+        scratch: Scratch,
+    ) -> tuple[Tensor, Tensor]:
+        """Token-wise segment before attention: adds `x_TE` to `residual_TE`; queries [T, H, D] and latents [T, C]."""
+        normed_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
+        add_rms_norm(x_TE, residual_TE, self.attention_norm_E, normed_TE, eps=self.eps)
+        return self.attention.project(normed_TE, rotation_TO, cache_slot_T, cache_PKC, scratch)
+
+    def finish(self, attended_THV: Tensor, x_TE: Tensor, residual_TE: Tensor, scratch: Scratch) -> None:
+        """Token-wise segment after attention: adds it to `residual_TE`; `x_TE` becomes what the next norm is to add."""
+        self.attention.output(attended_THV, x_TE)
+        self.group.all_reduce(x_TE)
+        normed_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
+        add_rms_norm(x_TE, residual_TE, self.feed_forward_norm_E, normed_TE, eps=self.eps)
+        self.feed_forward(normed_TE, x_TE, scratch)
+        self.group.all_reduce(x_TE)
+
+    def __call__(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        rotation_TO: Tensor,
+        batch: Batch,
+        geometry: PrefillGeometry | None,
+        cache_PKC: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        """The whole layer: adds `x_TE` and attention to `residual_TE`; `x_TE` becomes what is still to be added."""
+        with scratch.scope():
+            q_THD, latent_TC = self.project(x_TE, residual_TE, rotation_TO, batch.cache_slot_T, cache_PKC, scratch)
+            attended_THV = self.attention.attend(q_THD, latent_TC, batch, geometry, cache_PKC, scratch)
+            self.finish(attended_THV, x_TE, residual_TE, scratch)
+
+
+class DraftLayer:
+    """Multi-token prediction (DeepSeek-V3, section 2.2): one layer that reads a token beside the hidden state of the
+    position before it. Embedding and head are the model's own."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig) -> None:
+        layer, hidden = config.num_layers, config.hidden_size
+        prefix = f"model.layers.{layer}."
+        self.eps = config.rms_norm_eps
+        self.embedding_norm_E = source.load(f"{prefix}enorm.weight", hidden)
+        self.hidden_norm_E = source.load(f"{prefix}hnorm.weight", hidden)
+        self.join_EF = source.load(f"{prefix}eh_proj.weight", hidden, 2 * hidden)
+        self.layer = DecoderLayer(source, config, layer)
+        self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
+
+    def join(self, embedded_TE: Tensor, hidden_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+        """Token-wise: embedding, then hidden state, each normed, side by side through one matrix."""
+        tokens, hidden = embedded_TE.shape
+        both_TF = scratch.empty(tokens, 2 * hidden, dtype=embedded_TE.dtype)
+        rms_norm(embedded_TE, self.embedding_norm_E, both_TF[:, :hidden], eps=self.eps)
+        rms_norm(hidden_TE, self.hidden_norm_E, both_TF[:, hidden:], eps=self.eps)
+        linear(both_TF, self.join_EF, out_TE)
+
+
+class DeepseekModel:
+    """A whole model on this rank. Tensors in and out are the same on every rank."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig, *, draft_layer: bool, max_positions: int) -> None:
+        group = source.group
+        self.config = config
+        self.group: TensorParallel = group
+        self.has_draft_layer = draft_layer
+        self.cache_width = config.cache_width
+        self.max_positions = max_positions
+        source.progress("embedding and output head")
+        self.embedding_YE = source.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.head_YE = self._load_head(source)
+        self.norm_E = source.load("model.norm.weight", config.hidden_size)
+        self.layers = []
+        for layer in range(config.num_layers):
+            source.progress(f"layer {layer + 1} of {config.num_layers}")
+            self.layers.append(DecoderLayer(source, config, layer))
+        self.draft_layer = None
+        if draft_layer:
+            source.progress("draft layer")
+            self.draft_layer = DraftLayer(source, config)
+        self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
+
+    @property
+    def cache_layers(self) -> int:
+        """Layers of latent cache: the model's, then the draft layer's."""
+        return self.config.num_layers + int(self.has_draft_layer)
+
+    def _load_head(self, source: WeightSource) -> Tensor:
+        """This rank's rows of the output head; the last ranks' are padded where the vocabulary does not divide."""
+        vocab, group = self.config.vocab_size, self.group
+        share = -(-vocab // group.size)
+        begin = min(group.rank * share, vocab)
+        rows = slice(begin, min(begin + share, vocab))
+        if self.config.tied_embeddings and group.size == 1:
+            return self.embedding_YE
+        head_YE = source.empty(share, self.config.hidden_size).zero_()
+        own_YE = head_YE[: rows.stop - rows.start]
+        if self.config.tied_embeddings:
+            own_YE.copy_(self.embedding_YE[rows])
+        else:
+            source.fill_part(own_YE, "lm_head.weight", (vocab, self.config.hidden_size), (rows, slice(None)))
+        return head_YE
+
+    def forward(self, token_T: Tensor, batch: Batch, cache: LatentCache, scratch: Scratch | None = None) -> Tensor:
+        """Hidden state of every token after the final norm, [T, E]; writes the tokens' latents to the cache.
+
+        `token_T`: int64 ids below the vocabulary size. `batch.position_T` must lie below `max_positions`. All memory
+        comes from `scratch` (here and below: fresh memory when there is none), except for what prefill rows need.
+        """
+        scratch = scratch or Scratch(token_T.device)
+        geometry, tokens = PrefillGeometry.of(batch), token_T.shape[0]
+        hidden_TE = self._hidden(tokens, scratch)
+        with scratch.scope():
+            batch = self.layers[0].attention.planned(batch, scratch)
+            rotation_TO = self._rotation(batch.position_T, scratch)
+            x_TE, residual_TE = self._embed(token_T, scratch), self._hidden(tokens, scratch).zero_()
+            for layer, cache_PKC in zip(self.layers, cache.layers, strict=False):
+                layer(x_TE, residual_TE, rotation_TO, batch, geometry, cache_PKC, scratch)
+            add_rms_norm(x_TE, residual_TE, self.norm_E, hidden_TE, eps=self.config.rms_norm_eps)
+        return hidden_TE
+
+    def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
+        """Logits of final-norm hidden states, fp32 [N, Y]."""
+        scratch = scratch or Scratch(hidden_NE.device)
+        rows, share, ranks = hidden_NE.shape[0], self.head_YE.shape[0], self.group.size
+        part_NY = scratch.empty(rows, share, dtype=torch.float32)
+        linear(hidden_NE, self.head_YE, part_NY)
+        if ranks == 1:
+            return part_NY
+        parts_GNY = self.group.all_gather(part_NY, scratch.empty(ranks, rows, share, dtype=torch.float32))
+        logits_NY = scratch.empty(rows, ranks * share, dtype=torch.float32)
+        logits_NY.view(rows, ranks, share).copy_(parts_GNY.transpose(0, 1))
+        return logits_NY[:, : self.config.vocab_size]
+
+    def draft(
+        self,
+        token_T: Tensor,
+        hidden_TE: Tensor,
+        batch: Batch,
+        cache: LatentCache,
+        scratch: Scratch | None = None,
+    ) -> Tensor:
+        """Hidden states of the draft layer, [T, E]: to take `draft_logits` of, and to feed back for the next draft.
+
+        Token i of `token_T` stands one position after the one whose hidden state (of `forward`, or of this method) is
+        row i of `hidden_TE`. `batch` has that later position's cache index, and `first` = 1: entry 0 does not exist.
+        """
+        draft = self.draft_layer
+        if draft is None:
+            raise ValueError("this model has no draft layer")
+        scratch = scratch or Scratch(token_T.device)
+        geometry, tokens = PrefillGeometry.of(batch), token_T.shape[0]
+        drafted_TE = self._hidden(tokens, scratch)
+        with scratch.scope():
+            batch = draft.layer.attention.planned(batch, scratch)
+            rotation_TO = self._rotation(batch.position_T, scratch)
+            embedded_TE, x_TE = self._embed(token_T, scratch), self._hidden(tokens, scratch)
+            draft.join(embedded_TE, hidden_TE, x_TE, scratch)
+            residual_TE = self._hidden(tokens, scratch).zero_()
+            cache_PKC = cache.layers[self.config.num_layers]
+            draft.layer(x_TE, residual_TE, rotation_TO, batch, geometry, cache_PKC, scratch)
+            add_rms_norm(x_TE, residual_TE, draft.norm_E, drafted_TE, eps=self.config.rms_norm_eps)
+        return drafted_TE
+
+    def draft_logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
+        """Logits of the draft layer's hidden states, fp32 [N, Y]."""
+        return self.logits(hidden_NE, scratch)
+
+    def _hidden(self, tokens: int, scratch: Scratch) -> Tensor:
+        return scratch.empty(tokens, self.config.hidden_size, dtype=self.embedding_YE.dtype)
+
+    def _embed(self, token_T: Tensor, scratch: Scratch) -> Tensor:
+        x_TE = self._hidden(token_T.shape[0], scratch)
+        return torch.index_select(self.embedding_YE, 0, token_T, out=x_TE)
+
+    def _rotation(self, position_T: Tensor, scratch: Scratch) -> Tensor:
+        rotation_TO = scratch.empty(position_T.shape[0], self.rotation_PO.shape[1], dtype=self.rotation_PO.dtype)
+        return torch.index_select(self.rotation_PO, 0, position_T, out=rotation_TO)

@@ -1,0 +1,111 @@
+"""The feed-forward part of a layer: a dense SwiGLU network, or routed experts beside shared ones.
+
+Every rank holds an equal share of each network's intermediate features, so its output is a partial sum over ranks.
+
+Shape legend: T tokens, E hidden features, I intermediate features of this rank, F = 2 I (gate, then up), X experts,
+K experts a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import moe
+from kernels.linear import linear
+from kernels.silu_mul import silu_mul
+from workers.models.config import ModelConfig
+from workers.scratch import Scratch
+from workers.weights import WeightSource
+
+
+class DenseFeedForward:
+    """down · (silu(gate · x) * (up · x))."""
+
+    def __init__(self, source: WeightSource, prefix: str, hidden: int, intermediate: int) -> None:
+        share = intermediate // source.group.size
+        self.gate_up_FE = source.empty(2 * share, hidden)
+        source.fill(self.gate_up_FE[:share], f"{prefix}gate_proj.weight", shard=0)
+        source.fill(self.gate_up_FE[share:], f"{prefix}up_proj.weight", shard=0)
+        self.down_EI = source.empty(hidden, share)
+        source.fill(self.down_EI, f"{prefix}down_proj.weight", shard=1)
+
+    def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+        """This rank's part of the sum."""
+        tokens, dtype = x_TE.shape[0], x_TE.dtype
+        gate_up_TF = scratch.empty(tokens, self.gate_up_FE.shape[0], dtype=dtype)
+        linear(x_TE, self.gate_up_FE, gate_up_TF)
+        act_TI = scratch.empty(tokens, self.down_EI.shape[1], dtype=dtype)
+        silu_mul(gate_up_TF, act_TI)
+        linear(act_TI, self.down_EI, out_TE)
+
+
+class MixtureOfExperts:
+    """Routed experts, and shared experts that see every token (DeepSeekMoE, 2024)."""
+
+    def __init__(self, source: WeightSource, prefix: str, config: ModelConfig) -> None:
+        self.routing = routing = config.routing
+        hidden, share = config.hidden_size, config.moe_intermediate_size // source.group.size
+        # The router is small and its scores decide discretely: fp32 whatever the model's dtype.
+        self.router_XE = source.load(f"{prefix}gate.weight", routing.experts, hidden, dtype=torch.float32)
+        self.bias_X = (
+            source.load(f"{prefix}gate.e_score_correction_bias", routing.experts, dtype=torch.float32)
+            if routing.bias
+            else None
+        )
+        self.gate_up_XFE = source.empty(routing.experts, 2 * share, hidden)
+        self.down_XEI = source.empty(routing.experts, hidden, share)
+        for expert in range(routing.experts):
+            name = f"{prefix}experts.{expert}."
+            source.fill(self.gate_up_XFE[expert, :share], f"{name}gate_proj.weight", shard=0)
+            source.fill(self.gate_up_XFE[expert, share:], f"{name}up_proj.weight", shard=0)
+            source.fill(self.down_XEI[expert], f"{name}down_proj.weight", shard=1)
+        shared = routing.shared_experts * config.moe_intermediate_size
+        self.shared = DenseFeedForward(source, f"{prefix}shared_experts.", hidden, shared) if shared else None
+
+    def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+        """This rank's part of the sum."""
+        id_TK, weight_TK = self.route(x_TE, scratch)
+        workspace = None
+        if x_TE.is_cuda:
+            size = moe.workspace_bytes(moe.experts_shape(x_TE, id_TK, self.down_XEI))
+            workspace = scratch.empty(size, dtype=torch.uint8)
+        moe.experts(x_TE, id_TK, weight_TK, self.gate_up_XFE, self.down_XEI, out_TE, workspace=workspace)
+        if self.shared is not None:
+            shared_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
+            self.shared(x_TE, shared_TE, scratch)
+            out_TE.add_(shared_TE)
+
+    def route(self, x_TE: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """Expert ids int64 and weights fp32, both [T, K]; the same on every rank."""
+        routing, tokens = self.routing, x_TE.shape[0]
+        fp32_TE = x_TE
+        if x_TE.dtype != torch.float32:
+            fp32_TE = scratch.empty(*x_TE.shape, dtype=torch.float32)
+            fp32_TE.copy_(x_TE)
+        logit_TX = scratch.empty(tokens, routing.experts, dtype=torch.float32)
+        linear(fp32_TE, self.router_XE, logit_TX)
+        id_TK = scratch.empty(tokens, routing.experts_per_token, dtype=torch.int64)
+        weight_TK = scratch.empty(tokens, routing.experts_per_token, dtype=torch.float32)
+        moe.route(
+            logit_TX,
+            self.bias_X,
+            id_TK,
+            weight_TK,
+            scoring=routing.scoring,
+            groups=routing.groups,
+            top_groups=routing.top_groups,
+            normalize=routing.normalize,
+            scale=routing.scale,
+        )
+        return id_TK, weight_TK
+
+
+FeedForward = DenseFeedForward | MixtureOfExperts
+
+
+def feed_forward(source: WeightSource, prefix: str, config: ModelConfig, layer: int) -> FeedForward:
+    """The feed-forward part of layer `layer`."""
+    if config.is_dense(layer):
+        return DenseFeedForward(source, prefix, config.hidden_size, config.intermediate_size)
+    return MixtureOfExperts(source, prefix, config)

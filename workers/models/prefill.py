@@ -1,0 +1,93 @@
+"""The geometry of a step's prefill rows, computed once and read by every layer.
+
+Cached context is attended to in bounded pieces, all rows side by side: its keys and values, expanded from the latent,
+are many times the latent's size and never exist for a whole long context at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.page import PAGE_TOKENS
+from workers.batch import Batch, PrefillBatch
+
+CONTEXT_ENTRIES: Final = 4096
+"""Cached entries expanded at once, all rows together (at least one page a row)."""
+
+
+@dataclass(frozen=True)
+class ContextPiece:
+    """Some cached entries of every row that has so many: rows without any own an empty range."""
+
+    slot_S: Tensor
+    """int64 indices into the flattened cache [pages * 64], row after row."""
+    cu_k_B1: Tensor
+    """int32 [rows + 1]: where each row's entries begin in `slot_S`."""
+    max_k: int
+
+
+@dataclass(frozen=True)
+class PrefillGeometry:
+    """The prefill rows' queries, and the pieces of context cached before them."""
+
+    cu_q_B1: Tensor
+    """int32 [rows + 1]: where each row's tokens begin, counted from the first prefill token."""
+    max_q: int
+    pieces: tuple[ContextPiece, ...]
+
+    @staticmethod
+    def of(batch: Batch) -> PrefillGeometry | None:
+        """Geometry of `batch`, or None when it has no prefill rows."""
+        prefill = batch.prefill
+        if prefill is None or not prefill.count:
+            return None
+        counts = _piece_counts(prefill, batch.first)
+        # Cumulative sums of the queries', then of every piece's keys: one copy for all of them.
+        cu = [list(accumulate(row, initial=0)) for row in (prefill.count, *counts)]
+        cu_XB1 = _on_device(cu, torch.int32, prefill.page_NP.device)
+        return PrefillGeometry(cu_XB1[0], max(prefill.count), tuple(_pieces(prefill, batch.first, counts, cu_XB1[1:])))
+
+
+def _on_device(values: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A matrix of `values`; on a GPU the host does not wait for the copy."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _share(prefill: PrefillBatch, first: int) -> int:
+    """Entries of a row that one piece holds, whole pages."""
+    with_context = sum(start > first for start in prefill.start)
+    return max(CONTEXT_ENTRIES // max(with_context, 1) // PAGE_TOKENS, 1) * PAGE_TOKENS
+
+
+def _piece_counts(prefill: PrefillBatch, first: int) -> list[list[int]]:
+    """Entries of every row in every piece."""
+    share = _share(prefill, first)
+    begins = range(first, max(prefill.start), share)
+    return [[max(0, min(begin + share, start) - begin) for start in prefill.start] for begin in begins]
+
+
+def _pieces(
+    prefill: PrefillBatch, first: int, counts: Sequence[Sequence[int]], cu_XB1: Tensor
+) -> Iterator[ContextPiece]:
+    """The pieces; where their entries lie is computed on the device, for all of them at once."""
+    if not counts:
+        return
+    device, rows = prefill.page_NP.device, len(prefill.start)
+    sizes = [sum(row) for row in counts]
+    count_M = (cu_XB1[:, 1:] - cu_XB1[:, :-1]).flatten()  # of every (piece, row)
+    before_M = count_M.cumsum(0) - count_M
+    pair_S = torch.repeat_interleave(torch.arange(len(count_M), device=device), count_M, output_size=sum(sizes))
+    entry_S = torch.arange(sum(sizes), device=device) - before_M[pair_S]
+    entry_S += first + pair_S // rows * _share(prefill, first)
+    page_S = prefill.page_NP[pair_S % rows, entry_S // PAGE_TOKENS].to(torch.int64)
+    slots = torch.split(page_S * PAGE_TOKENS + entry_S % PAGE_TOKENS, sizes)
+    for slot_S, cu_k_B1, row in zip(slots, cu_XB1, counts, strict=True):
+        yield ContextPiece(slot_S, cu_k_B1, max(row))

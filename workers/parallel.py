@@ -1,0 +1,84 @@
+"""The tensor-parallel group of one replica: the few collectives the model and the runner use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+class PeerLost(RuntimeError):
+    """A collective failed: another rank is gone, or the link to it."""
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"a collective failed ({error})") from error
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Rank `rank` of `size`; with `size` 1 every collective is the identity and no process group exists."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place; returns `x`."""
+        if self.size > 1:
+            with _peers():
+                dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Every rank's `x`, in rank order: `x` is contiguous, `out` [size, *x.shape]; returns `out`."""
+        with _peers():
+            dist.all_gather_into_tensor(out.flatten(0, 1), x)
+        return out
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Give every rank rank 0's `x`, in place; returns `x`."""
+        if self.size > 1:
+            with _peers():
+                dist.broadcast(x, src=0)
+        return x
+
+    def minimum(self, x: torch.Tensor) -> torch.Tensor:
+        """Least value over ranks, in place; returns `x`."""
+        if self.size > 1:
+            with _peers():
+                dist.all_reduce(x, op=dist.ReduceOp.MIN)
+        return x
+
+    def shard(self, length: int, what: str) -> slice:
+        """This rank's part of `length` equal shares; ValueError, naming `what`, when it does not divide."""
+        if length % self.size:
+            raise ValueError(f"{what} = {length} is not divisible by tensor_parallel = {self.size}")
+        share = length // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    @staticmethod
+    def connect(rank: int, size: int, init_method: str, device: torch.device, timeout_s: float) -> TensorParallel:
+        """Join the group (NCCL on GPUs, gloo on CPU); `init_method` is a URL such as tcp://host:port."""
+        if size > 1:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=init_method,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if device.type == "cuda" else None,
+            )
+        return TensorParallel(rank, size)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()

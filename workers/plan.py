@@ -1,0 +1,225 @@
+"""What passes between the scheduler and the workers for one step, and where its rows and tokens lie.
+
+`BatchLayout` is the only place that computes an offset, a slice, a gather index, a mask row or a graph key.
+Pure Python on purpose: the scheduler process never imports torch. Every value here is frozen and travels as msgpack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+import msgspec
+
+MAX_LOGIT_BIAS: Final = 1024
+"""Most `SamplingParams.logit_bias` pairs of a request: what a slot's device state has room for."""
+MAX_STOP_IDS: Final = 64
+"""Most distinct `SamplingParams.stop_ids` of a request that asks for `min_tokens`, for the same reason."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How the tokens of one request are chosen. Field meanings follow the OpenAI API and vLLM's extensions to it."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy; otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Keep tokens at least this share as probable as the most probable one."""
+    seed: int = 0
+    """64-bit; the front end draws one when the user gives none."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, bias) pairs, added to the logits."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end the request, end-of-sequence ids included unless the request ignores them."""
+    min_tokens: int = 0
+    """Stop ids cannot be sampled before this many tokens were generated."""
+    logprobs: int = -1
+    """-1: none; 0: of the chosen token; k > 0: of the k most probable tokens too."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on which tokens came before."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """A request takes a slot. Its page-table row is scrubbed to the null page before the same plan's grants apply."""
+
+    slot: int
+    sampling: SamplingParams
+    generated: int = 0
+    """Tokens it had generated before a preemption; they are part of what is prefilled now."""
+    history: tuple[int, ...] = ()
+    """Prompt and generated tokens, only when the request has penalties: their counts live on the device."""
+
+
+class PageGrant(msgspec.Struct, frozen=True, array_like=True):
+    """Pages appended to a slot's page table, `first` being the table index of the first of them."""
+
+    slot: int
+    first: int
+    pages: tuple[int, ...]
+
+
+class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk of a prompt: `tokens` at positions `start`, `start` + 1, ... of `slot`."""
+
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    write_from: int
+    """Cache writes below this position go to the null page: those entries are shared with other requests. A prefix hit
+    recomputes its last cached token this way, because the draft layer needs that token's hidden state."""
+    final: bool
+    """The chunk ends the prompt: its last token's logits are sampled and the row decodes from the next step on."""
+    next_token: int = -1
+    """The prompt token that follows the chunk (the draft layer reads it); -1 when `final`."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One step for every rank of a replica. Decode rows carry no lengths and no tokens: those live on the device."""
+
+    step: int
+    """Counts from 1 without gaps."""
+    width: int
+    """Tokens every decode row feeds: its last token and `width` - 1 drafts."""
+    drafts: int
+    """Drafts every sampled row makes for the next step: the next plan's width is at most 1 + this."""
+    decode_slots: tuple[int, ...] = ()
+    prefill: tuple[PrefillRow, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    grants: tuple[PageGrant, ...] = ()
+    logprobs: int = -1
+    """The most any row of this step asks for (see `SamplingParams.logprobs`)."""
+
+    @property
+    def layout(self) -> BatchLayout:
+        """Where this plan's rows and tokens lie."""
+        return BatchLayout(
+            width=self.width,
+            decode_rows=len(self.decode_slots),
+            prefill_tokens=tuple(len(row.tokens) for row in self.prefill),
+            prefill_final=tuple(row.final for row in self.prefill),
+        )
+
+
+class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities (natural, of the unscaled model distribution) at one sampled position."""
+
+    chosen: float
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+
+class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What one step produced, rows in plan order: decode rows, then the final prefill rows."""
+
+    step: int
+    tokens: tuple[tuple[int, ...], ...]
+    """For each sampled row the tokens it gained: 1 + accepted for a decode row, 1 for a final prefill row."""
+    duration: float
+    """Seconds the step took on rank 0."""
+    logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
+    """Parallel to `tokens` when the plan asked for them, else empty."""
+
+
+class GraphKey(NamedTuple):
+    """Names one captured graph. Capture, dispatch and tests all take it from `BatchLayout.graph_key`."""
+
+    rows: int
+    width: int
+    drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Where the rows and tokens of one step lie: decode rows first, in the plan's slot order, `width` tokens each; then
+    the prefill rows, ragged.
+
+    A *sampled row* is a decode row or a final prefill row. A *logits row* is one (sampled row, position): `width` for
+    each decode row, one for each final prefill row.
+    """
+
+    width: int
+    decode_rows: int
+    prefill_tokens: tuple[int, ...] = ()
+    prefill_final: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"width must be at least 1, not {self.width}")
+        if len(self.prefill_tokens) != len(self.prefill_final):
+            raise ValueError("prefill_tokens and prefill_final differ in length")
+        if any(tokens < 1 for tokens in self.prefill_tokens):
+            raise ValueError("a prefill row feeds at least one token")
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of all decode rows; the first prefill token follows them."""
+        return self.decode_rows * self.width
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole step."""
+        return self.decode_tokens + sum(self.prefill_tokens)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole step."""
+        return self.decode_rows + len(self.prefill_tokens)
+
+    @property
+    def sampled_rows(self) -> int:
+        """Decode rows plus final prefill rows."""
+        return self.decode_rows + sum(self.prefill_final)
+
+    @property
+    def logits_rows(self) -> int:
+        """(sampled row, position) pairs that need logits."""
+        return self.decode_tokens + sum(self.prefill_final)
+
+    def decode_slice(self, row: int) -> slice:
+        """Token range of decode row `row`."""
+        return slice(row * self.width, (row + 1) * self.width)
+
+    def prefill_offsets(self) -> tuple[int, ...]:
+        """First token of every prefill row, and the end of the last: len(prefill rows) + 1 values."""
+        return tuple(accumulate(self.prefill_tokens, initial=self.decode_tokens))
+
+    def logits_tokens(self) -> list[int]:
+        """Token index of every logits row, in order."""
+        return [*range(self.decode_tokens), *self._final_ends()]
+
+    def logits_row(self, sampled_row: int, position: int = 0) -> int:
+        """Logits row of position `position` (0 ... width - 1) of a sampled row; also its grammar-mask row."""
+        if sampled_row < self.decode_rows:
+            if not 0 <= position < self.width:
+                raise IndexError(f"position {position} of a decode row of width {self.width}")
+            return sampled_row * self.width + position
+        if position or sampled_row >= self.sampled_rows:
+            raise IndexError(f"position {position} of sampled row {sampled_row} of {self.sampled_rows}")
+        return self.decode_tokens + sampled_row - self.decode_rows
+
+    def final_prefill_rows(self) -> list[int]:
+        """Indices into the plan's prefill rows of those that end their prompt, in order."""
+        return [index for index, final in enumerate(self.prefill_final) if final]
+
+    def _final_ends(self) -> Iterator[int]:
+        ends = accumulate(self.prefill_tokens, initial=self.decode_tokens)
+        next(ends)
+        return (end - 1 for end, final in zip(ends, self.prefill_final, strict=True) if final)
+
+    def graph_key(self, rows_bucket: int, drafts: int) -> GraphKey:
+        """Key of the captured graph that serves this layout's decode rows padded to `rows_bucket`."""
+        if rows_bucket < self.decode_rows:
+            raise ValueError(f"{self.decode_rows} decode rows do not fit a bucket of {rows_bucket}")
+        return GraphKey(rows_bucket, self.width, drafts)

@@ -1,0 +1,159 @@
+"""What one rank of a replica holds: model, cache, runner, graphs; how it is built and how large the cache gets."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from kernels.page import PAGE_TOKENS
+from workers.batch import LatentCache
+from workers.config import EngineConfig
+from workers.graphs.capture import GraphRunner
+from workers.graphs.selftest import BucketReport, Candidate, SelfTest
+from workers.messages import Ready
+from workers.models import DeepseekModel, ModelConfig, load_model
+from workers.parallel import TensorParallel
+from workers.runner import Runner
+from workers.scheduler import max_entries_per_row, max_pages_per_row
+
+
+def pick_device(config: EngineConfig, device_index: int | None) -> torch.device:
+    """The device of one rank; RuntimeError when `cuda` is asked for and there is none."""
+    wanted = config.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("device = cuda, but torch sees no CUDA device; use --device cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", device_index or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """dtype of weights and cache."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, config.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def max_context(config: EngineConfig) -> int:
+    """Tokens a request may have: what is asked for, at most what the model was made for."""
+    made_for = ModelConfig.load(config.folder).max_positions
+    if config.max_context is not None and config.max_context > made_for:
+        raise ValueError(f"max_context = {config.max_context}, but the model was made for {made_for} tokens")
+    return config.max_context or made_for
+
+
+def eos_ids(config: EngineConfig) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = config.folder / name
+        if file.is_file() and (value := json.loads(file.read_text()).get("eos_token_id")) is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    return ()
+
+
+class Replica:
+    """Model, cache and runner of one rank."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: TensorParallel,
+        device: torch.device,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages."""
+        self.reports: list[BucketReport] = []
+        """What the self-test found, one report a graph."""
+        dtype = pick_dtype(config, device)
+        context = max_context(config)
+        model = load_model(
+            config.folder,
+            group=group,
+            dtype=dtype,
+            device=device,
+            max_positions=max_entries_per_row(context, config.width),
+            draft_layer=config.width > 1,
+            progress=progress,
+        )
+        width = config.width if model.has_draft_layer else 1
+        layers = model.config.num_layers + (1 if width > 1 else 0)
+        page_bytes = layers * PAGE_TOKENS * model.cache_width * dtype.itemsize
+        wants_graphs = config.graphs and device.type == "cuda"
+
+        def runner(pages: int, context: int) -> Runner:
+            cache = LatentCache.allocate(layers, pages, PAGE_TOKENS, model.cache_width, dtype, device)
+            return Runner(model, cache, config.max_rows, width, max_pages_per_row(context, width), group)
+
+        graph_bytes = 0
+        if wants_graphs and config.cache_pages is None:
+            # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
+            trial = runner(2, context)
+            graph_bytes = trial.capture().bytes
+            trial.close()
+            del trial
+            torch.cuda.empty_cache()
+        pages = _agree(self._pages(config, device, page_bytes, context, width, graph_bytes), group, device)
+        # A request as long as the context must fit, overshoot included.
+        context = min(context, (pages - 1) * PAGE_TOKENS - max_entries_per_row(0, width))
+        if context < 2:
+            raise RuntimeError(f"{pages} pages of latent cache are too few for any request; give more cache_pages")
+        self.runner = runner(pages, context)
+        if wants_graphs:
+            graphs = self.runner.capture(progress)
+            if config.selftest:
+                self._prove(graphs, progress)
+        self.ready = Ready(group.rank, pages, context, model.config.vocab_size, width, eos_ids(config))
+        self.model: DeepseekModel = model
+        if progress:
+            progress(f"{pages} pages of latent cache, {pages * page_bytes / 2**20:.0f} MiB; context {context}")
+
+    def _prove(self, graphs: GraphRunner, progress: Callable[[str], None] | None) -> None:
+        """Run the self-test; RuntimeError, naming the first graph that failed, when one did."""
+        begin = time.perf_counter()
+        self.reports = SelfTest(self.runner.parts).run(
+            [Candidate(captured.step, captured.replay) for captured in graphs.all()], progress
+        )
+        failed = [report for report in self.reports if not report.passed]
+        if progress:
+            progress(
+                f"self-test: {len(self.reports) - len(failed)} of {len(self.reports)} graphs compute what eager "
+                f"computes ({time.perf_counter() - begin:.1f} s)"
+            )
+        if failed:
+            raise RuntimeError(
+                f"self-test failed for {len(failed)} of {len(self.reports)} graphs, the first being {failed[0].key}: "
+                f"{'; '.join(failed[0].problems)}"
+            )
+
+    @staticmethod
+    def _pages(
+        config: EngineConfig, device: torch.device, page_bytes: int, context: int, width: int, graph_bytes: int
+    ) -> int:
+        if config.cache_pages is not None:
+            return config.cache_pages
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            room = free - graph_bytes - int(total * (1 - config.memory_fraction))
+        else:
+            room = min(config.cpu_cache_bytes, int(psutil.virtual_memory().available * 0.5))
+        # More than every slot at full context is never used.
+        most = config.max_rows * max_pages_per_row(context, width) + 1
+        pages = min(room // page_bytes, most)
+        if pages < 2:
+            raise RuntimeError(
+                f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"
+            )
+        return pages
+
+
+def _agree(pages: int, group: TensorParallel, device: torch.device) -> int:
+    """The fewest pages any rank has room for."""
+    return int(group.minimum(torch.tensor([pages], dtype=torch.int64, device=device)).item())

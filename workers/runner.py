@@ -1,0 +1,188 @@
+"""Runs step plans on one rank, in order: checks a plan, applies it to the slots, launches the step that fits it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.page import NULL_PAGE, PAGE_TOKENS
+from workers.batch import LatentCache
+from workers.decode_step import DecodeStep
+from workers.graphs.capture import GraphRunner
+from workers.mixed_step import MixedStep
+from workers.models import DeepseekModel
+from workers.parallel import TensorParallel
+from workers.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
+from workers.sampling import SamplingFault, SamplingState
+from workers.scratch import Scratch
+from workers.slots import SlotState
+from workers.step import StepOutput, StepParts
+
+
+class PlanError(ValueError):
+    """A plan that reads or writes outside what the replica owns: scheduler and worker disagree, which is a defect."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way. On a GPU its result is still being computed; `Runner.collect` waits for it."""
+
+    plan: StepPlan
+    layout: BatchLayout
+    begin: float
+    decided_N: torch.Tensor
+    """On the host, complete once `done` has happened."""
+    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    done: torch.cuda.Event | None
+
+
+class Runner:
+    """Executes plans in order. One per rank; all ranks of a replica get the same plans."""
+
+    def __init__(
+        self,
+        model: DeepseekModel,
+        cache: LatentCache,
+        slots: int,
+        width: int,
+        pages_per_row: int,
+        group: TensorParallel,
+    ) -> None:
+        """`cache` has one layer a model layer, and one more for the draft layer if `width` > 1."""
+        if width > 1 and not model.has_draft_layer:
+            raise ValueError(f"width {width} needs a draft layer, and the model has none")
+        device = cache.layers[0].device
+        sampling = SamplingState(slots, model.config.vocab_size, device) if group.rank == 0 else None
+        state = SlotState(slots, width - 1, pages_per_row, device)
+        self.parts = StepParts(model, cache, state, sampling, group, width)
+        self.device = device
+        self._mixed = MixedStep(self.parts)
+        self._decode: dict[GraphKey, DecodeStep] = {}
+        self._scratch = Scratch(device)
+        self.graphs: GraphRunner | None = None
+        self._steps = 0
+
+    def capture(self, progress: Callable[[str], None] | None = None) -> GraphRunner:
+        """Capture the whole ladder; from now on decode steps are replayed. CUDA only, and all ranks together."""
+        if self.parts.sampling is not None:
+            self.parts.sampling.reserve()
+        self.graphs = GraphRunner(self.parts, self.parts.state.slots, progress)
+        return self.graphs
+
+    def close(self) -> None:
+        """Destroy the graphs, which must happen before the process group ends."""
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step to its end: `launch`, then `collect`."""
+        return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step; on a GPU nothing here waits for it, so the next can be launched behind it.
+
+        Raises PlanError before anything is launched if the plan is not executable.
+        """
+        begin = time.perf_counter()
+        self._check(plan)
+        self._steps = plan.step
+        parts = self.parts
+        parts.state.admit(plan.admissions)
+        parts.state.grant(plan.grants)
+        if parts.sampling is not None:
+            parts.sampling.admit(plan.admissions)
+        captured = None if self.graphs is None else self.graphs.captured(plan)
+        if captured is not None:
+            output = captured.replay()
+        else:
+            output = self._mixed.run(plan) if plan.prefill else self._run_decode(plan)
+        logprobs = None
+        if plan.logprobs >= 0 and parts.sampling is not None and output.logits_NV is not None:
+            token_N = output.decided_N[: output.layout.logits_rows]
+            top = parts.sampling.top_logprobs(output.logits_NV, token_N, plan.logprobs)
+            logprobs = (_to_host(top[0]), _to_host(top[1]), _to_host(top[2]))
+        decided_N = _to_host(output.decided_N)
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return Launched(plan, output.layout, begin, decided_N, logprobs, done)
+
+    def _run_decode(self, plan: StepPlan) -> StepOutput:
+        key = plan.layout.graph_key(len(plan.decode_slots), plan.drafts)
+        step = self._decode.get(key)
+        if step is None:
+            step = self._decode[key] = DecodeStep(self.parts, key, self._scratch)
+        step.slot_R.copy_(torch.tensor(plan.decode_slots, dtype=torch.int64))
+        return step.run()
+
+    def collect(self, launched: Launched) -> StepResult:
+        """Wait for a launched step; steps are collected in the order of their launch.
+
+        Raises SamplingFault when a row's logits were not numbers or an id was no token.
+        """
+        if launched.done is not None:
+            launched.done.synchronize()
+        layout, (*decided, faults) = launched.layout, launched.decided_N.tolist()
+        if faults:
+            raise SamplingFault(faults, self.parts.model.config.vocab_size)
+        # Rows past the plan's own are a bucket's padding.
+        accepted = decided[layout.logits_rows :][: len(launched.plan.decode_slots)]
+        tokens = [
+            tuple(decided[row * layout.width : row * layout.width + count + 1]) for row, count in enumerate(accepted)
+        ]
+        tokens += [(token,) for token in decided[layout.decode_tokens : layout.logits_rows]]
+        logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
+        if launched.logprobs is not None:
+            chosen, ids, values = (tensor.tolist() for tensor in launched.logprobs)
+            logprobs = tuple(
+                tuple(
+                    TopLogprobs(chosen[n], tuple(ids[n]), tuple(values[n]))
+                    for n in (layout.logits_row(row, position) for position in range(len(gained)))
+                )
+                for row, gained in enumerate(tokens)
+            )
+        return StepResult(launched.plan.step, tuple(tokens), time.perf_counter() - launched.begin, logprobs)
+
+    def _check(self, plan: StepPlan) -> None:
+        """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""
+        state, width = self.parts.state, self.parts.width
+        slots, pages, capacity = state.slots, self.parts.cache.pages, state.pages_per_row * PAGE_TOKENS
+        vocab = self.parts.model.config.vocab_size
+        if plan.step != self._steps + 1:
+            raise PlanError(f"plan of step {plan.step} follows step {self._steps}")
+        if not 1 <= plan.width <= width or not 0 <= plan.drafts < width:
+            raise PlanError(f"width {plan.width} / {plan.drafts} drafts on a runner of width {width}")
+        used = [*plan.decode_slots, *(row.slot for row in plan.prefill)]
+        if len(set(used)) != len(used):
+            raise PlanError("a slot has two rows in one step")
+        if not used:
+            raise PlanError("a step without rows")
+        for slot in (*used, *(a.slot for a in plan.admissions), *(g.slot for g in plan.grants)):
+            if not 0 <= slot < slots:
+                raise PlanError(f"slot {slot} of {slots}")
+        for grant in plan.grants:
+            if grant.first < 0 or grant.first + len(grant.pages) > state.pages_per_row:
+                raise PlanError(f"page table entries {grant.first} + {len(grant.pages)} exceed a row")
+            if any(not NULL_PAGE < page < pages for page in grant.pages):
+                raise PlanError(f"granted pages {grant.pages} of {pages}")
+        for row in plan.prefill:
+            if row.start < 0 or row.start + len(row.tokens) > capacity:
+                raise PlanError(f"prefill of {len(row.tokens)} tokens at {row.start} exceeds {capacity}")
+            if row.final == (row.next_token >= 0):
+                raise PlanError("a prefill row has a next token or ends its prompt, never both")
+            if not 0 <= min(row.tokens) <= max(row.tokens) < vocab or row.next_token >= vocab:
+                raise PlanError(f"token ids outside a vocabulary of {vocab}")
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself on CPU; from a GPU a copy under way into pinned memory, complete when the stream gets there."""
+    if x.device.type == "cpu":
+        return x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)

@@ -1,0 +1,11 @@
+"""The scheduler of one replica: which rows run in the next step, on which pages. Pure Python.
+
+`Scheduler` composes a waiting queue (`queue`), a pool of reference-counted pages (`pages`), the prefix cache over it
+(`prefix`), the state of every request (`sequence`), the watch over draft acceptance (`acceptance`) and counters.
+"""
+
+from workers.scheduler.config import SchedulerConfig, max_entries_per_row, max_pages_per_row
+from workers.scheduler.prefix import page_keys
+from workers.scheduler.scheduler import QUEUE_FULL, Scheduler
+
+__all__ = ["QUEUE_FULL", "Scheduler", "SchedulerConfig", "max_entries_per_row", "max_pages_per_row", "page_keys"]

@@ -1,0 +1,96 @@
+"""Settings of the scheduler, and how many cache entries a row can touch under them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.page import pages_for
+
+PIPELINE = 2
+"""Plans in flight: one that runs and one that waits behind it, so that the device never waits for the host."""
+
+
+def max_entries_per_row(max_context: int, width: int, pipeline: int = PIPELINE) -> int:
+    """Cache entries (tokens) a row may touch, overshoot included: what a page table and rope tables must cover.
+
+    A row is planned while it may still need a token: at most max_context - 1 tokens are then known or promised, one for
+    each of up to pipeline - 1 steps in flight. Its newest token is not fed yet, and each step in flight may have
+    accepted width - 1 drafts on top: its length is at most max_context - 2 + (pipeline - 1) * (width - 1). The step
+    writes `width` entries from there, and its draft passes another width - 1.
+    """
+    return max_context - 1 + (pipeline + 1) * (width - 1)
+
+
+def max_pages_per_row(max_context: int, width: int, pipeline: int = PIPELINE) -> int:
+    """Page-table entries of a row: pages of the longest request and of the steps that may overshoot its end."""
+    return pages_for(max_entries_per_row(max_context, width, pipeline))
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What one replica can hold and do at once."""
+
+    slots: int
+    """Requests on the device at once, decoding or prefilling."""
+    pages: int
+    """Pages of latent cache, the null page included."""
+    max_context: int
+    """Tokens a request may have, prompt and output together."""
+    token_budget: int
+    """Most tokens one step feeds. What decode rows leave over goes to prefill. It must exceed slots * width: the
+    difference is open to prefill in every step, so decoding never starves it."""
+    width: int
+    """Most tokens a decode row feeds: 1 + drafts."""
+    queue_limit: int
+    """Requests that may wait beyond those that free slots will take; one more is refused."""
+    vocab_size: int = 2**32
+    """Token ids are below this."""
+    prefix_cache: bool = True
+    """Share the pages of equal prompt prefixes."""
+    pipeline: int = PIPELINE
+    """Plans made before the first of their results is back."""
+    acceptance_floor: float = 0.05
+    """Drafts are given up when less than this share of a window of them stood; 0 never gives them up."""
+    acceptance_window: int = 4096
+    """Drafts that are offered between two looks at the acceptance."""
+    acceptance_retry: int = 4096
+    """Steps without drafts after which they are tried again for one window; 0: never again."""
+    prefix_sample: int = 512
+    """Prefix-cache keys that the statistics name, most recently used ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "width", "vocab_size", "pipeline", "acceptance_window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("queue_limit", "acceptance_retry", "prefix_sample"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.pages < 2:
+            raise ValueError(
+                f"pages = {self.pages}: one of them is the null page, which holds nothing; give at least 2"
+            )
+        if self.max_context < 2:
+            raise ValueError(f"max_context = {self.max_context} has no room for a prompt and an output token")
+        if self.token_budget <= self.slots * self.width:
+            raise ValueError(
+                f"token_budget = {self.token_budget} lets {self.slots} decode rows of width {self.width} starve "
+                f"prefill: give at least {self.slots * self.width + 1}, or fewer slots"
+            )
+        if not 0.0 <= self.acceptance_floor <= 1.0:
+            raise ValueError(f"acceptance_floor is a share of the drafts, 0 ... 1, not {self.acceptance_floor}")
+
+    @property
+    def drafting(self) -> bool:
+        """Whether there is a draft layer with cache entries of its own."""
+        return self.width > 1
+
+    @property
+    def draft_margin(self) -> int:
+        """Cache entries past a step's tokens that its draft passes write: the draft layer runs one token ahead of the
+        target, and each further draft one more. Reserved even while drafts are given up, so that the draft layer's
+        cache stays complete."""
+        return self.width - 1
+
+    def pages_at_most(self, tokens: int) -> int:
+        """Pages that a request of `tokens` tokens, prompt and output, may need alone, overshoot included."""
+        return max_pages_per_row(tokens, self.width, self.pipeline)

@@ -1,0 +1,79 @@
+"""Which requests can be served at all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from workers.messages import Request
+from workers.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+from workers.scheduler.config import SchedulerConfig
+
+RANGES: Final = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    # Positive logits are divided by it: a denormal one makes them infinite.
+    "repetition_penalty": (0.01, 100.0),
+}
+"""Least and greatest value of each real-valued sampling parameter: wide enough for any use, and none can turn finite
+logits into infinite ones, which a worker must take for broken weights."""
+MAX_BIAS: Final = 1e4
+"""Greatest magnitude of a logit bias."""
+
+
+def why_impossible(request: Request, config: SchedulerConfig) -> str:
+    """Why this replica can never serve the request, "" if it can. The front checks most of this too; here it is certain
+    for every way a request may come that no worker is given what would end the replica."""
+    prompt, sampling = request.prompt, request.sampling
+    if not prompt:
+        return "the prompt is empty"
+    if len(prompt) >= config.max_context:
+        return f"prompt of {len(prompt)} tokens leaves no room for output in a context of {config.max_context}"
+    if sampling.max_tokens < 1:
+        return f"max_tokens must be at least 1, not {sampling.max_tokens}"
+    if not 0 <= sampling.min_tokens <= config.max_context:
+        return f"min_tokens must be between 0 and the context of {config.max_context}, not {sampling.min_tokens}"
+    if sampling.min_tokens and len(set(sampling.stop_ids)) > MAX_STOP_IDS:
+        return f"{len(set(sampling.stop_ids))} stop ids: together with min_tokens at most {MAX_STOP_IDS} are supported"
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        return f"logit_bias names {len(sampling.logit_bias)} tokens: at most {MAX_LOGIT_BIAS} are supported"
+    if not 0 <= sampling.top_k < 2**31:
+        return f"top_k must be between 0 and 2^31 - 1, not {sampling.top_k}"
+    if not -1 <= sampling.logprobs <= config.vocab_size:
+        return f"logprobs must be between -1 and the {config.vocab_size} tokens there are, not {sampling.logprobs}"
+    if wrong := _out_of_range(sampling):
+        return wrong
+    if wrong := _outside(prompt, config.vocab_size):
+        return f"the prompt has a token id outside 0 ... {config.vocab_size - 1}: {wrong}"
+    if wrong := _outside([token for token, _ in sampling.logit_bias], config.vocab_size):
+        return f"logit_bias names a token id outside 0 ... {config.vocab_size - 1}: {wrong}"
+    limit = min(len(prompt) + sampling.max_tokens, config.max_context)
+    needed, pages = config.pages_at_most(limit), config.pages - 1
+    if needed > pages:
+        return (
+            f"{len(prompt)} prompt tokens and {limit - len(prompt)} to generate need {needed} pages of cache, "
+            f"and there are {pages}: ask for fewer tokens"
+        )
+    return ""
+
+
+def _out_of_range(sampling: SamplingParams) -> str:
+    """Which real-valued parameter is too large, too small or no number, as text."""
+    for name, (least, most) in RANGES.items():
+        value = getattr(sampling, name)
+        if not least <= value <= most:
+            return f"{name} must be between {least:g} and {most:g}, not {value:g}"
+    for token, bias in sampling.logit_bias:
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            return f"logit_bias of token {token} must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, not {bias:g}"
+    return ""
+
+
+def _outside(tokens: Collection[int], vocab_size: int) -> str:
+    """The first id that is none, as text."""
+    if not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return ""
+    return str(next(token for token in tokens if not 0 <= token < vocab_size))

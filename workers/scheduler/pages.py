@@ -1,0 +1,52 @@
+"""The pool of cache pages: which are free, and how many rows hold each of the others."""
+
+from __future__ import annotations
+
+from kernels.page import NULL_PAGE
+
+
+class PagePool:
+    """Pages 1 ... pages - 1, each free, or held by rows, or unheld but kept (by the prefix cache, for reuse).
+
+    A page that no row holds is either in the free list or somebody else's (`drop` says that it became unheld, `free`
+    puts it back). Pages may be given to another row as soon as they are free, although steps in flight still use them
+    for their former row: workers execute plans in order, so the new row's writes come after.
+    """
+
+    def __init__(self, pages: int) -> None:
+        """A pool of `pages` pages, the null page included, which is never given out."""
+        self.total = pages - 1
+        self._free = [page for page in range(pages - 1, -1, -1) if page != NULL_PAGE]
+        self._holders = [0] * pages
+
+    @property
+    def free_count(self) -> int:
+        """Pages in the free list."""
+        return len(self._free)
+
+    def holders(self, page: int) -> int:
+        """Rows that have this page in their table."""
+        return self._holders[page]
+
+    def take(self) -> int:
+        """A free page, now held once."""
+        page = self._free.pop()
+        assert self._holders[page] == 0, f"page {page} was free and held"
+        self._holders[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        """One more row has this page."""
+        self._holders[page] += 1
+
+    def drop(self, page: int) -> bool:
+        """One row less has this page; True when that was the last."""
+        left = self._holders[page] - 1
+        assert left >= 0, f"page {page} was dropped more often than held"
+        self._holders[page] = left
+        return left == 0
+
+    def free(self, page: int) -> None:
+        """Put an unheld page back."""
+        assert self._holders[page] == 0, f"page {page} is held and cannot be free"
+        self._free.append(page)

@@ -1,0 +1,230 @@
+"""The prefix cache: full pages of equal token prefixes are computed once and shared.
+
+A page's key is a 64-bit hash of the key of the page before it and of its own 64 token ids, so a key names a whole
+prefix. Keys only find candidates: an entry also keeps its tokens and the entry it continues, and both are compared, so
+that colliding keys cost a miss and never a wrong page.
+
+Which pages are complete. After a result is applied the row has `length` cache entries of accepted tokens (all its
+known tokens but the newest, which is not fed yet), so page k is complete in the target layers once
+64 * (k + 1) <= length. The draft layer's entry j pairs the hidden state of token j - 1 with token j and is written in
+the step that feeds token j - 1 (`PrefillRow.next_token` closes a chunk, the sampled token a prompt or a verified row):
+its entries 1 ... length are written by then, one more than the target's, so the same pages are complete there. Later
+steps of the row, those in flight included, write only at `length` and above (the draft layer above `length`): a
+registered page is never written.
+
+A hit of n tokens leaves at least the last prompt token to compute. With a draft layer the prefill starts at n - 1 with
+write_from = n: recomputing token n - 1 gives the hidden state for the draft layer's entry n; its own target entry is
+shared and not written.
+
+Eviction: pages that only the cache holds are in least-recently-used order, and a row gives its pages up deepest first,
+so a page is always evicted before the page it continues.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+
+from kernels.page import PAGE_TOKENS
+from workers.scheduler.pages import PagePool
+
+PAGE_BYTES = 4 * PAGE_TOKENS
+ROOT_KEY = 0
+"""Key that the first page of a prompt continues."""
+
+
+def pack_tokens(tokens: Tokens[int]) -> bytes:
+    """Token ids as little-endian 32-bit unsigned integers. OverflowError for an id outside 0 ... 2^32 - 1."""
+    packed = array("I", tokens)
+    assert packed.itemsize == 4
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def chain_key(parent: int, page: bytes) -> int:
+    """64-bit key of a page of packed tokens that continues the page of key `parent`; equal in every process."""
+    return int.from_bytes(blake2b(parent.to_bytes(8, "little") + page, digest_size=8).digest(), "little")
+
+
+def page_keys(tokens: Tokens[int]) -> list[int]:
+    """Keys of all full pages of a prompt, first to last. A key names its whole prefix: a replica that reports key i
+    (`EngineStats.prefix_keys`) holds pages 0 ... i, so look for the deepest key it has. OverflowError for an id outside
+    0 ... 2^32 - 1."""
+    packed = pack_tokens(tokens)
+    keys: list[int] = []
+    key = ROOT_KEY
+    for begin in range(0, len(packed) - PAGE_BYTES + 1, PAGE_BYTES):
+        key = chain_key(key, packed[begin : begin + PAGE_BYTES])
+        keys.append(key)
+    return keys
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A cached page: what it holds, and the entry it continues (None for the first page of a prompt)."""
+
+    key: int
+    tokens: bytes
+    parent: Entry | None
+    page: int
+
+
+@dataclass(slots=True)
+class RowPages:
+    """The pages of one row, in table order, each held once by the row."""
+
+    pages: list[int] = field(default_factory=list)
+    chain: list[Entry] = field(default_factory=list)
+    """Entries of the row's complete pages. Where another row was first with the same tokens, that row's entry, which
+    has another page."""
+    duplicates: bool = False
+    """Whether `chain` names pages that are not the row's."""
+    closed: bool = False
+    """A key collided: nothing behind it can be cached."""
+
+    @property
+    def capacity(self) -> int:
+        """Cache entries that the pages hold."""
+        return len(self.pages) * PAGE_TOKENS
+
+
+class PrefixCache:
+    """Hands out the pool's pages and keeps the complete ones for reuse until they are needed for something else."""
+
+    def __init__(self, pool: PagePool, enabled: bool = True) -> None:
+        self._pool = pool
+        self._enabled = enabled
+        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by key, most recently used last
+        self._of_page: dict[int, Entry] = {}
+        self._unheld: OrderedDict[int, Entry] = OrderedDict()  # by page, next to be evicted first
+
+    @property
+    def available(self) -> int:
+        """Pages that could be taken now: free ones and those that only the cache holds."""
+        return self._pool.free_count + len(self._unheld)
+
+    @property
+    def cached(self) -> int:
+        """Pages with an entry."""
+        return len(self._entries)
+
+    def is_cached(self, page: int) -> bool:
+        """Whether other rows may find this page: then nobody may write it."""
+        return page in self._of_page
+
+    def newest_keys(self, most: int) -> tuple[int, ...]:
+        """Keys of the most recently registered or used entries."""
+        return tuple(islice(reversed(self._entries), most))
+
+    def match(self, packed: bytes, keys: Tokens[int], most: int) -> list[Entry]:
+        """Entries of the longest cached prefix, `most` pages at the most. `keys` are the page keys of `packed`."""
+        found: list[Entry] = []
+        parent: Entry | None = None
+        for index in range(most if self._enabled else 0):
+            entry = self._entries.get(keys[index])
+            begin = index * PAGE_BYTES
+            if entry is None or entry.parent is not parent or entry.tokens != packed[begin : begin + PAGE_BYTES]:
+                break
+            found.append(entry)
+            parent = entry
+        return found
+
+    def needed(self, found: Tokens[Entry], pages: int) -> int:
+        """How many of the available pages a row of `pages` pages uses up whose first pages are `found`."""
+        return pages - len(found) + sum(entry.page in self._unheld for entry in found)
+
+    def open(self, found: Tokens[Entry], pages: int) -> RowPages:
+        """A new row of `pages` pages, the first of them shared. `needed` of them must be available."""
+        row = RowPages()
+        for entry in found:
+            self._unheld.pop(entry.page, None)
+            self._pool.hold(entry.page)
+            self._entries.move_to_end(entry.key)
+            row.pages.append(entry.page)
+        row.chain.extend(found)
+        self.extend(row, pages - len(found))
+        return row
+
+    def extend(self, row: RowPages, count: int) -> tuple[int, ...]:
+        """`count` more pages for the row, evicting cached ones if need be; they must be available."""
+        if count > self.available:
+            raise RuntimeError(f"{count} pages wanted, {self.available} available: the scheduler must ask first")
+        while self._pool.free_count < count:
+            page, entry = self._unheld.popitem(last=False)
+            self._forget(entry)
+            self._pool.free(page)
+        taken = tuple(self._pool.take() for _ in range(count))
+        row.pages.extend(taken)
+        return taken
+
+    def register(self, row: RowPages, tokens: array[int], full: int) -> None:
+        """Make the first `full` pages of the row, complete with `tokens`, findable."""
+        if not self._enabled:
+            return
+        while len(row.chain) < full and not row.closed:
+            index = len(row.chain)
+            parent = row.chain[-1] if row.chain else None
+            packed = pack_tokens(tokens[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
+            key = chain_key(parent.key if parent else ROOT_KEY, packed)
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = Entry(key, packed, parent, row.pages[index])
+                self._remember(entry)
+            elif entry.parent is not parent or entry.tokens != packed:
+                row.closed = True
+                return
+            else:
+                row.duplicates = True
+            row.chain.append(entry)
+
+    def close(self, row: RowPages) -> None:
+        """The row gives all its pages up, deepest first: cached ones stay for reuse, the others become free."""
+        if row.duplicates:
+            self._mend(row)
+        for index in range(len(row.pages) - 1, -1, -1):
+            page = row.pages[index]
+            if self._pool.drop(page):
+                entry = self._of_page.get(page)
+                if entry is None:
+                    self._pool.free(page)
+                else:
+                    self._unheld[page] = entry
+            if index < len(row.chain) and (twin := row.chain[index].page) in self._unheld:
+                # Keep the order when the cached page is another row's: it must outlive the pages that continue it.
+                self._unheld.move_to_end(twin)
+        row.pages.clear()
+        row.chain.clear()
+
+    def _mend(self, row: RowPages) -> None:
+        """Another row's entry in this row's chain may have been evicted while deeper pages of this row were held. Put
+        this row's own pages in the gaps, so that every entry continues an entry that is there."""
+        chain: list[Entry] = []
+        parent: Entry | None = None
+        for index, known in enumerate(row.chain):
+            entry = self._entries.get(known.key)
+            if entry is None:
+                entry = Entry(known.key, known.tokens, parent, row.pages[index])
+                self._remember(entry)
+            elif entry.tokens != known.tokens or (entry.parent is not parent and entry.page != row.pages[index]):
+                break  # a collision took the place: what lies behind is unreachable
+            entry.parent = parent
+            chain.append(entry)
+            parent = entry
+        for page in row.pages[len(chain) :]:
+            if (entry := self._of_page.get(page)) is not None:
+                self._forget(entry)
+        row.chain = chain
+
+    def _remember(self, entry: Entry) -> None:
+        self._entries[entry.key] = entry
+        self._of_page[entry.page] = entry
+
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        del self._of_page[entry.page]

@@ -1,0 +1,134 @@
+"""Who has a slot and pages, and every change of that."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from itertools import chain
+from operator import attrgetter
+
+from kernels.page import PAGE_TOKENS, pages_for
+from workers.plan import Admission, PageGrant
+from workers.scheduler.config import SchedulerConfig
+from workers.scheduler.pages import PagePool
+from workers.scheduler.prefix import PrefixCache, pack_tokens, page_keys
+from workers.scheduler.queue import WaitingQueue
+from workers.scheduler.sequence import Phase, Sequence
+
+by_rank = attrgetter("rank")
+by_slot = attrgetter("slot")
+
+
+class Rows:
+    """The requests of a replica in their phases: waiting, prefilling, decoding, leaving."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.pool = PagePool(config.pages)
+        self.cache = PrefixCache(self.pool, config.prefix_cache)
+        self.queue = WaitingQueue()
+        self.free_slots = list(range(config.slots))  # a heap: the lowest slot first
+        self.prefilling: list[Sequence] = []
+        """By rank."""
+        self.decoding: list[Sequence] = []
+        """By slot."""
+        self.preemptions = 0
+        self._config = config
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a request wait, with the tokens it has by now."""
+        if self._config.prefix_cache:
+            sequence.keys = page_keys(sequence.tokens)
+        self.queue.push(sequence)
+
+    def admit(self) -> tuple[Sequence, Admission, PageGrant] | None:
+        """Give the head of the queue a slot and the pages of its whole prompt; None when they are not there.
+
+        One page for each running row is left over, so that a newcomer is not preempted at once for their growth.
+        """
+        sequence = self.queue.head()
+        if sequence is None or not self.free_slots:
+            return None
+        tokens, cache = sequence.tokens, self.cache
+        # At least the last token is computed: its logits are wanted.
+        found = cache.match(pack_tokens(tokens), sequence.keys, (len(tokens) - 1) // PAGE_TOKENS)
+        pages = pages_for(len(tokens) + self._config.draft_margin)
+        growth = len(self.decoding) + len(self.prefilling)
+        if cache.needed(found, pages) + growth > cache.available:
+            return None
+        self.queue.pop()
+        hit = len(found) * PAGE_TOKENS
+        sequence.phase = Phase.PREFILL
+        sequence.slot = heapq.heappop(self.free_slots)
+        sequence.pages = cache.open(found, pages)
+        sequence.capacity = sequence.pages.capacity
+        sequence.goal = len(tokens)
+        sequence.cursor = hit - 1 if hit and self._config.drafting else hit
+        sequence.write_from = hit
+        sequence.upper = 0
+        insort(self.prefilling, sequence, key=by_rank)
+        sampling = sequence.request.sampling
+        history = tuple(tokens) if sampling.has_penalties else ()
+        admission = Admission(sequence.slot, sampling, sequence.generated, history)
+        return sequence, admission, PageGrant(sequence.slot, 0, tuple(sequence.pages.pages))
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """The last chunk of its prompt is planned."""
+        self.prefilling.remove(sequence)
+        sequence.phase = Phase.DECODE
+        sequence.upper = sequence.goal
+        insort(self.decoding, sequence, key=by_slot)
+
+    def grow(self, sequence: Sequence, entries: int) -> tuple[PageGrant | None, bool]:
+        """Pages for a decode row to hold `entries` cache entries. While there are too few, the latest arrival of the
+        lowest priority loses its own; no grant when that was the row itself. Also whether anybody was preempted."""
+        first = len(sequence.pages.pages)
+        needed = pages_for(entries) - first
+        preempted = False
+        while needed > self.cache.available:
+            last = max(chain(self.decoding, self.prefilling), key=by_rank)
+            self.preempt(last)
+            preempted = True
+            if last is sequence:
+                return None, True
+        grant = PageGrant(sequence.slot, first, self.cache.extend(sequence.pages, needed))
+        sequence.capacity = sequence.pages.capacity
+        return grant, preempted
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running request's pages; what is complete stays in the prefix cache. It is computed again later."""
+        self._stop_running(sequence, Phase.PREEMPTED)
+
+    def end(self, sequence: Sequence) -> None:
+        """A request is over: finished or cancelled."""
+        if sequence.phase is Phase.WAITING:
+            self.queue.remove(sequence)
+        else:
+            self._stop_running(sequence, Phase.ENDED)
+
+    def landed(self, sequence: Sequence, sampled: bool) -> None:
+        """A step of this request was applied; its tokens are already taken in."""
+        sequence.in_flight -= 1
+        sequence.promised -= sampled
+        if sequence.in_flight == 0 and sequence.phase in (Phase.ENDED, Phase.PREEMPTED):
+            self._leave_slot(sequence)
+
+    def _stop_running(self, sequence: Sequence, phase: Phase) -> None:
+        """No further step is planned for it, and it gives its pages up. The slot stays its own while steps in flight
+        have it."""
+        if sequence.phase is Phase.PREFILL:
+            self.prefilling.remove(sequence)
+        elif sequence.phase is Phase.DECODE:
+            self.decoding.remove(sequence)
+        self.cache.close(sequence.pages)
+        sequence.capacity = 0
+        sequence.phase = phase
+        if sequence.in_flight == 0:
+            self._leave_slot(sequence)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        """No step in flight uses the slot any more. A preempted request waits again, at its old place."""
+        heapq.heappush(self.free_slots, sequence.slot)
+        sequence.slot = -1
+        if sequence.phase is Phase.PREEMPTED:
+            self.preemptions += 1
+            self.enqueue(sequence)

@@ -1,0 +1,298 @@
+"""Plans the steps of one replica ahead of their results."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from itertools import chain, count
+
+from kernels.page import PAGE_TOKENS
+from workers.messages import EngineStats, FinishReason, Request, RequestOutput
+from workers.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult, TopLogprobs
+from workers.scheduler.acceptance import AcceptanceWatch
+from workers.scheduler.config import SchedulerConfig
+from workers.scheduler.counters import Counters
+from workers.scheduler.intake import why_impossible
+from workers.scheduler.rows import Rows, by_rank
+from workers.scheduler.sequence import Flight, Phase, Sequence
+
+QUEUE_FULL = "queue full"
+"""Refusals that begin so are for lack of room now; all others are final."""
+
+
+class Scheduler:
+    """Decides which rows run in the next step, on which slots and pages.
+
+    Order. Decode rows come first, all of them, in slot order; prefill chunks fill what is left of the token budget by
+    (priority, arrival). A request is admitted only with pages for its whole prompt, and nobody overtakes the head of
+    the queue, so only decode rows ever lack pages: then the latest arrival of the lowest priority is preempted. Hence
+    the first in rank always gets its pages, and as it fits the pool alone (`add` checks), it finishes; then the next
+    is first. Priorities are strict: a lower one waits for as long as more urgent requests keep coming.
+
+    Ahead of results. A step is planned while up to `pipeline` - 1 earlier ones are in flight. Workers execute plans in
+    order, so pages that are given up now may be granted in the very next plan: steps in flight that still touch them
+    for their former row come before. Slots are kept until no step in flight has them, which costs a free slot one step
+    and lets workers prepare a plan's slots on the host while earlier steps run.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._rows = Rows(config)
+        self._watch = AcceptanceWatch(config)
+        self._counters = Counters()
+        self._arrivals = count()
+        self._live: dict[str, Sequence] = {}
+        self._flights: deque[Flight] = deque()
+        self._step = 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs or is in flight."""
+        return not self._live and not self._flights
+
+    def add(self, request: Request) -> str:
+        """Queue a request. Returns why it is refused, or "". Nothing a user can send raises."""
+        prompt, sampling, config = request.prompt, request.sampling, self.config
+        if request.request_id in self._live:
+            return f"request id {request.request_id!r} is in use by a request that has not ended"
+        if reason := why_impossible(request, config):
+            return reason
+        waiting = len(self._rows.queue)
+        if waiting - len(self._rows.free_slots) >= config.queue_limit:
+            return f"{QUEUE_FULL}: {waiting} requests wait already"
+        sequence = Sequence(
+            request=request,
+            rank=(request.priority, next(self._arrivals)),
+            limit=min(len(prompt) + sampling.max_tokens, config.max_context),
+            tokens=array("I", prompt),
+            prompt=len(prompt),
+            stop_ids=frozenset(sampling.stop_ids),
+            min_total=len(prompt) + sampling.min_tokens,
+            logprobs=sampling.logprobs,
+        )
+        self._live[request.request_id] = sequence
+        self._rows.enqueue(sequence)
+        return ""
+
+    def cancel(self, request_id: str) -> tuple[RequestOutput, ...]:
+        """End a request now, whatever its state; its last output is returned. Unknown and ended ids are ignored."""
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return ()
+        self._end(sequence)
+        return (RequestOutput(request_id, (), "cancelled"),)
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None while `pipeline` steps are in flight or nothing can run before a result or a request."""
+        if len(self._flights) >= self.config.pipeline:
+            return None
+        width, drafts = self._watch.width, self._watch.drafts
+        grants: list[PageGrant] = []
+        admissions: list[Admission] = []
+        decode, preempted = self._plan_decode(width, grants)
+        budget = self.config.token_budget - width * len(decode)
+        prefilled, prefill = self._plan_prefill(budget, admissions, grants, admit=not preempted)
+        if not decode and not prefill:
+            return None
+        self._watch.planned()
+        self._step += 1
+        plan = StepPlan(
+            step=self._step,
+            width=width,
+            drafts=drafts,
+            decode_slots=tuple([sequence.slot for sequence in decode]),
+            prefill=tuple(prefill),
+            admissions=tuple(admissions),
+            grants=tuple(grants),
+            logprobs=max(
+                chain(
+                    (sequence.logprobs for sequence in decode),
+                    (sequence.logprobs for sequence, row in zip(prefilled, prefill, strict=True) if row.final),
+                ),
+                default=-1,
+            ),
+        )
+        self._flights.append(Flight(plan, decode, prefilled))
+        return plan
+
+    def apply(self, result: StepResult) -> tuple[RequestOutput, ...]:
+        """Take in a step's result; returns what its requests gained. RuntimeError for a result that does not belong to
+        the oldest step in flight: scheduler and worker disagree, and nothing after it could be trusted."""
+        flight = self._check(result)
+        plan = flight.plan
+        self._flights.popleft()
+        outputs: list[RequestOutput] = []
+        offered = accepted = 0
+        rows = zip(flight.decode, result.tokens, strict=False)
+        for index, (sequence, tokens) in enumerate(rows):
+            sequence.upper -= plan.width - len(tokens)
+            if sequence.phase is not Phase.ENDED:
+                output = self._gain(sequence, tokens, result, index)
+                outputs.append(output)
+                offered += plan.width - 1
+                accepted += min(len(output.tokens), len(tokens) - 1)
+            self._rows.landed(sequence, sampled=True)
+        self._watch.observe(offered, accepted)
+        index = len(flight.decode)
+        for sequence, row in zip(flight.prefill, plan.prefill, strict=True):
+            if row.final:
+                if sequence.phase is not Phase.ENDED:
+                    outputs.append(self._gain(sequence, result.tokens[index], result, index))
+                index += 1
+            elif sequence.phase in (Phase.PREFILL, Phase.DECODE):
+                full = (row.start + len(row.tokens)) // PAGE_TOKENS
+                self._rows.cache.register(sequence.pages, sequence.tokens, full)
+            self._rows.landed(sequence, sampled=row.final)
+        self._counters.drafts_offered += offered
+        self._counters.drafts_accepted += accepted
+        self._counters.count_step(len(flight.decode), len(flight.prefill), result.duration)
+        return tuple(outputs)
+
+    def stats(self) -> EngineStats:
+        """Gauges of now, counters since start."""
+        rows = self._rows
+        gauges = EngineStats(
+            running=len(rows.decoding) + len(rows.prefilling),
+            waiting=len(rows.queue),
+            prefill_backlog=rows.queue.tokens + sum(s.goal - s.cursor for s in rows.prefilling),
+            pages_total=rows.pool.total,
+            pages_free=rows.cache.available,
+            slots=self.config.slots,
+            preemptions=rows.preemptions,
+            drafting=not self._watch.given_up,
+            prefix_keys=rows.cache.newest_keys(self.config.prefix_sample),
+        )
+        return self._counters.into(gauges)
+
+    # Planning
+
+    def _plan_decode(self, width: int, grants: list[PageGrant]) -> tuple[list[Sequence], bool]:
+        """Every decode row that may still need a token, in slot order, with pages for all it may write. Also whether
+        another row had to be preempted for that."""
+        rows = [s for s in self._rows.decoding if len(s.tokens) + s.promised < s.limit]
+        reach = width + self.config.draft_margin
+        preempted = False
+        for sequence in sorted((s for s in rows if s.upper + reach > s.capacity), key=by_rank):
+            if sequence.phase is Phase.DECODE:  # else it was preempted for one before it
+                grant, others = self._rows.grow(sequence, sequence.upper + reach)
+                preempted |= others
+                if grant is not None:
+                    grants.append(grant)
+        if preempted:
+            rows = [s for s in rows if s.phase is Phase.DECODE]
+        for sequence in rows:
+            sequence.upper += width
+            sequence.promised += 1
+            sequence.in_flight += 1
+        return rows, preempted
+
+    def _plan_prefill(
+        self, budget: int, admissions: list[Admission], grants: list[PageGrant], admit: bool
+    ) -> tuple[list[Sequence], list[PrefillRow]]:
+        """Chunks of running and newly admitted prompts, by rank, until the budget is spent. When a row was just
+        preempted nobody is admitted, lest the pages go round in circles."""
+        sequences: list[Sequence] = []
+        rows: list[PrefillRow] = []
+        running = deque(self._rows.prefilling)
+        while budget > 0:
+            head = self._rows.queue.head() if admit else None
+            if head is not None and (not running or head.rank < running[0].rank):
+                admitted = self._rows.admit()
+                if admitted is None:
+                    admit = False
+                    continue
+                sequence, admission, grant = admitted
+                admissions.append(admission)
+                grants.append(grant)
+                self._count_prompt(sequence)
+            elif running:
+                sequence = running.popleft()
+            else:
+                break
+            row = self._chunk(sequence, budget)
+            budget -= len(row.tokens)
+            sequences.append(sequence)
+            rows.append(row)
+        return sequences, rows
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        """Count an admitted prompt, once: what a preemption makes it compute again is no new prompt."""
+        if sequence.cached < 0:
+            sequence.cached = sequence.write_from
+            self._counters.prompt_tokens += sequence.prompt
+            self._counters.cached_tokens += sequence.cached
+
+    def _chunk(self, sequence: Sequence, budget: int) -> PrefillRow:
+        """The next chunk of a running prompt, `budget` tokens at the most."""
+        start, tokens = sequence.cursor, sequence.tokens
+        end = min(start + budget, sequence.goal)
+        final = end == sequence.goal
+        sequence.cursor = end
+        sequence.in_flight += 1
+        if final:
+            sequence.promised += 1
+            self._rows.start_decoding(sequence)
+        return PrefillRow(
+            slot=sequence.slot,
+            start=start,
+            tokens=tuple(tokens[start:end]),
+            write_from=sequence.write_from,
+            final=final,
+            next_token=-1 if final else tokens[end],
+        )
+
+    # Results
+
+    def _check(self, result: StepResult) -> Flight:
+        if not self._flights:
+            raise RuntimeError(f"result of step {result.step}, but no step is in flight")
+        flight = self._flights[0]
+        plan = flight.plan
+        if result.step != plan.step:
+            raise RuntimeError(f"result of step {result.step}, but step {plan.step} is the oldest in flight")
+        sampled = plan.layout.sampled_rows
+        if len(result.tokens) != sampled:
+            raise RuntimeError(f"step {plan.step} sampled {sampled} rows, its result has {len(result.tokens)}")
+        decode = len(flight.decode)
+        for index, tokens in enumerate(result.tokens):
+            if not 1 <= len(tokens) <= (plan.width if index < decode else 1) or min(tokens) < 0:
+                raise RuntimeError(f"step {plan.step} (width {plan.width}) gave sampled row {index} tokens {tokens}")
+        if plan.logprobs >= 0 and [len(row) for row in result.logprobs] != [len(row) for row in result.tokens]:
+            raise RuntimeError(f"step {plan.step} owes one log-probability for every token")
+        return flight
+
+    def _gain(self, sequence: Sequence, tokens: tuple[int, ...], result: StepResult, index: int) -> RequestOutput:
+        """A live request's tokens of a step: cut at the first stop or at its limit; it may have ended then."""
+        known = len(sequence.tokens)
+        kept = tokens[: sequence.limit - known]
+        finish: FinishReason | None = "length" if known + len(kept) == sequence.limit else None
+        if not sequence.stop_ids.isdisjoint(kept):
+            for end, token in enumerate(kept, start=1):
+                # A stop id may be a request's token number min_tokens + 1 at the earliest.
+                if token in sequence.stop_ids and known + end > sequence.min_total:
+                    kept, finish = kept[:end], "stop"
+                    break
+        sequence.tokens.extend(kept)
+        self._counters.generated_tokens += len(kept)
+        full = (known + len(kept) - 1) // PAGE_TOKENS
+        if full > len(sequence.pages.chain) and sequence.phase is Phase.DECODE:
+            self._rows.cache.register(sequence.pages, sequence.tokens, full)
+        logprobs: tuple[TopLogprobs, ...] = ()
+        if sequence.logprobs >= 0:
+            logprobs = tuple(_first(entry, sequence.logprobs) for entry in result.logprobs[index][: len(kept)])
+        cached = 0 if sequence.reported else sequence.cached
+        sequence.reported = True
+        if finish is not None:
+            self._end(sequence)
+        return RequestOutput(sequence.request.request_id, kept, finish, logprobs, cached)
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._live[sequence.request.request_id]
+        self._rows.end(sequence)
+
+
+def _first(entry: TopLogprobs, count: int) -> TopLogprobs:
+    """The `count` most probable of what the step computed for the row that asked for most."""
+    if len(entry.ids) <= count:
+        return entry
+    return TopLogprobs(entry.chosen, entry.ids[:count], entry.logprobs[:count])

@@ -1,0 +1,83 @@
+"""What the scheduler knows of one request, and of one step in flight."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from workers.messages import Request
+from workers.plan import StepPlan
+from workers.scheduler.prefix import RowPages
+
+
+class Phase(Enum):
+    """Where a request stands. Only PREFILL and DECODE own pages; what is behind them may still own a slot."""
+
+    WAITING = auto()
+    PREFILL = auto()
+    """Has a slot and the pages of its whole prompt; chunks are left to plan."""
+    DECODE = auto()
+    """Its final chunk is planned: every further step samples."""
+    PREEMPTED = auto()
+    """Lost its pages; goes back to the queue when its steps in flight are applied, because they still add tokens."""
+    ENDED = auto()
+    """Finished or cancelled; results of its steps in flight are dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request. `tokens` are facts from applied results; `upper` and `promised` look ahead over steps in flight."""
+
+    request: Request
+    rank: tuple[int, int]
+    """(priority, arrival number): the order of service. Never the request id."""
+    limit: int
+    """Tokens, prompt included, at which the request ends."""
+    tokens: array[int]
+    """Prompt and generated tokens. The newest generated one is not fed yet."""
+    prompt: int
+    """Tokens of the request's own prompt."""
+    stop_ids: frozenset[int]
+    min_total: int
+    """Tokens, prompt included, before which no stop id counts."""
+    logprobs: int
+    """As in `SamplingParams`."""
+    keys: list[int] = field(default_factory=list)
+    """Page keys of `tokens` as they were when the request was queued."""
+    phase: Phase = Phase.WAITING
+    slot: int = -1
+    pages: RowPages = field(default_factory=RowPages)
+    capacity: int = 0
+    """Cache entries that `pages` hold."""
+    goal: int = 0
+    """Tokens to prefill: all that were known at admission."""
+    cursor: int = 0
+    """Prefill tokens planned so far."""
+    write_from: int = 0
+    """See `PrefillRow.write_from`."""
+    upper: int = 0
+    """Most cache entries the row can have once the steps in flight are done."""
+    promised: int = 0
+    """Steps in flight that sample for this row: it gains at least this many tokens."""
+    in_flight: int = 0
+    """Steps in flight that have a row of this request."""
+    cached: int = -1
+    """Prompt tokens that the prefix cache had at the first admission; -1 before it."""
+    reported: bool = False
+    """Whether an output went out, and with it the number of cached tokens."""
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step in flight: the plan, and whose its rows are. A slot's next request never mixes with its last one."""
+
+    plan: StepPlan
+    decode: list[Sequence]
+    prefill: list[Sequence]
+    """Parallel to the plan's prefill rows."""

@@ -1,0 +1,53 @@
+"""Memory for what a step computes on its way: explicit, so that a captured graph's buffers are retained by design.
+
+`Scratch` hands out pieces of one buffer like a stack. A captured step and its replays see the same addresses because
+they make the same requests in the same order; results that outlive a scope are asked for before it opens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_ALIGNMENT = 256
+"""Bytes; what vectorised and bulk loads want, and what the allocators of torch give."""
+
+
+class ScratchExhausted(RuntimeError):
+    """A step asked for more than was measured for it: its shapes depend on something they must not depend on."""
+
+
+class Scratch:
+    """Uninitialised tensors by stack discipline, out of one buffer or, without one, from torch's own allocator."""
+
+    def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
+        """`buffer`: uint8. Without one every request is a fresh tensor, and `peak` tells how large a buffer must be."""
+        self.device = device
+        self._buffer = buffer
+        self._used = 0
+        self.peak = 0
+        """Most bytes that were in use at once."""
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor whose contents are arbitrary."""
+        size = math.prod(shape) * dtype.itemsize
+        begin = self._used
+        self._used = begin + -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.peak = max(self.peak, self._used)
+        if self._buffer is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        if self._used > self._buffer.numel():
+            raise ScratchExhausted(f"{self._used} bytes of scratch memory wanted, {self._buffer.numel()} reserved")
+        return self._buffer[begin : begin + size].view(dtype).view(shape)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """What is asked for inside is given back at the end, and will be overwritten."""
+        mark = self._used
+        try:
+            yield
+        finally:
+            self._used = mark
