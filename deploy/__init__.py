@@ -1,0 +1,1 @@
+"""Where latentserve runs: Ray Serve application, HTTP API, router, metrics, command line."""

@@ -1,0 +1,48 @@
+"""The application of one replica's front."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+import kernels
+from deploy.api import errors
+from deploy.api.access import AccessLayer
+from deploy.api.config import ApiConfig
+from deploy.api.front import Front
+from deploy.api.routes import build_router, install_gone
+from deploy.api.schema import install_schemas
+from deploy.metrics import FrontMetrics
+from deploy.text.tokenizer import Tokenizer
+from workers.engine import Engine
+
+
+def create_app(
+    engine: Engine,
+    tokenizer: Tokenizer | None,
+    config: ApiConfig | None = None,
+    metrics: FrontMetrics | None = None,
+) -> FastAPI:
+    """The OpenAI-compatible application in front of `engine`.
+
+    Without a `tokenizer` only prompts of token ids work, and answers carry token ids. `metrics` takes the measurements;
+    a `FrontMetrics` of its own by default. `app.state.front` is the `Front`.
+    """
+    config = config or ApiConfig()
+    metrics = metrics or FrontMetrics()
+    metrics.watch_engine(lambda: engine.stats)
+    front = Front(engine, tokenizer, config, metrics)
+    app = FastAPI(
+        title="latentserve",
+        version=kernels.__version__,
+        redirect_slashes=False,
+        # FastAPI's own spans and histograms would wrap every streamed token as soon as the process has a meter provider
+        # (Ray sets one); `FrontMetrics` measures what matters here.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
+    app.state.front = front
+    app.include_router(build_router(front))
+    errors.install(app)
+    install_gone(app)
+    install_schemas(app)
+    app.add_middleware(AccessLayer, metrics=metrics)
+    return app

@@ -1,0 +1,62 @@
+"""Settings of the HTTP front."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class ApiConfig(BaseModel):
+    """What one replica's HTTP front accepts and how it answers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    served_model_names: tuple[str, ...] = ()
+    """Names requests may give as `model`; the first is the one answers carry. Empty: the engine's own name."""
+    api_keys: tuple[str, ...] = Field(default=(), repr=False)
+    """Any of these as `Authorization: Bearer KEY` is let in; empty: everybody is. `/health` and `/metrics` are always
+    open."""
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
+    """Largest request body, bytes; larger ones are answered 413 without being kept."""
+    default_max_tokens: int | None = Field(default=None, gt=0)
+    """Tokens to generate when a request does not say. None: 16 for completions (as OpenAI), what is left of the context
+    for chats."""
+    queue_limit: int = Field(default=1024, ge=0)
+    """Requests that may wait for a slot; one more is answered 429."""
+    retry_after_s: int = Field(default=1, gt=0)
+    """Seconds a 429 asks the client to wait."""
+    max_n: int = Field(default=128, gt=0)
+    """Largest `n`."""
+    max_sequences: int = Field(default=1024, gt=0)
+    """Most sequences one HTTP request may ask for: prompts times `n`."""
+    max_logprobs: int = Field(default=20, ge=0)
+    """Largest `logprobs` / `top_logprobs`."""
+    max_stop_strings: int = Field(default=16, gt=0)
+    """Most entries of `stop`."""
+    max_stop_chars: int = Field(default=512, gt=0)
+    """Most characters of one stop string."""
+    chat_template: str | None = None
+    """A Jinja chat template to use instead of the model folder's: the text, or the path of a file that holds it."""
+    probe_timeout_s: float = Field(default=5.0, gt=0)
+    """Seconds `/health` waits for its token."""
+    probe_ttl_s: float = Field(default=1.0, ge=0)
+    """Seconds for which `/health` trusts the last good probe (a fault is reported at once all the same)."""
+
+    @field_validator("served_model_names", "api_keys")
+    @classmethod
+    def _no_empty(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(values):
+            raise ValueError("empty strings are not allowed")
+        return values
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read_template(cls, value: str | None) -> str | None:
+        # A template is never a single short line without Jinja's braces; a path never holds them.
+        if value is None or "{" in value:
+            return value
+        path = Path(value)
+        if not path.is_file():
+            raise ValueError(f"chat_template is neither a Jinja template nor a file: {value!r}")
+        return path.read_text(encoding="utf-8")

@@ -1,0 +1,114 @@
+"""Every answer that is not a success, in OpenAI's envelope: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+
+from workers.engine import EngineFault, Refused
+
+log = logging.getLogger("latentserve.api")
+
+
+class ApiError(Exception):
+    """An answer with an error status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.kind = kind
+        self.headers = dict(headers or {})
+
+    @property
+    def envelope(self) -> bytes:
+        """The JSON body."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+    def response(self) -> Response:
+        """The HTTP answer."""
+        return Response(self.envelope, self.status, self.headers, media_type="application/json")
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request asks for something that cannot be."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(what: str, param: str) -> ApiError:
+    """400: a feature of the API that this server does not have."""
+    return ApiError(400, f"{what} is not supported by this server", param=param, code="unsupported_parameter")
+
+
+def model_not_found(name: str) -> ApiError:
+    """404 for a model that is not served here."""
+    return ApiError(404, f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
+
+
+def overloaded(reason: str, retry_after_s: int) -> ApiError:
+    """429 with Retry-After."""
+    return ApiError(
+        429, reason, kind="rate_limit_error", code="server_overloaded", headers={"Retry-After": str(retry_after_s)}
+    )
+
+
+def engine_down(cause: str) -> ApiError:
+    """503 with the first cause of the replica's end."""
+    return ApiError(503, f"the engine is down: {cause}", kind="server_error", code="engine_down")
+
+
+def from_engine(error: EngineFault | Refused, retry_after_s: int) -> ApiError:
+    """What an engine's error is over HTTP."""
+    if isinstance(error, EngineFault):
+        return engine_down(str(error))
+    return overloaded(error.reason, retry_after_s) if error.overloaded else invalid(error.reason)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the application in the envelope."""
+
+    async def api_error(request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def http_error(request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path, method = request.url.path[:200], request.method
+        if error.status_code == 404:
+            answer = ApiError(404, f"unknown path {path!r}", code="unknown_url")
+        elif error.status_code == 405:
+            answer = ApiError(405, f"{method} is not allowed for {path!r}", code="method_not_allowed")
+        else:
+            answer = ApiError(error.status_code, str(error.detail))
+        answer.headers = dict(error.headers or {})
+        return answer.response()
+
+    async def defect(request: HttpRequest, error: Exception) -> Response:
+        # The traceback goes to the log (the server writes it); the client learns nothing of the inside.
+        headers: dict[str, str] = {}
+        if request_id := request.scope.get("latentserve.request_id"):
+            headers["x-request-id"] = request_id
+        return ApiError(500, "internal error", kind="server_error", code="internal_error", headers=headers).response()
+
+    handlers: dict[Any, Any] = {ApiError: api_error, HTTPException: http_error, Exception: defect}
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)

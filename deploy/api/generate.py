@@ -1,0 +1,230 @@
+"""From a job to an answer: asks the engine for every sequence and writes what comes, streamed or whole.
+
+These are ASGI responses of our own: per output of the engine one dictionary, one joined byte string and one `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deploy.api.body import ClientDisconnected
+from deploy.api.choice import Choice
+from deploy.api.disconnect import CancelOnDisconnect
+from deploy.api.errors import ApiError, from_engine
+from deploy.api.front import Front
+from deploy.api.params import Branch, Job
+from deploy.api.render import DONE, Format, event
+from workers.engine import EngineFault, Refused
+from workers.messages import Request
+
+log = logging.getLogger("latentserve.api")
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+INTERVALS = 256
+"""Intervals between outputs are handed to the metrics this many at a time."""
+
+
+class Generation(Response):
+    """The answer to one generating request; a subclass says how it is written."""
+
+    def __init__(self, front: Front, endpoint: str, job: Job, form: Format, arrival: float) -> None:
+        """`arrival` is `time.perf_counter()` when the request came in."""
+        self.front, self.endpoint, self.job, self.form, self.arrival = front, endpoint, job, form, arrival
+        self.choices = [Choice(job, branch, front.tokenizer) for branch in job.sequences]
+        self.started = False
+        """Whether the status line is out."""
+        self.first_token_s: float | None = None
+        # What Starlette expects of a response.
+        self.status_code = 200
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the job and write its answer."""
+        record: dict[str, Any] = scope.setdefault("latentserve.log", {})
+        try:
+            # Nothing is awaited between the check and the count: a burst cannot slip through.
+            self.front.check_room(len(self.choices))
+            self.front.in_flight += len(self.choices)
+            try:
+                async with CancelOnDisconnect(receive):
+                    await self.write(send)
+            finally:
+                self.front.in_flight -= len(self.choices)
+        except ClientDisconnected:
+            record["disconnected"] = True
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+        except (EngineFault, Refused) as error:
+            await self._fail(from_engine(error, self.front.config.retry_after_s), scope, receive, send)
+        except Exception:
+            if not self.started:
+                raise
+            log.exception("defect while streaming")
+            defect = ApiError(500, "internal error", kind="server_error", code="internal_error")
+            await self._fail(defect, scope, receive, send)
+        finally:
+            record["prompt_tokens"] = sum(len(prompt.ids) for prompt in self.job.prompts)
+            record["completion_tokens"] = sum(choice.generated for choice in self.choices)
+            record["finish"] = ",".join(sorted({choice.finish or "none" for choice in self.choices}))
+            if self.first_token_s is not None:
+                record["first_token_s"] = round(self.first_token_s, 6)
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["latentserve.log"]["error"] = error.message
+        if not self.started:
+            await error.response()(scope, receive, send)
+        else:
+            # The status is out: the stream ends with the error, and without [DONE].
+            await send({"type": "http.response.body", "body": event(error.envelope), "more_body": False})
+
+    async def write(self, send: Send) -> None:
+        """Run every choice and send the answer."""
+        raise NotImplementedError
+
+    async def emit(self, choice: Choice, text: str, send: Send) -> None:
+        """New text of a choice, which may have ended; called for its every output that the short way does not cover."""
+        raise NotImplementedError
+
+    async def run_all(self, send: Send) -> None:
+        """Run every choice to its end; the first error ends them all."""
+        if len(self.choices) == 1:
+            await self.run(self.choices[0], self.job.sequences[0], send)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice, branch in zip(self.choices, self.job.sequences, strict=True):
+                    group.create_task(self.run(choice, branch, send))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def run(self, choice: Choice, branch: Branch, send: Send) -> None:
+        """One sequence: ask the engine, write what comes, leave its stream as soon as the sequence has ended."""
+        metrics, clock = self.front.metrics, time.perf_counter
+        prompt = self.job.prompts[branch.prompt].ids
+        request = Request(uuid.uuid4().hex, prompt, branch.sampling, self.job.priority)
+        short = self.job.stream and not choice.detailed
+        before, after = self.form.template(choice.index) if short else (b"", b"")
+        body, feed, dumps = "http.response.body", choice.feed, orjson.dumps
+        intervals: list[float] = []
+        first = last = 0.0
+        reason = "error"
+        first_tokens = 0
+        outputs = self.front.engine.generate(request)
+        metrics.request_started(self.endpoint, len(prompt))
+        try:
+            async for output in outputs:
+                now = clock()
+                text = feed(output)
+                if first:
+                    intervals.append(now - last)
+                    if len(intervals) == INTERVALS:
+                        metrics.token_intervals(intervals)
+                        intervals.clear()
+                else:
+                    first, first_tokens = now, choice.generated
+                    self._first(now)
+                    await self.open(choice, send)
+                last = now
+                if short and choice.finish is None:
+                    if text:
+                        await send({"type": body, "body": before + dumps(text) + after, "more_body": True})
+                else:
+                    await self.emit(choice, text, send)
+                    if choice.finish is not None:
+                        reason = choice.finish
+                        return
+            raise EngineFault("the engine ended a stream without saying why")
+        except asyncio.CancelledError:
+            reason = "cancelled"
+            raise
+        except Refused:
+            reason = "refused"
+            raise
+        finally:
+            if (close := getattr(outputs, "aclose", None)) is not None:
+                await close()
+            metrics.token_intervals(intervals)
+            more = choice.generated - first_tokens if first else 0
+            metrics.request_finished(
+                self.endpoint,
+                reason,
+                clock() - self.arrival,
+                choice.generated,
+                choice.cached_tokens,
+                (last - first) / more if more else None,
+            )
+
+    def _first(self, now: float) -> None:
+        seconds = now - self.arrival
+        if self.first_token_s is None:
+            self.first_token_s = seconds
+        self.front.metrics.first_token(seconds)
+
+    async def open(self, choice: Choice, send: Send) -> None:
+        """A choice's first token has come."""
+
+
+class Stream(Generation):
+    """Server-sent events, one HTTP chunk each. The status line waits for the first token, so that whatever goes wrong
+    before it is answered with a status of its own."""
+
+    async def write(self, send: Send) -> None:
+        """See `Generation`."""
+        await self.run_all(send)
+        await self._start(send)
+        tail = self.form.usage_chunk(self.choices) if self.job.include_usage else b""
+        if tail:
+            await send({"type": "http.response.body", "body": tail, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _start(self, send: Send) -> None:
+        if not self.started:
+            self.started = True
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+
+    async def open(self, choice: Choice, send: Send) -> None:
+        """See `Generation`."""
+        await self._start(send)
+        if (opening := self.form.opening(choice)) is not None:
+            await send({"type": "http.response.body", "body": opening, "more_body": True})
+
+    async def emit(self, choice: Choice, text: str, send: Send) -> None:
+        """See `Generation`."""
+        # Ids without a tokenizer are all there is to send; log-probabilities wait for the text they belong to.
+        if text or choice.finish is not None or (choice.token_ids and self.front.tokenizer is None):
+            await self._start(send)
+            await send({"type": "http.response.body", "body": self.form.chunk(choice, text), "more_body": True})
+
+
+class Whole(Generation):
+    """One JSON object at the end."""
+
+    def __init__(self, front: Front, endpoint: str, job: Job, form: Format, arrival: float) -> None:
+        super().__init__(front, endpoint, job, form, arrival)
+        self._texts: list[list[str]] = [[] for _ in self.choices]
+
+    async def emit(self, choice: Choice, text: str, send: Send) -> None:
+        """See `Generation`."""
+        if text:
+            self._texts[choice.index].append(text)
+
+    async def write(self, send: Send) -> None:
+        """See `Generation`."""
+        await self.run_all(send)
+        body = self.form.answer(self.choices, ["".join(parts) for parts in self._texts])
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        self.started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})

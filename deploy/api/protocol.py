@@ -1,0 +1,232 @@
+"""The bodies that requests may have: OpenAI's fields, and vLLM's extensions to them.
+
+Types are strict (no "5" for 5, no 1 for true), null means that a field was not given, and unknown fields are ignored as
+OpenAI's own servers and clients expect; only fields that would change the answer and are not supported are rejected
+(`reject_unsupported`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from deploy.api.errors import unsupported
+
+INT63: Final = 2**63
+ROLES: Final = ("system", "developer", "user", "assistant")
+
+
+class Body(BaseModel):
+    """What all bodies share."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: item for name, item in value.items() if item is not None}
+        return value
+
+
+def _one_or_many(value: Any) -> list[str]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError("input should be a string or a list of strings")
+    return items
+
+
+def _text_of_parts(value: Any) -> str:
+    """A message's content as one text; parts of type text are joined by newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("input should be a string or a list of parts")
+    texts: list[str] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise ValueError("a content part should be an object with a type")
+        if kind != "text":
+            raise unsupported(f"a content part of type {kind[:64]!r}", "messages")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise ValueError("a text part should have a string in its field text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+class StreamOptions(Body):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+    """Send one more event with the token counts at the end."""
+
+
+class GenerationBody(Body):
+    """Fields of both generating endpoints. Ranges that depend on the model or the settings are checked later."""
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    n: int = Field(default=1, ge=1)
+    seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    """Token id (as a string) to bias, -100 ... 100."""
+    stop: Annotated[list[str], BeforeValidator(_one_or_many)] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    # Extensions, as in vLLM.
+    top_k: int = Field(default=0, ge=-1)
+    """0 and -1 keep all."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10.0)
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=256)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    """Lower runs first."""
+    return_token_ids: bool = False
+    """Give every choice the ids it generated, as `token_ids`."""
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Any
+    """A string, token ids, or a list of either."""
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0)
+    add_special_tokens: bool = True
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: str
+    content: Annotated[str, BeforeValidator(_text_of_parts)]
+    """A string, or a list of parts of type text."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_tools(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            if value.get("role") in ("tool", "function") or value.get("tool_calls") or value.get("function_call"):
+                raise unsupported("tool calling", "messages")
+            role = value.get("role")
+            if isinstance(role, str) and role not in ROLES:
+                raise ValueError(f"unknown role {role[:64]!r}; one of {', '.join(ROLES)} is expected")
+        return value
+
+
+class ChatTemplateFields(Body):
+    """How messages become a prompt."""
+
+    messages: list[Message] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    """End the prompt with what opens an assistant message."""
+    continue_final_message: bool = False
+    """Leave the last message open, for the model to go on with."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template."""
+    add_special_tokens: bool = False
+    """Add the begin-of-sequence id and the like once more; templates usually write them."""
+
+
+class ChatBody(ChatTemplateFields, GenerationBody):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """The newer name of `max_tokens`; wins over it."""
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0)
+
+
+class TokenizeTextBody(Body):
+    """POST /tokenize of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatBody(ChatTemplateFields):
+    """POST /tokenize of messages."""
+
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class ModelCard(BaseModel):
+    """One entry of /v1/models."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "latentserve"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+def _given(value: Any) -> bool:
+    return value not in (None, False, [], {}, "")
+
+
+def _not_text_format(value: Any) -> bool:
+    return _given(value) and not (isinstance(value, dict) and value.get("type") == "text")
+
+
+_UNSUPPORTED: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    "suffix": ("text insertion (suffix)", _given),
+    "tools": ("tool calling", _given),
+    "tool_choice": ("tool calling", lambda value: _given(value) and value not in ("none", "auto")),
+    "functions": ("function calling", _given),
+    "function_call": ("function calling", lambda value: _given(value) and value not in ("none", "auto")),
+    "response_format": ("a response_format other than text", _not_text_format),
+    "structured_outputs": ("structured output", _given),
+    "guided_json": ("structured output", _given),
+    "guided_regex": ("structured output", _given),
+    "guided_choice": ("structured output", _given),
+    "guided_grammar": ("structured output", _given),
+    "modalities": ("a modality other than text", lambda value: _given(value) and value != ["text"]),
+    "audio": ("audio", _given),
+    "web_search_options": ("web search", _given),
+    "documents": ("documents", _given),
+    "chat_template": ("a chat template in the request", _given),
+    "best_of": ("best_of greater than 1", lambda value: value not in (None, 1)),
+    "use_beam_search": ("beam search", _given),
+    "prompt_logprobs": ("log-probabilities of the prompt", lambda value: value is not None),
+    "prompt_embeds": ("embeddings as a prompt", _given),
+    "truncate_prompt_tokens": ("prompt truncation", lambda value: value is not None),
+    "allowed_token_ids": ("allowed_token_ids", _given),
+    "bad_words": ("bad_words", _given),
+    "logits_processors": ("logits processors", _given),
+}
+
+
+def reject_unsupported(raw: Mapping[str, Any]) -> None:
+    """400 for a field that asks for something this server cannot do and that must not be ignored silently."""
+    for name in raw.keys() & _UNSUPPORTED.keys():
+        what, asks = _UNSUPPORTED[name]
+        if asks(raw[name]):
+            raise unsupported(what, name)

@@ -1,0 +1,193 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, FastAPI
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from deploy.api.body import ClientDisconnected, parse_object, read_body, read_request, validate
+from deploy.api.errors import invalid
+from deploy.api.front import Front
+from deploy.api.generate import Generation, Stream, Whole
+from deploy.api.params import Prompt, build_job, check_ids, check_limits, encode, parse_prompts
+from deploy.api.protocol import (
+    Body,
+    ChatBody,
+    ChatTemplateFields,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    ModelCard,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    reject_unsupported,
+)
+from deploy.api.render import ChatFormat, CompletionFormat
+from deploy.api.schema import body_schema
+from deploy.metrics import CONTENT_TYPE
+from deploy.text.tokenizer import ChatTemplateError, Tokenizer
+
+GONE = 499
+"""Status of answers that nobody will read (nginx's)."""
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
+def _needs_tokenizer(front: Front, param: str, instead: str = "") -> Tokenizer:
+    if front.tokenizer is None:
+        raise invalid(f"{param}: this model has no tokenizer{instead}", param, "no_tokenizer")
+    return front.tokenizer
+
+
+def render_messages(front: Front, body: ChatTemplateFields) -> str:
+    """The prompt text of a chat; 400 when the messages do not fit the template."""
+    tokenizer = _needs_tokenizer(front, "messages", "; only /v1/completions with token ids works")
+
+    def role(message: Message) -> str:
+        return "system" if message.role == "developer" else message.role
+
+    if body.add_generation_prompt and body.continue_final_message:
+        raise invalid(
+            "continue_final_message: set add_generation_prompt to false with it, they exclude each other",
+            "continue_final_message",
+        )
+    try:
+        return tokenizer.render_chat(
+            [{"role": role(message), "content": message.content} for message in body.messages],
+            template=front.config.chat_template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            extra=body.chat_template_kwargs,
+        )
+    except ChatTemplateError as error:
+        raise invalid(str(error), "messages") from None
+
+
+async def completion_prompts(front: Front, body: CompletionBody) -> list[Prompt]:
+    """The prompts of a completion request; 400 for what cannot be one."""
+    values = parse_prompts(body.prompt)
+    check_limits(body, len(values), front.tokenizer, front.config)
+    texts = [value for value in values if isinstance(value, str)]
+    if not texts:
+        return [Prompt(tuple(value), None) for value in values if not isinstance(value, str)]
+    tokenizer = _needs_tokenizer(front, "prompt", "; give token ids")
+    prompts = await encode(texts, body.add_special_tokens, tokenizer, front.info(), "prompt")
+    return [Prompt(ids, text) for ids, text in zip(prompts, texts, strict=True)]
+
+
+def build_router(front: Front) -> APIRouter:
+    """All routes of a replica's front."""
+    router = APIRouter()
+    limit = front.config.max_body_bytes
+
+    def generation(kind: str, job_stream: bool, *args: Any) -> Generation:
+        return Stream(front, kind, *args) if job_stream else Whole(front, kind, *args)
+
+    async def completions(request: HttpRequest) -> Response:
+        """Complete prompts."""
+        arrival = time.perf_counter()
+        front.authorize(request)
+        body, raw = await read_request(request, CompletionBody, limit)
+        reject_unsupported(raw)
+        front.check_model(body.model)
+        info = front.info()
+        front.check_room(1)  # before the work of tokenizing; counted exactly when the job starts
+        prompts = await completion_prompts(front, body)
+        job = build_job(body, prompts, info, front.tokenizer, front.config)
+        form = CompletionFormat(job, front.tokenizer, request.scope["latentserve.request_id"])
+        return generation("completions", job.stream, job, form, arrival)
+
+    async def chat(request: HttpRequest) -> Response:
+        """Answer a chat."""
+        arrival = time.perf_counter()
+        front.authorize(request)
+        body, raw = await read_request(request, ChatBody, limit)
+        reject_unsupported(raw)
+        front.check_model(body.model)
+        info = front.info()
+        front.check_room(1)
+        check_limits(body, 1, front.tokenizer, front.config)
+        text = render_messages(front, body)
+        tokenizer = _needs_tokenizer(front, "messages")
+        [ids] = await encode([text], body.add_special_tokens, tokenizer, info, "messages")
+        job = build_job(body, [Prompt(ids, text)], info, tokenizer, front.config)
+        form = ChatFormat(job, tokenizer, request.scope["latentserve.request_id"])
+        return generation("chat", job.stream, job, form, arrival)
+
+    async def models(request: HttpRequest) -> Response:
+        """The models served here."""
+        front.authorize(request)
+        return _json({"object": "list", "data": [card(name) for name in front.model_names()]})
+
+    async def model(request: HttpRequest, model_id: str) -> Response:
+        """One model."""
+        front.authorize(request)
+        front.check_model(model_id)
+        return _json(card(model_id))
+
+    def card(name: str) -> dict[str, Any]:
+        info = front.info()
+        return ModelCard(id=name, created=info.created, root=info.name, max_model_len=info.max_context).model_dump()
+
+    async def tokenize(request: HttpRequest) -> Response:
+        """Token ids of a text or a chat."""
+        front.authorize(request)
+        raw = parse_object(await read_body(request, limit))
+        body = validate(TokenizeChatBody if "messages" in raw else TokenizeTextBody, raw)
+        assert isinstance(body, TokenizeChatBody | TokenizeTextBody)
+        front.check_model(body.model)
+        info = front.info()
+        text = render_messages(front, body) if isinstance(body, TokenizeChatBody) else body.prompt
+        tokenizer = _needs_tokenizer(front, "prompt")
+        ids = await tokenizer.encode_async(text, body.add_special_tokens)
+        strings = [tokenizer.token_string(token) for token in ids] if body.return_token_strs else None
+        return _json({"count": len(ids), "max_model_len": info.max_context, "tokens": ids, "token_strs": strings})
+
+    async def detokenize(request: HttpRequest) -> Response:
+        """Text of token ids."""
+        front.authorize(request)
+        body, _ = await read_request(request, DetokenizeBody, limit)
+        front.check_model(body.model)
+        tokenizer = _needs_tokenizer(front, "tokens")
+        check_ids(body.tokens, front.info().vocab_size, "tokens")
+        return _json({"prompt": await tokenizer.decode_async(body.tokens, skip_special_tokens=False)})
+
+    async def health(request: HttpRequest) -> Response:
+        """200 once a real token went through every rank; 503 with the first cause otherwise."""
+        await front.check_alive()
+        return _json({"status": "ok"})
+
+    async def metrics(request: HttpRequest) -> Response:
+        """Figures of this process for Prometheus."""
+        return Response(front.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    def add(path: str, method: str, route: Any, *bodies: type[Body]) -> None:
+        extra = body_schema(*bodies) if bodies else None
+        router.add_api_route(path, route, methods=[method], response_model=None, openapi_extra=extra)
+
+    add("/v1/completions", "POST", completions, CompletionBody)
+    add("/v1/chat/completions", "POST", chat, ChatBody)
+    add("/v1/models", "GET", models)
+    add("/v1/models/{model_id:path}", "GET", model)
+    add("/tokenize", "POST", tokenize, TokenizeTextBody, TokenizeChatBody)
+    add("/detokenize", "POST", detokenize, DetokenizeBody)
+    add("/health", "GET", health)
+    add("/metrics", "GET", metrics)
+    return router
+
+
+def install_gone(app: FastAPI) -> None:
+    """Clients that leave while their body is read are no error."""
+
+    async def gone(request: HttpRequest, error: Exception) -> Response:
+        request.scope.get("latentserve.log", {})["disconnected"] = True
+        return Response(status_code=GONE)
+
+    app.add_exception_handler(ClientDisconnected, gone)

@@ -1,0 +1,183 @@
+"""Bring the application up: as a builder for `serve deploy` and `serve run`, or in one call with a Ray of its own.
+
+Ray Serve reads its settings from the environment when it is imported, so nothing here imports it at the top.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from deploy.config import ServeConfig
+from deploy.connection import RayConnection, Say, free_ports, port_problem
+from workers.environment import check_environment
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+APPLICATION = "latentserve"
+POLL_S = 0.2
+NEWS_PERIOD_S = 1.0
+END_TIMEOUT_S = 30.0
+"""Seconds beyond the drain times until a deleted application must be gone."""
+
+
+def tell(line: str) -> None:
+    """Print a line at once, wherever it goes."""
+    print(line, flush=True)
+
+
+class StartFailed(RuntimeError):
+    """The application did not come up; the message is the first cause."""
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Builder for `import_path: deploy.app:build`; `args` are the fields of `ServeConfig` (see deploy/serve.yaml)."""
+    check_environment()
+    config = ServeConfig.model_validate(args)
+    _ = config.engine.folder
+    return build_app(config)
+
+
+def build_app(config: ServeConfig, engine_class: type | None = None) -> Application:
+    """The Serve application for a Ray that runs. `engine_class` replaces the engine deployment's class."""
+    from deploy.application import build_application
+    from deploy.replica import replica_class
+
+    return build_application(config, engine_class or replica_class)
+
+
+class Running:
+    """An application that serves."""
+
+    def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
+        from deploy.progress import Reader
+
+        self.config, self._connection = config, connection
+        self._reader = Reader(APPLICATION)
+
+    @property
+    def url(self) -> str:
+        """Where it serves."""
+        return f"http://{'127.0.0.1' if self.config.host == '0.0.0.0' else self.config.host}:{self.config.port}"
+
+    def news(self) -> list[str]:
+        """What replicas reported since the last call: progress while they start, failures."""
+        return self._reader.new_lines()
+
+    def failures(self) -> list[str]:
+        """Causes of every replica that failed so far, oldest first."""
+        return self._reader.failures()
+
+    def stop(self, say: Say = lambda line: None) -> None:
+        """Let streams finish (at most `drain.timeout_s`), end every process this started, free every port."""
+        from ray import serve
+
+        say("draining: running streams may finish; a second signal ends them")
+        try:
+            serve.delete(APPLICATION, _blocking=False)
+            deadline = time.monotonic() + self.config.drain.deregister_s + self.config.drain.timeout_s + END_TIMEOUT_S
+            while APPLICATION in serve.status().applications and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            if self._connection.own:
+                serve.shutdown()
+        finally:
+            self._connection.close()
+        say("stopped")
+
+    def abandon(self) -> None:
+        """End at once, streams and all."""
+        from ray import serve
+
+        try:
+            if not self._connection.own:
+                serve.delete(APPLICATION, _blocking=False)
+        finally:
+            self._connection.close()
+
+
+def launch(config: ServeConfig, say: Say = tell, engine_class: type | None = None) -> Running:
+    """Bring the application up and return once `/health` answers 200. `say` gets lines about progress.
+
+    StartFailed with the first cause; nothing is left running then.
+    """
+    check_environment()
+    _ = config.engine.folder
+    if config.port == 0:
+        config = config.model_copy(update={"port": free_ports(config.host, 1)[0]})
+    elif problem := port_problem(config.host, config.port):
+        raise StartFailed(f"port {config.port} of {config.host} cannot be used: {problem}; choose another with --port")
+    connection = RayConnection(config, say)
+    try:
+        running = Running(config, connection)
+        _deploy(running, say, engine_class)
+    except BaseException:
+        connection.close()
+        raise
+    return running
+
+
+def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None) -> None:
+    """`launch`, wait for SIGINT or SIGTERM, `stop`. A second signal ends without draining."""
+    wanted = threading.Event()
+    running: Running | None = None
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if running is None or wanted.is_set():
+            raise KeyboardInterrupt
+        wanted.set()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        running = launch(config, say, engine_class)
+        say(f"serving {config.model_name} at {running.url}/v1 (Ctrl-C stops)")
+        try:
+            while not wanted.wait(NEWS_PERIOD_S):
+                for line in running.news():
+                    say(line)
+            running.stop(say)
+        except KeyboardInterrupt:
+            running.abandon()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _deploy(running: Running, say: Say, engine_class: type | None) -> None:
+    """Hand the application to Serve and wait until it answers."""
+    from ray import serve
+    from ray.serve.api import RunTarget
+
+    from deploy import progress
+
+    config = running.config
+    progress.clear(APPLICATION)
+    location = "HeadOnly" if config.proxies == "head" else "EveryNode"
+    serve.start(proxy_location=location, http_options={"host": config.host, "port": config.port})
+    target = RunTarget(build_app(config, engine_class), name=APPLICATION, route_prefix="/")
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    deadline = time.monotonic() + config.engine.start_timeout_s
+    while True:
+        for line in running.news():
+            say(line)
+        status = serve.status().applications[APPLICATION]
+        whole = status.deployments and all(d.status == "HEALTHY" for d in status.deployments.values())
+        if status.status == "RUNNING" and whole and _healthy(running.url):
+            return
+        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise StartFailed((running.failures() or [status.message])[0])
+        if time.monotonic() > deadline:
+            raise StartFailed(f"not ready within {config.engine.start_timeout_s:.0f} s: {status.message}")
+        time.sleep(POLL_S)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=10.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False

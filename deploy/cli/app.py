@@ -1,0 +1,53 @@
+"""The commands of `latentserve`, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from deploy.cli.bench_http import EPILOG as HTTP_EPILOG
+from deploy.cli.bench_http import http
+from deploy.cli.bench_latency import EPILOG as LATENCY_EPILOG
+from deploy.cli.bench_latency import latency
+from deploy.cli.generate import EPILOG as GENERATE_EPILOG
+from deploy.cli.generate import generate
+from deploy.cli.serve import EPILOG as SERVE_EPILOG
+from deploy.cli.serve import serve
+
+app = typer.Typer(
+    name="latentserve",
+    help="Serve multi-head latent attention models: an OpenAI-compatible endpoint on Ray, and tools around it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    # A traceback that reaches the user is a defect; local values do not help whoever reads the report.
+    pretty_exceptions_show_locals=False,
+)
+bench = typer.Typer(
+    help="Measure: `latency` of an engine on this machine, `http` of a running endpoint.", no_args_is_help=True
+)
+app.add_typer(bench, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import kernels
+
+        typer.echo(f"latentserve {kernels.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve multi-head latent attention models: an OpenAI-compatible endpoint on Ray, and tools around it."""
+
+
+app.command(epilog=SERVE_EPILOG)(serve)
+app.command(epilog=GENERATE_EPILOG)(generate)
+bench.command(epilog=LATENCY_EPILOG)(latency)
+bench.command(epilog=HTTP_EPILOG)(http)

@@ -1,0 +1,246 @@
+"""Drives an OpenAI-compatible endpoint with streamed requests and records when each token event arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from deploy.cli.sse_client import ConnectionLost, SseClient, Target
+
+Api = Literal["completions", "chat"]
+
+WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work number night point home water room"
+)
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """What is sent."""
+
+    url: str
+    model: str
+    requests: int
+    input: int
+    """Prompt tokens of every request (words, where the prompt is text)."""
+    output: int
+    """Tokens asked for."""
+    rate: float | None = None
+    """Requests a second, Poisson arrivals; None: closed loop."""
+    concurrency: int = 1
+    """Requests in flight in a closed loop."""
+    api: Api = "completions"
+    text: bool = False
+    """Send words instead of token ids. Chat always does."""
+    vocab: int = 1000
+    """Token ids are drawn below this."""
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    seed: int = 0
+    timeout_s: float = 600.0
+    """Seconds until one request is given up."""
+    api_key: str | None = None
+    warmup: int = 1
+    """Requests sent and waited for before the clock starts."""
+
+    @property
+    def path(self) -> str:
+        """Below the base URL."""
+        return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
+
+    def body(self, index: int) -> bytes:
+        """The JSON of request `index`: a function of the seed and the index."""
+        rng = random.Random(f"{self.seed}-{index}")
+        prompt: str | list[int]
+        if self.text or self.api == "chat":
+            prompt = " ".join(rng.choices(WORDS.split(), k=self.input))
+        else:
+            prompt = [rng.randrange(min(10, self.vocab - 1), self.vocab) for _ in range(self.input)]
+        asked: dict[str, Any] = {
+            "model": self.model,
+            **({"messages": [{"role": "user", "content": prompt}]} if self.api == "chat" else {"prompt": prompt}),
+            "max_tokens": self.output,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:
+            asked["ignore_eos"] = True
+        return json.dumps(asked).encode()
+
+
+@dataclass
+class RequestRecord:
+    """One request as its client saw it. Times are perf_counter seconds."""
+
+    sent: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    """Of every event that carried tokens."""
+    prompt_tokens: int = 0
+    """As the endpoint counted them; what was sent where it does not say."""
+    tokens: int = 0
+    """Generated, as the endpoint counted them; the number of events where it does not say."""
+    error: str = ""
+    """Kind of failure; empty when the request finished."""
+    detail: str = ""
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class _Reader:
+    """Reads the events of one response into its record."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self._record = record
+        self.finished = False
+
+    def __call__(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self.finished = True
+            return
+        record = self._record
+        try:
+            chunk = _decode(data)
+        except msgspec.MsgspecError:
+            record.error, record.detail = "unreadable event", data[:200].decode(errors="replace")
+            return
+        if chunk.error is not None:
+            record.error, record.detail = "error event", _message(chunk.error)
+            return
+        if chunk.usage is not None:
+            record.prompt_tokens, record.tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        # A chat stream opens with an event that carries the role alone.
+        if chunk.choices and (
+            chunk.choices[0].delta is None
+            or chunk.choices[0].delta.content
+            or chunk.choices[0].delta.reasoning_content
+            or chunk.choices[0].finish_reason
+        ):
+            record.arrivals.append(now)
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+async def _one(client: SseClient, spec: LoadSpec, body: bytes) -> RequestRecord:
+    record = RequestRecord()
+    reader = _Reader(record)
+    headers = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
+    record.sent = time.perf_counter()
+    try:
+        status, answer = await asyncio.wait_for(client.send(spec.path, body, headers, reader), spec.timeout_s)
+    except TimeoutError:
+        record.error, record.detail = "timeout", f"no end after {spec.timeout_s:.0f} s"
+    except ConnectionLost as error:
+        record.error, record.detail = "connection lost", str(error)
+    except OSError as error:
+        record.error, record.detail = "cannot connect", str(error)
+    else:
+        if status != 200:
+            record.error, record.detail = f"HTTP {status}", _error_of(answer)
+        elif not record.error and not reader.finished:
+            record.error, record.detail = (
+                "no event stream" if answer else "stream ended early",
+                answer[:200].decode(errors="replace"),
+            )
+    if not record.prompt_tokens and not record.error and not (spec.text or spec.api == "chat"):
+        record.prompt_tokens = spec.input
+    if not record.tokens:
+        record.tokens = len(record.arrivals)
+    return record
+
+
+def _error_of(answer: bytes) -> str:
+    try:
+        return _message(json.loads(answer)["error"])
+    except (ValueError, KeyError, TypeError):
+        return answer[:200].decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """All requests of one run, and the seconds from the first one sent to the end of the last."""
+
+    records: list[RequestRecord]
+    duration: float
+
+
+async def run_load(spec: LoadSpec, done: Callable[[RequestRecord], None]) -> LoadRun:
+    """Send every request of `spec`; `done` is told of each as it ends. Failures are records, never exceptions."""
+    client = SseClient(Target(spec.url))
+    try:
+        for index in range(spec.warmup):
+            record = await _one(client, spec, spec.body(-1 - index))
+            if record.error:
+                return LoadRun([record], 0.0)
+        # Made before the clock starts: building bodies is no part of what is measured.
+        bodies = [spec.body(index) for index in range(spec.requests)]
+        records: list[RequestRecord] = []
+
+        async def one(body: bytes) -> None:
+            record = await _one(client, spec, body)
+            records.append(record)
+            done(record)
+
+        begin = time.perf_counter()
+        if spec.rate is None:
+            await _closed_loop(spec.concurrency, iter(bodies), one)
+        else:
+            await _open_loop(spec.rate, spec.seed, bodies, one)
+        return LoadRun(records, time.perf_counter() - begin)
+    finally:
+        client.close()
+
+
+async def _closed_loop(concurrency: int, bodies: Iterator[bytes], one: Callable[[bytes], Any]) -> None:
+    async def worker() -> None:
+        for body in bodies:
+            await one(body)
+
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+
+
+async def _open_loop(rate: float, seed: int, bodies: list[bytes], one: Callable[[bytes], Any]) -> None:
+    """Poisson arrivals: exponential gaps, measured from the start so that lateness does not add up."""
+    rng = random.Random(seed)
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    tasks = []
+    for body in bodies:
+        if (wait := due - loop.time()) > 0:
+            await asyncio.sleep(wait)
+        tasks.append(loop.create_task(one(body)))
+        due += rng.expovariate(rate)
+    await asyncio.gather(*tasks)

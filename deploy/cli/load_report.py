@@ -1,0 +1,160 @@
+"""What a load run showed: latency percentiles, throughput, errors by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from deploy.cli.load import LoadRun, LoadSpec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PERCENTILES = (50, 90, 99)
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Percentile of a sorted, non-empty sequence, linear between neighbours (the definition numpy uses)."""
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Mean, percentiles and maximum of a latency, in milliseconds."""
+
+    mean: float
+    percentiles: tuple[float, ...]
+    most: float
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Distribution | None:
+        """None for no values."""
+        if not seconds:
+            return None
+        ordered = sorted(value * 1e3 for value in seconds)
+        return Distribution(
+            sum(ordered) / len(ordered), tuple(percentile(ordered, p) for p in PERCENTILES), ordered[-1]
+        )
+
+    def report(self) -> dict[str, float]:
+        """For JSON."""
+        values = {f"p{p}": value for p, value in zip(PERCENTILES, self.percentiles, strict=True)}
+        return {name: round(value, 4) for name, value in {"mean": self.mean, **values, "max": self.most}.items()}
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """A run, summed up. Only finished requests count towards latency and throughput."""
+
+    requests: int
+    finished: int
+    duration: float
+    """Seconds."""
+    prompt_tokens: int
+    generated_tokens: int
+    events: int
+    latencies: dict[str, Distribution | None]
+    """ttft: request to first token; tpot: per output token after the first, a mean for each request; itl: between
+    consecutive events of a stream (an event may carry several tokens); e2e: request to last token."""
+    errors: dict[str, int]
+    details: dict[str, str]
+    """One example for every kind of error."""
+
+    @staticmethod
+    def of(run: LoadRun) -> LoadReport:
+        """Sum up `run`."""
+        good = [record for record in run.records if not record.error and record.arrivals]
+        bad = [record for record in run.records if record.error]
+        silent = len(run.records) - len(good) - len(bad)
+        errors = Counter(record.error for record in bad)
+        if silent:
+            errors["no tokens"] = silent
+        return LoadReport(
+            requests=len(run.records),
+            finished=len(good),
+            duration=run.duration,
+            prompt_tokens=sum(record.prompt_tokens for record in good),
+            generated_tokens=sum(record.tokens for record in good),
+            events=sum(len(record.arrivals) for record in good),
+            latencies={
+                "ttft": Distribution.of([record.arrivals[0] - record.sent for record in good]),
+                "tpot": Distribution.of(
+                    [
+                        (record.arrivals[-1] - record.arrivals[0]) / (record.tokens - 1)
+                        for record in good
+                        if record.tokens > 1
+                    ]
+                ),
+                "itl": Distribution.of([later - at for record in good for at, later in pairwise(record.arrivals)]),
+                "e2e": Distribution.of([record.arrivals[-1] - record.sent for record in good]),
+            },
+            errors=dict(errors.most_common()),
+            details={record.error: record.detail for record in reversed(bad)},
+        )
+
+    @property
+    def throughput(self) -> dict[str, float]:
+        """Requests and tokens a second over the whole run."""
+        per = 1 / self.duration if self.duration else 0.0
+        return {
+            "requests_per_s": round(self.finished * per, 3),
+            "input_tokens_per_s": round(self.prompt_tokens * per, 1),
+            "output_tokens_per_s": round(self.generated_tokens * per, 1),
+        }
+
+    def report(self, spec: LoadSpec) -> dict[str, Any]:
+        """The JSON object that `bench http --json` prints."""
+        return {
+            "url": spec.url,
+            "model": spec.model,
+            "rate": spec.rate,
+            "concurrency": None if spec.rate is not None else spec.concurrency,
+            "input": spec.input,
+            "output": spec.output,
+            "requests": self.requests,
+            "finished": self.finished,
+            "duration_s": round(self.duration, 4),
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "tokens_per_event": round(self.generated_tokens / self.events, 3) if self.events else None,
+            **self.throughput,
+            **{f"{name}_ms": value.report() if value else None for name, value in self.latencies.items()},
+            "errors": self.errors,
+            "error_examples": self.details,
+        }
+
+    def show(self, console: Console, spec: LoadSpec) -> None:
+        """Tables for people."""
+        from rich.table import Table
+
+        pace = f"{spec.rate:g} requests/s" if spec.rate is not None else f"concurrency {spec.concurrency}"
+        console.print(f"{spec.model} at {spec.url}: {pace}, {spec.input} tokens in, {spec.output} out", soft_wrap=True)
+        table = Table("milliseconds", title_justify="left")
+        for name in ("mean", *(f"p{p}" for p in PERCENTILES), "max"):
+            table.add_column(name, justify="right")
+        titles = {
+            "ttft": "time to first token",
+            "tpot": "time per output token",
+            "itl": "inter-token latency",
+            "e2e": "whole request",
+        }
+        for name, title in titles.items():
+            if (value := self.latencies[name]) is not None:
+                table.add_row(title, *(f"{number:.2f}" for number in value.report().values()))
+        if table.row_count:
+            console.print(table)
+        rates = self.throughput
+        console.print(
+            f"{self.finished} of {self.requests} requests finished in {self.duration:.2f} s: "
+            f"{rates['requests_per_s']:.2f} requests/s, {rates['input_tokens_per_s']:,.0f} tok/s in, "
+            f"{rates['output_tokens_per_s']:,.0f} tok/s out",
+            soft_wrap=True,
+        )
+        for kind, count in self.errors.items():
+            console.print(f"{count} x {kind}: {self.details.get(kind, '')}", markup=False, soft_wrap=True)

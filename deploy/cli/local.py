@@ -1,0 +1,99 @@
+"""An engine on this machine for one command: settings from flags, progress on stderr, failures as one line."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from deploy.cli.console import CommandFailure, UsageMistake, explain
+from workers.client import EngineClient
+from workers.config import EngineConfig
+from workers.engine import Engine, EngineFault, Refused
+from workers.launch import local_engine
+from workers.messages import EngineStats
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from deploy.text.tokenizer import Tokenizer
+
+STATS_TIMEOUT_S = 1.0
+
+
+def engine_config(**flags: Any) -> EngineConfig:
+    """Settings from flags (None: not given); UsageMistake naming the wrong flag or the folder that is no model."""
+    try:
+        config = EngineConfig(**{name: value for name, value in flags.items() if value is not None})
+        _ = config.folder
+    except ValidationError as error:
+        raise UsageMistake(explain(error, lambda name: "--" + name.replace("_", "-"))) from None
+    except FileNotFoundError as error:
+        raise UsageMistake(str(error)) from None
+    return config
+
+
+def tokenizer_of(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer of the model folder; None when it has none. CommandFailure when it cannot be read."""
+    from deploy.text.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer.load(config.folder)
+    except ValueError as error:
+        raise CommandFailure(str(error)) from None
+
+
+@asynccontextmanager
+async def engine_of(config: EngineConfig, quiet: bool) -> AsyncIterator[EngineClient]:
+    """A ready engine; CommandFailure with the first cause when it cannot start or fails meanwhile."""
+    progress = _Progress(quiet)
+    try:
+        async with local_engine(config, progress.say) as engine:
+            progress.stop()
+            yield engine
+    except EngineFault as fault:
+        raise CommandFailure(str(fault)) from None
+    except Refused as refusal:
+        raise UsageMistake(refusal.reason) from None
+    except TimeoutError:
+        raise CommandFailure(f"the engine was not ready within {config.start_timeout_s:.0f} s") from None
+    finally:
+        progress.stop()
+
+
+async def settled_stats(engine: Engine) -> EngineStats:
+    """The engine's counters, not older than the outputs read so far: both come over one ordered channel."""
+    seen = engine.stats
+    deadline = asyncio.get_running_loop().time() + STATS_TIMEOUT_S
+    while engine.stats is seen and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.01)
+    return engine.stats
+
+
+class _Progress:
+    """What is shown while the engine loads: a spinner on a terminal, else lines, on stderr."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._status: Status | None = None
+        if not quiet and sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("starting the engine")
+            self._status.start()
+
+    def say(self, text: str) -> None:
+        """The newest line."""
+        if self._status is not None:
+            self._status.update(text.replace("[", r"\["))
+        elif not self._quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        """Clear the spinner; harmless when repeated."""
+        if self._status is not None:
+            self._status.stop()

@@ -1,0 +1,76 @@
+"""Options that several commands share: the same flag means the same everywhere, and the same as in `EngineConfig`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+ENGINE = "Model and engine"
+SAMPLING = "Sampling"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="PATH|demo",
+        help="Folder with config.json and safetensors, or the demo model.",
+        rich_help_panel=ENGINE,
+    ),
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tensor-parallel", min=1, help="Ranks that share every layer.", rich_help_panel=ENGINE)
+]
+Width = Annotated[
+    int,
+    typer.Option(
+        "--width",
+        min=1,
+        max=8,
+        help="Tokens a row feeds in one decode step: 1 + drafts. Never changes the output.",
+        rich_help_panel=ENGINE,
+    ),
+]
+DType = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="auto|float32|bfloat16|float16",
+        help="Of weights and cache. auto: bfloat16 on GPUs, float32 on CPU.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option("--device", metavar="auto|cpu|cuda", help="auto: cuda where there is one.", rich_help_panel=ENGINE),
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens generated.", rich_help_panel=SAMPLING)]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.", rich_help_panel=SAMPLING)]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p",
+        min=0.0,
+        max=1.0,
+        help="Keep the most probable tokens until they reach this probability.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int, typer.Option("--top-k", min=0, help="Keep the k most probable tokens; 0 keeps all.", rich_help_panel=SAMPLING)
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Makes sampling repeatable; drawn at random by default.", rich_help_panel=SAMPLING),
+]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option("--ignore-eos", help="Generate on past end-of-sequence tokens.", rich_help_panel=SAMPLING),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+def examples(*lines: str) -> str:
+    """Text at the end of a command's help: one command a line, kept as it is."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)

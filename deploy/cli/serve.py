@@ -1,0 +1,262 @@
+"""`latentserve serve`: the whole application on Ray, from flags and a settings file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deploy.cli import options
+from deploy.cli.console import CommandFailure, UsageMistake, explain, reported
+
+if TYPE_CHECKING:
+    from deploy.config import ServeConfig
+
+EPILOG = options.examples(
+    "latentserve serve --model demo",
+    "latentserve serve --model ./DeepSeek-V3.1 --tensor-parallel 8",
+    "latentserve serve --config serve.yaml --port 9000",
+)
+
+_PLACE = "Where it runs"
+_ACCESS = "Access"
+_DEMO_RANKS = 2
+
+# Flags and the settings they replace; a message about a setting names its flag.
+_FLAGS = {
+    "engine.model": "--model",
+    "engine.width": "--width",
+    "engine.tensor_parallel": "--tensor-parallel",
+    "engine.dtype": "--dtype",
+    "engine.device": "--device",
+    "engine.max_rows": "--max-rows",
+    "engine.token_budget": "--token-budget",
+    "engine.max_context": "--max-context",
+    "engine.cache_pages": "--cache-pages",
+    "engine.memory_fraction": "--memory-fraction",
+    "replicas": "--replicas",
+    "host": "--host",
+    "port": "--port",
+    "name": "--served-model-name",
+    "api.served_model_names": "--served-model-name",
+    "api.api_keys": "--api-key",
+    "ingress": "--ingress",
+    "ray_address": "--ray-address",
+}
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="PATH|demo",
+            help="Folder with config.json and safetensors, or the demo model.",
+            show_default="demo",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Settings as YAML (docs/command-line.md); flags replace them."),
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel",
+            min=1,
+            help="Ranks (GPUs) of each replica.",
+            show_default="1; 2 for the demo model",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
+    width: Annotated[
+        int | None,
+        typer.Option(
+            "--width",
+            min=1,
+            max=8,
+            help="Tokens a row feeds in one decode step: 1 + drafts. Never changes the output.",
+            show_default="3",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="auto|float32|bfloat16|float16",
+            help="Of weights and cache.",
+            show_default="auto",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="auto|cpu|cuda",
+            help="auto: cuda where there is one.",
+            show_default="auto",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
+    max_rows: Annotated[
+        int | None,
+        typer.Option("--max-rows", help="Requests decoded at once.", show_default="64", rich_help_panel=options.ENGINE),
+    ] = None,
+    token_budget: Annotated[
+        int | None,
+        typer.Option(
+            "--token-budget", help="Most tokens one step feeds.", show_default="2048", rich_help_panel=options.ENGINE
+        ),
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            "--max-context",
+            help="Tokens of prompt and output together.",
+            show_default="the model's",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
+    cache_pages: Annotated[
+        int | None,
+        typer.Option(
+            "--cache-pages",
+            help="Pages of 64 tokens of latent cache.",
+            show_default="what memory allows",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            "--memory-fraction",
+            help="Share of a GPU's memory to use.",
+            show_default="0.9",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas", min=1, help="Engines behind the endpoint.", show_default="1", rich_help_panel=_PLACE
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option("--host", help="Address to listen on.", show_default="127.0.0.1", rich_help_panel=_PLACE),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port", min=0, max=65535, help="0 takes a free one.", show_default="8000", rich_help_panel=_PLACE
+        ),
+    ] = None,
+    ingress: Annotated[
+        str | None,
+        typer.Option(
+            "--ingress",
+            metavar="auto|direct|proxy",
+            help="direct: replicas answer themselves behind HAProxy; proxy: Serve's own.",
+            show_default="auto",
+            rich_help_panel=_PLACE,
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address",
+            metavar="auto|HOST:PORT",
+            help="Cluster to join.",
+            show_default="one of its own",
+            rich_help_panel=_PLACE,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name",
+            help="Name that clients ask for; further ones are aliases.",
+            show_default="the folder's",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key", help="Let in requests with this bearer token; may be repeated.", rich_help_panel=_ACCESS
+        ),
+    ] = None,
+) -> None:
+    """Serve a model: an OpenAI-compatible endpoint on Ray Serve, on this machine or a running cluster.
+
+    Ends in order on Ctrl-C or SIGTERM.
+    """
+    with reported():
+        settings = serve_config(
+            config,
+            {
+                "engine.model": model,
+                "engine.width": width,
+                "engine.tensor_parallel": tensor_parallel,
+                "engine.dtype": dtype,
+                "engine.device": device,
+                "engine.max_rows": max_rows,
+                "engine.token_budget": token_budget,
+                "engine.max_context": max_context,
+                "engine.cache_pages": cache_pages,
+                "engine.memory_fraction": memory_fraction,
+                "replicas": replicas,
+                "host": host,
+                "port": port,
+                "name": served_model_name[0] if served_model_name else None,
+                "api.served_model_names": tuple(served_model_name) if served_model_name else None,
+                "api.api_keys": tuple(api_key) if api_key else None,
+                "ingress": ingress,
+                "ray_address": ray_address,
+            },
+        )
+        from deploy.app import StartFailed, start
+        from workers.environment import EnvironmentProblem
+
+        try:
+            start(settings, say=lambda line: typer.echo(line, err=True))
+        except (StartFailed, EnvironmentProblem) as error:
+            raise CommandFailure(str(error)) from None
+
+
+def serve_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
+    """Settings from a YAML file, its values replaced by flags (None: not given); UsageMistake for a wrong one."""
+    import yaml
+    from pydantic import ValidationError
+
+    from deploy.config import ServeConfig, merged
+
+    data: dict[str, Any] = {}
+    if file is not None:
+        try:
+            data = yaml.safe_load(file.read_text()) or {}
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageMistake(f"--config: cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
+        except yaml.YAMLError as error:
+            raise UsageMistake(f"--config: {file} is not YAML: {error}") from None
+        if not isinstance(data, dict):
+            raise UsageMistake(f"--config: {file} must hold settings by name, such as `port: 8000`")
+    for section in ("engine", "api"):
+        if not isinstance(data.get(section, {}), dict):
+            raise UsageMistake(f"--config: {section} in {file} must hold settings by name")
+    data = merged(data, flags)
+    engine = data.setdefault("engine", {})
+    if engine.setdefault("model", "demo") == "demo":
+        engine.setdefault("tensor_parallel", _DEMO_RANKS)
+    try:
+        settings = ServeConfig.model_validate(data)
+        _ = settings.engine.folder
+    except ValidationError as error:
+        raise UsageMistake(explain(error, lambda name: _FLAGS.get(name, name))) from None
+    except FileNotFoundError as error:
+        raise UsageMistake(str(error)) from None
+    return settings

@@ -1,0 +1,132 @@
+"""The Ray an application runs on: one that exists, or one of its own with everything it needs in its environment."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from deploy.config import ServeConfig
+from deploy.environment import SidePorts, node_environment, resolve_ingress
+
+Say = Callable[[str], None]
+
+
+class RayConnection:
+    """A driver's connection to Ray, until `close`."""
+
+    def __init__(self, config: ServeConfig, say: Say) -> None:
+        """Join the Ray that is asked for, or start one: `own` tells."""
+        self._folder: Path | None = None
+        self._before: dict[str, str | None] = {}
+        address = config.ray_address or os.environ.get("RAY_ADDRESS")
+        self.own = not address
+        try:
+            if address:
+                self._join(address, say)
+            else:
+                self._start(config, say)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, address: str, say: Say) -> None:
+        say(f"joining Ray at {address}")
+        with _our_signal_handlers():
+            import ray
+
+            ray.init(address=address, log_to_driver=False)
+        # Ray Serve decides by the environment what it supports, here as there: see it as the cluster's processes do.
+        self._export(ray.get(ray.remote(_serve_environment).options(num_cpus=0).remote()))
+
+    def _start(self, config: ServeConfig, say: Say) -> None:
+        ingress = resolve_ingress(config)
+        stats, exporter, fallback, dashboard, figures = free_ports("127.0.0.1", 5)
+        self._folder = Path(tempfile.mkdtemp(prefix="latentserve-"))
+        self._export(node_environment(config, ingress, self._folder, SidePorts(stats, exporter, fallback)))
+        if config.ray_auth == "token" and not os.access(Path.home(), os.W_OK):
+            # Ray keeps its token under the home directory, where `ray` and `serve` find it; here they cannot.
+            self._export({"RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(16)})
+        processes = config.replicas * (2 + config.engine.tensor_parallel)
+        say(f"starting Ray ({ingress} ingress)")
+        with _our_signal_handlers():
+            import ray
+
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, math.ceil(processes * config.cpus_per_process)),
+                object_store_memory=config.object_store_bytes,
+                include_dashboard=config.dashboard,
+                dashboard_host="127.0.0.1",
+                dashboard_port=dashboard,
+                _metrics_export_port=figures,
+                _node_ip_address="127.0.0.1" if config.host != "0.0.0.0" else None,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        if config.dashboard:
+            say(f"Ray dashboard at http://127.0.0.1:{dashboard} (`ray get-auth-token` prints its token)")
+        say(f"figures for Prometheus at http://127.0.0.1:{figures}/metrics")
+        say(f"logs in {ray._private.worker._global_node.get_logs_dir_path()}")
+
+    def _export(self, variables: dict[str, str]) -> None:
+        self._before |= {name: os.environ.get(name) for name in variables if name not in self._before}
+        os.environ.update(variables)
+
+    def close(self) -> None:
+        """Leave; end a Ray of our own with every process and file of it."""
+        import ray
+
+        ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _serve_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
+
+
+@contextmanager
+def _our_signal_handlers() -> Iterator[None]:
+    """Ray installs handlers of its own when a driver connects: put ours back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def port_problem(host: str, port: int) -> str:
+    """Why a server cannot listen there; empty when it can."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for probe in sockets:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in sockets]
+    finally:
+        for probe in sockets:
+            probe.close()

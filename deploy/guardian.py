@@ -1,0 +1,118 @@
+"""Ends the streams of a front that died without a word: SIGKILL, out of memory, a crash in native code.
+
+A replica that fails tells its streams so itself. One that is killed cannot, and its clients would only see their
+connection break. So every streaming connection is also held by a small process of its own, which does nothing until the
+front's end of their socket pair closes, then writes the error event and the end of the body that the front could not.
+
+It must outlive the front and weigh nothing: no imports but the standard library's, a few megabytes, no work per token.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_MESSAGE = struct.Struct("<BQ")
+_HOLD, _RELEASE = 1, 2
+WRITE_TIMEOUT_S = 1.0
+"""Seconds for all streams together; a client that reads slower than that sees its connection break."""
+
+
+class Guardian:
+    """The front's handle of its guardian process."""
+
+    def __init__(self, last_words: bytes, folder: Path | None = None) -> None:
+        """`last_words`: the event every stream ends with, such as `data: {"error": ...}` and a blank line. `folder`:
+        where the replica's socket files are, to be removed in the front's place."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._next = 0
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-SE", __file__, str(theirs.fileno()), last_words.hex(), str(folder or "")],
+                pass_fds=(theirs.fileno(),),
+                # Its own session: a signal to the front's process group must not reach it.
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the guardian process."""
+        return self._process.pid
+
+    def hold(self, connection: int) -> int | None:
+        """Guard a connection (file descriptor) whose chunked body has begun; returns what `release` takes.
+
+        None when it cannot be guarded: then nothing is lost but the last words.
+        """
+        self._next += 1
+        descriptors = array.array("i", [connection])
+        try:
+            self._socket.sendmsg(
+                [_MESSAGE.pack(_HOLD, self._next)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+            )
+        except OSError:
+            return None
+        return self._next
+
+    def release(self, held: int | None) -> None:
+        """The body is complete, or the client left."""
+        if held is not None:
+            try:
+                self._socket.send(_MESSAGE.pack(_RELEASE, held))
+            except OSError:
+                return
+
+    def close(self) -> None:
+        """End it; no stream is left. Its end is not waited for."""
+        self._process.kill()
+        self._socket.close()
+
+
+def watch(channel: socket.socket, last_words: bytes) -> None:
+    """The guardian's life: keep connections while the front lives, then end them."""
+    held: dict[int, socket.socket] = {}
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE.size, 1)
+        if not data:
+            break
+        kind, number = _MESSAGE.unpack(data)
+        if kind == _HOLD and descriptors:
+            held[number] = socket.socket(fileno=descriptors[0])
+        elif kind == _RELEASE and number in held:
+            held.pop(number).close()
+    end = b"%x\r\n%s\r\n0\r\n\r\n" % (len(last_words), last_words)
+    deadline = time.monotonic() + WRITE_TIMEOUT_S
+    for connection in held.values():
+        _write(connection, end, deadline)
+        connection.close()
+
+
+def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
+    connection.setblocking(False)
+    while data:
+        try:
+            data = data[connection.send(data) :]
+        except BlockingIOError:
+            if not select.select([], [connection], [], max(deadline - time.monotonic(), 0))[1]:
+                return
+        except OSError:
+            return
+
+
+if __name__ == "__main__":
+    # Nothing but the channel: an inherited descriptor could keep a port or a pipe of the front open.
+    number = int(sys.argv[1])
+    os.closerange(3, number)
+    os.closerange(number + 1, 1024)
+    watch(socket.socket(fileno=number), bytes.fromhex(sys.argv[2]))
+    if sys.argv[3]:
+        shutil.rmtree(sys.argv[3], ignore_errors=True)

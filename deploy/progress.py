@@ -1,0 +1,105 @@
+"""What starting replicas report to whoever waits for them: lines and failures, in Ray's key-value store.
+
+It needs no process of its own, and survives the replica that wrote it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+)
+
+_NAMESPACE = b"latentserve"
+_KEPT_LINES = 200
+_KEPT_REPORTS = 32
+
+
+class Report(msgspec.Struct):
+    """What one replica has to say so far."""
+
+    replica: str
+    started: float
+    """Unix time, seconds."""
+    lines: list[str] = []
+    cut: int = 0
+    """Lines that were dropped from the front of `lines`."""
+    failed: str = ""
+    """First cause of its end."""
+
+
+class Board:
+    """The report of one replica, written by it."""
+
+    def __init__(self, application: str, replica: str) -> None:
+        self._key = _key(application, replica)
+        for old in reports(application)[:-_KEPT_REPORTS]:
+            _internal_kv_del(_key(application, old.replica), namespace=_NAMESPACE)
+        self.report = Report(replica, time.time())
+
+    def say(self, line: str) -> None:
+        """Add a line."""
+        self.report.lines.append(line)
+        if len(self.report.lines) > _KEPT_LINES:
+            del self.report.lines[0]
+            self.report.cut += 1
+        self._write()
+
+    def fail(self, cause: str) -> None:
+        """The replica is going down."""
+        self.report.failed = cause
+        self._write()
+
+    def _write(self) -> None:
+        _internal_kv_put(self._key, msgspec.msgpack.encode(self.report), overwrite=True, namespace=_NAMESPACE)
+
+
+def reports(application: str) -> list[Report]:
+    """Every report of the application's replicas, oldest first."""
+    prefix = _key(application, "")
+    found = []
+    for key in _internal_kv_list(prefix, namespace=_NAMESPACE):
+        if (value := _internal_kv_get(key, namespace=_NAMESPACE)) is not None:
+            found.append(msgspec.msgpack.decode(value, type=Report))
+    return sorted(found, key=lambda report: report.started)
+
+
+def clear(application: str) -> None:
+    """Forget the reports of an application."""
+    _internal_kv_del(_key(application, ""), del_by_prefix=True, namespace=_NAMESPACE)
+
+
+class Reader:
+    """Gives every line once, in order of replicas."""
+
+    def __init__(self, application: str) -> None:
+        self._application = application
+        self._seen: dict[str, int] = {}
+        self._failed: set[str] = set()
+
+    def new_lines(self) -> list[str]:
+        """Lines since the last call, each led by its replica's name when there are several."""
+        lines = []
+        found = reports(self._application)
+        for report in found:
+            label = f"{report.replica}: " if len(found) > 1 else ""
+            skip = max(self._seen.get(report.replica, 0) - report.cut, 0)
+            lines += [label + line for line in report.lines[skip:]]
+            self._seen[report.replica] = report.cut + len(report.lines)
+            if report.failed and report.replica not in self._failed:
+                self._failed.add(report.replica)
+                lines.append(f"{label}failed: {report.failed}")
+        return lines
+
+    def failures(self) -> list[str]:
+        """Causes of every replica that failed so far, oldest first."""
+        return [report.failed for report in reports(self._application) if report.failed]
+
+
+def _key(application: str, replica: str) -> bytes:
+    return f"progress/{application}/{replica}".encode()

@@ -1,0 +1,145 @@
+"""One Serve replica: HTTP front, scheduler process and ranks, alive together and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import ray
+from ray import serve
+from starlette.types import ASGIApp
+
+from deploy.actors import ReplicaProcesses
+from deploy.api.errors import engine_down
+from deploy.api.logs import FIELDS
+from deploy.arrivals import Arrivals, load_to_report
+from deploy.config import ServeConfig
+from deploy.guardian import Guardian
+from deploy.haproxy import note_fault
+from deploy.observability import logs
+from deploy.observability.metrics import RayEngineMetrics, RayFrontMetrics
+from deploy.progress import Board
+from deploy.text.tokenizer import Tokenizer
+from deploy.under_serve import UnderServe
+from workers.client import EngineClient
+from workers.engine import EngineFault
+
+logger = logging.getLogger("latentserve.replica")
+
+FIRST_CAUSE_WAIT_S = 0.3
+"""Seconds for the scheduler's report of a process that failed in order."""
+
+
+class EngineReplica:
+    """The engine deployment.
+
+    On the first fault every stream ends with an error event, new requests are refused, and the process exits once the
+    events are flushed: Serve replaces a dead replica at once, an unhealthy one only after several health checks.
+    """
+
+    processes_class: type[ReplicaProcesses] = ReplicaProcesses
+
+    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        self.config = config
+        context = serve.get_replica_context()
+        self.name = context.replica_id.unique_id
+        labels = {"application": context.app_name, "replica": self.name}
+        logs.configure(config.log, process="front", **labels)
+        group = ray.util.get_current_placement_group()
+        if group is None:
+            raise RuntimeError("the engine deployment needs a placement group; build it with deploy.app")
+        self.board = Board(context.app_name, self.name)
+        self.arrivals = Arrivals()
+        self.client: EngineClient | None = None
+        self.guardian: Guardian | None = None
+        self._reporter: asyncio.Task[None] | None = None
+        self._serving = False
+        self.processes = self.processes_class(config, group, labels)
+        try:
+            self.client = await self._bring_up()
+        except Exception as error:
+            cause = str(error) or type(error).__name__
+            self.board.fail(cause)
+            note_fault(cause)
+            self.processes.kill()
+            raise RuntimeError(cause) from error
+        last_words = engine_down("the replica's front died").envelope
+        self.guardian = Guardian(b"data: " + last_words + b"\n\n", self.processes.folder)
+        self._serving = True
+        note_fault(None)
+        self.board.say("serving")
+        seats = [f"{seat.ip} device {seat.device}" for seat in self.processes.seats]
+        logger.info("serving", extra={FIELDS: {"ranks": seats}})
+
+    async def _bring_up(self) -> EngineClient:
+        config = self.config
+        self.board.say(f"starting {config.engine.tensor_parallel} ranks of {config.model_name}")
+        addresses = await self.processes.start()
+        client = EngineClient(config.engine, addresses, config.model_name)
+        client.on_progress.append(self.board.say)
+        client.on_fault.append(self._failed)
+        self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
+        self.tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.folder)
+        await client.ready(config.engine.start_timeout_s)
+        await client.probe()
+        self.metrics = RayFrontMetrics(self.arrivals)
+        self._reporter = asyncio.ensure_future(self._report(client))
+        return client
+
+    def _ended(self, client: EngineClient, cause: str, told: bool) -> None:
+        """A process of the replica ended. If it `told` its scheduler why, that cause is on its way: wait for it."""
+        asyncio.get_running_loop().call_later(FIRST_CAUSE_WAIT_S if told else 0.0, client.fail, cause)
+
+    def _failed(self, cause: str) -> None:
+        """The engine's first fault. By now every stream has been told."""
+        if not self._serving:
+            return  # the constructor raises it
+        logger.error("engine failed", extra={FIELDS: {"cause": cause}})
+        self.board.fail(cause)
+        note_fault(cause)
+        self.processes.kill()
+        asyncio.get_running_loop().call_later(self.config.health.flush_s, os._exit, 1)
+
+    async def _report(self, client: EngineClient) -> None:
+        engine_metrics = RayEngineMetrics()
+        while True:
+            engine_metrics.report(client.stats, client.fault)
+            self.metrics.report()
+            await asyncio.sleep(self.config.metrics_period_s)
+
+    def front(self, client: EngineClient) -> ASGIApp:
+        """The HTTP application."""
+        from deploy.api.app import create_app
+
+        return create_app(client, self.tokenizer, self.config.api, self.metrics)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """What Serve mounts, called once the constructor is through."""
+        client = self.client
+        assert client is not None
+        return UnderServe(self.front(client), self.name, self.arrivals, self.guardian)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve; routers find it with the replica."""
+        assert self.client is not None
+        return load_to_report(self.arrivals.load(self.client.stats))
+
+    async def check_health(self) -> None:
+        """Called by Serve. The exit after a fault makes this the second line of defence."""
+        if self.client is not None and self.client.fault is not None:
+            raise EngineFault(self.client.fault)
+
+    def __del__(self) -> None:
+        """Called by Serve once every request is through."""
+        if self._reporter is not None:
+            self._reporter.cancel()
+        self._serving = False
+        if self.guardian is not None:
+            self.guardian.close()
+        self.processes.kill()
+
+
+replica_class = serve.ingress()(EngineReplica)
+"""`EngineReplica` as Serve deploys it."""

@@ -1,0 +1,160 @@
+"""Which replica a request costs least on: pure arithmetic on reported load, what was sent since, and prompt prefixes.
+
+The unit of cost is the prompt token: cost = tokens queued for prefill before the request + tokens of its own prompt
+that the replica has not cached + `row_tokens` for every request that decodes or waits. A shared prefix therefore draws
+a request to where its pages are exactly until that replica is the busier by more than the prefill it saves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kernels.page import PAGE_TOKENS, pages_for
+
+REMEMBER_S = 10.0
+"""Seconds a sent prefix counts as cached before the replica itself reports it."""
+FORGET_S = 5.0
+"""Seconds after which something sent counts as known to the replica, whatever it reports."""
+TRANSIT_S = 0.05
+"""Seconds within which a sent request reaches its replica, where tickets cannot tell."""
+
+R = TypeVar("R", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the router knows of one request."""
+
+    tokens: int
+    """Of its prompt."""
+    keys: tuple[int, ...] = ()
+    """Chained hashes of the prompt's full pages, first page first."""
+    rows: int = 1
+    """Sequences it generates."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0 or self.rows < 1 or len(self.keys) * PAGE_TOKENS > max(self.tokens, 0):
+            raise ValueError(f"{self.rows} rows, {len(self.keys)} full pages in {self.tokens} tokens")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a replica reports of itself."""
+
+    backlog: int = 0
+    """Prompt tokens queued or partly prefilled that are still to be computed."""
+    rows: int = 0
+    """Requests decoding or waiting."""
+    pages_free: int | None = None
+    """None: not reported yet."""
+    keys: frozenset[int] = frozenset()
+    """Page hashes in its prefix cache."""
+    seen: Mapping[str, int] = field(default_factory=dict)
+    """Highest ticket received, by router: what these figures already include."""
+    at: float = 0.0
+    """When they were taken, Unix time in seconds."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One request this router sent."""
+
+    ticket: int
+    at: float
+    tokens: int
+    """Prompt tokens it makes the replica compute."""
+    pages: int
+    rows: int
+
+
+@dataclass
+class _Account:
+    sent: list[Sent] = field(default_factory=list)
+    recent: OrderedDict[int, float] = field(default_factory=OrderedDict)
+
+
+def cached_tokens(ask: Ask, keys: frozenset[int] | Mapping[int, float]) -> int:
+    """Tokens of the prompt whose pages are among `keys`. The hashes are chained: one page vouches for those before it.
+
+    The last prompt token is computed in any case.
+    """
+    for index in range(len(ask.keys) - 1, -1, -1):
+        if ask.keys[index] in keys:
+            return min((index + 1) * PAGE_TOKENS, ask.tokens - 1)
+    return 0
+
+
+@dataclass(frozen=True, order=True)
+class Cost:
+    """Compared field by field."""
+
+    crowded: bool
+    """The replica lacks the pages for the request, which would wait for others to finish or preempt them."""
+    tokens: float
+
+
+class Ledger(Generic[R]):
+    """Keeps account of what this router sent to each replica that the replica's report cannot include yet."""
+
+    def __init__(self, router: str, row_tokens: float) -> None:
+        """`router`: the name under which replicas report this router's tickets."""
+        self.router, self.row_tokens = router, row_tokens
+        self._accounts: dict[R, _Account] = {}
+        self._ticket = 0
+
+    @property
+    def sent(self) -> int:
+        """Requests recorded so far."""
+        return self._ticket
+
+    def keep(self, replicas: Sequence[R]) -> None:
+        """Forget every other replica."""
+        wanted = set(replicas)
+        for gone in set(self._accounts) - wanted:
+            del self._accounts[gone]
+
+    def cost(self, replica: R, load: Load, ask: Ask, now: float) -> Cost:
+        """Cost of `ask` on `replica`, in prompt tokens."""
+        account = self._accounts.setdefault(replica, _Account())
+        self._settle(account, load, now)
+        cached = max(cached_tokens(ask, load.keys), cached_tokens(ask, account.recent))
+        queued = load.backlog + sum(sent.tokens for sent in account.sent)
+        rows = load.rows + sum(sent.rows for sent in account.sent)
+        crowded = False
+        if load.pages_free is not None:
+            left = load.pages_free - sum(sent.pages for sent in account.sent)
+            crowded = pages_for(ask.tokens - cached) > left
+        return Cost(crowded, queued + ask.tokens - cached + self.row_tokens * rows)
+
+    def record(self, replica: R, load: Load, ask: Ask, now: float) -> tuple[int, int]:
+        """Note that `ask` goes to `replica`; returns the number of its ticket, and the tokens it will compute there."""
+        account = self._accounts.setdefault(replica, _Account())
+        cached = max(cached_tokens(ask, load.keys), cached_tokens(ask, account.recent))
+        self._ticket += 1
+        computed = ask.tokens - cached
+        account.sent.append(Sent(self._ticket, now, computed, pages_for(computed), ask.rows))
+        for key in ask.keys:
+            account.recent[key] = now
+            account.recent.move_to_end(key)
+        return self._ticket, computed
+
+    def _settle(self, account: _Account, load: Load, now: float) -> None:
+        seen = load.seen.get(self.router)
+        account.sent = [
+            sent
+            for sent in account.sent
+            if now - sent.at < FORGET_S and (sent.ticket > seen if seen is not None else sent.at + TRANSIT_S > load.at)
+        ]
+        while account.recent and now - next(iter(account.recent.values())) > REMEMBER_S:
+            account.recent.popitem(last=False)
+
+
+def choose(ledger: Ledger[R], loads: Mapping[R, Load], ask: Ask, now: float) -> list[R]:
+    """Replicas from the cheapest to the dearest; equal ones take turns."""
+    names = list(loads)
+    turn = ledger.sent % max(len(names), 1)
+    costs = {replica: ledger.cost(replica, loads[replica], ask, now) for replica in names[turn:] + names[:turn]}
+    return sorted(costs, key=lambda replica: costs[replica])

@@ -1,0 +1,1 @@
+"""Text at the edges of the engine: tokenizer, chat template, incremental detokenisation, stop strings."""

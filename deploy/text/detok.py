@@ -1,0 +1,124 @@
+"""Token ids to text, as they come.
+
+Byte-level vocabularies (GPT-2's, used by every model served here) map each token to fixed bytes, so a token costs one
+table look-up and an incremental UTF-8 decoder holds back incomplete characters. Other decoders (sentencepiece's, which
+treat the first token apart) are run over a sliding window of ids.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """The text of one sequence. Concatenated results equal the tokenizer's decode of all ids at once."""
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that is certain now, never part of a character."""
+
+    def flush(self) -> str:
+        """The sequence has ended: what was held back, incomplete bytes as U+FFFD."""
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies: `table` gives each token's bytes."""
+
+    __slots__ = ("_decode", "_table")
+
+    def __init__(self, table: Sequence[bytes]) -> None:
+        self._table = table
+        self._decode = _Utf8("replace").decode
+
+    def push(self, token: int) -> str:
+        """See `Detokenizer`. An id the tokenizer does not know is no text."""
+        try:
+            return self._decode(self._table[token])
+        except IndexError:
+            return ""
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For any decoder: the text of a token is what decoding a window with it adds to decoding the window without it."""
+
+    __slots__ = ("_backend", "_base", "_hidden", "_ids", "_limit", "_shown")
+
+    def __init__(self, backend: Any, hidden: frozenset[int], limit: int = 16) -> None:
+        """`hidden` ids are skipped; text that ends in U+FFFD is held back for at most `limit` tokens."""
+        self._backend = backend
+        self._hidden = hidden
+        self._limit = limit
+        self._ids: list[int] = []
+        self._base = 0
+        """How many of `_ids` only give context: their text was returned."""
+        self._shown = ""
+        """Text of the context ids."""
+
+    def push(self, token: int) -> str:
+        """See `Detokenizer`."""
+        if token in self._hidden:
+            return ""
+        self._ids.append(token)
+        text: str = self._backend.decode(self._ids, skip_special_tokens=False)
+        pending = len(self._ids) - self._base
+        if text.endswith(_REPLACEMENT) and pending < self._limit:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        if len(self._ids) == self._base:
+            return ""
+        text: str = self._backend.decode(self._ids, skip_special_tokens=False)
+        return self._advance(text)
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._shown) :]
+        # The last returned ids stay as context: a decoder may treat the first token of its input apart.
+        self._ids = self._ids[self._base :]
+        self._base = len(self._ids)
+        self._shown = self._backend.decode(self._ids, skip_special_tokens=False)
+        return new
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: character -> byte. Printable latin-1 bytes stand for themselves, the others for the
+    code points from 256 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def is_byte_level(backend: Any) -> bool:
+    """Whether the tokenizer's decoder is the byte-level one and nothing else."""
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    if decoder.get("type") == "Sequence" and len(decoder.get("decoders", ())) == 1:
+        decoder = decoder["decoders"][0]
+    return bool(decoder.get("type") == "ByteLevel")
+
+
+def byte_table(vocabulary: dict[str, int]) -> list[bytes]:
+    """Bytes of every token of a byte-level vocabulary, by id; unused ids are empty.
+
+    A token spelled with a character outside the byte alphabet (added tokens may be) stands for its own UTF-8.
+    """
+    table = [b""] * (1 + max(vocabulary.values(), default=-1))
+    alphabet = byte_alphabet()
+    known = frozenset(alphabet)
+    translation = str.maketrans({char: chr(byte) for char, byte in alphabet.items()})
+    for token, index in vocabulary.items():
+        if known.issuperset(token):
+            table[index] = token.translate(translation).encode("latin-1")
+        else:
+            table[index] = token.encode("utf-8")
+    return table

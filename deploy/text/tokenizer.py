@@ -1,0 +1,187 @@
+"""A model folder's tokenizer and chat template, as the HTTP front uses them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy.text.detok import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table, is_byte_level
+from deploy.text.stop import StopMatcher
+from deploy.text.stream import TextStream
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
+INLINE_CHARS = 4_000
+"""Texts up to this length are encoded in the event loop (about 1 ms); longer ones in a thread."""
+INLINE_IDS = 4_000
+"""The same for ids to decode."""
+
+RESERVED_TEMPLATE_NAMES = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
+"""What a request's `chat_template_kwargs` may not set."""
+
+
+class ChatTemplateError(Exception):
+    """The messages do not fit the chat template, or there is none; the text says why."""
+
+
+class Tokenizer:
+    """Text to ids, ids to text, messages to text.
+
+    `hf` is a transformers fast tokenizer: it keeps the folder's conventions (begin-of-sequence id, chat template);
+    encoding and decoding go straight to its backend, which lets the interpreter go while it works.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+        self._backend = hf.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        """Ids that `skip_special_tokens` leaves out of a text."""
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        self.size = 1 + max(vocabulary.values())
+        """Largest id + 1; a model's vocabulary may be padded beyond it."""
+        self._tokens = [""] * self.size
+        for token, index in vocabulary.items():
+            self._tokens[index] = token
+        self._bytes: list[bytes] | None = None
+        self._shown_bytes: list[bytes] = []
+        if is_byte_level(self._backend):
+            table = byte_table(vocabulary)
+            if self._agrees(table):
+                self._bytes = table
+                self._shown_bytes = [b"" if i in self.special_ids else raw for i, raw in enumerate(table)]
+        lengths = map(len, self._bytes if self._bytes is not None else (token.encode() for token in self._tokens))
+        self.longest_token = max(lengths)
+        """Bytes of the longest token: a text of more than `longest_token` * n bytes has more than n tokens."""
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer | None:
+        """The tokenizer of a model folder, None if it holds none. ValueError when it cannot be read."""
+        if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        # The base class takes tokenizer.json as it is; the class a folder names may rebuild it by other rules.
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            return cls(PreTrainedTokenizerFast.from_pretrained(str(folder)))
+        except Exception as error:
+            raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+    def _agrees(self, table: Sequence[bytes]) -> bool:
+        """Whether the byte table decodes like the tokenizer, on random ids: a guard against an unknown decoder."""
+        draw = random.Random(0)
+        ids = [draw.randrange(self.size) for _ in range(512)]
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return b"".join(table[index] for index in ids).decode("utf-8", "replace") == text
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the folder brings a chat template."""
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`, with the begin-of-sequence id and the like if the tokenizer adds them."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`encode` that does not hold the event loop up over a long text."""
+        [ids] = await self.encode_all_async([text], add_special_tokens)
+        return ids
+
+    async def encode_all_async(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of several texts that does not hold the event loop up, be they long or many."""
+
+        def encode_all() -> list[list[int]]:
+            return [self.encode(text, add_special_tokens) for text in texts]
+
+        if sum(map(len, texts)) <= INLINE_CHARS:
+            return encode_all()
+        return await asyncio.to_thread(encode_all)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of all ids at once; incomplete UTF-8 becomes U+FFFD."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    async def decode_async(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """`decode` that does not hold the event loop up over many ids."""
+        if len(ids) <= INLINE_IDS:
+            return self.decode(ids, skip_special_tokens)
+        return await asyncio.to_thread(self.decode, ids, skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """An incremental decoder for one sequence."""
+        if self._bytes is not None:
+            return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self._bytes)
+        return WindowDetokenizer(self._backend, self.special_ids if skip_special_tokens else frozenset())
+
+    def stream(
+        self, stops: tuple[str, ...] = (), include_stop: bool = False, skip_special_tokens: bool = True
+    ) -> TextStream:
+        """The text of one generated sequence, watched for stop strings."""
+        matcher = StopMatcher(stops, include_stop) if stops else None
+        return TextStream(self.detokenizer(skip_special_tokens), matcher)
+
+    def token_string(self, token: int) -> str:
+        """The token as the vocabulary spells it; empty for an id that is not used."""
+        return self._tokens[token] if 0 <= token < self.size else ""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes the token stands for."""
+        if self._bytes is not None:
+            return self._bytes[token] if 0 <= token < self.size else b""
+        return self.decode([token], skip_special_tokens=False).encode("utf-8", "replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a chat, special tokens included; encode it without adding any.
+
+        `template` overrides the folder's; `extra` goes to the template as variables. ChatTemplateError when the
+        template rejects the messages or there is none.
+        """
+        extra = extra or {}
+        if reserved := RESERVED_TEMPLATE_NAMES.intersection(extra):
+            raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
+        if template is None and not self.has_chat_template:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        try:
+            text: str = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **extra,
+            )
+        except Exception as error:  # templates are programs: they fail in any way they like
+            raise ChatTemplateError(f"the chat template rejects these messages: {error}") from error
+        return text

@@ -1,0 +1,130 @@
+"""An engine that follows a script, and a real server around it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from workers.engine import EngineFault, ModelInfo, OutputMailbox, Refused
+from workers.messages import EngineStats, Request, RequestOutput
+from workers.plan import TopLogprobs
+
+INFO = ModelInfo("tiny", max_context=256, vocab_size=512, eos_ids=(1,), max_width=4, created=1_700_000_000)
+
+Step = RequestOutput | float | Exception
+"""An output, seconds to wait, or an error to raise."""
+Script = Callable[[Request], Iterable[Step]]
+
+
+def out(
+    *tokens: int, finish: str | None = None, cached: int = 0, logprobs: Iterable[TopLogprobs] = ()
+) -> RequestOutput:
+    return RequestOutput("", tokens, finish, tuple(logprobs), cached)
+
+
+def say(ids: Iterable[int], *, width: int = 1, eos: int | None = 1, pause: float = 0.0) -> Script:
+    """Say `ids`, `width` at a time, as far as max_tokens allows, then stop by `eos`."""
+    sequence = [*ids] + ([eos] if eos is not None else [])
+
+    def script(request: Request) -> Iterator[Step]:
+        end = min(len(sequence), request.sampling.max_tokens)
+        for begin in range(0, end, width):
+            part = sequence[begin : min(begin + width, end)]
+            last = begin + width >= end
+            stopped = part[-1] in request.sampling.stop_ids
+            yield out(*part, finish=("stop" if stopped else "length") if last else None, cached=0 if begin else 64)
+            if pause:
+                yield pause
+
+    return script
+
+
+class FakeEngine:
+    """Follows `script` for every request; remembers what was asked and what was cancelled, and when."""
+
+    def __init__(self, script: Script, info: ModelInfo = INFO) -> None:
+        self.script = script
+        self.info = info
+        self.fault: str | None = None
+        self.stats = EngineStats(slots=64)
+        self.requests: list[Request] = []
+        self.cancelled: list[tuple[str, float]] = []
+        self.probes = 0
+        self.probe_error: Exception | None = None
+        self.probe_delay = 0.0
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        self.requests.append(request)
+        done = False
+        try:
+            for step in self.script(request):
+                if isinstance(step, float):
+                    await asyncio.sleep(step)
+                elif isinstance(step, Exception):
+                    done = True
+                    raise step
+                else:
+                    done = step.finish is not None
+                    yield step
+                    await asyncio.sleep(0)
+        finally:
+            if not done:
+                self.cancelled.append((request.request_id, time.monotonic()))
+
+    async def probe(self) -> None:
+        self.probes += 1
+        await asyncio.sleep(self.probe_delay)
+        if self.probe_error is not None:
+            raise self.probe_error
+
+
+class PushEngine(FakeEngine):
+    """Pushes the script's outputs into mailboxes at its own pace, as the real client does."""
+
+    def generate(self, request: Request) -> OutputMailbox:
+        self.requests.append(request)
+        mailbox = OutputMailbox(lambda: self.cancelled.append((request.request_id, time.monotonic())))
+        asyncio.get_running_loop().create_task(self._push(request, mailbox))
+        return mailbox
+
+    async def _push(self, request: Request, mailbox: OutputMailbox) -> None:
+        for step in self.script(request):
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            elif isinstance(step, Exception):
+                mailbox.fail(step)
+            else:
+                mailbox.put(step)
+
+
+@contextmanager
+def serving(app: FastAPI, send_buffer: int | None = None) -> Iterator[int]:
+    """The application behind a real server on a free port, which is given; `send_buffer` bytes a connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    config = uvicorn.Config(app, loop="uvloop", http="httptools", access_log=False, lifespan="off", log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.started:
+        assert thread.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(10)
+        listener.close()
+
+
+__all__ = ["INFO", "EngineFault", "FakeEngine", "PushEngine", "Refused", "out", "say", "serving"]

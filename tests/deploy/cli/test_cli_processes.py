@@ -1,0 +1,83 @@
+"""The command as the user runs it: in processes of its own, with the demo model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+LATENTSERVE = [sys.executable, "-c", "from deploy.cli import main; main()"]
+
+
+def generate(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LATENTSERVE, "generate", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_width_changes_drafts_and_not_the_text():
+    prompt = ("--prompt", "def read_lines(path):", "--max-tokens", "60")
+    one = generate(*prompt, "--width", "1")
+    assert (one.returncode, one.stdout[-1:]) == (0, "\n")
+    assert "rank 0" in one.stderr
+    three = json.loads(generate(*prompt, "--width", "3", "--json", "--quiet").stdout)
+    assert three["text"] == one.stdout[:-1]
+    assert three["usage"]["completion_tokens"] == 60
+    assert 0 < three["drafts"]["accepted"] <= three["drafts"]["offered"]
+
+
+def test_the_first_cause_is_said_without_a_traceback():
+    ran = generate("--prompt", "x", "--tensor-parallel", "3", "--quiet")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("error: rank ")
+    assert "not divisible by tensor_parallel = 3" in line
+
+
+@pytest.mark.parametrize(("number", "moment"), [(signal.SIGINT, "loading"), (signal.SIGTERM, "generating")])
+def test_an_interrupt_ends_everything_in_order(number, moment):
+    command = subprocess.Popen(
+        [*LATENTSERVE, "generate", "--prompt", "x", "--max-tokens", "1900", "--ignore-eos", "--width", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    (command.stderr if moment == "loading" else command.stdout).read(1)
+    children = psutil.Process(command.pid).children(recursive=True)
+    assert len(children) >= 2
+    begin = time.monotonic()
+    if number == signal.SIGINT:
+        os.killpg(command.pid, number)  # as a terminal does
+    else:
+        command.send_signal(number)
+    _, said = command.communicate(timeout=30)
+    assert time.monotonic() - begin < 8
+    assert command.returncode == 130
+    assert b"Traceback" not in said
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_latency_of_a_context_of_one_page():
+    ran = subprocess.run(
+        [*LATENTSERVE, "bench", "latency", "--input", "8", "--output", "2,6", "--repeats", "1", "--json", "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    (result,) = json.loads(ran.stdout)["results"]
+    # Tokens a second are a figure, not a test; a step that takes seconds is a wrong unit.
+    assert 0 < result["prefill_time"] < 5

@@ -1,0 +1,49 @@
+"""docs/command-line.md tells the truth."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.config import ServeConfig
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "command-line.md").read_text()
+COMMANDS = re.findall(
+    r"latentserve (serve|generate|bench latency|bench http) (--.*)", PAGE + (DOCS / "quick-start.md").read_text()
+)
+
+
+def settings_of(data: dict, prefix: str = ""):
+    """Dotted names and values."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from settings_of(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def test_every_setting_is_documented_with_its_default():
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    documented = dict(settings_of(yaml.safe_load(block)))
+    real = dict(settings_of(ServeConfig.model_validate({"engine": {"model": "demo"}}).model_dump(mode="json")))
+    assert {name: value for name, value in real.items() if documented.get(name, "undocumented") != value} == {}
+    assert documented.keys() - real.keys() == set()
+
+
+@pytest.mark.parametrize("flag", sorted(set(re.findall(r"#.*?(--[a-z-]+)", PAGE))))
+def test_every_flag_of_the_settings_exists(command, flag, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert re.search(rf"{flag}\s", command("serve", "--help").out)
+
+
+@pytest.mark.parametrize(("name", "line"), COMMANDS)
+def test_flags_of_the_examples_exist(command, name, line, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    known = command(*name.split(), "--help").out
+    flags = re.findall(r"(?<!\S)--[a-z-]+", line)
+    assert flags
+    assert [flag for flag in flags if not re.search(rf"{flag}\s", known)] == []

@@ -1,0 +1,41 @@
+"""What the command says of itself, and how fast."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import kernels
+
+COMMANDS = [("serve",), ("generate",), ("bench", "latency"), ("bench", "http")]
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_command_shows_examples(command, path):
+    ran = command(*path, "--help")
+    assert ran.code == 0
+    assert "Examples:" in ran.out
+    assert f"latentserve {' '.join(path)} --" in ran.out
+
+
+def test_version(command):
+    assert command("--version").out == f"latentserve {kernels.__version__}\n"
+
+
+def test_an_unknown_command(command):
+    ran = command("sevre")
+    assert ran.code == 2
+    assert "sevre" in ran.err
+
+
+def test_help_needs_nothing_heavy():
+    # What makes a start slow is imports; their absence is what can be tested on a busy machine.
+    script = (
+        "import sys\nfrom deploy.cli import main\nsys.argv[1:] = ['generate', '--help']\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'zmq', 'numpy', 'fastapi'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"

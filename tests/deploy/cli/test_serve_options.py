@@ -1,0 +1,119 @@
+"""`latentserve serve`: flags, settings file and their mistakes."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Settings `deploy.app.start` was called with."""
+    calls = []
+    app = types.ModuleType("deploy.app")
+    app.StartFailed = type("StartFailed", (RuntimeError,), {})
+
+    def start(config, say):
+        say("starting")
+        calls.append(config)
+        if config.port == 1:
+            raise app.StartFailed("port 1 is taken")
+
+    app.start = start
+    monkeypatch.setitem(sys.modules, "deploy.app", app)
+    return calls
+
+
+def test_demo_by_default_on_two_ranks(started, command):
+    assert command("serve").code == 0
+    (config,) = started
+    assert (config.engine.model, config.engine.tensor_parallel, config.replicas, config.port) == ("demo", 2, 1, 8000)
+
+
+def test_a_start_that_fails(started, command):
+    ran = command("serve", "--port", "1")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == "starting\nerror: port 1 is taken\n"
+
+
+def test_another_model_runs_on_one_rank(started, command, model_folder):
+    command("serve", "--model", model_folder)
+    assert started[0].engine.tensor_parallel == 1
+
+
+def test_flags(started, command, model_folder):
+    flags = (
+        f"--model {model_folder} --tensor-parallel 4 --width 2 --dtype bfloat16 --device cpu --max-rows 8 "
+        "--token-budget 99 --max-context 100 --cache-pages 12 --memory-fraction 0.5 --replicas 2 --host 0.0.0.0 "
+        "--port 0 --ingress proxy --ray-address auto --served-model-name tiny "
+        "--served-model-name small --api-key one --api-key two"
+    )
+    assert command("serve", *flags.split()).code == 0
+    (config,) = started
+    engine = config.engine
+    assert (engine.tensor_parallel, engine.width, engine.dtype, engine.device) == (4, 2, "bfloat16", "cpu")
+    assert (engine.max_rows, engine.token_budget, engine.max_context, engine.cache_pages) == (8, 99, 100, 12)
+    assert engine.memory_fraction == 0.5
+    assert (config.replicas, config.host, config.port, config.ingress) == (2, "0.0.0.0", 0, "proxy")
+    assert (config.ray_address, config.model_name) == ("auto", "tiny")
+    assert config.api.served_model_names == ("tiny", "small")
+    assert config.api.api_keys == ("one", "two")
+
+
+def test_flags_replace_the_file(started, command, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("engine: {model: demo, width: 4, max_rows: 7}\nport: 9000\nreplicas: 3\n")
+    assert command("serve", "--config", str(file), "--width", "2", "--port", "9001").code == 0
+    (config,) = started
+    assert (config.engine.width, config.engine.max_rows, config.port, config.replicas) == (2, 7, 9001, 3)
+
+
+def test_an_empty_file_is_no_settings(started, command, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("")
+    assert command("serve", "--config", str(file)).code == 0
+    assert started[0].engine.model == "demo"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("engine: [", "is not YAML"),
+        ("- 1", "must hold settings by name"),
+        ("engine: demo", "engine in"),
+        ("ports: 1", "ports: Extra inputs are not permitted"),
+        ("engine: {model: demo, widht: 2}", "engine.widht: Extra inputs are not permitted"),
+        ("port: many", "--port: Input should be a valid integer"),
+        ("host: 10.0.0.7", "HAProxy reaches replicas"),
+        ("engine: {model: demo, token_budget: 3}", "is too small for max_rows"),
+        (None, "cannot read"),
+    ],
+)
+def test_mistakes_in_the_file(started, command, tmp_path, content, said):
+    file = tmp_path / "serve.yaml"
+    if content is not None:
+        file.write_text(content)
+    ran = command("serve", "--config", str(file))
+    assert (ran.code, started) == (2, [])
+    assert said in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--model", "/no/such/folder"), "/no/such/folder is not a model folder"),
+        (("--dtype", "int3"), "--dtype: Input should be 'auto'"),
+        (("--ingress", "none"), "--ingress: Input should be 'auto'"),
+        (("--memory-fraction", "2"), "--memory-fraction: Input should be less than or equal to 1"),
+        (("--port", "70000"), "--port"),
+        (("--width", "9"), "--width"),
+        (("--max-rows", "9999"), "--max-rows: Input should be less than or equal to 1024"),
+    ],
+)
+def test_mistakes_in_flags(started, command, args, said):
+    ran = command("serve", *args)
+    assert (ran.code, started) == (2, [])
+    assert said in ran.err

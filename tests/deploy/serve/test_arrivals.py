@@ -1,0 +1,125 @@
+import asyncio
+
+from deploy.arrivals import (
+    RECENT_S,
+    ROUTERS_KEPT,
+    Arrivals,
+    Ticket,
+    load_from_report,
+    load_to_report,
+)
+from deploy.routing import Load
+from workers.messages import EngineStats
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_ticket_survives_its_header() -> None:
+    ticket = Ticket("abc", 12, 345, 2)
+    assert Ticket.parse(ticket.header()) == ticket
+
+
+def test_what_is_no_ticket_is_none() -> None:
+    for value in ("", "a", "a/1/2", "a/1/2/x", "a/1/2/3/4", "a/-1/2/3"):
+        assert Ticket.parse(value) is None
+
+
+def test_a_request_counts_from_its_arrival_to_its_end() -> None:
+    clock = Clock()
+    arrivals = Arrivals(clock)
+    first = arrivals.arrive(Ticket("r", 1, 100, 1))
+    second = arrivals.arrive(Ticket("r", 2, 300, 3))
+    stats = EngineStats(pages_total=8, pages_free=7)
+    load = arrivals.load(stats)
+    assert (load.backlog, load.rows, load.pages_free, dict(load.seen)) == (400, 4, 7, {"r": 2})
+    # What happens next happens to the second one. A router's word for it stands.
+    arrivals.sequence_started(5000)
+    arrivals.first_token()
+    load = arrivals.load(stats)
+    assert (load.backlog, load.rows) == (300, 4)
+    arrivals.first_token()
+    arrivals.sequence_finished()
+    assert (arrivals.load(stats).backlog, arrivals.load(stats).rows) == (200, 3)
+    arrivals.leave(second)
+    assert (arrivals.load(stats).backlog, arrivals.load(stats).rows) == (100, 1)
+    arrivals.leave(first)
+    arrivals.leave(first)
+    assert (arrivals.load(stats).backlog, arrivals.load(stats).rows) == (0, 0)
+
+
+def test_a_request_without_a_ticket_counts_once_the_engine_has_it() -> None:
+    arrivals = Arrivals()
+    arrival = arrivals.arrive(None)
+    assert arrivals.load(EngineStats()).rows == 0
+    arrivals.sequence_started(50)
+    arrivals.sequence_started(50)
+    assert (arrivals.load(EngineStats()).backlog, arrivals.load(EngineStats()).rows) == (100, 2)
+    for _ in range(3):
+        arrivals.first_token()
+        arrivals.sequence_finished()
+    assert (arrivals.load(EngineStats()).backlog, arrivals.load(EngineStats()).rows) == (0, 0)
+    arrivals.leave(arrival)
+
+
+def test_the_scheduler_s_progress_with_a_long_prompt_counts() -> None:
+    clock = Clock()
+    arrivals = Arrivals(clock)
+    arrivals.arrive(Ticket("r", 1, 4000, 1))
+    # Its figures cannot hold it yet ...
+    assert arrivals.load(EngineStats(prefill_backlog=0)).backlog == 4000
+    clock.now = 2 * RECENT_S
+    arrivals.arrive(Ticket("r", 2, 100, 1))
+    # ... now they do, but not what has only just come.
+    assert arrivals.load(EngineStats(prefill_backlog=1500)).backlog == 1600
+
+
+async def test_requests_of_different_tasks_are_told_apart() -> None:
+    arrivals = Arrivals()
+
+    async def request(tokens: int, number: int) -> None:
+        arrival = arrivals.arrive(Ticket("r", number, tokens, 1))
+        await asyncio.sleep(0.01)
+
+        async def body() -> None:
+            arrivals.first_token()
+
+        if number == 1:
+            await asyncio.create_task(body())  # frameworks stream from a task of their own
+        await release.wait()
+        arrivals.leave(arrival)
+
+    release = asyncio.Event()
+    tasks = [asyncio.create_task(request(100 * number, number)) for number in (1, 2, 3)]
+    await asyncio.sleep(0.05)
+    load = arrivals.load(EngineStats(prefill_backlog=10_000))
+    assert (load.backlog, load.rows) == (500, 3)
+    release.set()
+    await asyncio.gather(*tasks)
+    assert arrivals.load(EngineStats()).rows == 0
+
+
+def test_routers_that_are_gone_are_forgotten() -> None:
+    arrivals = Arrivals()
+    for number in range(ROUTERS_KEPT + 10):
+        arrivals.arrive(Ticket(f"r{number}", 1, 1, 1))
+    seen = arrivals.load(EngineStats()).seen
+    assert len(seen) == ROUTERS_KEPT
+    assert "r0" not in seen
+
+
+def test_a_late_ticket_does_not_turn_the_count_back() -> None:
+    arrivals = Arrivals()
+    for number in (1, 3, 2):
+        arrivals.arrive(Ticket("r", number, 1, 1))
+    assert arrivals.load(EngineStats()).seen == {"r": 3}
+
+
+def test_a_load_survives_its_report() -> None:
+    load = Load(1, 2, 3, frozenset({5, 2**63}), {"r": 4}, 6.0)
+    assert load_from_report(load_to_report(load)) == load
+    assert load_from_report({}) == Load()

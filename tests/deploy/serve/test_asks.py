@@ -1,0 +1,90 @@
+import json
+
+import pytest
+
+from deploy.asks import MOST_ROWS, AskReader
+from deploy.text.tokenizer import Tokenizer
+from workers.config import DEMO_MODEL
+from workers.scheduler.prefix import page_keys
+
+TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer.load(DEMO_MODEL)
+    assert found is not None
+    return found
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"model": "demo", **fields}).encode()
+
+
+async def test_a_text_prompt_gets_the_page_hashes_its_replica_computes(tokenizer: Tokenizer) -> None:
+    ask = await AskReader(tokenizer).read(body(prompt=TEXT, n=3))
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) > 640
+    assert (ask.tokens, list(ask.keys), ask.rows) == (len(ids), page_keys(ids), 3)
+
+
+async def test_ids_need_no_tokenizer() -> None:
+    ids = list(range(200))
+    ask = await AskReader(None).read(body(prompt=ids))
+    assert (ask.tokens, list(ask.keys), ask.rows) == (200, page_keys(ids), 1)
+
+
+async def test_several_prompts_add_up(tokenizer: Tokenizer) -> None:
+    ask = await AskReader(tokenizer).read(body(prompt=[[1] * 70, [2] * 10], n=2))
+    assert (ask.tokens, ask.rows, len(ask.keys)) == (80, 4, 1)
+
+
+async def test_a_chat_is_rendered_like_its_replica_renders_it(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
+    plain = [messages[0], {"role": "assistant", "content": "x"}]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    text = tokenizer.render_chat(plain, template=template)
+    ask = await AskReader(tokenizer, template).read(body(messages=messages))
+    assert list(ask.keys) == page_keys(tokenizer.encode(text, add_special_tokens=False))
+
+
+async def test_a_cut_body_gives_the_head_s_pages_and_a_length_for_the_rest(tokenizer: Tokenizer) -> None:
+    whole = body(max_tokens=5, prompt=TEXT)
+    full = await AskReader(tokenizer).read(whole)
+    cut = await AskReader(tokenizer).read(whole[: len(whole) // 2], len(whole))
+    assert 4 <= len(cut.keys) < len(full.keys)
+    assert cut.keys == full.keys[: len(cut.keys)]
+    assert abs(cut.tokens - full.tokens) < 0.1 * full.tokens
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"not json",
+        b"[1]",
+        b'{"prompt": null}',
+        b'{"prompt": [null]}',
+        b'{"prompt": [-1]}',
+        b'{"messages": 3}',
+        b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1}}',
+        b'{"messages": [{"role": "user", "content": {"a": 1}}], "chat_template_kwargs": 7}',
+        b'{"prompt": ["a", [1, "b"]]}',
+        b'{"prompt": "a", "n": -3}',
+        b'{"prompt": "a", "n": 1000000000000}',
+        b'{"prompt": {"a": 1}}',
+        b'{"prompt": [[99999999999999999999]]}',
+    ],
+)
+@pytest.mark.parametrize("length", [None, 10**7])
+async def test_nonsense_is_sent_on_as_something(tokenizer: Tokenizer, raw: bytes, length: int | None) -> None:
+    ask = await AskReader(tokenizer).read(raw, length)
+    assert ask.tokens >= 0
+    assert 1 <= ask.rows <= MOST_ROWS
+
+
+async def test_a_body_seen_before_is_not_read_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = AskReader(tokenizer)
+    first = await reader.read(body(prompt=TEXT))
+    monkeypatch.setattr(tokenizer, "encode_async", None)
+    assert await reader.read(body(prompt=TEXT)) is first

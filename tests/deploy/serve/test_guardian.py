@@ -1,0 +1,164 @@
+"""A front that dies without a word, as its clients see it."""
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.connection import free_ports
+from deploy.guardian import _MESSAGE, WRITE_TIMEOUT_S, watch
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# A server that streams through the layer as a replica does: uvicorn's receive inside an object of Serve's.
+SERVER = """
+import asyncio, pathlib, sys, uvicorn
+from deploy.arrivals import Arrivals
+from deploy.guardian import Guardian
+from deploy.under_serve import UnderServe
+
+async def app(scope, receive, send):
+    kind = b"application/json" if scope["path"] == "/json" else b"text/event-stream"
+    headers = [(b"content-type", kind), (b"x-request-id", b"inner")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if scope["path"] != "/json":
+        for n in range(3):
+            await send({"type": "http.response.body", "body": b"data: %d\\n\\n" % n, "more_body": True})
+    if scope["path"] in ("/hang", "/json"):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    await send({"type": "http.response.body", "body": b""})
+
+guardian = Guardian(b'data: {"error": 1}\\n\\n', pathlib.Path(sys.argv[3]))
+layer = UnderServe(app, "me", Arrivals(), guardian)
+
+async def serve(scope, receive, send):
+    class Wrapped:
+        _receive = staticmethod(receive)
+        async def __call__(self):
+            return await receive()
+    Wrapped._receive = receive
+    await layer(scope, Wrapped(), send)
+
+print(guardian.pid, flush=True)
+uvicorn.run(serve, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", lifespan="off", loop=sys.argv[2])
+"""
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def server(request: pytest.FixtureRequest, tmp_path: Path):
+    port = free_ports("127.0.0.1", 1)[0]
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    (sockets / "one").touch()
+    arguments = [sys.executable, "-c", SERVER, str(port), request.param, str(sockets)]
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    guardian = int(process.stdout.readline())
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    yield port, process, guardian
+    process.kill()
+    process.wait()
+
+
+def begin(port: int, path: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    response.connection = connection  # kept alive with the response
+    return response
+
+
+def gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_streams_of_a_killed_front_end_with_the_error_event(server, tmp_path: Path) -> None:
+    port, process, guardian = server
+    streams = [begin(port, "/hang") for _ in range(5)]
+    for stream in streams:
+        assert stream.read(27) == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+    begun = time.monotonic()
+    os.kill(process.pid, signal.SIGKILL)
+    # http.client raises IncompleteRead for a body that ends without its last chunk.
+    texts = [stream.read().decode() for stream in streams]
+    assert time.monotonic() - begun < 1.0
+    assert texts == ['data: {"error": 1}\n\n'] * 5
+    deadline = time.monotonic() + 2
+    while not gone(guardian):
+        assert time.monotonic() < deadline, "the guardian outlived its work"
+        time.sleep(0.02)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port), 1)
+
+
+def test_what_is_no_stream_is_left_to_break(server) -> None:
+    port, process, _ = server
+    answer = begin(port, "/json")
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(http.client.IncompleteRead):
+        answer.read()
+
+
+def test_finished_streams_are_let_go_of(server) -> None:
+    port, _, guardian = server
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    for _ in range(20):
+        connection.request("GET", "/done")
+        response = connection.getresponse()
+        assert response.read() == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+        assert response.headers.get_all("x-request-id") is None
+        assert response.headers.get_all("x-latentserve-replica") == ["me"]
+    time.sleep(0.1)
+    held = [os.readlink(f"/proc/{guardian}/fd/{fd}") for fd in os.listdir(f"/proc/{guardian}/fd")]
+    assert sum(name.startswith("socket") for name in held) == 1  # the channel
+
+
+def test_a_client_that_leaves_is_let_go_of(server) -> None:
+    port, _, guardian = server
+    before = len(os.listdir(f"/proc/{guardian}/fd"))
+    stream = begin(port, "/hang")
+    stream.read(8)
+    deadline = time.monotonic() + 2
+    while len(os.listdir(f"/proc/{guardian}/fd")) == before:
+        assert time.monotonic() < deadline
+    stream.close()
+    stream.connection.close()
+    while len(os.listdir(f"/proc/{guardian}/fd")) > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_client_that_does_not_read_holds_the_others_up_for_a_second_at_most() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    streams = [socket.socketpair() for _ in range(2)]
+    stuck = streams[0][0]
+    stuck.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while stuck.send(b"x" * 65536):
+            pass
+    for number, (front, _) in enumerate(streams):
+        socket.send_fds(ours, [_MESSAGE.pack(1, number)], [front.fileno()])
+        front.close()
+    ours.close()
+    words = "data: ü\n\n".encode()
+    begun = time.monotonic()
+    watch(theirs, words)
+    assert time.monotonic() - begun < WRITE_TIMEOUT_S + 0.5
+    assert streams[1][1].recv(4096) == b"a\r\n" + words + b"\r\n0\r\n\r\n"
+    assert streams[1][1].recv(1) == b""

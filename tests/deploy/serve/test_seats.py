@@ -1,0 +1,60 @@
+"""Who stands where: ranks by node and device, devices as Ray names them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.actors import Seat, device_index, seat_order
+
+
+def seat(node: str, device: int = -1, bundle: int = 1) -> Seat:
+    return Seat(node, device, bundle, f"ip-{node}", 1, 1)
+
+
+def test_ranks_of_a_node_are_neighbours_and_the_front_s_node_comes_first() -> None:
+    # Ray may place the bundles of two nodes alternately.
+    seats = [seat("b", 1, 1), seat("a", 0, 2), seat("b", 0, 3), seat("a", 1, 4)]
+    assert [(seats[i].node, seats[i].device) for i in seat_order(seats, home="b")] == [
+        ("b", 0),
+        ("b", 1),
+        ("a", 0),
+        ("a", 1),
+    ]
+
+
+PLACES = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-1, 7)), min_size=1, max_size=16)
+
+
+@given(PLACES, st.sampled_from("abcd"))
+def test_every_seat_gets_one_rank_and_no_node_is_torn_apart(places: list[tuple[str, int]], home: str) -> None:
+    seats = [seat(node, device, bundle) for bundle, (node, device) in enumerate(places, 1)]
+    order = seat_order(seats, home)
+    assert sorted(order) == list(range(len(seats)))
+    nodes = [seats[i].node for i in order]
+    changes = [node for previous, node in zip([None, *nodes], nodes, strict=False) if node != previous]
+    assert len(changes) == len(set(nodes))
+    assert home not in nodes or nodes[0] == home
+    for node in set(nodes):
+        devices = [seats[i].device for i in order if seats[i].node == node]
+        assert devices == sorted(devices)
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "index"),
+    [
+        ([], None, -1),
+        ([], "0,1", -1),
+        (["3"], None, 3),
+        (["3"], "", 3),
+        (["3"], "3", 0),
+        (["5"], "4,5,6", 1),
+        (["GPU-b"], "GPU-a, GPU-b", 1),
+    ],
+)
+def test_the_device_is_counted_among_the_visible_ones(assigned: list[str], visible: str | None, index: int) -> None:
+    assert device_index(assigned, visible) == index
+
+
+def test_a_device_nobody_shows_is_an_error_that_says_so() -> None:
+    with pytest.raises(RuntimeError, match="assigned GPU 7, which CUDA_VISIBLE_DEVICES = 0,1 does not show"):
+        device_index(["7"], "0,1")

@@ -1,0 +1,98 @@
+"""Settings, and the environment they become."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from deploy.application import bundles
+from deploy.config import ServeConfig, merged
+from deploy.environment import SidePorts, node_environment, resolve_ingress
+
+
+def config(**fields: object) -> ServeConfig:
+    return ServeConfig.model_validate({"engine": {"model": "demo"}, **fields})
+
+
+def test_flags_replace_fields_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("engine: {model: demo, width: 2}\nport: 9000\n")
+    loaded = ServeConfig.load(file, **{"engine.width": 4, "port": None, "drain.timeout_s": 5})
+    assert (loaded.engine.width, loaded.port, loaded.drain.timeout_s) == (4, 9000, 5)
+
+
+def test_merging_leaves_the_original_alone() -> None:
+    data = {"engine": {"model": "demo"}}
+    assert merged(data, {"engine.width": 1}) == {"engine": {"model": "demo", "width": 1}}
+    assert data == {"engine": {"model": "demo"}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prot": 1},
+        {"engine": {"model": "demo", "wide": 2}},
+        {"port": 70000},
+        {"ingress": "sideways"},
+        {"replicas": 0},
+        {"drain": {"timeout_s": 0}},
+    ],
+)
+def test_wrong_settings_are_refused(fields: dict) -> None:
+    with pytest.raises(ValidationError):
+        config(**fields)
+
+
+def test_an_address_haproxy_cannot_use_is_refused_with_advice() -> None:
+    with pytest.raises(ValidationError, match=r"0\.0\.0\.0"):
+        config(host="10.1.2.3")
+    assert config(host="10.1.2.3", ingress="proxy").host == "10.1.2.3"
+
+
+def test_the_model_is_named_after_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "DeepSeek-V3"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert config().model_name == "demo"
+    assert config(engine={"model": str(folder)}).model_name == "DeepSeek-V3"
+    assert config(engine={"model": str(folder)}, name="mine").model_name == "mine"
+
+
+def test_a_replica_gets_one_bundle_for_itself_and_one_a_rank() -> None:
+    engine = {"model": "demo", "tensor_parallel": 2}
+    assert bundles(config(engine=engine, gpus_per_rank=1)) == [{"CPU": 2}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]
+    assert bundles(config(engine=engine, gpus_per_rank=0)) == [{"CPU": 2}, {"CPU": 1}, {"CPU": 1}]
+
+
+def test_drain_times_reach_ray(tmp_path: Path) -> None:
+    settings = config(drain={"deregister_s": 3, "timeout_s": 77})
+    found = node_environment(settings, "direct", tmp_path, SidePorts(1, 2, 3))
+    assert found["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] == "3.0"
+    assert found["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == "77"
+    ports = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+    assert [found[name] for name in ports] == ["1", "2", "3"]
+
+
+def test_every_variable_is_one_that_this_ray_reads(tmp_path: Path) -> None:
+    """A name that Ray does not know would be ignored in silence."""
+    import ray
+
+    root = Path(ray.__file__).parent
+    places = ["serve/_private/constants.py", "dashboard", "_private", "_common", "cluster_utils.py"]
+    files = [
+        f for place in places for f in ([root / place] if (root / place).is_file() else (root / place).rglob("*.py"))
+    ]
+    known = "\n".join(file.read_text(errors="replace") for file in files)
+    native = (root / "_raylet.so").read_bytes()
+    for name in node_environment(config(), "direct", tmp_path, SidePorts()):
+        if name.startswith("RAY_"):
+            assert name in known or name.removeprefix("RAY_").encode() in native, name
+
+
+def test_the_proxy_is_taken_where_there_is_no_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_ingress(config()) == "direct"
+    assert resolve_ingress(config(ingress="proxy")) == "proxy"
+    monkeypatch.setattr("deploy.environment.find_binary", lambda: None)
+    assert resolve_ingress(config()) == "proxy"
+    with pytest.raises(RuntimeError, match="no HAProxy binary"):
+        resolve_ingress(config(ingress="direct"))

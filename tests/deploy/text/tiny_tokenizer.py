@@ -1,0 +1,45 @@
+"""A tokenizer that a test trains itself: byte-level BPE, special and ordinary added tokens, a chat template."""
+
+from functools import cache
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+import deploy.text.tokenizer
+
+TEXTS = [
+    "def read_lines(path):\n    with open(path) as file:\n        return file.readlines()\n",
+    "the quick brown fox jumps over the lazy dog. STOP and END of it all\n",
+    "Grüße aus Köln, naïve café, 東京タワー, Привет, мир! 👩‍🚀🚀 e\u0301\n",
+]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message must come first') }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@cache
+def backend() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>", "<\uff5codd\u2581one\uff5c>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("über", special=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    return tokenizer
+
+
+@cache
+def tiny() -> deploy.text.tokenizer.Tokenizer:
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend(), bos_token="<|bos|>", eos_token="<|eos|>", chat_template=TEMPLATE
+    )
+    return deploy.text.tokenizer.Tokenizer(hf)

@@ -1,0 +1,109 @@
+"""A whole application in a process of its own, driven over HTTP, with everything it started accounted for."""
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120
+STOP_TIMEOUT_S = 60
+
+SERVE = """
+import sys
+from deploy.app import start
+from deploy.config import ServeConfig
+start(ServeConfig.load(sys.argv[1]))
+"""
+
+
+class Server:
+    """An application that was started; `url` once it serves."""
+
+    def __init__(self, config: dict, folder: Path, code: str = SERVE) -> None:
+        file = folder / "serve.yaml"
+        file.write_text(json.dumps(config))  # JSON is YAML
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("RAY_") and "proxy" not in name.lower()
+        }
+        environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]), "OMP_NUM_THREADS": "1"}
+        environment["RAY_AUTH_TOKEN"] = secrets.token_hex(16)  # not the user's own
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(file)],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = ""
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+    def wait(self) -> "Server":
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not (found := self.find(r"serving .* at (http://\S+)/v1")):
+            assert self.process.poll() is None, "ended while starting:\n" + "\n".join(self.lines)
+            assert time.monotonic() < deadline, "not up in time:\n" + "\n".join(self.lines)
+            time.sleep(0.1)
+        self.url = found
+        return self
+
+    def find(self, pattern: str) -> str:
+        for line in list(self.lines):
+            if found := re.search(pattern, line):
+                return found[1]
+        return ""
+
+    def pids(self, title: str = "") -> list[int]:
+        """Of everything it started, or of those whose title begins so."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if " ".join(process.cmdline()).startswith(title):
+                    found.append(process.pid)
+            except psutil.Error:
+                continue
+        return sorted(found)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(STOP_TIMEOUT_S)
+        self._reader.join(5)
+        return code
+
+
+def alive(pids: list[int]) -> list[str]:
+    found = []
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{pid} {' '.join(process.cmdline())[:100]}")
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def wait_gone(pids: list[int], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := alive(pids):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)

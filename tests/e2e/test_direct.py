@@ -1,0 +1,181 @@
+"""One replica of two ranks behind HAProxy: the way `latentserve serve` runs on one machine."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from induced_failures import kill_under_load
+from served_application import Server, wait_gone
+from timed_client import client, stream, until
+
+pytestmark = pytest.mark.cluster
+
+CONFIG = {
+    "engine": {"model": "demo", "tensor_parallel": 2, "max_rows": 16, "token_budget": 512},
+    "port": 0,
+    "ingress": "direct",
+    "drain": {"deregister_s": 0.5, "timeout_s": 60},
+    "log": {"access": True},
+}
+
+
+@pytest.fixture(scope="module")
+def server(launch) -> Server:
+    return launch(CONFIG).wait()
+
+
+def test_progress_is_shown(server: Server) -> None:
+    text = "\n".join(server.lines)
+    for expected in (
+        "starting Ray",
+        "starting 2 ranks of demo",
+        "rank 0: ",
+        "rank 1: ",
+        "pages of latent cache",
+        "serving demo at",
+    ):
+        assert expected in text
+
+
+def test_the_openai_client_gets_the_same_text_streamed_and_whole(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=httpx.Client(trust_env=False)) as api:
+        assert [model.id for model in api.models.list()] == ["demo"]
+        arguments = {"model": "demo", "prompt": "def read_lines(path):", "max_tokens": 48, "temperature": 0}
+        whole = api.completions.create(**arguments)
+        parts = list(api.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    assert len(parts) > 3
+    assert "".join(part.choices[0].text for part in parts if part.choices) == whole.choices[0].text != ""
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_one_request_id_reaches_the_client(server: Server) -> None:
+    answer = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-1"}, trust_env=False)
+    assert answer.headers.get_list("x-request-id") == ["mine-1"]
+
+
+async def test_a_client_that_leaves_cancels_its_request(server: Server) -> None:
+    async def running(http: httpx.AsyncClient) -> bool:
+        figures = (await http.get(f"{server.url}/metrics")).text
+        return "latentserve_requests_in_flight 1.0" in figures
+
+    body = {"model": "demo", "prompt": "a", "max_tokens": 1900, "stream": True, "ignore_eos": True}
+    async with client() as http, client() as other:
+        async with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            lines = response.aiter_lines()  # held: a collected iterator closes the connection
+            assert "choices" in await anext(lines)
+            assert await running(other)
+        begun = time.monotonic()
+        while await running(other):
+            assert time.monotonic() - begun < 1.0
+        # 100 ms on a machine of its own; the tests share theirs.
+        assert time.monotonic() - begun < 0.5
+
+
+@pytest.mark.parametrize(("megabytes", "status"), [(3, 400), (9, 413)])
+def test_a_body_larger_than_haproxy_s_buffer_reaches_the_front(server: Server, megabytes: int, status: int) -> None:
+    body = {"model": "demo", "prompt": "x " * (megabytes * 2**19), "max_tokens": 1}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=30)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+def test_logs_are_json_with_the_request_id(server: Server) -> None:
+    httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "find-me-1"}, trust_env=False)
+    session = server.find(r"logs in (\S+)")
+    written = [line for file in Path(session).glob("worker-*.err") for line in file.read_text().splitlines()]
+    (line,) = [json.loads(line) for line in written if "find-me-1" in line]
+    expected = {"request_id": "find-me-1", "process": "front", "application": "latentserve", "status": 200}
+    assert expected.items() <= line.items()
+    assert line["replica"]
+
+
+def test_only_the_asked_for_address_is_open_to_others(server: Server) -> None:
+    """HAProxy's own listeners and the replicas' are on 127.0.0.1; Ray's own ports ask for a token."""
+    for pid in server.pids():
+        process = psutil.Process(pid)
+        title = " ".join(process.cmdline())
+        if "haproxy" in title or "--node-ip" in title:
+            addresses = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+            if "haproxy" in title:
+                assert addresses == {"127.0.0.1"}, title
+    port = int(server.url.rsplit(":", 1)[1])
+    for address in {a.address for group in psutil.net_if_addrs().values() for a in group if a.family == socket.AF_INET}:
+        if not address.startswith("127."):
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection((address, port), 1)
+
+
+async def test_figures_are_on_ray_s_metrics_endpoint(server: Server) -> None:
+    endpoint = server.find(r"figures for Prometheus at (\S+)")
+    async with client() as http:
+        result = await stream(http, server.url, max_tokens=40, ignore_eos=True)
+        assert result.done
+
+        async def figures() -> dict[str, float]:
+            text = (await http.get(endpoint)).text
+            rows = re.findall(r"^ray_(latentserve_\w+)\{([^}]*)\} (\S+)$", text, re.M)
+            found: dict[str, float] = {}
+            for name, labels, value in rows:
+                if "le=" not in labels:
+                    assert 'application="latentserve"' in labels
+                    assert 'deployment="engine"' in labels
+                    found[name] = found.get(name, 0.0) + float(value)
+            told = "latentserve_time_per_output_token_seconds_count" in found
+            return found if told and found["latentserve_engine_generated_tokens_total"] >= 40 else {}
+
+        found = await until(figures, 15.0)
+    assert found["latentserve_engine_prompt_tokens_total"] >= 3
+    assert found["latentserve_engine_drafts_offered_total"] >= found["latentserve_engine_drafts_accepted_total"] > 0
+    assert found["latentserve_engine_decode_steps_total"] > 0
+    assert found["latentserve_engine_step_seconds_total"] > 0
+    assert found["latentserve_engine_pages_total"] > 0
+    assert found["latentserve_engine_healthy"] == 1
+    assert found["latentserve_time_to_first_token_seconds_count"] >= 1
+    assert {"latentserve_engine_running", "latentserve_engine_waiting"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("title", "number", "within_s", "cause"),
+    [
+        ("ray::WorkerActor", signal.SIGKILL, 1.0, "rank . died"),
+        ("ray::SchedulerActor", signal.SIGKILL, 1.0, "scheduler died"),
+        ("ray::ServeReplica:latentserve:engine", signal.SIGKILL, 1.0, "front died"),
+        ("ray::WorkerActor", signal.SIGSTOP, 5.0, "silent"),
+    ],
+    ids=["worker killed", "scheduler killed", "replica killed", "worker stopped"],
+)
+async def test_a_failure_ends_every_stream_with_its_cause_and_is_repaired(
+    server: Server, title: str, number: int, within_s: float, cause: str
+) -> None:
+    errors = await kill_under_load(server, server.pids(title)[-1], number, within_s)
+    assert all(re.search(cause, error) for error in errors), errors
+
+
+async def test_ctrl_c_lets_streams_finish_and_leaves_nothing_behind(server: Server) -> None:
+    """Last in this module: the application is gone afterwards."""
+    pids = server.pids()
+    port = int(server.url.rsplit(":", 1)[1])
+    async with client() as http:
+        running = asyncio.create_task(stream(http, server.url, max_tokens=1200, ignore_eos=True))
+        await asyncio.sleep(0.5)
+        begun = time.monotonic()
+        os.killpg(server.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal: every process gets it
+        result = await running
+    assert result.done, result.broken or result.error
+    assert sum(len(event["choices"][0]["text"]) > 0 for event in result.events if event["choices"]) > 100
+    assert result.ended > begun
+    assert server.process.wait(30) == 0
+    wait_gone(pids)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+    assert not os.path.exists(f"/proc/{server.process.pid}")

@@ -1,0 +1,65 @@
+"""The fallback: Serve's own proxy in front of the same replica. One rank, so that no rendezvous is involved either."""
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from induced_failures import kill_under_load
+from served_application import Server, wait_gone
+from timed_client import client, stream
+
+pytestmark = pytest.mark.cluster
+
+CONFIG = {
+    "engine": {"model": "demo", "max_rows": 16, "token_budget": 512},
+    "port": 0,
+    "ingress": "proxy",
+    "dashboard": False,
+    "drain": {"deregister_s": 0.5, "timeout_s": 60},
+}
+
+
+@pytest.fixture(scope="module")
+def server(launch) -> Server:
+    return launch(CONFIG).wait()
+
+
+async def test_the_same_application_serves(server: Server) -> None:
+    assert not [pid for pid in server.pids() if "haproxy" in Path(f"/proc/{pid}/cmdline").read_text()]
+    async with client() as http:
+        result = await stream(http, server.url, max_tokens=24)
+        whole = await http.post(
+            f"{server.url}/v1/completions",
+            json={"model": "demo", "prompt": "def f(x):", "max_tokens": 24, "temperature": 0},
+        )
+        assert result.done
+        assert result.text == whole.json()["choices"][0]["text"] != ""
+        wrong = await http.post(f"{server.url}/v1/completions", content=b"{")
+        assert wrong.status_code == 400
+        assert wrong.json()["error"]["code"] == "invalid_json"
+
+
+async def test_a_killed_worker_ends_every_stream_and_is_repaired(server: Server) -> None:
+    # Serve's proxy holds requests while no replica is ready: /health answers once there is one again.
+    errors = await kill_under_load(server, server.pids("ray::WorkerActor")[0], signal.SIGKILL, 1.0, serve_proxy=True)
+    assert all("rank 0 died" in error for error in errors)
+
+
+async def test_a_second_interrupt_does_not_wait_for_streams(server: Server) -> None:
+    """Last in this module: the application is gone afterwards."""
+    pids = server.pids()
+    async with client() as http:
+        running = asyncio.create_task(stream(http, server.url, max_tokens=1900, ignore_eos=True))
+        await asyncio.sleep(0.5)
+        server.process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.5)
+        assert not running.done()
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(server.process.wait, 15) == 0
+        result = await running
+        assert not result.done
+        assert result.ended - begun < 10
+    wait_gone(pids)

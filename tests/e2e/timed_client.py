@@ -1,0 +1,61 @@
+"""A client of a few lines that notes when everything happened."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+
+import httpx
+
+
+@dataclass
+class Stream:
+    """What one streamed completion looked like from outside."""
+
+    events: list[dict] = field(default_factory=list)
+    done: bool = False
+    """The closing [DONE] came."""
+    broken: str = ""
+    """The connection's error, if it broke."""
+    ended: float = 0.0
+
+    @property
+    def error(self) -> str:
+        """Text of the error event the stream ended with."""
+        return self.events[-1]["error"]["message"] if self.events and "error" in self.events[-1] else ""
+
+    @property
+    def text(self) -> str:
+        return "".join(event["choices"][0]["text"] for event in self.events if event.get("choices"))
+
+
+def client(timeout_s: float = 60.0) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=256, max_keepalive_connections=256)
+    return httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits)
+
+
+async def stream(http: httpx.AsyncClient, url: str, **body: object) -> Stream:
+    result = Stream()
+    body = {"model": "demo", "prompt": "def f(x):", "stream": True, "temperature": 0, **body}
+    try:
+        async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    result.done = True
+                elif line.startswith("data: "):
+                    result.events.append(json.loads(line[6:]))
+            if response.status_code != 200:
+                result.broken = f"status {response.status_code}"
+    except httpx.HTTPError as error:
+        result.broken = f"{type(error).__name__}: {error}"
+    result.ended = time.monotonic()
+    return result
+
+
+async def until(condition, timeout_s: float, period_s: float = 0.05):
+    """The first true answer of `condition`, an async function."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := await condition()):
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(period_s)
+    return answer
