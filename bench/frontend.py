@@ -1,0 +1,214 @@
+"""What the HTTP front costs with an engine that is free: tokens a second at many streams, time to first token at one.
+
+    python bench/frontend.py --streams 64 --tokens 512
+
+The server (uvicorn with uvloop and httptools, the real application and tokenizer) runs in a process of its own. Its
+engine hands every stream one token per turn of the event loop. The client counts events on raw sockets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import sys
+import time
+from contextlib import suppress
+from itertools import cycle, islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import cast
+
+import uvicorn
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from deploy.api import ApiConfig, create_app
+from deploy.text.tokenizer import Tokenizer
+from workers.engine import ModelInfo, OutputMailbox
+from workers.messages import EngineStats, Request, RequestOutput
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT = "Write a function that reads the lines of a file and returns them sorted by length. " * 6
+
+
+class NullEngine:
+    """One token per stream per turn of the loop, out of a fixed text."""
+
+    fault = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.info = ModelInfo("null", 1 << 20, tokenizer.size, (), 1, int(time.time()))
+        self.stats = EngineStats(slots=1 << 20)
+        text = (ROOT / "bench" / "frontend.py").read_text(encoding="ascii")
+        self._ids = tokenizer.encode(text, add_special_tokens=False)
+        self._streams: dict[OutputMailbox, list[RequestOutput]] = {}
+        self._ticker: asyncio.Task[None] | None = None
+
+    def generate(self, request: Request) -> OutputMailbox:
+        """See `workers.engine.Engine`."""
+        mailbox = OutputMailbox(lambda: self._streams.pop(mailbox, []).clear())
+        count = request.sampling.max_tokens
+        outputs = [RequestOutput(request.request_id, (token,)) for token in islice(cycle(self._ids), count - 1)]
+        outputs.append(RequestOutput(request.request_id, (self._ids[0],), "length"))
+        self._streams[mailbox] = outputs[::-1]
+        if self._ticker is None or self._ticker.done():
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        return mailbox
+
+    async def _tick(self) -> None:
+        while self._streams:
+            for mailbox, outputs in list(self._streams.items()):
+                mailbox.put(outputs.pop())
+                if not outputs:
+                    del self._streams[mailbox]
+            await asyncio.sleep(0)
+
+    async def probe(self) -> None:
+        """See `workers.engine.Engine`."""
+
+
+def serve(model: str, pipe: Connection, profile: str | None) -> None:
+    """The server's process; sends its port."""
+    tokenizer = Tokenizer.load(model)
+    if tokenizer is None:
+        raise SystemExit(f"{model} holds no tokenizer")
+    app = create_app(NullEngine(tokenizer), tokenizer, ApiConfig())
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    pipe.send(listener.getsockname()[1])
+    config = uvicorn.Config(app, loop="uvloop", http="httptools", access_log=False, lifespan="off", log_level="warning")
+    server = uvicorn.Server(config)
+    profiler = cProfile.Profile()
+    with suppress(KeyboardInterrupt):  # how the client ends it
+        if profile is None:
+            server.run(sockets=[listener])
+        else:
+            profiler.runcall(server.run, sockets=[listener])
+    if profile is not None:
+        profiler.dump_stats(profile)
+
+
+def body(tokens: int) -> bytes:
+    """A streamed chat request."""
+    payload = {
+        "model": "null",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": tokens,
+        "stream": True,
+    }
+    raw = json.dumps(payload).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+class Stream(asyncio.Protocol):
+    """One connection: sends a request, counts the events of its answer."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.first = 0.0
+        self.transport: asyncio.Transport | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self.transport = cast(asyncio.Transport, transport)
+
+    def request(self, raw: bytes) -> asyncio.Future[None]:
+        """Send a request; done when its answer has ended."""
+        self.events, self.first = 0, 0.0
+        self.done = asyncio.get_running_loop().create_future()
+        assert self.transport is not None
+        self.transport.write(raw)
+        return self.done
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        if not self.first and b'"delta":{"content":"' in data:
+            self.first = time.perf_counter()
+        self.events += data.count(b"data: {")
+        if data.endswith(b"0\r\n\r\n"):
+            self.done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        if not self.done.done():
+            self.done.set_exception(ConnectionError("the server closed the connection"))
+
+
+async def throughput(port: int, streams: int, tokens: int) -> tuple[float, float]:
+    """(tokens a second, events a token) of `streams` streams at once."""
+    loop = asyncio.get_running_loop()
+    connections = [(await loop.create_connection(Stream, "127.0.0.1", port))[1] for _ in range(streams)]
+    raw = body(tokens)
+    begin = time.perf_counter()
+    await asyncio.gather(*(connection.request(raw) for connection in connections))
+    seconds = time.perf_counter() - begin
+    events = sum(connection.events for connection in connections) - streams  # less the roles
+    for connection in connections:
+        assert connection.transport is not None
+        connection.transport.close()
+    return streams * tokens / seconds, events / (streams * tokens)
+
+
+async def first_tokens(port: int, requests: int) -> list[float]:
+    """Seconds to the first token of `requests` requests, one after another."""
+    _, connection = await asyncio.get_running_loop().create_connection(Stream, "127.0.0.1", port)
+    raw, times = body(4), []
+    for _ in range(requests):
+        begin = time.perf_counter()
+        await connection.request(raw)
+        times.append(connection.first - begin)
+    assert connection.transport is not None
+    connection.transport.close()
+    return times
+
+
+async def measure(port: int, options: argparse.Namespace) -> None:
+    await throughput(port, options.streams, 32)  # warm
+    rates = []
+    for _ in range(options.repeat):
+        rate, events = await throughput(port, options.streams, options.tokens)
+        rates.append(rate)
+        print(f"{options.streams} streams x {options.tokens} tokens: {rate:9.0f} tok/s, {events:.3f} events a token")
+    times = sorted(await first_tokens(port, options.requests))
+    median, p99 = statistics.median(times) * 1e3, times[int(len(times) * 0.99)] * 1e3
+    print(f"median of {options.repeat}: {statistics.median(rates):.0f} tok/s")
+    print(
+        f"time to first token at concurrency 1, {options.requests} requests: median {median:.2f} ms, p99 {p99:.2f} ms"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(ROOT / "assets" / "demo"), help="a folder with a tokenizer")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each stream")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=300, help="requests of the first-token measurement")
+    parser.add_argument("--profile", metavar="FILE", help="write a cProfile of the server")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    server = context.Process(target=serve, args=(options.model, theirs, options.profile), daemon=True)
+    server.start()
+    theirs.close()
+    try:
+        port = mine.recv()
+        time.sleep(0.5)
+        uvloop.run(measure(port, options))
+    finally:
+        os.kill(server.pid or 0, signal.SIGINT)
+        server.join(5)
+        server.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Runs every test that needs a GPU and prints one line a file: `python bench/gpu_tests.py [--only WORD] [--timeout S]`.
+
+Each file runs in a process of its own, so that a kernel that hangs or crashes the device costs one line, not the run.
+Exit status 0 when all passed. Test files are found by their marker, `pytest.mark.gpu`; none is listed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def gpu_test_files() -> list[Path]:
+    """Test files that use the `gpu` marker."""
+    return sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+
+
+def run(path: Path, timeout_s: float) -> tuple[str, str, float]:
+    """(outcome, pytest's summary or the last lines of output, seconds) of one file's GPU tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", str(path)]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return "TIMEOUT", f"after {timeout_s:.0f} s", time.monotonic() - start
+    seconds = time.monotonic() - start
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    summary = next((line.strip("= ") for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), "")
+    if done.returncode == 0:
+        return "ok", summary, seconds
+    return "FAILED", "\n".join([summary, *lines[-25:], *done.stderr.splitlines()[-5:]]), seconds
+
+
+def main() -> None:
+    """Run and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run files whose path contains this")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a file may take")
+    arguments = parser.parse_args()
+    failed = 0
+    for path in gpu_test_files():
+        name = str(path.relative_to(ROOT))
+        if arguments.only not in name:
+            continue
+        outcome, text, seconds = run(path, arguments.timeout)
+        failed += outcome != "ok"
+        first, _, rest = text.partition("\n")
+        print(f"{outcome:8} {seconds:6.1f} s  {name}  {first}", flush=True)
+        if rest:
+            print(rest, flush=True)
+    print("all passed" if not failed else f"{failed} files failed")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Times MLA decode on this machine's GPU: one layer's attention inside a CUDA graph, every cache byte from memory.
+
+    python bench/mla_decode.py                         # all shapes of the documentation's table
+    python bench/mla_decode.py --heads 16 --width 1,2 --shape 1x4096,64x16384 --flashmla PATH/_flashmla_C.abi3.so
+
+A graph holds the attention of many layers, each with a cache, query and output of its own, so that by the time a layer
+comes round again the L2 cache has seen far more than it holds. Reported is the time of one layer: attention and merge;
+splits are planned once a step and timed apart. FlashMLA, when its library is given, runs the same tensors the same way,
+with its own split plan made beforehand. "floor" is the bytes that must move over 4.2 TB/s, or the products over
+790 TFLOP/s where that is more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kernels.mla_decode import launch
+from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace, hopper_tiling, portable_tiling
+
+LATENT, ROPE, PAGE = 512, 64, 64
+SHAPES = ((1, 4096), (1, 32768), (32, 4096), (128, 4096), (64, 16384))
+L2_BYTES = 60e6
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line of the table: equal tensors for every kernel measured."""
+
+    lengths: tuple[int, ...]
+    width: int
+    heads: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes one layer must read and write."""
+        vectors = len(self.lengths) * self.width * self.heads
+        return 2 * (sum(self.lengths) * (LATENT + ROPE) + vectors * (2 * LATENT + ROPE))
+
+    @property
+    def floor(self) -> float:
+        """Microseconds no kernel can beat on one H200."""
+        products = 2 * sum(self.lengths) * self.width * self.heads * (2 * LATENT + ROPE)
+        return max(self.bytes / 4.2e6, products / 790e6)
+
+    def layers(self) -> list[dict[str, torch.Tensor]]:
+        """Tensors of enough layers that their caches are four times the L2; tables are scattered and shared."""
+        count = max(2, min(64, int(4 * L2_BYTES / self.bytes) + 1))
+        rows, pages = len(self.lengths), [-(-length // PAGE) for length in self.lengths]
+        total = sum(pages)
+        table = torch.zeros(rows, max(pages), dtype=torch.int32)
+        order = torch.randperm(total, dtype=torch.int32)
+        for row, used in enumerate(pages):
+            table[row, :used], order = order[:used], order[used:]
+        made = []
+        for _ in range(count):
+            q = torch.randn(rows, self.width, self.heads, LATENT + ROPE, device="cuda", dtype=torch.bfloat16)
+            made.append(
+                {
+                    "q": q,
+                    "cache": torch.randn(total, PAGE, LATENT + ROPE, device="cuda", dtype=torch.bfloat16),
+                    "out": torch.empty(rows, self.width, self.heads, LATENT, device="cuda", dtype=torch.bfloat16),
+                    "lse": torch.empty(rows, self.width, self.heads, device="cuda"),
+                }
+            )
+        shared = {"table": table.cuda(), "length": torch.tensor(self.lengths, dtype=torch.int32, device="cuda")}
+        return [layer | shared for layer in made]
+
+
+def graph_microseconds(run: Callable[[int], None], layers: int, target_us: float = 3000.0) -> float:
+    """Median time of one call of `run(layer)` inside a graph that calls it for all layers in turn."""
+    run(0)
+    torch.cuda.synchronize()
+
+    def capture(calls: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in range(calls):
+                run(call % layers)
+        return graph
+
+    def time(graph: torch.cuda.CUDAGraph, calls: int, repeats: int) -> float:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        graph.replay()
+        for event in events:
+            event.record()
+            graph.replay()
+        torch.cuda.synchronize()
+        return median(a.elapsed_time(b) for a, b in pairwise(events)) / calls * 1e3
+
+    rough = time(capture(layers), layers, 3)
+    calls = layers * max(1, round(target_us / (rough * layers)))
+    return time(capture(calls), calls, 7)
+
+
+def shape_of(problem: Problem, layers: list[dict[str, torch.Tensor]], invariant: bool = False) -> DecodeShape:
+    """The launch's sizes."""
+    pages = layers[0]["table"].shape[1]
+    return DecodeShape(len(problem.lengths), problem.width, problem.heads, LATENT, ROPE, pages, invariant)
+
+
+def ours(
+    problem: Problem,
+    layers: list[dict[str, torch.Tensor]],
+    *,
+    early: bool,
+    portable: bool = False,
+    invariant: bool = False,
+) -> float:
+    """Microseconds of our attention and merge."""
+    shape = shape_of(problem, layers, invariant)
+    choose = portable_tiling if portable else hopper_tiling
+    return run_tiling(shape, choose(shape, torch.cuda.get_device_properties(0).multi_processor_count), layers, early)
+
+
+def run_tiling(shape: DecodeShape, tiling: Tiling, layers: list[dict[str, torch.Tensor]], early: bool) -> float:
+    """Microseconds of attention and merge with this tiling."""
+    size = Workspace.bytes(shape, tiling, torch.bfloat16)
+    workspace = Workspace.over(torch.empty(size, dtype=torch.uint8, device="cuda"), shape, tiling, torch.bfloat16)
+    launch.plan(layers[0]["length"], layers[0]["table"], workspace)
+
+    def run(layer: int) -> None:
+        x = layers[layer]
+        launch.attend(
+            x["q"],
+            x["cache"],
+            x["table"],
+            x["length"],
+            x["out"],
+            x["lse"],
+            workspace,
+            scale=0.04,
+            dependent=True,
+            early=early,
+        )
+        launch.merge(x["out"], x["lse"], workspace, dependent=True)
+
+    return graph_microseconds(run, len(layers))
+
+
+def flashmla(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
+    """Microseconds of FlashMLA's dense decode."""
+    decode = torch.ops._flashmla_C.dense_decode_fwd
+    plan: list[torch.Tensor | None] = [None, None]
+
+    def run(layer: int) -> None:
+        x = layers[layer]
+        causal = problem.width > 1
+        cache = x["cache"].unsqueeze(2)
+        result = decode(x["q"], cache, LATENT, x["length"], x["table"], 0.04, causal, plan[0], plan[1], None)
+        plan[:] = result[2:]
+
+    return graph_microseconds(run, len(layers))
+
+
+def plan_time(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
+    """Microseconds of planning the splits, once a step."""
+    shape = shape_of(problem, layers)
+    tiling = hopper_tiling(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    buffer = torch.empty(Workspace.bytes(shape, tiling, torch.bfloat16), dtype=torch.uint8, device="cuda")
+    workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
+    return graph_microseconds(
+        lambda _: launch.plan(layers[0]["length"], layers[0]["table"], workspace, dependent=True), 64, 500.0
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", default="16,128", help="query heads of a rank")
+    parser.add_argument("--width", default="1,2,4", help="tokens a row verifies")
+    parser.add_argument(
+        "--shape", default=",".join(f"{b}x{n}" for b, n in SHAPES), help="BATCHxCONTEXT, several by commas"
+    )
+    parser.add_argument("--ragged", action="store_true", help="add a batch of 32 rows of 1k and 32 of 32k")
+    parser.add_argument("--portable", action="store_true", help="the portable Triton kernel also on Hopper")
+    parser.add_argument("--flashmla", metavar="PATH", help="FlashMLA's _flashmla_C library, to measure beside")
+    arguments = parser.parse_args()
+    if arguments.flashmla:
+        torch.ops.load_library(arguments.flashmla)
+    torch.manual_seed(0)
+    batches = [tuple(map(int, item.split("x"))) for item in arguments.shape.split(",")]
+    named = [(f"{rows} x {length}", (length,) * rows) for rows, length in batches]
+    if arguments.ragged:
+        named += [("32x1k + 32x32k", (1024, 32768) * 32), ("64 x 16896", (16896,) * 64)]
+    columns = ("heads", "width", "batch x context", "floor", "ours", "early", "invariant", "plan", "FlashMLA")
+    print("{:>5} {:>5} {:>16} {:>8} {:>8} {:>8} {:>9} {:>6} {:>9}   µs a layer".format(*columns))
+    for heads in map(int, arguments.heads.split(",")):
+        for width in map(int, arguments.width.split(",")):
+            for name, lengths in named:
+                problem = Problem(lengths, width, heads)
+                layers = problem.layers()
+                portable = arguments.portable
+                times = [
+                    ours(problem, layers, early=False, portable=portable),
+                    ours(problem, layers, early=True, portable=portable),
+                    ours(problem, layers, early=True, portable=portable, invariant=True),
+                ]
+                ours_us = "{:8.1f} {:8.1f} {:9.1f} {:6.1f}".format(*times, plan_time(problem, layers))
+                peer = f"{flashmla(problem, layers):9.1f}" if arguments.flashmla else f"{'-':>9}"
+                print(f"{heads:5} {width:5} {name:>16} {problem.floor:8.1f} {ours_us} {peer}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Times the mixture of experts on this machine's GPU: one layer inside a CUDA graph, every weight from memory.
+
+    python bench/moe.py                                   # DeepSeek-V2-Lite, the table of the documentation
+    python bench/moe.py --model v3 --tokens 1,16,256
+    python bench/moe.py --tokens 16 --sweep sweep.txt     # try other tiles, print the best
+
+A graph holds several calls, each with a random routing of its own, so that a call finds few of its weights in L2.
+"floor" is the bytes of the active experts' weights over 4.2 TB/s, or the products over 790 TFLOP/s where that is more;
+"share" is the floor over the time of the two products, sorting and summing included in "all".
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kernels.moe import launch, schedule
+from kernels.moe.schedule import ExpertsShape, Product, Tiling, Workspace
+
+MODELS = {"v2-lite": (6, 64, 2048, 1408), "v2-lite+shared": (8, 66, 2048, 1408), "v3": (8, 256, 7168, 2048)}
+ROUTINGS = 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of a layer, its weights, and several routings."""
+
+    shape: ExpertsShape
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    x: torch.Tensor
+    ids: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+    @property
+    def active(self) -> float:
+        """Experts that get a token, on average over the routings."""
+        return sum(len(id.unique()) for id in self.ids) / len(self.ids)
+
+    def floor(self, part: float = 3.0) -> float:
+        """Microseconds no kernel can beat on one H200; `part` of an expert's three matrices."""
+        shape = self.shape
+        size = part * shape.hidden * shape.intermediate
+        return max(2 * size * self.active / 4.2e6, 2 * size * shape.pairs / 790e6)
+
+    def calls(self, tiling: Tiling, dependent: bool = True) -> list[launch.Experts]:
+        """One call for every routing, all with one workspace."""
+        buffer = torch.empty(Workspace.bytes(self.shape, tiling), dtype=torch.uint8, device=self.x.device)
+        scratch, out = Workspace.over(buffer, self.shape, tiling), torch.empty_like(self.x)
+        return [
+            launch.Experts(self.x, id, weight, self.gate_up, self.down, out, scratch, self.shape, tiling, dependent)
+            for id, weight in zip(self.ids, self.weights, strict=True)
+        ]
+
+
+def problem(shape: ExpertsShape, gate_up: torch.Tensor, down: torch.Tensor) -> Problem:
+    """Random tokens and routings."""
+    device = gate_up.device
+    ids = [
+        torch.rand(shape.tokens, shape.experts, device=device).argsort(-1)[:, : shape.chosen].contiguous()
+        for _ in range(ROUTINGS)
+    ]
+    weights = [torch.rand(id.shape, device=device) for id in ids]
+    x = torch.randn(shape.tokens, shape.hidden, device=device, dtype=shape.dtype)
+    return Problem(shape, gate_up, down, x, ids, weights)
+
+
+def microseconds(runs: list[Callable[[], None]], target_us: float = 4000.0, repeats: int = 5) -> float:
+    """Median time of one of `runs` inside a graph that goes through them in turn."""
+    runs[0]()
+    torch.cuda.synchronize()
+
+    def capture(calls: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in range(calls):
+                runs[call % len(runs)]()
+        return graph
+
+    def time(graph: torch.cuda.CUDAGraph, calls: int, repeats: int) -> float:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        graph.replay()
+        for event in events:
+            event.record()
+            graph.replay()
+        torch.cuda.synchronize()
+        return median(a.elapsed_time(b) for a, b in pairwise(events)) / calls * 1e3
+
+    rough = time(capture(len(runs)), len(runs), 2)
+    calls = len(runs) * max(1, round(target_us / (rough * len(runs))))
+    return time(capture(calls), calls, repeats)
+
+
+def line(case: Problem, tiling: Tiling) -> str:
+    """A line of the table."""
+    calls = case.calls(tiling)
+    whole = microseconds([call.run for call in calls])
+    plain = microseconds([call.run for call in case.calls(tiling, dependent=False)])
+    for call in calls[:1]:
+        call.run()
+    names = ("gate_up_singly", "down_singly") if tiling.rows == 0 else ("gate_up", "down", "sort", "combine")
+    # One routing alone: the products read the tiles its sort left, and weights come from memory all the same when
+    # there are many; for few the routings take turns.
+    turns = calls if tiling.rows == 0 else calls[:1]
+    parts = {name: microseconds([getattr(call, name) for call in turns], 2000.0) for name in names}
+    gate_up, down, *rest = parts.values()
+    flops = 6 * case.shape.pairs * case.shape.hidden * case.shape.intermediate
+    extra = " ".join(f"{part:7.1f}" for part in rest) or f"{'-':>7} {'-':>7}"
+    return (
+        f"{case.shape.tokens:6} {tiling.rows:5} {case.active:6.1f} {case.floor():8.1f} {whole:8.1f} {plain:8.1f} "
+        f"{gate_up:8.1f} {case.floor(2.0) / gate_up:5.0%} {down:8.1f} {case.floor(1.0) / down:5.0%} {extra} "
+        f"{case.floor() / whole:6.0%} {flops / whole / 1e6:6.0f}"
+    )
+
+
+def variants(spec: str) -> list[tuple[str, int, Product]]:
+    """Lines of a sweep: which product, rows, block, block_k, stages, warps, group, tma."""
+    found = []
+    for text in spec.splitlines():
+        words = text.split("#")[0].split()
+        if words:
+            name, *numbers = words
+            rows, block, block_k, stages, warps, group, tma = map(int, numbers)
+            found.append((name, rows, Product(block, block_k, stages, warps, group, bool(tma))))
+    return found
+
+
+def sweep(case: Problem, tries: Iterable[tuple[str, int, Product]]) -> None:
+    """Time every variant that suits the number of tokens; the best last."""
+    results: dict[str, list[tuple[float, str]]] = {"gate_up": [], "down": []}
+    for name, rows, product in tries:
+        tiling = with_product(case.shape, name, rows, product)
+        calls = case.calls(tiling)
+        try:
+            calls[0].run()
+            turns = calls if rows == 0 else calls[:1]
+            method = name + "_singly" if rows == 0 else name
+            time = microseconds([getattr(call, method) for call in turns], 1500.0, 5)
+        except Exception as error:
+            print(name, rows, astuple(product), type(error).__name__, str(error)[:80], flush=True)
+            continue
+        share = case.floor(2.0 if name == "gate_up" else 1.0) / time
+        results[name].append((time, f"{name:8} {rows:4} {astuple(product)!s:36} {time:9.1f} {share:5.0%}"))
+    for name, lines in results.items():
+        print(f"-- {case.shape.tokens} tokens, {name}")
+        print("\n".join(text for _, text in sorted(lines)), flush=True)
+
+
+def with_product(shape: ExpertsShape, name: str, rows: int, product: Product) -> Tiling:
+    """A tiling in which one product is `product`."""
+    both = dict(zip(("gate_up", "down"), schedule.PRODUCTS[rows], strict=True)) | {name: product}
+    return schedule.fitted(Tiling(rows, both["gate_up"], both["down"], schedule.tiling(shape).partial), shape)
+
+
+def compile_one(shape: ExpertsShape, tiling: Tiling) -> None:
+    """Put the kernels of a call into Triton's cache, without a GPU."""
+    from kernels.testing.hopper import compile_only
+
+    few = replace(shape, tokens=min(shape.tokens, 8192))
+    gate_up = torch.empty(1, 2 * shape.intermediate, shape.hidden, dtype=shape.dtype)
+    down = torch.empty(1, shape.hidden, shape.intermediate, dtype=shape.dtype)
+    x = torch.empty(few.tokens, shape.hidden, dtype=shape.dtype)
+    ids, weight = torch.zeros(few.tokens, shape.chosen, dtype=torch.int64), torch.zeros(few.tokens, shape.chosen)
+    scratch = Workspace.over(torch.empty(Workspace.bytes(few, tiling), dtype=torch.uint8), few, tiling)
+    with compile_only():
+        launch.Experts(x, ids, weight, gate_up, down, x, scratch, few, tiling, True).run()
+
+
+def compile_all(jobs: list[tuple[ExpertsShape, Tiling]], workers: int) -> None:
+    """Compile side by side, so that the GPU does not wait for one compiler."""
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for future in [pool.submit(compile_one, *job) for job in jobs]:
+            error = future.exception()
+            if error is not None:
+                print("compile:", str(error)[:200])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="v2-lite")
+    parser.add_argument("--tokens", default="1,2,4,16,64,128,256,1024,4096,16384")
+    parser.add_argument("--invariant", action="store_true", help="pinned tiles")
+    parser.add_argument("--sweep", metavar="FILE", help="lines of: product rows block block_k stages warps group tma")
+    parser.add_argument("--workers", type=int, default=8, help="compilers that run side by side")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    sizes = MODELS[arguments.model]
+    shapes = [ExpertsShape(int(n), *sizes, invariant=arguments.invariant) for n in arguments.tokens.split(",")]
+    tries = variants(Path(arguments.sweep).read_text()) if arguments.sweep else []
+    jobs = [(shape, schedule.tiling(shape)) for shape in shapes]
+    jobs += [(shapes[-1], with_product(shapes[-1], *one)) for one in tries]
+    compile_all(jobs, arguments.workers)
+    _, experts, hidden, inner = sizes
+    gate_up = torch.randn(experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
+    down = torch.randn(experts, hidden, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
+    columns = ("tokens", "rows", "active", "floor", "all", "no PDL", "gate_up", "share", "down", "share")
+    print("{:>6} {:>5} {:>6} {:>8} {:>8} {:>8} {:>8} {:>5} {:>8} {:>5}".format(*columns), end="")
+    print(f" {'sort':>7} {'combine':>7} {'share':>6} {'TFLOPs':>6}   µs a call", flush=True)
+    for shape in shapes:
+        case = problem(shape, gate_up, down)
+        print(line(case, schedule.tiling(shape)), flush=True)
+        wanted = [one for one in tries if suits(one[1], shape)]
+        if wanted:
+            sweep(case, wanted)
+
+
+def suits(rows: int, shape: ExpertsShape) -> bool:
+    """Whether a tile of so many rows is worth trying."""
+    mean = shape.pairs / min(shape.experts, shape.pairs)
+    if rows == 0:
+        return shape.tokens <= 4
+    return rows <= max(16, 3 * mean) and rows >= min(mean / 2.5, 64)
+
+
+if __name__ == "__main__":
+    main()
