@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from workers.symmetric import SymmetricSum, fits
+from workers.symmetric import connect as connect_symmetric
 
 
 class PeerLost(RuntimeError):
@@ -29,12 +32,17 @@ class TensorParallel:
 
     rank: int = 0
     size: int = 1
+    symmetric: SymmetricSum | None = field(default=None, compare=False)
+    """For small sums, where all ranks are GPUs of one node."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; returns `x`."""
         if self.size > 1:
             with _peers():
-                dist.all_reduce(x)
+                if self.symmetric is not None and fits(x):
+                    self.symmetric.all_reduce(x)
+                else:
+                    dist.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -76,7 +84,8 @@ class TensorParallel:
                 timeout=timedelta(seconds=timeout_s),
                 device_id=device if device.type == "cuda" else None,
             )
-        return TensorParallel(rank, size)
+        symmetric = connect_symmetric(rank, size, device) if size > 1 and device.type == "cuda" else None
+        return TensorParallel(rank, size, symmetric)
 
     def close(self) -> None:
         """Leave the group."""

@@ -1,0 +1,79 @@
+"""All-reduce of small tensors over memory that every rank of a node maps (torch symmetric memory, one-shot).
+
+Every rank writes its part where the others can read it and sums all parts itself: one exchange instead of a ring's
+2 (n - 1), which is what counts for the few rows of a decode step (`bench/all_reduce.py`). NVLink multicast is not used
+and stays off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 20
+"""Largest part that is summed this way: beyond, reading every rank's whole part costs more than NCCL's ring."""
+
+_ALIGNMENT = 16
+"""Bytes a part must be a multiple of."""
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def fits(x: torch.Tensor) -> bool:
+    """Whether `SymmetricSum` can sum tensors like `x`."""
+    size = x.numel() * x.element_size()
+    return x.dtype in _DTYPES and x.is_contiguous() and 0 < size <= MOST_BYTES and size % _ALIGNMENT == 0
+
+
+class SymmetricSum:
+    """The shared buffer of one group. Calls are ordered by one stream, captured or not."""
+
+    def __init__(self, device: torch.device) -> None:
+        """All ranks together. RuntimeError where the GPUs cannot map each other's memory."""
+        # Its set-up is the one part of symmetric memory that can fail for the whole host, and nothing here needs it.
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        group = dist.group.WORLD
+        assert group is not None
+        self._name = group.group_name
+        self._buffer = symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+        self._handle: Any = symmetric_memory.rendezvous(self._buffer, self._name)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Sum over ranks, in place; every rank adds the parts in the order of ranks and gets the same bits."""
+        part = self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        # Each block copies its own range of x, waits for its peers', and writes the same range: in place is safe.
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(part, x, "sum", self._name, x)
+
+
+def connect(rank: int, size: int, device: torch.device) -> SymmetricSum | None:
+    """What the ranks share, or None, with the reason logged by rank 0, where one of them cannot: all decide alike."""
+    hosts: list[str | None] = [None] * size
+    dist.all_gather_object(hosts, socket.gethostname())
+    if len(set(hosts)) > 1:
+        if rank == 0:
+            logger.info("all-reduce over NCCL: the ranks are on %d nodes", len(set(hosts)))
+        return None
+    shared, problem = None, ""
+    try:
+        shared = SymmetricSum(device)
+        probe_4 = torch.full((4,), rank + 1.0, device=device)
+        shared.all_reduce(probe_4)
+        if probe_4.tolist() != [size * (size + 1) / 2] * 4:
+            problem = f"a sum of {size} ranks came out as {probe_4.tolist()}"
+    except (RuntimeError, ImportError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    problems: list[str | None] = [None] * size
+    dist.all_gather_object(problems, problem)
+    found = next((f"rank {index}: {text}" for index, text in enumerate(problems) if text), "")
+    if found and rank == 0:
+        logger.warning("all-reduce over NCCL alone, which is slower for small batches; symmetric memory: %s", found)
+    return None if found else shared
