@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workers.parallel import TensorParallel
+from workers.upload import Uploader
 
 Shape = tuple[int, ...]
 
@@ -65,6 +67,9 @@ class WeightSource(ABC):
     @abstractmethod
     def progress(self, text: str) -> None:
         """Tell the user what is being loaded."""
+
+    def settle(self) -> None:  # noqa: B027 - most sources fill at once
+        """Wait until everything that was asked for is in place: before it is read or changed, and at the end."""
 
 
 class Census(WeightSource):
@@ -189,7 +194,7 @@ def _listed(what: str, names: list[str], limit: int = 12) -> str:
 
 
 class Reader(WeightSource):
-    """Fills memory from a verified checkpoint."""
+    """Fills memory from a verified checkpoint; a GPU's in the background, see `settle`. Use as a context manager."""
 
     def __init__(
         self,
@@ -202,10 +207,26 @@ class Reader(WeightSource):
         super().__init__(group, dtype, device)
         self.checkpoint = checkpoint
         self._progress = progress
+        self._uploader = Uploader(device) if device.type == "cuda" else None
 
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
         """Reads only `index`; converts to the dtype and device of `into`."""
-        into.copy_(self.checkpoint.read(name, index))
+        if self._uploader is None:
+            into.copy_(self.checkpoint.read(name, index))
+        else:
+            self._uploader.fill(into, partial(self.checkpoint.read, name, index))
+
+    def settle(self) -> None:
+        """See `WeightSource`."""
+        if self._uploader is not None:
+            self._uploader.settle()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._uploader is not None:
+            self._uploader.close()
 
     def progress(self, text: str) -> None:
         """Passes the line on."""

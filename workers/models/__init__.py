@@ -43,8 +43,10 @@ def load_model(
         DeepseekModel(census, config, draft_layer=draft_layer, max_positions=0)
         checkpoint.verify(census.shapes, _ignored(config, draft_prefix, draft_layer))
         check_memory(census.bytes, group, device)
-        reader = Reader(checkpoint, group, dtype, device, progress)
-        return DeepseekModel(reader, config, draft_layer=draft_layer, max_positions=max_positions)
+        with Reader(checkpoint, group, dtype, device, progress) as reader:
+            model = DeepseekModel(reader, config, draft_layer=draft_layer, max_positions=max_positions)
+            reader.settle()
+        return model
 
 
 def _check_shares(config: ModelConfig, group: TensorParallel) -> None:

@@ -59,6 +59,7 @@ class LatentAttention:
             query_rows = self.q_up_QA = source.empty(query, first)
             source.fill(query_rows, f"{prefix}q_b_proj.weight", shard=0)
         if not config.rope.interleaved:
+            source.settle()
             _interleave(query_rows.view(heads, config.qk_head_dim, -1)[:, self.nope :])
             _interleave(self.down_FE[first + self.latent :].unsqueeze(0))
 

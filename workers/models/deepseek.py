@@ -140,6 +140,7 @@ class DeepseekModel:
         head_YE = source.empty(share, self.config.hidden_size).zero_()
         own_YE = head_YE[: rows.stop - rows.start]
         if self.config.tied_embeddings:
+            source.settle()
             own_YE.copy_(self.embedding_YE[rows])
         else:
             source.fill_part(own_YE, "lm_head.weight", (vocab, self.config.hidden_size), (rows, slice(None)))
