@@ -24,6 +24,7 @@ GAUGES: dict[str, str] = {
     "pages_total": "Pages of latent cache.",
     "pages_free": "Free pages, those that only the prefix cache holds included.",
     "slots": "Requests that can run at once.",
+    "queue_limit": "Requests that may wait beyond them.",
     "drafting": "1 while the engine drafts, 0 once it gave drafts up.",
 }
 COUNTERS: dict[str, str] = {

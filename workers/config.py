@@ -42,7 +42,8 @@ class EngineConfig(BaseModel):
     selftest: bool = True
     """Prove at start-up that every graph computes what eager computes; a replica that fails it does not serve."""
     queue_limit: Annotated[int, Field(ge=0)] = 512
-    """Requests that may wait; one more is refused (HTTP 429)."""
+    """Sequences that may wait beyond `max_rows`; one more is refused (HTTP 429), a request of more than both together
+    for good (HTTP 400)."""
     prefix_cache: bool = True
     """Reuse the pages of equal prompt prefixes."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 60.0

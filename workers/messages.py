@@ -64,6 +64,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pages_free: int = 0
     """Free pages, those that only the prefix cache holds included."""
     slots: int = 0
+    queue_limit: int = 0
+    """Requests that may wait beyond the slots."""
     steps: int = 0
     decode_steps: int = 0
     prefill_steps: int = 0

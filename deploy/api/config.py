@@ -22,14 +22,10 @@ class ApiConfig(BaseModel):
     default_max_tokens: int | None = Field(default=None, gt=0)
     """Tokens to generate when a request does not say. None: 16 for completions (as OpenAI), what is left of the context
     for chats."""
-    queue_limit: int = Field(default=1024, ge=0)
-    """Requests that may wait for a slot; one more is answered 429."""
     retry_after_s: int = Field(default=1, gt=0)
     """Seconds a 429 asks the client to wait."""
     max_n: int = Field(default=128, gt=0)
     """Largest `n`."""
-    max_sequences: int = Field(default=1024, gt=0)
-    """Most sequences one HTTP request may ask for: prompts times `n`."""
     max_logprobs: int = Field(default=20, ge=0)
     """Largest `logprobs` / `top_logprobs`."""
     max_stop_strings: int = Field(default=16, gt=0)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import time
 
 from starlette.requests import Request as HttpRequest
 
 from deploy.api.config import ApiConfig
-from deploy.api.errors import ApiError, engine_down, model_not_found, overloaded
+from deploy.api.errors import ApiError, engine_down, invalid, model_not_found, overloaded
 from deploy.metrics import FrontMetrics
 from deploy.text.tokenizer import Tokenizer
-from workers.engine import Engine, EngineFault, ModelInfo
+from workers.engine import Engine, EngineFault, ModelInfo, Refused
+
+FIGURES_PERIOD_S = 0.1
+"""Seconds between two looks at the scheduler's figures, which it reports as often."""
 
 
 class Front:
@@ -64,18 +68,32 @@ class Front:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    def check_room(self, sequences: int) -> None:
-        """429 when the queue is full. The scheduler's figures are a fraction of a second old, so what this front itself
-        sent beyond the slots counts as waiting at once."""
-        limit, stats = self.config.queue_limit, self.engine.stats
-        excess = self.in_flight + sequences - stats.slots if stats.slots else 0
-        if excess > limit or (limit and stats.waiting >= limit):
-            raise overloaded(
-                f"the queue of {limit} waiting requests is full; try again later", self.config.retry_after_s
+    def check_size(self, prompts: int, n: int) -> None:
+        """400 for more sequences, `prompts` times `n`, than the replica ever takes."""
+        most, stats = self._most(), self.engine.stats
+        if prompts * n > most:
+            raise invalid(
+                f"{prompts} prompts times n = {n} are {prompts * n} sequences; one request may have at most {most}, "
+                f"what can run ({stats.slots}) and wait ({stats.queue_limit}) here: send several requests",
+                "prompt" if prompts > 1 else "n",
             )
 
+    def check_room(self, sequences: int) -> None:
+        """429 for more sequences than the replica takes now. This front is the only one that its scheduler serves."""
+        if self.in_flight + sequences > self._most():
+            raise overloaded(
+                f"{self.in_flight} sequences run or wait, which leaves no room for {sequences} more; try again later",
+                self.config.retry_after_s,
+            )
+
+    def _most(self) -> float:
+        """Sequences that can run and wait; until the scheduler reports it, it refuses for itself."""
+        stats = self.engine.stats
+        return stats.slots + stats.queue_limit if stats.slots else math.inf
+
     async def check_alive(self) -> None:
-        """Have a real token go through every rank; 503 with the first cause when it does not come.
+        """Have a real token go through every rank; 503 with the first cause when it does not come. A replica that is
+        too busy for one more is alive while the tokens of others come.
 
         Callers share one probe at a time; a good one holds for `probe_ttl_s`.
         """
@@ -95,6 +113,15 @@ class Front:
         self.info()
 
     async def _run_probe(self) -> None:
-        async with asyncio.timeout(self.config.probe_timeout_s):
-            await self.engine.probe()
+        known = self.engine.stats.generated_tokens
+        try:
+            async with asyncio.timeout(self.config.probe_timeout_s):
+                try:
+                    await self.engine.probe()
+                except Refused:  # the queue is full
+                    while self.engine.stats.generated_tokens == known:
+                        await asyncio.sleep(FIGURES_PERIOD_S)
+        except TimeoutError:
+            if self.engine.stats.generated_tokens == known:
+                raise
         self._probed = time.monotonic()

@@ -159,12 +159,10 @@ def sampling_params(body: GenerationBody, logprobs: int, info: ModelInfo) -> Sam
     )
 
 
-def check_limits(body: GenerationBody, prompts: int, tokenizer: Tokenizer | None, config: ApiConfig) -> None:
+def check_limits(body: GenerationBody, tokenizer: Tokenizer | None, config: ApiConfig) -> None:
     """400 for what the settings do not allow."""
     if body.n > config.max_n:
         raise invalid(f"n: must be at most {config.max_n}, not {body.n}", "n")
-    if body.n * prompts > config.max_sequences:
-        raise invalid(f"prompt: {prompts} prompts times n = {body.n} exceed {config.max_sequences} sequences", "prompt")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only allowed when stream is true", "stream_options")
     if len(body.stop) > config.max_stop_strings:

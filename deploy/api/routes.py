@@ -73,7 +73,9 @@ def render_messages(front: Front, body: ChatTemplateFields) -> str:
 async def completion_prompts(front: Front, body: CompletionBody) -> list[Prompt]:
     """The prompts of a completion request; 400 for what cannot be one."""
     values = parse_prompts(body.prompt)
-    check_limits(body, len(values), front.tokenizer, front.config)
+    check_limits(body, front.tokenizer, front.config)
+    front.check_size(len(values), body.n)
+    front.check_room(1)  # before the work of tokenizing; counted exactly when the job starts
     texts = [value for value in values if isinstance(value, str)]
     if not texts:
         return [Prompt(tuple(value), None) for value in values if not isinstance(value, str)]
@@ -98,7 +100,6 @@ def build_router(front: Front) -> APIRouter:
         reject_unsupported(raw)
         front.check_model(body.model)
         info = front.info()
-        front.check_room(1)  # before the work of tokenizing; counted exactly when the job starts
         prompts = await completion_prompts(front, body)
         job = build_job(body, prompts, info, front.tokenizer, front.config)
         form = CompletionFormat(job, front.tokenizer, request.scope["latentserve.request_id"])
@@ -112,8 +113,9 @@ def build_router(front: Front) -> APIRouter:
         reject_unsupported(raw)
         front.check_model(body.model)
         info = front.info()
+        check_limits(body, front.tokenizer, front.config)
+        front.check_size(1, body.n)
         front.check_room(1)
-        check_limits(body, 1, front.tokenizer, front.config)
         text = render_messages(front, body)
         tokenizer = _needs_tokenizer(front, "messages")
         [ids] = await encode([text], body.add_special_tokens, tokenizer, info, "messages")

@@ -42,7 +42,7 @@ class SchedulerConfig:
     width: int
     """Most tokens a decode row feeds: 1 + drafts."""
     queue_limit: int
-    """Requests that may wait beyond those that free slots will take; one more is refused."""
+    """Requests that may wait beyond the slots: one more than `slots` + `queue_limit` is refused."""
     vocab_size: int = 2**32
     """Token ids are below this."""
     prefix_cache: bool = True

@@ -57,9 +57,8 @@ class Scheduler:
             return f"request id {request.request_id!r} is in use by a request that has not ended"
         if reason := why_impossible(request, config):
             return reason
-        waiting = len(self._rows.queue)
-        if waiting - len(self._rows.free_slots) >= config.queue_limit:
-            return f"{QUEUE_FULL}: {waiting} requests wait already"
+        if len(self._live) >= config.slots + config.queue_limit:
+            return f"{QUEUE_FULL}: {config.slots} requests can run and {config.queue_limit} wait, and all do"
         sequence = Sequence(
             request=request,
             rank=(request.priority, next(self._arrivals)),
@@ -158,6 +157,7 @@ class Scheduler:
             pages_total=rows.pool.total,
             pages_free=rows.cache.available,
             slots=self.config.slots,
+            queue_limit=self.config.queue_limit,
             preemptions=rows.preemptions,
             drafting=not self._watch.given_up,
             prefix_keys=rows.cache.newest_keys(self.config.prefix_sample),

@@ -53,7 +53,7 @@ class FakeEngine:
         self.script = script
         self.info = info
         self.fault: str | None = None
-        self.stats = EngineStats(slots=64)
+        self.stats = EngineStats(slots=64, queue_limit=512)
         self.requests: list[Request] = []
         self.cancelled: list[tuple[str, float]] = []
         self.probes = 0

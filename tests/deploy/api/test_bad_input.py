@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, say, serving
+from fake_engine import FakeEngine, out, say, serving
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny
@@ -19,18 +19,21 @@ from deploy.api import ApiConfig, create_app
 from workers.messages import EngineStats
 
 LIMIT = 64 * 1024
+ROOM = EngineStats(slots=10, queue_limit=6)
 BASE: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture(scope="module")
 def engine() -> FakeEngine:
-    return FakeEngine(say([30, 31]))
+    engine = FakeEngine(say([30, 31]))
+    engine.stats = ROOM
+    return engine
 
 
 @pytest.fixture(scope="module")
 def url(engine: FakeEngine) -> Iterator[str]:
-    config = ApiConfig(max_body_bytes=LIMIT, max_n=8, max_sequences=16, max_logprobs=5)
+    config = ApiConfig(max_body_bytes=LIMIT, max_n=8, max_logprobs=5)
     with serving(create_app(engine, tiny(), config)) as port:
         yield f"http://127.0.0.1:{port}"
 
@@ -96,7 +99,7 @@ TABLE = [
     completion("prompt", [5] * 256, LONG, says="257"),
     completion("prompt", "fox " * 8000, LONG, says="at least"),
     Bad({**BASE, "prompt": [5] * 200, "max_tokens": 57}, "prompt", LONG, says="256 tokens, but 257"),
-    Bad({**BASE, "prompt": ["a"] * 9, "n": 2}, "prompt", None, says="16 sequences"),
+    Bad({**BASE, "prompt": ["a"] * 9, "n": 2}, "prompt", None, says="18 sequences; one request may have at most 16"),
     # numbers
     *[completion("max_tokens", value) for value in (0, -1)],
     *[completion("max_tokens", value, TYPE) for value in ("5", 5.0, 1.5, True, [5], 2**70)],
@@ -290,17 +293,31 @@ def test_api_keys(engine: FakeEngine) -> None:
 
 
 def test_overload(engine: FakeEngine) -> None:
-    app = create_app(engine, tiny(), ApiConfig(queue_limit=4, retry_after_s=7))
-    engine.stats = EngineStats(slots=2)
+    """`queue_limit` is what may wait beyond the slots: more at once is 429, more than ever fits is 400."""
+    app = create_app(engine, tiny(), ApiConfig(retry_after_s=7))
+    script = engine.script
+    engine.script = lambda request: [out(30), 60.0] if request.sampling.max_tokens == 50 else script(request)
+    engine.stats = EngineStats(slots=2, queue_limit=4)
     with serving(app) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
         assert http.post("/v1/completions", json={**BASE, "n": 6}).status_code == 200
-        answer = http.post("/v1/completions", json={**BASE, "n": 7})
-        check(answer, 429, None, "server_overloaded")
-        assert answer.headers["retry-after"] == "7"
-        engine.stats = EngineStats(slots=2, waiting=4)
-        check(http.post("/v1/completions", json=BASE), 429, None, "server_overloaded")
+        for path, body, param in (
+            ("/v1/completions", {**BASE, "n": 7}, "n"),
+            ("/v1/completions", {**BASE, "prompt": ["a"] * 7}, "prompt"),
+            ("/v1/chat/completions", {**CHAT, "n": 7}, "n"),
+        ):
+            message = check(http.post(path, json=body), 400, param, None)
+            assert "at most 6, what can run (2) and wait (4)" in message
+        with http.stream("POST", "/v1/completions", json={**BASE, "n": 5, "max_tokens": 50, "stream": True}) as running:
+            assert running.status_code == 200
+            assert http.post("/v1/completions", json=BASE).status_code == 200
+            for body in ({**BASE, "n": 2}, {**BASE, "prompt": ["a", "b"]}):
+                answer = http.post("/v1/completions", json=body)
+                check(answer, 429, None, "server_overloaded")
+                assert answer.headers["retry-after"] == "7"
+            engine.stats = EngineStats()  # nothing is known yet: the scheduler itself refuses
+            assert http.post("/v1/completions", json={**BASE, "n": 3}).status_code == 200
         assert http.get("/health").status_code == 200
-    engine.stats = EngineStats(slots=64)
+    engine.script, engine.stats = script, ROOM
 
 
 def test_a_model_without_a_tokenizer(engine: FakeEngine) -> None:

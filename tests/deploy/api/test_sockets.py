@@ -301,8 +301,8 @@ def test_request_ids(connect: Callable[[], socket.socket], engine: PushEngine) -
 
 
 @contextmanager
-def faulty(**settings: object) -> Iterator[tuple[FakeEngine, httpx.Client]]:
-    engine = FakeEngine(say([FOX]))
+def faulty(kind: type[FakeEngine] = FakeEngine, **settings: object) -> Iterator[tuple[FakeEngine, httpx.Client]]:
+    engine = kind(say([FOX]))
     for name, value in settings.items():
         setattr(engine, name, value)
     config = ApiConfig(probe_timeout_s=0.2, probe_ttl_s=0.3)
@@ -345,6 +345,29 @@ def test_health_is_a_real_token() -> None:
         assert answer.status_code == 503
         assert "0.2 s" in answer.json()["error"]["message"]
         assert time.monotonic() - begin < 1.0
+
+
+def test_a_busy_replica_is_alive_while_tokens_come() -> None:
+    from workers.engine import Refused
+    from workers.messages import EngineStats
+
+    class Busy(FakeEngine):
+        """Has no room for a probe; `tokens` more are reported every time somebody looks."""
+
+        tokens = 0
+
+        @property
+        def stats(self) -> EngineStats:
+            self.seen = getattr(self, "seen", 0) + self.tokens
+            return EngineStats(slots=64, generated_tokens=self.seen)
+
+        @stats.setter
+        def stats(self, value: EngineStats) -> None: ...
+
+    for busy in ({"probe_error": Refused("queue full", overloaded=True)}, {"probe_delay": 30.0}):
+        for tokens, status in ((3, 200), (0, 503)):
+            with faulty(Busy, tokens=tokens, **busy) as (_, http):
+                assert http.get("/health").status_code == status
 
 
 async def test_many_health_checks_share_one_probe() -> None:

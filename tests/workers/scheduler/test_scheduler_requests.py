@@ -109,7 +109,7 @@ def test_a_pool_of_two_pages_serves() -> None:
     replica.check_tokens()
 
 
-def test_the_queue_has_a_limit_beyond_free_slots() -> None:
+def test_the_queue_has_a_limit_beyond_the_slots() -> None:
     replica = Replica(config(slots=2, queue_limit=3))
     refusals = [replica.add(str(i), tokens(5, seed=i), max_tokens=3) for i in range(6)]
     assert refusals[:5] == [""] * 5
@@ -120,6 +120,20 @@ def test_the_queue_has_a_limit_beyond_free_slots() -> None:
     assert replica.add("7", tokens(5), max_tokens=3) == ""
     replica.run()
     assert len(replica.finish) == 6
+    assert replica.scheduler.stats().queue_limit == 3
+
+
+def test_a_full_replica_takes_one_more_the_moment_one_ends() -> None:
+    # Its slot is still held by a step in flight: the front, which counts requests, must not be contradicted.
+    replica = Replica(config(slots=1, queue_limit=0))
+    assert not replica.add("a", tokens(5), max_tokens=50)
+    while not replica.tokens["a"]:
+        replica.step()
+    replica.plan()
+    assert replica.add("b", tokens(5), max_tokens=3).startswith(QUEUE_FULL)
+    replica.cancel("a")
+    assert not replica.add("b", tokens(5), max_tokens=3)
+    replica.run()
 
 
 def test_a_live_id_is_refused_and_a_finished_one_may_come_again() -> None:
