@@ -11,7 +11,7 @@ R decode rows, W width, B prefill rows, P pages, K = 64 entries a page.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -26,13 +26,59 @@ from kernels.rms_norm import rms_norm
 from kernels.rope_cache import rope_cache
 from workers.batch import Batch, DecodeBatch
 from workers.models.config import ModelConfig
-from workers.models.prefill import ContextPiece, PrefillGeometry
+from workers.models.prefill import Expansion, PrefillGeometry
 from workers.models.rope import softmax_scale
 from workers.scratch import Scratch
 from workers.weights import WeightSource
 
 LATENT_NORM_EPS: Final = 1e-6
 """Of the norms inside attention; the published models do not take it from rms_norm_eps."""
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What `project` leaves for attention: memory that all layers of a pass may share."""
+
+    down_TF: Tensor
+    """Output of the first product; in models without a query latent its first columns are the queries."""
+    q_THD: Tensor
+    latent_TC: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeAttending:
+    """Views of the decode rows' tokens, and memory, for the absorbed form."""
+
+    rows: DecodeBatch
+    first: int
+    nope_THN: Tensor
+    rope_THO: Tensor
+    q_RWHC: Tensor
+    absorbed_THL: Tensor
+    """The first features of `q_RWHC`, and `roped_THO` its last."""
+    roped_THO: Tensor
+    attended_RWHL: Tensor
+    lse_RWH: Tensor
+    out_THV: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillAttending:
+    """Views of the prefill rows' tokens, and memory, for the expanded form."""
+
+    geometry: PrefillGeometry
+    q_THD: Tensor
+    expansions: tuple[Expansion, ...]
+    """The chunk's own tokens, then the pieces of cached context."""
+    out_THV: Tensor
+
+
+@dataclass(frozen=True)
+class Attending:
+    """How the rows of one pass attend: made once, read by every layer of the same shape."""
+
+    decode: DecodeAttending | None
+    prefill: PrefillAttending | None
 
 
 class LatentAttention:
@@ -88,142 +134,187 @@ class LatentAttention:
         )
         return replace(batch, decode=replace(rows, workspace=workspace))
 
-    def project(
-        self, x_TE: Tensor, rotation_TO: Tensor, cache_slot_T: Tensor, cache_PKC: Tensor, scratch: Scratch
-    ) -> tuple[Tensor, Tensor]:
-        """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache."""
-        tokens, dtype = x_TE.shape[0], x_TE.dtype
+    def projected(self, tokens: int, scratch: Scratch) -> Projected:
+        """Memory for `project`."""
+        dtype, width = self.kv_norm_L.dtype, self.latent + self.rope
         down_TF = scratch.empty(tokens, self.down_FE.shape[0], dtype=dtype)
+        query_TQ = down_TF[:, :-width]
+        if self.q_up_QA is not None:
+            query_TQ = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
+        q_THD = query_TQ.view(tokens, self.heads, self.nope + self.rope)
+        return Projected(down_TF, q_THD, scratch.empty(tokens, width, dtype=dtype))
+
+    def project(
+        self,
+        x_TE: Tensor,
+        rotation_TO: Tensor,
+        cache_slot_T: Tensor,
+        cache_PKC: Tensor,
+        out: Projected,
+        scratch: Scratch,
+    ) -> None:
+        """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache."""
+        down_TF, q_THD = out.down_TF, out.q_THD
         linear(x_TE, self.down_FE, down_TF)
         width = self.latent + self.rope
-        query_T, kv_TC = down_TF[:, :-width], down_TF[:, -width:]
         if self.q_norm_A is not None and self.q_up_QA is not None:
-            query_TA = scratch.empty(tokens, self.q_norm_A.shape[0], dtype=dtype)
-            rms_norm(query_T, self.q_norm_A, query_TA, eps=LATENT_NORM_EPS)
-            query_T = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
-            linear(query_TA, self.q_up_QA, query_T)
-        q_THD = query_T.view(tokens, self.heads, self.nope + self.rope)
-        latent_TC = scratch.empty(tokens, width, dtype=dtype)
+            query_TA = scratch.empty(x_TE.shape[0], self.q_norm_A.shape[0], dtype=x_TE.dtype)
+            rms_norm(down_TF[:, :-width], self.q_norm_A, query_TA, eps=LATENT_NORM_EPS)
+            linear(query_TA, self.q_up_QA, q_THD.flatten(1))
         rope_cache(
             q_THD[..., self.nope :],
-            kv_TC,
+            down_TF[:, -width:],
             self.kv_norm_L,
             rotation_TO,
             cache_slot_T,
-            latent_TC,
+            out.latent_TC,
             cache_PKC,
             eps=LATENT_NORM_EPS,
         )
-        return q_THD, latent_TC
 
-    def attend(
+    def attended(self, tokens: int, scratch: Scratch) -> Tensor:
+        """Memory for the output of `attend`, [T, H, V]."""
+        return scratch.empty(tokens, self.heads, self.value, dtype=self.kv_norm_L.dtype)
+
+    def attending(
         self,
-        q_THD: Tensor,
-        latent_TC: Tensor,
+        projected: Projected,
+        out_THV: Tensor,
         batch: Batch,
         geometry: PrefillGeometry | None,
-        cache_PKC: Tensor,
         scratch: Scratch,
-    ) -> Tensor:
-        """Attention of all rows, [T, H, V]: decode rows first, then prefill rows."""
-        split = batch.layout.decode_tokens
-        out_THV = scratch.empty(q_THD.shape[0], self.heads, self.value, dtype=q_THD.dtype)
+    ) -> Attending:
+        """Everything about attention that the layers of a pass share: how rows are dealt out, views, memory.
+
+        Decode rows come first, then prefill rows; tokens past the layout's are padding, and neither read nor written.
+        """
+        batch = self.planned(batch, scratch)
+        split, end = batch.layout.decode_tokens, batch.layout.tokens
+        decode = prefill = None
         if batch.decode is not None:
-            width, first = batch.layout.width, batch.first
-            self.decode(q_THD[:split], batch.decode, width, first, cache_PKC, out_THV[:split], scratch)
+            decode = self._attending_decode(projected.q_THD[:split], out_THV[:split], batch, batch.decode, scratch)
         if geometry is not None:
-            self.prefill(q_THD[split:], latent_TC[split:], geometry, cache_PKC, out_THV[split:], scratch)
-        return out_THV
+            q_THD, latent_TC = projected.q_THD[split:end], projected.latent_TC[split:end]
+            prefill = self._attending_prefill(q_THD, latent_TC, out_THV[split:end], geometry, scratch)
+        return Attending(decode, prefill)
 
-    def decode(
-        self,
-        q_THD: Tensor,
-        rows: DecodeBatch,
-        width: int,
-        first: int,
-        cache_PKC: Tensor,
-        out_THV: Tensor,
-        scratch: Scratch,
-    ) -> None:
-        """Absorbed form over the paged cache, T = R * W."""
-        tokens, heads, latent, dtype = q_THD.shape[0], self.heads, self.latent, q_THD.dtype
-        shape = (tokens // width, width, heads)
-        q_THC = scratch.empty(tokens, heads, latent + self.rope, dtype=dtype)
-        head_linear(q_THD[..., : self.nope], self.kv_up_HFL[:, : self.nope], q_THC[..., :latent])
-        q_THC[..., latent:].copy_(q_THD[..., self.nope :])
-        attended_THL = scratch.empty(tokens, heads, latent, dtype=dtype)
-        lse_TH = scratch.empty(tokens, heads, dtype=torch.float32)
-        mla_decode(
-            q_THC.view(*shape, -1),
-            cache_PKC,
-            rows.page_RP,
-            rows.length_R,
-            attended_THL.view(*shape, -1),
-            lse_TH.view(shape),
-            scale=self.scale,
-            first=first,
-            workspace=rows.workspace,
+    def _attending_decode(
+        self, q_THD: Tensor, out_THV: Tensor, batch: Batch, rows: DecodeBatch, scratch: Scratch
+    ) -> DecodeAttending:
+        layout, dtype = batch.layout, q_THD.dtype
+        shape = (layout.decode_rows, layout.width, self.heads)
+        q_RWHC = scratch.empty(*shape, self.latent + self.rope, dtype=dtype)
+        q_THC = q_RWHC.flatten(0, 1)
+        return DecodeAttending(
+            rows=rows,
+            first=batch.first,
+            nope_THN=q_THD[..., : self.nope],
+            rope_THO=q_THD[..., self.nope :],
+            q_RWHC=q_RWHC,
+            absorbed_THL=q_THC[..., : self.latent],
+            roped_THO=q_THC[..., self.latent :],
+            attended_RWHL=scratch.empty(*shape, self.latent, dtype=dtype),
+            lse_RWH=scratch.empty(*shape, dtype=torch.float32),
+            out_THV=out_THV,
         )
-        head_linear(attended_THL, self.kv_up_HFL[:, self.nope :].transpose(1, 2), out_THV)
 
-    def prefill(
-        self,
-        q_THD: Tensor,
-        latent_TC: Tensor,
-        geometry: PrefillGeometry,
-        cache_PKC: Tensor,
-        out_THV: Tensor,
-        scratch: Scratch,
-    ) -> None:
-        """Expanded form, the chunk's own tokens causally, then cached context piece by piece."""
-        shape = out_THV.shape
-        own = ContextPiece(geometry.cu_q_B1, geometry.cu_q_B1, geometry.max_q)
-        lse_TH = scratch.empty(*shape[:2], dtype=torch.float32)
-        if not geometry.pieces:
-            self._attend_expanded(q_THD, latent_TC, geometry, own, True, out_THV, lse_TH, scratch)
-            return
-        # Partial results stay in fp32 until the last merge.
-        sum_THV, piece_THV = (scratch.empty(*shape, dtype=torch.float32) for _ in range(2))
-        piece_lse_TH = scratch.empty(*shape[:2], dtype=torch.float32)
-        self._attend_expanded(q_THD, latent_TC, geometry, own, True, sum_THV, lse_TH, scratch)
-        cache_SC = cache_PKC.view(-1, cache_PKC.shape[-1])
-        for piece in geometry.pieces:
-            with scratch.scope():
-                context_SC = scratch.empty(piece.slot_S.shape[0], cache_SC.shape[1], dtype=cache_SC.dtype)
-                torch.index_select(cache_SC, 0, piece.slot_S, out=context_SC)
-                self._attend_expanded(q_THD, context_SC, geometry, piece, False, piece_THV, piece_lse_TH, scratch)
-            into_THV = out_THV if piece is geometry.pieces[-1] else sum_THV
-            merge_attention(sum_THV, lse_TH, piece_THV, piece_lse_TH, into_THV, lse_TH)
+    def _attending_prefill(
+        self, q_THD: Tensor, latent_TC: Tensor, out_THV: Tensor, geometry: PrefillGeometry, scratch: Scratch
+    ) -> PrefillAttending:
+        (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
+        most = max((piece.entries for piece in pieces), default=0)
+        features = self.nope + self.value
+        # One set of keys exists at a time. Partial results stay in fp32 until the last merge.
+        kv_SHF = scratch.empty(max(tokens, most), heads, features, dtype=dtype)
+        sums = [(out_THV, scratch.empty(tokens, heads, dtype=torch.float32))]
+        if pieces:
+            context_SC = scratch.empty(most, latent_TC.shape[1], dtype=dtype)
+            sums = [
+                (
+                    scratch.empty(tokens, heads, self.value, dtype=torch.float32),
+                    scratch.empty(tokens, heads, dtype=torch.float32),
+                )
+                for _ in range(2)
+            ]
 
-    def _attend_expanded(
-        self,
-        q_THD: Tensor,
-        latent_SC: Tensor,
-        geometry: PrefillGeometry,
-        keys: ContextPiece,
-        causal: bool,
-        out_THV: Tensor,
-        lse_TH: Tensor,
-        scratch: Scratch,
-    ) -> None:
-        with scratch.scope():
-            kv_SF = scratch.empty(latent_SC.shape[0], self.heads * (self.nope + self.value), dtype=latent_SC.dtype)
-            linear(latent_SC[:, : self.latent], self.kv_up_HFL.flatten(0, 1), kv_SF)
-            kv_SHF = kv_SF.view(-1, self.heads, self.nope + self.value)
-            mla_prefill(
-                q_THD,
-                kv_SHF[..., : self.nope],
-                latent_SC[:, self.latent :],
-                kv_SHF[..., self.nope :],
-                geometry.cu_q_B1,
-                keys.cu_k_B1,
-                out_THV,
-                lse_TH,
-                scale=self.scale,
-                causal=causal,
-                max_q=geometry.max_q,
-                max_k=keys.max_k,
+        def expansion(
+            source_SC: Tensor, cu_k_B1: Tensor, max_k: int, sum: tuple[Tensor, Tensor], slot_S: Tensor | None
+        ) -> Expansion:
+            own_SHF = kv_SHF[: source_SC.shape[0]]
+            return Expansion(
+                slot_S=slot_S,
+                source_SC=source_SC,
+                latent_SL=source_SC[:, : self.latent],
+                kv_SF=own_SHF.flatten(1),
+                key_SHN=own_SHF[..., : self.nope],
+                key_SO=source_SC[:, self.latent :],
+                value_SHV=own_SHF[..., self.nope :],
+                cu_k_B1=cu_k_B1,
+                max_k=max_k,
+                out_THV=sum[0],
+                lse_TH=sum[1],
             )
+
+        own = expansion(latent_TC, geometry.cu_q_B1, geometry.max_q, sums[0], None)
+        context = [
+            expansion(context_SC[: piece.entries], piece.cu_k_B1, piece.max_k, sums[1], piece.slot_S)
+            for piece in pieces
+        ]
+        return PrefillAttending(geometry, q_THD, (own, *context), out_THV)
+
+    def attend(self, attending: Attending, cache_PKC: Tensor) -> None:
+        """Attention of all rows into the output that `attending` was made for."""
+        if attending.decode is not None:
+            self.decode(attending.decode, cache_PKC)
+        if attending.prefill is not None:
+            self.prefill(attending.prefill, cache_PKC)
+
+    def decode(self, rows: DecodeAttending, cache_PKC: Tensor) -> None:
+        """Absorbed form over the paged cache, T = R * W."""
+        head_linear(rows.nope_THN, self.kv_up_HFL[:, : self.nope], rows.absorbed_THL)
+        rows.roped_THO.copy_(rows.rope_THO)
+        mla_decode(
+            rows.q_RWHC,
+            cache_PKC,
+            rows.rows.page_RP,
+            rows.rows.length_R,
+            rows.attended_RWHL,
+            rows.lse_RWH,
+            scale=self.scale,
+            first=rows.first,
+            workspace=rows.rows.workspace,
+        )
+        value_HLV = self.kv_up_HFL[:, self.nope :].transpose(1, 2)
+        head_linear(rows.attended_RWHL.flatten(0, 1), value_HLV, rows.out_THV)
+
+    def prefill(self, rows: PrefillAttending, cache_PKC: Tensor) -> None:
+        """Expanded form, the chunk's own tokens causally, then cached context piece by piece."""
+        own, *context = rows.expansions
+        self._attend_expanded(rows, own, causal=True)
+        cache_SC = cache_PKC.view(-1, cache_PKC.shape[-1])
+        for piece in context:
+            assert piece.slot_S is not None
+            torch.index_select(cache_SC, 0, piece.slot_S, out=piece.source_SC)
+            self._attend_expanded(rows, piece, causal=False)
+            into_THV = rows.out_THV if piece is context[-1] else own.out_THV
+            merge_attention(own.out_THV, own.lse_TH, piece.out_THV, piece.lse_TH, into_THV, own.lse_TH)
+
+    def _attend_expanded(self, rows: PrefillAttending, keys: Expansion, *, causal: bool) -> None:
+        linear(keys.latent_SL, self.kv_up_HFL.flatten(0, 1), keys.kv_SF)
+        mla_prefill(
+            rows.q_THD,
+            keys.key_SHN,
+            keys.key_SO,
+            keys.value_SHV,
+            rows.geometry.cu_q_B1,
+            keys.cu_k_B1,
+            keys.out_THV,
+            keys.lse_TH,
+            scale=self.scale,
+            causal=causal,
+            max_q=rows.geometry.max_q,
+            max_k=keys.max_k,
+        )
 
     def output(self, attended_THV: Tensor, out_TE: Tensor) -> None:
         """Token-wise: this rank's part of the sum."""

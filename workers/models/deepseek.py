@@ -1,10 +1,10 @@
 """DeepSeek V2 and V3 (2024): layers of latent attention and mixtures of experts, on one paged cache of latents.
 
-A layer states its own boundaries: `project` and `finish` are token-wise segments, attention runs between them. What one
-segment makes for the next is passed explicitly.
+A layer states its own boundaries: `project` and `finish` are token-wise, attention runs between them. `segments` cuts a
+pass there.
 
-Shape legend: T tokens, E hidden features, H heads of this rank, D query features, V value features, O rope features,
-C cached features, N rows of logits, Y vocabulary, P pages, K = 64 entries a page.
+Shape legend: T tokens, E hidden features, O rope features, C cached features, N rows of logits, Y vocabulary, P pages,
+K = 64 entries a page.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from workers.batch import Batch, LatentCache
 from workers.models.attention import LatentAttention
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import feed_forward
-from workers.models.prefill import PrefillGeometry
 from workers.models.rope import rotation_table
+from workers.models.segments import Flow, PassTensors, Segments
 from workers.parallel import TensorParallel
 from workers.scratch import Scratch
 from workers.weights import WeightSource
@@ -37,44 +37,21 @@ class DecoderLayer:
         self.feed_forward_norm_E = source.load(f"{prefix}post_attention_layernorm.weight", hidden)
         self.feed_forward = feed_forward(source, f"{prefix}mlp.", config, layer)
 
-    def project(
-        self,
-        x_TE: Tensor,
-        residual_TE: Tensor,
-        rotation_TO: Tensor,
-        cache_slot_T: Tensor,
-        cache_PKC: Tensor,
-        scratch: Scratch,
-    ) -> tuple[Tensor, Tensor]:
-        """Token-wise segment before attention: adds `x_TE` to `residual_TE`; queries [T, H, D] and latents [T, C]."""
-        normed_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
-        add_rms_norm(x_TE, residual_TE, self.attention_norm_E, normed_TE, eps=self.eps)
-        return self.attention.project(normed_TE, rotation_TO, cache_slot_T, cache_PKC, scratch)
+    def project(self, flow: Flow, cache_slot_T: Tensor, cache_PKC: Tensor, scratch: Scratch) -> None:
+        """Token-wise, before attention: adds `flow.x_TE` to the residual; `flow.projected` is what attention reads."""
+        normed_TE = scratch.empty(*flow.x_TE.shape, dtype=flow.x_TE.dtype)
+        add_rms_norm(flow.x_TE, flow.residual_TE, self.attention_norm_E, normed_TE, eps=self.eps)
+        self.attention.project(normed_TE, flow.rotation_TO, cache_slot_T, cache_PKC, flow.projected, scratch)
 
-    def finish(self, attended_THV: Tensor, x_TE: Tensor, residual_TE: Tensor, scratch: Scratch) -> None:
-        """Token-wise segment after attention: adds it to `residual_TE`; `x_TE` becomes what the next norm is to add."""
-        self.attention.output(attended_THV, x_TE)
+    def finish(self, flow: Flow, live_R: Tensor | None, scratch: Scratch) -> None:
+        """Token-wise, after attention: adds it to the residual; `flow.x_TE` becomes what the next norm is to add."""
+        x_TE = flow.x_TE
+        self.attention.output(flow.attended_THV, x_TE)
         self.group.all_reduce(x_TE)
         normed_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
-        add_rms_norm(x_TE, residual_TE, self.feed_forward_norm_E, normed_TE, eps=self.eps)
-        self.feed_forward(normed_TE, x_TE, scratch)
+        add_rms_norm(x_TE, flow.residual_TE, self.feed_forward_norm_E, normed_TE, eps=self.eps)
+        self.feed_forward(normed_TE, x_TE, scratch, live_R)
         self.group.all_reduce(x_TE)
-
-    def __call__(
-        self,
-        x_TE: Tensor,
-        residual_TE: Tensor,
-        rotation_TO: Tensor,
-        batch: Batch,
-        geometry: PrefillGeometry | None,
-        cache_PKC: Tensor,
-        scratch: Scratch,
-    ) -> None:
-        """The whole layer: adds `x_TE` and attention to `residual_TE`; `x_TE` becomes what is still to be added."""
-        with scratch.scope():
-            q_THD, latent_TC = self.project(x_TE, residual_TE, rotation_TO, batch.cache_slot_T, cache_PKC, scratch)
-            attended_THV = self.attention.attend(q_THD, latent_TC, batch, geometry, cache_PKC, scratch)
-            self.finish(attended_THV, x_TE, residual_TE, scratch)
 
 
 class DraftLayer:
@@ -123,6 +100,17 @@ class DeepseekModel:
             source.progress("draft layer")
             self.draft_layer = DraftLayer(source, config)
         self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
+        self.segments = Segments(self._enter, self.layers, self.norm_E, self.rotation_PO, config.rms_norm_eps, 0)
+        self.draft_segments = None
+        if self.draft_layer is not None:
+            self.draft_segments = Segments(
+                self._enter_draft,
+                [self.draft_layer.layer],
+                self.draft_layer.norm_E,
+                self.rotation_PO,
+                config.rms_norm_eps,
+                config.num_layers,
+            )
 
     @property
     def cache_layers(self) -> int:
@@ -152,17 +140,7 @@ class DeepseekModel:
         `token_T`: int64 ids below the vocabulary size. `batch.position_T` must lie below `max_positions`. All memory
         comes from `scratch` (here and below: fresh memory when there is none), except for what prefill rows need.
         """
-        scratch = scratch or Scratch(token_T.device)
-        geometry, tokens = PrefillGeometry.of(batch), token_T.shape[0]
-        hidden_TE = self._hidden(tokens, scratch)
-        with scratch.scope():
-            batch = self.layers[0].attention.planned(batch, scratch)
-            rotation_TO = self._rotation(batch.position_T, scratch)
-            x_TE, residual_TE = self._embed(token_T, scratch), self._hidden(tokens, scratch).zero_()
-            for layer, cache_PKC in zip(self.layers, cache.layers, strict=False):
-                layer(x_TE, residual_TE, rotation_TO, batch, geometry, cache_PKC, scratch)
-            add_rms_norm(x_TE, residual_TE, self.norm_E, hidden_TE, eps=self.config.rms_norm_eps)
-        return hidden_TE
+        return self._pass(self.segments, token_T, None, batch, cache, scratch or Scratch(token_T.device))
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Logits of final-norm hidden states, fp32 [N, Y]."""
@@ -190,22 +168,38 @@ class DeepseekModel:
         Token i of `token_T` stands one position after the one whose hidden state (of `forward`, or of this method) is
         row i of `hidden_TE`. `batch` has that later position's cache index, and `first` = 1: entry 0 does not exist.
         """
-        draft = self.draft_layer
-        if draft is None:
+        if self.draft_segments is None:
             raise ValueError("this model has no draft layer")
         scratch = scratch or Scratch(token_T.device)
-        geometry, tokens = PrefillGeometry.of(batch), token_T.shape[0]
-        drafted_TE = self._hidden(tokens, scratch)
+        return self._pass(self.draft_segments, token_T, hidden_TE, batch, cache, scratch)
+
+    def _pass(
+        self,
+        segments: Segments,
+        token_T: Tensor,
+        source_TE: Tensor | None,
+        batch: Batch,
+        cache: LatentCache,
+        scratch: Scratch,
+    ) -> Tensor:
+        out_TE = self._hidden(token_T.shape[0], scratch)
+        # Of a step of decode rows alone some may be padding: their lengths say which.
+        live_R = batch.decode.length_R if batch.decode is not None and batch.prefill is None else None
         with scratch.scope():
-            batch = draft.layer.attention.planned(batch, scratch)
-            rotation_TO = self._rotation(batch.position_T, scratch)
-            embedded_TE, x_TE = self._embed(token_T, scratch), self._hidden(tokens, scratch)
-            draft.join(embedded_TE, hidden_TE, x_TE, scratch)
-            residual_TE = self._hidden(tokens, scratch).zero_()
-            cache_PKC = cache.layers[self.config.num_layers]
-            draft.layer(x_TE, residual_TE, rotation_TO, batch, geometry, cache_PKC, scratch)
-            add_rms_norm(x_TE, residual_TE, draft.norm_E, drafted_TE, eps=self.config.rms_norm_eps)
-        return drafted_TE
+            flow = segments.flow(token_T.shape[0], scratch)
+            tensors = PassTensors(token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow)
+            segments.run_pass(tensors, batch, cache, scratch)
+        return out_TE
+
+    def _enter(self, tensors: PassTensors, scratch: Scratch) -> None:
+        torch.index_select(self.embedding_YE, 0, tensors.token_T, out=tensors.flow.x_TE)
+
+    def _enter_draft(self, tensors: PassTensors, scratch: Scratch) -> None:
+        assert self.draft_layer is not None
+        assert tensors.source_TE is not None
+        embedded_TE = self._hidden(tensors.token_T.shape[0], scratch)
+        torch.index_select(self.embedding_YE, 0, tensors.token_T, out=embedded_TE)
+        self.draft_layer.join(embedded_TE, tensors.source_TE, tensors.flow.x_TE, scratch)
 
     def draft_logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Logits of the draft layer's hidden states, fp32 [N, Y]."""
@@ -213,11 +207,3 @@ class DeepseekModel:
 
     def _hidden(self, tokens: int, scratch: Scratch) -> Tensor:
         return scratch.empty(tokens, self.config.hidden_size, dtype=self.embedding_YE.dtype)
-
-    def _embed(self, token_T: Tensor, scratch: Scratch) -> Tensor:
-        x_TE = self._hidden(token_T.shape[0], scratch)
-        return torch.index_select(self.embedding_YE, 0, token_T, out=x_TE)
-
-    def _rotation(self, position_T: Tensor, scratch: Scratch) -> Tensor:
-        rotation_TO = scratch.empty(position_T.shape[0], self.rotation_PO.shape[1], dtype=self.rotation_PO.dtype)
-        return torch.index_select(self.rotation_PO, 0, position_T, out=rotation_TO)

@@ -3,7 +3,7 @@
 Every rank holds an equal share of each network's intermediate features, so its output is a partial sum over ranks.
 
 Shape legend: T tokens, E hidden features, I intermediate features of this rank, F = 2 I (gate, then up), X experts,
-K experts a token.
+K experts a token, R rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DenseFeedForward:
         self.down_EI = source.empty(hidden, share)
         source.fill(self.down_EI, f"{prefix}down_proj.weight", shard=1)
 
-    def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+    def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> None:
         """This rank's part of the sum."""
         tokens, dtype = x_TE.shape[0], x_TE.dtype
         gate_up_TF = scratch.empty(tokens, self.gate_up_FE.shape[0], dtype=dtype)
@@ -63,9 +63,10 @@ class MixtureOfExperts:
         shared = routing.shared_experts * config.moe_intermediate_size
         self.shared = DenseFeedForward(source, f"{prefix}shared_experts.", hidden, shared) if shared else None
 
-    def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
-        """This rank's part of the sum."""
-        id_TK, weight_TK = self.route(x_TE, scratch)
+    def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> None:
+        """This rank's part of the sum. `live_R` (integers, None: all are live): token t belongs to row t // (T // R),
+        and the tokens of rows with 0 are padding, for which no routed expert computes."""
+        id_TK, weight_TK = self.route(x_TE, scratch, live_R)
         workspace = None
         if x_TE.is_cuda:
             size = moe.workspace_bytes(moe.experts_shape(x_TE, id_TK, self.down_XEI))
@@ -76,8 +77,8 @@ class MixtureOfExperts:
             self.shared(x_TE, shared_TE, scratch)
             out_TE.add_(shared_TE)
 
-    def route(self, x_TE: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Expert ids int64 and weights fp32, both [T, K]; the same on every rank."""
+    def route(self, x_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Expert ids int64 and weights fp32, both [T, K]; the same on every rank. Padding has -1 and 0."""
         routing, tokens = self.routing, x_TE.shape[0]
         fp32_TE = x_TE
         if x_TE.dtype != torch.float32:
@@ -97,6 +98,7 @@ class MixtureOfExperts:
             top_groups=routing.top_groups,
             normalize=routing.normalize,
             scale=routing.scale,
+            live_R=live_R,
         )
         return id_TK, weight_TK
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.page import PAGE_TOKENS
 from workers.batch import Batch, PrefillBatch
+from workers.pinned import on_device
 
 CONTEXT_ENTRIES: Final = 4096
 """Cached entries expanded at once, all rows together (at least one page a row)."""
@@ -30,6 +31,32 @@ class ContextPiece:
     cu_k_B1: Tensor
     """int32 [rows + 1]: where each row's entries begin in `slot_S`."""
     max_k: int
+
+    @property
+    def entries(self) -> int:
+        """Of all rows together."""
+        return self.slot_S.shape[0]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """One set of keys of the prefill rows, expanded from their latents: memory and the views that kernels read."""
+
+    slot_S: Tensor | None
+    """Where in the flattened cache the latents are; None when they are the chunk's own."""
+    source_SC: Tensor
+    """The latents and roped keys. `latent_SL` and `key_SO` are its columns."""
+    latent_SL: Tensor
+    kv_SF: Tensor
+    """What a latent expands to, all heads side by side. `key_SHN` and `value_SHV` are parts of it."""
+    key_SHN: Tensor
+    key_SO: Tensor
+    value_SHV: Tensor
+    cu_k_B1: Tensor
+    max_k: int
+    out_THV: Tensor
+    """Attention over these keys alone, with its log-sum-exp."""
+    lse_TH: Tensor
 
 
 @dataclass(frozen=True)
@@ -50,15 +77,8 @@ class PrefillGeometry:
         counts = _piece_counts(prefill, batch.first)
         # Cumulative sums of the queries', then of every piece's keys: one copy for all of them.
         cu = [list(accumulate(row, initial=0)) for row in (prefill.count, *counts)]
-        cu_XB1 = _on_device(cu, torch.int32, prefill.page_NP.device)
+        cu_XB1 = on_device(cu, torch.int32, prefill.page_NP.device)
         return PrefillGeometry(cu_XB1[0], max(prefill.count), tuple(_pieces(prefill, batch.first, counts, cu_XB1[1:])))
-
-
-def _on_device(values: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A matrix of `values`; on a GPU the host does not wait for the copy."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def _share(prefill: PrefillBatch, first: int) -> int:

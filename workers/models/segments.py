@@ -1,0 +1,134 @@
+"""A pass over layers, cut where attention stands: token-wise segments, and attention between them.
+
+Segment 0 leads from tokens to the first layer's queries, segment i from the attention of layer i - 1 to the queries of
+layer i, the last one to the final norm. A segment is a function of tensors: what it reads and writes is in
+`PassTensors` and in the cache, it keeps nothing, and it needs to know of no row. So it can be captured for a number of
+tokens and replayed for any step that has no more, whatever its rows are.
+
+Shape legend: T tokens, padding included, E hidden features, H heads of this rank, V value features, O rope features,
+R rows, C cached features, P pages, K = 64 entries a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.rms_norm import add_rms_norm
+from workers.batch import Batch, LatentCache
+from workers.models.attention import Projected
+from workers.models.prefill import PrefillGeometry
+from workers.scratch import Scratch
+
+if TYPE_CHECKING:
+    from workers.models.deepseek import DecoderLayer
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What segments and attention hand on to each other. One for all layers: each part is dead when the next layer
+    writes it."""
+
+    x_TE: Tensor
+    """What the next norm is to add to `residual_TE`."""
+    residual_TE: Tensor
+    rotation_TO: Tensor
+    projected: Projected
+    attended_THV: Tensor
+
+
+@dataclass(frozen=True)
+class PassTensors:
+    """The inputs, the output and the memory of one pass."""
+
+    token_T: Tensor
+    """int64 ids below the vocabulary size; padding feeds any."""
+    position_T: Tensor
+    """int64 rope positions; padding has any."""
+    cache_slot_T: Tensor
+    """int64 index into the flattened cache; padding points into the null page."""
+    live_R: Tensor | None
+    """Integers: token t belongs to row t // (T // R), and the tokens of rows with 0 or less are padding, which no
+    expert computes. None: no token is padding."""
+    source_TE: Tensor | None
+    """Hidden states that the draft layer reads beside the tokens."""
+    out_TE: Tensor
+    """Hidden states after the final norm."""
+    flow: Flow
+
+
+class Segments:
+    """The segments of one pass: the model's own layers, or the draft layer."""
+
+    def __init__(
+        self,
+        enter: Callable[[PassTensors, Scratch], None],
+        layers: Sequence[DecoderLayer],
+        norm_E: Tensor,
+        rotation_PO: Tensor,
+        eps: float,
+        cache_layer: int,
+    ) -> None:
+        """`enter` turns tokens into `x_TE`; the cache of `layers`[i] is layer `cache_layer` + i."""
+        self.layers = layers
+        self._enter, self._norm_E, self._eps, self._cache_layer = enter, norm_E, eps, cache_layer
+        self._rotation_PO = rotation_PO
+
+    def __len__(self) -> int:
+        return len(self.layers) + 1
+
+    def flow(self, tokens: int, scratch: Scratch) -> Flow:
+        """Memory for passes of so many tokens."""
+        attention, hidden, dtype = self.layers[0].attention, self._norm_E.shape[0], self._norm_E.dtype
+        return Flow(
+            x_TE=scratch.empty(tokens, hidden, dtype=dtype),
+            residual_TE=scratch.empty(tokens, hidden, dtype=dtype),
+            rotation_TO=scratch.empty(tokens, self._rotation_PO.shape[1], dtype=self._rotation_PO.dtype),
+            projected=attention.projected(tokens, scratch),
+            attended_THV=attention.attended(tokens, scratch),
+        )
+
+    def run(self, index: int, tensors: PassTensors, cache: LatentCache, scratch: Scratch) -> None:
+        """Segment `index`."""
+        flow = tensors.flow
+        with scratch.scope():
+            if index:
+                self.layers[index - 1].finish(flow, tensors.live_R, scratch)
+            else:
+                torch.index_select(self._rotation_PO, 0, tensors.position_T, out=flow.rotation_TO)
+                flow.residual_TE.zero_()
+                self._enter(tensors, scratch)
+        with scratch.scope():
+            if index == len(self.layers):
+                add_rms_norm(flow.x_TE, flow.residual_TE, self._norm_E, tensors.out_TE, eps=self._eps)
+            else:
+                self.layers[index].project(flow, tensors.cache_slot_T, self._cache(index, cache), scratch)
+
+    def run_pass(
+        self,
+        tensors: PassTensors,
+        batch: Batch,
+        cache: LatentCache,
+        scratch: Scratch,
+        segment: Callable[[int], None] | None = None,
+    ) -> None:
+        """The whole pass. `segment` runs a segment of these tensors by its index, `run` if it is None; attention of the
+        rows of `batch`, whose tokens come first, runs between them."""
+        flow = tensors.flow
+        geometry = PrefillGeometry.of(batch)
+        with scratch.scope():
+            attending = self.layers[0].attention.attending(flow.projected, flow.attended_THV, batch, geometry, scratch)
+            for index in range(len(self)):
+                if segment is None:
+                    self.run(index, tensors, cache, scratch)
+                else:
+                    segment(index)
+                if index < len(self.layers):
+                    self.layers[index].attention.attend(attending, self._cache(index, cache))
+
+    def _cache(self, index: int, cache: LatentCache) -> Tensor:
+        return cache.layers[self._cache_layer + index]
