@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from workers.messages import EngineStats
+from workers.messages import STEP_BUCKETS, EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -28,11 +30,6 @@ GAUGES: dict[str, str] = {
     "drafting": "1 while the engine drafts, 0 once it gave drafts up.",
 }
 COUNTERS: dict[str, str] = {
-    "steps": "Steps run.",
-    "decode_steps": "Steps with decode rows only.",
-    "prefill_steps": "Steps with prefill rows only.",
-    "mixed_steps": "Steps with both kinds of rows.",
-    "step_seconds": "Seconds spent in steps.",
     "prompt_tokens": "Prompt tokens of admitted requests.",
     "generated_tokens": "Tokens generated.",
     "cached_tokens": "Prompt tokens served from the prefix cache.",
@@ -40,6 +37,28 @@ COUNTERS: dict[str, str] = {
     "drafts_accepted": "Draft tokens that stood.",
     "preemptions": "Requests put back to the queue because pages ran out.",
 }
+HISTOGRAMS: dict[str, str] = {
+    "step_seconds": "Seconds that a step took on rank 0, by kind: decode, prefill or mixed.",
+    "step_decode_rows": "Decode rows of a step that has any, by kind.",
+    "step_prefill_tokens": "Prefill tokens of a step that has any, by kind.",
+}
+WORKER_GAUGES: dict[str, str] = {
+    "graph_capture_seconds": "Seconds that capturing the graphs took.",
+    "graph_bytes": "Device memory of the graphs and their scratch.",
+}
+WORKER_COUNTERS: dict[str, tuple[str, str | None]] = {
+    "graph_replays": ("Steps that were one replay of a graph.", None),
+    "graph_rows": ("Decode rows of these steps.", None),
+    "graph_padded_rows": ("Rows that padded them to their buckets.", None),
+    "graph_eager_steps": ("Steps that ran without a whole graph, by reason.", "reason"),
+}
+"""What is counted, and the name of the label if there is one."""
+
+
+def cumulative(name: str, counts: Sequence[int]) -> list[tuple[str, int]]:
+    """(upper bound, values up to it) of every bucket of a histogram of the scheduler, as Prometheus wants them."""
+    bounds = [*map(floatToGoString, STEP_BUCKETS[name]), "+Inf"]
+    return list(zip(bounds, accumulate(counts), strict=True))
 
 
 class _EngineCollector(Collector):
@@ -54,6 +73,19 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"latentserve_engine_{name}", text, value=float(getattr(stats, name)))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"latentserve_engine_{name}", text, value=float(getattr(stats, name)))
+        for name, text in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(f"latentserve_engine_{name}", text, labels=("kind",))
+            for kind, part in getattr(stats, name).items():
+                histogram.add_metric((kind,), cumulative(name, part.counts), part.total)
+            yield histogram
+        for name, text in WORKER_GAUGES.items():
+            value = stats.worker.get(name, {}).get("", 0.0)
+            yield GaugeMetricFamily(f"latentserve_engine_{name}", text, value=value)
+        for name, (text, label) in WORKER_COUNTERS.items():
+            counter = CounterMetricFamily(f"latentserve_engine_{name}", text, labels=(label,) if label else ())
+            for of, value in stats.worker.get(name, {} if label else {"": 0.0}).items():
+                counter.add_metric((of,) if label else (), value)
+            yield counter
 
 
 class FrontMetrics:
@@ -70,7 +102,7 @@ class FrontMetrics:
     - `latentserve_time_per_output_token_seconds`: mean over one sequence, without its first output.
     - `latentserve_request_seconds`: from arrival to the end of a sequence.
     - `latentserve_http_responses_total{path, status}`.
-    - `latentserve_engine_*`: the scheduler's figures (`EngineStats`).
+    - `latentserve_engine_*`: the scheduler's figures (`EngineStats`), and those of rank 0.
     """
 
     def __init__(self) -> None:

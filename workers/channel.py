@@ -13,13 +13,14 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from workers.messages import Heartbeat
+from workers.messages import Figures, Heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,8 @@ class HeartbeatThread:
         """`silence_s`: seconds without a sign of the scheduler after which this process exits (code 1), counted from
         the first sign."""
         self._addresses, self._rank, self._silence_s = addresses, rank, silence_s
+        self.figures: Callable[[], Figures] = dict
+        """What is told along; called in this thread."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
@@ -188,10 +191,10 @@ class HeartbeatThread:
         socket = _socket(zmq.SUB)
         socket.subscribe(b"")
         socket.connect(self._addresses.pulse)
-        pulse, message = Receiver(socket, Heartbeat), Heartbeat(self._rank)
+        pulse = Receiver(socket, Heartbeat)
         heard: float | None = None
         while not self._stop.is_set():
-            sender.send(message)
+            sender.send(Heartbeat(self._rank, self.figures()))
             if pulse.receive(timeout_ms=int(HEARTBEAT_PERIOD_S * 1000)) is not None:
                 heard = time.monotonic()
                 self._stop.wait(HEARTBEAT_PERIOD_S)

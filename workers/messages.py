@@ -6,7 +6,7 @@ scheduler -> worker: `StepPlan`, `Shutdown`.  worker -> scheduler: `StepResult` 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -53,6 +53,32 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     items: tuple[RequestOutput, ...]
 
 
+Figures = dict[str, dict[str, float]]
+"""Figures of a worker: by name, then by label ("" where the name has none). `deploy.metrics` says what they are."""
+
+
+class Distribution(msgspec.Struct, frozen=True, array_like=True):
+    """How often values fell into each bucket of a histogram."""
+
+    counts: tuple[int, ...] = ()
+    """One for each upper bound (inclusive) of the buckets, the last for what lies above; not cumulative."""
+    total: float = 0.0
+    """Sum of the values."""
+
+    @property
+    def count(self) -> int:
+        """Values counted."""
+        return sum(self.counts)
+
+
+STEP_BUCKETS: Final = {
+    "step_seconds": (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0),
+    "step_decode_rows": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    "step_prefill_tokens": (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+}
+"""Upper bounds of the buckets, by field of `EngineStats`."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Gauges (now) and counters (since start) of one replica, sent by the scheduler several times a second."""
 
@@ -66,11 +92,12 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     slots: int = 0
     queue_limit: int = 0
     """Requests that may wait beyond the slots."""
-    steps: int = 0
-    decode_steps: int = 0
-    prefill_steps: int = 0
-    mixed_steps: int = 0
-    step_seconds: float = 0.0
+    step_seconds: dict[str, Distribution] = {}
+    """By kind of step: decode (rows alone), prefill (rows alone), mixed; time on rank 0."""
+    step_decode_rows: dict[str, Distribution] = {}
+    """Of the steps that have any, by kind."""
+    step_prefill_tokens: dict[str, Distribution] = {}
+    """Of the steps that have any, by kind."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
@@ -80,6 +107,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     preemptions: int = 0
     drafting: bool = True
     """False once the engine gave drafts up because too few were accepted."""
+    worker: Figures = {}
+    """Of rank 0, half a second old at the most."""
     prefix_keys: tuple[int, ...] = ()
     """Newest chained page hashes (64-bit) in the prefix cache, for routing; a bounded sample."""
 
@@ -110,6 +139,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Says that a process lives, sent every half second by a thread of its own."""
 
     rank: int
+    figures: Figures = {}
+    """Of rank 0."""
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -96,7 +96,7 @@ class Replica:
         if wants_graphs and config.cache_pages is None:
             # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
             trial = runner(2, context)
-            graph_bytes = trial.capture().bytes
+            graph_bytes = trial.capture().stats.bytes
             trial.close()
             del trial
             torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ from kernels.page import NULL_PAGE, PAGE_TOKENS
 from workers.batch import LatentCache
 from workers.decode_step import DecodeStep
 from workers.graphs.capture import GraphRunner
+from workers.graphs.stats import GraphStats
 from workers.mixed_step import MixedStep
 from workers.models import DeepseekModel
 from workers.parallel import TensorParallel
@@ -63,13 +64,15 @@ class Runner:
         self._decode: dict[GraphKey, DecodeStep] = {}
         self._scratch = Scratch(device)
         self.graphs: GraphRunner | None = None
+        self.stats = GraphStats()
         self._steps = 0
+        self._collected = 0.0
 
     def capture(self, progress: Callable[[str], None] | None = None) -> GraphRunner:
         """Capture the whole ladder; from now on decode steps are replayed. CUDA only, and all ranks together."""
         if self.parts.sampling is not None:
             self.parts.sampling.reserve()
-        self.graphs = GraphRunner(self.parts, self.parts.state.slots, progress)
+        self.graphs = GraphRunner(self.parts, self.parts.state.slots, self.stats, progress)
         return self.graphs
 
     def close(self) -> None:
@@ -96,7 +99,11 @@ class Runner:
         parts.state.grant(plan.grants)
         if parts.sampling is not None:
             parts.sampling.admit(plan.admissions)
-        captured = None if self.graphs is None else self.graphs.captured(plan)
+        captured = None
+        if self.graphs is None:
+            self.stats.eager["no graphs"] += 1
+        else:
+            captured = self.graphs.captured(plan)
         if captured is not None:
             output = captured.replay()
         else:
@@ -147,7 +154,9 @@ class Runner:
                 )
                 for row, gained in enumerate(tokens)
             )
-        return StepResult(launched.plan.step, tuple(tokens), time.perf_counter() - launched.begin, logprobs)
+        # A step that was launched behind another begins when that one ends.
+        begin, self._collected = max(launched.begin, self._collected), time.perf_counter()
+        return StepResult(launched.plan.step, tuple(tokens), self._collected - begin, logprobs)
 
     def _check(self, plan: StepPlan) -> None:
         """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""

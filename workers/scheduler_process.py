@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 
 import zmq
+from msgspec import structs
 
 from workers.channel import Binding, PeerGone, encode
 from workers.config import EngineConfig
@@ -17,6 +18,7 @@ from workers.messages import (
     Cancel,
     EngineStats,
     Fault,
+    Figures,
     FromWorker,
     Heartbeat,
     Outputs,
@@ -51,6 +53,7 @@ class SchedulerProcess:
         self.addresses = self._binding.addresses
         self._heard = [time.monotonic()] * config.tensor_parallel
         self._launched: dict[int, float] = {}
+        self._figures: Figures = {}
 
     def run(self) -> None:
         """Serve until a Shutdown arrives. On a failure tells the front the first cause, then raises EngineFailed."""
@@ -141,7 +144,7 @@ class SchedulerProcess:
                 self._binding.outputs.send(Outputs(tuple(items)))
             now = time.monotonic()
             if now >= stats_due:
-                self._binding.outputs.send(scheduler.stats())
+                self._binding.outputs.send(structs.replace(scheduler.stats(), worker=self._figures))
                 self._binding.pulse.send(Heartbeat(-1))
                 stats_due = now + STATS_PERIOD_S
                 self._watch(now)
@@ -158,6 +161,8 @@ class SchedulerProcess:
                 return scheduler.apply(message)
             case Heartbeat():
                 self._heard[message.rank] = time.monotonic()
+                if message.rank == 0:
+                    self._figures = message.figures
             case Fault():
                 raise EngineFailed(self._first_cause(message))
         return ()

@@ -55,6 +55,8 @@ def run_worker(
 
         group = TensorParallel.connect(rank, config.tensor_parallel, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         replica = Replica(config, group, device, progress)
+        if rank == 0:
+            heartbeat.figures = replica.runner.stats.figures
         results.send(replica.ready)
         _serve(replica.runner, plans, results, rank)
         replica.runner.close()

@@ -11,8 +11,21 @@ from typing import Any
 from ray.serve.metrics import Counter, Gauge, Histogram
 
 from deploy.arrivals import Arrivals
-from deploy.metrics import COUNTERS, FIRST_TOKEN_BUCKETS, GAUGES, REQUEST_BUCKETS, TOKEN_BUCKETS, FrontMetrics
+from deploy.metrics import (
+    COUNTERS,
+    FIRST_TOKEN_BUCKETS,
+    GAUGES,
+    HISTOGRAMS,
+    REQUEST_BUCKETS,
+    TOKEN_BUCKETS,
+    WORKER_COUNTERS,
+    WORKER_GAUGES,
+    FrontMetrics,
+    cumulative,
+)
 from workers.messages import EngineStats
+
+PREFIX = "latentserve_engine_"
 
 
 class RayFrontMetrics(FrontMetrics):
@@ -79,27 +92,56 @@ class RayFrontMetrics(FrontMetrics):
 
 
 class RayEngineMetrics:
-    """The scheduler's figures, mirrored. It counts since its start; what is reported of a counter is its growth."""
+    """The scheduler's figures, mirrored. It counts since its start; what is reported of a counter is its growth.
+
+    Histograms come as counts of buckets, and Ray takes none: each series of a histogram is a gauge with the name and
+    the `le` that Prometheus knows it by, so `histogram_quantile` works on it as on any other.
+    """
 
     def __init__(self) -> None:
-        self._gauges: dict[str, Any] = {
-            name: Gauge(f"latentserve_engine_{name}", text) for name, text in GAUGES.items()
+        self._gauges = {name: Gauge(PREFIX + name, text) for name, text in (GAUGES | WORKER_GAUGES).items()}
+        self._counters = {name: Counter(f"{PREFIX}{name}_total", text) for name, text in COUNTERS.items()}
+        self._worker = {
+            name: Counter(f"{PREFIX}{name}_total", text, tag_keys=(label,) if label else ())
+            for name, (text, label) in WORKER_COUNTERS.items()
         }
-        self._counters: dict[str, Any] = {
-            name: Counter(f"latentserve_engine_{name}_total", text) for name, text in COUNTERS.items()
+        self._histograms = {
+            name: (
+                Gauge(f"{PREFIX}{name}_bucket", text, tag_keys=("kind", "le")),
+                Gauge(f"{PREFIX}{name}_sum", text, tag_keys=("kind",)),
+                Gauge(f"{PREFIX}{name}_count", text, tag_keys=("kind",)),
+            )
+            for name, text in HISTOGRAMS.items()
         }
-        self._healthy = Gauge("latentserve_engine_healthy", "1 while the engine serves, 0 once it failed.")
+        self._healthy = Gauge(f"{PREFIX}healthy", "1 while the engine serves, 0 once it failed.")
         self._last = EngineStats()
 
     def report(self, stats: EngineStats, fault: str | None) -> None:
         """Report the newest figures."""
+        last, self._last = self._last, stats
         self._healthy.set(float(fault is None))
-        for name, gauge in self._gauges.items():
-            gauge.set(float(getattr(stats, name)))
+        for name in GAUGES:
+            self._gauges[name].set(float(getattr(stats, name)))
+        for name in WORKER_GAUGES:
+            self._gauges[name].set(stats.worker.get(name, {}).get("", 0.0))
         for name, counter in self._counters.items():
-            if (growth := getattr(stats, name) - getattr(self._last, name)) > 0:
-                counter.inc(growth)
-        self._last = stats
+            _grow(counter, getattr(stats, name) - getattr(last, name))
+        for name, counter in self._worker.items():
+            label = WORKER_COUNTERS[name][1]
+            before = last.worker.get(name, {})
+            for of, value in stats.worker.get(name, {}).items():
+                _grow(counter, value - before.get(of, 0.0), {label: of} if label else None)
+        for name, (buckets, total, count) in self._histograms.items():
+            for kind, part in getattr(stats, name).items():
+                for bound, below in cumulative(name, part.counts):
+                    buckets.set(below, {"kind": kind, "le": bound})
+                total.set(part.total, {"kind": kind})
+                count.set(part.count, {"kind": kind})
+
+
+def _grow(counter: Any, growth: float, tags: dict[str, str] | None = None) -> None:
+    if growth > 0:  # Ray refuses 0
+        counter.inc(growth, tags)
 
 
 def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:

@@ -135,8 +135,11 @@ async def test_figures_are_on_ray_s_metrics_endpoint(server: Server) -> None:
         found = await until(figures, 15.0)
     assert found["latentserve_engine_prompt_tokens_total"] >= 3
     assert found["latentserve_engine_drafts_offered_total"] >= found["latentserve_engine_drafts_accepted_total"] > 0
-    assert found["latentserve_engine_decode_steps_total"] > 0
-    assert found["latentserve_engine_step_seconds_total"] > 0
+    assert found["latentserve_engine_step_seconds_count"] > found["latentserve_engine_step_prefill_tokens_count"] > 0
+    assert found["latentserve_engine_step_seconds_sum"] > 0
+    assert found["latentserve_engine_step_decode_rows_sum"] >= found["latentserve_engine_step_decode_rows_count"] > 0
+    assert found["latentserve_engine_graph_eager_steps_total"] > 0  # on a CPU there are no graphs
+    assert found["latentserve_engine_graph_bytes"] == 0
     assert found["latentserve_engine_pages_total"] > 0
     assert found["latentserve_engine_healthy"] == 1
     assert found["latentserve_time_to_first_token_seconds_count"] >= 1

@@ -104,6 +104,21 @@ def test_the_first_message_waits_for_its_peer(monkeypatch: pytest.MonkeyPatch) -
         binding.close()
 
 
+def test_heartbeats_carry_the_newest_figures() -> None:
+    binding = Binding(1, None, ToScheduler, FromWorker)
+    heartbeat = HeartbeatThread(binding.addresses, 0, silence_s=60)
+    try:
+        assert binding.results.receive(5000) == Heartbeat(0)
+        for steps in (3, 4):
+            expected = {"steps": {"eager": steps}}
+            heartbeat.figures = lambda figures=expected: figures
+            while (message := binding.results.receive(5000)).figures != expected:
+                assert isinstance(message, Heartbeat)
+    finally:
+        heartbeat.close()
+        binding.close()
+
+
 def test_heartbeats_come_while_the_main_thread_is_busy_and_stop_when_told() -> None:
     binding = Binding(1, None, ToScheduler, FromWorker)
     heartbeat = HeartbeatThread(binding.addresses, 0, silence_s=60)

@@ -22,7 +22,7 @@ from workers.client import EngineClient
 from workers.config import EngineConfig
 from workers.engine import EngineFault, Refused
 from workers.launch import LocalReplica, local_engine
-from workers.messages import Request
+from workers.messages import Figures, Request
 from workers.plan import SamplingParams
 
 
@@ -40,6 +40,15 @@ async def collect(client: EngineClient, name: str, prompt: list[int], sampling: 
     return [t async for out in client.generate(Request(name, tuple(prompt), sampling)) for t in out.tokens]
 
 
+async def settled_figures(client: EngineClient) -> Figures:
+    """What rank 0 told, once it no longer changes: heartbeats are half a second apart at the most."""
+    before: Figures = {}
+    while not client.stats.worker or client.stats.worker != before:
+        before = client.stats.worker
+        await asyncio.sleep(1.0)
+    return before
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 async def test_ranks_share_one_model_and_give_the_tokens_of_one(folder: Path, ranks: int) -> None:
     prompts = random_prompts(10, 120, seed=50)
@@ -51,6 +60,8 @@ async def test_ranks_share_one_model_and_give_the_tokens_of_one(folder: Path, ra
         jobs = [collect(client, f"r{i}", prompt, greedy(24)) for i, prompt in enumerate(prompts)]
         assert await asyncio.gather(*jobs) == expected
         assert client.stats.pages_total == 199
+        steps = (await settled_figures(client))["graph_eager_steps"]
+        assert steps == {"no graphs": sum(part.count for part in client.stats.step_seconds.values())}
     assert any("rank 0" in line for line in lines)
 
 

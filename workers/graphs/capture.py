@@ -5,16 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
 from workers.decode_step import DecodeStep
 from workers.graphs.guard import capture_guard
 from workers.graphs.ladder import Ladder
+from workers.graphs.stats import GraphStats
 from workers.plan import GraphKey, StepPlan
 from workers.scratch import Scratch
 from workers.step import StepOutput, StepParts
@@ -69,24 +68,15 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass
-class GraphStats:
-    """How the graphs are used."""
-
-    replays: int = 0
-    rows: int = 0
-    padded_rows: int = 0
-    eager: Counter[str] = field(default_factory=Counter)
-    """Decode and mixed steps that ran without a whole graph, by reason."""
-
-
 class GraphRunner:
     """The captured ladder of one rank."""
 
-    def __init__(self, parts: StepParts, max_rows: int, progress: Callable[[str], None] | None = None) -> None:
-        """Captures every key of the ladder, largest first."""
+    def __init__(
+        self, parts: StepParts, max_rows: int, stats: GraphStats, progress: Callable[[str], None] | None = None
+    ) -> None:
+        """Captures every key of the ladder, largest first. What happens is counted in `stats`."""
         self.ladder = Ladder(max_rows, parts.width)
-        self.stats = GraphStats()
+        self.stats = stats
         self._parts = parts
         self._graphs: dict[GraphKey, CapturedStep] = {}
         self._capture(progress)
@@ -106,11 +96,11 @@ class GraphRunner:
                 self._graphs[key] = CapturedStep(DecodeStep(self._parts, key, Scratch(device, buffer)))
         torch.cuda.synchronize(device)
         after, _ = torch.cuda.mem_get_info(device)
-        self.seconds = time.perf_counter() - begin
-        self.bytes = max(free - after, 0)
-        """Device memory that the graphs and their scratch took."""
+        stats = self.stats
+        stats.capture_seconds = time.perf_counter() - begin
+        stats.bytes = max(free - after, 0)
         if progress is not None:
-            progress(f"captured {len(keys)} graphs in {self.seconds:.1f} s, {self.bytes / 2**20:.0f} MiB")
+            progress(f"captured {len(keys)} graphs in {stats.capture_seconds:.1f} s, {stats.bytes / 2**20:.0f} MiB")
 
     def captured(self, plan: StepPlan) -> CapturedStep | None:
         """The graph for a plan, its slots filled in; None, with the reason counted, when there is none."""

@@ -144,7 +144,7 @@ class Scheduler:
             self._rows.landed(sequence, sampled=row.final)
         self._counters.drafts_offered += offered
         self._counters.drafts_accepted += accepted
-        self._counters.count_step(len(flight.decode), len(flight.prefill), result.duration)
+        self._counters.count_step(len(flight.decode), sum(len(row.tokens) for row in plan.prefill), result.duration)
         return tuple(outputs)
 
     def stats(self) -> EngineStats:

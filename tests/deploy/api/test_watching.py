@@ -14,8 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_tokenizer import tiny
 
 from deploy.api import ApiConfig, configure_logging, create_app
-from deploy.metrics import COUNTERS, GAUGES, FrontMetrics
+from deploy.metrics import COUNTERS, GAUGES, HISTOGRAMS, WORKER_COUNTERS, WORKER_GAUGES, FrontMetrics
+from workers.graphs.stats import GraphStats
 from workers.messages import EngineStats
+from workers.scheduler.counters import Counters
 
 IDS = tiny().encode("the fox", add_special_tokens=False)
 BODY = {"model": "tiny", "prompt": "a very secret prompt", "max_tokens": 50}
@@ -76,13 +78,38 @@ def test_what_is_counted() -> None:
 
 
 def test_every_engine_figure_is_rendered() -> None:
-    fields = set(EngineStats.__struct_fields__) - {"prefix_keys"}
-    assert fields == set(GAUGES) | set(COUNTERS)
+    fields = set(EngineStats.__struct_fields__) - {"prefix_keys", "worker"}
+    assert fields == set(GAUGES) | set(COUNTERS) | set(HISTOGRAMS)
+    assert set(GraphStats().figures()) == set(WORKER_GAUGES) | set(WORKER_COUNTERS)
     metrics = FrontMetrics()
     metrics.watch_engine(EngineStats)
     found = samples(metrics.render().decode())
-    assert {f"latentserve_engine_{name}" for name in GAUGES} <= set(found)
-    assert {f"latentserve_engine_{name}_total" for name in COUNTERS} <= set(found)
+    assert {f"latentserve_engine_{name}" for name in (*GAUGES, *WORKER_GAUGES)} <= set(found)
+    unlabelled = [name for name, (_, label) in WORKER_COUNTERS.items() if label is None]
+    assert {f"latentserve_engine_{name}_total" for name in (*COUNTERS, *unlabelled)} <= set(found)
+
+
+def test_histograms_and_labels_of_the_engine() -> None:
+    counters = Counters()
+    for seconds in (0.0009, 0.001, 0.0011, 0.7, 3.0):
+        counters.count_step(5, 0, seconds)
+    counters.count_step(3, 100, 0.02)
+    graphs = GraphStats(replays=5, rows=25)
+    graphs.eager["prefill rows"] = 1
+    metrics = FrontMetrics()
+    metrics.watch_engine(lambda: counters.into(EngineStats(worker=graphs.figures())))
+    found = samples(metrics.render().decode())
+    seconds, rows = "latentserve_engine_step_seconds", "latentserve_engine_step_decode_rows"
+    below = [found[f"{seconds}_bucket{{kind=decode,le={le}}}"] for le in ("0.001", "0.002", "0.5", "1.0", "+Inf")]
+    assert below == [2, 3, 3, 4, 5]
+    assert found[f"{seconds}_sum{{kind=decode}}"] == pytest.approx(3.703)
+    assert found[f"{seconds}_count{{kind=decode}}"] == 5
+    assert found[f"{seconds}_count{{kind=mixed}}"] == 1
+    assert found[f"{rows}_sum{{kind=decode}}"] == 25
+    assert found[f"{rows}_bucket{{kind=mixed,le=4.0}}"] == 1
+    assert found["latentserve_engine_step_prefill_tokens_sum{kind=mixed}"] == 100
+    assert found["latentserve_engine_graph_replays_total"] == 5
+    assert found["latentserve_engine_graph_eager_steps_total{reason=prefill rows}"] == 1
 
 
 def test_logs_are_json_with_ids_and_without_prompts(logs: io.StringIO) -> None:

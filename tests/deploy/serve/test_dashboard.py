@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.environment import DASHBOARD_FILE
-from deploy.metrics import COUNTERS, GAUGES
+from deploy.metrics import COUNTERS, GAUGES, HISTOGRAMS, WORKER_COUNTERS, WORKER_GAUGES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -20,17 +20,25 @@ class Recorded:
     def __init__(self, name: str, description: str = "", boundaries: list | None = None, tag_keys: tuple = ()) -> None:
         assert description
         self.name, self.tags, self.values, self.total = name, tag_keys, [], 0.0
+        self.buckets = boundaries is not None
+        self.of: dict[tuple[str, ...], float] = {}
+        """The newest value, or the sum, by the values of its tags."""
         Recorded.created[name] = self
+
+    def _place(self, tags: dict | None) -> tuple[str, ...]:
+        assert set(tags or {}) == set(self.tags)
+        return tuple((tags or {})[tag] for tag in self.tags)
 
     def set(self, value: float, tags: dict | None = None) -> None:
         self.values.append(value)
+        self.of[self._place(tags)] = value
 
     observe = set
 
     def inc(self, value: float, tags: dict | None = None) -> None:
         assert value > 0, "Ray refuses"
-        assert set(tags or {}) == set(self.tags)
         self.total += value
+        self.of[self._place(tags)] = self.of.get(self._place(tags), 0.0) + value
 
 
 @pytest.fixture
@@ -55,7 +63,8 @@ def test_every_panel_asks_for_a_figure_that_exists(recorded: dict[str, Recorded]
     dashboard = json.loads(DASHBOARD_FILE.read_text())
     expressions = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
     asked = {name for e in expressions for name in re.findall(r"ray_(latentserve_\w+)", e)}
-    assert {re.sub(r"_bucket$", "", name) for name in asked} <= known
+    known |= {f"{name}_bucket" for name in known if recorded[name].buckets}
+    assert asked <= known
     # What the operator must be able to see.
     for part in (
         "running",
@@ -66,7 +75,9 @@ def test_every_panel_asks_for_a_figure_that_exists(recorded: dict[str, Recorded]
         "time_per_output_token",
     ):
         assert any(part in name for name in asked), part
-    for part in ("pages_free", "cached_tokens", "drafts_offered", "drafts_accepted", "step_seconds", "mixed_steps"):
+    for part in ("pages_free", "cached_tokens", "drafts_offered", "drafts_accepted"):
+        assert any(part in name for name in asked), part
+    for part in (*HISTOGRAMS, *WORKER_COUNTERS, *WORKER_GAUGES):
         assert any(part in name for name in asked), part
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
@@ -88,7 +99,10 @@ def test_panels_do_not_overlap() -> None:
 
 def test_every_figure_is_documented(recorded: dict[str, Recorded]) -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
-    missing = {name for name in names(recorded) if f"`{name}`" not in text}
+    # The series of a histogram of the engine have one line together.
+    series = re.compile(f"({'|'.join(HISTOGRAMS)})_(bucket|sum|count)$")
+    figures = {series.sub(r"\1", name) for name in names(recorded)}
+    missing = {name for name in figures if f"`{name}`" not in text}
     assert not missing
 
 
@@ -97,16 +111,55 @@ def test_counters_of_the_scheduler_become_growth(recorded: dict[str, Recorded]) 
     from workers.messages import EngineStats
 
     metrics = RayEngineMetrics()
-    metrics.report(EngineStats(running=3, generated_tokens=10, steps=4), None)
-    metrics.report(EngineStats(running=2, generated_tokens=10, steps=9), None)
-    metrics.report(EngineStats(running=0, generated_tokens=25, steps=9, drafting=False), "dead")
+    metrics.report(EngineStats(running=3, generated_tokens=10, preemptions=4), None)
+    metrics.report(EngineStats(running=2, generated_tokens=10, preemptions=9), None)
+    metrics.report(EngineStats(running=0, generated_tokens=25, preemptions=9, drafting=False), "dead")
     assert recorded["latentserve_engine_generated_tokens_total"].total == 25
-    assert recorded["latentserve_engine_steps_total"].total == 9
+    assert recorded["latentserve_engine_preemptions_total"].total == 9
     assert recorded["latentserve_engine_running"].values == [3, 2, 0]
     assert recorded["latentserve_engine_healthy"].values == [1, 1, 0]
     assert recorded["latentserve_engine_drafting"].values == [1, 1, 0]
     assert {f"latentserve_engine_{name}" for name in GAUGES} <= set(recorded)
     assert {f"latentserve_engine_{name}_total" for name in COUNTERS} <= set(recorded)
+
+
+def test_histograms_become_the_series_that_prometheus_knows(recorded: dict[str, Recorded]) -> None:
+    from deploy.observability.metrics import RayEngineMetrics
+    from workers.messages import STEP_BUCKETS, Distribution, EngineStats
+
+    metrics = RayEngineMetrics()
+    bounds = STEP_BUCKETS["step_seconds"]
+    first = [0] * (len(bounds) + 1)
+    first[1], first[-1] = 3, 1  # 3 steps of 1 ... 2 ms, one of more than a second
+    second = [n + 1 for n in first]
+    metrics.report(EngineStats(step_seconds={"decode": Distribution(tuple(first), 1.5)}), None)
+    metrics.report(EngineStats(step_seconds={"decode": Distribution(tuple(second), 4.5)}), None)
+    bucket = recorded["latentserve_engine_step_seconds_bucket"].of
+    assert bucket["decode", "0.001"] == 1
+    assert bucket["decode", "0.002"] == bucket["decode", "0.003"] - 1 == 5
+    assert bucket["decode", "1.0"] == bucket["decode", "+Inf"] - 2 == 3 + len(bounds)
+    assert recorded["latentserve_engine_step_seconds_sum"].of == {("decode",): 4.5}
+    assert recorded["latentserve_engine_step_seconds_count"].of == {("decode",): 4 + len(second)}
+
+
+def test_figures_of_the_worker_are_passed_on(recorded: dict[str, Recorded]) -> None:
+    from deploy.observability.metrics import RayEngineMetrics
+    from workers.graphs.stats import GraphStats
+    from workers.messages import EngineStats
+
+    metrics, graphs = RayEngineMetrics(), GraphStats(replays=5, rows=20, padded_rows=3, bytes=1000, capture_seconds=2.0)
+    metrics.report(EngineStats(), None)  # nothing is known before the first heartbeat
+    graphs.eager["prefill rows"] = 2
+    metrics.report(EngineStats(worker=graphs.figures()), None)
+    graphs.replays, graphs.eager["prefill rows"], graphs.eager["width 2, 0 drafts"] = 9, 3, 1
+    metrics.report(EngineStats(worker=graphs.figures()), None)
+    found = {name.removeprefix("latentserve_engine_graph_"): metric.of for name, metric in recorded.items()}
+    assert found["replays_total"] == {(): 9}
+    assert found["rows_total"] == {(): 20}
+    assert found["padded_rows_total"] == {(): 3}
+    assert found["eager_steps_total"] == {("prefill rows",): 3, ("width 2, 0 drafts",): 1}
+    assert found["bytes"] == {(): 1000}
+    assert found["capture_seconds"] == {(): 2.0}
 
 
 def test_the_front_s_measurements_are_passed_on_and_kept(recorded: dict[str, Recorded]) -> None:

@@ -55,7 +55,7 @@ def test_under_pressure_every_request_gets_its_own_tokens() -> None:
             any(row.slot == a.slot and row.write_from for row in plan.prefill) for plan, a in resumed
         )
         seen["cached tokens"] += stats.cached_tokens
-        seen["mixed steps"] += stats.mixed_steps
+        seen["mixed steps"] += stats.step_seconds["mixed"].count
         seen["drafts accepted"] += stats.drafts_accepted
         seen["drafts given up"] += any(b.drafts < a.drafts for a, b in itertools.pairwise(plans))
         seen["drafts taken up again"] += any(b.drafts > a.drafts for a, b in itertools.pairwise(plans))

@@ -10,7 +10,7 @@ from replica import Replica
 from simulated_worker import VOCAB, alone
 from workload import config, tokens
 
-from workers.messages import Request
+from workers.messages import STEP_BUCKETS, Request
 from workers.plan import SamplingParams, StepResult
 from workers.scheduler import Scheduler, max_entries_per_row, max_pages_per_row
 
@@ -107,7 +107,7 @@ def test_mixed_steps_keep_the_full_width() -> None:  # M8
     mixed = [plan for plan in replica.plans if plan.decode_slots and plan.prefill]
     assert len(mixed) > 3
     assert {(plan.width, plan.drafts) for plan in replica.plans} == {(3, 2)}
-    assert replica.scheduler.stats().mixed_steps == len(mixed)
+    assert replica.scheduler.stats().step_seconds["mixed"].count == len(mixed)
     replica.check_tokens()
 
 
@@ -348,8 +348,31 @@ def test_statistics_count_what_happened() -> None:
     replica.run()
     stats = replica.scheduler.stats()
     assert (stats.prompt_tokens, stats.generated_tokens, stats.cached_tokens, stats.preemptions) == (150, 20, 0, 0)
-    assert stats.steps == len(replica.plans) == stats.prefill_steps + stats.decode_steps + stats.mixed_steps
-    assert stats.prefill_steps == 3
-    assert stats.step_seconds == pytest.approx(0.001 * stats.steps)
-    assert stats.drafts_offered >= 2 * (stats.steps - 4)
+    steps = len(replica.plans)
+    assert stats.drafts_offered >= 2 * (steps - 4)
+    seconds = stats.step_seconds
+    assert {kind: part.count for kind, part in seconds.items()} == {"decode": steps - 3, "prefill": 3, "mixed": 0}
+    # A step of the simulated worker takes a millisecond, which the first bucket holds.
+    assert all(part.counts[0] == part.count for part in seconds.values())
+    assert sum(part.total for part in seconds.values()) == pytest.approx(0.001 * steps)
+
+
+def test_steps_are_counted_by_kind_and_size() -> None:
+    replica = Replica(config(token_budget=200, prefix_cache=False), agree=0.5)
+    for name in "abc":
+        replica.add(name, tokens(130, seed=ord(name)), max_tokens=20)
+    replica.run()
+    stats = replica.scheduler.stats()
+    shapes = [(len(plan.decode_slots), sum(len(row.tokens) for row in plan.prefill)) for plan in replica.plans]
+    for field, column in (("step_decode_rows", 0), ("step_prefill_tokens", 1)):
+        bounds = STEP_BUCKETS[field]
+        for kind, part in getattr(stats, field).items():
+            mixed = kind == "mixed"
+            values = [shape[column] for shape in shapes if shape[column] and (shape[1 - column] > 0) == mixed]
+            assert part.total == sum(values)
+            assert [sum(part.counts[: i + 1]) for i in range(len(bounds))] == [
+                sum(value <= bound for value in values) for bound in bounds
+            ]
+    assert stats.step_prefill_tokens["prefill"].total + stats.step_prefill_tokens["mixed"].total == 390
+    assert stats.step_decode_rows["mixed"].count > 0
     assert alone(replica.requests["a"], 1000)[0] == replica.tokens["a"]

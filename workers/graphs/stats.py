@@ -1,0 +1,35 @@
+"""How the captured graphs of a rank are used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from workers.messages import Figures
+
+
+@dataclass
+class GraphStats:
+    """Counters since start, and what the capture cost."""
+
+    replays: int = 0
+    rows: int = 0
+    """Decode rows of the replayed steps."""
+    padded_rows: int = 0
+    """Rows that filled their buckets up."""
+    eager: Counter[str] = field(default_factory=Counter)
+    """Steps that ran without a whole graph, by reason."""
+    capture_seconds: float = 0.0
+    bytes: int = 0
+    """Device memory that the graphs and their scratch took."""
+
+    def figures(self) -> Figures:
+        """For the scheduler; another thread than the one that counts may call it."""
+        return {
+            "graph_replays": {"": self.replays},
+            "graph_rows": {"": self.rows},
+            "graph_padded_rows": {"": self.padded_rows},
+            "graph_eager_steps": dict(self.eager),
+            "graph_capture_seconds": {"": self.capture_seconds},
+            "graph_bytes": {"": self.bytes},
+        }
