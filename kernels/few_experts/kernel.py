@@ -124,7 +124,8 @@ def choose(
             second = (rest == tl.max(rest, 2)[:, :, None]) & (rest != _TAKEN)
             rank += tl.sum(tl.where(second, member_choice, 0.0), 2)
         order = tl.where((group < GROUPS)[None, :], _key(rank, group[None, :]), _TAKEN)
-        better = tl.sum((order[:, None, :] > order[:, :, None]).to(tl.int32), 2)
+        # Counted in fp32: of integers the compiler makes a population count, whose bits it gathers on the stack.
+        better = tl.sum((order[:, None, :] > order[:, :, None]).to(tl.float32), 2)
         open_group = (better < TOP_GROUPS)[:, :, None] & (member_key != _TAKEN)
         # Experts of closed groups stay eligible behind all others, as scores of -inf would be.
         closed = tl.reshape(_key(tl.full([LANES], _CLOSED, tl.float32), expert), [1, GROUP_BLOCK, MEMBER_BLOCK])

@@ -90,7 +90,7 @@ def choose(
         BIASED=bias_X is not None,
         NORMALIZE=routing.normalize,
         DEPENDENT=dependent,
-        num_warps=min(max(block * group_block * member_block // 256, 1), 4),
+        num_warps=min(max(block * group_block * member_block // 256, 1), 8),
         **options(dependent),
     )
 
@@ -172,12 +172,12 @@ def down(
         out_TE,
         out_TE if square_TP is None else square_TP,
         tokens,
+        choice.slots,
         E=features,
         SHARED=0 if shared_act_TI is None else shared_act_TI.shape[1],
         I=intermediate,
         EXPERTS=choice.place_TX.shape[1],
         CHOSEN=choice.weight_TK.shape[1],
-        SLOTS=choice.slots,
         RESIDUAL=residual_TE is not None,
         RESIDUAL_STRIDE=0 if residual_TE is None else residual_TE.stride(0),
         OUT_STRIDE=out_TE.stride(0),

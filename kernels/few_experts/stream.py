@@ -99,10 +99,10 @@ def gate_up(
 
 
 @gluon.jit
-def expert_of(slot, unit, SHARED_UNITS: gl.constexpr, SLOTS: gl.constexpr):
+def expert_of(slot, unit, slots, SHARED_UNITS: gl.constexpr):
     """The routed expert that is a unit, or -1."""
     at = unit - SHARED_UNITS
-    return gl.load(slot + at, mask=(at >= 0) & (at < SLOTS), other=-1, cache_modifier=".cg")
+    return gl.load(slot + at, mask=(at >= 0) & (at < slots), other=-1, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -173,13 +173,12 @@ def copy_unit(
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens", "slots"])
 def down(
-    shared_act, act, shared_weight, weight, slot, place, residual, norm, out, out_square, tokens,
+    shared_act, act, shared_weight, weight, slot, place, residual, norm, out, out_square, tokens, slots,
     E: gl.constexpr, SHARED: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr,
-    SLOTS: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
-    PIECES: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    RESIDUAL: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, PIECES: gl.constexpr,
+    TOKENS: gl.constexpr, WIDTH: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Sum over the shared activations and every chosen expert; added to the residual, or stored. Grid: E / 16.
 
@@ -198,11 +197,11 @@ def down(
     firsts = ()
     ranks = ()
     for i in gl.static_range(AHEAD):
-        expert = expert_of(slot, i, SHARED_UNITS, SLOTS)
+        expert = expert_of(slot, i, slots, SHARED_UNITS)
         tiles = tiles + unit_weights(weight, shared_weight, row, i, expert, E, SHARED, I, WIDTH, WARPS)
         firsts = firsts + (expert,)
         ranks = ranks + (choice_ranks(place, i, expert, tokens, SHARED_UNITS, EXPERTS, TOKENS, WIDTH, WARPS),)
-    units = SHARED_UNITS + gl.load(slot + SLOTS, cache_modifier=".cg")
+    units = SHARED_UNITS + gl.load(slot + slots, cache_modifier=".cg")
     f = program * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
     t = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
     inside = (f < E)[:, None] & (t < tokens)[None, :]
@@ -216,7 +215,7 @@ def down(
     for i in gl.static_range(AHEAD):
         own_s = x_s[i * CHUNKS : (i + 1) * CHUNKS]
         copy_unit(own_s, shared_act, act, i, firsts[i], ranks[i], tokens, SHARED, I, CHOSEN, TOKENS, WIDTH, WARPS)
-        experts = experts + (expert_of(slot, i + AHEAD, SHARED_UNITS, SLOTS),)
+        experts = experts + (expert_of(slot, i + AHEAD, slots, SHARED_UNITS),)
     for first in range(0, units, AHEAD):
         later_tiles = ()
         later_experts = ()
@@ -234,7 +233,7 @@ def down(
             gl.thread_barrier()
             own_s = x_s[i * CHUNKS : (i + 1) * CHUNKS]
             copy_unit(own_s, shared_act, act, unit, experts[i], rank, tokens, SHARED, I, CHOSEN, TOKENS, WIDTH, WARPS)
-            later_experts = later_experts + (expert_of(slot, unit + AHEAD, SHARED_UNITS, SLOTS),)
+            later_experts = later_experts + (expert_of(slot, unit + AHEAD, slots, SHARED_UNITS),)
         tiles = later_tiles
         experts = later_experts
     async_copy.wait_group(0)

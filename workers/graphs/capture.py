@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kernels.linear import MOST_STREAMED
 from workers.decode_step import DecodeStep
 from workers.graphs.guard import capture_guard
 from workers.graphs.ladder import Ladder
@@ -86,9 +87,11 @@ class GraphRunner:
         begin, device = time.perf_counter(), self._parts.device
         free, _ = torch.cuda.mem_get_info(device)
         keys = list(self.ladder)
-        # The largest step of each kind says how much scratch memory all need; they share it.
+        # The largest steps of each kind say how much scratch memory all need; they share it. Steps of few tokens may
+        # take another way through the model.
         measured = Scratch(device)
-        for key in keys[: len(self.ladder.modes())]:
+        largest = {(key.width, key.drafts, key.rows * key.width <= MOST_STREAMED): key for key in reversed(keys)}
+        for key in largest.values():
             DecodeStep(self._parts, key, measured).run()
         buffer = torch.empty(measured.peak, dtype=torch.uint8, device=device)
         with _no_garbage_collection():

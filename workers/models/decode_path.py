@@ -13,6 +13,7 @@ P pages, K = 64 entries a page.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +23,8 @@ from kernels import few_experts, pending_norm
 from kernels.few_experts import Choice, Routing
 from kernels.head_linear import head_linear, merge_up, rope_absorb
 from kernels.linear import MOST_STREAMED, gated_linear, linear, linear_to_residual, normed_linear
-from kernels.mla_decode import DecodeShape, Workspace, mla_decode
 from kernels.mla_decode import launch as attention_launch
-from kernels.mla_decode.schedule import hopper_tiling
+from kernels.mla_decode import mla_decode
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import rms_norm
 from workers.batch import Batch, DecodeBatch, LatentCache
@@ -40,6 +40,7 @@ MOST_MERGED = 4
 """Most tokens whose attention is merged and multiplied by W_UV in one launch."""
 
 
+@cache
 def unsupported(config: ModelConfig, ranks: int) -> str:
     """Why a model of this shape cannot take the path on a GPU; empty if it can."""
     rank_features = {
@@ -79,7 +80,6 @@ class Step:
 
     batch: Batch
     rows: DecodeBatch
-    workspace: Workspace | None
     rotation_PO: Tensor
     scratch: Scratch
     dependent: bool
@@ -96,20 +96,18 @@ class DecodePath:
 
     def __init__(self, model: DeepseekModel) -> None:
         self.model = model
-        self.unsupported = unsupported(model.config, model.group.size)
-        """Why the model cannot take this path on a GPU; empty if it can."""
 
     def takes(self, batch: Batch) -> bool:
         """Whether this pass can go here: a pure decode step of few tokens, on a GPU with dependent launch, in bf16."""
-        table_YE = self.model.embedding_YE
+        model, table_YE = self.model, self.model.embedding_YE
         return (
-            not self.unsupported
-            and batch.decode is not None
+            batch.decode is not None
             and batch.prefill is None
             and 0 < batch.layout.tokens <= MOST_STREAMED
             and table_YE.is_cuda
             and table_YE.dtype == torch.bfloat16
             and torch.cuda.get_device_capability(table_YE.device) >= (9, 0)
+            and not unsupported(model.config, model.group.size)
         )
 
     def forward(self, token_T: Tensor, batch: Batch, cache: LatentCache, scratch: Scratch) -> Tensor:
@@ -147,30 +145,11 @@ class DecodePath:
         return scratch.empty(batch.layout.tokens, model.config.hidden_size, dtype=model.embedding_YE.dtype)
 
     def _step(self, batch: Batch, scratch: Scratch) -> Step:
+        batch = self.model.layers[0].attention.planned(batch, scratch)
         rows = batch.decode
         if rows is None or batch.prefill is not None:
             raise ValueError("this path is for pure decode steps")
-        dependent = rows.length_R.is_cuda
-        workspace = self._plan(batch, rows, scratch) if dependent else None
-        return Step(batch, rows, workspace, self.model.rotation_PO, scratch, dependent)
-
-    def _plan(self, batch: Batch, rows: DecodeBatch, scratch: Scratch) -> Workspace:
-        layout, attention = batch.layout, self.model.layers[0].attention
-        shape = DecodeShape(
-            layout.decode_rows,
-            layout.width,
-            attention.heads,
-            attention.latent,
-            attention.rope,
-            rows.page_RP.shape[1],
-        )
-        dtype = attention.kv_norm_L.dtype
-        device = torch.cuda.get_device_properties(rows.length_R.device)
-        tiling = hopper_tiling(shape, device.multi_processor_count)
-        size = Workspace.bytes(shape, tiling, dtype)
-        workspace = Workspace.over(scratch.empty(size, dtype=torch.uint8), shape, tiling, dtype)
-        attention_launch.plan(rows.length_R, rows.page_RP, workspace, first=batch.first)
-        return workspace
+        return Step(batch, rows, self.model.rotation_PO, scratch, dependent=rows.length_R.is_cuda)
 
     def _pending(self, step: Step) -> PendingNorm:
         config, dtype = self.model.config, self.model.embedding_YE.dtype
@@ -237,7 +216,7 @@ class DecodePath:
 
     def _attend(self, attention: LatentAttention, q_THC: Tensor, cache_PKC: Tensor, step: Step) -> Tensor:
         """Absorbed attention and W_UV."""
-        tokens, rows, scratch, workspace = step.tokens, step.rows, step.scratch, step.workspace
+        tokens, rows, scratch, workspace = step.tokens, step.rows, step.scratch, step.rows.workspace
         heads, latent, width, dtype = attention.heads, attention.latent, step.batch.layout.width, q_THC.dtype
         out_THV = scratch.empty(tokens, heads, attention.value, dtype=dtype)
         attended_THL = scratch.empty(tokens, heads, latent, dtype=dtype)

@@ -17,6 +17,7 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from workers.batch import Batch, LatentCache
 from workers.models.attention import LatentAttention
 from workers.models.config import ModelConfig
+from workers.models.decode_path import DecodePath
 from workers.models.feed_forward import feed_forward
 from workers.models.rope import rotation_table
 from workers.models.segments import Flow, PassTensors, Segments
@@ -140,7 +141,10 @@ class DeepseekModel:
         `token_T`: int64 ids below the vocabulary size. `batch.position_T` must lie below `max_positions`. All memory
         comes from `scratch` (here and below: fresh memory when there is none), except for what prefill rows need.
         """
-        return self._pass(self.segments, token_T, None, batch, cache, scratch or Scratch(token_T.device))
+        scratch, path = scratch or Scratch(token_T.device), DecodePath(self)
+        if path.takes(batch):
+            return path.forward(token_T, batch, cache, scratch)
+        return self._pass(self.segments, token_T, None, batch, cache, scratch)
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Logits of final-norm hidden states, fp32 [N, Y]."""
@@ -170,7 +174,9 @@ class DeepseekModel:
         """
         if self.draft_segments is None:
             raise ValueError("this model has no draft layer")
-        scratch = scratch or Scratch(token_T.device)
+        scratch, path = scratch or Scratch(token_T.device), DecodePath(self)
+        if path.takes(batch):
+            return path.draft(token_T, hidden_TE, batch, cache, scratch)
         return self._pass(self.draft_segments, token_T, hidden_TE, batch, cache, scratch)
 
     def _pass(

@@ -8,6 +8,7 @@ gluon_interpreter.install()
 bounds.check_bounds()
 
 from collections.abc import Callable  # noqa: E402
+from dataclasses import replace  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -17,11 +18,13 @@ from random_model import V2_LITE_HEADS, decode_step, random_model  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 
 import workers.models.decode_path as decode_path  # noqa: E402
+from kernels import moe  # noqa: E402
 from kernels.few_experts import launch as experts  # noqa: E402
 from kernels.head_linear import launch as heads  # noqa: E402
 from kernels.linear import launch as products  # noqa: E402
 from kernels.mla_decode import launch as attention  # noqa: E402
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling  # noqa: E402
+from kernels.moe import reference  # noqa: E402
 from kernels.pending_norm import PendingNorm, launch_enter  # noqa: E402
 from kernels.rms_norm import launch as norms  # noqa: E402
 from workers.batch import Batch, DecodeBatch  # noqa: E402
@@ -62,6 +65,20 @@ def all_experts(
     experts.down(shared_act, act, choice, shared_EI, down, out.x_TE, residual, norm, out.square_TP)
 
 
+CHOSEN: list[torch.Tensor] = []
+"""Of every layer with experts, whom every token chose [T, X]: first of the path, then of the layers."""
+
+
+def choose(logit: Any, bias: Any, length: Any, choice: Any, routing: Any) -> None:
+    experts.choose(logit, bias, length, choice, routing)
+    CHOSEN.append(choice.place_TX >= 0)
+
+
+def route(logit: Any, bias: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> None:
+    reference.route(logit, bias, ids, *rest, **options)
+    CHOSEN.append(torch.zeros(logit.shape, dtype=torch.bool).scatter_(1, ids.clamp(min=0), True))
+
+
 def plan(self: Any, batch: Batch, rows: DecodeBatch, scratch: Scratch) -> Workspace:
     own = self.model.layers[0].attention
     shape = DecodeShape(
@@ -87,8 +104,8 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step(self: Any, batch: Batch, scratch: Scratch) -> decode_path.Step:
         assert batch.decode is not None
-        workspace = plan(self, batch, batch.decode, scratch)
-        return decode_path.Step(batch, batch.decode, workspace, self.model.rotation_PO, scratch, True)
+        rows = replace(batch.decode, workspace=plan(self, batch, batch.decode, scratch))
+        return decode_path.Step(batch, rows, self.model.rotation_PO, scratch, True)
 
     replaced = {
         "normed_linear": normed,
@@ -102,8 +119,10 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, function in replaced.items():
         monkeypatch.setattr(decode_path, name, plainly(function))
     monkeypatch.setattr(decode_path, "pending_norm", SimpleNamespace(enter=plainly(launch_enter)))
-    few = SimpleNamespace(router=plainly(experts.router), choose=plainly(experts.choose), experts=plainly(all_experts))
+    few = SimpleNamespace(router=plainly(experts.router), choose=plainly(choose), experts=plainly(all_experts))
     monkeypatch.setattr(decode_path, "few_experts", few)
+    monkeypatch.setattr(moe, "route", route)
+    CHOSEN.clear()
     attend = SimpleNamespace(attend=plainly(attention.attend), merge=plainly(attention.merge))
     monkeypatch.setattr(decode_path, "attention_launch", attend)
     monkeypatch.setattr(decode_path.DecodePath, "_step", step)
@@ -125,8 +144,12 @@ def test_the_path_equals_the_layers_in_fp32(lengths: list[int], width: int, over
     want = wide.forward(token_T, batch, wide_cache)
     alive = torch.tensor(lengths).repeat_interleave(width) > 0
     error = (got.float() - want).norm(dim=1) / want.norm(dim=1)
-    # bf16 at every boundary of some twenty products; a wrong one is off by the whole.
-    assert float(error[alive].max()) < 2e-2
+    # bf16 at every boundary of some twenty products; a wrong one is off by the whole. Rounding may turn over a choice
+    # between experts that are nearly level, and with it a token.
+    layers = len(CHOSEN) // 2
+    same = torch.stack([(CHOSEN[i] == CHOSEN[layers + i]).all(1) for i in range(layers)]).all(0)
+    assert int((alive & ~same).sum()) <= 1
+    assert float(torch.where(alive & same, error, 0.0).max()) < 2e-2
     touched = torch.zeros(cache.layers[0].shape[0] * 64, dtype=torch.bool)
     touched[batch.cache_slot_T] = True
     for old, new, theirs in zip(before, cache.layers, wide_cache.layers, strict=True):
