@@ -1,8 +1,9 @@
 """Runs simple Gluon kernels in Triton's interpreter, which knows no Gluon: layouts are forgotten, the values remain.
 
 `install` puts a stand-in in the place of Gluon's language, whose functions are Triton's own, so a module of Gluon
-kernels imported afterwards is interpreted. It covers loads, stores, reductions, copies into shared memory and mma.sync;
-barriers do nothing, so what it cannot show is a race. Import `interpreter` and call its `repair` first.
+kernels imported afterwards is interpreted. It covers loads, stores, reductions, copies into shared memory and mma.sync,
+and, by `gluon_partitions`, what Hopper adds; barriers of threads do nothing, so a race between the warps of one
+partition does not show. Import `interpreter` and call its `repair` first.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import triton
 import triton.language as tl
 from triton.experimental import gluon
-from triton.runtime import interpreter, jit
+from triton.runtime import jit
+
+from kernels.testing import gluon_partitions
 
 
 class _Layout:
@@ -29,38 +31,8 @@ class _Layout:
         return self
 
 
-class _Shared:
-    """A piece of shared memory: one tensor, or one for each index."""
-
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.parts: dict[int, _Shared] = {}
-
-    def index(self, i: Any) -> _Shared:
-        return self.parts.setdefault(int(np.asarray(getattr(getattr(i, "handle", i), "data", i)).item()), _Shared())
-
-    def permute(self, order: Any) -> _Shared:
-        other = _Shared()
-        other.value = tl.permute(self.value, order)
-        return other
-
-    def slice(self, start: int, length: int, dim: int = 0) -> _Shared:
-        other = _Shared()
-        handle = self.value.handle
-        data = np.take(handle.data, range(start, start + length), axis=dim)
-        kind = tl.block_type(self.value.dtype, list(data.shape))
-        other.value = tl.core.tensor(interpreter.TensorHandle(data, handle.dtype), kind)
-        return other
-
-    def store(self, value: Any) -> None:
-        self.value = value
-
-    def load(self, layout: Any) -> Any:
-        return self.value
-
-
-def _copy(smem: _Shared, pointer: Any, mask: Any = None, **_: Any) -> None:
-    smem.value = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0.0)
+def _copy(smem: gluon_partitions.Shared, pointer: Any, mask: Any = None, **_: Any) -> None:
+    smem.store(tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0.0))
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -79,6 +51,7 @@ class _Language(ModuleType):
             "SliceLayout",
             "DotOperandLayout",
             "NVMMADistributedLayout",
+            "NVMMASharedLayout",
             "SwizzledSharedLayout",
         ):
             setattr(self, name, _Layout)
@@ -98,9 +71,8 @@ class _Language(ModuleType):
     def convert_layout(self, value: Any, layout: Any, **_: Any) -> Any:
         return value
 
-    def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> _Shared:
-        return _Shared()
-
+    allocate_shared_memory = staticmethod(gluon_partitions.Shared.allocate)
+    warp_specialize = staticmethod(gluon_partitions.warp_specialize)
     thread_barrier = staticmethod(_nothing)
 
 
@@ -125,4 +97,5 @@ def install() -> None:
     ampere.__dict__.update(async_copy=copies, mma_v2=_mma)
     nvidia = ModuleType("triton.experimental.gluon.language.nvidia")
     gluon.jit, gluon.constexpr_function, gluon.language = _jit, lambda function: function, language
-    sys.modules |= {module.__name__: module for module in (language, nvidia, ampere)}
+    hopper = gluon_partitions.modules(_Layout)
+    sys.modules |= {module.__name__: module for module in (language, nvidia, ampere, *hopper)}
