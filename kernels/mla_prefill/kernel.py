@@ -17,6 +17,19 @@ _MASKED = tl.constexpr(-1.0e33)
 _LOWEST = tl.constexpr(-1.0e30)
 """Start of the running maximum: far above `_MASKED`, so that exp2(masked - lowest) is 0, and below every real score."""
 _LN2 = tl.constexpr(0.6931471805599453)
+_TOGETHER = tl.constexpr(16)
+
+
+@triton.jit
+def place(program, blocks, pairs, heads):
+    """(block, row, head) of a program. Of 16 pairs of row and head at a time, the last blocks come first: causally they
+    take longest, so that the short ones fill up the end. The pairs are few, so that blocks of one pair run at the same
+    time and find its keys in the L2 cache."""
+    together = program // (blocks * _TOGETHER)
+    member = program % (blocks * _TOGETHER)
+    count = min(pairs - together * _TOGETHER, _TOGETHER)
+    pair = together * _TOGETHER + member % count
+    return blocks - 1 - member // count, pair // heads, pair % heads
 
 
 @triton.jit
@@ -29,7 +42,7 @@ def _rows(pointer, row, inside, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, LAN
     return tl.load(pointer + row[:, None] * STRIDE + lane, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["heads", "blocks"])
+@triton.jit(do_not_specialize=["heads", "blocks", "pairs"])
 def attend(
     q,
     k,
@@ -42,6 +55,7 @@ def attend(
     scale,
     heads,
     blocks,
+    pairs,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
     K_ROW: tl.constexpr,
@@ -63,10 +77,10 @@ def attend(
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs: the `blocks` blocks of queries of a row and head, last ones first. `scale` includes log2(e)."""
-    first = (blocks - 1 - tl.program_id(0) % blocks) * QUERIES
-    row = tl.program_id(0) // blocks // heads
-    head = tl.program_id(0) // blocks % heads
+    """Programs: the `blocks` blocks of queries of each of the `pairs` pairs of row and head. `scale` includes
+    log2(e)."""
+    block, row, head = place(tl.program_id(0), blocks, pairs, heads)
+    first = block * QUERIES
     begin_q = tl.load(cu_q + row)
     count_q = tl.load(cu_q + row + 1) - begin_q
     if first < count_q:
@@ -112,12 +126,12 @@ def attend(
             top = new_top
             sums = tl.dot(weight.to(value.dtype), value, sums, input_precision=PRECISION)
         divisor = tl.where(total > 0, total, 1.0)
-        sums = sums / divisor[:, None]
+        sums = sums * (1.0 / divisor)[:, None]
         c = tl.arange(0, VALUE_LANES)[None, :]
         mask = inside[:, None]
         if VALUE != VALUE_LANES:
             mask = mask & (c < VALUE)
-        place = out + token * OUT_ROW + head * OUT_HEAD + m[:, None] * OUT_ROW + c
-        tl.store(place, sums.to(out.dtype.element_ty), mask=mask)
+        at = out + token * OUT_ROW + head * OUT_HEAD + m[:, None] * OUT_ROW + c
+        tl.store(at, sums.to(out.dtype.element_ty), mask=mask)
         log = tl.where(total > 0, top + tl.log2(divisor), float("-inf")) * _LN2
         tl.store(lse + token * LSE_ROW + head + m * LSE_ROW, log, mask=inside)

@@ -72,6 +72,7 @@ def mla_prefill(
         scale * math.log2(math.e),
         heads,
         blocks,
+        rows * heads,
         Q_ROW=q_THD.stride(0),
         Q_HEAD=q_THD.stride(1),
         K_ROW=k_SHN.stride(0),

@@ -49,6 +49,10 @@ def test_the_grid_may_be_too_large() -> None:
     check(Case([(20, 20), (3, 9)]), True, Tiling(16, 16, 4, 1), max_q=70)
 
 
+def test_more_pairs_of_row_and_head_than_are_taken_together() -> None:
+    check(Case([(20, 20), (3, 9), (33, 40)] * 2, heads=7, nope=16, rope=16, value=16), True, Tiling(16, 16, 4, 1))
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 50)), min_size=1, max_size=3).filter(
