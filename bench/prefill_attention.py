@@ -1,8 +1,8 @@
 """Times prefill attention on this machine's GPU: one layer's chunk, or a chunk over cached context, causal or not.
 
-    python bench/prefill_attention.py                                 # the documentation's table
+    python bench/prefill_attention.py           # the launcher's choice, and on Hopper its own kernel beside it
     python bench/prefill_attention.py --heads 128 --shape 4x2048,1x512+8192
-    python bench/prefill_attention.py --tiles 128x128x8x2,64x64x4x2   # queries x keys x warps x stages
+    python bench/prefill_attention.py --tiles hopper,128x128x8x2      # or queries x keys x warps x stages
 
 A shape is rows x queries, then + context: the queries' own keys causally, or, with context, that many keys of which
 every query sees all. Products counted are those a query and a key it sees must make; 790 TFLOP/s is what the card's
@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kernels.mla_prefill import launch
-from kernels.mla_prefill.launch import Tiling
+from kernels.mla_prefill.launch import HOPPER, Tiling
 
 NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
 SHAPES = "1x1024,8x1024,1x8192,16x512,1x512+4096"
@@ -91,22 +91,28 @@ def milliseconds(shape: Shape, heads: int, tiles: Tiling | None) -> float:
     return median(times[2:])
 
 
+def choices(text: str) -> list[Tiling | None]:
+    """Tilings by name or numbers; without any, the launcher's own and Hopper's kernel where it runs."""
+    if not text:
+        return [None, HOPPER] if torch.cuda.get_device_capability() == (9, 0) else [None]
+    return [HOPPER if part == "hopper" else Tiling(*map(int, part.split("x"))) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--shape", default=SHAPES)
     parser.add_argument("--tiles", default="")
     arguments = parser.parse_args()
-    choices: list[Tiling | None] = [Tiling(*map(int, text.split("x"))) for text in arguments.tiles.split(",") if text]
-    print(f"{arguments.heads} heads".ljust(16) + "tiles".ljust(18) + "       us  TFLOP/s  of 790")
+    print(f"{arguments.heads} heads".ljust(16) + "tiles".ljust(22) + "       us  TFLOP/s  of 790")
     for text in arguments.shape.split(","):
         shape = Shape.parse(text)
-        for tiles in choices or [None]:
+        for tiles in choices(arguments.tiles):
             time = milliseconds(shape, arguments.heads, tiles)
             rate = shape.operations(arguments.heads) / time / 1e9
             chosen = tiles or launch.tiling(NOPE + ROPE, VALUE, torch.bfloat16, shape.queries)
-            about = f"{chosen.queries}x{chosen.keys}x{chosen.warps}x{chosen.stages}"
-            print(text.ljust(16) + about.ljust(18) + f"{time * 1000:9.1f}{rate:9.0f}{rate / 790:8.0%}", flush=True)
+            about = f"{chosen.path} {chosen.queries}x{chosen.keys}x{chosen.warps}x{chosen.stages}"
+            print(text.ljust(16) + about.ljust(22) + f"{time * 1000:9.1f}{rate:9.0f}{rate / 790:8.0%}", flush=True)
 
 
 if __name__ == "__main__":

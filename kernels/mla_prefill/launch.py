@@ -1,9 +1,10 @@
-"""Launches the Triton prefill attention. Allocates nothing and waits for nothing; the grid follows from `max_q`."""
+"""Launches the prefill attention kernels. Allocates nothing and waits for nothing; the grid follows from `max_q`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final, Literal
 
 import torch
 import triton
@@ -23,6 +24,12 @@ class Tiling:
     warps: int
     stages: int
     """Tiles of keys and values in flight."""
+    path: Literal["triton", "hopper"] = "triton"
+    """`kernel`, or `hopper`, whose other numbers are those of `HOPPER`."""
+
+
+HOPPER: Final = Tiling(128, 128, 9, 2, "hopper")
+"""For compute capability 9.0 and bfloat16, 128 + 64 features a key and 128 a value."""
 
 
 def tiling(features: int, value: int, dtype: torch.dtype, max_q: int) -> Tiling:
@@ -60,29 +67,43 @@ def mla_prefill(
     lanes = [max(16, triton.next_power_of_2(size)) for size in (nope, rope, value)]
     tiles = tiles or tiling(lanes[0] + lanes[1], lanes[2], q_THD.dtype, max_q)
     blocks = triton.cdiv(max_q, tiles.queries)
-    kernel.attend[(blocks * rows * heads,)](
+    grid = (blocks * rows * heads,)
+    bounds = (cu_q_B1, cu_k_B1, out_THV, lse_TH, scale * math.log2(math.e), heads, blocks, rows * heads)
+    strides = {
+        "Q_HEAD": q_THD.stride(1),
+        "K_HEAD": k_SHN.stride(1),
+        "V_HEAD": v_SHV.stride(1),
+        "OUT_ROW": out_THV.stride(0),
+        "OUT_HEAD": out_THV.stride(1),
+        "LSE_ROW": lse_TH.stride(0),
+    }
+    if tiles.path == "hopper":
+        _check_hopper(q_THD, k_SHN, k_SO, v_SHV, tiles)
+        from kernels.mla_prefill.hopper import attend_hopper, box
+
+        attend_hopper[grid](
+            box(q_THD, 64, 128),
+            box(q_THD, 64, 64),
+            box(k_SHN, 128, 128),
+            box(k_SO, 128, 64),
+            box(v_SHV, 128, 128),
+            *bounds,
+            **strides,
+            CAUSAL=causal,
+            num_warps=4,
+        )
+        return
+    kernel.attend[grid](
         q_THD,
         k_SHN,
         k_SO,
         v_SHV,
-        cu_q_B1,
-        cu_k_B1,
-        out_THV,
-        lse_TH,
-        scale * math.log2(math.e),
-        heads,
-        blocks,
-        rows * heads,
+        *bounds,
+        **strides,
         Q_ROW=q_THD.stride(0),
-        Q_HEAD=q_THD.stride(1),
         K_ROW=k_SHN.stride(0),
-        K_HEAD=k_SHN.stride(1),
         ROPE_ROW=k_SO.stride(0),
         V_ROW=v_SHV.stride(0),
-        V_HEAD=v_SHV.stride(1),
-        OUT_ROW=out_THV.stride(0),
-        OUT_HEAD=out_THV.stride(1),
-        LSE_ROW=lse_TH.stride(0),
         NOPE=nope,
         ROPE=rope,
         VALUE=value,
@@ -96,3 +117,17 @@ def mla_prefill(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
+
+
+def _check_hopper(q_THD: Tensor, k_SHN: Tensor, k_SO: Tensor, v_SHV: Tensor, tiles: Tiling) -> None:
+    """ValueError unless `hopper` serves these tensors."""
+    if tiles != HOPPER:
+        raise ValueError(f"this kernel has one tiling, {HOPPER}, not {tiles}")
+    sizes = (k_SHN.shape[2], k_SO.shape[1], v_SHV.shape[2])
+    if sizes != (128, 64, 128) or q_THD.dtype != torch.bfloat16:
+        raise ValueError(f"this kernel takes bfloat16 with features (128, 64, 128), not {q_THD.dtype} with {sizes}")
+    if not k_SHN.shape[0]:
+        raise ValueError("this kernel cannot describe empty keys to the hardware: give at least one, of no row")
+    for name, tensor in (("q_THD", q_THD), ("k_SHN", k_SHN), ("k_SO", k_SO), ("v_SHV", v_SHV)):
+        if tensor.data_ptr() % 16 or tensor.stride(0) % 8:
+            raise ValueError(f"{name} must begin, and each of its tokens, at a multiple of 16 bytes")

@@ -122,6 +122,19 @@ def machine_code(kernel: Any) -> str:
         return _cuobjdump("--dump-sass", file.name)
 
 
+def serialized(kernel: Any) -> bool:
+    """Whether ptxas says that it could not let products of a compiled kernel run asynchronously."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        target = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)
+        assert target
+        command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
+        remarks = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "Compiling entry function" in remarks, f"ptxas says nothing: {remarks}"
+    return "serialized" in remarks
+
+
 def _cuobjdump(option: str, path: str) -> str:
     return subprocess.run(
         [knobs.nvidia.cuobjdump.path, option, path], capture_output=True, text=True, check=True

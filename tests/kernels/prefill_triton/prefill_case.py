@@ -16,6 +16,8 @@ from kernels.mla_prefill.launch import Tiling
 
 TOLERANCE = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (2e-2, 2e-2), torch.float16: (2e-3, 4e-3)}
 GAP = 3
+REAL = {"nope": 128, "rope": 64, "value": 128}
+"""Features of V2 and V3."""
 
 
 class Case:

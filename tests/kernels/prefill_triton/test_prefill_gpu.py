@@ -5,17 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 from captured import capture, check_replays, same_bits
-from prefill_case import Case
+from prefill_case import REAL, Case
 
 from kernels.merge_attention import merge_attention, reference
-from kernels.mla_prefill import mla_prefill
+from kernels.mla_prefill import launch
+from kernels.mla_prefill.launch import HOPPER, Tiling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-REAL = {"nope": 128, "rope": 64, "value": 128}
 GLM = {"nope": 192, "rope": 64, "value": 256}
 DEMO = {"nope": 32, "rope": 16, "value": 32}
 RAGGED = [(1, 1), (63, 63), (64, 64), (65, 65), (200, 1000), (1, 4097), (129, 3), (5, 0), (500, 500)]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(None, id="triton"),
+        # A deadlock on the device ends the process.
+        pytest.param(HOPPER, id="hopper", marks=pytest.mark.timeout(60, method="thread")),
+    ]
+)
+def tiles(request: pytest.FixtureRequest) -> Tiling | None:
+    """For features of `REAL`: the launcher's own choice, or Hopper's kernel."""
+    if request.param is HOPPER and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this kernel is Hopper's")
+    return request.param
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -30,17 +44,27 @@ def test_ragged_rows(dtype: torch.dtype, sizes: dict[str, int], causal: bool) ->
         case.check(causal)
 
 
-def test_long_rows() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_either_path(tiles: Tiling | None, out_dtype: torch.dtype, causal: bool) -> None:
+    lengths = (0, 1, 63, 64, 65, 127, 128, 129, 300)
+    for rows in (RAGGED, [(queries, keys) for queries in lengths for keys in lengths]):
+        case = Case(rows, heads=3, dtype=torch.bfloat16, out_dtype=out_dtype, device="cuda", **REAL)
+        case.run(causal, tiles)
+        case.check(causal)
+
+
+def test_long_rows(tiles: Tiling | None) -> None:
     case = Case([(4097, 4097), (300, 9000)], heads=2, dtype=torch.bfloat16, device="cuda", **REAL)
-    case.run(True)
+    case.run(True, tiles)
     case.check(True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_replayed_on_other_rows(causal: bool) -> None:
+def test_replayed_on_other_rows(tiles: Tiling | None, causal: bool) -> None:
     """The grid is for the longest row there may be; which rows there are is the replay's."""
     first = Case([(300, 300), (100, 100)], heads=4, dtype=torch.bfloat16, device="cuda", **REAL)
-    graph = capture(lambda: first.run(causal, max_q=512))
+    graph = capture(lambda: first.run(causal, tiles, max_q=512))
     for seed, rows in enumerate(([(1, 200), (399, 200)], [(400, 0), (0, 400)], [(200, 100), (200, 300)])):
         other = Case(rows, heads=4, dtype=torch.bfloat16, device="cuda", seed=seed, **REAL)
 
@@ -57,16 +81,18 @@ def test_replayed_on_other_rows(causal: bool) -> None:
         first.check(causal)
 
 
-def test_a_row_alone_equals_the_row_in_a_batch() -> None:
+def test_a_row_alone_equals_the_row_in_a_batch(tiles: Tiling | None) -> None:
     case = Case(RAGGED, heads=4, dtype=torch.bfloat16, device="cuda", **REAL)
-    case.run(True)
+    case.run(True, tiles)
     for row, (queries, keys) in enumerate(RAGGED):
+        if not keys:
+            continue
         own = slice(case.cu_q[row], case.cu_q[row] + queries)
         seen = slice(case.cu_k[row], case.cu_k[row] + keys)
         kv, latent = case.kv[seen].clone(), case.latent[seen].clone()
         cu = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (queries, keys)]
         out, lse = torch.empty_like(case.out[own]), torch.empty_like(case.lse[own])
-        mla_prefill(
+        launch.mla_prefill(
             case.q[own].clone(),
             kv[..., :128],
             latent[:, 24:],
@@ -77,21 +103,21 @@ def test_a_row_alone_equals_the_row_in_a_batch() -> None:
             scale=case.scale,
             causal=True,
             max_q=500,  # the same tiling
-            max_k=keys,
+            tiles=tiles,
         )
         assert same_bits(out, case.out[own])
         assert same_bits(lse, case.lse[own])
 
 
-def test_addresses_past_two_to_the_31_elements() -> None:
+def test_addresses_past_two_to_the_31_elements(tiles: Tiling | None) -> None:
     """Keys so far apart that a 32-bit offset would wrap."""
     case = Case([(130, 600)], heads=2, dtype=torch.bfloat16, device="cuda", **REAL)
-    case.run(True)
+    case.run(True, tiles)
     want = case.out.clone()
     wide = torch.empty(len(case.kv), 2**22, dtype=torch.bfloat16, device="cuda")
     wide[:, : case.kv[0].numel()] = case.kv.flatten(1)
     case.kv = wide[:, : case.kv[0].numel()].view(case.kv.shape)
-    case.run(True)
+    case.run(True, tiles)
     assert torch.equal(case.out[3:-3], want[3:-3])
 
 

@@ -1,14 +1,18 @@
 """What the compiler makes of prefill attention and the merge for Hopper: no spills, few variants."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
-from prefill_case import Case
+from prefill_case import REAL, Case
 
 from kernels.merge_attention import launch as merge_launch
-from kernels.testing.hopper import compile_only, machine_code, resources
+from kernels.mla_prefill.launch import HOPPER, Tiling
+from kernels.testing.hopper import compile_only, machine_code, resources, serialized
 
 SIZES = {
-    "V2 and V3": {"nope": 128, "rope": 64, "value": 128},
+    "V2 and V3": REAL,
     "GLM": {"nope": 192, "rope": 64, "value": 256},
     "demo": {"nope": 32, "rope": 16, "value": 32},
 }
@@ -33,10 +37,41 @@ def test_fp32_compiles_without_spills() -> None:
     resources(compiled[0]).check()
 
 
-def test_the_number_of_tokens_and_rows_compiles_nothing_new() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_hoppers_own_kernel(causal: bool, out_dtype: torch.dtype) -> None:
+    """Exactly the products it needs, all of them asynchronous, and the schedule it claims: the exponentials of a tile
+    (64 x 128 by 128 lanes) between the wait for its scores and the wait for the sum of the tile before."""
+    with compile_only() as compiled:
+        Case([(4, 8)], heads=2, dtype=torch.bfloat16, out_dtype=out_dtype, **REAL).run(causal, HOPPER)
+    found = resources(compiled[0])
+    found.check()
+    assert found.instructions["HGMMA"] == 2 * (12 + (12 + 8) + 8)  # first scores, the loop, last sum of two groups
+    assert found.instructions["UTMALDG"] >= 2 * (2 + 1) + (2 + 1 + 2)  # boxes of 64 features: queries, keys, values
+    assert found.instructions["USETMAXREG"] >= 4
+    assert not serialized(compiled[0])
+    beside = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", machine_code(compiled[0]), re.DOTALL)
+    assert [code.count("MUFU.EX2") for code in beside] == [66, 66]
+
+
+def test_hoppers_own_kernel_refuses_what_it_cannot_do() -> None:
+    case = Case([(4, 8)], dtype=torch.bfloat16, **REAL)
+    with pytest.raises(ValueError, match="one tiling"):
+        case.run(True, replace(HOPPER, keys=64))
+    case.latent = torch.zeros(len(case.latent), 24 + 64 + 1, dtype=torch.bfloat16)[:, :-1]
+    with pytest.raises(ValueError, match="k_SO must begin"):
+        case.run(True, HOPPER)
+    with pytest.raises(ValueError, match="bfloat16 with features"):
+        Case([(4, 8)], **REAL).run(True, HOPPER)
+    with pytest.raises(ValueError, match="bfloat16 with features"):
+        Case([(4, 8)], dtype=torch.bfloat16).run(True, HOPPER)
+
+
+@pytest.mark.parametrize("tiles", [None, HOPPER], ids=["triton", "hopper"])
+def test_the_number_of_tokens_and_rows_compiles_nothing_new(tiles: Tiling | None) -> None:
     with compile_only() as compiled:
         for rows in ([(100, 100)], [(70, 80), (65, 66)], [(128, 4096)] * 16):
-            Case(rows, heads=1, dtype=torch.bfloat16).run(True)
+            Case(rows, heads=1, dtype=torch.bfloat16, **REAL).run(True, tiles)
     assert len({kernel.hash for kernel in compiled}) == 1
 
 

@@ -1,4 +1,4 @@
-"""Runs interpreted_prefill.py in a process whose Triton interprets."""
+"""Runs the interpreted tests here, each file in a process whose Triton interprets."""
 
 from pathlib import Path
 
@@ -7,3 +7,7 @@ from kernels.testing.interpreter import interpreted_pytest
 
 def test_prefill_kernels_in_the_interpreter() -> None:
     interpreted_pytest(Path(__file__).with_name("interpreted_prefill.py"))
+
+
+def test_hoppers_prefill_kernel_in_the_interpreter() -> None:
+    interpreted_pytest(Path(__file__).with_name("interpreted_prefill_hopper.py"))
