@@ -50,7 +50,10 @@ WORKER_COUNTERS: dict[str, tuple[str, str | None]] = {
     "graph_replays": ("Steps that were one replay of a graph.", None),
     "graph_rows": ("Decode rows of these steps.", None),
     "graph_padded_rows": ("Rows that padded them to their buckets.", None),
-    "graph_eager_steps": ("Steps that ran without a whole graph, by reason.", "reason"),
+    "graph_mixed_steps": ("Steps with prefill rows whose segments were replayed.", None),
+    "graph_tokens": ("Tokens of these steps.", None),
+    "graph_padded_tokens": ("Tokens that padded them to their buckets.", None),
+    "graph_eager_steps": ("Steps of which nothing was replayed, by reason.", "reason"),
 }
 """What is counted, and the name of the label if there is one."""
 

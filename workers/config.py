@@ -38,7 +38,7 @@ class EngineConfig(BaseModel):
     cpu_cache_bytes: Annotated[int, Field(ge=1)] = 1 << 30
     """Bytes of latent cache of a rank on CPU, when `cache_pages` is not given."""
     graphs: bool = True
-    """Capture decode steps into CUDA graphs (on GPUs; a CPU has none)."""
+    """Capture decode steps, and the token-wise segments of mixed steps, into CUDA graphs (on GPUs; a CPU has none)."""
     selftest: bool = True
     """Prove at start-up that every graph computes what eager computes; a replica that fails it does not serve."""
     queue_limit: Annotated[int, Field(ge=0)] = 512

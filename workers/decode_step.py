@@ -127,31 +127,12 @@ class DecodeStep:
         parts.group.broadcast(decided_N)
 
     def _draft(self, drafted_TE: torch.Tensor, newest_R: torch.Tensor, fed: _Rows) -> None:
-        """The drafts of the next step, one pass of width 1 after the other."""
+        """The drafts of the next step."""
         parts, rows, scratch = self.parts, self.key.rows, self._scratch
-        single = BatchLayout(1, rows)
         hidden_RE = scratch.empty(rows, drafted_TE.shape[1], dtype=drafted_TE.dtype)
         torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
         # The first draft stands one position behind the newest token, whose own the draft pass had.
         position_R = scratch.empty(rows, dtype=torch.int64)
         torch.index_select(fed.position_RW.flatten(), 0, newest_R, out=position_R)
         position_R.add_(1)
-        for index in range(self.key.drafts):
-            token_R = parts.draft_tokens(hidden_RE, self.slot_R, position_R, index, scratch)
-            position_R1 = scratch.empty(rows, 1, dtype=torch.int64)
-            cache_slot_R1 = scratch.empty(rows, 1, dtype=torch.int64)
-            decode_state.feed_draft(
-                parts.state.tensors,
-                self.slot_R,
-                token_R,
-                index,
-                position_R1.view(rows),
-                cache_slot_R1.view(rows),
-                fed.length_R,
-            )
-            if index + 1 == self.key.drafts:
-                break
-            step = _Rows(token_R.view(rows, 1), position_R1, cache_slot_R1, fed.length_R, fed.page_RP)
-            hidden_RE = parts.model.draft(token_R, hidden_RE, step.batch(single, first=1), parts.cache, scratch)
-            position_R = scratch.empty(rows, dtype=torch.int64)
-            torch.add(position_R1.view(rows), 1, out=position_R)
+        parts.draft(hidden_RE, self.slot_R, position_R, fed.length_R, fed.page_RP, self.key.drafts, scratch)

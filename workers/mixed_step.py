@@ -1,7 +1,11 @@
-"""A step with prefill rows beside decode rows, run eagerly: prompts are ragged, so nothing here has a fixed shape.
+"""A step with prefill rows beside decode rows. Its token-wise segments are replayed from graphs where there are some,
+attention between them runs eagerly; decode rows attend, verify and draft as in a pure decode step.
 
-Shape legend: T tokens of the step, D decode rows, W width, R sampled rows, F final prefill rows, N logits rows,
-E hidden size.
+Everything the host says about a step reaches the device in one copy, and nothing here waits for the device: the step is
+launched behind the one before it.
+
+Shape legend: T tokens of the step, padding included, D decode rows, W width, F final prefill rows, R = D + F sampled
+rows, B prefill rows, N logits rows, P pages a row may hold, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,205 +14,208 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.page import NULL_PAGE, PAGE_TOKENS
+from kernels import decode_state
 from kernels.verify import accept_drafts
 from workers.batch import Batch, DecodeBatch, PrefillBatch
+from workers.graphs.segments import DRAFT, PER_TOKEN, TARGET, Stage
 from workers.plan import BatchLayout, StepPlan
 from workers.step import StepOutput, StepParts
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where this step's rows are: made once from plan and state, read by the target pass and the draft pass."""
+    """Where this step's rows are. Contents move on with the draft pass, as the stage's do."""
 
     layout: BatchLayout
-    token_T: torch.Tensor
-    slot_T: torch.Tensor
-    position_T: torch.Tensor
-    suppressed_T: torch.Tensor | None
-    decode_slot_D: torch.Tensor
-    fed_DW: torch.Tensor
-    prefill_slot: tuple[int, ...]
-    prefill_start: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    """What the target pass decided; the same on every rank."""
-
     slot_R: torch.Tensor
+    end_N: torch.Tensor
+    """The token of every logits row."""
+    length_F: torch.Tensor
+    """Cache entries of each final row after this step."""
     token_DW: torch.Tensor
-    accepted_D: torch.Tensor
-    final_F: torch.Tensor
-    """Tokens sampled by the F final prefill rows."""
-    length_R: torch.Tensor
-    """Cache entries of each sampled row after this step."""
-    decided_N: torch.Tensor
-    """The packed decision: `token_DW` flattened, `final_F`, `accepted_D`, the count of faults."""
-    logits_NV: torch.Tensor | None
+    position_DW: torch.Tensor
+    cache_slot_DW: torch.Tensor
+    length_D: torch.Tensor
+    page_DP: torch.Tensor
+    page_BP: torch.Tensor
+    start: tuple[int, ...]
+    """Position of each prefill row's first token."""
+
+    @property
+    def end_F(self) -> torch.Tensor:
+        """The last token of every final prefill row."""
+        return self.end_N[self.layout.decode_tokens :]
+
+
+def _message(plan: StepPlan, stage: Stage) -> torch.Tensor:
+    """What the host knows about the step, laid out as `Stage.uploaded_X`; in pinned memory for a GPU.
+
+    Of every prefill token its id, position, whether it is live, its slot, the slot it is written to (-1, whose pages
+    are null pages, if it is suppressed) and the token after it; decode tokens come from the slots' state. Then, of the
+    rows: sampled slots, tokens of the logits rows, lengths of final rows, slots of prefill rows.
+    """
+    layout, tokens = plan.layout, stage.tokens
+    pinned = stage.uploaded_X.is_cuda
+    message_X = torch.zeros(stage.uploaded_X.shape, dtype=torch.int64, pin_memory=pinned)
+    message_XT = message_X[: PER_TOKEN * tokens].view(PER_TOKEN, tokens)
+    token_T, position_T, live_T, slot_T, write_slot_T, next_T = message_XT
+    live_T[: layout.tokens] = 1
+    slot_T.fill_(-1)
+    write_slot_T.fill_(-1)
+    for row, begin in zip(plan.prefill, layout.prefill_offsets(), strict=False):
+        count = len(row.tokens)
+        end = begin + count
+        token_T[begin:end] = fed = torch.tensor(row.tokens)
+        torch.arange(row.start, row.start + count, out=position_T[begin:end])
+        slot_T[begin:end] = row.slot
+        write_slot_T[begin + min(max(row.write_from - row.start, 0), count) : end] = row.slot
+        next_T[begin : end - 1] = fed[1:]
+        next_T[end - 1] = max(row.next_token, 0)
+    finals = [row for row in plan.prefill if row.final]
+    rows = [*plan.decode_slots, *(row.slot for row in finals), *layout.logits_tokens()]
+    rows += [row.start + len(row.tokens) for row in finals]
+    rows += [row.slot for row in plan.prefill]
+    message_X[PER_TOKEN * tokens :][: len(rows)] = torch.tensor(rows)
+    return message_X
 
 
 class MixedStep:
-    """Runs plans of any kind of row."""
+    """Runs plans that have prefill rows."""
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Everything, from the slots' state and the plan's prompts to the slots' next state."""
+    def run(self, plan: StepPlan, stage: Stage) -> StepOutput:
+        """Everything, from the slots' state and the plan's prompts to the slots' next state. The stage holds at least
+        the plan's tokens; the output lies in its memory until its next step."""
         parts = self._parts
-        rows = self._rows(plan)
-        hidden_TE = parts.model.forward(rows.token_T, self._batch(rows, shift=0), parts.cache)
-        sampled = self._sample(plan, rows, hidden_TE)
-        if parts.width > 1:
-            self._draft(plan, rows, sampled, hidden_TE)
-        return StepOutput(rows.layout, sampled.decided_N, sampled.logits_NV)
+        with stage.scratch.scope():
+            rows = self._rows(plan, stage)
+            stage.run_pass(TARGET, self._batch(rows, stage, first=0))
+            decided_N, logits_NV = self._sample(rows, stage)
+            newest_R = self._advance(rows, decided_N, stage)
+            if parts.width > 1:
+                self._draft(plan.drafts, rows, decided_N, newest_R, stage)
+        return StepOutput(rows.layout, decided_N, logits_NV)
 
-    def _rows(self, plan: StepPlan) -> _Rows:
-        layout, device, width = plan.layout, self._parts.device, plan.width
-        state = self._parts.state.tensors
-        slot_D = torch.tensor(plan.decode_slots, dtype=torch.int64, device=device)
-        fed_DW = torch.cat([state.last_S[slot_D].unsqueeze(1), state.draft_SK[slot_D, : width - 1]], dim=1)
-        position_DW = state.length_S[slot_D].unsqueeze(1) + torch.arange(width, device=device)
-        token, slot, position = [fed_DW.flatten()], [slot_D.repeat_interleave(width)], [position_DW.flatten()]
-        suppressed_T = None
-        if plan.prefill:
-            fed = [token for row in plan.prefill for token in row.tokens]
-            at = [row.start + i for row in plan.prefill for i in range(len(row.tokens))]
-            of = [row.slot for row in plan.prefill for _ in row.tokens]
-            token.append(torch.tensor(fed, dtype=torch.int64, device=device))
-            position.append(torch.tensor(at, dtype=torch.int64, device=device))
-            slot.append(torch.tensor(of, dtype=torch.int64, device=device))
-            below = [row.start + i < row.write_from for row in plan.prefill for i in range(len(row.tokens))]
-            if any(below):
-                suppressed_T = torch.tensor([False] * layout.decode_tokens + below, device=device)
-        return _Rows(
+    def _rows(self, plan: StepPlan, stage: Stage) -> _Rows:
+        parts, layout, scratch = self._parts, plan.layout, stage.scratch
+        state, split = parts.state.tensors, layout.decode_tokens
+        shape = (layout.decode_rows, layout.width)
+        stage.uploaded_X.copy_(_message(plan, stage), non_blocking=True)
+        sizes = [layout.sampled_rows, layout.logits_rows, sum(layout.prefill_final), len(plan.prefill)]
+        slot_R, end_N, length_F, slot_B = torch.split(stage.rows_X[: sum(sizes)], sizes)
+        rows = _Rows(
             layout=layout,
-            token_T=torch.cat(token),
-            slot_T=torch.cat(slot),
-            position_T=torch.cat(position),
-            suppressed_T=suppressed_T,
-            decode_slot_D=slot_D,
-            fed_DW=fed_DW,
-            prefill_slot=tuple(row.slot for row in plan.prefill),
-            prefill_start=tuple(row.start for row in plan.prefill),
+            slot_R=slot_R,
+            end_N=end_N,
+            length_F=length_F,
+            token_DW=stage.token_T[:split].view(shape),
+            position_DW=stage.position_T[:split].view(shape),
+            cache_slot_DW=stage.cache_slot_T[:split].view(shape),
+            length_D=scratch.empty(layout.decode_rows, dtype=torch.int32),
+            page_DP=scratch.empty(layout.decode_rows, parts.state.pages_per_row, dtype=torch.int32),
+            page_BP=state.page_SP[slot_B],
+            start=tuple(row.start for row in plan.prefill),
         )
-
-    def _batch(self, rows: _Rows, shift: int) -> Batch:
-        """The target pass (shift 0), or the draft layer's pass over the same layout, whose entries lie one further."""
-        layout = rows.layout
-        position_T = rows.position_T + shift
-        cache_slot_T = self._parts.state.cache_slots(rows.slot_T, position_T)
-        if shift == 0 and rows.suppressed_T is not None:
-            null_T = NULL_PAGE * PAGE_TOKENS + position_T % PAGE_TOKENS
-            cache_slot_T = torch.where(rows.suppressed_T, null_T, cache_slot_T)
-        decode = prefill = None
         if layout.decode_rows:
-            last_D = rows.position_T[layout.width - 1 : layout.decode_tokens : layout.width]
-            length_D = last_D + (1 + shift)
-            decode = DecodeBatch(length_D.to(torch.int32), self._parts.state.tensors.page_SP[rows.decode_slot_D])
-        if rows.prefill_slot:
-            prefill = PrefillBatch(
-                start=tuple(start + shift for start in rows.prefill_start),
-                count=layout.prefill_tokens,
-                page_NP=self._parts.state.tensors.page_SP[list(rows.prefill_slot)],
+            decode_state.feed(
+                state,
+                slot_R[: layout.decode_rows],
+                rows.token_DW,
+                rows.position_DW,
+                rows.cache_slot_DW,
+                rows.length_D,
+                rows.page_DP,
             )
-        return Batch(layout, position_T, cache_slot_T, decode, prefill, first=shift)
+        self._place(stage, split, stage.write_slot_T)
+        return rows
 
-    def _sample(self, plan: StepPlan, rows: _Rows, hidden_TE: torch.Tensor) -> _Sampled:
-        """Target tokens, accepted drafts and the new state of every sampled row, decided on rank 0 for all ranks."""
-        parts, layout, state = self._parts, rows.layout, self._parts.state.tensors
-        ends = layout.logits_tokens()
-        hidden_NE = hidden_TE if len(ends) == layout.tokens else hidden_TE[ends]
-        final_slot = [plan.prefill[index].slot for index in layout.final_prefill_rows()]
-        slot_R = torch.cat([rows.decode_slot_D, torch.tensor(final_slot, dtype=torch.int64, device=parts.device)])
-        # Target tokens, accepted counts, and how many faults the sampling saw.
-        decided_N = torch.zeros(layout.logits_rows + layout.decode_rows + 1, dtype=torch.int64, device=parts.device)
-        logits_NV = None
-        if ends:
-            logits_NV = parts.model.logits(hidden_NE)
-            if parts.sampling is not None:
-                position_N = (rows.position_T if len(ends) == layout.tokens else rows.position_T[ends]) + 1
-                target_N = parts.sampling.target_tokens(logits_NV, layout, slot_R, rows.fed_DW, position_N)
-                target_DW = target_N[: layout.decode_tokens].view(layout.decode_rows, layout.width)
-                decided_N[: layout.logits_rows] = target_N
-                accept_drafts(
-                    target_DW,
-                    rows.fed_DW[:, 1:],
-                    decided_N[layout.logits_rows : -1],
-                    parts.model.config.vocab_size,
-                    parts.sampling.fault_1,
-                )
-                decided_N[-1] = parts.sampling.fault_1[0]
-            # One packed decision for every rank.
-            parts.group.broadcast(decided_N)
-        token_DW = decided_N[: layout.decode_tokens].view(layout.decode_rows, layout.width)
-        final_F = decided_N[layout.decode_tokens : layout.logits_rows]
-        accepted_D = decided_N[layout.logits_rows : -1]
-        final_length = [row.start + len(row.tokens) for row in plan.prefill if row.final]
-        length_R = torch.cat(
-            [
-                state.length_S[rows.decode_slot_D] + accepted_D + 1,
-                torch.tensor(final_length, dtype=torch.int64, device=parts.device),
-            ]
-        )
-        last_R = torch.cat([token_DW.gather(1, accepted_D.unsqueeze(1)).squeeze(1), final_F])
-        state.length_S[slot_R] = length_R
-        state.last_S[slot_R] = last_R
-        if parts.sampling is not None and len(slot_R):
-            self._commit(slot_R, token_DW, accepted_D, final_F)
-        return _Sampled(slot_R, token_DW, accepted_D, final_F, length_R, decided_N, logits_NV)
+    def _place(self, stage: Stage, split: int, slot_T: torch.Tensor) -> None:
+        """Cache indices of the tokens from `split` on, padding included: nobody's slot, -1, has null pages."""
+        stage.cache_slot_T[split:] = self._parts.state.cache_slots(slot_T[split:], stage.position_T[split:])
 
-    def _commit(
-        self, slot_R: torch.Tensor, token_DW: torch.Tensor, accepted_D: torch.Tensor, final_F: torch.Tensor
-    ) -> None:
+    def _batch(self, rows: _Rows, stage: Stage, first: int) -> Batch:
+        """The target pass (first 0), or the draft layer's over the same layout, whose entries lie one further."""
+        layout = rows.layout
+        decode = DecodeBatch(rows.length_D, rows.page_DP) if layout.decode_rows else None
+        start = tuple(position + first for position in rows.start)
+        prefill = PrefillBatch(start, layout.prefill_tokens, rows.page_BP)
+        return Batch(layout, stage.position_T, stage.cache_slot_T, decode, prefill, first)
+
+    def _sample(self, rows: _Rows, stage: Stage) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The packed decision, made on rank 0 for all ranks: target tokens, accepted counts, how many faults the
+        sampling saw. And the logits, None if no row is sampled."""
+        parts, layout, scratch = self._parts, rows.layout, stage.scratch
+        count = layout.logits_rows
+        decided_N = torch.zeros(count + layout.decode_rows + 1, dtype=torch.int64, device=parts.device)
+        if not count:
+            return decided_N, None
+        hidden_NE = scratch.empty(count, stage.hidden_TE.shape[1], dtype=stage.hidden_TE.dtype)
+        logits_NV = parts.model.logits(torch.index_select(stage.hidden_TE, 0, rows.end_N, out=hidden_NE), scratch)
+        if parts.sampling is not None:
+            target_N, accepted_D = decided_N[:count], decided_N[count:-1]
+            position_N = scratch.empty(count, dtype=torch.int64)
+            torch.index_select(stage.position_T, 0, rows.end_N, out=position_N)
+            parts.sampling.target_tokens(
+                logits_NV, layout, rows.slot_R, rows.token_DW, position_N, ahead=1, out=target_N, scratch=scratch
+            )
+            target_DW = target_N[: layout.decode_tokens].view_as(rows.token_DW)
+            fault_1, vocab = parts.sampling.fault_1, parts.model.config.vocab_size
+            if layout.decode_rows:
+                accept_drafts(target_DW, rows.token_DW[:, 1:], accepted_D, vocab, fault_1)
+            self._commit(rows, target_DW, accepted_D, target_N[layout.decode_tokens :])
+            decided_N[-1:].copy_(fault_1)
+        return parts.group.broadcast(decided_N), logits_NV
+
+    def _commit(self, rows: _Rows, target_DW: torch.Tensor, accepted_D: torch.Tensor, final_F: torch.Tensor) -> None:
+        """Tell the sampling what was generated."""
         assert self._parts.sampling is not None
-        decode_rows, width = token_DW.shape
-        token_RW = token_DW.new_zeros(len(slot_R), width)
-        token_RW[:decode_rows] = token_DW
-        token_RW[decode_rows:, 0] = final_F
-        self._parts.sampling.commit(slot_R, token_RW, torch.cat([accepted_D + 1, torch.ones_like(final_F)]))
+        token_RW = target_DW.new_zeros(len(rows.slot_R), rows.layout.width)
+        token_RW[: len(target_DW)] = target_DW
+        token_RW[len(target_DW) :, 0] = final_F
+        count_R = torch.cat([accepted_D, torch.zeros_like(final_F)])
+        self._parts.sampling.commit(rows.slot_R, token_RW, count_R, more=1)
 
-    def _draft(self, plan: StepPlan, rows: _Rows, sampled: _Sampled, hidden_TE: torch.Tensor) -> None:
-        """Bring the draft layer's cache up to the newest token of every row, then draft `plan.drafts` tokens a row."""
-        parts, layout = self._parts, rows.layout
-        following_T = self._following_tokens(plan, sampled)
-        batch = self._batch(rows, shift=1)
-        draft_TE = parts.model.draft(following_T, hidden_TE, batch, parts.cache)
-        if not plan.drafts or not layout.sampled_rows:
-            return
-        # The query whose token is the row's newest: index `accepted` of a decode row, the end of a final prefill row.
-        decode_T = torch.arange(layout.decode_rows, device=parts.device) * layout.width + sampled.accepted_D
-        ends = layout.logits_tokens()[layout.decode_tokens :]
-        hidden_RE = draft_TE[torch.cat([decode_T, torch.tensor(ends, dtype=torch.int64, device=parts.device)])]
-        page_RP = parts.state.tensors.page_SP[sampled.slot_R]
-        single = BatchLayout(width=1, decode_rows=layout.sampled_rows)
-        for index in range(plan.drafts):
-            position_R = sampled.length_R + index + 1
-            token_R = parts.draft_tokens(hidden_RE, sampled.slot_R, position_R, index)
-            parts.state.tensors.draft_SK[sampled.slot_R, index] = token_R
-            if index + 1 == plan.drafts:
-                break
-            batch = Batch(
-                layout=single,
-                position_T=position_R,
-                cache_slot_T=parts.state.cache_slots(sampled.slot_R, position_R),
-                decode=DecodeBatch((position_R + 1).to(torch.int32), page_RP),
-                prefill=None,
-                first=1,
+    def _advance(self, rows: _Rows, decided_N: torch.Tensor, stage: Stage) -> torch.Tensor:
+        """Take the verified tokens into the slots' state; the token [R] after which each sampled row's newest comes."""
+        state, layout = self._parts.state.tensors, rows.layout
+        decode, split = layout.decode_rows, layout.decode_tokens
+        newest_R = stage.scratch.empty(layout.sampled_rows, dtype=torch.int64)
+        if decode:
+            decode_state.advance(
+                state,
+                rows.slot_R[:decode],
+                decided_N[:split].view_as(rows.token_DW),
+                decided_N[layout.logits_rows : -1],
+                rows.position_DW,
+                rows.cache_slot_DW,
+                rows.length_D,
+                newest_R[:decode],
             )
-            hidden_RE = parts.model.draft(token_R, hidden_RE, batch, parts.cache)
+        if layout.sampled_rows > decode:
+            newest_R[decode:] = rows.end_F
+            slot_F = rows.slot_R[decode:]
+            state.length_S[slot_F] = rows.length_F
+            state.last_S[slot_F] = decided_N[split : layout.logits_rows]
+        return newest_R
 
-    def _following_tokens(self, plan: StepPlan, sampled: _Sampled) -> torch.Tensor:
-        """[T] the token after each token of the step. Behind a decode row's accepted part it is any valid id: those
-        queries' outputs are not read and their cache entries are rewritten before they are attended to."""
-        following = [sampled.token_DW.flatten()]
-        if plan.prefill:
-            shifted = [token for row in plan.prefill for token in (*row.tokens[1:], max(row.next_token, 0))]
-            token_P = torch.tensor(shifted, dtype=torch.int64, device=self._parts.device)
-            if len(sampled.final_F):
-                offset = plan.layout.decode_tokens
-                ends = [end - offset for end in plan.layout.logits_tokens()[offset:]]
-                token_P[ends] = sampled.final_F
-            following.append(token_P)
-        return torch.cat(following)
+    def _draft(self, drafts: int, rows: _Rows, decided_N: torch.Tensor, newest_R: torch.Tensor, stage: Stage) -> None:
+        """Bring the draft layer's cache up to the newest token of every row, then draft for the next step."""
+        parts, layout, scratch = self._parts, rows.layout, stage.scratch
+        state, split = parts.state.tensors, layout.decode_tokens
+        # Behind a decode row's accepted tokens the target's are any valid ids: those queries' outputs are not read, and
+        # their cache entries are rewritten before they are attended to.
+        stage.token_T[:split] = decided_N[:split]
+        stage.token_T[split:] = stage.next_T[split:]
+        stage.token_T.index_copy_(0, rows.end_F, decided_N[split : layout.logits_rows])
+        stage.position_T[split:] += 1
+        self._place(stage, split, stage.slot_T)
+        stage.run_pass(DRAFT, self._batch(rows, stage, first=1))
+        if not drafts or not layout.sampled_rows:
+            return
+        hidden_RE = scratch.empty(layout.sampled_rows, stage.drafted_TE.shape[1], dtype=stage.drafted_TE.dtype)
+        torch.index_select(stage.drafted_TE, 0, newest_R, out=hidden_RE)
+        position_R = state.length_S[rows.slot_R] + 1
+        length_R = scratch.empty(layout.sampled_rows, dtype=torch.int32)
+        parts.draft(hidden_RE, rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R], drafts, scratch)

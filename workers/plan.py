@@ -140,6 +140,12 @@ class GraphKey(NamedTuple):
     drafts: int
 
 
+class TokenKey(NamedTuple):
+    """Names the captured segments of one number of tokens. Everybody takes it from `BatchLayout.token_key`."""
+
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
     """Where the rows and tokens of one step lie: decode rows first, in the plan's slot order, `width` tokens each; then
@@ -223,3 +229,9 @@ class BatchLayout:
         if rows_bucket < self.decode_rows:
             raise ValueError(f"{self.decode_rows} decode rows do not fit a bucket of {rows_bucket}")
         return GraphKey(rows_bucket, self.width, drafts)
+
+    def token_key(self, tokens_bucket: int) -> TokenKey:
+        """Key of the captured segments that serve this layout's tokens padded to `tokens_bucket`."""
+        if tokens_bucket < self.tokens:
+            raise ValueError(f"{self.tokens} tokens do not fit a bucket of {tokens_bucket}")
+        return TokenKey(tokens_bucket)

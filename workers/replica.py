@@ -90,7 +90,8 @@ class Replica:
 
         def runner(pages: int, context: int) -> Runner:
             cache = LatentCache.allocate(layers, pages, PAGE_TOKENS, model.cache_width, dtype, device)
-            return Runner(model, cache, config.max_rows, width, max_pages_per_row(context, width), group)
+            pages_per_row = max_pages_per_row(context, width)
+            return Runner(model, cache, config.max_rows, width, pages_per_row, config.token_budget, group)
 
         graph_bytes = 0
         if wants_graphs and config.cache_pages is None:

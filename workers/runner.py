@@ -12,6 +12,7 @@ from kernels.page import NULL_PAGE, PAGE_TOKENS
 from workers.batch import LatentCache
 from workers.decode_step import DecodeStep
 from workers.graphs.capture import GraphRunner
+from workers.graphs.segments import Stage
 from workers.graphs.stats import GraphStats
 from workers.mixed_step import MixedStep
 from workers.models import DeepseekModel
@@ -50,9 +51,11 @@ class Runner:
         slots: int,
         width: int,
         pages_per_row: int,
+        token_budget: int,
         group: TensorParallel,
     ) -> None:
-        """`cache` has one layer a model layer, and one more for the draft layer if `width` > 1."""
+        """`cache` has one layer a model layer, and one more for the draft layer if `width` > 1. `token_budget`: the
+        most tokens a step feeds."""
         if width > 1 and not model.has_draft_layer:
             raise ValueError(f"width {width} needs a draft layer, and the model has none")
         device = cache.layers[0].device
@@ -60,6 +63,7 @@ class Runner:
         state = SlotState(slots, width - 1, pages_per_row, device)
         self.parts = StepParts(model, cache, state, sampling, group, width)
         self.device = device
+        self._token_budget = token_budget
         self._mixed = MixedStep(self.parts)
         self._decode: dict[GraphKey, DecodeStep] = {}
         self._scratch = Scratch(device)
@@ -69,10 +73,12 @@ class Runner:
         self._collected = 0.0
 
     def capture(self, progress: Callable[[str], None] | None = None) -> GraphRunner:
-        """Capture the whole ladder; from now on decode steps are replayed. CUDA only, and all ranks together."""
+        """Capture the whole ladders: from now on decode steps, and the segments of mixed steps, are replayed. CUDA
+        only, and all ranks together."""
         if self.parts.sampling is not None:
             self.parts.sampling.reserve()
-        self.graphs = GraphRunner(self.parts, self.parts.state.slots, self.stats, progress)
+        slots = self.parts.state.slots
+        self.graphs = GraphRunner(self.parts, slots, self._token_budget, self.stats, progress)
         return self.graphs
 
     def close(self) -> None:
@@ -99,15 +105,9 @@ class Runner:
         parts.state.grant(plan.grants)
         if parts.sampling is not None:
             parts.sampling.admit(plan.admissions)
-        captured = None
         if self.graphs is None:
             self.stats.eager["no graphs"] += 1
-        else:
-            captured = self.graphs.captured(plan)
-        if captured is not None:
-            output = captured.replay()
-        else:
-            output = self._mixed.run(plan) if plan.prefill else self._run_decode(plan)
+        output = self._run_mixed(plan) if plan.prefill else self._run_decode(plan)
         logprobs = None
         if plan.logprobs >= 0 and parts.sampling is not None and output.logits_NV is not None:
             token_N = output.decided_N[: output.layout.logits_rows]
@@ -120,7 +120,17 @@ class Runner:
             done.record()
         return Launched(plan, output.layout, begin, decided_N, logprobs, done)
 
+    def _run_mixed(self, plan: StepPlan) -> StepOutput:
+        layout = plan.layout
+        if self.graphs is None:
+            stage = Stage(self.parts, layout.tokens, Scratch(self.device), Scratch(self.device))
+            return self._mixed.run(plan, stage)
+        return self._mixed.run(plan, self.graphs.stage(layout))
+
     def _run_decode(self, plan: StepPlan) -> StepOutput:
+        captured = None if self.graphs is None else self.graphs.captured(plan)
+        if captured is not None:
+            return captured.replay()
         key = plan.layout.graph_key(len(plan.decode_slots), plan.drafts)
         step = self._decode.get(key)
         if step is None:
@@ -167,6 +177,8 @@ class Runner:
             raise PlanError(f"plan of step {plan.step} follows step {self._steps}")
         if not 1 <= plan.width <= width or not 0 <= plan.drafts < width:
             raise PlanError(f"width {plan.width} / {plan.drafts} drafts on a runner of width {width}")
+        if plan.layout.tokens > self._token_budget:
+            raise PlanError(f"{plan.layout.tokens} tokens on a runner of at most {self._token_budget} a step")
         used = [*plan.decode_slots, *(row.slot for row in plan.prefill)]
         if len(set(used)) != len(used):
             raise PlanError("a slot has two rows in one step")

@@ -28,6 +28,7 @@ from kernels.sampling import (
     sample_rows,
     sample_tokens,
 )
+from workers.pinned import on_device
 from workers.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, Admission, BatchLayout, SamplingParams
 from workers.scratch import Scratch
 
@@ -96,19 +97,19 @@ class SamplingState:
             for a, stop in zip(admissions, stops, strict=True)
         ]
         tables, device = self.tables, self.device
-        slot_A = torch.tensor(slots, dtype=torch.int64, device=device)
-        tables.real_SF[slot_A] = torch.tensor(real, dtype=torch.float32, device=device)
-        tables.whole_SI[slot_A] = torch.tensor(whole, dtype=torch.int64, device=device)
+        slot_A = on_device(slots, torch.int64, device)
+        tables.real_SF[slot_A] = on_device(real, torch.float32, device)
+        tables.whole_SI[slot_A] = on_device(whole, torch.int64, device)
+        # Rows without the feature are read, if at all, without effect: min_tokens is 0, biases are not.
+        tables.bias_SB.index_fill_(0, slot_A, 0.0)
         for slot, params, stop in zip(slots, sampling, stops, strict=True):
-            # Rows without the feature are read, if at all, without effect: min_tokens is 0, biases are not.
             if stop:
                 filled = [*stop, *[stop[0]] * (MAX_STOP_IDS - len(stop))]
-                tables.stop_SK[slot] = torch.tensor(filled, dtype=torch.int64, device=device)
-            tables.bias_SB[slot] = 0.0
+                tables.stop_SK[slot] = on_device(filled, torch.int64, device)
             if params.logit_bias:
                 ids, values = zip(*sorted(params.logit_bias, key=lambda entry: entry[0]), strict=True)
-                tables.bias_id_SB[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64, device=device)
-                tables.bias_SB[slot, : len(ids)] = torch.tensor(values, dtype=torch.float32, device=device)
+                tables.bias_id_SB[slot, : len(ids)] = on_device(ids, torch.int64, device)
+                tables.bias_SB[slot, : len(ids)] = on_device(values, torch.float32, device)
         for admission in admissions:
             if admission.sampling.has_penalties:
                 self._count_history(admission)
@@ -278,11 +279,13 @@ class SamplingState:
 
     def _count_history(self, admission: Admission) -> None:
         self._allocate_counts()
-        history = torch.tensor(admission.history, dtype=torch.int64, device=self.device)
         prompt = len(admission.history) - admission.generated
-        in_prompt_V = torch.bincount(history[:prompt], minlength=self.vocab) > 0
-        generated_V = torch.bincount(history[prompt:], minlength=self.vocab)
-        self.tables.seen_SV[admission.slot] = (2 * generated_V + in_prompt_V).to(torch.int32)
+        # Each prompt id once, then every generated one: an even part counts the generated, the odd bit says prompt.
+        ids = [*set(admission.history[:prompt]), *admission.history[prompt:]]
+        weights = [1] * (len(ids) - admission.generated) + [2] * admission.generated
+        id_2I = on_device([ids, weights], torch.int64, self.device)
+        seen_V = self.tables.seen_SV[admission.slot].zero_()
+        seen_V.index_add_(0, id_2I[0], id_2I[1].to(torch.int32))
 
 
 def needed_features(params: SamplingParams, vocab: int) -> Feature:

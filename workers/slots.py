@@ -8,6 +8,7 @@ import torch
 
 from kernels.decode_state import SlotTensors
 from kernels.page import NULL_PAGE, PAGE_TOKENS
+from workers.pinned import on_device
 from workers.plan import Admission, PageGrant
 
 
@@ -26,7 +27,9 @@ class SlotState:
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Scrub the page-table rows of newly taken slots, so that no former tenant's page can be reached."""
         if admissions:
-            self.tensors.page_SP[[admission.slot for admission in admissions]] = NULL_PAGE
+            page_SP = self.tensors.page_SP
+            slot_A = on_device([admission.slot for admission in admissions], torch.int64, page_SP.device)
+            page_SP.index_fill_(0, slot_A, NULL_PAGE)
 
     def grant(self, grants: Sequence[PageGrant]) -> None:
         """Append granted pages to the page tables."""
@@ -37,7 +40,7 @@ class SlotState:
         pages = [page for grant in grants for page in grant.pages]
         page_SP = self.tensors.page_SP
         # One copy for all three; the values are ids, exact in int64.
-        grant_3G = torch.tensor([slots, indices, pages], dtype=torch.int64).to(page_SP.device, non_blocking=True)
+        grant_3G = on_device([slots, indices, pages], torch.int64, page_SP.device)
         page_SP[grant_3G[0], grant_3G[1]] = grant_3G[2].to(torch.int32)
 
     def cache_slots(self, slot_T: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:

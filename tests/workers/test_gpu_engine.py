@@ -53,7 +53,8 @@ def test_greedy_tokens_are_those_of_the_cpu(width: int, graphs: bool) -> None:
         assert run.runner.graphs is not None
         stats = run.runner.graphs.stats
         assert stats.replays > 20
-        assert set(stats.eager) == {"prefill rows"}
+        assert stats.mixed_steps > 5
+        assert not stats.eager
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])

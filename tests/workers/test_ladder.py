@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.graphs.ladder import Ladder, row_buckets
+from workers.graphs.ladder import Ladder, TokenLadder, row_buckets, token_buckets
 from workers.plan import BatchLayout
 
 ladders = st.builds(Ladder, st.integers(1, 600), st.integers(1, 8))
@@ -45,3 +45,32 @@ def test_buckets_grow_to_the_maximum() -> None:
     assert row_buckets(64) == (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 50, 62, 64)
     with pytest.raises(ValueError, match="rows and tokens"):
         Ladder(0, 1)
+
+
+@given(st.integers(1, 20000), st.data())
+def test_every_number_of_tokens_finds_segments_that_hold_it(budget: int, data: st.DataObject) -> None:
+    """No mixed step within the budget runs eagerly, whatever its rows are."""
+    ladder = TokenLadder(budget)
+    keys = set(ladder)
+    assert len(keys) <= 45
+    tokens = data.draw(st.integers(1, budget))
+    rows = data.draw(st.integers(0, tokens - 1))
+    key = ladder.key(BatchLayout(1, rows, (tokens - rows,), (True,)))
+    assert key in keys
+    assert key.tokens >= tokens
+    assert key.tokens - tokens <= max(0.15 * key.tokens, 15 if tokens <= 64 else 31)
+    with pytest.raises(ValueError, match=f"exceeds the budget of {budget}"):
+        ladder.key(BatchLayout(1, budget, (1,), (True,)))
+
+
+def test_token_keys_are_unique_and_come_largest_first() -> None:
+    for budget in (1, 16, 17, 128, 129, 2048, 8192):
+        keys = [key.tokens for key in TokenLadder(budget)]
+        assert keys == sorted(set(keys), reverse=True)
+        assert keys[0] == budget
+    assert token_buckets(128) == (16, 32, 48, 64, 96, 128)
+    assert token_buckets(200) == (16, 32, 48, 64, 96, 128, 144, 160, 176, 200)
+    assert len(token_buckets(2048)) == 26
+    assert len(token_buckets(8192)) == 36
+    with pytest.raises(ValueError, match="needs tokens"):
+        TokenLadder(0)

@@ -1,21 +1,21 @@
-"""Captures decode steps into CUDA graphs and replays them: warm up, capture, replay, drop."""
+"""Captures decode steps, and the segments of mixed steps, into CUDA graphs: warm up, capture, replay, drop."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
 from kernels.linear import MOST_STREAMED
 from workers.decode_step import DecodeStep
-from workers.graphs.guard import capture_guard
-from workers.graphs.ladder import Ladder
+from workers.graphs.ladder import Ladder, TokenLadder
+from workers.graphs.record import no_garbage_collection, record
+from workers.graphs.rehearsal import rehearse
+from workers.graphs.segments import CapturedStage, Stage
 from workers.graphs.stats import GraphStats
-from workers.plan import GraphKey, StepPlan
+from workers.plan import BatchLayout, GraphKey, StepPlan, TokenKey
 from workers.scratch import Scratch
 from workers.step import StepOutput, StepParts
 
@@ -29,22 +29,7 @@ class CapturedStep:
         """Captures at once. The rows are padding then, so that only the null page is touched and no state changes."""
         self.step = step
         step.slot_R.fill_(-1)
-        # Real launches first: they compile, load and set up what a capture could not.
-        step.run()
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        violations: list[Exception] = []
-        try:
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                try:
-                    with capture_guard(step.parts.device):
-                        self.output = step.run()
-                except Exception as error:
-                    violations.append(error)
-                    raise
-        except Exception as error:
-            # Ending a broken capture raises as well, and would hide what broke it.
-            raise violations[0] if violations else error from None
+        self._graph, self.output = record(step.parts.device, step.run)
 
     def replay(self) -> StepOutput:
         """Run the step for the slots in `step.slot_R`; returns the tensors that the capture made, with new contents."""
@@ -56,30 +41,24 @@ class CapturedStep:
         self._graph.reset()
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A graph of a former runner that the collector destroys during a capture would invalidate it."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class GraphRunner:
-    """The captured ladder of one rank."""
+    """The captured ladders of one rank."""
 
     def __init__(
-        self, parts: StepParts, max_rows: int, stats: GraphStats, progress: Callable[[str], None] | None = None
+        self,
+        parts: StepParts,
+        max_rows: int,
+        token_budget: int,
+        stats: GraphStats,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
-        """Captures every key of the ladder, largest first. What happens is counted in `stats`."""
+        """Captures every key of both ladders, largest first. What happens is counted in `stats`."""
         self.ladder = Ladder(max_rows, parts.width)
+        self.token_ladder = TokenLadder(token_budget)
         self.stats = stats
         self._parts = parts
         self._graphs: dict[GraphKey, CapturedStep] = {}
+        self._stages: dict[TokenKey, CapturedStage] = {}
         self._capture(progress)
 
     @torch.inference_mode()
@@ -93,25 +72,44 @@ class GraphRunner:
         largest = {(key.width, key.drafts, key.rows * key.width <= MOST_STREAMED): key for key in reversed(keys)}
         for key in largest.values():
             DecodeStep(self._parts, key, measured).run()
-        buffer = torch.empty(measured.peak, dtype=torch.uint8, device=device)
-        with _no_garbage_collection():
+        inner = Scratch(device)
+        rehearse(self._parts, Stage(self._parts, self.token_ladder.budget, measured, inner))
+        buffer, inner_buffer = (
+            torch.empty(scratch.peak, dtype=torch.uint8, device=device) for scratch in (measured, inner)
+        )
+        with no_garbage_collection():
             for key in keys:
                 self._graphs[key] = CapturedStep(DecodeStep(self._parts, key, Scratch(device, buffer)))
+            for token_key in self.token_ladder:
+                scratch, inner = Scratch(device, buffer), Scratch(device, inner_buffer)
+                self._stages[token_key] = CapturedStage(self._parts, token_key.tokens, scratch, inner)
         torch.cuda.synchronize(device)
         after, _ = torch.cuda.mem_get_info(device)
         stats = self.stats
         stats.capture_seconds = time.perf_counter() - begin
         stats.bytes = max(free - after, 0)
         if progress is not None:
-            progress(f"captured {len(keys)} graphs in {stats.capture_seconds:.1f} s, {stats.bytes / 2**20:.0f} MiB")
+            segments = sum(stage.graphs for stage in self._stages.values())
+            progress(
+                f"captured {len(keys)} decode steps and {segments} segments of {len(self._stages)} token buckets in "
+                f"{stats.capture_seconds:.1f} s, {stats.bytes / 2**20:.0f} MiB"
+            )
+
+    def stage(self, layout: BatchLayout) -> CapturedStage:
+        """Where a mixed step of this layout runs; ValueError when it exceeds the token budget."""
+        key = self.token_ladder.key(layout)
+        self.stats.mixed_steps += 1
+        self.stats.tokens += layout.tokens
+        self.stats.padded_tokens += key.tokens - layout.tokens
+        return self._stages[key]
 
     def captured(self, plan: StepPlan) -> CapturedStep | None:
-        """The graph for a plan, its slots filled in; None, with the reason counted, when there is none."""
+        """The graph for a plan of decode rows alone, its slots filled in; None, with the reason counted, when there is
+        none."""
         layout = plan.layout
         key = self.ladder.key(layout, plan.drafts)
         if key is None:
-            reason = "prefill rows" if plan.prefill else f"width {plan.width}, {plan.drafts} drafts"
-            self.stats.eager[reason] += 1
+            self.stats.eager[f"width {plan.width}, {plan.drafts} drafts"] += 1
             return None
         graph = self._graphs[key]
         self.stats.replays += 1
@@ -125,8 +123,15 @@ class GraphRunner:
         """Every captured step, in ladder order."""
         return list(self._graphs.values())
 
+    def stages(self) -> list[CapturedStage]:
+        """The captured segments of every token bucket, in ladder order."""
+        return list(self._stages.values())
+
     def close(self) -> None:
         """Destroy the graphs. Before the process group, or its last collectives wait for ever."""
         for graph in self._graphs.values():
             graph.drop()
+        for stage in self._stages.values():
+            stage.drop()
         self._graphs.clear()
+        self._stages.clear()

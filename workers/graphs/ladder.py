@@ -1,4 +1,7 @@
-"""The ladder: every graph that is captured, enumerated once; capture, dispatch and tests take their keys from here."""
+"""The ladders: every graph that is captured, enumerated once; capture, dispatch and tests take their keys from here.
+
+Decode steps are whole graphs, by rows. Of mixed steps the token-wise segments are graphs, by tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from workers.plan import BatchLayout, GraphKey
+from workers.plan import BatchLayout, GraphKey, TokenKey
 
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32)
 """Row buckets up to 32: close together, because small batches are where a padded row costs most."""
+
+_TOKEN_STEPS = (16, 32, 48, 64, 96, 128)
+"""Token buckets up to 128; a few tokens more or less cost nothing there, weights are read all the same."""
+_TOKEN_WASTE = 0.15
+"""Most of a larger bucket that may be padding."""
 
 
 def row_buckets(max_rows: int) -> tuple[int, ...]:
@@ -19,6 +27,46 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
     while (rows := rows + max(8, rows // 4)) < max_rows:
         buckets.append(rows)
     return (*buckets, max_rows)
+
+
+def token_buckets(budget: int) -> tuple[int, ...]:
+    """Token counts whose segments are captured, the last one `budget`: as few as keep padding below 15% above 128."""
+    buckets = [tokens for tokens in _TOKEN_STEPS if tokens < budget]
+    tokens = _TOKEN_STEPS[-1]
+    while True:
+        # Whole tiles of the products: 16 tokens, and more where a tile is little beside the bucket.
+        unit = max(16, 1 << (tokens.bit_length() - 5))
+        # The smallest step that is padded to `most` has one token more than the bucket before.
+        most = int((tokens + 1) / (1 - _TOKEN_WASTE))
+        tokens = max(most // unit * unit, tokens + 16)
+        if tokens >= budget:
+            return (*buckets, budget)
+        buckets.append(tokens)
+
+
+@dataclass(frozen=True)
+class TokenLadder:
+    """Buckets of tokens. A mixed step runs in the smallest that holds its tokens."""
+
+    budget: int
+    """The most tokens a step feeds."""
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError(f"a ladder needs tokens, not {self.budget}")
+
+    def __iter__(self) -> Iterator[TokenKey]:
+        """Every key, largest first."""
+        for tokens in reversed(token_buckets(self.budget)):
+            yield BatchLayout(1, tokens).token_key(tokens)
+
+    def key(self, layout: BatchLayout) -> TokenKey:
+        """Key of the segments that serve a step of this layout; ValueError when it exceeds the budget."""
+        buckets = token_buckets(self.budget)
+        place = bisect_left(buckets, layout.tokens)
+        if place == len(buckets):
+            raise ValueError(f"a step of {layout.tokens} tokens exceeds the budget of {self.budget}")
+        return layout.token_key(buckets[place])
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,19 @@ class GraphStats:
     """Counters since start, and what the capture cost."""
 
     replays: int = 0
+    """Steps that were one replay."""
     rows: int = 0
     """Decode rows of the replayed steps."""
     padded_rows: int = 0
     """Rows that filled their buckets up."""
+    mixed_steps: int = 0
+    """Steps with prefill rows whose segments were replayed."""
+    tokens: int = 0
+    """Tokens of the mixed steps."""
+    padded_tokens: int = 0
+    """Tokens that filled their buckets up."""
     eager: Counter[str] = field(default_factory=Counter)
-    """Steps that ran without a whole graph, by reason."""
+    """Steps of which nothing was replayed, by reason."""
     capture_seconds: float = 0.0
     bytes: int = 0
     """Device memory that the graphs and their scratch took."""
@@ -29,6 +36,9 @@ class GraphStats:
             "graph_replays": {"": self.replays},
             "graph_rows": {"": self.rows},
             "graph_padded_rows": {"": self.padded_rows},
+            "graph_mixed_steps": {"": self.mixed_steps},
+            "graph_tokens": {"": self.tokens},
+            "graph_padded_tokens": {"": self.padded_tokens},
             "graph_eager_steps": dict(self.eager),
             "graph_capture_seconds": {"": self.capture_seconds},
             "graph_bytes": {"": self.bytes},

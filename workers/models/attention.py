@@ -195,7 +195,7 @@ class LatentAttention:
             decode = self._attending_decode(projected.q_THD[:split], out_THV[:split], batch, batch.decode, scratch)
         if geometry is not None:
             q_THD, latent_TC = projected.q_THD[split:end], projected.latent_TC[split:end]
-            prefill = self._attending_prefill(q_THD, latent_TC, out_THV[split:end], geometry, scratch)
+            prefill = self.attending_prefill(q_THD, latent_TC, out_THV[split:end], geometry, scratch)
         return Attending(decode, prefill)
 
     def _attending_decode(
@@ -218,9 +218,10 @@ class LatentAttention:
             out_THV=out_THV,
         )
 
-    def _attending_prefill(
+    def attending_prefill(
         self, q_THD: Tensor, latent_TC: Tensor, out_THV: Tensor, geometry: PrefillGeometry, scratch: Scratch
     ) -> PrefillAttending:
+        """The prefill rows' part of `attending`."""
         (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
         most = max((piece.entries for piece in pieces), default=0)
         features = self.nope + self.value

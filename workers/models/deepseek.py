@@ -139,7 +139,7 @@ class DeepseekModel:
         """Hidden state of every token after the final norm, [T, E]; writes the tokens' latents to the cache.
 
         `token_T`: int64 ids below the vocabulary size. `batch.position_T` must lie below `max_positions`. All memory
-        comes from `scratch` (here and below: fresh memory when there is none), except for what prefill rows need.
+        comes from `scratch` (here and below: fresh memory when there is none), except for the prefill rows' geometry.
         """
         scratch, path = scratch or Scratch(token_T.device), DecodePath(self)
         if path.takes(batch):

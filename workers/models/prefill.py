@@ -80,6 +80,14 @@ class PrefillGeometry:
         cu_XB1 = on_device(cu, torch.int32, prefill.page_NP.device)
         return PrefillGeometry(cu_XB1[0], max(prefill.count), tuple(_pieces(prefill, batch.first, counts, cu_XB1[1:])))
 
+    @staticmethod
+    def largest(tokens: int, rows: int, device: torch.device) -> PrefillGeometry:
+        """One that needs as much memory as any of so many tokens and rows. Nothing can attend by it."""
+        entries = max(CONTEXT_ENTRIES, rows * PAGE_TOKENS)
+        none_S = torch.empty(entries, dtype=torch.int64, device=device)
+        cu_B1 = torch.zeros(2, dtype=torch.int32, device=device)
+        return PrefillGeometry(cu_B1, tokens, (ContextPiece(none_S, cu_B1, entries),))
+
 
 def _share(prefill: PrefillBatch, first: int) -> int:
     """Entries of a row that one piece holds, whole pages."""

@@ -117,7 +117,8 @@ class Segments:
         segment: Callable[[int], None] | None = None,
     ) -> None:
         """The whole pass. `segment` runs a segment of these tensors by its index, `run` if it is None; attention of the
-        rows of `batch`, whose tokens come first, runs between them."""
+        rows of `batch`, whose tokens come first, runs between them. Memory that `segment` uses must not be that of
+        `scratch`: what attention keeps there lives across segments."""
         flow = tensors.flow
         geometry = PrefillGeometry.of(batch)
         with scratch.scope():

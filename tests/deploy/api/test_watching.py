@@ -95,7 +95,7 @@ def test_histograms_and_labels_of_the_engine() -> None:
         counters.count_step(5, 0, seconds)
     counters.count_step(3, 100, 0.02)
     graphs = GraphStats(replays=5, rows=25)
-    graphs.eager["prefill rows"] = 1
+    graphs.eager["no graphs"] = 1
     metrics = FrontMetrics()
     metrics.watch_engine(lambda: counters.into(EngineStats(worker=graphs.figures())))
     found = samples(metrics.render().decode())
@@ -109,7 +109,7 @@ def test_histograms_and_labels_of_the_engine() -> None:
     assert found[f"{rows}_bucket{{kind=mixed,le=4.0}}"] == 1
     assert found["latentserve_engine_step_prefill_tokens_sum{kind=mixed}"] == 100
     assert found["latentserve_engine_graph_replays_total"] == 5
-    assert found["latentserve_engine_graph_eager_steps_total{reason=prefill rows}"] == 1
+    assert found["latentserve_engine_graph_eager_steps_total{reason=no graphs}"] == 1
 
 
 def test_logs_are_json_with_ids_and_without_prompts(logs: io.StringIO) -> None:

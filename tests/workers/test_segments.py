@@ -1,0 +1,186 @@
+"""Mixed steps in token buckets: padding is inert, segments can be recorded and replayed, and memory is enough. On a CPU
+a graph is emulated (`recorded`); tests/workers/test_gpu_engine.py has the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.moe import reference as moe_reference
+from tests.tiny_models import write_tiny
+from tests.workers.recorded import Recording
+from tests.workers.test_engine import engine, greedy, random_prompts
+from workers.graphs.ladder import TokenLadder
+from workers.graphs.rehearsal import rehearse
+from workers.graphs.segments import Stage
+from workers.mixed_step import MixedStep
+from workers.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
+from workers.scratch import Scratch
+from workers.step import StepOutput, StepParts
+
+POISON = 0xFF
+"""Filled with it, a float is NaN and an id -1; with 0x7F, a float is nearly infinite and an id 2**63 and more."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("v3"), "v3", seed=3)
+
+
+class RecordedStage(Stage):
+    """As `CapturedStage`: segments are recorded on padding alone."""
+
+    def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
+        super().__init__(parts, tokens, scratch, inner)
+        self.uploaded_X.zero_()
+        self.cache_slot_T.zero_()
+        run = super().run_segment
+        self._recordings = [
+            [Recording(lambda which=which, index=index: run(which, index)) for index in range(len(segments))]  # type: ignore[misc]
+            for which, segments in enumerate(self.segments)
+        ]
+
+    def run_segment(self, which: int, index: int) -> None:
+        self._recordings[which][index].replay()
+
+
+class Buckets:
+    """As `GraphRunner`, of mixed steps alone: stages that share memory, which is poison before each step."""
+
+    def __init__(
+        self, parts: StepParts, budget: int, stage: Callable[[StepParts, int, Scratch, Scratch], Stage]
+    ) -> None:
+        self.ladder = TokenLadder(budget)
+        self.used: set[TokenKey] = set()
+        measured = [Scratch(parts.device) for _ in range(2)]
+        rehearse(parts, Stage(parts, budget, *measured))
+        self.buffers = [torch.empty(scratch.peak, dtype=torch.uint8) for scratch in measured]
+        self.stages = {}
+        for key in self.ladder:
+            scratch, inner = (Scratch(parts.device, buffer) for buffer in self.buffers)
+            self.stages[key] = stage(parts, key.tokens, scratch, inner)
+
+    def stage(self, layout: BatchLayout) -> Stage:
+        key = self.ladder.key(layout)
+        self.used.add(key)
+        for buffer in self.buffers:
+            buffer.fill_(POISON)
+        return self.stages[key]
+
+    def captured(self, plan: StepPlan) -> None:
+        assert not plan.prefill
+
+
+@pytest.mark.parametrize("kind", ["v3", "v2-no-q-lora"])
+def test_replayed_segments_give_the_tokens_of_eager_steps(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The reference of the experts that looks at no value on the host, as a kernel does not.
+    monkeypatch.setattr(moe_reference, "experts_grouped", moe_reference.experts_gathered)
+    folder = write_tiny(tmp_path, kind, seed=3)
+    prompts = random_prompts(14, 150, seed=4)
+    settings = {"width": 3, "max_rows": 6, "token_budget": 80, "cache_pages": 60, "prefix_cache": True}
+    params = [SamplingParams(12 + i % 9, temperature=0.7 * (i % 2), seed=i) for i in range(len(prompts))]
+    expected = engine(folder, **settings).generate(prompts, params)
+    run = engine(folder, **settings)
+    with torch.inference_mode():
+        buckets = Buckets(run.runner.parts, 80, RecordedStage)
+    run.runner.graphs = buckets  # type: ignore[assignment]
+    assert run.generate(prompts, params) == expected
+    assert len(buckets.used) >= 4
+
+
+def test_the_memory_of_the_rehearsal_is_enough_for_any_step(folder: Path) -> None:
+    """Long contexts in many rows: more cached entries at once than a step has tokens."""
+    prompts = random_prompts(24, 400, seed=5)
+    settings = {"width": 2, "max_rows": 8, "token_budget": 120, "cache_pages": 200, "max_context": 480}
+    expected = engine(folder, **settings).generate(prompts, greedy(8))
+    run = engine(folder, **settings)
+    with torch.inference_mode():
+        run.runner.graphs = Buckets(run.runner.parts, 120, Stage)  # type: ignore[assignment]
+    assert run.generate(prompts, greedy(8)) == expected
+
+
+@torch.inference_mode()
+def test_a_rehearsal_leaves_nothing_behind(folder: Path) -> None:
+    parts = engine(folder, width=3, max_rows=5).runner.parts
+    for layer in parts.cache.layers:
+        layer[1:].fill_(torch.nan)
+    assert parts.sampling is not None
+    state = [getattr(parts.state.tensors, field.name) for field in fields(parts.state.tensors)]
+    state += [getattr(parts.sampling.tables, field.name) for field in fields(parts.sampling.tables)]
+    before = [tensor.clone() for tensor in state]
+    rehearse(parts, Stage(parts, 64, Scratch(parts.device), Scratch(parts.device)))
+    assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
+    assert all(bool(layer[1:].isnan().all()) for layer in parts.cache.layers)
+    assert not parts.sampling.fault_1.item()
+
+
+def mixed_plan(parts: StepParts) -> StepPlan:
+    """Two decode rows, a chunk that ends its prompt, one that does not and begins with suppressed writes behind cached
+    context; slots, pages and cache hold what the rows need."""
+    lengths = {0: 70, 1: 3, 3: 66, 4: 0}
+    admissions = [Admission(slot, SamplingParams(9, temperature=0.7, seed=slot)) for slot in lengths]
+    parts.state.admit(admissions)
+    assert parts.sampling is not None
+    parts.sampling.admit(admissions)
+    parts.state.grant([PageGrant(slot, 0, (3 * i + 1, 3 * i + 2, 3 * i + 3)) for i, slot in enumerate(lengths)])
+    state = parts.state.tensors
+    for slot, length in lengths.items():
+        state.length_S[slot] = length
+    generator = torch.Generator().manual_seed(2)
+    for tensor in (state.last_S, state.draft_SK):
+        tensor.copy_(torch.randint(0, 131, tensor.shape, generator=generator))
+    for layer in parts.cache.layers:
+        layer.copy_(torch.randn(layer.shape, generator=generator))
+    prefill = (
+        PrefillRow(3, 66, tuple(range(5, 16)), write_from=68, final=False, next_token=17),
+        PrefillRow(4, 0, tuple(range(40, 60)), write_from=0, final=True),
+    )
+    return StepPlan(1, 3, 2, (0, 1), prefill)
+
+
+@torch.inference_mode()
+def outcome(folder: Path, tokens: int, fill: int | None) -> tuple[StepOutput, list[torch.Tensor], list[torch.Tensor]]:
+    """A mixed step in a stage of so many tokens, whose memory and whose null page were filled with this byte: output,
+    slots' state, and the cache without the null page."""
+    parts = engine(folder, width=3, max_rows=6, cache_pages=20).runner.parts
+    plan = mixed_plan(parts)
+    scratch = [Scratch(parts.device) for _ in range(2)]
+    if fill is not None:
+        scratch = [Scratch(parts.device, torch.full((1 << 22,), fill, dtype=torch.uint8)) for _ in range(2)]
+        for layer in parts.cache.layers:
+            layer[0].view(torch.uint8).fill_(fill)
+    output = MixedStep(parts).run(plan, Stage(parts, tokens, *scratch))
+    state = [getattr(parts.state.tensors, field.name) for field in fields(parts.state.tensors)]
+    return output, state, [layer[1:] for layer in parts.cache.layers]
+
+
+def test_what_padding_holds_changes_no_bit(folder: Path) -> None:
+    plain, state, cache = outcome(folder, 48, 0)
+    assert plain.logits_NV is not None
+    assert plain.layout.tokens == 37
+    for fill in (POISON, 0x7F):
+        other, other_state, other_cache = outcome(folder, 48, fill)
+        assert other.logits_NV is not None
+        assert torch.equal(plain.decided_N, other.decided_N)
+        assert torch.equal(plain.logits_NV, other.logits_NV)
+        for mine, theirs in zip([*state, *cache], [*other_state, *other_cache], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_padding_changes_nothing_but_rounding(folder: Path) -> None:
+    padded, state, cache = outcome(folder, 64, POISON)
+    exact, exact_state, exact_cache = outcome(folder, 37, None)
+    assert padded.logits_NV is not None
+    assert exact.logits_NV is not None
+    assert torch.equal(padded.decided_N, exact.decided_N)
+    torch.testing.assert_close(padded.logits_NV, exact.logits_NV, atol=1e-4, rtol=1e-4)
+    for mine, theirs in zip(state, exact_state, strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(cache, exact_cache, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)

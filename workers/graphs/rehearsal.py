@@ -1,0 +1,67 @@
+"""Mixed steps that nobody asked for, run before a replica serves: they say how much memory mixed steps need, and
+compile what runs between the segments. Their rows are of slot -1, whose pages are the null page, whose state nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kernels.page import PAGE_TOKENS
+from workers.graphs.segments import Stage
+from workers.mixed_step import MixedStep
+from workers.models.prefill import PrefillGeometry
+from workers.plan import PrefillRow, StepPlan
+from workers.step import StepParts
+
+NOBODY = -1
+_SHORT = 16
+"""Tokens of a short chunk, for which attention has a kernel of its own."""
+
+
+def rehearsals(parts: StepParts, budget: int) -> Iterator[StepPlan]:
+    """Plans of every kind of mixed step: all but one slot decoding, at either width, or none; long chunks and short
+    ones, with cached context and without."""
+    longest = min(parts.model.max_positions, parts.state.pages_per_row * PAGE_TOKENS) - parts.width
+    slots, widths = parts.state.slots, sorted({1, parts.width}, reverse=True)
+    for context in (0, min(PAGE_TOKENS, longest - 1)):
+        for width in widths:
+            decode = (NOBODY,) * min(slots - 1, (budget - 1) // width)
+            room = budget - width * len(decode)
+            yield _plan(width, parts.width - 1, decode, _chunks(room, context, longest))
+        yield _plan(parts.width, parts.width - 1, (), _chunks(min(_SHORT, budget), context, longest))
+
+
+def _chunks(tokens: int, context: int, longest: int) -> Iterator[PrefillRow]:
+    """Rows that feed so many tokens behind `context` cached ones; the first ends its prompt."""
+    begun = 0
+    while begun < tokens:
+        count = min(tokens - begun, longest - context)
+        final = not begun
+        yield PrefillRow(NOBODY, context, (0,) * count, 0, final, -1 if final else 0)
+        begun += count
+
+
+def _plan(width: int, drafts: int, decode: tuple[int, ...], prefill: Iterator[PrefillRow]) -> StepPlan:
+    return StepPlan(1, width, drafts, decode, tuple(prefill))
+
+
+def rehearse(parts: StepParts, stage: Stage) -> None:
+    """Run every kind of mixed step in `stage`, and take the memory that the largest context needs. No slot's state
+    changes, and of the cache only the null page."""
+    step = MixedStep(parts)
+    for plan in rehearsals(parts, stage.tokens):
+        step.run(plan, stage)
+    with stage.scratch.scope():
+        flow, attention = stage.tensors[0].flow, parts.model.segments.layers[0].attention
+        geometry = PrefillGeometry.largest(stage.tokens, parts.state.slots, parts.device)
+        projected = flow.projected
+        attention.attending_prefill(projected.q_THD, projected.latent_TC, flow.attended_THV, geometry, stage.scratch)
+    # What was sampled for nobody.
+    for tensor_S in (parts.state.tensors.length_S, parts.state.tensors.last_S):
+        tensor_S[NOBODY] = 0
+    if parts.sampling is not None:
+        parts.sampling.fault_1.zero_()
+    if parts.device.type == "cuda":
+        torch.cuda.synchronize(parts.device)

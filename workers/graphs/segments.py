@@ -1,0 +1,100 @@
+"""The passes of mixed steps in token buckets: their memory, and their token-wise segments as graphs.
+
+A `Stage` holds what the passes of a step of so many tokens read, write and hand on: addresses stay, contents change
+from step to step. Tokens past a step's own are padding: token 0 at position 0, written to the null page, for no expert;
+their outputs are never read. Attention and all else that depends on rows runs eagerly between the segments. What it
+needs lives across segments, so the memory that segments use inside lies elsewhere.
+
+Shape legend: T tokens, padding included, E hidden size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from workers.batch import Batch
+from workers.graphs.record import record
+from workers.models.segments import PassTensors
+from workers.scratch import Scratch
+from workers.step import StepParts
+
+TARGET, DRAFT = 0, 1
+"""The passes of a step, in their order."""
+
+PER_TOKEN = 6
+"""Numbers a token that come from the host, see `Stage`."""
+
+
+class Stage:
+    """A place for mixed steps of up to `tokens` tokens; here the segments run eagerly."""
+
+    def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
+        """`scratch`: for what is handed on, and for what runs eagerly. `inner`: for what a segment needs on its way.
+        Both may be shared by stages that run one after the other."""
+        self.parts, self.tokens, self.scratch, self._inner = parts, tokens, scratch, inner
+        model, slots = parts.model, parts.state.slots
+        # What the host says about a step arrives in one piece: of every token, then of the rows (see `MixedStep`).
+        self.uploaded_X = scratch.empty(PER_TOKEN * tokens + (5 + parts.width) * slots, dtype=torch.int64)
+        uploaded_XT = self.uploaded_X[: PER_TOKEN * tokens].view(PER_TOKEN, tokens)
+        self.token_T, self.position_T, self.live_T, self.slot_T, self.write_slot_T, self.next_T = uploaded_XT
+        self.rows_X = self.uploaded_X[PER_TOKEN * tokens :]
+        self.cache_slot_T = scratch.empty(tokens, dtype=torch.int64)
+        hidden, dtype = model.config.hidden_size, model.norm_E.dtype
+        self.hidden_TE = scratch.empty(tokens, hidden, dtype=dtype)
+        self.segments = [model.segments]
+        flow = model.segments.flow(tokens, scratch)
+        inputs = (self.token_T, self.position_T, self.cache_slot_T, self.live_T)
+        self.tensors = [PassTensors(*inputs, None, self.hidden_TE, flow)]
+        self.drafted_TE = self.hidden_TE
+        if parts.width > 1:
+            assert model.draft_segments is not None
+            self.drafted_TE = scratch.empty(tokens, hidden, dtype=dtype)
+            self.segments.append(model.draft_segments)
+            # The draft layer's inputs replace the target's, and its pass the target's flow.
+            self.tensors.append(PassTensors(*inputs, self.hidden_TE, self.drafted_TE, flow))
+
+    def run_pass(self, which: int, batch: Batch) -> None:
+        """TARGET or DRAFT, with the rows of `batch`: `hidden_TE` or `drafted_TE` is the result."""
+        self.segments[which].run_pass(
+            self.tensors[which],
+            batch,
+            self.parts.cache,
+            self.scratch,
+            lambda index: self.run_segment(which, index),
+        )
+
+    def run_segment(self, which: int, index: int) -> None:
+        """Segment `index` of a pass."""
+        self.segments[which].run(index, self.tensors[which], self.parts.cache, self._inner)
+
+
+class CapturedStage(Stage):
+    """A stage whose segments are graphs, replayed. They hold no state from one step to the next."""
+
+    def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
+        """Captures at once, on padding alone, so that only the null page is touched."""
+        super().__init__(parts, tokens, scratch, inner)
+        self.uploaded_X.zero_()
+        self.cache_slot_T.zero_()
+        self._graphs: list[list[torch.cuda.CUDAGraph]] = []
+        for which, segments in enumerate(self.segments):
+            run = partial(super().run_segment, which)
+            self._graphs.append([record(parts.device, partial(run, index))[0] for index in range(len(segments))])
+
+    @property
+    def graphs(self) -> int:
+        """How many there are."""
+        return sum(map(len, self._graphs))
+
+    def run_segment(self, which: int, index: int) -> None:
+        """Replay segment `index` of a pass."""
+        self._graphs[which][index].replay()
+
+    def drop(self) -> None:
+        """Destroy the graphs; their process group must still live."""
+        for graphs in self._graphs:
+            for graph in graphs:
+                graph.reset()
+        self._graphs.clear()
