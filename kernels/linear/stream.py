@@ -191,7 +191,11 @@ def copy_squares(square, tokens, PIECES: gl.constexpr, BLOCK: gl.constexpr, TOKE
     t = gl.arange(0, TOKENS, gl.SliceLayout(1, rows))
     p = gl.arange(0, BLOCK, gl.SliceLayout(0, rows))
     inside = (t < tokens)[:, None] & (p < PIECES)[None, :]
-    async_copy.async_copy_global_to_shared(square_s, square + t[:, None] * PIECES + p[None, :], mask=inside)
+    where = square + t[:, None] * PIECES + p[None, :]
+    if PIECES % 4 == 0:
+        async_copy.async_copy_global_to_shared(square_s, where, mask=inside)
+    else:  # copies of fewer than 16 bytes would go through L1
+        square_s.store(gl.load(where, mask=inside, other=0.0, cache_modifier=".cg"))
     return square_s
 
 

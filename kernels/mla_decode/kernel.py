@@ -176,8 +176,10 @@ def attend(
         end = at + take - ROW_COST
         if end > begin:
             vector = (row.to(tl.int64) * queries + m)[:, None]
-            q_latent = tl.load(q + vector * FEATURES + c[None, :], mask=inside[:, None], other=0.0)
-            q_rope = tl.load(q + vector * FEATURES + LATENT + r[None, :], mask=inside[:, None], other=0.0)
+            # .cg: a dependent launch may find lines of an earlier layer in L1.
+            at_q = q + vector * FEATURES
+            q_latent = tl.load(at_q + c[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
+            q_rope = tl.load(at_q + LATENT + r[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
             bound = tl.minimum(tokens - back, tokens)
             top = tl.full((BLOCK,), _LOWEST, tl.float32)
             total = tl.zeros((BLOCK,), tl.float32)
@@ -268,8 +270,10 @@ def merge(
             piece = start + tl.arange(0, PIECES)
             at = tl.where(piece == 0, slot, later + piece - 1).to(tl.int64)[None, :] * queries + query[:, None]
             there = (piece < pieces)[None, :] & inside[:, None]
-            log = tl.load(partial_lse + at, mask=there, other=float("-inf"))
-            part = tl.load(partial + at[:, :, None] * LATENT + c[None, None, :], mask=there[:, :, None], other=0.0)
+            # .cg: a dependent launch may find lines of an earlier layer in L1.
+            log = tl.load(partial_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+            piece_at = partial + at[:, :, None] * LATENT + c[None, None, :]
+            part = tl.load(piece_at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
             new_top = tl.maximum(top, tl.max(log, 1))
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
             shrink = tl.exp2(top - base)

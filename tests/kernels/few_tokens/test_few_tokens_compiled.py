@@ -74,6 +74,8 @@ def gate(run: Callable[[], None], registers: int = 255) -> None:
         found = FOUND[kernel.hash]
         found.check(registers)
         assert {"ACQBULK", "PREEXIT"} <= found.instructions.keys(), f"{found.name} lacks dependent launch"
+        # What is copied was written by kernels before, of which L1 may know nothing.
+        assert "cp.async.ca" not in kernel.asm["ptx"], f"{found.name} copies through L1"
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
