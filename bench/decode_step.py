@@ -1,20 +1,22 @@
-"""Times a whole decode step of the DeepSeek-V2-Lite shape on this machine's GPU: forward pass, output head and argmax
-as one CUDA graph, beside the time in which its bytes can be read.
+"""Times whole decode steps of the DeepSeek-V2-Lite shape on this machine's GPU, as a replica replays them: state,
+embedding, layers, head, sampling, verification and drafts in one graph.
 
-    python bench/decode_step.py                      # 1, 2, 4 and 16 rows of 1024 cached tokens
-    python bench/decode_step.py --rows 1 --width 4   # four tokens of one row
-    python bench/decode_step.py --rows 1 --kernels   # and every kernel alone
+    python bench/decode_step.py                       # 1, 2, 4 and 16 rows of 1024 cached tokens, greedy
+    python bench/decode_step.py --rows 1 --width 4    # one row that verifies and drafts three tokens
+    python bench/decode_step.py --no-kernels          # without the tables of single kernels
 
-Weights are normal(0, 0.02), norms 1, so that routing is that of random tokens. `--check` compares a model of few layers
-with the same model in fp32. A kernel alone is its launches of one step, in order, in a graph without the others: its
-share is of the bytes of weights it streams at 4.2 TB/s, the read bandwidth of an H200.
+One line a number of rows: the few-token path, the plain layers beside it, and the time in which the bytes can be read.
+Then every kernel of the path alone: its launches of one step, in order, in a graph without the others; its share is of
+the bytes of weights it streams at 4.2 TB/s, the read bandwidth of an H200. Weights are normal(0, 0.02), norms 1, so
+that routing is that of random tokens; a draft layer, where there is one, is as random.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -26,19 +28,22 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kernels.linear import best_linear, best_token
-from workers.batch import Batch, DecodeBatch, LatentCache
+from workers.batch import LatentCache
+from workers.decode_step import DecodeStep
 from workers.models.config import ModelConfig
 from workers.models.decode_path import DecodePath
 from workers.models.deepseek import DeepseekModel
 from workers.parallel import TensorParallel
 from workers.plan import BatchLayout
+from workers.sampling import SamplingState
 from workers.scratch import Scratch
+from workers.slots import SlotState
+from workers.step import StepParts
 from workers.weights import WeightSource
 
 BANDWIDTH = 4.2e6
 """Bytes a microsecond."""
-DEVICE = torch.device("cuda")
+REPEATS = 50
 V2_LITE: dict[str, Any] = {
     "model_type": "deepseek_v2",
     "vocab_size": 102400,
@@ -61,83 +66,99 @@ V2_LITE: dict[str, Any] = {
 
 
 class RandomWeights(WeightSource):
-    """Norms of 1, everything else normal(0, 0.02) rounded to bf16; the same numbers in every dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(TensorParallel(), dtype, DEVICE)
+    """Norms of 1, everything else normal(0, 0.02)."""
 
     def fill_part(self, into: Tensor, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
         """Random numbers for `into`."""
         if "norm" in name:
             into.fill_(1.0)
         else:
-            into.copy_(torch.empty(into.shape, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02))
+            into.normal_(0, 0.02)
 
     def progress(self, text: str) -> None:
         """Says nothing."""
 
 
-def model_of(layers: int, dtype: torch.dtype) -> DeepseekModel:
+def model_of(values: dict[str, Any], width: int, dtype: torch.dtype, device: torch.device) -> DeepseekModel:
+    """A random model of these config values, with a draft layer if rows feed more than one token."""
     torch.manual_seed(0)
-    config = ModelConfig.parse(V2_LITE | {"num_hidden_layers": layers})
-    return DeepseekModel(RandomWeights(dtype), config, draft_layer=False, max_positions=4096)
+    source = RandomWeights(TensorParallel(), dtype, device)
+    return DeepseekModel(source, ModelConfig.parse(values), draft_layer=width > 1, max_positions=4096)
 
 
-class DecodeStep:
-    """One step of `rows` rows of `width` tokens, each row with `context` entries when the step ends."""
+class Case:
+    """Steps of `rows` rows of `width` tokens over `context` cached tokens each."""
 
     def __init__(self, model: DeepseekModel, rows: int, width: int, context: int) -> None:
-        self.model, self.path = model, DecodePath(model)
-        self.rows, self.width, self.context = rows, width, context
+        self.model, self.rows, self.width, self.context = model, rows, width, context
+        self.device = device = model.norm_E.device
         torch.manual_seed(rows)
-        pages = -(-context // 64)
-        dtype = model.norm_E.dtype
-        self.cache = LatentCache.allocate(model.cache_layers, rows * pages + 1, 64, model.cache_width, dtype, DEVICE)
+        pages = -(-(context + 40 * REPEATS * width) // 64)  # every replay moves on
+        shape = (model.cache_layers, rows * pages + 1, 64, model.cache_width)
+        self.cache = LatentCache.allocate(*shape, model.norm_E.dtype, device)
         for layer in self.cache.layers:
             layer.normal_()
-        table = torch.randperm(rows * pages, device=DEVICE).view(rows, pages).int() + 1
-        position = torch.arange(context - width, context, device=DEVICE).repeat(rows, 1)
-        slot = torch.gather(table.long(), 1, position // 64) * 64 + position % 64
-        length = torch.full((rows,), context, dtype=torch.int32, device=DEVICE)
-        layout = BatchLayout(width, rows)
-        self.batch = Batch(layout, position.flatten(), slot.flatten(), DecodeBatch(length, table), None)
-        self.tokens = layout.tokens
-        self.token_T = torch.randint(0, model.config.vocab_size, (self.tokens,), device=DEVICE)
-        vocab = model.head_YE.shape[0]
-        self.logit_TY = torch.empty(self.tokens, vocab, device=DEVICE)
-        self.value_TP = torch.empty(self.tokens, -(-vocab // 16), device=DEVICE)
-        self.index_TP = torch.empty(self.tokens, -(-vocab // 16), dtype=torch.int32, device=DEVICE)
-        self.best_T = torch.empty(self.tokens, dtype=torch.int64, device=DEVICE)
-        self.scratch = Scratch(DEVICE)
-        self.forward = self.path.forward
+        self.state = SlotState(rows, width - 1, pages, device)
+        sampling = SamplingState(rows, model.config.vocab_size, device)
+        sampling.reserve()
+        self.parts = StepParts(model, self.cache, self.state, sampling, TensorParallel(), width)
+        tensors = self.state.tensors
+        tensors.page_SP[:rows] = torch.randperm(rows * pages, device=device).view(rows, pages).int() + 1
+        for ids in (tensors.last_S, tensors.draft_SK):
+            ids.copy_(torch.randint(0, model.config.vocab_size, ids.shape, device=device))
+        self.rewind()
 
-    def __call__(self) -> None:
-        """Launch the step."""
-        with self.scratch.scope():
-            self.hidden_TE = self.forward(self.token_T, self.batch, self.cache, self.scratch)
-            best_linear(self.hidden_TE, self.model.head_YE, self.logit_TY, self.value_TP, self.index_TP, dependent=True)
-            best_token(self.value_TP, self.index_TP, self.best_T, dependent=True)
+    def rewind(self) -> None:
+        """Let the rows have `context` tokens again."""
+        self.state.tensors.length_S[: self.rows] = self.context - self.width
 
-    def graph(self) -> torch.cuda.CUDAGraph:
-        """Warm up, size the scratch memory, capture."""
-        self()
-        torch.cuda.synchronize()
-        self.scratch = Scratch(DEVICE, torch.empty(self.scratch.peak, dtype=torch.uint8, device=DEVICE))
-        return capture(self)
+    def step(self, scratch: Scratch) -> DecodeStep:
+        """The step of all rows."""
+        key = BatchLayout(self.width, self.rows).graph_key(self.rows, self.width - 1)
+        step = DecodeStep(self.parts, key, scratch)
+        step.slot_R.copy_(torch.arange(self.rows))
+        return step
+
+    def milliseconds(self) -> list[float]:
+        """Three measurements of the step as a graph."""
+        measured = Scratch(self.device)
+        self.step(measured).run()
+        scratch = Scratch(self.device, torch.empty(measured.peak, dtype=torch.uint8, device=self.device))
+        step = self.step(scratch)
+        graph = capture(lambda: step.run())
+        times = []
+        for _ in range(3):
+            self.rewind()
+            times.append(milliseconds(graph))
+        self.rewind()
+        return times
 
 
-def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Within this context no pass takes the few-token path."""
+    takes = DecodePath.takes
+    DecodePath.takes = lambda self, batch: False
+    try:
+        yield
+    finally:
+        DecodePath.takes = takes
+
+
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    run()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     return graph
 
 
-def milliseconds(graph: torch.cuda.CUDAGraph, repeats: int = 50) -> float:
+def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     """Median of one replay; a stream of replays, so that the host's gaps do not count."""
     for _ in range(3):
         graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
     events[0].record()
     for event in events[1:]:
         graph.replay()
@@ -146,39 +167,28 @@ def milliseconds(graph: torch.cuda.CUDAGraph, repeats: int = 50) -> float:
     return median(a.elapsed_time(b) for a, b in pairwise(events))
 
 
-def floor_bytes(step: DecodeStep) -> float:
-    """Bytes of weights and cache that this step cannot but read; its experts are those its tokens chose."""
-    model, total = step.model, 0.0
-    for layer, cache in zip(model.layers, step.cache.layers, strict=False):
-        attention = layer.attention
-        tensors = [attention.down_FE, attention.kv_up_HFL, attention.out_EF]
-        if attention.q_up_QA is not None:
-            tensors.append(attention.q_up_QA)
-        total += sum(t.numel() * t.element_size() for t in tensors)
-        total += step.rows * step.context * cache.shape[-1] * cache.element_size()
-    total += model.head_YE.numel() * model.head_YE.element_size()
-    return total + feed_forward_bytes(step)
-
-
-def feed_forward_bytes(step: DecodeStep) -> float:
-    """As `floor_bytes`, of the feed-forward parts."""
-    total = 0.0
-    for layer, count in zip(step.model.layers, chosen_experts(step), strict=True):
-        network = layer.feed_forward
+def floor_bytes(case: Case, experts: float) -> float:
+    """Bytes of weights and cache that the target's pass cannot but read, `experts` in each layer that has them."""
+    model, total = case.model, float(case.model.head_YE.numel())
+    for layer in model.layers:
+        attention, network = layer.attention, layer.feed_forward
+        tensors = [attention.down_FE, attention.kv_up_HFL, attention.out_EF, attention.q_up_QA]
         dense = network if hasattr(network, "gate_up_FE") else network.shared
         if dense is not None:
-            total += 2 * (dense.gate_up_FE.numel() + dense.down_EI.numel())
-        if count:
-            total += 2 * count * (network.gate_up_XFE[0].numel() + network.down_XEI[0].numel())
-            total += 4 * network.router_XE.numel()
-    return total
+            tensors += [dense.gate_up_FE, dense.down_EI]
+        total += sum(t.numel() for t in tensors if t is not None)
+        total += case.rows * case.context * model.cache_width
+        if dense is not network:
+            total += experts * (network.gate_up_XFE[0].numel() + network.down_XEI[0].numel())
+            total += 2 * network.router_XE.numel()  # fp32
+    return total * model.norm_E.element_size()
 
 
-def chosen_experts(step: DecodeStep) -> list[int]:
-    """How many experts each layer's tokens wake."""
+def chosen_experts(case: Case) -> float:
+    """How many experts the tokens of a step wake in each layer, on average."""
     from kernels.few_experts import launch
 
-    counts, plain = [0] * step.model.config.num_dense_layers, launch.choose
+    counts, plain = [], launch.choose
 
     def counting(*args: Any, **options: Any) -> None:
         plain(*args, **options)
@@ -186,13 +196,13 @@ def chosen_experts(step: DecodeStep) -> list[int]:
 
     launch.choose = counting
     try:
-        step()
+        case.step(Scratch(case.device)).run()
     finally:
         launch.choose = plain
-    return counts
+    return sum(counts) / max(len(counts), 1)
 
 
-def record(run: Callable[[], None]) -> list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]:
+def record(run: Callable[[], object]) -> list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]:
     """Every kernel launch of `run`: kernel, grid, arguments."""
     launches: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
     plain = JITFunction.run
@@ -210,11 +220,10 @@ def record(run: Callable[[], None]) -> list[tuple[Any, Any, tuple[Any, ...], dic
     return launches
 
 
-def by_kernel(step: DecodeStep) -> None:
+def by_kernel(case: Case, experts: float) -> None:
     """Every kernel alone."""
-    plain, step.scratch = step.scratch, Scratch(DEVICE)  # every buffer its own: launches are repeated out of order
-    launches = record(step)
-    step.scratch = plain
+    # Every buffer its own, and kept: launches are repeated out of order.
+    launches = record(case.step(Scratch(case.device)).run)
     groups: dict[str, list[Any]] = {}
     for launch in launches:
         kernel, _, _, options = launch
@@ -224,7 +233,6 @@ def by_kernel(step: DecodeStep) -> None:
         elif name == "stream_gate_up":
             name += f" 2x{options['I']}x{options['K']}"
         groups.setdefault(name, []).append(launch)
-    experts = sum(chosen_experts(step)) / max(1, len(step.model.layers) - step.model.config.num_dense_layers)
     print(f"  {'kernel alone':34}{'launches':>9}{'us each':>9}{'ms':>8}{'share of 4.2 TB/s':>19}")
     total = 0.0
     for name, own in groups.items():
@@ -234,11 +242,12 @@ def by_kernel(step: DecodeStep) -> None:
                 kernel.run(*args, grid=grid, warmup=False, **kwargs)
 
         ms = milliseconds(capture(run))
+        case.rewind()
         total += ms
         size = streamed_bytes(own[0], experts)
         share = f"{size * len(own) / BANDWIDTH / ms / 10:18.0f}%" if size else ""
         print(f"  {name:34}{len(own):9}{ms / len(own) * 1e3:9.2f}{ms:8.3f}{share}")
-    print(f"  {'sum':34}{len(launches):9}{'':9}{total:8.3f}")
+    print(f"  {'sum':34}{len(launches):9}{'':9}{total:8.3f}", flush=True)
 
 
 def streamed_bytes(launch: Any, experts: float) -> float:
@@ -256,66 +265,34 @@ def streamed_bytes(launch: Any, experts: float) -> float:
     return 0.0
 
 
-def check(rows: int, width: int) -> None:
-    """Three layers: the path in bf16 against the layers in fp32, and twenty replays against one another."""
-    step = DecodeStep(model_of(3, torch.bfloat16), rows, width, 1000)
-    wide = DecodeStep(model_of(3, torch.float32), rows, width, 1000)
-    for ours, theirs in zip(step.cache.layers, wide.cache.layers, strict=True):
-        theirs.copy_(ours)
-    wide.token_T, wide.batch = step.token_T, step.batch
-    graph = step.graph()
-    step()
-    torch.cuda.synchronize()
-    eager_TE = step.hidden_TE.clone()
-    eager_logit_TY = step.logit_TY.clone()
-    different = 0
-    for _ in range(20):
-        step.hidden_TE.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        different += int(not torch.equal(step.hidden_TE, eager_TE) or not torch.equal(step.logit_TY, eager_logit_TY))
-    want_TE = wide.model.forward(wide.token_T, wide.batch, wide.cache, Scratch(DEVICE))
-    error_T = (step.hidden_TE.float() - want_TE).norm(dim=1) / want_TE.norm(dim=1)
-    want_T = wide.model.logits(want_TE, Scratch(DEVICE)).argmax(1)
-    same = float((want_T == step.best_T).float().mean())
-    entries = max(
-        float((a.float() - b).norm() / b.norm()) for a, b in zip(step.cache.layers, wide.cache.layers, strict=True)
-    )
-    assert torch.equal(step.best_T, step.logit_TY.argmax(1))
-    print(
-        f"check rows {rows} width {width}: relative error max {error_T.max():.1e} median {error_T.median():.1e}, cache "
-        f"{entries:.1e}, same argmax {same:.2f}, replays that differ from eager {different}",
-        flush=True,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", default="1,2,4,16")
     parser.add_argument("--width", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--kernels", action="store_true", help="time every kernel alone")
-    parser.add_argument("--check", action="store_true", help="compare with fp32 on three layers, then stop")
+    parser.add_argument(
+        "--kernels", action=argparse.BooleanOptionalAction, default=True, help="time every kernel alone"
+    )
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this measures a GPU, and there is none")
     with torch.inference_mode():
-        if given.check:
-            for rows, width in ((1, 1), (2, 1), (4, 1), (16, 1), (1, 4), (5, 3)):
-                check(rows, width)
-            return
-        model = model_of(V2_LITE["num_hidden_layers"], torch.bfloat16)
+        model = model_of(V2_LITE, given.width, torch.bfloat16, torch.device("cuda"))
         for rows in map(int, given.rows.split(",")):
-            step = DecodeStep(model, rows, given.width, given.context)
-            graph = step.graph()
-            times = [milliseconds(graph) for _ in range(3)]
-            floor = floor_bytes(step) / BANDWIDTH / 1e3
+            case = Case(model, rows, given.width, given.context)
+            experts = chosen_experts(case)
+            ours = case.milliseconds()
+            with plain_layers():
+                plain = case.milliseconds()
+            floor = floor_bytes(case, experts) / BANDWIDTH / 1e3
             print(
-                f"rows {rows} width {given.width} context {given.context}: {min(times):.3f} ms "
-                f"({', '.join(f'{t:.3f}' for t in times)}), floor {floor:.3f} ms, {floor / min(times):.0%}, "
-                f"experts {sum(chosen_experts(step)) / 26:.1f}",
+                f"rows {rows} width {given.width} context {given.context}: path {min(ours):.3f} ms "
+                f"({', '.join(f'{t:.3f}' for t in ours)}), plain layers {min(plain):.3f} ms, floor of the target's "
+                f"pass {floor:.3f} ms ({floor / min(ours):.0%}), experts {experts:.1f}",
                 flush=True,
             )
             if given.kernels:
-                by_kernel(step)
+                by_kernel(case, experts)
 
 
 if __name__ == "__main__":
