@@ -120,10 +120,16 @@ class DecodeStep:
                 scratch=self._scratch,
             )
             target_RW = target_N.view(rows, width)
-            fault_1, vocab = parts.sampling.fault_1, parts.model.config.vocab_size
-            accept_drafts(target_RW, fed.token_RW[:, 1:], accepted_R, vocab, fault_1)
+            accept_drafts(
+                target_RW,
+                fed.token_RW[:, 1:],
+                accepted_R,
+                parts.model.config.vocab_size,
+                parts.sampling.fault_1,
+                decided_N[-1:],
+                dependent=parts.sampling.dependent,
+            )
             parts.sampling.commit(self.slot_R, target_RW, accepted_R, more=1)
-            decided_N[-1:].copy_(fault_1)
         parts.group.broadcast(decided_N)
 
     def _draft(self, drafted_TE: torch.Tensor, newest_R: torch.Tensor, fed: _Rows) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.dependent import launches_dependently
 from kernels.sampling import (
     ALL_FEATURES,
     Feature,
@@ -57,8 +58,8 @@ class SamplingState:
         self.tables = SlotTables.allocate(slots + 1, MAX_STOP_IDS, MAX_LOGIT_BIAS, device)
         self.fault_1 = torch.zeros(1, dtype=torch.int64, device=device)
         """Faults since `raise_on_fault` last looked; `kernels.verify.accept_drafts` may add to it too."""
-        self.dependent = False
-        """Launch with programmatic dependent launch (compute capability 9.0 and above)."""
+        self.dependent = launches_dependently(device)
+        """Launch with programmatic dependent launch."""
         self._features = [Feature(0)] * slots
         self._reserved = False
 

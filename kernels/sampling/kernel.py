@@ -74,7 +74,8 @@ def peak(
     n = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
     v = first + tl.arange(0, BLOCK)
-    x = tl.load(logits + n.to(tl.int64) * STRIDE + v, mask=v < VOCAB, other=float("-inf")).to(tl.float32)
+    at_logit = logits + n.to(tl.int64) * STRIDE + v
+    x = tl.load(at_logit, mask=v < VOCAB, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     row, window = row_and_place(n, decode_tokens, WIDTH)
     slot = tl.load(slots + row)
     if (slot >= 0) & (slot < nobody):
@@ -94,7 +95,8 @@ def peak(
 def row_peak(peak_in, n, PEAKS: tl.constexpr, PEAK_LANES: tl.constexpr):
     """The largest adjusted logit of a row."""
     lane = tl.arange(0, PEAK_LANES)
-    return tl.max(tl.load(peak_in + n * PEAKS + lane, mask=lane < PEAKS, other=float("-inf")), 0)
+    at = peak_in + n * PEAKS + lane
+    return tl.max(tl.load(at, mask=lane < PEAKS, other=float("-inf"), cache_modifier=".cg"), 0)
 
 
 @triton.jit
@@ -168,7 +170,7 @@ def draw(
             own = drafts + (slot if BY_SLOT else row.to(tl.int64)) * draft_stride
             floor = tl.log(real_value(real, slot, _MIN_P))
             if is_searched(whole_value(whole, slot, _TOP_K), real_value(real, slot, _TOP_P), VOCAB):
-                floor = tl.load(floor_in + n)
+                floor = tl.load(floor_in + n, cache_modifier=".cg")
             floor = tl.maximum(floor, _HOPELESS)
             seed = whole_value(whole, slot, _SEED)
             position = tl.load(positions + n) + ahead
@@ -180,7 +182,8 @@ def draw(
             for block in range(part, tl.cdiv(VOCAB, BLOCK), tl.num_programs(1)):
                 first = block * BLOCK
                 v = first + inner
-                x = tl.load(logits + n.to(tl.int64) * STRIDE + v, mask=v < VOCAB, other=float("-inf")).to(tl.float32)
+                at_logit = logits + n.to(tl.int64) * STRIDE + v
+                x = tl.load(at_logit, mask=v < VOCAB, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
                 x = adjusted(
                     x, v, first, first + BLOCK - 1, slot, window, own, real, whole, stop, bias_id, bias, seen,
                     VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
@@ -229,8 +232,8 @@ def finish(
     n = tl.program_id(0)
     row = row_and_place(n, decode_tokens, WIDTH)[0]
     lane = tl.arange(0, LANES)
-    value = tl.load(peak_in + n * PEAKS + lane, mask=lane < PEAKS, other=float("-inf"))
-    ids = tl.load(peak_id_in + n * PEAKS + lane, mask=lane < PEAKS, other=_NO_ID)
+    value = tl.load(peak_in + n * PEAKS + lane, mask=lane < PEAKS, other=float("-inf"), cache_modifier=".cg")
+    ids = tl.load(peak_id_in + n * PEAKS + lane, mask=lane < PEAKS, other=_NO_ID, cache_modifier=".cg")
     top, token = lowest_of_largest(value, ids)
     slot = tl.load(slots + row)
     owned = (slot >= 0) & (slot < nobody)
@@ -240,8 +243,9 @@ def finish(
         if owned & sound:
             temperature = real_value(real, slot, _TEMPERATURE)
         if temperature != 0.0:
-            value = tl.load(score_in + n * programs + lane, mask=lane < programs, other=float("-inf"))
-            ids = tl.load(score_id_in + n * programs + lane, mask=lane < programs, other=_NO_ID)
+            at = n * programs + lane
+            value = tl.load(score_in + at, mask=lane < programs, other=float("-inf"), cache_modifier=".cg")
+            ids = tl.load(score_id_in + at, mask=lane < programs, other=_NO_ID, cache_modifier=".cg")
             token = lowest_of_largest(value, ids)[1]
     tl.store(token_out + n, tl.where(owned & sound, token, 0).to(tl.int64))
     if owned & (sound == 0):
@@ -277,10 +281,11 @@ def count(
     lane = tl.arange(0, LANES)
     slot = tl.load(slots + row, mask=row < rows, other=-1)
     owned = (slot >= 0) & (slot < nobody)
-    number = tl.load(counts + row, mask=owned, other=0) + more
+    number = tl.load(counts + row, mask=owned, other=0, cache_modifier=".cg") + more
     tl.atomic_add(whole + slot * WHOLES + GENERATED, number, mask=owned)
     emitted = (lane[None, :] < tl.minimum(number, WIDTH)[:, None]) & owned[:, None]
-    token = tl.load(tokens + row.to(tl.int64)[:, None] * token_stride + lane[None, :], mask=emitted, other=0)
+    place = row.to(tl.int64)[:, None] * token_stride + lane[None, :]
+    token = tl.load(tokens + place, mask=emitted, other=0, cache_modifier=".cg")
     valid = (token >= 0) & (token < vocab)
     wrong = tl.sum(tl.sum((emitted & (valid == 0)).to(tl.int64), 1), 0)
     if wrong > 0:

@@ -38,7 +38,7 @@ def real_value(real, slot, COLUMN: tl.constexpr):
 @triton.jit
 def whole_value(whole, slot, COLUMN: tl.constexpr):
     """One integer parameter of a slot."""
-    return tl.load(whole + slot * _WHOLES + COLUMN)
+    return tl.load(whole + slot * _WHOLES + COLUMN, cache_modifier=".cg")
 
 
 @triton.jit
@@ -88,9 +88,9 @@ def adjusted(
         frequency = real_value(real, slot, _FREQUENCY)
         presence = real_value(real, slot, _PRESENCE)
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
-            count = tl.load(seen + slot * VOCAB + v, mask=v < VOCAB, other=0)
+            count = tl.load(seen + slot * VOCAB + v, mask=v < VOCAB, other=0, cache_modifier=".cg")
             for index in range(window):
-                draft = tl.load(drafts + index)
+                draft = tl.load(drafts + index, cache_modifier=".cg")
                 draft = tl.where((draft >= 0) & (draft < VOCAB), draft, -1).to(tl.int32)
                 count += tl.where(v == draft, 2, 0)
             penalised = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)

@@ -65,7 +65,7 @@ def row_block(
 ):  # fmt: skip
     """Ids `first` + `offset` (SIZE of them) and their adjusted logits, -inf past the vocabulary."""
     v = first + offset
-    x = tl.load(mine + v, mask=v < VOCAB, other=float("-inf")).to(tl.float32)
+    x = tl.load(mine + v, mask=v < VOCAB, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     x = adjusted(
         x, v, first, first + SIZE - 1, slot, window, own, real, whole, stop, bias_id, bias, seen,
         VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
@@ -156,7 +156,7 @@ def largest_reaching(
             used += tl.sum(inside.to(tl.int32), 0)
         tl.debug_barrier()
         lane = tl.arange(0, ASIDE)
-        x = tl.load(aside + lane)  # the unused ones mean nothing
+        x = tl.load(aside + lane, cache_modifier=".cg")  # the unused ones mean nothing
         weight = tl.where(lane < used, 1.0, 0.0)
         if BY_MASS:
             weight = tl.where(lane < used, tl.exp2((x - top) * rate), 0.0)

@@ -24,19 +24,20 @@ def accept_drafts(
     accepted_D: torch.Tensor,
     vocab: int | None = None,
     fault_1: torch.Tensor | None = None,
+    faults_1: torch.Tensor | None = None,
     *,
     dependent: bool = False,
 ) -> None:
     """Write the number of leading drafts that stand, 0 ... X, to `accepted_D` (int64 [D]).
 
     `target_DW`, `draft_DX`: int64 token ids. An id that is no token (below 0, or not below `vocab`) never stands, even
-    if both sides agree on it, and with `vocab` given adds 1 to `fault_1` (int64 [1]) wherever it occurs. `dependent`:
-    programmatic dependent launch, see `launch`.
+    if both sides agree on it, and with `vocab` given adds 1 to `fault_1` (int64 [1]) wherever it occurs. `faults_1`
+    (int64 [1], goes with `fault_1`): what `fault_1` is then. `dependent`: programmatic dependent launch, see `launch`.
     """
     rows, width = target_DW.shape
     assert draft_DX.shape == (rows, width - 1)
     assert accepted_D.shape == (rows,)
     if target_DW.is_cuda:
-        launch.accept(target_DW, draft_DX, accepted_D, vocab, fault_1, dependent=dependent)
+        launch.accept(target_DW, draft_DX, accepted_D, vocab, fault_1, faults_1, dependent=dependent)
         return
-    reference.accept(target_DW, draft_DX, accepted_D, vocab, fault_1)
+    reference.accept(target_DW, draft_DX, accepted_D, vocab, fault_1, faults_1)

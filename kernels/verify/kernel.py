@@ -15,6 +15,7 @@ def accept(
     draft,
     accepted,
     fault,
+    faults_out,
     rows,
     target_stride,
     draft_stride,
@@ -23,10 +24,11 @@ def accept(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     CHECKED: tl.constexpr,
+    TOLD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Leading drafts that equal the target's token before them and are tokens. CHECKED: ids that are none count as
-    faults (sums of integers, in whatever order)."""
+    faults (sums of integers, in whatever order). TOLD: the only program says how many faults there are now."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -34,13 +36,18 @@ def accept(
     lane = tl.arange(0, LANES)[None, :]
     live = (row < rows)[:, None]
     place = row.to(tl.int64)[:, None]
-    chosen = tl.load(target + place * target_stride + lane, mask=live & (lane <= DRAFTS), other=0)
-    drafted = tl.load(draft + place * draft_stride + lane, mask=live & (lane < DRAFTS), other=0)
+    at_target, at_draft = target + place * target_stride + lane, draft + place * draft_stride + lane
+    chosen = tl.load(at_target, mask=live & (lane <= DRAFTS), other=0, cache_modifier=".cg")
+    drafted = tl.load(at_draft, mask=live & (lane < DRAFTS), other=0, cache_modifier=".cg")
     stands = (drafted == chosen) & (drafted >= 0) & (drafted < vocab)
     number = tl.min(tl.where(stands & (lane < DRAFTS), DRAFTS, tl.minimum(lane, DRAFTS)), 1)
     tl.store(accepted + row, number.to(tl.int64), mask=row < rows)
     if CHECKED:
+        if TOLD:
+            before = tl.load(fault, cache_modifier=".cg")
         wrong = ((chosen < 0) | (chosen >= vocab)).to(tl.int64) + ((drafted < 0) | (drafted >= vocab)).to(tl.int64)
         wrong = tl.sum(tl.sum(wrong, 1), 0)
         if wrong > 0:
             tl.atomic_add(fault, wrong)
+        if TOLD:
+            tl.store(faults_out, before + wrong)

@@ -19,6 +19,7 @@ def accept(
     accepted_D: Tensor,
     vocab: int | None,
     fault_1: Tensor | None,
+    faults_1: Tensor | None = None,
     *,
     dependent: bool = False,
 ) -> None:
@@ -28,11 +29,14 @@ def accept(
         return
     lanes = triton.next_power_of_2(width)
     block = 128 // min(lanes, 128)
+    if faults_1 is not None:  # one program, which knows all faults
+        block = max(block, triton.next_power_of_2(rows))
     kernel.accept[(triton.cdiv(rows, block),)](
         target_DW,
         draft_DX if width > 1 else target_DW,
         accepted_D,
         accepted_D if fault_1 is None else fault_1,
+        accepted_D if faults_1 is None else faults_1,
         rows,
         target_DW.stride(0),
         draft_DX.stride(0),
@@ -41,7 +45,8 @@ def accept(
         LANES=lanes,
         ROWS=block,
         CHECKED=vocab is not None and fault_1 is not None,
+        TOLD=faults_1 is not None,
         DEPENDENT=dependent,
-        num_warps=4,
+        num_warps=min(max(block * lanes // 256, 4), 16),
         **({"launch_pdl": True} if dependent else {}),
     )

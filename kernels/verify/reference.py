@@ -11,6 +11,7 @@ def accept(
     accepted_D: torch.Tensor,
     vocab: int | None,
     fault_1: torch.Tensor | None,
+    faults_1: torch.Tensor | None = None,
 ) -> None:
     """See the launcher, `kernels.verify.accept_drafts`."""
     before_DX = target_DW[:, :-1]
@@ -20,4 +21,6 @@ def accept(
         if fault_1 is not None:
             tokens = torch.cat((target_DW, draft_DX), dim=1)
             fault_1.add_(((tokens < 0) | (tokens >= vocab)).sum())
+            if faults_1 is not None:
+                faults_1.copy_(fault_1)
     accepted_D.copy_(standing_DX.to(torch.int64).cumprod(dim=1).sum(dim=1))

@@ -41,10 +41,10 @@ def test_an_id_that_is_no_token_never_stands(bad, both):
     draft[1, 1] = bad
     if both:
         target[1, 1] = bad
-    accepted, fault = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    accept_drafts(target, draft, accepted, vocab=50, fault_1=fault)
+    accepted, fault, faults = torch.zeros(2, dtype=torch.int64), torch.tensor([7]), torch.zeros(1, dtype=torch.int64)
+    accept_drafts(target, draft, accepted, vocab=50, fault_1=fault, faults_1=faults)
     assert accepted.tolist() == [3, 1]
-    assert int(fault) == 1 + both
+    assert int(fault) == int(faults) == 8 + both
 
 
 def test_negative_ids_never_stand_without_a_vocabulary_either():

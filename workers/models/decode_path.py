@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels import few_experts, pending_norm
+from kernels.dependent import launches_dependently
 from kernels.few_experts import Choice, Routing
 from kernels.head_linear import head_linear, merge_up, rope_absorb
 from kernels.linear import MOST_STREAMED, gated_linear, linear, linear_to_residual, normed_linear
@@ -104,9 +105,8 @@ class DecodePath:
             batch.decode is not None
             and batch.prefill is None
             and 0 < batch.layout.tokens <= MOST_STREAMED
-            and table_YE.is_cuda
             and table_YE.dtype == torch.bfloat16
-            and torch.cuda.get_device_capability(table_YE.device) >= (9, 0)
+            and launches_dependently(table_YE.device)
             and not unsupported(model.config, model.group.size)
         )
 

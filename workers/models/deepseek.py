@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.dependent import launches_dependently
 from kernels.linear import linear
 from kernels.rms_norm import add_rms_norm, rms_norm
 from workers.batch import Batch, LatentCache
@@ -151,7 +152,7 @@ class DeepseekModel:
         scratch = scratch or Scratch(hidden_NE.device)
         rows, share, ranks = hidden_NE.shape[0], self.head_YE.shape[0], self.group.size
         part_NY = scratch.empty(rows, share, dtype=torch.float32)
-        linear(hidden_NE, self.head_YE, part_NY)
+        linear(hidden_NE, self.head_YE, part_NY, dependent=launches_dependently(hidden_NE.device))
         if ranks == 1:
             return part_NY
         parts_GNY = self.group.all_gather(part_NY, scratch.empty(ranks, rows, share, dtype=torch.float32))

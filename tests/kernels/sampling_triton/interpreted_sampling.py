@@ -233,8 +233,14 @@ def test_features_left_out_touch_no_table() -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(data=st.data(), width=st.integers(1, 8), rows=st.integers(0, 9), vocab=st.sampled_from([None, 3]))
-def test_accepted_drafts(data: st.DataObject, width: int, rows: int, vocab: int | None) -> None:
+@given(
+    data=st.data(),
+    width=st.integers(1, 8),
+    rows=st.integers(0, 9),
+    vocab=st.sampled_from([None, 3]),
+    told=st.booleans(),
+)
+def test_accepted_drafts(data: st.DataObject, width: int, rows: int, vocab: int | None, told: bool) -> None:
     ids = st.sampled_from([-1, 0, 1, 2, 3, 2**40])
     target = data.draw(st.lists(st.lists(ids, min_size=width, max_size=width), min_size=rows, max_size=rows))
     fed = torch.randint(0, 3, (rows, width))
@@ -243,9 +249,11 @@ def test_accepted_drafts(data: st.DataObject, width: int, rows: int, vocab: int 
     fed[:, 1:] = torch.where(mask, target_DW[:, :-1], fed[:, 1:])
     results = []
     for accept in (verify_launch.accept, verify_reference.accept):
-        accepted, fault = torch.full((rows + 1,), -5), torch.zeros(1, dtype=torch.int64)
-        accept(target_DW, fed[:, 1:], accepted[:rows], vocab, fault)
+        accepted, fault, faults = torch.full((rows + 1,), -5), torch.tensor([4]), torch.tensor([-3])
+        accept(target_DW, fed[:, 1:], accepted[:rows], vocab, fault, faults if told else None)
         results.append((accepted.tolist(), int(fault)))
+        if rows:
+            assert int(faults) == (int(fault) if told and vocab else -3)
     assert results[0] == results[1]
     assert results[0][0][-1] == -5
 

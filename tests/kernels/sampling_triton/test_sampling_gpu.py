@@ -119,10 +119,10 @@ def test_verification_and_counts_replayed() -> None:
     tables = Case.random(vocab, slots - 3, 1, 0, seed=1).tables
     gpu = type(tables)(**{name: x.cuda() for name, x in vars(tables).items()})
     target, fed = torch.zeros(rows, width).long().cuda(), torch.zeros(rows, width).long().cuda()
-    slot, accepted, fault = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (rows, rows, 1))
+    slot, accepted, fault, told = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (rows, rows, 1, 1))
 
     def run() -> None:
-        accept_drafts(target, fed[:, 1:], accepted, vocab, fault)
+        accept_drafts(target, fed[:, 1:], accepted, vocab, fault, told)
         count_tokens(gpu, slot, target, accepted, vocab, fault, more=1)
 
     graph = capture(run)
@@ -136,6 +136,7 @@ def test_verification_and_counts_replayed() -> None:
         expected = type(tables)(**{name: x.clone() for name, x in vars(tables).items()})
         accepted_D, fault_1 = torch.zeros(rows).long(), torch.zeros(1).long()
         accept_drafts(target_DW, fed_DW[:, 1:], accepted_D, vocab, fault_1)
+        faults = int(fault_1)
         count_tokens(expected, slot_R, target_DW, accepted_D, vocab, fault_1, more=1)
 
         def refill() -> None:
@@ -146,7 +147,8 @@ def test_verification_and_counts_replayed() -> None:
             gpu.whole_SI.copy_(tables.whole_SI)
             gpu.seen_SV.copy_(tables.seen_SV)
 
-        check_replays(graph, refill, [accepted, fault, gpu.whole_SI, gpu.seen_SV])
+        check_replays(graph, refill, [accepted, fault, told, gpu.whole_SI, gpu.seen_SV])
+        assert int(told) == faults
         assert accepted.tolist() == accepted_D.tolist()
         assert int(fault) == int(fault_1)
         assert torch.equal(gpu.whole_SI.cpu(), expected.whole_SI)

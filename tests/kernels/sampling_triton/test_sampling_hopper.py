@@ -42,6 +42,14 @@ def test_the_small_kernels_compile_without_spills(dependent: bool) -> None:
         assert ("ACQBULK" in found.instructions) == dependent
 
 
+@pytest.mark.parametrize("rows", [1, 256, 1024])
+def test_one_program_verifies_all_rows_without_spills(rows: int) -> None:
+    token_DW, fault = torch.zeros(rows, 8, dtype=torch.int64), torch.zeros(1).long()
+    with compile_only() as compiled:
+        verify_launch.accept(token_DW, token_DW[:, 1:], token_DW[:, 0], 9, fault, fault, dependent=True)
+    resources(compiled[0]).check(registers=128)  # 16 warps of at most 128 fit
+
+
 def test_the_number_of_rows_compiles_nothing_new() -> None:
     with compile_only() as compiled:
         for rows in (1, 2, 16, 17, 33):
