@@ -12,6 +12,7 @@ import msgspec
 from workers.channel import Addresses, connect_receiver, connect_sender
 from workers.config import EngineConfig
 from workers.engine import EngineFault, ModelInfo, OutputMailbox, Refused
+from workers.graphs.report import SelfTestReport
 from workers.messages import (
     Cancel,
     EngineStats,
@@ -41,10 +42,13 @@ class EngineClient:
         self._ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         self._heard = time.monotonic()
         self.stats = EngineStats()
+        self.selftest: SelfTestReport | None = None
         self.fault: str | None = None
         self.on_fault: list[Callable[[str], None]] = []
         """Called once, with the first cause."""
         self.on_progress: list[Callable[[str], None]] = []
+        self.on_selftest: list[Callable[[SelfTestReport], None]] = []
+        """Called once, before `ready` or before the fault that a failed self-test ends in."""
         self._loop = asyncio.get_running_loop()
         self._fd = self._outputs.socket.fileno()
         self._loop.add_reader(self._fd, self._drain)
@@ -141,6 +145,10 @@ class EngineClient:
             case Progress():
                 for callback in self.on_progress:
                     callback(f"rank {message.rank}: {message.text}")
+            case SelfTestReport():
+                self.selftest = message
+                for heard in self.on_selftest:
+                    heard(message)
             case Fault():
                 self.fail(message.cause)
 

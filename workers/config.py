@@ -40,7 +40,10 @@ class EngineConfig(BaseModel):
     graphs: bool = True
     """Capture decode steps, and the token-wise segments of mixed steps, into CUDA graphs (on GPUs; a CPU has none)."""
     selftest: bool = True
-    """Prove at start-up that every graph computes what eager computes; a replica that fails it does not serve."""
+    """Prove at start-up that steps compute what they should; a replica that fails it does not serve."""
+    selftest_buckets: Literal["auto", "all"] = "auto"
+    """Which steps are proven. auto: every graph; where there are no graphs, the smallest, a middle and the largest
+    eager step."""
     queue_limit: Annotated[int, Field(ge=0)] = 512
     """Sequences that may wait beyond `max_rows`; one more is refused (HTTP 429), a request of more than both together
     for good (HTTP 400)."""

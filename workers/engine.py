@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from workers.graphs.report import SelfTestReport
 from workers.messages import EngineStats, Request, RequestOutput
 
 
@@ -59,6 +60,10 @@ class Engine(Protocol):
     @property
     def stats(self) -> EngineStats:
         """The newest figures of the scheduler."""
+
+    @property
+    def selftest(self) -> SelfTestReport | None:
+        """What the self-test found when the replica started, None if it did not run."""
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, the last with `finish` set. Outputs that wait for the reader may be merged.

@@ -19,6 +19,7 @@ from workers.channel import Addresses, remove_sockets
 from workers.client import EngineClient
 from workers.config import EngineConfig
 from workers.engine import EngineFault
+from workers.graphs.report import SelfTestReport
 
 SHUTDOWN_TIMEOUT_S = 10.0
 
@@ -132,13 +133,19 @@ async def _watch_processes(replica: LocalReplica, client: EngineClient) -> None:
 
 @asynccontextmanager
 async def local_engine(
-    config: EngineConfig, progress: Callable[[str], None] | None = None, name: str | None = None
+    config: EngineConfig,
+    progress: Callable[[str], None] | None = None,
+    name: str | None = None,
+    on_selftest: Callable[[SelfTestReport], None] | None = None,
 ) -> AsyncIterator[EngineClient]:
-    """A ready engine on this machine; everything it started has ended when the block is left."""
+    """A ready engine on this machine; everything it started has ended when the block is left. `on_selftest` hears what
+    the self-test found, before EngineFault is raised if it failed."""
     replica = LocalReplica(config)
     client = EngineClient(config, replica.addresses, name or config.model)
     if progress is not None:
         client.on_progress.append(progress)
+    if on_selftest is not None:
+        client.on_selftest.append(on_selftest)
     watcher = asyncio.create_task(_watch_processes(replica, client))
     try:
         await client.ready(config.start_timeout_s)

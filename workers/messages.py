@@ -2,6 +2,7 @@
 
 front -> scheduler: `Request`, `Cancel`.  scheduler -> front: `Outputs`, `EngineStats`, `Fault`, `Ready`.
 scheduler -> worker: `StepPlan`, `Shutdown`.  worker -> scheduler: `StepResult` (rank 0), `Heartbeat`, `Ready`, `Fault`.
+While a replica starts, `Progress` (every rank) and `SelfTestReport` (rank 0) travel from the workers to the front.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from workers.graphs.report import SelfTestReport
 from workers.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -157,6 +159,6 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToScheduler = Request | Cancel | Shutdown
-ToFront = Outputs | EngineStats | Fault | Ready | Progress
+ToFront = Outputs | EngineStats | Fault | Ready | Progress | SelfTestReport
 ToWorker = StepPlan | Shutdown
-FromWorker = StepResult | Heartbeat | Ready | Fault | Progress
+FromWorker = StepResult | Heartbeat | Ready | Fault | Progress | SelfTestReport

@@ -51,6 +51,18 @@ class TensorParallel:
             dist.all_gather_into_tensor(out.flatten(0, 1), x)
         return out
 
+    def gather_bytes(self, payload: bytes, device: torch.device) -> list[bytes]:
+        """Every rank's `payload`, in rank order, of whatever length; for start-up, not for steps. `device`: the
+        ranks' own."""
+        if self.size == 1:
+            return [payload]
+        size_1 = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+        sizes = self.all_gather(size_1, size_1.new_empty(self.size, 1)).flatten().tolist()
+        padded = bytearray(payload.ljust(max(sizes), b"\0"))
+        own_B = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        all_GB = self.all_gather(own_B, own_B.new_empty(self.size, max(sizes))).cpu()
+        return [row_B.numpy().tobytes()[:size] for row_B, size in zip(all_GB, sizes, strict=True)]
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Give every rank rank 0's `x`, in place; returns `x`."""
         if self.size > 1:

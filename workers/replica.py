@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 
 import psutil
@@ -12,8 +11,8 @@ import torch
 from kernels.page import PAGE_TOKENS
 from workers.batch import LatentCache
 from workers.config import EngineConfig
-from workers.graphs.capture import GraphRunner
-from workers.graphs.selftest import BucketReport, Candidate, SelfTest
+from workers.graphs.proof import prove
+from workers.graphs.report import SelfTestReport
 from workers.messages import Ready
 from workers.models import DeepseekModel, ModelConfig, load_model
 from workers.parallel import TensorParallel
@@ -68,10 +67,14 @@ class Replica:
         group: TensorParallel,
         device: torch.device,
         progress: Callable[[str], None] | None = None,
+        on_selftest: Callable[[SelfTestReport], None] | None = None,
     ) -> None:
-        """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages."""
-        self.reports: list[BucketReport] = []
-        """What the self-test found, one report a graph."""
+        """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
+
+        `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError.
+        """
+        self.selftest: SelfTestReport | None = None
+        """What the self-test found on all ranks; None if it did not run."""
         dtype = pick_dtype(config, device)
         context = max_context(config)
         model = load_model(
@@ -108,31 +111,32 @@ class Replica:
             raise RuntimeError(f"{pages} pages of latent cache are too few for any request; give more cache_pages")
         self.runner = runner(pages, context)
         if wants_graphs:
-            graphs = self.runner.capture(progress)
-            if config.selftest:
-                self._prove(graphs, progress)
+            self.runner.capture(progress)
+        if config.selftest:
+            self._prove(config, group, progress, on_selftest)
         self.ready = Ready(group.rank, pages, context, model.config.vocab_size, width, eos_ids(config))
         self.model: DeepseekModel = model
         if progress:
             progress(f"{pages} pages of latent cache, {pages * page_bytes / 2**20:.0f} MiB; context {context}")
 
-    def _prove(self, graphs: GraphRunner, progress: Callable[[str], None] | None) -> None:
-        """Run the self-test; RuntimeError, naming the first graph that failed, when one did."""
-        begin = time.perf_counter()
-        self.reports = SelfTest(self.runner.parts).run(
-            [Candidate(captured.step, captured.replay) for captured in graphs.all()], progress
-        )
-        failed = [report for report in self.reports if not report.passed]
+    def _prove(
+        self,
+        config: EngineConfig,
+        group: TensorParallel,
+        progress: Callable[[str], None] | None,
+        on_selftest: Callable[[SelfTestReport], None] | None,
+    ) -> None:
+        """Rank 0 speaks for all: the other ranks found the same, and would only say it before it has."""
+        every_bucket = config.selftest_buckets == "all"
+        self.selftest = prove(self.runner.parts, self.runner.graphs, every_bucket, None if group.rank else progress)
+        if group.rank:
+            return
         if progress:
-            progress(
-                f"self-test: {len(self.reports) - len(failed)} of {len(self.reports)} graphs compute what eager "
-                f"computes ({time.perf_counter() - begin:.1f} s)"
-            )
-        if failed:
-            raise RuntimeError(
-                f"self-test failed for {len(failed)} of {len(self.reports)} graphs, the first being {failed[0].key}: "
-                f"{'; '.join(failed[0].problems)}"
-            )
+            progress(f"self-test: {self.selftest.summary()}")
+        if on_selftest:
+            on_selftest(self.selftest)
+        if not self.selftest.passed:
+            raise RuntimeError(self.selftest.cause())
 
     @staticmethod
     def _pages(

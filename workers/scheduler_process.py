@@ -14,6 +14,7 @@ from msgspec import structs
 
 from workers.channel import Binding, PeerGone, encode
 from workers.config import EngineConfig
+from workers.graphs.report import SelfTestReport
 from workers.messages import (
     Cancel,
     EngineStats,
@@ -95,7 +96,7 @@ class SchedulerProcess:
                     self._heard[message.rank] = time.monotonic()
                 case Fault():
                     raise EngineFailed(self._first_cause(message))
-                case Progress():
+                case Progress() | SelfTestReport():
                     self._binding.outputs.send(message)
             if isinstance(self._binding.requests.receive(timeout_ms=0), Shutdown):
                 return None

@@ -54,7 +54,7 @@ def run_worker(
             results.send(Progress(rank, f"[{time.perf_counter() - begin:5.1f} s] {text}"))
 
         group = TensorParallel.connect(rank, config.tensor_parallel, rendezvous, device, COLLECTIVE_TIMEOUT_S)
-        replica = Replica(config, group, device, progress)
+        replica = Replica(config, group, device, progress, results.send)
         if rank == 0:
             heartbeat.figures = replica.runner.stats.figures
         results.send(replica.ready)

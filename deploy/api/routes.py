@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from deploy.api.body import ClientDisconnected, parse_object, read_body, read_request, validate
-from deploy.api.errors import invalid
+from deploy.api.errors import ApiError, invalid
 from deploy.api.front import Front
 from deploy.api.generate import Generation, Stream, Whole
 from deploy.api.params import Prompt, build_job, check_ids, check_limits, encode, parse_prompts
@@ -166,6 +166,16 @@ def build_router(front: Front) -> APIRouter:
         await front.check_alive()
         return _json({"status": "ok"})
 
+    async def selftest(request: HttpRequest) -> Response:
+        """What the self-test found when this replica started; 404 when it was switched off."""
+        front.authorize(request)
+        front.info()
+        report = front.engine.selftest
+        if report is None:
+            message = "no self-test ran when this replica started: the setting engine.selftest is false"
+            raise ApiError(404, message, code="selftest_off")
+        return _json(report.to_json())
+
     async def metrics(request: HttpRequest) -> Response:
         """Figures of this process for Prometheus."""
         return Response(front.metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -181,6 +191,7 @@ def build_router(front: Front) -> APIRouter:
     add("/tokenize", "POST", tokenize, TokenizeTextBody, TokenizeChatBody)
     add("/detokenize", "POST", detokenize, DetokenizeBody)
     add("/health", "GET", health)
+    add("/selftest", "GET", selftest)
     add("/metrics", "GET", metrics)
     return router
 

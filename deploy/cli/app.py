@@ -12,6 +12,8 @@ from deploy.cli.bench_latency import EPILOG as LATENCY_EPILOG
 from deploy.cli.bench_latency import latency
 from deploy.cli.generate import EPILOG as GENERATE_EPILOG
 from deploy.cli.generate import generate
+from deploy.cli.selftest import EPILOG as SELFTEST_EPILOG
+from deploy.cli.selftest import selftest
 from deploy.cli.serve import EPILOG as SERVE_EPILOG
 from deploy.cli.serve import serve
 
@@ -49,5 +51,6 @@ def _root(
 
 app.command(epilog=SERVE_EPILOG)(serve)
 app.command(epilog=GENERATE_EPILOG)(generate)
+app.command(epilog=SELFTEST_EPILOG)(selftest)
 bench.command(epilog=LATENCY_EPILOG)(latency)
 bench.command(epilog=HTTP_EPILOG)(http)

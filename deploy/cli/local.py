@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from deploy.cli.console import CommandFailure, UsageMistake, explain
 from workers.client import EngineClient
 from workers.config import EngineConfig
 from workers.engine import Engine, EngineFault, Refused
+from workers.graphs.report import SelfTestReport
 from workers.launch import local_engine
 from workers.messages import EngineStats
 
@@ -48,11 +49,14 @@ def tokenizer_of(config: EngineConfig) -> Tokenizer | None:
 
 
 @asynccontextmanager
-async def engine_of(config: EngineConfig, quiet: bool) -> AsyncIterator[EngineClient]:
-    """A ready engine; CommandFailure with the first cause when it cannot start or fails meanwhile."""
+async def engine_of(
+    config: EngineConfig, quiet: bool, on_selftest: Callable[[SelfTestReport], None] | None = None
+) -> AsyncIterator[EngineClient]:
+    """A ready engine; CommandFailure with the first cause when it cannot start or fails meanwhile. `on_selftest` hears
+    what the self-test found, also when that is why it cannot start."""
     progress = _Progress(quiet)
     try:
-        async with local_engine(config, progress.say) as engine:
+        async with local_engine(config, progress.say, on_selftest=on_selftest) as engine:
             progress.stop()
             yield engine
     except EngineFault as fault:

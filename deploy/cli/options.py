@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -43,6 +44,70 @@ DType = Annotated[
 Device = Annotated[
     str,
     typer.Option("--device", metavar="auto|cpu|cuda", help="auto: cuda where there is one.", rich_help_panel=ENGINE),
+]
+# The same for commands that take a settings file: None means that the file, or its default, says it.
+GivenModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="PATH|demo",
+        help="Folder with config.json and safetensors, or the demo model.",
+        show_default="demo",
+        rich_help_panel=ENGINE,
+    ),
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Settings as YAML (docs/command-line.md); flags replace them."),
+]
+GivenTensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel",
+        min=1,
+        help="Ranks (GPUs) of each replica.",
+        show_default="1; 2 for the demo model",
+        rich_help_panel=ENGINE,
+    ),
+]
+GivenWidth = Annotated[
+    int | None,
+    typer.Option(
+        "--width",
+        min=1,
+        max=8,
+        help="Tokens a row feeds in one decode step: 1 + drafts. Never changes the output.",
+        show_default="3",
+        rich_help_panel=ENGINE,
+    ),
+]
+GivenDType = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="auto|float32|bfloat16|float16",
+        help="Of weights and cache.",
+        show_default="auto",
+        rich_help_panel=ENGINE,
+    ),
+]
+GivenDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="auto|cpu|cuda",
+        help="auto: cuda where there is one.",
+        show_default="auto",
+        rich_help_panel=ENGINE,
+    ),
+]
+GivenMaxRows = Annotated[
+    int | None,
+    typer.Option("--max-rows", help="Requests decoded at once.", show_default="64", rich_help_panel=ENGINE),
+]
+GivenTokenBudget = Annotated[
+    int | None,
+    typer.Option("--token-budget", help="Most tokens one step feeds.", show_default="2048", rich_help_panel=ENGINE),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens generated.", rich_help_panel=SAMPLING)]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.", rich_help_panel=SAMPLING)]

@@ -47,71 +47,14 @@ _FLAGS = {
 
 
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="PATH|demo",
-            help="Folder with config.json and safetensors, or the demo model.",
-            show_default="demo",
-            rich_help_panel=options.ENGINE,
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="Settings as YAML (docs/command-line.md); flags replace them."),
-    ] = None,
-    tensor_parallel: Annotated[
-        int | None,
-        typer.Option(
-            "--tensor-parallel",
-            min=1,
-            help="Ranks (GPUs) of each replica.",
-            show_default="1; 2 for the demo model",
-            rich_help_panel=options.ENGINE,
-        ),
-    ] = None,
-    width: Annotated[
-        int | None,
-        typer.Option(
-            "--width",
-            min=1,
-            max=8,
-            help="Tokens a row feeds in one decode step: 1 + drafts. Never changes the output.",
-            show_default="3",
-            rich_help_panel=options.ENGINE,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            metavar="auto|float32|bfloat16|float16",
-            help="Of weights and cache.",
-            show_default="auto",
-            rich_help_panel=options.ENGINE,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="auto|cpu|cuda",
-            help="auto: cuda where there is one.",
-            show_default="auto",
-            rich_help_panel=options.ENGINE,
-        ),
-    ] = None,
-    max_rows: Annotated[
-        int | None,
-        typer.Option("--max-rows", help="Requests decoded at once.", show_default="64", rich_help_panel=options.ENGINE),
-    ] = None,
-    token_budget: Annotated[
-        int | None,
-        typer.Option(
-            "--token-budget", help="Most tokens one step feeds.", show_default="2048", rich_help_panel=options.ENGINE
-        ),
-    ] = None,
+    model: options.GivenModel = None,
+    config: options.SettingsFile = None,
+    tensor_parallel: options.GivenTensorParallel = None,
+    width: options.GivenWidth = None,
+    dtype: options.GivenDType = None,
+    device: options.GivenDevice = None,
+    max_rows: options.GivenMaxRows = None,
+    token_budget: options.GivenTokenBudget = None,
     max_context: Annotated[
         int | None,
         typer.Option(

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from kernels import decode_state
+from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine
 from workers.decode_step import DecodeStep
 from workers.graphs.ladder import Ladder
-from workers.graphs.selftest import BucketReport, Candidate, SelfTest
+from workers.graphs.report import BucketReport
+from workers.graphs.selftest import Candidate, SelfTest
 from workers.plan import Admission, GraphKey
 from workers.scratch import Scratch
 from workers.step import StepOutput, StepParts
@@ -46,7 +48,7 @@ def test_every_bucket_passes(folder: Path, width: int) -> None:
     steps = [step_of(parts, key) for key in Ladder(6, width)]
     reports = SelfTest(parts).run([Candidate(step, step.run) for step in steps])
     assert [r.problems for r in reports] == [()] * len(reports)
-    assert [r.key for r in reports] == [step.key for step in steps]
+    assert [(r.bucket, r.drafts) for r in reports] == [(f"{s.key.rows} x {s.key.width}", s.key.drafts) for s in steps]
     assert max(r.logits_error for r in reports) < 1e-4
     if width > 1:
         assert sum(r.accepted for r in reports) > 5
@@ -155,6 +157,8 @@ def test_padding_that_writes_slot_zero_is_caught(folder: Path) -> None:
     # The bucket must have padding, and slot 0 no row: whichever seed gives that.
     found = [report(parts, GraphKey(3, 3, 2), replay, seed).problems for seed in range(6)]
     assert any("a slot without a row changed" in problems for problems in found)
+    # Its former tenant's page belongs to somebody else by now.
+    assert any("cache of layer 0 changed outside the rows' own entries" in problems for problems in found)
 
 
 def test_a_tensor_stashed_across_segments_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,3 +220,68 @@ def test_a_write_outside_the_rows_is_caught(folder: Path) -> None:
 
     problems = report(parts, KEY, replay).problems
     assert "cache of layer 1 changed outside the rows' own entries" in problems
+
+
+def feed_with(change: Callable[[Any, Any], None]) -> Callable[..., None]:
+    """`decode_state.feed`, then a mistake in the lengths [R] and page tables [R, P] of live rows."""
+    feed = decode_state.feed
+
+    def mistaken(state: Any, slot_R: Any, *out: Any) -> None:
+        feed(state, slot_R, *out)
+        length_R, page_RP = out[-2:]
+        length_L, page_LP = length_R[slot_R >= 0], page_RP[slot_R >= 0]
+        change(length_L, page_LP)
+        length_R[slot_R >= 0], page_RP[slot_R >= 0] = length_L, page_LP
+
+    return mistaken
+
+
+@pytest.mark.parametrize(
+    ("change", "caught"),
+    [
+        pytest.param(lambda length, page: length.add_(1), "away from the prefill path", id="past the length: NaN"),
+        pytest.param(lambda length, page: page.zero_(), "away from the prefill path", id="the null page: NaN"),
+        pytest.param(
+            lambda length, page: length.add_(2 * PAGE_TOKENS), "indexed out of bounds", id="past the pages: a huge id"
+        ),
+    ],
+)
+def test_poison_that_is_read_is_caught_even_when_eager_reads_it_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None], caught: str
+) -> None:
+    parts = parts_of(folder)
+    monkeypatch.setattr(decode_state, "feed", feed_with(change))
+    found = report(parts, KEY, lambda step: step.run())
+    assert not found.passed
+    assert any(caught in problem for problem in found.problems)
+
+
+def test_what_both_runs_change_wrongly_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, honest = parts_of(folder), DecodeStep.run
+
+    def run(step: DecodeStep) -> StepOutput:
+        output = honest(step)
+        free = sorted(set(range(6)) - set(step.slot_R.tolist()))[0]
+        assert parts.sampling is not None
+        parts.sampling.tables.whole_SI[free, -1] += 1
+        parts.cache.layers[2][int(parts.state.tensors.page_SP[int(step.slot_R[0]), 0]), 0] = 1.0
+        return output
+
+    monkeypatch.setattr(DecodeStep, "run", run)
+    problems = report(parts, KEY, lambda step: step.run()).problems
+    assert {"a slot without a row changed", "cache of layer 2 changed outside the rows' own entries"} <= set(problems)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_seed_catches_a_frozen_random_offset(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    parts = parts_of(folder)
+    frozen = torch.zeros(KEY.rows * KEY.width, dtype=torch.int64)
+    assert parts.sampling is not None
+    honest = parts.sampling.target_tokens
+
+    def replay(step: DecodeStep) -> StepOutput:
+        with monkeypatch.context() as patch:
+            patch.setattr(parts.sampling, "target_tokens", lambda *a, **o: honest(*a[:4], frozen, *a[5:], **o))
+            return step.run()
+
+    assert "target tokens differ" in report(parts, KEY, replay, seed).problems

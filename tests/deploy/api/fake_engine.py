@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from workers.engine import EngineFault, ModelInfo, OutputMailbox, Refused
+from workers.graphs.report import SelfTestReport
 from workers.messages import EngineStats, Request, RequestOutput
 from workers.plan import TopLogprobs
 
@@ -53,6 +54,7 @@ class FakeEngine:
         self.script = script
         self.info = info
         self.fault: str | None = None
+        self.selftest: SelfTestReport | None = None
         self.stats = EngineStats(slots=64, queue_limit=512)
         self.requests: list[Request] = []
         self.cancelled: list[tuple[str, float]] = []

@@ -13,7 +13,8 @@ from deploy.config import ServeConfig
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "command-line.md").read_text()
 COMMANDS = re.findall(
-    r"latentserve (serve|generate|bench latency|bench http) (--.*)", PAGE + (DOCS / "quick-start.md").read_text()
+    r"latentserve (serve|generate|selftest|bench latency|bench http) (--.*)",
+    PAGE + (DOCS / "quick-start.md").read_text(),
 )
 
 

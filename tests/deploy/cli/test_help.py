@@ -9,7 +9,7 @@ import pytest
 
 import kernels
 
-COMMANDS = [("serve",), ("generate",), ("bench", "latency"), ("bench", "http")]
+COMMANDS = [("serve",), ("generate",), ("selftest",), ("bench", "latency"), ("bench", "http")]
 
 
 @pytest.mark.parametrize("path", COMMANDS)

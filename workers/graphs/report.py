@@ -1,0 +1,98 @@
+"""What a self-test found, as it travels from rank 0 to the front, and as people and programs read it. No torch here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+
+class BucketReport(msgspec.Struct, frozen=True, array_like=True):
+    """The verdict on one graph, or on one eager step where there are no graphs."""
+
+    kind: str
+    """What kind of step it is, such as `decode`."""
+    bucket: str
+    """Its shape, such as `16 x 3`: rows x tokens of a row."""
+    seconds: float
+    problems: tuple[str, ...] = ()
+    """What is wrong with it, on any rank; empty when nothing is."""
+    drafts: int | None = None
+    """Drafts it makes for the next step; None where that says nothing, here and below."""
+    rows: int | None = None
+    """Rows that were live; the others were padding."""
+    accepted: int | None = None
+    """Drafts that stood, all rows together."""
+    logits_error: float | None = None
+    """Relative norm of the difference from the prefill path: the median over rows, of the worst position."""
+
+    @property
+    def passed(self) -> bool:
+        """Nothing differed."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        drafts = f", {self.drafts} drafts" if self.drafts is not None else ""
+        return f"{self.kind} {self.bucket}{drafts}"
+
+
+class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The self-test of one replica, all ranks together."""
+
+    device: str
+    """What rank 0 ran on."""
+    ranks: int
+    eager: str
+    """Why eager steps were checked instead of graphs; empty where graphs were."""
+    graphs: int
+    """Captured graphs."""
+    graph_bytes: int
+    """Device memory that graphs and their scratch take, on rank 0."""
+    capture_seconds: float
+    began: float
+    """Unix time, seconds."""
+    seconds: float
+    buckets: tuple[BucketReport, ...]
+    left_out: int = 0
+    """Buckets that were not checked."""
+
+    @property
+    def failed(self) -> tuple[BucketReport, ...]:
+        """Those that did not pass."""
+        return tuple(bucket for bucket in self.buckets if not bucket.passed)
+
+    @property
+    def passed(self) -> bool:
+        """Every bucket that was checked passed."""
+        return not self.failed
+
+    def summary(self) -> str:
+        """One line for people."""
+        checked, good = len(self.buckets), len(self.buckets) - len(self.failed)
+        if not self.eager:
+            return f"{good} of {checked} graphs compute what eager computes ({self.seconds:.1f} s)"
+        shapes = ", ".join(bucket.bucket for bucket in self.buckets)
+        left_out = f", the smallest, a middle and the largest of {checked + self.left_out} ({shapes})"
+        return (
+            f"{self.eager}: {checked} eager steps were checked{left_out if self.left_out else ''}, {good} passed "
+            f"({self.seconds:.1f} s)"
+        )
+
+    def cause(self) -> str:
+        """Why the replica must not serve; empty when it may."""
+        if self.passed:
+            return ""
+        first, what = self.failed[0], "eager steps" if self.eager else "graphs"
+        return (
+            f"self-test failed for {len(self.failed)} of {len(self.buckets)} {what}, the first being {first}: "
+            f"{'; '.join(first.problems)}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that the endpoint and the command answer with."""
+        buckets = [{"passed": bucket.passed, **msgspec.structs.asdict(bucket)} for bucket in self.buckets]
+        for bucket in buckets:
+            if bucket["logits_error"] is not None and not math.isfinite(bucket["logits_error"]):
+                bucket["logits_error"] = None  # JSON has no infinity; the problems say it
+        return {"passed": self.passed, "summary": self.summary(), **msgspec.structs.asdict(self), "buckets": buckets}
