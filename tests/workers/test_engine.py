@@ -74,6 +74,18 @@ def test_drafts_prefix_hits_and_preemptions_change_no_greedy_token(folder: Path)
         assert stats.drafts_offered > stats.drafts_accepted > 0
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_choices_of_one_prompt_compute_it_once(folder: Path, width: int) -> None:
+    prompt = random_prompts(1, 1, seed=11)[0] + [random.Random(12).randrange(VOCAB) for _ in range(149)]
+    params = [SamplingParams(30, temperature=1.0, seed=seed) for seed in range(8)]
+    together = engine(folder, width=width, token_budget=400)
+    assert together.generate([prompt] * 8, params) == engine(folder, width=1, prefix_cache=False).generate(
+        [prompt] * 8, params
+    )
+    prefilled = together.scheduler.stats().step_prefill_tokens.values()
+    assert sum(part.total for part in prefilled) == 150 + 7 * (150 - 128 + (width > 1))
+
+
 def test_a_seeded_request_gives_the_same_tokens_alone_and_in_any_batch(folder: Path) -> None:
     prompts = random_prompts(20, 80, seed=4)
     rng = random.Random(5)

@@ -4,13 +4,14 @@ A page's key is a 64-bit hash of the key of the page before it and of its own 64
 prefix. Keys only find candidates: an entry also keeps its tokens and the entry it continues, and both are compared, so
 that colliding keys cost a miss and never a wrong page.
 
-Which pages are complete. After a result is applied the row has `length` cache entries of accepted tokens (all its
-known tokens but the newest, which is not fed yet), so page k is complete in the target layers once
-64 * (k + 1) <= length. The draft layer's entry j pairs the hidden state of token j - 1 with token j and is written in
-the step that feeds token j - 1 (`PrefillRow.next_token` closes a chunk, the sampled token a prompt or a verified row):
-its entries 1 ... length are written by then, one more than the target's, so the same pages are complete there. Later
-steps of the row, those in flight included, write only at `length` and above (the draft layer above `length`): a
-registered page is never written.
+Which pages are complete. Workers execute plans in order, so the pages of a prompt are complete for every later plan as
+soon as the chunk that fills them is planned. What is generated is known later: after a result is applied the row has
+`length` cache entries of accepted tokens (all its known tokens but the newest, which is not fed yet), so page k is
+complete in the target layers once 64 * (k + 1) <= length. The draft layer's entry j pairs the hidden state of token
+j - 1 with token j and is written in the step that feeds token j - 1 (`PrefillRow.next_token` closes a chunk, the
+sampled token a prompt or a verified row): its entries 1 ... length are written by then, one more than the target's, so
+the same pages are complete there. Later steps of the row, those in flight included, write only at `length` and above
+(the draft layer above `length`): a registered page is never written.
 
 A hit of n tokens leaves at least the last prompt token to compute. With a draft layer the prefill starts at n - 1 with
 write_from = n: recomputing token n - 1 gives the hidden state for the draft layer's entry n; its own target entry is

@@ -22,7 +22,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Let it wait."""
         sequence.phase = Phase.WAITING
-        heapq.heappush(self._heap, (sequence.rank, sequence))
+        self.put_back(sequence)
         self._length += 1
         self.tokens += len(sequence.tokens)
 
@@ -34,11 +34,20 @@ class WaitingQueue:
 
     def pop(self) -> Sequence:
         """Take the head out; the caller gives it its next phase."""
+        sequence = self.set_aside()
+        self._leave(sequence)
+        return sequence
+
+    def set_aside(self) -> Sequence:
+        """Let those behind the head go first; it still counts as waiting, and comes back by `put_back`."""
         sequence = self.head()
         assert sequence is not None
         heapq.heappop(self._heap)
-        self._leave(sequence)
         return sequence
+
+    def put_back(self, sequence: Sequence) -> None:
+        """To its old place."""
+        heapq.heappush(self._heap, (sequence.rank, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting request out, wherever it stands; it has ended."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from itertools import chain
+from itertools import chain, takewhile
 from operator import attrgetter
 
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.plan import Admission, PageGrant
+from workers.plan import PageGrant
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache, pack_tokens, page_keys
@@ -32,6 +32,10 @@ class Rows:
         self.decoding: list[Sequence] = []
         """By slot."""
         self.preemptions = 0
+        # Of the plan that is being made:
+        self._filled: set[int] = set()  # keys of the pages that its chunks complete
+        self._aside: list[Sequence] = []  # who waits for one of them
+        self._kept = 0  # pages that those will need besides
         self._config = config
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -40,21 +44,32 @@ class Rows:
             sequence.keys = page_keys(sequence.tokens)
         self.queue.push(sequence)
 
-    def admit(self) -> tuple[Sequence, Admission, PageGrant] | None:
-        """Give the head of the queue a slot and the pages of its whole prompt; None when they are not there.
+    def admit(self) -> Sequence | None:
+        """Give the head of the queue a slot and the pages of its whole prompt; None when they are not there. It comes
+        back waiting, and set aside until the plan is complete, when a row of this plan fills its next page: then it
+        takes that page in the next plan instead of computing it again. Those behind it leave it its slot and pages.
+        It never waits for anything but a plan: rows before it have their chunks already, and whoever had to leave a
+        part of its prompt for later has left no budget to admit anybody with.
 
         One page for each running row is left over, so that a newcomer is not preempted at once for their growth.
         """
         sequence = self.queue.head()
-        if sequence is None or not self.free_slots:
+        if sequence is None or len(self.free_slots) <= len(self._aside):
             return None
         tokens, cache = sequence.tokens, self.cache
         # At least the last token is computed: its logits are wanted.
-        found = cache.match(pack_tokens(tokens), sequence.keys, (len(tokens) - 1) // PAGE_TOKENS)
+        most = (len(tokens) - 1) // PAGE_TOKENS
+        found = cache.match(pack_tokens(tokens), sequence.keys, most)
+        coming = takewhile(self._filled.__contains__, sequence.keys[len(found) : most])
         pages = pages_for(len(tokens) + self._config.draft_margin)
-        growth = len(self.decoding) + len(self.prefilling)
-        if cache.needed(found, pages) + growth > cache.available:
+        needed = cache.needed(found, pages) - (shared := len(list(coming)))
+        growth = len(self.decoding) + len(self.prefilling) + len(self._aside)
+        if needed + self._kept + growth > cache.available:
             return None
+        if shared:
+            self._aside.append(self.queue.set_aside())
+            self._kept += needed
+            return sequence
         self.queue.pop()
         hit = len(found) * PAGE_TOKENS
         sequence.phase = Phase.PREFILL
@@ -66,10 +81,21 @@ class Rows:
         sequence.write_from = hit
         sequence.upper = 0
         insort(self.prefilling, sequence, key=by_rank)
-        sampling = sequence.request.sampling
-        history = tuple(tokens) if sampling.has_penalties else ()
-        admission = Admission(sequence.slot, sampling, sequence.generated, history)
-        return sequence, admission, PageGrant(sequence.slot, 0, tuple(sequence.pages.pages))
+        return sequence
+
+    def filled(self, sequence: Sequence, start: int) -> None:
+        """The plan has a chunk of its prompt, from `start` to its cursor."""
+        self._filled.update(sequence.keys[start // PAGE_TOKENS : sequence.cursor // PAGE_TOKENS])
+
+    def planned(self, prefilled: list[Sequence]) -> None:
+        """The plan, with these prompts, is complete: from the next one on the pages that it fills are there to read."""
+        for sequence in prefilled:
+            self.cache.register(sequence.pages, sequence.tokens, sequence.cursor // PAGE_TOKENS)
+        for sequence in self._aside:
+            self.queue.put_back(sequence)
+        self._filled.clear()
+        self._aside.clear()
+        self._kept = 0
 
     def start_decoding(self, sequence: Sequence) -> None:
         """The last chunk of its prompt is planned."""

@@ -24,10 +24,11 @@ class Scheduler:
     """Decides which rows run in the next step, on which slots and pages.
 
     Order. Decode rows come first, all of them, in slot order; prefill chunks fill what is left of the token budget by
-    (priority, arrival). A request is admitted only with pages for its whole prompt, and nobody overtakes the head of
-    the queue, so only decode rows ever lack pages: then the latest arrival of the lowest priority is preempted. Hence
-    the first in rank always gets its pages, and as it fits the pool alone (`add` checks), it finishes; then the next
-    is first. Priorities are strict: a lower one waits for as long as more urgent requests keep coming.
+    (priority, arrival). A request is admitted only with pages for its whole prompt, and nobody takes the place of the
+    head of the queue (one that waits for a prefix lets others pass, but a slot and pages are kept for it), so only
+    decode rows ever lack pages: then the latest arrival of the lowest priority is preempted. Hence the first in rank
+    always gets its pages, and as it fits the pool alone (`add` checks), it finishes; then the next is first. Priorities
+    are strict: a lower one waits for as long as more urgent requests keep coming.
 
     Ahead of results. A step is planned while up to `pipeline` - 1 earlier ones are in flight. Workers execute plans in
     order, so pages that are given up now may be granted in the very next plan: steps in flight that still touch them
@@ -138,9 +139,6 @@ class Scheduler:
                 if sequence.phase is not Phase.ENDED:
                     outputs.append(self._gain(sequence, result.tokens[index], result, index))
                 index += 1
-            elif sequence.phase in (Phase.PREFILL, Phase.DECODE):
-                full = (row.start + len(row.tokens)) // PAGE_TOKENS
-                self._rows.cache.register(sequence.pages, sequence.tokens, full)
             self._rows.landed(sequence, sampled=row.final)
         self._counters.drafts_offered += offered
         self._counters.drafts_accepted += accepted
@@ -197,13 +195,13 @@ class Scheduler:
         while budget > 0:
             head = self._rows.queue.head() if admit else None
             if head is not None and (not running or head.rank < running[0].rank):
-                admitted = self._rows.admit()
-                if admitted is None:
-                    admit = False
+                newcomer = self._rows.admit()
+                admit = newcomer is not None
+                if newcomer is None or newcomer.phase is Phase.WAITING:
                     continue
-                sequence, admission, grant = admitted
-                admissions.append(admission)
-                grants.append(grant)
+                sequence = newcomer
+                admissions.append(_admission(sequence))
+                grants.append(PageGrant(sequence.slot, 0, tuple(sequence.pages.pages)))
                 self._count_prompt(sequence)
             elif running:
                 sequence = running.popleft()
@@ -213,6 +211,7 @@ class Scheduler:
             budget -= len(row.tokens)
             sequences.append(sequence)
             rows.append(row)
+        self._rows.planned(sequences)
         return sequences, rows
 
     def _count_prompt(self, sequence: Sequence) -> None:
@@ -228,6 +227,7 @@ class Scheduler:
         end = min(start + budget, sequence.goal)
         final = end == sequence.goal
         sequence.cursor = end
+        self._rows.filled(sequence, start)
         sequence.in_flight += 1
         if final:
             sequence.promised += 1
@@ -289,6 +289,13 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id]
         self._rows.end(sequence)
+
+
+def _admission(sequence: Sequence) -> Admission:
+    """What the workers must know of a request that takes a slot."""
+    sampling = sequence.request.sampling
+    history = tuple(sequence.tokens) if sampling.has_penalties else ()
+    return Admission(sequence.slot, sampling, sequence.generated, history)
 
 
 def _first(entry: TopLogprobs, count: int) -> TopLogprobs:

@@ -23,6 +23,7 @@ class Replica:
         self.worker = SimulatedWorker(config.slots, config.pages, config.width, rows, agree, seed)
         self.launched: deque[StepPlan] = deque()
         self.plans: list[StepPlan] = []
+        self.overtaken = 0
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, str] = {}
@@ -49,6 +50,7 @@ class Replica:
             assert plan.width <= 1 + (last.drafts if last else self.config.width - 1)
             self.launched.append(plan)
             self.plans.append(plan)
+            self.check_order(plan)
         else:
             assert in_flight or self.scheduler.idle, "nothing is in flight, nothing can be planned, and work is left"
         return plan
@@ -118,6 +120,22 @@ class Replica:
             assert len(row.pages.pages) <= max_pages_per_row(
                 self.config.max_context, self.config.width, self.config.pipeline
             )
+
+    def check_order(self, plan: StepPlan) -> None:
+        """Nobody is overtaken on the way to a slot, but who waits for a page that this very plan fills; and then a slot
+        is left for it."""
+        scheduler = self.scheduler
+        filled = {
+            key
+            for sequence, row in zip(scheduler._flights[-1].prefill, plan.prefill, strict=True)
+            for key in sequence.keys[row.start // PAGE_TOKENS : (row.start + len(row.tokens)) // PAGE_TOKENS]
+        }
+        slots = {admission.slot for admission in plan.admissions}
+        last = max((s.rank for s in scheduler._live.values() if s.slot in slots), default=(-(2**31), 0))
+        overtaken = [s for s in scheduler._live.values() if s.phase is Phase.WAITING and s.rank < last]
+        assert all(filled.intersection(s.keys) for s in overtaken)
+        assert len(overtaken) <= len(scheduler._rows.free_slots)
+        self.overtaken += len(overtaken)
 
     def check_books(self) -> None:
         """Slots, queue and statistics agree with the requests."""

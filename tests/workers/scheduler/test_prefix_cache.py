@@ -91,18 +91,6 @@ def test_running_rows_share_pages() -> None:
     assert replica.scheduler.stats().preemptions == 0
 
 
-def test_equal_prompts_at_once_are_computed_apart_and_cached_once() -> None:
-    replica = Replica(config(), agree=0.5)
-    for name in "abcd":
-        replica.add(name, tokens(130), max_tokens=70, seed=ord(name))
-    replica.run()
-    replica.check_tokens()
-    replica.check_rest()
-    assert replica.scheduler._rows.cache.cached == 2 + 4
-    prompt = [*tokens(130), *replica.tokens["d"]]
-    assert run_one(replica, "d again", prompt) == 192
-
-
 def test_without_a_cache_nothing_is_shared() -> None:
     replica = Replica(config(prefix_cache=False))
     assert run_one(replica, "a", tokens(200)) == run_one(replica, "b", tokens(200)) == 0

@@ -30,6 +30,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt, sampling = random_request(self.rng, self.replica.config.max_context)
             self.submit(prompt, **sampling)
 
+    @rule(count=st.integers(2, 8))
+    def add_choices(self, count: int) -> None:
+        """Several of one prompt at once, and others between them."""
+        prompt, sampling = random_request(self.rng, self.replica.config.max_context)
+        for seed in range(count):
+            if self.rng.random() < 0.3:
+                self.add(1)
+            self.submit(prompt, **(sampling | {"seed": seed}))
+
     @precondition(lambda self: self.replica.finish)
     @rule(data=st.data(), more=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5))
     def next_turn(self, data: st.DataObject, more: list[int]) -> None:
