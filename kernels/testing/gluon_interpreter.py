@@ -32,7 +32,8 @@ class _Layout:
 
 
 def _copy(smem: gluon_partitions.Shared, pointer: Any, mask: Any = None, **_: Any) -> None:
-    smem.store(tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0.0))
+    value = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0.0)
+    gluon_partitions.copy_async(smem, value)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -92,7 +93,12 @@ def install() -> None:
     language = _Language()
     plain_normalize = jit._normalize_ty
     jit._normalize_ty = lambda kind: plain_normalize(kind.removeprefix("gl.") if isinstance(kind, str) else kind)
-    copies = SimpleNamespace(async_copy_global_to_shared=_copy, commit_group=_nothing, wait_group=_nothing)
+    copies = SimpleNamespace(
+        async_copy_global_to_shared=_copy,
+        commit_group=gluon_partitions.commit_group,
+        wait_group=gluon_partitions.wait_group,
+    )
+    tl.constexpr.__rmod__ = lambda self, left: left % self.value  # compiled, both are constants
     ampere = ModuleType("triton.experimental.gluon.language.nvidia.ampere")
     ampere.__dict__.update(async_copy=copies, mma_v2=_mma)
     nvidia = ModuleType("triton.experimental.gluon.language.nvidia")

@@ -1,10 +1,11 @@
-"""Hopper's asynchrony for `gluon_interpreter`: partitions of warps, mbarriers, TMA copies and wgmma products.
+"""Hopper's asynchrony for `gluon_interpreter`: partitions of warps, mbarriers, copies and wgmma products.
 
-Partitions take turns; who is next, and when a copy arrives or a product is computed, is drawn from `SCHEDULE`, any time
-the hardware might choose. The target of a copy holds NaN until it arrives, and a product reads its shared memory
-either when it starts or when it is waited for. So a tile that is read before it came, or handed back before its
-products are done, gives wrong numbers under some schedule; a barrier that nobody completes raises AssertionError.
-Within a partition the warps run in step, so a missing `thread_barrier` or fence does not show.
+Partitions take turns; who is next, and when a copy arrives or a product is computed, is drawn from `SCHEDULE`, any
+time the hardware might choose. The target of a copy holds NaN until it arrives, one of cp.async until it is waited for,
+and a product reads its shared memory either when it starts or when it is waited for. So a tile that is read before it
+came, or handed back before its products are done, gives wrong numbers under some schedule; a barrier that nobody
+completes raises AssertionError, and so does a product with what cp.async brought and nobody fenced. Within a partition
+the warps run in step, so a missing `thread_barrier` does not show, nor does the fence of a plain store.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from triton.runtime import interpreter
 
 SCHEDULE = random.Random(0)
 """Seed it to choose a schedule."""
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _PACES = (0.01, 1.0, 100.0)
 """How often one is chosen: drawn for each partition, and for the copies, of each program."""
 
@@ -60,6 +62,12 @@ class Shared:
         part = [slice(None)] * number(dim) + [slice(number(start), number(start) + number(length))]
         return Shared(self.bits[tuple(part)], self.dtype)
 
+    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
+        """The same memory in other pieces, of whole rows: swizzled ones keep their places."""
+        sizes = [number(size) for size in shape]
+        assert (dtype, sizes[-1]) == (self.dtype, self.bits.shape[-1]), "only whole rows are understood here"
+        return Shared(self.bits.reshape(sizes), dtype)
+
     def store(self, value: Any) -> None:
         """Write a tensor of the same shape and type."""
         assert value.dtype == self.dtype, f"{value.dtype} stored as {self.dtype}"
@@ -86,7 +94,13 @@ class TensorDescriptor:
         assert all(size > 0 for size in shape), "a descriptor's tensor has elements"
         self.x = base.as_strided(list(shape), list(strides))
         self.box = list(block_shape)
+        self.dtype = _DTYPES[base.dtype]
         self.block_type = SimpleNamespace(nbytes=int(np.prod(self.box)) * base.element_size())
+
+    @staticmethod
+    def from_tensor(tensor: Any, block_shape: Any, layout: Any) -> TensorDescriptor:
+        """Of a whole tensor."""
+        return TensorDescriptor(tensor, tensor.shape, tensor.stride(), block_shape, layout)
 
     def read(self, coordinates: Any) -> Any:
         """The bits of the box that begins at `coordinates`."""
@@ -123,6 +137,7 @@ class _Partition(threading.Thread):
             self._unless_stopped()
             self.function(*self.arguments)
             assert not self.products, f"{self.name} ends with products that nobody waited for"
+            assert not _own.groups, f"{self.name} ends with copies that nobody waited for"
         except BaseException as error:
             self.error = error
         self.done = True
@@ -192,6 +207,7 @@ def _here() -> _Partition:
 def warp_specialize(functions: Any, warps: Any, registers: Any) -> None:
     """Run the partitions to their ends."""
     assert len(functions) == 1 + len(warps) == 1 + len(registers)
+    _unfenced.clear()
     _Crew().work(functions)
 
 
@@ -249,12 +265,60 @@ def _copy(box: TensorDescriptor, coordinates: Any, barrier: Shared, target: Shar
     _here().crew.copies.append(arrive)
 
 
+class _OwnCopies(threading.local):
+    """A partition's copies by cp.async: those begun, and the committed groups that were not waited for."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+        self.groups: list[list[Any]] = []
+
+
+_own = _OwnCopies()
+_unfenced: list[tuple[int, Any]] = []
+"""(thread, bits) of what cp.async wrote."""
+
+
+def copy_async(target: Shared, value: Any) -> None:
+    """`async_copy.async_copy_global_to_shared` of the values it would read."""
+    assert value.dtype == target.dtype
+    target.bits.view(np.uint8)[...] = 0xFF
+    _own.begun.append((target.bits, value.handle.data))
+
+
+def commit_group() -> None:
+    """`async_copy.commit_group`."""
+    _own.groups.append(_own.begun)
+    _own.begun = []
+
+
+def wait_group(outstanding: Any = 0) -> None:
+    """`async_copy.wait_group`."""
+    while len(_own.groups) > number(outstanding):
+        for bits, values in _own.groups.pop(0):
+            bits[...] = values
+            if isinstance(threading.current_thread(), _Partition):
+                _unfenced.append((threading.get_ident(), bits))
+
+
+def _fence() -> None:
+    _unfenced[:] = [(thread, bits) for thread, bits in _unfenced if thread != threading.get_ident()]
+
+
+def _check_fenced(*operands: Any) -> None:
+    for operand in operands:
+        read = isinstance(operand, Shared) and any(np.may_share_memory(operand.bits, bits) for _, bits in _unfenced)
+        assert not read, "a product reads what cp.async wrote and nobody fenced"
+
+
 class _Product:
     """A product under way, the sum it adds to included."""
 
     def __init__(self, left: Any, right: Shared, total: Any) -> None:
         self.left, self.right, self.total = left, right, total
         self.result: Any = None
+
+    def __repr__(self) -> str:
+        return "a product that may be unfinished"  # what the interpreter says when it should compute with one
 
     def compute(self) -> Any:
         if self.result is None:
@@ -265,6 +329,7 @@ class _Product:
 
 
 def _mma(left: Any, right: Shared, total: Any, *, use_acc: Any = True, is_async: Any = False) -> Any:
+    _check_fenced(left, right)
     start = total if use_acc else tl.zeros(total.shape, tl.float32)
     product = _Product(left, right, start)
     partition = _here()
@@ -283,20 +348,16 @@ def _mma_wait(outstanding: Any = 0, deps: Any = ()) -> Any:
     while len(partition.products) > number(outstanding):
         partition.products.pop(0).compute()
     flying = partition.products
-    assert not any(dep is product for dep in deps for product in flying), "a product is used that may be unfinished"
-    results = [dep.compute() if isinstance(dep, _Product) else dep for dep in deps]
+    done = [isinstance(dep, _Product) and not any(dep is product for product in flying) for dep in deps]
+    results = [dep.compute() if finished else dep for dep, finished in zip(deps, done, strict=True)]
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def modules(layout: Any) -> list[ModuleType]:
     """Stand-ins for the modules that Hopper's kernels import; `layout` makes any layout."""
     device = ModuleType("triton.experimental.gluon.language.nvidia.hopper")
     device.__dict__.update(
-        fence_async_shared=_nothing,
+        fence_async_shared=_fence,
         mbarrier=SimpleNamespace(MBarrierLayout=layout, init=_init, expect=_expect, arrive=_arrive, wait=_wait),
         tma=SimpleNamespace(async_copy_global_to_shared=_copy),
         warpgroup_mma=_mma,
