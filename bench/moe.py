@@ -1,6 +1,7 @@
 """Times the mixture of experts on this machine's GPU: one layer inside a CUDA graph, every weight from memory.
 
     python bench/moe.py                                   # DeepSeek-V2-Lite, the table of the documentation
+    python bench/moe.py --tokens 256,512,1024,2048,4096,8192    # Hopper's own kernels (rows 128*) against the others
     python bench/moe.py --model v3 --tokens 1,16,256
     python bench/moe.py --tokens 16 --sweep sweep.txt     # try other tiles, print the best
 
@@ -117,8 +118,9 @@ def line(case: Problem, tiling: Tiling) -> str:
     gate_up, down, *rest = parts.values()
     flops = 6 * case.shape.pairs * case.shape.hidden * case.shape.intermediate
     extra = " ".join(f"{part:7.1f}" for part in rest) or f"{'-':>7} {'-':>7}"
+    rows = f"{tiling.rows}{'*' if tiling.programs else ''}"
     return (
-        f"{case.shape.tokens:6} {tiling.rows:5} {case.active:6.1f} {case.floor():8.1f} {whole:8.1f} {plain:8.1f} "
+        f"{case.shape.tokens:6} {rows:>5} {case.active:6.1f} {case.floor():8.1f} {whole:8.1f} {plain:8.1f} "
         f"{gate_up:8.1f} {case.floor(2.0) / gate_up:5.0%} {down:8.1f} {case.floor(1.0) / down:5.0%} {extra} "
         f"{case.floor() / whole:6.0%} {flops / whole / 1e6:6.0f}"
     )
@@ -189,7 +191,7 @@ def compile_all(jobs: list[tuple[ExpertsShape, Tiling]], workers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="v2-lite")
-    parser.add_argument("--tokens", default="1,2,4,16,64,128,256,1024,4096,16384")
+    parser.add_argument("--tokens", default="1,2,4,16,64,128,256,512,1024,2048,4096,8192,16384")
     parser.add_argument("--invariant", action="store_true", help="pinned tiles")
     parser.add_argument("--sweep", metavar="FILE", help="lines of: product rows block block_k stages warps group tma")
     parser.add_argument("--workers", type=int, default=8, help="compilers that run side by side")
@@ -198,7 +200,7 @@ def main() -> None:
     sizes = MODELS[arguments.model]
     shapes = [ExpertsShape(int(n), *sizes, invariant=arguments.invariant) for n in arguments.tokens.split(",")]
     tries = variants(Path(arguments.sweep).read_text()) if arguments.sweep else []
-    jobs = [(shape, schedule.tiling(shape)) for shape in shapes]
+    jobs = [(shape, tiling) for shape in shapes for tiling in tilings(shape)]
     jobs += [(shapes[-1], with_product(shapes[-1], *one)) for one in tries]
     compile_all(jobs, arguments.workers)
     _, experts, hidden, inner = sizes
@@ -209,10 +211,19 @@ def main() -> None:
     print(f" {'sort':>7} {'combine':>7} {'share':>6} {'TFLOPs':>6}   µs a call", flush=True)
     for shape in shapes:
         case = problem(shape, gate_up, down)
-        print(line(case, schedule.tiling(shape)), flush=True)
+        for tiling in tilings(shape):
+            print(line(case, tiling), flush=True)
         wanted = [one for one in tries if suits(one[1], shape)]
         if wanted:
             sweep(case, wanted)
+
+
+def tilings(shape: ExpertsShape) -> list[Tiling]:
+    """What is chosen, and for many tokens Hopper's own kernels."""
+    found = [schedule.tiling(shape)]
+    if shape.tokens >= 256 and torch.cuda.get_device_capability() == (9, 0):
+        found.append(schedule.grouped(shape, torch.cuda.get_device_properties(0).multi_processor_count))
+    return found
 
 
 def suits(rows: int, shape: ExpertsShape) -> bool:

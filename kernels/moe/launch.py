@@ -139,6 +139,10 @@ class Experts:
     def gate_up(self) -> None:
         """Gate and up of the sorted pairs."""
         product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
+        if self.tiling.programs:
+            sizes = {"GATE": True, "K": shape.hidden, "FEATURES": shape.intermediate, "WIDTH": product.block}
+            self._by_hopper(product, self.gate_up_XFE, scratch.act_YI, sizes)
+            return
         kernel.gate_up[(self.tiling.tiles(shape) * product.blocks(shape.intermediate),)](
             self.x_TE,
             self.gate_up_XFE,
@@ -156,6 +160,10 @@ class Experts:
     def down(self) -> None:
         """Down of the sorted pairs."""
         product, shape, scratch = self.tiling.down, self.shape, self.scratch
+        if self.tiling.programs:
+            sizes = {"GATE": False, "K": shape.intermediate, "FEATURES": shape.hidden, "WIDTH": product.block // 2}
+            self._by_hopper(product, self.down_XEI, scratch.partial_YE, sizes)
+            return
         kernel.down[(self.tiling.tiles(shape) * product.blocks(shape.hidden),)](
             scratch.act_YI,
             self.down_XEI,
@@ -214,6 +222,27 @@ class Experts:
             K=shape.intermediate,
             FEATURES=shape.hidden,
             **self._rows(product),
+        )
+
+    def _by_hopper(self, product: Product, weight: Tensor, out: Tensor, sizes: dict[str, int]) -> None:
+        from kernels.moe import hopper  # a machine without Hopper GPUs need not have Gluon
+
+        if self.x_TE.data_ptr() % 16 or self.x_TE.stride(0) % 8:
+            raise ValueError("rows of x_TE must begin at multiples of 16 bytes")
+        hopper.product[(self.tiling.programs,)](
+            self.x_TE,
+            hopper.box(self.scratch.act_YI, self.tiling.rows),
+            hopper.box(weight.flatten(0, 1), sizes["WIDTH"]),
+            self.scratch.sorted_Y,
+            self.scratch.table,
+            out,
+            X_STRIDE=self.x_TE.stride(0),
+            COLUMNS=self.shape.chosen,
+            BLOCKS=product.blocks(sizes["FEATURES"]),
+            GROUP=product.group,
+            STAGES=product.stages,
+            num_warps=product.warps,
+            **sizes,
         )
 
     def _tile(self, product: Product) -> dict[str, Any]:

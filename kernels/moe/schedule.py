@@ -78,6 +78,8 @@ class Tiling:
     down: Product
     partial: torch.dtype
     """Dtype of a pair's result, before weighting."""
+    programs: int = 0
+    """Of Hopper's own kernels (`hopper`), which go through all tiles; 0: the Triton kernels."""
 
     def tiles(self, shape: ExpertsShape) -> int:
         """Most tiles the pairs of a call can fill."""
@@ -108,6 +110,16 @@ def tiling(shape: ExpertsShape) -> Tiling:
     # Of few pairs the results cost nothing beside the weights, so they are kept in fp32.
     partial = torch.float32 if rows < 64 and not shape.invariant else shape.dtype
     return fitted(Tiling(rows, *PRODUCTS[rows], partial), shape)
+
+
+def grouped(shape: ExpertsShape, programs: int) -> Tiling:
+    """The tiles of Hopper's own kernels, for many tokens of 16-bit floats; a program for each multiprocessor."""
+    if shape.dtype.itemsize != 2 or shape.hidden < 64 or shape.intermediate < 32:
+        raise ValueError(
+            f"Hopper's kernels take 16-bit floats, at least 64 hidden and 32 intermediate of them: {shape}"
+        )
+    products = Product(128, 64, 4, 4, 8, tma=True), Product(256, 64, 4, 4, 8, tma=True)
+    return fitted(Tiling(128, *products, shape.dtype, programs), shape)
 
 
 def fitted(tiling: Tiling, shape: ExpertsShape) -> Tiling:

@@ -1,0 +1,100 @@
+"""What the compiler makes of Hopper's products of many tokens, at the sizes of published models."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from kernels.moe import launch, schedule
+from kernels.moe.schedule import ExpertsShape, Workspace
+from kernels.testing.hopper import compile_only, machine_code, resources, serialized
+
+MODELS = {
+    "V2-Lite": (6, 64, 2048, 1408),
+    "V2-Lite shared": (1, 1, 2048, 2816),
+    "V3": (8, 256, 7168, 2048),
+    "demo": (2, 8, 192, 128),
+    "small": (1, 3, 80, 48),
+}
+
+
+def products(shape: ExpertsShape, stages: int = 4) -> list[object]:
+    """gate_up and down. Of the weights one expert exists, for nothing runs."""
+    tiling = schedule.grouped(shape, 132)
+    tiling = replace(tiling, gate_up=replace(tiling.gate_up, stages=stages), down=replace(tiling.down, stages=stages))
+    gate_up = torch.empty(1, 2 * shape.intermediate, shape.hidden, dtype=shape.dtype)
+    down = torch.empty(1, shape.hidden, shape.intermediate, dtype=shape.dtype)
+    x = torch.empty(shape.tokens, shape.hidden, dtype=shape.dtype)
+    ids, weight = torch.zeros(shape.tokens, shape.chosen, dtype=torch.int64), torch.zeros(shape.tokens, shape.chosen)
+    scratch = Workspace.over(torch.empty(Workspace.bytes(shape, tiling), dtype=torch.uint8), shape, tiling)
+    with compile_only() as compiled:
+        call = launch.Experts(x, ids, weight, gate_up, down, torch.empty_like(x), scratch, shape, tiling)
+        call.gate_up()
+        call.down()
+    return compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model", MODELS)
+def test_compiles_to_what_it_was_written_for(model: str, dtype: torch.dtype) -> None:
+    shape = ExpertsShape(512, *MODELS[model], dtype)
+    tiling = schedule.grouped(shape, 132)
+    for kernel, width, gathers in zip(
+        products(shape), (tiling.gate_up.block, tiling.down.block // 2), (True, False), strict=True
+    ):
+        found = resources(kernel)
+        found.check()
+        assert found.warps == 12
+        code = machine_code(kernel)
+        instructions = re.findall(r"HGMMA\.(\w+)\.", code)
+        # Two partitions with four products of 16 features a stage, as wide as both blocks of weights together.
+        assert instructions == [f"64x{2 * width}x16"] * 8
+        # A short loop over the stages is unrolled.
+        stages = found.instructions["UTMALDG"] / (2 if gathers else 3)
+        assert stages == 1 or (stages == 2 and model in ("demo", "small"))
+        assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", code)) == (8 * stages if gathers else 0)
+        assert set(re.findall(r"STG\.E[.\w]*", code)) == {"STG.E.128"}
+        # 128 sums and addresses for a multiplying thread, all of 64 K registers in sum.
+        given = {int(size, 16) for size in re.findall(r"USETMAXREG\.\S+ (?:UP0, )?(0x\w+)", code)}
+        assert given >= ({216, 224, 64} if gathers else {232, 40})
+        assert not serialized(kernel)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_other_rings(stages: int) -> None:
+    for kernel in products(ExpertsShape(512, *MODELS["V2-Lite"]), stages):
+        resources(kernel).check()
+
+
+def test_tokens_compile_no_more() -> None:
+    """Every number of tokens runs the same machine code."""
+    hashes = {
+        kernel.hash for tokens in (1, 7, 16, 300, 1000) for kernel in products(ExpertsShape(tokens, 2, 8, 192, 128))
+    }
+    assert len(hashes) == 2
+
+
+@gluon.jit
+def _uses_sums_under_way(out):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    tiled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tiled)
+    sums = gl.zeros([64, 64], gl.float32, layout)
+    for i in range(8):
+        sums = warpgroup_mma(a_s.index(i % 2), a_s.index(i % 2), sums, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=(sums,))
+        sums = sums * 0.5
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    m = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    n = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    gl.store(out + m[:, None] * 64 + n[None, :], sums)
+
+
+def test_serialized_products_are_noticed() -> None:
+    with compile_only() as compiled:
+        _uses_sums_under_way[(1,)](torch.empty(64, 64), num_warps=4)
+    assert serialized(compiled[0])
