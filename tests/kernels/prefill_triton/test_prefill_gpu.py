@@ -85,8 +85,8 @@ def test_a_row_alone_equals_the_row_in_a_batch(tiles: Tiling | None) -> None:
     case = Case(RAGGED, heads=4, dtype=torch.bfloat16, device="cuda", **REAL)
     case.run(True, tiles)
     for row, (queries, keys) in enumerate(RAGGED):
-        if not keys:
-            continue
+        if not keys and tiles is HOPPER:
+            continue  # its keys have at least one token, which may be of no row
         own = slice(case.cu_q[row], case.cu_q[row] + queries)
         seen = slice(case.cu_k[row], case.cu_k[row] + keys)
         kv, latent = case.kv[seen].clone(), case.latent[seen].clone()
