@@ -60,6 +60,8 @@ class Runner:
             raise ValueError(f"width {width} needs a draft layer, and the model has none")
         device = cache.layers[0].device
         sampling = SamplingState(slots, model.config.vocab_size, device) if group.rank == 0 else None
+        if sampling is not None and group.size > 1:
+            sampling.dependent = False  # its first kernel stands behind a collective
         state = SlotState(slots, width - 1, pages_per_row, device)
         self.parts = StepParts(model, cache, state, sampling, group, width)
         self.device = device

@@ -16,6 +16,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from random_model import V2_LITE_HEADS, decode_step, random_model  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
+from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
 import workers.models.decode_path as decode_path  # noqa: E402
 from kernels import moe  # noqa: E402
@@ -126,6 +127,38 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = SimpleNamespace(attend=plainly(attention.attend), merge=plainly(attention.merge))
     monkeypatch.setattr(decode_path, "attention_launch", attend)
     monkeypatch.setattr(decode_path.DecodePath, "_step", step)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths", "width", "launches"),
+    [
+        ({}, [70], 1, 2 + (5 + 2) + (5 + 4)),
+        ({}, [70, 1], 2, 2 + (5 + 2) + (5 + 4)),
+        ({}, [70, 1, 3], 2, 2 + (6 + 2) + (6 + 4)),
+        (V3_ROUTING, [70], 1, 2 + (6 + 2) + (6 + 4)),
+    ],
+    ids=["one token", "two rows", "many tokens", "query latent"],
+)
+def test_launches_of_a_pass(
+    overrides: dict[str, Any], lengths: list[int], width: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embedding and final norm; in each layer attention, then a dense network or experts. The plan is not counted."""
+    count = 0
+    run = GridExecutor.__call__
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return run(self, *args, **options)
+
+    model = random_model(V2_LITE_HEADS | overrides, torch.bfloat16, CPU)
+    token_T, batch, cache = decode_step(model, lengths, width)
+    path = decode_path.DecodePath(model)
+    step = path._step(batch, Scratch(CPU))
+    monkeypatch.setattr(decode_path.DecodePath, "_step", lambda *_: step)
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    path.forward(token_T, batch, cache, Scratch(CPU))
+    assert count == launches
 
 
 @pytest.mark.parametrize("overrides", [{}, V3_ROUTING], ids=["v2", "v3"])
