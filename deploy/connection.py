@@ -11,11 +11,12 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from deploy.config import ServeConfig
 from deploy.environment import SidePorts, node_environment, resolve_ingress
+from deploy.quiet import quiet_driver
 
 Say = Callable[[str], None]
 
@@ -27,6 +28,7 @@ class RayConnection:
         """Join the Ray that is asked for, or start one: `own` tells."""
         self._folder: Path | None = None
         self._before: dict[str, str | None] = {}
+        self._quiet = ExitStack()
         address = config.ray_address or os.environ.get("RAY_ADDRESS")
         self.own = not address
         try:
@@ -34,6 +36,7 @@ class RayConnection:
                 self._join(address, say)
             else:
                 self._start(config, say)
+            self._quiet.enter_context(quiet_driver())
         except BaseException:
             self.close()
             raise
@@ -86,8 +89,10 @@ class RayConnection:
         import ray
 
         ray.shutdown()
+        self._quiet.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            for _ in range(2):  # a guardian may just be noting its front's end there
+                shutil.rmtree(self._folder, ignore_errors=True)
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -85,7 +85,11 @@ class Server:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        code = self.process.wait(STOP_TIMEOUT_S)
+        return self.ended()
+
+    def ended(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Exit code, once all that it said is in `lines`."""
+        code = self.process.wait(timeout_s)
         self._reader.join(5)
         return code
 

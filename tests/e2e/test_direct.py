@@ -1,6 +1,5 @@
 """One replica of two ranks behind HAProxy: the way `latentserve serve` runs on one machine."""
 
-import asyncio
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import psutil
 import pytest
 from induced_failures import kill_under_load
 from served_application import Server, wait_gone
-from timed_client import client, stream, until
+from timed_client import begin, client, stream, until
 
 pytestmark = pytest.mark.cluster
 
@@ -168,16 +167,22 @@ async def test_ctrl_c_lets_streams_finish_and_leaves_nothing_behind(server: Serv
     pids = server.pids()
     port = int(server.url.rsplit(":", 1)[1])
     async with client() as http:
-        running = asyncio.create_task(stream(http, server.url, max_tokens=1200, ignore_eos=True))
-        await asyncio.sleep(0.5)
+        (running,) = await begin(http, server.url, 1, max_tokens=1200, ignore_eos=True)
         begun = time.monotonic()
         os.killpg(server.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal: every process gets it
         result = await running
     assert result.done, result.broken or result.error
     assert sum(len(event["choices"][0]["text"]) > 0 for event in result.events if event["choices"]) > 100
     assert result.ended > begun
-    assert server.process.wait(30) == 0
+    assert server.ended(30) == 0
     wait_gone(pids)
+    # Nothing else on the terminal, for all that was killed above.
+    assert [line.partition(":")[0] for line in server.lines if "draining" in line or "stopped" in line] == [
+        "draining",
+        "stopped",
+    ]
+    assert server.lines[-1] == "stopped"
+    assert not [line for line in server.lines if re.search(r"raylet|INFO|WARNING|Traceback", line)]
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))

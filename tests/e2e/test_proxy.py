@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from induced_failures import kill_under_load
 from served_application import Server, wait_gone
-from timed_client import client, stream
+from timed_client import begin, client, stream, until
 
 pytestmark = pytest.mark.cluster
 
@@ -51,10 +51,13 @@ async def test_a_second_interrupt_does_not_wait_for_streams(server: Server) -> N
     """Last in this module: the application is gone afterwards."""
     pids = server.pids()
     async with client() as http:
-        running = asyncio.create_task(stream(http, server.url, max_tokens=1900, ignore_eos=True))
-        await asyncio.sleep(0.5)
+        (running,) = await begin(http, server.url, 1, max_tokens=1900, ignore_eos=True)
         server.process.send_signal(signal.SIGINT)
-        await asyncio.sleep(0.5)
+
+        async def draining() -> str:
+            return server.find("(draining)")
+
+        await until(draining, 10.0)
         assert not running.done()
         begun = time.monotonic()
         server.process.send_signal(signal.SIGINT)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from induced_failures import kill_under_load
 from served_application import Server, wait_gone
-from timed_client import client, stream
+from timed_client import begin, client, until
 
 from workers.config import DEMO_MODEL
 
@@ -93,7 +93,11 @@ async def test_a_long_prompt_sends_the_next_short_ones_to_the_other_replica(serv
         await settle()
         prompt = [5 + i % 4000 for i in range(4000)]
         long = asyncio.create_task(ask(http, server, prompt=prompt, max_tokens=1))
-        await asyncio.sleep(0.5)
+
+        async def arrived() -> bool:
+            return "latentserve_requests_in_flight 1.0" in (await http.get(f"{server.url}/metrics")).text
+
+        await until(arrived, 10.0)  # asks one replica, then the other
         assert not long.done(), "too fast to tell anything"
         short = await asyncio.gather(*[ask(http, server, prompt=[7, 8, 9], max_tokens=1) for _ in range(6)])
         busy, _ = await long
@@ -125,11 +129,7 @@ async def test_a_lost_replica_disturbs_only_its_own_streams(server: Server) -> N
     """HAProxy is reloaded when replicas come and go: other streams go on, and who is left takes the new requests."""
     async with client() as http:
         await settle()
-        streams = [
-            asyncio.create_task(stream(http, server.url, prompt=[7, 8, number], max_tokens=1500, ignore_eos=True))
-            for number in range(2)
-        ]
-        await asyncio.sleep(1.0)
+        streams = await begin(http, server.url, 2, prompt=[7, 8, 9], max_tokens=1500, ignore_eos=True)
         os.kill(server.pids("ray::ServeReplica:latentserve:engine")[0], signal.SIGKILL)
         for _ in range(20):
             await ask(http, server, prompt="def f(x):", max_tokens=2)  # asserts 200

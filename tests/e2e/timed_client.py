@@ -20,6 +20,11 @@ class Stream:
     ended: float = 0.0
 
     @property
+    def begun(self) -> bool:
+        """More than its first event came."""
+        return len(self.events) > 1
+
+    @property
     def error(self) -> str:
         """Text of the error event the stream ended with."""
         return self.events[-1]["error"]["message"] if self.events and "error" in self.events[-1] else ""
@@ -34,8 +39,9 @@ def client(timeout_s: float = 60.0) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits)
 
 
-async def stream(http: httpx.AsyncClient, url: str, **body: object) -> Stream:
-    result = Stream()
+async def stream(http: httpx.AsyncClient, url: str, result: Stream | None = None, **body: object) -> Stream:
+    """`result`: filled while it runs."""
+    result = Stream() if result is None else result
     body = {"model": "demo", "prompt": "def f(x):", "stream": True, "temperature": 0, **body}
     try:
         async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -50,6 +56,19 @@ async def stream(http: httpx.AsyncClient, url: str, **body: object) -> Stream:
         result.broken = f"{type(error).__name__}: {error}"
     result.ended = time.monotonic()
     return result
+
+
+async def begin(http: httpx.AsyncClient, url: str, count: int, **body: object) -> list[asyncio.Task[Stream]]:
+    """Streams that have begun."""
+    results = [Stream() for _ in range(count)]
+    tasks = [asyncio.create_task(stream(http, url, result, **body)) for result in results]
+
+    async def all_begun() -> bool:
+        return all(result.begun or result.broken for result in results)
+
+    await until(all_begun, 30.0)
+    assert not any(task.done() for task in tasks), results
+    return tasks
 
 
 async def until(condition, timeout_s: float, period_s: float = 0.05):

@@ -1,0 +1,41 @@
+"""Keeps off the terminal what Ray and Serve tell a driver and the application says in its own words, or need not say.
+
+All of it stays in Ray's logs. What is not known to be harmless, such as a lack of resources, is shown as before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_HARMLESS = (
+    # Of every process of a replica that failed or was ended; the board names the cause.
+    "A worker died or was killed while executing a task",
+    # The controller ends itself when Serve is shut down.
+    "Task ServeController.graceful_shutdown failed",
+)
+
+
+@contextmanager
+def quiet_driver() -> Iterator[None]:
+    """Enter once Ray is connected and its environment is set: it imports Ray Serve."""
+    import ray._private.worker as driver
+    import ray.serve  # sets its logger up
+
+    assert ray.serve
+    log = logging.getLogger("ray.serve")
+    level, show = log.level, driver.print_to_stdstream
+
+    def shown(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if not any(line.startswith(_HARMLESS) for line in data["lines"]):
+            show(data, ignore_prefix)
+
+    log.setLevel(max(level, logging.WARNING))
+    driver.print_to_stdstream = shown
+    try:
+        yield
+    finally:
+        driver.print_to_stdstream = show
+        log.setLevel(level)
