@@ -74,6 +74,10 @@ class Running:
         """Causes of every replica that failed so far, oldest first."""
         return self._reader.failures()
 
+    def lasting_failure(self) -> str:
+        """Cause of the first failure that another start would only repeat; empty while there is none."""
+        return self._reader.lasting_failure()
+
     def stop(self, say: Say = lambda line: None) -> None:
         """Let streams finish (at most `drain.timeout_s`), end every process this started, free every port."""
         from ray import serve
@@ -97,6 +101,7 @@ class Running:
         try:
             if not self._connection.own:
                 serve.delete(APPLICATION, _blocking=False)
+                serve.status()  # by its answer the controller has heard of the deletion
         finally:
             self._connection.close()
 
@@ -113,11 +118,16 @@ def launch(config: ServeConfig, say: Say = tell, engine_class: type | None = Non
     elif problem := port_problem(config.host, config.port):
         raise StartFailed(f"port {config.port} of {config.host} cannot be used: {problem}; choose another with --port")
     connection = RayConnection(config, say)
+    there_before = True
     try:
         running = Running(config, connection)
-        _deploy(running, say, engine_class)
+        there_before = _deploy(running, engine_class)
+        _wait(running, say)
     except BaseException:
-        connection.close()
+        if there_before:
+            connection.close()  # Serve keeps replicas whose successors fail
+        else:
+            running.abandon()
         raise
     return running
 
@@ -148,8 +158,8 @@ def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None
             signal.signal(number, handler)
 
 
-def _deploy(running: Running, say: Say, engine_class: type | None) -> None:
-    """Hand the application to Serve and wait until it answers."""
+def _deploy(running: Running, engine_class: type | None) -> bool:
+    """Hand the application to Serve; returns whether there was one in its place."""
     from ray import serve
     from ray.serve.api import RunTarget
 
@@ -159,10 +169,20 @@ def _deploy(running: Running, say: Say, engine_class: type | None) -> None:
     progress.clear(APPLICATION)
     location = "HeadOnly" if config.proxies == "head" else "EveryNode"
     serve.start(proxy_location=location, http_options={"host": config.host, "port": config.port})
+    there_before = APPLICATION in serve.status().applications
     target = RunTarget(build_app(config, engine_class), name=APPLICATION, route_prefix="/")
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-    deadline = time.monotonic() + config.engine.start_timeout_s
+    return there_before
+
+
+def _wait(running: Running, say: Say) -> None:
+    """Until the application answers; StartFailed with the first cause once it never will."""
+    from ray import serve
+
+    deadline = time.monotonic() + running.config.engine.start_timeout_s
     while True:
+        if cause := running.lasting_failure():
+            raise StartFailed(cause)  # Serve would try again
         for line in running.news():
             say(line)
         status = serve.status().applications[APPLICATION]
@@ -172,7 +192,7 @@ def _deploy(running: Running, say: Say, engine_class: type | None) -> None:
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise StartFailed((running.failures() or [status.message])[0])
         if time.monotonic() > deadline:
-            raise StartFailed(f"not ready within {config.engine.start_timeout_s:.0f} s: {status.message}")
+            raise StartFailed(f"not ready within {running.config.engine.start_timeout_s:.0f} s: {status.message}")
         time.sleep(POLL_S)
 
 

@@ -31,6 +31,8 @@ class Report(msgspec.Struct):
     """Lines that were dropped from the front of `lines`."""
     failed: str = ""
     """First cause of its end."""
+    lasting: bool = False
+    """Another start would end the same."""
 
 
 class Board:
@@ -50,9 +52,9 @@ class Board:
             self.report.cut += 1
         self._write()
 
-    def fail(self, cause: str) -> None:
-        """The replica is going down."""
-        self.report.failed = cause
+    def fail(self, cause: str, lasting: bool = False) -> None:
+        """The replica is going down. `lasting`: another start would end the same."""
+        self.report.failed, self.report.lasting = cause, lasting
         self._write()
 
     def _write(self) -> None:
@@ -99,6 +101,10 @@ class Reader:
     def failures(self) -> list[str]:
         """Causes of every replica that failed so far, oldest first."""
         return [report.failed for report in reports(self._application) if report.failed]
+
+    def lasting_failure(self) -> str:
+        """Cause of the first failure that another start would only repeat; empty while there is none."""
+        return next((report.failed for report in reports(self._application) if report.lasting), "")
 
 
 def _key(application: str, replica: str) -> bytes:

@@ -30,6 +30,8 @@ logger = logging.getLogger("latentserve.replica")
 
 FIRST_CAUSE_WAIT_S = 0.3
 """Seconds for the scheduler's report of a process that failed in order."""
+START_CAUSE_WAIT_S = 2.0
+"""The same while it starts, when no stream waits and processes are slow."""
 
 
 class EngineReplica:
@@ -61,7 +63,7 @@ class EngineReplica:
             self.client = await self._bring_up()
         except Exception as error:
             cause = str(error) or type(error).__name__
-            self.board.fail(cause)
+            self.board.fail(cause, isinstance(error, EngineFault) and error.lasting)
             note_fault(cause)
             self.processes.kill()
             raise RuntimeError(cause) from error
@@ -81,7 +83,10 @@ class EngineReplica:
         client.on_progress.append(self.board.say)
         client.on_fault.append(self._failed)
         self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
-        self.tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.folder)
+        try:
+            self.tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.folder)
+        except Exception as error:
+            raise EngineFault(f"tokenizer: {type(error).__name__}: {error}", lasting=True) from error
         await client.ready(config.engine.start_timeout_s)
         await client.probe()
         self.metrics = RayFrontMetrics(self.arrivals)
@@ -90,7 +95,8 @@ class EngineReplica:
 
     def _ended(self, client: EngineClient, cause: str, told: bool) -> None:
         """A process of the replica ended. If it `told` its scheduler why, that cause is on its way: wait for it."""
-        asyncio.get_running_loop().call_later(FIRST_CAUSE_WAIT_S if told else 0.0, client.fail, cause)
+        wait = (FIRST_CAUSE_WAIT_S if self._serving else START_CAUSE_WAIT_S) if told else 0.0
+        asyncio.get_running_loop().call_later(wait, client.fail, cause)
 
     def _failed(self, cause: str) -> None:
         """The engine's first fault. By now every stream has been told."""

@@ -91,7 +91,7 @@ class EngineClient:
         async for _ in self.generate(request):
             pass
 
-    def fail(self, cause: str) -> None:
+    def fail(self, cause: str, lasting: bool = False) -> None:
         """Declare the replica failed: every stream ends with EngineFault. Only the first cause counts."""
         if self.fault is not None:
             return
@@ -100,7 +100,7 @@ class EngineClient:
             mailbox.fail(EngineFault(cause))
         self._streams.clear()
         if not self._ready.done():
-            self._ready.set_exception(EngineFault(cause))
+            self._ready.set_exception(EngineFault(cause, lasting))
             self._ready.exception()  # read here, so that nobody waiting is no warning
         for callback in self.on_fault:
             callback(cause)
@@ -150,7 +150,7 @@ class EngineClient:
                 for heard in self.on_selftest:
                     heard(message)
             case Fault():
-                self.fail(message.cause)
+                self.fail(message.cause, message.lasting)
 
     def _deliver(self, item: RequestOutput) -> None:
         mailbox = self._streams.get(item.request_id)

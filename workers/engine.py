@@ -35,6 +35,11 @@ class ModelInfo:
 class EngineFault(Exception):
     """The replica is going down; the text is the first cause."""
 
+    def __init__(self, cause: str, lasting: bool = False) -> None:
+        super().__init__(cause)
+        self.lasting = lasting
+        """Another start would end the same."""
+
 
 class Refused(Exception):
     """The scheduler did not take the request."""

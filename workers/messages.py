@@ -152,6 +152,8 @@ class Fault(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rank: int = -1
     secondary: bool = False
     """A collective failed, which most often means that another rank died first: its own report is the first cause."""
+    lasting: bool = False
+    """It is in the model, the settings or the machine: another start would end the same."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -86,16 +86,20 @@ class TensorParallel:
 
     @staticmethod
     def connect(rank: int, size: int, init_method: str, device: torch.device, timeout_s: float) -> TensorParallel:
-        """Join the group (NCCL on GPUs, gloo on CPU); `init_method` is a URL such as tcp://host:port."""
+        """Join the group (NCCL on GPUs, gloo on CPU); `init_method` is a URL such as tcp://host:port.
+
+        PeerLost when that fails.
+        """
         if size > 1:
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                init_method=init_method,
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=timeout_s),
-                device_id=device if device.type == "cuda" else None,
-            )
+            with _peers():  # it fails where a rank that was through first has ended meanwhile
+                dist.init_process_group(
+                    "nccl" if device.type == "cuda" else "gloo",
+                    init_method=init_method,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timedelta(seconds=timeout_s),
+                    device_id=device if device.type == "cuda" else None,
+                )
         symmetric = connect_symmetric(rank, size, device) if size > 1 and device.type == "cuda" else None
         return TensorParallel(rank, size, symmetric)
 

@@ -43,6 +43,10 @@ FIRST_CAUSE_WAIT_S = 0.2
 class EngineFailed(RuntimeError):
     """The replica cannot go on; the message is the first cause."""
 
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.cause)
+        self.fault = fault
+
 
 class SchedulerProcess:
     """Owns the scheduler of one replica and the channel's bound end."""
@@ -63,12 +67,12 @@ class SchedulerProcess:
             if scheduler is not None:
                 self._serve(scheduler)
         except EngineFailed as failure:
-            self._tell_front(Fault(str(failure)))
+            self._tell_front(failure.fault)
             raise
         except PeerGone as gone:
-            cause = self._first_cause(Fault(str(gone), secondary=True))  # it may have said why it leaves
-            self._tell_front(Fault(cause))
-            raise EngineFailed(cause) from None
+            fault = self._first_cause(Fault(str(gone), secondary=True))  # it may have said why it leaves
+            self._tell_front(fault)
+            raise EngineFailed(fault) from None
         except Exception as error:
             self._tell_front(Fault(f"scheduler: {type(error).__name__}: {error}"))
             raise
@@ -102,12 +106,13 @@ class SchedulerProcess:
                 return None
             if time.monotonic() > deadline:
                 missing = sorted(set(range(config.tensor_parallel)) - set(ready))
-                raise EngineFailed(f"ranks {missing} were not ready within {config.start_timeout_s:.0f} s")
+                raise EngineFailed(Fault(f"ranks {missing} were not ready within {config.start_timeout_s:.0f} s"))
         first = ready[0]
         if any(
             (r.pages, r.max_context, r.width) != (first.pages, first.max_context, first.width) for r in ready.values()
         ):
-            raise EngineFailed(f"ranks disagree on what they hold: {sorted(ready.values(), key=lambda r: r.rank)}")
+            held = sorted(ready.values(), key=lambda r: r.rank)
+            raise EngineFailed(Fault(f"ranks disagree on what they hold: {held}"))
         self._heard = [time.monotonic()] * config.tensor_parallel
         self._binding.outputs.send(
             Ready(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids)
@@ -168,24 +173,24 @@ class SchedulerProcess:
                 raise EngineFailed(self._first_cause(message))
         return ()
 
-    def _first_cause(self, fault: Fault) -> str:
+    def _first_cause(self, fault: Fault) -> Fault:
         """A failed collective is the echo of something else: give that a moment to be reported."""
         deadline = time.monotonic() + FIRST_CAUSE_WAIT_S
         while fault.secondary and (left := deadline - time.monotonic()) > 0:
             message = self._binding.results.receive(timeout_ms=int(left * 1000) + 1)
             if isinstance(message, Fault) and not message.secondary:
-                return message.cause
-        return fault.cause
+                return message
+        return fault
 
     def _watch(self, now: float) -> None:
         config = self._config
         for rank, heard in enumerate(self._heard):
             if now - heard > config.heartbeat_timeout_s:
-                raise EngineFailed(f"rank {rank} has been silent for {now - heard:.1f} s")
+                raise EngineFailed(Fault(f"rank {rank} has been silent for {now - heard:.1f} s", rank))
         if self._launched:
             waited = now - self._launched[min(self._launched)]
             if waited > config.step_timeout_s:
-                raise EngineFailed(f"step {min(self._launched)} made no progress for {waited:.0f} s")
+                raise EngineFailed(Fault(f"step {min(self._launched)} made no progress for {waited:.0f} s"))
 
 
 def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:

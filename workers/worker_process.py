@@ -44,6 +44,7 @@ def run_worker(
     results = connect_sender(addresses.results)
     plans = connect_receiver(addresses.plans[rank], ToWorker)
     heartbeat = HeartbeatThread(addresses, rank, silence_s=2 * config.heartbeat_timeout_s)
+    loading = False
     try:
         check_environment()
         torch.set_num_threads(1)
@@ -54,7 +55,9 @@ def run_worker(
             results.send(Progress(rank, f"[{time.perf_counter() - begin:5.1f} s] {text}"))
 
         group = TensorParallel.connect(rank, config.tensor_parallel, rendezvous, device, COLLECTIVE_TIMEOUT_S)
+        loading = True
         replica = Replica(config, group, device, progress, results.send)
+        loading = False
         if rank == 0:
             heartbeat.figures = replica.runner.stats.figures
         results.send(replica.ready)
@@ -62,7 +65,8 @@ def run_worker(
         replica.runner.close()
         group.close()
     except BaseException as error:
-        results.send(Fault(f"rank {rank}: {type(error).__name__}: {error}", rank, isinstance(error, PeerLost)))
+        lost = isinstance(error, PeerLost)
+        results.send(Fault(f"rank {rank}: {type(error).__name__}: {error}", rank, lost, loading and not lost))
         raise
     finally:
         heartbeat.close()

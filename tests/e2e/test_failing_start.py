@@ -1,0 +1,64 @@
+"""Models that cannot be served: `latentserve serve` says why at once, ends with an error, and leaves nothing behind."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from served_application import Server, wait_gone
+
+from workers.config import DEMO_MODEL
+
+pytestmark = pytest.mark.cluster
+
+CODE = """
+import sys
+from deploy.cli import main
+sys.argv = ["latentserve", "serve", "--config", sys.argv[1]]
+main()
+"""
+
+
+def lose_a_tensor(folder: Path, engine: dict) -> str:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if ".layers.2." in name)
+    del tensors[name]
+    save_file(tensors, file)
+    return name
+
+
+def be_of_another_type(folder: Path, engine: dict) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    return "llama"
+
+
+def ask_for_too_much_memory(folder: Path, engine: dict) -> str:
+    engine["cache_pages"] = 10**9
+    return "memory"
+
+
+@pytest.mark.parametrize("spoil", [lose_a_tensor, be_of_another_type, ask_for_too_much_memory])
+def test_a_model_that_cannot_be_loaded_is_tried_once(launch, tmp_path: Path, spoil) -> None:
+    folder = tmp_path / "spoilt"
+    shutil.copytree(DEMO_MODEL, folder)
+    engine = {"model": str(folder), "tensor_parallel": 2, "device": "cpu"}
+    cause = spoil(folder, engine)
+    server: Server = launch({"engine": engine, "port": 0, "ingress": "direct", "dashboard": False}, CODE)
+    pids: set[int] = set()
+    while server.process.poll() is None:
+        pids |= set(server.pids())
+        time.sleep(0.2)
+    text = "\n".join(server.lines)
+    assert server.process.returncode == 1
+    assert text.count("starting 2 ranks") == 1, text
+    # The error is the last that is said, and said once.
+    error = text[text.index("\nerror: ") :]
+    assert text.count(error.partition(":")[2].splitlines()[0]) == 1
+    assert cause in error
+    assert "Traceback" not in text
+    assert "raylet" not in text
+    wait_gone(sorted(pids))
