@@ -78,6 +78,7 @@ def build_application(config: ServeConfig, engine_class: type = replica_class) -
         picker_class,
         name=ROUTER,
         max_ongoing_requests=ONGOING_REQUESTS,
+        max_surge_percent=100,  # it takes no resources: the next one starts before the last one ends
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=config.drain.deregister_s + 5.0,
         health_check_period_s=config.health.period_s,

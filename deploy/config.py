@@ -43,8 +43,8 @@ class HealthConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    period_s: Annotated[float, Field(gt=0)] = 2.0
-    """Seconds between two health checks of a replica by the Serve controller."""
+    period_s: Annotated[float, Field(gt=0)] = 0.5
+    """Seconds between two health checks of a replica by the Serve controller, which finds a dead one by them."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """Seconds until a health check without an answer counts as failed; three in a row replace the replica."""
     flush_s: Annotated[float, Field(ge=0)] = 0.25

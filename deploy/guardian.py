@@ -2,7 +2,8 @@
 
 A replica that fails tells its streams so itself. One that is killed cannot, and its clients would only see their
 connection break. So every streaming connection is also held by a small process of its own, which does nothing until the
-front's end of their socket pair closes, then writes the error event and the end of the body that the front could not.
+front's end of their socket pair closes, then writes the error event and the end of the body that the front could not,
+and notes the cause for those who come next.
 
 It must outlive the front and weigh nothing: no imports but the standard library's, a few megabytes, no work per token.
 """
@@ -10,6 +11,7 @@ It must outlive the front and weigh nothing: no imports but the standard library
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import select
 import shutil
@@ -29,15 +31,19 @@ WRITE_TIMEOUT_S = 1.0
 class Guardian:
     """The front's handle of its guardian process."""
 
-    def __init__(self, last_words: bytes, folder: Path | None = None) -> None:
+    def __init__(self, last_words: bytes, folder: Path | None = None, note: tuple[Path, str] | None = None) -> None:
         """`last_words`: the event every stream ends with, such as `data: {"error": ...}` and a blank line. `folder`:
-        where the replica's socket files are, to be removed in the front's place."""
+        where the replica's socket files are, to be removed in the front's place. `note`: a file and its text, written
+        unless somebody wrote there in this front's time: then it noted the cause itself."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._next = 0
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-SE", __file__, str(theirs.fileno()), last_words.hex(), str(folder or "")],
+                [
+                    *(sys.executable, "-SE", __file__, str(theirs.fileno()), last_words.hex()),
+                    *(str(folder or ""), *(map(str, note) if note else ())),
+                ],
                 pass_fds=(theirs.fileno(),),
                 # Its own session: a signal to the front's process group must not reach it.
                 start_new_session=True,
@@ -77,23 +83,34 @@ class Guardian:
         self._socket.close()
 
 
-def watch(channel: socket.socket, last_words: bytes) -> None:
-    """The guardian's life: keep connections while the front lives, then end them."""
+def keep(channel: socket.socket) -> list[socket.socket]:
+    """The guardian's life: keep connections while the front lives; returns those that are left."""
     held: dict[int, socket.socket] = {}
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE.size, 1)
         if not data:
-            break
+            return list(held.values())
         kind, number = _MESSAGE.unpack(data)
         if kind == _HOLD and descriptors:
             held[number] = socket.socket(fileno=descriptors[0])
         elif kind == _RELEASE and number in held:
             held.pop(number).close()
-    end = b"%x\r\n%s\r\n0\r\n\r\n" % (len(last_words), last_words)
+
+
+def end(connections: list[socket.socket], last_words: bytes) -> None:
+    """Write the last event and the end of the body to each, as far as it takes them."""
+    ending = b"%x\r\n%s\r\n0\r\n\r\n" % (len(last_words), last_words)
     deadline = time.monotonic() + WRITE_TIMEOUT_S
-    for connection in held.values():
-        _write(connection, end, deadline)
+    for connection in connections:
+        _write(connection, ending, deadline)
         connection.close()
+
+
+def note(file: Path, text: str, since: float) -> None:
+    """Write `text` unless the file was written `since` (Unix time); nothing where its folder is gone."""
+    with contextlib.suppress(OSError):
+        if not file.exists() or file.stat().st_mtime < since:
+            file.write_text(text)
 
 
 def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
@@ -113,6 +130,10 @@ if __name__ == "__main__":
     number = int(sys.argv[1])
     os.closerange(3, number)
     os.closerange(number + 1, 1024)
-    watch(socket.socket(fileno=number), bytes.fromhex(sys.argv[2]))
+    began = time.time()
+    left = keep(socket.socket(fileno=number))
+    if sys.argv[4:]:  # first, for clients that ask why their stream ended
+        note(Path(sys.argv[4]), sys.argv[5], began)
+    end(left, bytes.fromhex(sys.argv[2]))
     if sys.argv[3]:
         shutil.rmtree(sys.argv[3], ignore_errors=True)

@@ -1,11 +1,14 @@
-"""What stands between Ray Serve and its HAProxy binary: side doors closed, honest errors, no orphan left.
+"""What stands between Ray Serve and its HAProxy binary: side doors closed, no gap, honest errors, no orphan left.
 
 Ray Serve 2.60 writes HAProxy's configuration and has no settings for what follows, so the command that Serve starts in
 HAProxy's place (see `install`) changes the configuration it was given, then becomes HAProxy:
 
 - the statistics page and the Prometheus exporter listen on 127.0.0.1, not on every interface;
-- while no replica is ready, clients get 503 in OpenAI's error envelope at once, with the cause if it is known. Serve
-  would send them to its fallback proxy, which holds them until there is a replica again, or answer a bare 500;
+- Serve's fallback proxy is left out: it holds requests until there is a replica, and its streams cannot be guarded.
+  What it is there for, HAProxy knowing less than Serve until it is reloaded, is covered by those who still serve: a
+  replica that drains counts as up while it can be reached, and when the router fails the replicas share the requests;
+- what HAProxy itself answers is OpenAI's error envelope. While no replica is ready it is a 503 at once, with the cause
+  that was noted last (`note_fault`), read when somebody asks;
 - HAProxy ends with the process that started it. One whose manager was killed would keep the port for ever.
 """
 
@@ -26,57 +29,90 @@ _SIDE_DOOR = re.compile(r"^(\s*bind\s+)(?:\*|0\.0\.0\.0)?:(\d+)\s*$")
 _SECTION = re.compile(r"^(frontend|listen|backend|global|defaults)\b\s*(\S*)")
 _SIDE_SECTIONS = ("prometheus", "stats")
 _FALLBACK = re.compile(r"^\s*(?:use-)?server SERVE_PROXY_ACTOR-fallback\S* ")
-_ERROR_FILE = re.compile(r"^(\s*errorfile (?:502|503|504)) .*$")
-_NO_ROUTE = re.compile(r'^(\s*http-request return status 503 )content-type text/plain lf-string "Ingress.*?"(.*)$')
+_ERROR_FILE = re.compile(r"^\s*errorfile (?:502|503|504) ")
+_ROUTER_FAILED = re.compile(r'^\s*http-request return status 503 .* lf-string "Ingress request router failed')
+_NO_ROUTE = re.compile(r"^\s*http-request return status 404 .* lf-string \"Path ")
+_HEALTHY = re.compile(r"^(\s*http-check expect) status 200$")
 _PR_SET_PDEATHSIG = 1
 
+_ERRORS = {
+    400: ("invalid_request_error", "bad_request", "this is not a valid HTTP request"),
+    408: ("invalid_request_error", "request_timeout", "the request did not arrive in time"),
+    413: ("invalid_request_error", "request_too_large", "the request is too large"),
+    500: ("server_error", "internal_error", "internal error"),
+    502: ("server_error", "bad_gateway", "the replica ended before it answered: %[lua.cause]"),
+    503: ("server_error", "no_replica", "no replica is ready: %[lua.cause]"),
+    504: ("server_error", "gateway_timeout", "the replica did not answer in time"),
+}
+"""What HAProxy can answer by itself: type, code and message in the envelope, which HAProxy formats."""
+_RETRY_AFTER = (502, 503, 504)
 
-def adapt(config: str, error_file: Path, body_file: Path) -> str:
-    """The configuration with its side doors narrowed, without the fallback proxy, and with errors of our own.
+# Reading a file blocks HAProxy for microseconds, and only where nobody is served.
+_CAUSE = """
+core.register_fetches("cause", function()
+    local file = io.open({file}, "r")
+    if not file then
+        return "the application starts or ends, or a replica is being replaced"
+    end
+    local cause = file:read("*a")
+    file:close()
+    return cause
+end)
+"""
 
-    `error_file` holds a whole HTTP answer, `body_file` its body alone.
-    """
-    section, lines = "", []
+
+def adapt(config: str, folder: Path) -> str:
+    """The configuration as described above; `folder`: where `install` wrote what it refers to."""
+    section, errors, lines = "", _error_lines(folder), []
     for line in config.split("\n"):
         if found := _SECTION.match(line):
             section = found[2]
         if section in _SIDE_SECTIONS:
             line = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:\2", line)
-        line = _NO_ROUTE.sub(rf"\g<1>content-type application/json hdr Retry-After 5 file {body_file} \g<2>", line)
-        if not _FALLBACK.match(line):
-            lines.append(_ERROR_FILE.sub(rf"\g<1> {error_file}", line))
+        line = _HEALTHY.sub(r"\g<1> rstring ^(success|DRAINING)$", line)
+        if _ERROR_FILE.match(line):
+            lines += errors  # once, in place of the first of three
+            errors = []
+        elif _NO_ROUTE.match(line):
+            lines.append("    http-request deny deny_status 503")
+        elif not _FALLBACK.match(line) and not _ROUTER_FAILED.match(line):
+            lines.append(line)
+        if line == "global":
+            lines.append(f"    lua-load-per-thread {folder / 'cause.lua'}")
     return "\n".join(lines)
 
 
-def unavailable(cause: str) -> str:
-    """The body of the answer while no replica is ready."""
-    message = "no replica is ready: " + (cause or "it is starting, or it failed and is being replaced")
-    error = {"message": message, "type": "server_error", "param": None, "code": "no_replica"}
-    return json.dumps({"error": error})
+def _error_lines(folder: Path) -> list[str]:
+    lines = []
+    for status in _ERRORS:
+        headers = "hdr Cache-Control no-cache" + (" hdr Retry-After 5" if status in _RETRY_AFTER else "")
+        file = folder / f"{status}.json"
+        lines.append(f"    http-error status {status} content-type application/json {headers} lf-file {file}")
+    return lines
 
 
-def whole_answer(body: str) -> str:
-    """HTTP/1.1 503 with this JSON body."""
-    head = (
-        "HTTP/1.1 503 Service Unavailable",
-        "Content-Type: application/json",
-        "Cache-Control: no-cache",
-        "Retry-After: 5",
-        f"Content-Length: {len(body)}",
-    )
-    return "\r\n".join(head) + "\r\n\r\n" + body
+def fault_note(cause: str) -> tuple[Path, str] | None:
+    """Where HAProxies of this node look for the cause while there is no replica, and how it is written there.
+
+    None where no HAProxy stands in front.
+    """
+    location = os.environ.get("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC")
+    # It becomes part of a JSON string.
+    return None if location is None else (Path(location).parent / FAULT_FILE, json.dumps(cause)[1:-1])
 
 
 def note_fault(cause: str | None) -> None:
-    """Called by a replica: what HAProxies of this node answer while there is no other. None: it serves again."""
-    location = os.environ.get("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC")
-    if location is None:
-        return  # not behind HAProxy
-    file = Path(location).parent / FAULT_FILE
+    """What HAProxies of this node answer while there is no replica, called by replicas. None: there is one again."""
+    note = fault_note(cause or "")
+    if note is None:
+        return
+    file, text = note
     if cause is None:
         file.unlink(missing_ok=True)
     else:
-        file.write_text(cause)
+        fresh = file.with_suffix(f".{os.getpid()}")
+        fresh.write_text(text)
+        fresh.replace(file)  # HAProxy may be reading the old one
 
 
 def find_binary() -> str | None:
@@ -94,7 +130,11 @@ def find_binary() -> str | None:
 
 
 def install(folder: Path, binary: str) -> Path:
-    """Write the command for RAY_SERVE_HAPROXY_BINARY_PATH into `folder`; returns its path."""
+    """Write the command for RAY_SERVE_HAPROXY_BINARY_PATH, and what it needs, into `folder`; returns its path."""
+    for status, (kind, code, message) in _ERRORS.items():
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        (folder / f"{status}.json").write_text(json.dumps({"error": error}))
+    (folder / "cause.lua").write_text(_CAUSE.format(file=json.dumps(str(folder / FAULT_FILE))))
     command = folder / "haproxy"
     root = Path(__file__).resolve().parent.parent
     command.write_text(
@@ -113,12 +153,7 @@ def become(binary: str, folder: str, arguments: list[str]) -> None:
     parent = os.getppid()
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])
-        fault = Path(folder) / FAULT_FILE
-        body = unavailable(fault.read_text() if fault.exists() else "")
-        error_file, body_file = file.parent / "503.http", file.parent / "503.json"
-        error_file.write_bytes(whole_answer(body).encode())
-        body_file.write_text(body)
-        file.write_text(adapt(file.read_text(), error_file, body_file))
+        file.write_text(adapt(file.read_text(), Path(folder)))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # it died before the kernel knew

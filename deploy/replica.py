@@ -17,7 +17,7 @@ from deploy.api.logs import FIELDS
 from deploy.arrivals import Arrivals, load_to_report
 from deploy.config import ServeConfig
 from deploy.guardian import Guardian
-from deploy.haproxy import note_fault
+from deploy.haproxy import fault_note, note_fault
 from deploy.observability import logs
 from deploy.observability.metrics import RayEngineMetrics, RayFrontMetrics
 from deploy.progress import Board
@@ -32,6 +32,9 @@ FIRST_CAUSE_WAIT_S = 0.3
 """Seconds for the scheduler's report of a process that failed in order."""
 START_CAUSE_WAIT_S = 2.0
 """The same while it starts, when no stream waits and processes are slow."""
+NOTE_KEPT_S = 5.0
+"""Seconds that the last replica's fault stays noted once there is a new one."""
+FRONT_DIED = "the replica's front died"
 
 
 class EngineReplica:
@@ -67,10 +70,11 @@ class EngineReplica:
             note_fault(cause)
             self.processes.kill()
             raise RuntimeError(cause) from error
-        last_words = engine_down("the replica's front died").envelope
-        self.guardian = Guardian(b"data: " + last_words + b"\n\n", self.processes.folder)
+        last_words = b"data: " + engine_down(FRONT_DIED).envelope + b"\n\n"
+        self.guardian = Guardian(last_words, self.processes.folder, fault_note(FRONT_DIED))
         self._serving = True
-        note_fault(None)
+        # Until proxies know this replica, the end of the one before it is still what there is to say.
+        asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
         self.board.say("serving")
         seats = [f"{seat.ip} device {seat.device}" for seat in self.processes.seats]
         logger.info("serving", extra={FIELDS: {"ranks": seats}})

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import psutil
 from served_application import Server, wait_gone
-from timed_client import client, stream, until
+from timed_client import begin, client, until
 
 SILENT_S = 2.5
 """Longest a health check of this kind may be held up."""
@@ -27,8 +27,9 @@ def socket_folders(server: Server) -> list[Path]:
 async def kill_under_load(
     server: Server, pid: int, number: int, within_s: float, serve_proxy: bool = False
 ) -> list[str]:
-    """Signal `pid` while four streams run. Every stream must end with an error event within `within_s`, `/health` say
-    so, the application serve again within 15 s, and no process of the old replica be left. Returns the errors.
+    """Signal `pid` while four streams run. Every stream must end with an error event within `within_s`, `/health` name
+    the same cause until the application serves again, that within 15 s, and no process of the old replica be left.
+    Returns the errors.
 
     `serve_proxy`: that proxy holds requests while there is no replica, `/health` among them, and what it says about a
     replica that died is its own.
@@ -38,24 +39,24 @@ async def kill_under_load(
     old += server.pids("ray::WorkerActor")
     assert pid in old
     async with client() as http:
-        tasks = [asyncio.create_task(stream(http, server.url, max_tokens=1900, ignore_eos=True)) for _ in range(4)]
-        await asyncio.sleep(1.0)
-        assert not any(task.done() for task in tasks)
+        tasks = await begin(http, server.url, 4, max_tokens=1900, ignore_eos=True)
         os.kill(pid, number)
         begun = time.monotonic()
         streams = await asyncio.gather(*tasks)
         for result in streams:
-            assert len(result.events) > 1, "it had not begun"
             assert not result.done
             assert result.error, f"no error event; the connection: {result.broken or 'ended'}"
-            assert result.ended - begun < within_s
+            assert result.ended - begun < within_s, f"{result.ended - begun:.2f} s: {result.error}"
 
-        async def unhealthy() -> str:
-            answer = await http.get(f"{server.url}/health", timeout=SILENT_S)
-            return answer.json()["error"]["message"] if answer.status_code == 503 else ""
+        async def health() -> list[str]:
+            """What it says until it is well again."""
+            said = []
+            while (answer := await http.get(f"{server.url}/health", timeout=SILENT_S)).status_code != 200:
+                said.append(answer.json()["error"]["message"])
+                await asyncio.sleep(0.05)
+            return said
 
-        if not serve_proxy:
-            assert await until(unhealthy, 1.0)
+        watching = None if serve_proxy else asyncio.create_task(health())
 
         async def serves() -> bool:
             try:
@@ -70,6 +71,11 @@ async def kill_under_load(
 
         await until(serves, 15.0 - (time.monotonic() - begun))
         assert (await http.get(f"{server.url}/health")).status_code == 200
+        if watching is not None:
+            said = await watching
+            cause = streams[0].error.removeprefix("the engine is down: ")
+            assert said
+            assert all(cause in message for message in said), set(said)
     wait_gone(old, 5.0)
     assert not [folder for folder in folders if folder.exists()]
     return [result.error for result in streams]

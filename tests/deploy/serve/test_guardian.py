@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploy.connection import free_ports
-from deploy.guardian import _MESSAGE, WRITE_TIMEOUT_S, watch
+from deploy.guardian import _MESSAGE, WRITE_TIMEOUT_S, end, keep
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,7 +36,8 @@ async def app(scope, receive, send):
             pass
     await send({"type": "http.response.body", "body": b""})
 
-guardian = Guardian(b'data: {"error": 1}\\n\\n', pathlib.Path(sys.argv[3]))
+folder = pathlib.Path(sys.argv[3])
+guardian = Guardian(b'data: {"error": 1}\\n\\n', folder, (folder.parent / "fault", "the front died"))
 layer = UnderServe(app, "me", Arrivals(), guardian)
 
 async def serve(scope, receive, send):
@@ -102,9 +103,24 @@ def test_streams_of_a_killed_front_end_with_the_error_event(server, tmp_path: Pa
     while not gone(guardian):
         assert time.monotonic() < deadline, "the guardian outlived its work"
         time.sleep(0.02)
-    assert not list(tmp_path.iterdir())
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("fault", "the front died")]
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), 1)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_cause_that_the_front_noted_stays(server, tmp_path: Path, fresh: bool) -> None:
+    _, process, guardian = server
+    fault = tmp_path / "fault"
+    fault.write_text("rank 1 died")
+    if not fresh:
+        os.utime(fault, (1.0, 1.0))  # of the front before this one
+    process.kill()
+    deadline = time.monotonic() + 2
+    while not gone(guardian):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert fault.read_text() == ("rank 1 died" if fresh else "the front died")
 
 
 def test_what_is_no_stream_is_left_to_break(server) -> None:
@@ -158,7 +174,7 @@ def test_a_client_that_does_not_read_holds_the_others_up_for_a_second_at_most() 
     ours.close()
     words = "data: ü\n\n".encode()
     begun = time.monotonic()
-    watch(theirs, words)
+    end(keep(theirs), words)
     assert time.monotonic() - begun < WRITE_TIMEOUT_S + 0.5
     assert streams[1][1].recv(4096) == b"a\r\n" + words + b"\r\n0\r\n\r\n"
     assert streams[1][1].recv(1) == b""

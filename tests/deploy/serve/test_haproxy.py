@@ -1,24 +1,32 @@
 """The command in HAProxy's place, on a configuration that Ray Serve itself renders and HAProxy itself checks."""
 
-import os
-import signal
+import json
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
+from ray.serve._private import haproxy as ray_haproxy
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 
 from deploy import haproxy
 from deploy.connection import free_ports
 
 PORT, STATS, EXPORTER, REPLICA, ROUTER = free_ports("127.0.0.1", 5)
+BODY_TIMEOUT_S = 1
 
 
 @pytest.fixture
-def rendered(tmp_path: Path) -> Path:
-    """As Serve writes it for one replica and its fallback proxy."""
+def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As Serve writes it for one replica, its router and the fallback proxy; health checks come more often."""
+    monkeypatch.setattr(ray_haproxy, "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY", True)
+    monkeypatch.setattr(ray_haproxy, "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_TIMEOUT_S", BODY_TIMEOUT_S)
     config = HAProxyConfig(
         socket_path=str(tmp_path / "node" / "admin.sock"),
         server_state_base=str(tmp_path / "node"),
@@ -26,6 +34,8 @@ def rendered(tmp_path: Path) -> Path:
         metrics_socket_path=str(tmp_path / "node" / "metrics.sock"),
         stats_port=STATS,
         metrics_port=EXPORTER,
+        health_check_inter="50ms",
+        health_check_fastinter="50ms",
     )
     config.http_options.host = "127.0.0.1"
     config.http_options.port = PORT
@@ -42,9 +52,81 @@ def rendered(tmp_path: Path) -> Path:
     return tmp_path / "node" / "haproxy.cfg"
 
 
+@pytest.fixture
+def proxy(rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen, int]]:
+    """HAProxy in front of whatever listens on REPLICA and ROUTER: its parent, which waits for it, and its process."""
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(tmp_path / "haproxy.cfg"))
+    binary = haproxy.find_binary()
+    assert binary is not None
+    command = haproxy.install(tmp_path, binary)
+    code = "import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); p.wait()"
+    arguments = [sys.executable, "-c", code, str(command), "-f", str(rendered)]
+    parent = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", PORT), 1).close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    yield parent, pid
+    parent.kill()
+    parent.wait()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[int, dict[str, tuple[int, str]]], None]]:
+    """Listen on a port and answer by path."""
+    servers = []
+
+    def start(port: int, answers: dict[str, tuple[int, str]]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                status, text = answers.get(self.path, (200, "an answer"))
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                self.send_response(status)
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            do_POST = do_GET
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
+        servers.append(server)
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(path: str, method: str = "GET") -> httpx.Response:
+    return httpx.request(method, f"http://127.0.0.1:{PORT}{path}", trust_env=False, timeout=10)
+
+
+def raw(request: bytes) -> bytes:
+    """Everything that comes back for these bytes."""
+    with socket.create_connection(("127.0.0.1", PORT), 10) as connection:
+        connection.settimeout(10)
+        connection.sendall(request)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        return answer
+
+
 def test_side_doors_are_closed_and_the_rest_is_left(rendered: Path) -> None:
     before = rendered.read_text().split("\n")
-    after = haproxy.adapt(rendered.read_text(), Path("/x/503.http"), Path("/x/503.json")).split("\n")
+    after = haproxy.adapt(rendered.read_text(), Path("/x")).split("\n")
     assert [line.strip() for line in before if line.strip().startswith("bind")] == [
         f"bind :{EXPORTER}",
         f"bind 127.0.0.1:{PORT}",
@@ -56,65 +138,134 @@ def test_side_doors_are_closed_and_the_rest_is_left(rendered: Path) -> None:
         f"bind 127.0.0.1:{STATS}",
     ]
     dropped = [line.strip() for line in before if line not in after]
-    kinds = [line.split()[0] for line in dropped]
-    # Two listeners, three error files, a refusal; the fallback server in both backends and its pin.
-    expected = ["bind", "bind", "errorfile", "errorfile", "errorfile", "http-request", "server", "server", "use-server"]
-    assert sorted(kinds) == expected
+    # Two listeners, three error files, two answers in plain text, a health check; the fallback server in both backends
+    # and its pin.
+    expected = (
+        ["bind"] * 2 + ["errorfile"] * 3 + ["http-check"] + ["http-request"] * 2 + ["server"] * 2 + ["use-server"]
+    )
+    assert sorted(line.split()[0] for line in dropped) == expected
     assert all("fallback" in line for line in dropped if "server" in line.split()[0])
-    assert len(before) - len(after) == 3
+    added = [line.strip().split()[0] for line in after if line not in before]
+    errors = ["http-error"] * 7
+    assert sorted(added) == ["bind", "bind", "http-check", *errors, "http-request", "lua-load-per-thread"]
 
 
 def test_the_front_door_stays_on_every_interface_when_asked(rendered: Path) -> None:
     config = rendered.read_text().replace(f"bind 127.0.0.1:{PORT}", f"bind *:{PORT}")
-    assert f"bind *:{PORT}" in haproxy.adapt(config, Path("/x"), Path("/y"))
+    assert f"bind *:{PORT}" in haproxy.adapt(config, Path("/x"))
 
 
-def test_haproxy_starts_with_it_answers_and_ends_with_its_parent(rendered: Path, tmp_path: Path) -> None:
-    import httpx
-
-    binary = haproxy.find_binary()
-    assert binary is not None
-    command = haproxy.install(tmp_path, binary)
-    (tmp_path / haproxy.FAULT_FILE).write_text("rank 1 died")
-    # The parent starts HAProxy in its place and waits; killing it must end HAProxy.
-    code = "import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); p.wait()"
-    arguments = [sys.executable, "-c", code, str(command), "-f", str(rendered)]
-    parent = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    try:
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                answer = httpx.get(f"http://127.0.0.1:{PORT}/health", trust_env=False)
-                break
-            except httpx.HTTPError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        assert answer.status_code == 503
-        assert answer.headers["retry-after"]
-        error = answer.json()["error"]
-        assert error["code"] == "no_replica"
-        assert error["message"] == "no replica is ready: rank 1 died"
-        # A POST goes by the router first, which is not there either.
-        answer = httpx.post(f"http://127.0.0.1:{PORT}/v1/completions", json={}, trust_env=False)
-        assert (answer.status_code, answer.json()["error"]) == (503, error)
-    finally:
-        os.kill(parent.pid, signal.SIGKILL)
-        parent.wait()
+def test_haproxy_ends_with_its_parent(proxy: tuple[subprocess.Popen, int]) -> None:
+    parent, pid = proxy
+    parent.kill()
     deadline = time.monotonic() + 5
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "HAProxy outlived its parent"
         time.sleep(0.02)
 
 
+def test_a_fault_is_told_as_soon_as_it_is_noted(proxy: tuple[subprocess.Popen, int]) -> None:
+    """HAProxy runs already: it is reloaded a second or two after a fault, when Serve has noticed."""
+    for cause in ('rank "1" died', "50% of {x}\n<|ü|> \\ $HOME #1"):
+        haproxy.note_fault(cause)
+        answers = [ask("/health"), ask("/v1/completions", "POST")]  # a POST goes by the router first
+        for answer in answers:
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"]
+            assert answer.headers["content-type"] == "application/json"
+            error = answer.json()["error"]
+            expected = {"type": "server_error", "param": None, "code": "no_replica"}
+            assert error == {"message": f"no replica is ready: {cause}", **expected}
+    haproxy.note_fault(None)
+    assert "starts or ends" in ask("/health").json()["error"]["message"]
+
+
+def test_a_replica_that_drains_is_used_while_it_can_be_reached(proxy: tuple[subprocess.Popen, int], serve) -> None:
+    """Serve drains a replica in the very moment that it hands its successor to HAProxy, which hears of it later."""
+    states = {"/-/healthz": (503, "DRAINING")}
+    serve(REPLICA, states)
+    serve(ROUTER, {"/internal/route": (200, json.dumps({"replica_id": "x"}))})
+    # Long enough for two checks to fail, and for as many to bring it back if it was down before it listened.
+    deadline = time.monotonic() + 10
+    while ask("/v1/models").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for _ in range(20):
+        assert ask("/v1/models").text == ask("/v1/completions", "POST").text == "an answer"
+        time.sleep(0.05)
+    # One that fails its check is not.
+    states["/-/healthz"] = (503, "UNHEALTHY")
+    while ask("/v1/models").status_code != 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("answer", [None, (503, "{}"), (200, "nonsense"), (200, '{"replica_id": "unheard-of"}')])
+def test_without_the_router_replicas_share_the_requests(
+    proxy: tuple[subprocess.Popen, int], serve, answer: tuple[int, str] | None
+) -> None:
+    serve(REPLICA, {"/-/healthz": (200, "success")})
+    if answer is not None:
+        serve(ROUTER, {"/internal/route": answer})
+    deadline = time.monotonic() + 10
+    while ask("/v1/models").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    answers = [ask("/v1/completions", "POST") for _ in range(5)]
+    assert [answer.text for answer in answers] == ["an answer"] * 5
+
+
+def test_what_haproxy_answers_is_in_the_envelope(proxy: tuple[subprocess.Popen, int]) -> None:
+    with socket.create_server(("127.0.0.1", REPLICA)) as replica:
+
+        def nonsense() -> None:
+            while True:
+                try:
+                    connection, _ = replica.accept()
+                except OSError:
+                    return
+                with connection:
+                    healthy = b"/-/healthz" in connection.recv(65536)
+                    success = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nsuccess"
+                    connection.sendall(success if healthy else b"this is no HTTP\r\n\r\n")
+
+        thread = threading.Thread(target=nonsense)
+        thread.start()
+        begun = time.monotonic()
+        seen = {}
+        while 502 not in seen and time.monotonic() - begun < 10:
+            answer = raw(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            seen[int(answer.split()[1])] = answer
+        # A body that never comes: HAProxy waits for it on behalf of the router.
+        answer = raw(b"POST /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\nConnection: close\r\n\r\n")
+        seen[int(answer.split()[1])] = answer
+        replica.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert {502, 408} <= set(seen)
+    for answer in seen.values():
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"content-type: application/json" in head.lower()
+        error = json.loads(body)["error"]
+        assert error["message"]
+        assert error["code"]
+        assert error["type"]
+
+
+def test_every_error_is_in_the_envelope(tmp_path: Path) -> None:
+    haproxy.install(tmp_path, "haproxy")
+    for file in tmp_path.glob("*.json"):
+        assert set(json.loads(file.read_text())["error"]) == {"message", "type", "param", "code"}
+
+
 def test_faults_are_noted_beside_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(tmp_path / "haproxy.cfg"))
     haproxy.note_fault("why")
-    assert (tmp_path / haproxy.FAULT_FILE).read_text() == "why"
+    haproxy.note_fault("why not")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["why not"]
     haproxy.note_fault(None)
     haproxy.note_fault(None)
-    assert not (tmp_path / haproxy.FAULT_FILE).exists()
+    assert not list(tmp_path.iterdir())
     monkeypatch.delenv("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC")
+    assert haproxy.fault_note("why") is None
     haproxy.note_fault("why")
     assert not list(tmp_path.iterdir())
