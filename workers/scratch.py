@@ -43,6 +43,11 @@ class Scratch:
             raise ScratchExhausted(f"{self._used} bytes of scratch memory wanted, {self._buffer.numel()} reserved")
         return self._buffer[begin : begin + size].view(dtype).view(shape)
 
+    def fill(self, byte: int) -> None:
+        """Fill the whole buffer, whatever is in use: for tests."""
+        if self._buffer is not None:
+            self._buffer.fill_(byte)
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """What is asked for inside is given back at the end, and will be overwritten."""

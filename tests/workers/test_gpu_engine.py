@@ -11,6 +11,7 @@ import torch
 
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
+from workers.graphs.segment_proof import SegmentProof
 from workers.graphs.selftest import Candidate, SelfTest
 from workers.plan import SamplingParams
 
@@ -71,7 +72,27 @@ def test_every_graph_passes_the_self_test(width: int, dtype: str) -> None:
     assert graphs is not None
     for seed in range(2):
         reports = SelfTest(run.runner.parts, seed).run([Candidate(c.step, c.replay) for c in graphs.all()])
-        assert [(r.key, r.problems) for r in reports if not r.passed] == []
+        reports += SegmentProof(run.runner.parts, seed).run(graphs.stages())
+        assert [(str(r), r.problems) for r in reports if not r.passed] == []
+
+
+@torch.inference_mode()
+def test_a_mixed_step_waits_for_nothing() -> None:
+    """Launched in a mode in which every wait for the device raises."""
+    run = engine("cuda", dtype="bfloat16", graphs=True)
+    for index, prompt in enumerate(prompts(6, 150)):
+        run.add(f"r{index}", prompt, params(6, 0.8)[index])
+    runner, mixed = run.runner, 0
+    while (plan := run.scheduler.plan()) is not None:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched = runner.launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        mixed += bool(plan.prefill and plan.decode_slots)
+        run.deliver(run.scheduler.apply(runner.collect(launched)))
+    assert mixed
 
 
 @torch.inference_mode()

@@ -127,6 +127,11 @@ class GraphRunner:
         """The captured segments of every token bucket, in ladder order."""
         return list(self._stages.values())
 
+    @property
+    def count(self) -> int:
+        """Graphs there are."""
+        return len(self._graphs) + sum(stage.graphs for stage in self._stages.values())
+
     def close(self) -> None:
         """Destroy the graphs. Before the process group, or its last collectives wait for ever."""
         for graph in self._graphs.values():

@@ -12,6 +12,7 @@ from workers.decode_step import DecodeStep
 from workers.graphs.capture import GraphRunner
 from workers.graphs.ladder import Ladder
 from workers.graphs.report import BucketReport, SelfTestReport
+from workers.graphs.segment_proof import SegmentProof
 from workers.graphs.selftest import Candidate, SelfTest
 from workers.scratch import Scratch
 from workers.step import StepParts
@@ -23,8 +24,8 @@ def prove(
     every_bucket: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> SelfTestReport:
-    """Test every graph; without `graphs` eager steps of the ladder, of which `every_bucket` asks for all. All ranks do
-    it together, and all return what any of them found."""
+    """Test every graph, the segments of a token bucket together; without `graphs` eager steps of the ladder, of which
+    `every_bucket` asks for all. All ranks do it together, and all return what any of them found."""
     began, begin = time.time(), time.perf_counter()
     eager, left_out = "", 0
     if graphs is not None:
@@ -37,12 +38,15 @@ def prove(
         scratch = Scratch(parts.device)
         steps = [DecodeStep(parts, key, scratch) for key in keys]
         candidates = [Candidate(step, step.run) for step in steps]
-    buckets = _of_all_ranks(SelfTest(parts).run(candidates, progress), parts)
+    found = SelfTest(parts).run(candidates, progress)
+    if graphs is not None:
+        found += SegmentProof(parts).run(graphs.stages(), progress)
+    buckets = _of_all_ranks(found, parts)
     return SelfTestReport(
         device=torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else parts.device.type,
         ranks=parts.group.size,
         eager=eager,
-        graphs=0 if graphs is None else len(candidates),
+        graphs=0 if graphs is None else graphs.count,
         graph_bytes=0 if graphs is None else graphs.stats.bytes,
         capture_seconds=0.0 if graphs is None else graphs.stats.capture_seconds,
         began=began,

@@ -55,6 +55,11 @@ class Stage:
             # The draft layer's inputs replace the target's, and its pass the target's flow.
             self.tensors.append(PassTensors(*inputs, self.hidden_TE, self.drafted_TE, flow))
 
+    def fill(self, byte: int) -> None:
+        """Overwrite all memory that steps use: nothing in it outlives one."""
+        self.scratch.fill(byte)
+        self._inner.fill(byte)
+
     def run_pass(self, which: int, batch: Batch) -> None:
         """TARGET or DRAFT, with the rows of `batch`: `hidden_TE` or `drafted_TE` is the result."""
         self.segments[which].run_pass(

@@ -1,0 +1,107 @@
+"""The proof of replayed segments finds planted faults, and passes on what is right. On a CPU a graph is emulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.moe import reference as moe_reference
+from tests.tiny_models import write_tiny
+from tests.workers.test_engine import engine
+from tests.workers.test_segments import Buckets, RecordedStage
+from workers.graphs.report import BucketReport
+from workers.graphs.segment_proof import SegmentProof
+from workers.graphs.segments import Stage
+from workers.step import StepParts
+
+BUDGET = 80
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("v3"), "v3", seed=3)
+
+
+@pytest.fixture(autouse=True)
+def no_host_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference of the experts that looks at no value on the host, as a kernel does not."""
+    monkeypatch.setattr(moe_reference, "experts_grouped", moe_reference.experts_gathered)
+
+
+def parts_of(folder: Path, width: int = 3, pages: int = 60) -> StepParts:
+    return engine(folder, width=width, max_rows=6, cache_pages=pages, max_context=200, selftest=False).runner.parts
+
+
+@torch.inference_mode()
+def report(parts: StepParts, stage_class: type[Stage], seed: int = 0) -> list[BucketReport]:
+    stages = Buckets(parts, BUDGET, stage_class).stages
+    return SegmentProof(parts, seed).run(list(stages.values()))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_every_bucket_passes(folder: Path, width: int) -> None:
+    parts = parts_of(folder, width)
+    for seed in range(4):
+        reports = report(parts, RecordedStage, seed)
+        assert [r.problems for r in reports] == [()] * 5
+        assert [r.bucket for r in reports] == [f"{tokens} tokens" for tokens in (80, 64, 48, 32, 16)]
+        assert max(r.logits_error or 0.0 for r in reports) < 1e-4
+    assert not any(layer.isnan().any() for layer in parts.cache.layers)
+    assert not parts.state.tensors.page_SP.any()
+
+
+def test_a_pool_of_two_pages_is_enough(folder: Path) -> None:
+    parts = parts_of(folder)
+    parts.cache.layers[:] = [layer[:2] for layer in parts.cache.layers]
+    assert all(r.passed for r in report(parts, RecordedStage))
+
+
+class StaleAttention(RecordedStage):
+    """A segment reads what attention gave the one before."""
+
+    def run_segment(self, which: int, index: int) -> None:
+        attended_THV = self.tensors[which].flow.attended_THV
+        before_THV = attended_THV.clone()
+        if index > 1:
+            attended_THV.copy_(self._before_THV)
+        super().run_segment(which, index)
+        self._before_THV = before_THV
+
+
+class FrozenPositions(RecordedStage):
+    """The positions of the capture, for ever."""
+
+    def run_segment(self, which: int, index: int) -> None:
+        self.position_T.fill_(0)
+        super().run_segment(which, index)
+
+
+class ForgottenPadding(RecordedStage):
+    """What the memory held before stands where a padded token's cache index belongs."""
+
+    def run_segment(self, which: int, index: int) -> None:
+        self.cache_slot_T.copy_(torch.where(self.live_T > 0, self.cache_slot_T, 64 * (self.parts.cache.pages - 1)))
+        super().run_segment(which, index)
+
+
+class ForgottenResidual(RecordedStage):
+    """The residual of a former step is not cleared."""
+
+    def run_segment(self, which: int, index: int) -> None:
+        super().run_segment(which, index)
+        if not index:
+            self.tensors[which].flow.residual_TE.add_(1e-3)
+
+
+@pytest.mark.parametrize("fault", [StaleAttention, FrozenPositions, ForgottenResidual])
+def test_planted_faults_are_caught(folder: Path, fault: type[Stage]) -> None:
+    reports = report(parts_of(folder), fault)
+    assert all("logits differ" in r.problems for r in reports)
+
+
+def test_padding_written_to_a_row_is_caught(folder: Path) -> None:
+    """The last page of a pool so small that rows have it."""
+    reports = [r for seed in range(4) for r in report(parts_of(folder, pages=8), ForgottenPadding, seed)]
+    assert any("changed outside" in text or "differs" in text for r in reports for text in r.problems)
