@@ -66,9 +66,10 @@ class EngineReplica:
             self.client = await self._bring_up()
         except Exception as error:
             cause = str(error) or type(error).__name__
-            self.board.fail(cause, isinstance(error, EngineFault) and error.lasting)
-            note_fault(cause)
+            # Last the board: who reads there that it is hopeless may end this process at once.
             self.processes.kill()
+            note_fault(cause)
+            self.board.fail(cause, isinstance(error, EngineFault) and error.lasting)
             raise RuntimeError(cause) from error
         last_words = b"data: " + engine_down(FRONT_DIED).envelope + b"\n\n"
         self.guardian = Guardian(last_words, self.processes.folder, fault_note(FRONT_DIED))

@@ -1,11 +1,14 @@
 """Models that cannot be served: `latentserve serve` says why at once, ends with an error, and leaves nothing behind."""
 
+import contextlib
 import json
 import shutil
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from induced_failures import socket_folders
 from safetensors.torch import load_file, save_file
 from served_application import Server, wait_gone
 
@@ -49,8 +52,11 @@ def test_a_model_that_cannot_be_loaded_is_tried_once(launch, tmp_path: Path, spo
     cause = spoil(folder, engine)
     server: Server = launch({"engine": engine, "port": 0, "ingress": "direct", "dashboard": False}, CODE)
     pids: set[int] = set()
+    folders: set[Path] = set()
     while server.process.poll() is None:
         pids |= set(server.pids())
+        with contextlib.suppress(psutil.Error):  # it may end just now
+            folders |= set(socket_folders(server))
         time.sleep(0.2)
     text = "\n".join(server.lines)
     assert server.process.returncode == 1
@@ -62,3 +68,5 @@ def test_a_model_that_cannot_be_loaded_is_tried_once(launch, tmp_path: Path, spo
     assert "Traceback" not in text
     assert "raylet" not in text
     wait_gone(sorted(pids))
+    assert folders
+    assert not [folder for folder in folders if folder.exists()]
