@@ -59,6 +59,8 @@ class Problem:
         """One call for every routing, all with one workspace."""
         buffer = torch.empty(Workspace.bytes(self.shape, tiling), dtype=torch.uint8, device=self.x.device)
         scratch, out = Workspace.over(buffer, self.shape, tiling), torch.empty_like(self.x)
+        if self.shape.groups:
+            out = torch.zeros(self.shape.tokens, self.shape.groups, self.shape.hidden, device=self.x.device)
         return [
             launch.Experts(self.x, id, weight, self.gate_up, self.down, out, scratch, self.shape, tiling, dependent)
             for id, weight in zip(self.ids, self.weights, strict=True)
@@ -192,13 +194,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="v2-lite")
     parser.add_argument("--tokens", default="1,2,4,16,64,128,256,512,1024,2048,4096,8192,16384")
-    parser.add_argument("--invariant", action="store_true", help="pinned tiles")
+    parser.add_argument("--groups", type=int, default=0, help="sums of so many groups, as invariant mode has them")
     parser.add_argument("--sweep", metavar="FILE", help="lines of: product rows block block_k stages warps group tma")
     parser.add_argument("--workers", type=int, default=8, help="compilers that run side by side")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     sizes = MODELS[arguments.model]
-    shapes = [ExpertsShape(int(n), *sizes, invariant=arguments.invariant) for n in arguments.tokens.split(",")]
+    shapes = [ExpertsShape(int(n), *sizes, groups=arguments.groups) for n in arguments.tokens.split(",")]
     tries = variants(Path(arguments.sweep).read_text()) if arguments.sweep else []
     jobs = [(shape, tiling) for shape in shapes for tiling in tilings(shape)]
     jobs += [(shapes[-1], with_product(shapes[-1], *one)) for one in tries]
@@ -221,7 +223,7 @@ def main() -> None:
 def tilings(shape: ExpertsShape) -> list[Tiling]:
     """What is chosen, and for many tokens Hopper's own kernels."""
     found = [schedule.tiling(shape)]
-    if shape.tokens >= 256 and torch.cuda.get_device_capability() == (9, 0):
+    if shape.tokens >= 256 and not shape.groups and torch.cuda.get_device_capability() == (9, 0):
         found.append(schedule.grouped(shape, torch.cuda.get_device_properties(0).multi_processor_count))
     return found
 

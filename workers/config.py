@@ -21,6 +21,8 @@ class EngineConfig(BaseModel):
     """Ranks that share every layer."""
     width: Annotated[int, Field(ge=1, le=8)] = 3
     """Tokens a decode row feeds in one step: 1 + drafts. Ignored (1) when the model has no draft layer."""
+    invariant: bool = False
+    """A request's logits are bitwise the same alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and cache. auto: bfloat16 on GPUs, float32 on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -55,6 +57,15 @@ class EngineConfig(BaseModel):
     """Seconds a process of the replica may be silent before the replica is given up."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Seconds until every rank has loaded and reports ready."""
+
+    @model_validator(mode="after")
+    def _ranks_make_a_tree(self) -> Self:
+        if self.invariant and self.tensor_parallel not in (1, 2, 4, 8):
+            raise ValueError(
+                "invariant mode has one order of sums for tensor_parallel 1, 2, 4 and 8, "
+                f"not for {self.tensor_parallel}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _budget_holds_decode(self) -> Self:

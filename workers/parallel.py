@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from kernels.ordered_sum import ordered_sum
 from workers.symmetric import SymmetricSum, fits
 from workers.symmetric import connect as connect_symmetric
 
@@ -62,6 +63,14 @@ class TensorParallel:
         own_B = torch.frombuffer(padded, dtype=torch.uint8).to(device)
         all_GB = self.all_gather(own_B, own_B.new_empty(self.size, max(sizes))).cpu()
         return [row_B.numpy().tobytes()[:size] for row_B, size in zip(all_GB, sizes, strict=True)]
+
+    def ordered_sum(self, part_TE: torch.Tensor, part_RTE: torch.Tensor, out_TE: torch.Tensor) -> None:
+        """Sum over ranks as a balanced binary tree in rank order, in fp32, rounded once to the dtype of `out_TE`.
+
+        An all-reduce may add up in any order. `part_TE` is fp32 and contiguous, `part_RTE` room for every rank's; the
+        number of ranks is a power of two.
+        """
+        ordered_sum(self.all_gather(part_TE, part_RTE), out_TE)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Give every rank rank 0's `x`, in place; returns `x`."""

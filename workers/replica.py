@@ -84,6 +84,7 @@ class Replica:
             device=device,
             max_positions=max_entries_per_row(context, config.width),
             draft_layer=config.width > 1,
+            invariant=config.invariant,
             progress=progress,
         )
         width = config.width if model.has_draft_layer else 1

@@ -46,6 +46,7 @@ def latency(
     seed: Annotated[int, typer.Option("--seed", help="Of the random prompts.")] = 0,
     width: options.Width = 3,
     tensor_parallel: options.TensorParallel = 1,
+    invariant: options.Invariant = False,
     dtype: options.DType = "auto",
     device: options.Device = "auto",
     token_budget: Annotated[
@@ -85,6 +86,7 @@ def latency(
         config = engine_config(
             model=model,
             width=width,
+            invariant=invariant,
             tensor_parallel=tensor_parallel,
             dtype=dtype,
             device=device,
@@ -144,7 +146,9 @@ async def _measure(
                 results = await measure(engine, batches, shape, source, done)
             except RuntimeError as error:
                 raise CommandFailure(str(error)) from None
-        settings = config.model_dump(include={"model", "dtype", "device", "tensor_parallel", "token_budget", "graphs"})
+        settings = config.model_dump(
+            include={"model", "dtype", "device", "tensor_parallel", "invariant", "token_budget", "graphs"}
+        )
         settings["width"] = info.max_width
         if json_output:
             json.dump({**settings, "results": [result.report() for result in results]}, stdout)

@@ -30,6 +30,7 @@ def generate(
     model: options.Model = "demo",
     width: options.Width = 3,
     tensor_parallel: options.TensorParallel = 1,
+    invariant: options.Invariant = False,
     dtype: options.DType = "auto",
     device: options.Device = "auto",
     max_tokens: options.MaxTokens = 128,
@@ -58,6 +59,7 @@ def generate(
         config = engine_config(
             model=model,
             width=width,
+            invariant=invariant,
             tensor_parallel=tensor_parallel,
             dtype=dtype,
             device=device,

@@ -32,6 +32,14 @@ Width = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Invariant = Annotated[
+    bool,
+    typer.Option(
+        "--invariant",
+        help="Bitwise the same logits alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower.",
+        rich_help_panel=ENGINE,
+    ),
+]
 DType = Annotated[
     str,
     typer.Option(
@@ -78,6 +86,15 @@ GivenWidth = Annotated[
         max=8,
         help="Tokens a row feeds in one decode step: 1 + drafts. Never changes the output.",
         show_default="3",
+        rich_help_panel=ENGINE,
+    ),
+]
+GivenInvariant = Annotated[
+    bool | None,
+    typer.Option(
+        "--invariant/--no-invariant",
+        help="Bitwise the same logits alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower.",
+        show_default="no-invariant",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -20,11 +20,12 @@ def head_linear(
 ) -> None:
     """out[t, h] = x[t, h] · weight[h], summed in fp32 and rounded once. All of one dtype.
 
-    Any of the three may be a strided view, `weight_HNL` a transposed one; `out_THL` overlaps neither input. `invariant`
-    (GPU): a token's result is bitwise the same in any call. `dependent`: programmatic dependent launch.
+    Any of the three may be a strided view, `weight_HNL` a transposed one; `out_THL` overlaps neither input.
+    `invariant`: a token's result is bitwise the same in any call. `dependent`: programmatic dependent launch.
     """
     if not x_THN.is_cuda:
-        reference.head_linear(x_THN, weight_HNL, out_THL)
+        compute = reference.invariant_head_linear if invariant else reference.head_linear
+        compute(x_THN, weight_HNL, out_THL)
         return
     if x_THN.stride(2) != 1 or out_THL.stride(2) != 1:
         raise ValueError("the features of a head are contiguous")

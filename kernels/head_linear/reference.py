@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.linear.reference import invariant_linear
 from kernels.rope_cache import reference as rope_cache
 
 
 def head_linear(x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
     """See `kernels.head_linear.head_linear`."""
     out_THL.copy_(torch.bmm(x_THN.transpose(0, 1), weight_HNL).transpose(0, 1))
+
+
+def invariant_head_linear(x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
+    """`head_linear` in an order that depends on N alone."""
+    for head, weight_NL in enumerate(weight_HNL):
+        invariant_linear(x_THN[:, head], weight_NL.t(), out_THL[:, head])
 
 
 def rope_absorb(

@@ -20,6 +20,7 @@ __all__ = [
     "best_linear",
     "best_token",
     "gated_linear",
+    "grouped_linear",
     "linear",
     "linear_to_residual",
     "normed_linear",
@@ -32,17 +33,37 @@ def linear(
     """out = x · weight^T, summed in fp32 and rounded once to the dtype of `out_TF`.
 
     `x_TE` and `weight_FE` have one dtype; `out_TF` has it too, or fp32. The last dimension of each is contiguous, rows
-    may be strided. `out_TF` overlaps neither input. `invariant` (GPU): a token's result is bitwise the same in any
-    call. `dependent`: programmatic dependent launch where there is a kernel of ours, see `launch`.
+    may be strided. `out_TF` overlaps neither input. `invariant`: a token's result is bitwise the same in any call.
+    `dependent`: programmatic dependent launch where there is a kernel of ours, see `launch`.
     """
     if x_TE.is_cuda and invariant:
         launch.tiled(
             x_TE.unsqueeze(1), weight_FE.unsqueeze(0), out_TF.unsqueeze(1), invariant=True, dependent=dependent
         )
+    elif invariant:
+        reference.invariant_linear(x_TE, weight_FE, out_TF)
     elif x_TE.is_cuda and x_TE.shape[0] and launch.streamable(x_TE, weight_FE):
         launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
     else:
         reference.linear(x_TE, weight_FE, out_TF)
+
+
+def grouped_linear(x_TE: Tensor, weight_FE: Tensor, out_TGF: Tensor) -> None:
+    """out[t, g] = x[t] · weight^T over the g-th of G equal groups of neighbouring input features: parts of a sum.
+
+    As `linear` with `invariant`: a part is bitwise the same in any call, also in one for fewer of the groups.
+    ValueError when the features are no multiple of G.
+    """
+    groups, features = out_TGF.shape[1], x_TE.shape[1]
+    if features % groups:
+        raise ValueError(f"{features} features do not make {groups} equal groups")
+    x_TGE = x_TE.view(x_TE.shape[0], groups, features // groups)
+    weight_GFE = weight_FE.view(weight_FE.shape[0], groups, features // groups).transpose(0, 1)
+    if x_TE.is_cuda:
+        launch.tiled(x_TGE, weight_GFE, out_TGF, invariant=True)
+    else:
+        for group, weight_FE in enumerate(weight_GFE):
+            reference.invariant_linear(x_TGE[:, group], weight_FE, out_TGF[:, group])
 
 
 def normed_linear(

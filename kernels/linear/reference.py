@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,9 @@ from torch import Tensor
 from kernels.linear.stream import ROWS
 from kernels.pending_norm import reference as pending_norm
 from kernels.pending_norm.pieces import PendingNorm
+
+PRODUCTS_AT_ONCE: Final = 1 << 22
+"""Elements that `invariant_linear` holds, a few tokens at a time."""
 
 
 def linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor) -> None:
@@ -19,6 +24,22 @@ def linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor) -> None:
         torch.mm(x_TE, weight_FE.t(), out_dtype=out_TF.dtype, out=out_TF)
     else:
         torch.mm(x_TE.to(out_TF.dtype), weight_FE.t().to(out_TF.dtype), out=out_TF)
+
+
+def invariant_linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor) -> None:
+    """`linear` in an order that depends on E alone.
+
+    torch's products take another way for one row, for few and for many, and so round differently. Its sum of
+    contiguous elements has one order for a number of elements, wherever they stand.
+    """
+    compute = torch.promote_types(x_TE.dtype, torch.float32)
+    weight_FE = weight_FE.to(compute)
+    step = max(1, PRODUCTS_AT_ONCE // weight_FE.numel())
+    product_TFE = torch.empty(min(step, x_TE.shape[0]), *weight_FE.shape, dtype=compute)
+    for part_TE, into_TF in zip(torch.split(x_TE, step), torch.split(out_TF, step), strict=True):
+        part_TFE = product_TFE[: len(part_TE)]
+        torch.mul(part_TE.to(compute).unsqueeze(1), weight_FE, out=part_TFE)
+        into_TF.copy_(part_TFE.sum(-1))
 
 
 def normed_linear(

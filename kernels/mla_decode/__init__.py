@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.mla_decode import launch, reference
-from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import INVARIANT_UNIT, DecodeShape, Workspace, hopper_tiling, portable_tiling
 
-__all__ = ["DecodeShape", "Workspace", "mla_decode", "plan_decode"]
+__all__ = ["INVARIANT_UNIT", "DecodeShape", "Workspace", "mla_decode", "plan_decode"]
 
 
 def plan_decode(
@@ -59,6 +59,7 @@ def mla_decode(
     scale: float,
     first: int = 0,
     workspace: Workspace | None = None,
+    invariant: bool = False,
 ) -> None:
     """out = softmax(scale * q · cache) · cache[..., :L], every head reading the same latent cache.
 
@@ -69,6 +70,7 @@ def mla_decode(
       drafts do not see the drafts after them. Length 0 marks a padded row.
     - `workspace`: of `plan_decode` for the same lengths and tables; without one plain torch computes, and waits for
       the device.
+    - `invariant`: a token's result is bitwise the same in any call. A workspace is planned for it, or not.
     - `out_RWHL`: dtype of the caller's choice; `lse_RWH`: fp32, natural logarithm of the sum of exp(scale * q · k).
 
     A token that sees nothing gets output 0 and LSE -inf. What page-table entries at or past the length hold, and what
@@ -76,7 +78,10 @@ def mla_decode(
     Source: DeepSeek-V2 (2024), section 2.1 and appendix C.
     """
     if workspace is None:
-        reference.mla_decode(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, scale, first)
+        compute = reference.invariant_mla_decode if invariant else reference.mla_decode
+        compute(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, scale, first)
         return
+    if workspace.shape.invariant != invariant:
+        raise ValueError(f"the workspace was planned with invariant = {workspace.shape.invariant}")
     launch.attend(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, workspace, scale=scale, first=first)
     launch.merge(out_RWHL, lse_RWH, workspace)

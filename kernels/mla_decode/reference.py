@@ -10,6 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels import steady
+from kernels.linear.reference import invariant_linear
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 
 GATHER_ELEMENTS: Final = 1 << 26
@@ -91,3 +93,44 @@ def _decode_rows(
     shift_RWH1 = lse_RWH.masked_fill(lse_RWH == -torch.inf, 0.0).unsqueeze(-1)
     weight_RXS = score_RWHS.sub_(shift_RWH1).exp_().view(rows, width * heads, entries)
     out_RWHL.copy_(torch.bmm(weight_RXS, cache_RSC[..., :latent]).view_as(out_RWHL))
+
+
+def invariant_mla_decode(
+    q_RWHC: Tensor,
+    cache_PKC: Tensor,
+    page_RP: Tensor,
+    length_R: Tensor,
+    out_RWHL: Tensor,
+    lse_RWH: Tensor,
+    scale: float,
+    first: int,
+) -> None:
+    """The same, each query's sums in an order that depends on what it sees alone: whole pages from entry 0 on."""
+    compute = torch.promote_types(q_RWHC.dtype, torch.float32)
+    width, heads, latent = out_RWHL.shape[1:]
+    queries = width * heads
+    for row, length in enumerate(length_R.tolist()):
+        if length <= first:
+            out_RWHL[row], lse_RWH[row] = 0.0, -torch.inf
+            continue
+        pages = pages_for(length)
+        entry_S = torch.arange(pages * PAGE_TOKENS)
+        cache_SC = cache_PKC[page_RP[row, :pages]].flatten(0, 1).to(compute)
+        cache_SC = cache_SC.masked_fill(((entry_S < first) | (entry_S >= length)).unsqueeze(1), 0.0)
+        score_XS = torch.empty(queries, len(entry_S), dtype=compute)
+        invariant_linear(q_RWHC[row].reshape(queries, -1).to(compute), cache_SC, score_XS)
+        bound_X = (length - torch.arange(width - 1, -1, -1)).repeat_interleave(heads)
+        unseen_XS = (entry_S < first) | (entry_S >= bound_X.unsqueeze(1))
+        score_XS = (score_XS * scale).masked_fill(unseen_XS, -torch.inf)
+        top_X = score_XS.amax(-1)
+        weight_XS = steady.exp(score_XS - top_X.masked_fill(top_X == -torch.inf, 0.0).unsqueeze(1))
+        total_X = torch.zeros(queries, dtype=compute)
+        sum_XL = torch.zeros(queries, latent, dtype=compute)
+        page_XL = torch.empty(queries, latent, dtype=compute)
+        weights, values = torch.split(weight_XS, PAGE_TOKENS, 1), torch.split(cache_SC[:, :latent], PAGE_TOKENS)
+        for weight_XK, value_KL in zip(weights, values, strict=True):
+            invariant_linear(weight_XK, value_KL.t(), page_XL)
+            total_X += weight_XK.contiguous().sum(-1)
+            sum_XL += page_XL
+        out_RWHL[row] = (sum_XL / total_X.masked_fill(total_X == 0, 1.0).unsqueeze(1)).view(width, heads, latent)
+        lse_RWH[row] = (top_X + steady.log(total_X)).view(width, heads)

@@ -99,8 +99,7 @@ class Tiling:
 
 
 INVARIANT_UNIT = 512
-"""Tokens of a piece in invariant mode, for page tables of at most 64 such pieces; longer tables have 64 longer
-pieces."""
+"""Tokens of a piece in invariant mode, whatever the lengths and the page table."""
 
 
 def portable_tiling(shape: DecodeShape, multiprocessors: int) -> Tiling:
@@ -133,8 +132,6 @@ def _tiling(shape: DecodeShape, path: str, programs: int, *, block: int, tile: i
     unit, row_cost = PAGE_TOKENS, 1
     if shape.invariant:  # nothing may depend on the rows there are
         unit, row_cost = INVARIANT_UNIT, 0
-        while shape.pages * PAGE_TOKENS > 64 * unit:
-            unit *= 2
         pieces, queries, columns, merge_warps = 16, 1, 128, 1
     else:
         # Programs of one warp have the least latency, but there should not be many. A thread holds 64 elements, or

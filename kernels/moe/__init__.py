@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.moe import launch, reference, schedule
 from kernels.moe.schedule import ExpertsShape
 
-__all__ = ["ExpertsShape", "Scoring", "experts", "experts_shape", "route", "workspace_bytes"]
+__all__ = ["ExpertsShape", "Scoring", "add_experts", "experts", "experts_shape", "route", "workspace_bytes"]
 
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -67,7 +67,6 @@ def experts(
     out_TE: Tensor,
     *,
     workspace: Tensor | None = None,
-    invariant: bool = False,
     dependent: bool = False,
 ) -> None:
     """out[t] = sum over k of weight[t, k] * down[id] · (silu(gate[id] · x[t]) * (up[id] · x[t])).
@@ -79,7 +78,6 @@ def experts(
     - `weight_TK`: fp32. The sum over k is taken in fp32, in the order of k, and rounded once.
     - `workspace` (GPU): a uint8 tensor of `workspace_bytes` bytes that needs no initialisation; without one the call
       allocates it.
-    - `invariant` (GPU): a token's output is bitwise the same in any call, whatever other tokens it comes with.
     - `dependent` (GPU): programmatic dependent launch, see `launch`.
 
     Source: DeepSeekMoE (Dai et al., 2024); grouped products over sorted tokens: MegaBlocks (Gale et al., 2022).
@@ -87,21 +85,52 @@ def experts(
     if not x_TE.is_cuda:
         reference.experts_grouped(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE)
         return
-    shape = experts_shape(x_TE, id_TK, down_XEI, invariant=invariant)
+    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE), 0, workspace, dependent)
+
+
+def add_experts(
+    x_TE: Tensor,
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_XFE: Tensor,
+    down_XEI: Tensor,
+    sum_TGE: Tensor,
+    *,
+    workspace: Tensor | None = None,
+) -> None:
+    """sum[t, g] += what `experts` computes, of the g-th of G equal groups of neighbouring intermediate features.
+
+    What is added is bitwise the same in any call, whatever other tokens it comes with, also in one for fewer of the
+    groups; it is added expert by expert, in the order of k. `sum_TGE` is fp32 and contiguous; the workspace is that of
+    a shape with G groups. All else is as in `experts`.
+    """
+    if not x_TE.is_cuda:
+        reference.add_experts(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE)
+        return
+    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE), sum_TGE.shape[1], workspace, False)
+
+
+def _launch(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    groups: int,
+    workspace: Tensor | None,
+    dependent: bool,
+) -> None:
+    x_TE, id_TK, _, _, down_XEI, _ = tensors
+    shape = experts_shape(x_TE, id_TK, down_XEI, groups=groups)
     tiling = schedule.tiling(shape)
     if workspace is None:
         workspace = torch.empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8, device=x_TE.device)
     scratch = schedule.Workspace.over(workspace, shape, tiling)
-    tensors = (x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE)
     launch.Experts(*tensors, scratch, shape, tiling, dependent).run()
 
 
-def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, invariant: bool = False) -> ExpertsShape:
-    """The sizes of a call of `experts`."""
+def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, groups: int = 0) -> ExpertsShape:
+    """The sizes of a call of `experts`, or of `add_experts` with so many groups."""
     experts, hidden, intermediate = down_XEI.shape
-    return ExpertsShape(x_TE.shape[0], id_TK.shape[1], experts, hidden, intermediate, x_TE.dtype, invariant)
+    return ExpertsShape(x_TE.shape[0], id_TK.shape[1], experts, hidden, intermediate, x_TE.dtype, groups)
 
 
 def workspace_bytes(shape: ExpertsShape) -> int:
-    """Bytes of workspace that `experts` needs on a GPU."""
+    """Bytes of workspace that a call needs on a GPU."""
     return schedule.Workspace.bytes(shape, schedule.tiling(shape))

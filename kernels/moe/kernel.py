@@ -36,15 +36,27 @@ def _tile(table, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _weights(pointer, box, row, k, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
-    """[BLOCK_K, ROWS] of weights in rows of K: a box at (row, k) through the copy engine, or plain loads."""
+def _weights(
+    pointer,
+    box,
+    row,
+    begin,
+    k,
+    K: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """[BLOCK_K, ROWS] of weights in rows of K, feature `k` and on of the COUNT that begin at `begin`: a box at (row,
+    begin + k) through the copy engine, or plain loads. A box may reach past the COUNT; what it meets is 0 there."""
     if TMA:
-        return tl.trans(box.load([row, k]))
+        return tl.trans(box.load([row, begin + k]))
     at = k + tl.arange(0, BLOCK_K)
-    tile = pointer + at[:, None] + tl.arange(0, ROWS)[None, :] * K
-    if K % BLOCK_K == 0:
+    tile = pointer + begin + at[:, None] + tl.arange(0, ROWS)[None, :] * K
+    if COUNT % BLOCK_K == 0:
         return tl.load(tile)
-    return tl.load(tile, mask=(at < K)[:, None], other=0.0)
+    return tl.load(tile, mask=(at < COUNT)[:, None], other=0.0)
 
 
 @triton.jit
@@ -92,9 +104,9 @@ def gate_up(
             else:
                 inside = rows & (k0 + k < K)[None, :]
                 a = tl.load(source + k0, mask=inside, other=0.0, cache_modifier=".cg")
-            g = _weights(gate_row, weight_box, row.to(tl.int32), k0, K, BLOCK, BLOCK_K, TMA)
+            g = _weights(gate_row, weight_box, row.to(tl.int32), 0, k0, K, K, BLOCK, BLOCK_K, TMA)
             gate = tl.dot(a, g, gate, input_precision=PRECISION)
-            u = _weights(up_row, weight_box, row.to(tl.int32) + FEATURES, k0, K, BLOCK, BLOCK_K, TMA)
+            u = _weights(up_row, weight_box, row.to(tl.int32) + FEATURES, 0, k0, K, K, BLOCK, BLOCK_K, TMA)
             up = tl.dot(a, u, up, input_precision=PRECISION)
         if DEPENDENT:
             gdc_launch_dependents()
@@ -113,6 +125,7 @@ def down(
     partial,
     K: tl.constexpr,
     FEATURES: tl.constexpr,
+    GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -122,32 +135,39 @@ def down(
     TMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """partial[pair] = down[expert] · act[i] for every sorted pair i."""
+    """partial[pair, g] = down[expert] · act[i] over the g-th of GROUPS equal groups of features, for every sorted pair
+    i. Grid: tiles, groups."""
+    COUNT: tl.constexpr = K // GROUPS
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     if DEPENDENT:
         gdc_wait()
     expert, first, pairs, block = _tile(table, blocks, GROUP)
     if pairs > 0:
+        group = 0
+        if GROUPS > 1:
+            group = tl.program_id(1)
+        begin = group * COUNT
         m = tl.arange(0, ROWS)
         feature = tl.minimum(block * BLOCK, FEATURES - BLOCK)
         row = expert.to(tl.int64) * FEATURES + feature
         k = tl.arange(0, BLOCK_K)
-        source = act + (first + m).to(tl.int64)[:, None] * K + k[None, :]
+        source = act + (first + m).to(tl.int64)[:, None] * K + begin + k[None, :]
         rows = (m < pairs)[:, None]
         weight_row = weight + row * K
         sum = tl.zeros([ROWS, BLOCK], tl.float32)
-        for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            if K % BLOCK_K == 0:
+        for k0 in tl.range(0, COUNT, BLOCK_K, num_stages=STAGES):
+            if COUNT % BLOCK_K == 0:
                 a = tl.load(source + k0, mask=rows, other=0.0, cache_modifier=".cg")
             else:
-                inside = rows & (k0 + k < K)[None, :]
+                inside = rows & (k0 + k < COUNT)[None, :]
                 a = tl.load(source + k0, mask=inside, other=0.0, cache_modifier=".cg")
-            w = _weights(weight_row, weight_box, row.to(tl.int32), k0, K, BLOCK, BLOCK_K, TMA)
+            w = _weights(weight_row, weight_box, row.to(tl.int32), begin, k0, K, COUNT, BLOCK, BLOCK_K, TMA)
             sum = tl.dot(a, w, sum, input_precision=PRECISION)
         if DEPENDENT:
             gdc_launch_dependents()
         pair = tl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=".cg")
-        target = partial + pair.to(tl.int64)[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
+        result = pair.to(tl.int64) * GROUPS + group
+        target = partial + result[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
         tl.store(target, sum.to(partial.dtype.element_ty), mask=rows)
 
 
@@ -161,21 +181,31 @@ def combine(
     COLUMNS: tl.constexpr,
     EXPERTS: tl.constexpr,
     FEATURES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[token] = the sum of its pairs' partial results times their weights, in their order, in fp32."""
+    """out[token, g] = the sum of its pairs' partial results times their weights, in their order, in fp32; with ADD
+    added, in that order, to what stands there. Grid: tokens, blocks of features, groups."""
     token = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+    group = 0
+    if GROUPS > 1:
+        group = tl.program_id(2)
+    target = out + token * OUT_STRIDE + group * FEATURES + e
     sum = tl.zeros([BLOCK], tl.float32)
+    if ADD:
+        sum = tl.load(target, mask=e < FEATURES, other=0.0, cache_modifier=".cg")
     for c in tl.static_range(COLUMNS):
         pair = token * COLUMNS + c
         id = tl.load(ids + pair, cache_modifier=".cg")
         exists = (id >= 0) & (id < EXPERTS)
         factor = tl.load(weight + pair, mask=exists, other=0.0, cache_modifier=".cg")
-        value = tl.load(partial + pair * FEATURES + e, mask=(e < FEATURES) & exists, other=0.0, cache_modifier=".cg")
+        result = partial + (pair * GROUPS + group) * FEATURES + e
+        value = tl.load(result, mask=(e < FEATURES) & exists, other=0.0, cache_modifier=".cg")
         sum += factor * value.to(tl.float32)
-    tl.store(out + token * OUT_STRIDE + e, sum.to(out.dtype.element_ty), mask=e < FEATURES)
+    tl.store(target, sum.to(out.dtype.element_ty), mask=e < FEATURES)

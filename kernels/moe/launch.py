@@ -75,7 +75,7 @@ def route(
 
 @dataclass(frozen=True)
 class Experts:
-    """One call of `kernels.moe.experts`: `run` launches its kernels one after the other."""
+    """One call of `kernels.moe.experts` or `add_experts`: `run` launches its kernels one after the other."""
 
     x_TE: Tensor
     id_TK: Tensor
@@ -83,6 +83,7 @@ class Experts:
     gate_up_XFE: Tensor
     down_XEI: Tensor
     out_TE: Tensor
+    """With groups [T, G, E], and added to."""
     scratch: Workspace
     shape: ExpertsShape
     tiling: Tiling
@@ -162,17 +163,18 @@ class Experts:
         product, shape, scratch = self.tiling.down, self.shape, self.scratch
         if self.tiling.programs:
             sizes = {"GATE": False, "K": shape.intermediate, "FEATURES": shape.hidden, "WIDTH": product.block // 2}
-            self._by_hopper(product, self.down_XEI, scratch.partial_YE, sizes)
+            self._by_hopper(product, self.down_XEI, scratch.partial_YGE, sizes)
             return
-        kernel.down[(self.tiling.tiles(shape) * product.blocks(shape.hidden),)](
+        kernel.down[(self.tiling.tiles(shape) * product.blocks(shape.hidden), shape.parts)](
             scratch.act_YI,
             self.down_XEI,
             _box(self.down_XEI, product),
             scratch.sorted_Y,
             scratch.table,
-            scratch.partial_YE,
+            scratch.partial_YGE,
             K=shape.intermediate,
             FEATURES=shape.hidden,
+            GROUPS=shape.parts,
             **self._tile(product),
         )
 
@@ -180,8 +182,8 @@ class Experts:
         """The weighted sum over every token's pairs."""
         shape = self.shape
         block = min(triton.next_power_of_2(shape.hidden), 1024)
-        kernel.combine[(shape.tokens, triton.cdiv(shape.hidden, block))](
-            self.scratch.partial_YE,
+        kernel.combine[(shape.tokens, triton.cdiv(shape.hidden, block), shape.parts)](
+            self.scratch.partial_YGE,
             self.id_TK,
             self.weight_TK,
             self.out_TE,
@@ -189,6 +191,8 @@ class Experts:
             COLUMNS=shape.chosen,
             EXPERTS=shape.experts,
             FEATURES=shape.hidden,
+            GROUPS=shape.parts,
+            ADD=shape.groups > 0,
             BLOCK=block,
             DEPENDENT=self._dependent,
             num_warps=max(block // 256, 1),

@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import steady
+from kernels.linear import grouped_linear, linear
+
 
 def route(
     logit_TX: Tensor,
@@ -23,7 +26,11 @@ def route(
     """See `kernels.moe.route`."""
     tokens, experts = logit_TX.shape
     count = id_TK.shape[1] - shared
-    score_TX = torch.softmax(logit_TX, dim=-1) if scoring == "softmax" else torch.sigmoid(logit_TX)
+    if scoring == "softmax":
+        power_TX = steady.exp(logit_TX - logit_TX.amax(-1, keepdim=True))
+        score_TX = power_TX / power_TX.sum(-1, keepdim=True)
+    else:
+        score_TX = steady.sigmoid(logit_TX)
     choice_TX = score_TX if bias_X is None else score_TX + bias_X
     if groups > 1:
         member_TGX = choice_TX.view(choice_TX.shape[0], groups, -1)
@@ -85,6 +92,26 @@ def experts_grouped(
         y_YE = F.linear(F.silu(gate_YI) * up_YI, down_XEI[expert])
         sum_TE.index_add_(0, token_Y[part], y_YE * weight_Y1[part])
     out_TE.copy_(sum_TE)
+
+
+def add_experts(
+    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, sum_TGE: Tensor
+) -> None:
+    """See `kernels.moe.add_experts`."""
+    compute = torch.promote_types(x_TE.dtype, torch.float32)
+    part_TKGE = torch.zeros(*id_TK.shape, *sum_TGE.shape[1:], dtype=compute)
+    for expert in torch.unique(id_TK).tolist():
+        if not 0 <= expert < gate_up_XFE.shape[0]:
+            continue
+        token_Y, column_Y = (id_TK == expert).nonzero(as_tuple=True)
+        gate_up_YF = torch.empty(len(token_Y), gate_up_XFE.shape[1], dtype=compute)
+        linear(x_TE[token_Y].to(compute), gate_up_XFE[expert].to(compute), gate_up_YF, invariant=True)
+        gate_YI, up_YI = gate_up_YF.chunk(2, dim=-1)
+        part_YGE = torch.empty(len(token_Y), *sum_TGE.shape[1:], dtype=compute)
+        grouped_linear((steady.silu(gate_YI) * up_YI).to(x_TE.dtype), down_XEI[expert], part_YGE)
+        part_TKGE[token_Y, column_Y] = part_YGE * weight_TK[token_Y, column_Y, None, None]
+    for part_TGE in part_TKGE.unbind(1):
+        sum_TGE += part_TGE
 
 
 def _wanted(id_Y: Tensor, experts: int) -> Tensor:

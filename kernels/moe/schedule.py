@@ -32,14 +32,16 @@ class ExpertsShape:
     intermediate: int
     """Features of one expert (I)."""
     dtype: torch.dtype = torch.bfloat16
-    invariant: bool = False
-    """A token's output is bitwise the same in every call."""
+    groups: int = 0
+    """Equal groups of the intermediate features that are summed apart, bitwise the same in every call; 0: one sum."""
 
     def __post_init__(self) -> None:
         if not (0 < self.chosen <= MOST_CHOSEN and 0 < self.experts <= MOST_EXPERTS):
             raise ValueError(f"at most {MOST_CHOSEN} of {MOST_EXPERTS} experts: {self}")
         if self.hidden % 16 or self.intermediate % 16:
             raise ValueError(f"features must be multiples of 16: {self}")
+        if self.groups and self.intermediate % self.groups:
+            raise ValueError(f"{self.intermediate} features do not make {self.groups} equal groups")
         if self.tokens * self.chosen >= 2**31:
             raise ValueError(f"too many tokens: {self}")
 
@@ -47,6 +49,11 @@ class ExpertsShape:
     def pairs(self) -> int:
         """(Token, expert) pairs."""
         return self.tokens * self.chosen
+
+    @property
+    def parts(self) -> int:
+        """Results of a pair."""
+        return max(self.groups, 1)
 
 
 @dataclass(frozen=True)
@@ -100,23 +107,24 @@ PRODUCTS = {
 def tiling(shape: ExpertsShape) -> Tiling:
     """The tiles for a call: as tall as an expert's tokens are many on average, so that weights are streamed once.
 
-    Tiles of every height add up a pair's products in the same order, so invariant mode may use them all; what it must
-    not use is the single way, and pairs' results of different dtypes.
+    Sums of groups have one tile for every number of tokens, and keep what the order of a sum could round.
     """
+    if shape.groups:
+        return fitted(Tiling(64, *PRODUCTS[64], torch.float32), shape)
     mean = shape.pairs / max(min(shape.experts, shape.pairs), 1)
     rows = 16 if mean <= 12 else 32 if mean <= 16 else 64 if mean <= 56 else 128
-    if shape.tokens <= 1 and not shape.invariant:
+    if shape.tokens <= 1:
         rows = 0
     # Of few pairs the results cost nothing beside the weights, so they are kept in fp32.
-    partial = torch.float32 if rows < 64 and not shape.invariant else shape.dtype
+    partial = torch.float32 if rows < 64 else shape.dtype
     return fitted(Tiling(rows, *PRODUCTS[rows], partial), shape)
 
 
 def grouped(shape: ExpertsShape, programs: int) -> Tiling:
     """The tiles of Hopper's own kernels, for many tokens of 16-bit floats; a program for each multiprocessor."""
-    if shape.dtype.itemsize != 2 or shape.hidden < 64 or shape.intermediate < 32:
+    if shape.dtype.itemsize != 2 or shape.hidden < 64 or shape.intermediate < 32 or shape.groups:
         raise ValueError(
-            f"Hopper's kernels take 16-bit floats, at least 64 hidden and 32 intermediate of them: {shape}"
+            f"Hopper's kernels take 16-bit floats, at least 64 hidden and 32 intermediate of them, in one sum: {shape}"
         )
     products = Product(128, 64, 4, 4, 8, tma=True), Product(256, 64, 4, 4, 8, tma=True)
     return fitted(Tiling(128, *products, shape.dtype, programs), shape)
@@ -133,13 +141,15 @@ def fitted(tiling: Tiling, shape: ExpertsShape) -> Tiling:
             block_k //= 2
         if shape.dtype == torch.float32 and tiling.rows:
             block, block_k = min(block, 32), min(block_k, 32)
-        return replace(product, block=block, block_k=block_k, tma=product.tma and shape.dtype != torch.float32)
+        # The copy engine fetches what begins at a multiple of 16 bytes.
+        tma = product.tma and shape.dtype != torch.float32 and depth % 8 == 0
+        return replace(product, block=block, block_k=block_k, tma=tma)
 
     return replace(
         tiling,
         rows=min(tiling.rows, 32) if shape.dtype == torch.float32 else tiling.rows,
         gate_up=fit(tiling.gate_up, shape.intermediate, shape.hidden),
-        down=fit(tiling.down, shape.hidden, shape.intermediate),
+        down=fit(tiling.down, shape.hidden, shape.intermediate // shape.parts),
     )
 
 
@@ -154,7 +164,8 @@ class Workspace:
     counts: Tensor
     """int32 [SEGMENTS * experts]."""
     act_YI: Tensor
-    partial_YE: Tensor
+    partial_YGE: Tensor
+    """Every pair's results, of each group."""
 
     @staticmethod
     def bytes(shape: ExpertsShape, tiling: Tiling) -> int:
@@ -178,7 +189,9 @@ class Workspace:
             table,
             counts,
             act[: shape.pairs * shape.intermediate].view(shape.pairs, shape.intermediate),
-            partial[: shape.pairs * shape.hidden].view(-1, shape.hidden) if tiling.rows else partial.view(0, 0),
+            partial[: shape.pairs * shape.parts * shape.hidden].view(-1, shape.parts, shape.hidden)
+            if tiling.rows
+            else partial.view(0, 0, 0),
         )
 
 
@@ -193,6 +206,6 @@ def _parts(shape: ExpertsShape, tiling: Tiling) -> list[tuple[torch.dtype, int]]
             (torch.int32, 16 * (tiling.tiles(shape) + 1)),
             (torch.int32, 4 * SEGMENTS * shape.experts),
             act,
-            (tiling.partial, shape.pairs * shape.hidden * tiling.partial.itemsize),
+            (tiling.partial, shape.pairs * shape.parts * shape.hidden * tiling.partial.itemsize),
         ]
     return [(dtype, -(-size // 256) * 256) for dtype, size in sizes]

@@ -51,7 +51,13 @@ def poisoned_case(lengths: list[int], width: int, heads: int, seed: int) -> tupl
 def run(q: Tensor, cache: Tensor, table: Tensor, lengths: list[int], scale: float, first: int) -> tuple[Tensor, Tensor]:
     out = torch.full((*q.shape[:3], LATENT), torch.nan)
     lse = torch.full(q.shape[:3], torch.nan)
-    reference.mla_decode(q, cache, table, torch.tensor(lengths, dtype=torch.int32), out, lse, scale, first)
+    length = torch.tensor(lengths, dtype=torch.int32)
+    reference.mla_decode(q, cache, table, length, out, lse, scale, first)
+    # The invariant way, which the tests of its bits cover too, must pass whatever this one does.
+    steady_out, steady_lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+    reference.invariant_mla_decode(q, cache, table, length, steady_out, steady_lse, scale, first)
+    torch.testing.assert_close(steady_out, out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(steady_lse, lse, atol=1e-5, rtol=1e-5)
     return out, lse
 
 

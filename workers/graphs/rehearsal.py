@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 
 from kernels.page import PAGE_TOKENS
+from workers.batch import Batch, DecodeBatch
 from workers.graphs.segments import Stage
 from workers.mixed_step import MixedStep
-from workers.models.prefill import PrefillGeometry
-from workers.plan import PrefillRow, StepPlan
+from workers.plan import BatchLayout, PrefillRow, StepPlan
 from workers.step import StepParts
 
 NOBODY = -1
@@ -53,11 +53,16 @@ def rehearse(parts: StepParts, stage: Stage) -> None:
     step = MixedStep(parts)
     for plan in rehearsals(parts, stage.tokens):
         step.run(plan, stage)
-    with stage.scratch.scope():
-        flow, attention = stage.tensors[0].flow, parts.model.segments.layers[0].attention
-        geometry = PrefillGeometry.largest(stage.tokens, parts.state.slots, parts.device)
-        projected = flow.projected
-        attention.attending_prefill(projected.q_THD, projected.latent_TC, flow.attended_THV, geometry, stage.scratch)
+    flow, attention = stage.tensors[0].flow, parts.model.segments.layers[0].attention
+    pages, device = parts.state.pages_per_row, parts.device
+    rows = min(parts.state.slots - 1, (stage.tokens - 1) // parts.width)
+    length_R = torch.zeros(rows, dtype=torch.int32, device=device)
+    decode = DecodeBatch(length_R, length_R.new_zeros(rows, pages)) if rows else None
+    layout = BatchLayout(parts.width, rows, (stage.tokens - rows * parts.width,), (True,))
+    batch = Batch(layout, stage.position_T, stage.cache_slot_T, decode, None)
+    for geometry in attention.largest_geometries(stage.tokens, parts.state.slots, pages, device):
+        with stage.scratch.scope():
+            attention.attending(flow.projected, flow.attended_THV, batch, geometry, stage.scratch)
     # What was sampled for nobody.
     for tensor_S in (parts.state.tensors.length_S, parts.state.tensors.last_S):
         tensor_S[NOBODY] = 0

@@ -24,12 +24,13 @@ def load_model(
     max_positions: int,
     progress: Callable[[str], None] | None = None,
     draft_layer: bool = True,
+    invariant: bool = False,
 ) -> DeepseekModel:
     """Load this rank's share of the model in `folder`. Collective: call it on every rank of `group`.
 
     `max_positions`: longest context, prompt and output together. `progress` gets a line for every layer. Without
     `draft_layer`, a multi-token-prediction layer in the checkpoint is left on the disk; a checkpoint may also lack the
-    one its config declares.
+    one its config declares. `invariant`: a token's logits are bitwise the same in any batch and on 1, 2, 4 or 8 ranks.
 
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
@@ -40,11 +41,13 @@ def load_model(
         draft_prefix = f"model.layers.{config.num_layers}."
         draft_layer = draft_layer and config.draft_layers > 0 and checkpoint.has_any(draft_prefix)
         census = Census(group, dtype)
-        DeepseekModel(census, config, draft_layer=draft_layer, max_positions=0)
+        DeepseekModel(census, config, draft_layer=draft_layer, max_positions=0, invariant=invariant)
         checkpoint.verify(census.shapes, _ignored(config, draft_prefix, draft_layer))
         check_memory(census.bytes, group, device)
         with Reader(checkpoint, group, dtype, device, progress) as reader:
-            model = DeepseekModel(reader, config, draft_layer=draft_layer, max_positions=max_positions)
+            model = DeepseekModel(
+                reader, config, draft_layer=draft_layer, max_positions=max_positions, invariant=invariant
+            )
             reader.settle()
         return model
 

@@ -2,7 +2,7 @@
 
 Decode rows use the absorbed form: W_UK is applied to the query instead of the cache and W_UV to the attended latent, so
 every head attends to the same cache entries. Prefill rows use the expanded form, which costs fewer products when many
-queries share the keys.
+queries share the keys; in invariant mode they too use the absorbed form.
 
 Shape legend: T tokens, E hidden features, H heads of this rank, N / O non-rope / rope features of a query, D = N + O,
 L latent features, C = L + O cached features, V value features, A features of the query's latent, S cached entries,
@@ -11,13 +11,13 @@ R decode rows, W width, B prefill rows, P pages, K = 64 entries a page.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from kernels.head_linear import head_linear
 from kernels.linear import linear
 from kernels.merge_attention import merge_attention
 from kernels.mla_decode import DecodeShape, mla_decode, plan_decode
@@ -25,8 +25,10 @@ from kernels.mla_prefill import mla_prefill
 from kernels.rms_norm import rms_norm
 from kernels.rope_cache import rope_cache
 from workers.batch import Batch, DecodeBatch
+from workers.models.absorbed import AbsorbedRows
 from workers.models.config import ModelConfig
 from workers.models.prefill import Expansion, PrefillGeometry
+from workers.models.products import Products
 from workers.models.rope import softmax_scale
 from workers.scratch import Scratch
 from workers.weights import WeightSource
@@ -74,17 +76,32 @@ class PrefillAttending:
 
 
 @dataclass(frozen=True)
+class AbsorbedAttending:
+    """Views of the prefill rows' tokens, and memory, for the absorbed form."""
+
+    rows: AbsorbedRows
+    q_THD: Tensor
+    q_UHD: Tensor
+    parts: tuple[DecodeAttending, ...]
+    """One after the other, in the same memory."""
+    workspace: Tensor
+    out_UHV: Tensor
+    out_THV: Tensor
+
+
+@dataclass(frozen=True)
 class Attending:
     """How the rows of one pass attend: made once, read by every layer of the same shape."""
 
     decode: DecodeAttending | None
-    prefill: PrefillAttending | None
+    prefill: PrefillAttending | AbsorbedAttending | None
 
 
 class LatentAttention:
     """One layer's attention; `project` and `output` are token-wise, `attend` stands between them."""
 
-    def __init__(self, source: WeightSource, prefix: str, config: ModelConfig) -> None:
+    def __init__(self, source: WeightSource, products: Products, prefix: str, config: ModelConfig) -> None:
+        self.products = products
         self.heads = heads = config.num_heads // source.group.size
         self.nope, self.rope, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.latent = config.kv_lora_rank
@@ -119,20 +136,35 @@ class LatentAttention:
     def planned(self, batch: Batch, scratch: Scratch) -> Batch:
         """`batch` with its decode rows dealt out, for this layer and all that are shaped like it."""
         rows = batch.decode
-        if rows is None or not batch.layout.decode_rows or not rows.length_R.is_cuda:
+        if rows is None or not batch.layout.decode_rows:
             return batch
+        width, first = batch.layout.width, batch.first
+        dealt = self._dealt(rows, width, first, lambda size: scratch.empty(size, dtype=torch.uint8))
+        return replace(batch, decode=dealt)
+
+    def _dealt(self, rows: DecodeBatch, width: int, first: int, empty: Callable[[int], Tensor]) -> DecodeBatch:
+        if not rows.length_R.is_cuda:
+            return rows
         shape = DecodeShape(
-            batch.layout.decode_rows, batch.layout.width, self.heads, self.latent, self.rope, rows.page_RP.shape[1]
+            *(rows.length_R.shape[0], width, self.heads, self.latent, self.rope, rows.page_RP.shape[1]),
+            invariant=self.products.invariant,
         )
-        workspace = plan_decode(
-            shape,
-            rows.length_R,
-            rows.page_RP,
-            self.kv_norm_L.dtype,
-            lambda size: scratch.empty(size, dtype=torch.uint8),
-            first=batch.first,
-        )
-        return replace(batch, decode=replace(rows, workspace=workspace))
+        workspace = plan_decode(shape, rows.length_R, rows.page_RP, self.kv_norm_L.dtype, empty, first=first)
+        return replace(rows, workspace=workspace)
+
+    def geometry(self, batch: Batch) -> PrefillGeometry | AbsorbedRows | None:
+        """Where the prefill rows lie, for all layers; in invariant mode they take the way of decode rows."""
+        if self.products.invariant:
+            return AbsorbedRows.of(batch, self.heads)
+        return PrefillGeometry.of(batch)
+
+    def largest_geometries(
+        self, tokens: int, rows: int, pages: int, device: torch.device
+    ) -> Sequence[PrefillGeometry | AbsorbedRows]:
+        """Some of so many tokens, rows and pages a row, of which one needs as much memory as any."""
+        if self.products.invariant:
+            return AbsorbedRows.largest(tokens, rows, pages, self.heads, device)
+        return [PrefillGeometry.largest(tokens, rows, device)]
 
     def projected(self, tokens: int, scratch: Scratch) -> Projected:
         """Memory for `project`."""
@@ -155,12 +187,12 @@ class LatentAttention:
     ) -> None:
         """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache."""
         down_TF, q_THD = out.down_TF, out.q_THD
-        linear(x_TE, self.down_FE, down_TF)
+        self.products.linear(x_TE, self.down_FE, down_TF)
         width = self.latent + self.rope
         if self.q_norm_A is not None and self.q_up_QA is not None:
             query_TA = scratch.empty(x_TE.shape[0], self.q_norm_A.shape[0], dtype=x_TE.dtype)
             rms_norm(down_TF[:, :-width], self.q_norm_A, query_TA, eps=LATENT_NORM_EPS)
-            linear(query_TA, self.q_up_QA, q_THD.flatten(1))
+            self.products.linear(query_TA, self.q_up_QA, q_THD.flatten(1))
         rope_cache(
             q_THD[..., self.nope :],
             down_TF[:, -width:],
@@ -181,7 +213,7 @@ class LatentAttention:
         projected: Projected,
         out_THV: Tensor,
         batch: Batch,
-        geometry: PrefillGeometry | None,
+        geometry: PrefillGeometry | AbsorbedRows | None,
         scratch: Scratch,
     ) -> Attending:
         """Everything about attention that the layers of a pass share: how rows are dealt out, views, memory.
@@ -190,38 +222,87 @@ class LatentAttention:
         """
         batch = self.planned(batch, scratch)
         split, end = batch.layout.decode_tokens, batch.layout.tokens
-        decode = prefill = None
+        decode: DecodeAttending | None = None
+        prefill: PrefillAttending | AbsorbedAttending | None = None
         if batch.decode is not None:
-            decode = self._attending_decode(projected.q_THD[:split], out_THV[:split], batch, batch.decode, scratch)
+            memory = self._decode_memory(batch.layout.decode_rows, batch.layout.width, scratch)
+            decode = self._attending_decode(
+                projected.q_THD[:split], out_THV[:split], batch.decode, batch.first, *memory
+            )
         if geometry is not None:
-            q_THD, latent_TC = projected.q_THD[split:end], projected.latent_TC[split:end]
-            prefill = self.attending_prefill(q_THD, latent_TC, out_THV[split:end], geometry, scratch)
+            tensors = projected.q_THD[split:end], projected.latent_TC[split:end], out_THV[split:end]
+            prefill = self._attending_prefill(*tensors, geometry, batch.first, scratch)
         return Attending(decode, prefill)
 
+    def _decode_memory(self, rows: int, width: int, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
+        """Absorbed queries, attended latents and log-sum-exps of so many rows."""
+        shape, dtype = (rows, width, self.heads), self.kv_norm_L.dtype
+        return (
+            scratch.empty(*shape, self.latent + self.rope, dtype=dtype),
+            scratch.empty(*shape, self.latent, dtype=dtype),
+            scratch.empty(*shape, dtype=torch.float32),
+        )
+
     def _attending_decode(
-        self, q_THD: Tensor, out_THV: Tensor, batch: Batch, rows: DecodeBatch, scratch: Scratch
+        self,
+        q_THD: Tensor,
+        out_THV: Tensor,
+        rows: DecodeBatch,
+        first: int,
+        q_RWHC: Tensor,
+        attended_RWHL: Tensor,
+        lse_RWH: Tensor,
     ) -> DecodeAttending:
-        layout, dtype = batch.layout, q_THD.dtype
-        shape = (layout.decode_rows, layout.width, self.heads)
-        q_RWHC = scratch.empty(*shape, self.latent + self.rope, dtype=dtype)
         q_THC = q_RWHC.flatten(0, 1)
         return DecodeAttending(
             rows=rows,
-            first=batch.first,
+            first=first,
             nope_THN=q_THD[..., : self.nope],
             rope_THO=q_THD[..., self.nope :],
             q_RWHC=q_RWHC,
             absorbed_THL=q_THC[..., : self.latent],
             roped_THO=q_THC[..., self.latent :],
-            attended_RWHL=scratch.empty(*shape, self.latent, dtype=dtype),
-            lse_RWH=scratch.empty(*shape, dtype=torch.float32),
+            attended_RWHL=attended_RWHL,
+            lse_RWH=lse_RWH,
             out_THV=out_THV,
         )
 
-    def attending_prefill(
-        self, q_THD: Tensor, latent_TC: Tensor, out_THV: Tensor, geometry: PrefillGeometry, scratch: Scratch
-    ) -> PrefillAttending:
-        """The prefill rows' part of `attending`."""
+    def _attending_absorbed(
+        self, q_THD: Tensor, out_THV: Tensor, rows: AbsorbedRows, first: int, scratch: Scratch
+    ) -> AbsorbedAttending:
+        queries = rows.token_U.shape[0]
+        q_UHD = scratch.empty(queries, *q_THD.shape[1:], dtype=q_THD.dtype)
+        out_UHV = scratch.empty(queries, *out_THV.shape[1:], dtype=out_THV.dtype)
+        parts = rows.parts()
+        _, largest = parts[0]
+        memory = self._decode_memory(largest.length_R.shape[0], rows.width, scratch)
+        workspace = scratch.empty(0, dtype=torch.uint8)
+
+        def reserve(size: int) -> Tensor:
+            nonlocal workspace
+            workspace = scratch.empty(size, dtype=torch.uint8)
+            return workspace
+
+        self._dealt(largest, rows.width, first, reserve)
+        attending = tuple(
+            self._attending_decode(
+                q_UHD[part], out_UHV[part], some, first, *(x[: some.length_R.shape[0]] for x in memory)
+            )
+            for part, some in parts
+        )
+        return AbsorbedAttending(rows, q_THD, q_UHD, attending, workspace, out_UHV, out_THV)
+
+    def _attending_prefill(
+        self,
+        q_THD: Tensor,
+        latent_TC: Tensor,
+        out_THV: Tensor,
+        geometry: PrefillGeometry | AbsorbedRows,
+        first: int,
+        scratch: Scratch,
+    ) -> PrefillAttending | AbsorbedAttending:
+        if isinstance(geometry, AbsorbedRows):
+            return self._attending_absorbed(q_THD, out_THV, geometry, first, scratch)
         (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
         most = max((piece.entries for piece in pieces), default=0)
         features = self.nope + self.value
@@ -267,12 +348,14 @@ class LatentAttention:
         """Attention of all rows into the output that `attending` was made for."""
         if attending.decode is not None:
             self.decode(attending.decode, cache_PKC)
-        if attending.prefill is not None:
+        if isinstance(attending.prefill, AbsorbedAttending):
+            self.prefill_absorbed(attending.prefill, cache_PKC)
+        elif attending.prefill is not None:
             self.prefill(attending.prefill, cache_PKC)
 
     def decode(self, rows: DecodeAttending, cache_PKC: Tensor) -> None:
         """Absorbed form over the paged cache, T = R * W."""
-        head_linear(rows.nope_THN, self.kv_up_HFL[:, : self.nope], rows.absorbed_THL)
+        self.products.head_linear(rows.nope_THN, self.kv_up_HFL[:, : self.nope], rows.absorbed_THL)
         rows.roped_THO.copy_(rows.rope_THO)
         mla_decode(
             rows.q_RWHC,
@@ -284,9 +367,19 @@ class LatentAttention:
             scale=self.scale,
             first=rows.first,
             workspace=rows.rows.workspace,
+            invariant=self.products.invariant,
         )
         value_HLV = self.kv_up_HFL[:, self.nope :].transpose(1, 2)
-        head_linear(rows.attended_RWHL.flatten(0, 1), value_HLV, rows.out_THV)
+        self.products.head_linear(rows.attended_RWHL.flatten(0, 1), value_HLV, rows.out_THV)
+
+    def prefill_absorbed(self, rows: AbsorbedAttending, cache_PKC: Tensor) -> None:
+        """Absorbed form: some neighbouring tokens of a chunk are a decode row."""
+        torch.index_select(rows.q_THD, 0, rows.rows.token_U, out=rows.q_UHD)
+        for part in rows.parts:
+            # One workspace for all parts, so each is dealt out when its turn comes.
+            dealt = self._dealt(part.rows, rows.rows.width, part.first, lambda size: rows.workspace)
+            self.decode(replace(part, rows=dealt), cache_PKC)
+        torch.index_select(rows.out_UHV, 0, rows.rows.place_T, out=rows.out_THV)
 
     def prefill(self, rows: PrefillAttending, cache_PKC: Tensor) -> None:
         """Expanded form, the chunk's own tokens causally, then cached context piece by piece."""
@@ -317,9 +410,9 @@ class LatentAttention:
             max_k=keys.max_k,
         )
 
-    def output(self, attended_THV: Tensor, out_TE: Tensor) -> None:
-        """Token-wise: this rank's part of the sum."""
-        linear(attended_THV.flatten(1), self.out_EF, out_TE)
+    def output(self, attended_THV: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+        """Token-wise: summed over ranks."""
+        self.products.summed(attended_THV.flatten(1), self.out_EF, out_TE, scratch)
 
 
 def _interleave(rows_HOE: Tensor) -> None:

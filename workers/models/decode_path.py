@@ -102,7 +102,8 @@ class DecodePath:
         """Whether this pass can go here: a pure decode step of few tokens, on a GPU with dependent launch, in bf16."""
         model, table_YE = self.model, self.model.embedding_YE
         return (
-            batch.decode is not None
+            not model.products.invariant
+            and batch.decode is not None
             and batch.prefill is None
             and 0 < batch.layout.tokens <= MOST_STREAMED
             and table_YE.dtype == torch.bfloat16

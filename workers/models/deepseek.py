@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kernels.dependent import launches_dependently
-from kernels.linear import linear
 from kernels.rms_norm import add_rms_norm, rms_norm
 from workers.batch import Batch, LatentCache
 from workers.models.attention import LatentAttention
 from workers.models.config import ModelConfig
 from workers.models.decode_path import DecodePath
 from workers.models.feed_forward import feed_forward
+from workers.models.products import InvariantProducts, Products
 from workers.models.rope import rotation_table
 from workers.models.segments import Flow, PassTensors, Segments
 from workers.parallel import TensorParallel
@@ -30,14 +30,13 @@ from workers.weights import WeightSource
 class DecoderLayer:
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
+    def __init__(self, source: WeightSource, products: Products, config: ModelConfig, layer: int) -> None:
         prefix, hidden = f"model.layers.{layer}.", config.hidden_size
-        self.group = source.group
         self.eps = config.rms_norm_eps
         self.attention_norm_E = source.load(f"{prefix}input_layernorm.weight", hidden)
-        self.attention = LatentAttention(source, f"{prefix}self_attn.", config)
+        self.attention = LatentAttention(source, products, f"{prefix}self_attn.", config)
         self.feed_forward_norm_E = source.load(f"{prefix}post_attention_layernorm.weight", hidden)
-        self.feed_forward = feed_forward(source, f"{prefix}mlp.", config, layer)
+        self.feed_forward = feed_forward(source, products, f"{prefix}mlp.", config, layer)
 
     def project(self, flow: Flow, cache_slot_T: Tensor, cache_PKC: Tensor, scratch: Scratch) -> None:
         """Token-wise, before attention: adds `flow.x_TE` to the residual; `flow.projected` is what attention reads."""
@@ -48,26 +47,25 @@ class DecoderLayer:
     def finish(self, flow: Flow, live_R: Tensor | None, scratch: Scratch) -> None:
         """Token-wise, after attention: adds it to the residual; `flow.x_TE` becomes what the next norm is to add."""
         x_TE = flow.x_TE
-        self.attention.output(flow.attended_THV, x_TE)
-        self.group.all_reduce(x_TE)
+        self.attention.output(flow.attended_THV, x_TE, scratch)
         normed_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
         add_rms_norm(x_TE, flow.residual_TE, self.feed_forward_norm_E, normed_TE, eps=self.eps)
         self.feed_forward(normed_TE, x_TE, scratch, live_R)
-        self.group.all_reduce(x_TE)
 
 
 class DraftLayer:
     """Multi-token prediction (DeepSeek-V3, section 2.2): one layer that reads a token beside the hidden state of the
     position before it. Embedding and head are the model's own."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig) -> None:
+    def __init__(self, source: WeightSource, products: Products, config: ModelConfig) -> None:
+        self.products = products
         layer, hidden = config.num_layers, config.hidden_size
         prefix = f"model.layers.{layer}."
         self.eps = config.rms_norm_eps
         self.embedding_norm_E = source.load(f"{prefix}enorm.weight", hidden)
         self.hidden_norm_E = source.load(f"{prefix}hnorm.weight", hidden)
         self.join_EF = source.load(f"{prefix}eh_proj.weight", hidden, 2 * hidden)
-        self.layer = DecoderLayer(source, config, layer)
+        self.layer = DecoderLayer(source, products, config, layer)
         self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
 
     def join(self, embedded_TE: Tensor, hidden_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
@@ -76,14 +74,23 @@ class DraftLayer:
         both_TF = scratch.empty(tokens, 2 * hidden, dtype=embedded_TE.dtype)
         rms_norm(embedded_TE, self.embedding_norm_E, both_TF[:, :hidden], eps=self.eps)
         rms_norm(hidden_TE, self.hidden_norm_E, both_TF[:, hidden:], eps=self.eps)
-        linear(both_TF, self.join_EF, out_TE)
+        self.products.linear(both_TF, self.join_EF, out_TE)
 
 
 class DeepseekModel:
     """A whole model on this rank. Tensors in and out are the same on every rank."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, *, draft_layer: bool, max_positions: int) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        config: ModelConfig,
+        *,
+        draft_layer: bool,
+        max_positions: int,
+        invariant: bool = False,
+    ) -> None:
         group = source.group
+        self.products = products = (InvariantProducts if invariant else Products)(group)
         self.config = config
         self.group: TensorParallel = group
         self.has_draft_layer = draft_layer
@@ -96,11 +103,11 @@ class DeepseekModel:
         self.layers = []
         for layer in range(config.num_layers):
             source.progress(f"layer {layer + 1} of {config.num_layers}")
-            self.layers.append(DecoderLayer(source, config, layer))
+            self.layers.append(DecoderLayer(source, products, config, layer))
         self.draft_layer = None
         if draft_layer:
             source.progress("draft layer")
-            self.draft_layer = DraftLayer(source, config)
+            self.draft_layer = DraftLayer(source, products, config)
         self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
         self.segments = Segments(self._enter, self.layers, self.norm_E, self.rotation_PO, config.rms_norm_eps, 0)
         self.draft_segments = None
@@ -152,7 +159,7 @@ class DeepseekModel:
         scratch = scratch or Scratch(hidden_NE.device)
         rows, share, ranks = hidden_NE.shape[0], self.head_YE.shape[0], self.group.size
         part_NY = scratch.empty(rows, share, dtype=torch.float32)
-        linear(hidden_NE, self.head_YE, part_NY, dependent=launches_dependently(hidden_NE.device))
+        self.products.linear(hidden_NE, self.head_YE, part_NY, dependent=launches_dependently(hidden_NE.device))
         if ranks == 1:
             return part_NY
         parts_GNY = self.group.all_gather(part_NY, scratch.empty(ranks, rows, share, dtype=torch.float32))

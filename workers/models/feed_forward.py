@@ -1,6 +1,6 @@
 """The feed-forward part of a layer: a dense SwiGLU network, or routed experts beside shared ones.
 
-Every rank holds an equal share of each network's intermediate features, so its output is a partial sum over ranks.
+Every rank holds an equal share of each network's intermediate features, and the output is summed over ranks.
 
 Shape legend: T tokens, E hidden features, I intermediate features of this rank, F = 2 I (gate, then up), X experts,
 K experts a token, R rows.
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels import moe
-from kernels.linear import linear
 from kernels.silu_mul import silu_mul
 from workers.models.config import ModelConfig
+from workers.models.products import Experts, Products
 from workers.scratch import Scratch
 from workers.weights import WeightSource
 
@@ -22,7 +22,8 @@ from workers.weights import WeightSource
 class DenseFeedForward:
     """down · (silu(gate · x) * (up · x))."""
 
-    def __init__(self, source: WeightSource, prefix: str, hidden: int, intermediate: int) -> None:
+    def __init__(self, source: WeightSource, products: Products, prefix: str, hidden: int, intermediate: int) -> None:
+        self.products = products
         share = intermediate // source.group.size
         self.gate_up_FE = source.empty(2 * share, hidden)
         source.fill(self.gate_up_FE[:share], f"{prefix}gate_proj.weight", shard=0)
@@ -31,19 +32,24 @@ class DenseFeedForward:
         source.fill(self.down_EI, f"{prefix}down_proj.weight", shard=1)
 
     def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> None:
-        """This rank's part of the sum."""
+        """Summed over ranks."""
+        self.products.summed(self.activations(x_TE, scratch), self.down_EI, out_TE, scratch)
+
+    def activations(self, x_TE: Tensor, scratch: Scratch) -> Tensor:
+        """silu(gate · x) * (up · x), this rank's features, [T, I]."""
         tokens, dtype = x_TE.shape[0], x_TE.dtype
         gate_up_TF = scratch.empty(tokens, self.gate_up_FE.shape[0], dtype=dtype)
-        linear(x_TE, self.gate_up_FE, gate_up_TF)
+        self.products.linear(x_TE, self.gate_up_FE, gate_up_TF)
         act_TI = scratch.empty(tokens, self.down_EI.shape[1], dtype=dtype)
         silu_mul(gate_up_TF, act_TI)
-        linear(act_TI, self.down_EI, out_TE)
+        return act_TI
 
 
 class MixtureOfExperts:
     """Routed experts, and shared experts that see every token (DeepSeekMoE, 2024)."""
 
-    def __init__(self, source: WeightSource, prefix: str, config: ModelConfig) -> None:
+    def __init__(self, source: WeightSource, products: Products, prefix: str, config: ModelConfig) -> None:
+        self.products = products
         self.routing = routing = config.routing
         hidden, share = config.hidden_size, config.moe_intermediate_size // source.group.size
         # The router is small and its scores decide discretely: fp32 whatever the model's dtype.
@@ -61,21 +67,17 @@ class MixtureOfExperts:
             source.fill(self.gate_up_XFE[expert, share:], f"{name}up_proj.weight", shard=0)
             source.fill(self.down_XEI[expert], f"{name}down_proj.weight", shard=1)
         shared = routing.shared_experts * config.moe_intermediate_size
-        self.shared = DenseFeedForward(source, f"{prefix}shared_experts.", hidden, shared) if shared else None
+        self.shared = DenseFeedForward(source, products, f"{prefix}shared_experts.", hidden, shared) if shared else None
 
     def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> None:
-        """This rank's part of the sum. `live_R` (integers, None: all are live): token t belongs to row t // (T // R),
-        and the tokens of rows with 0 are padding, for which no routed expert computes."""
+        """Summed over ranks. `live_R` (integers, None: all are live): token t belongs to row t // (T // R), and the
+        tokens of rows with 0 are padding, for which no routed expert computes."""
         id_TK, weight_TK = self.route(x_TE, scratch, live_R)
-        workspace = None
-        if x_TE.is_cuda:
-            size = moe.workspace_bytes(moe.experts_shape(x_TE, id_TK, self.down_XEI))
-            workspace = scratch.empty(size, dtype=torch.uint8)
-        moe.experts(x_TE, id_TK, weight_TK, self.gate_up_XFE, self.down_XEI, out_TE, workspace=workspace)
+        shared_TI = shared_EI = None
         if self.shared is not None:
-            shared_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
-            self.shared(x_TE, shared_TE, scratch)
-            out_TE.add_(shared_TE)
+            shared_TI, shared_EI = self.shared.activations(x_TE, scratch), self.shared.down_EI
+        mixture = Experts(id_TK, weight_TK, self.gate_up_XFE, self.down_XEI, shared_TI, shared_EI)
+        self.products.experts(x_TE, mixture, out_TE, scratch)
 
     def route(self, x_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Expert ids int64 and weights fp32, both [T, K]; the same on every rank. Padding has -1 and 0."""
@@ -85,7 +87,7 @@ class MixtureOfExperts:
             fp32_TE = scratch.empty(*x_TE.shape, dtype=torch.float32)
             fp32_TE.copy_(x_TE)
         logit_TX = scratch.empty(tokens, routing.experts, dtype=torch.float32)
-        linear(fp32_TE, self.router_XE, logit_TX)
+        self.products.linear(fp32_TE, self.router_XE, logit_TX)
         id_TK = scratch.empty(tokens, routing.experts_per_token, dtype=torch.int64)
         weight_TK = scratch.empty(tokens, routing.experts_per_token, dtype=torch.float32)
         moe.route(
@@ -106,8 +108,8 @@ class MixtureOfExperts:
 FeedForward = DenseFeedForward | MixtureOfExperts
 
 
-def feed_forward(source: WeightSource, prefix: str, config: ModelConfig, layer: int) -> FeedForward:
+def feed_forward(source: WeightSource, products: Products, prefix: str, config: ModelConfig, layer: int) -> FeedForward:
     """The feed-forward part of layer `layer`."""
     if config.is_dense(layer):
-        return DenseFeedForward(source, prefix, config.hidden_size, config.intermediate_size)
-    return MixtureOfExperts(source, prefix, config)
+        return DenseFeedForward(source, products, prefix, config.hidden_size, config.intermediate_size)
+    return MixtureOfExperts(source, products, prefix, config)

@@ -21,7 +21,6 @@ from torch import Tensor
 from kernels.rms_norm import add_rms_norm
 from workers.batch import Batch, LatentCache
 from workers.models.attention import Projected
-from workers.models.prefill import PrefillGeometry
 from workers.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -120,9 +119,10 @@ class Segments:
         rows of `batch`, whose tokens come first, runs between them. Memory that `segment` uses must not be that of
         `scratch`: what attention keeps there lives across segments."""
         flow = tensors.flow
-        geometry = PrefillGeometry.of(batch)
+        attention = self.layers[0].attention
+        geometry = attention.geometry(batch)
         with scratch.scope():
-            attending = self.layers[0].attention.attending(flow.projected, flow.attended_THV, batch, geometry, scratch)
+            attending = attention.attending(flow.projected, flow.attended_THV, batch, geometry, scratch)
             for index in range(len(self)):
                 if segment is None:
                     self.run(index, tensors, cache, scratch)

@@ -51,6 +51,15 @@ def test_eager_runs_without_graphs(engine, command, model_folder):
     assert ran.json["graphs"] is False
 
 
+def test_invariant_mode_is_measured_on_demand(engine, command, model_folder):
+    arguments = ("bench", "latency", "--model", model_folder, "--input", "8", "--output", "2,4", "--json")
+    ran = command(*arguments, "--invariant")
+    assert engine.configs[0].invariant
+    assert ran.json["invariant"] is True
+    assert command(*arguments).json["invariant"] is False
+    assert command(*arguments, "--invariant", "--tensor-parallel", "3").code == 2
+
+
 def test_more_than_the_model_was_made_for(engine, command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     ran = command("bench", "latency", "--model", str(tmp_path), "--input", "60", "--output", "2,5")

@@ -27,8 +27,7 @@ class Case:
     invariant: bool = False
     spare_columns: int = 2
     least_columns: int = 0
-    """Table columns at least: row results of invariant mode may depend on the table's width, a constant of an
-    engine."""
+    """Table columns at least."""
     seed: int = 0
     device: str = "cpu"
     scale: float = 0.11

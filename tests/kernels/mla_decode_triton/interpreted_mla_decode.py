@@ -60,11 +60,11 @@ def test_many_workers_and_one() -> None:
 
 
 def test_a_row_alone_equals_the_row_in_a_batch() -> None:
-    batch = Case([700, 65, 1025], 3, heads=4, invariant=True, least_columns=20)
+    batch = Case([700, 65, 1025], 3, heads=4, invariant=True, least_columns=600)
     out, lse = (x.clone() for x in batch.run(portable_tiling(batch.shape, PROCESSORS)))
     for row, length in enumerate(batch.lengths):
         for token in range(batch.width):
-            alone = Case([length - (batch.width - 1 - token)], 1, heads=4, invariant=True, least_columns=20)
+            alone = Case([length - (batch.width - 1 - token)], 1, heads=4, invariant=True)
             entries = batch.tensors["cache"].shape[0]
             alone.tensors["cache"] = torch.cat([batch.tensors["cache"], torch.zeros(1, 64, 80)])
             alone.tensors["table"] = batch.tensors["table"][row : row + 1].clone()

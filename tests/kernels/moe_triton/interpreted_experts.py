@@ -68,7 +68,7 @@ def test_nothing_is_written_for_pairs_that_are_no_work(rows: int) -> None:
     assert 0 < wanted < 60
     assert bool(call.scratch.act_YI[wanted:].isnan().all())
     assert not call.scratch.act_YI[:wanted].isnan().any()
-    assert torch.equal(call.scratch.partial_YE.isnan().all(1), case.tensors["id"].flatten() < 0)
+    assert torch.equal(call.scratch.partial_YGE.isnan().all(2)[:, 0], case.tensors["id"].flatten() < 0)
 
 
 def test_weights_through_the_copy_engine() -> None:
@@ -109,14 +109,49 @@ def test_sorting(
     assert table[0][0] == sum(-(-len(pairs) // rows) for pairs in want)
 
 
-def test_a_token_alone_equals_the_token_in_a_batch() -> None:
-    batch = Experts(70, 2, 4, invariant=True, skewed=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("intermediate", "groups"), [(16, 8), (48, 2), (176, 4), (32, 1)])
+def test_groups(intermediate: int, groups: int, dtype: torch.dtype) -> None:
+    check(Experts(9, 3, 5, 48, intermediate, dtype, groups, holes=True, padded=(4,)))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 16, 17, 64])
+def test_a_token_alone_equals_the_token_in_a_batch(tokens: int) -> None:
+    batch = Experts(70, 2, 4, groups=8, skewed=True)
     out = batch.run().clone()
-    for token in (0, 33, 69):
-        alone = Experts(1, 2, 4, invariant=True, weights=batch.weights)
+    for start in {0, 33, 70 - tokens}:
+        part = Experts(tokens if start + tokens <= 70 else 1, 2, 4, groups=8, weights=batch.weights)
+        mine = slice(start, start + part.tokens)
+        for name in ("x", "id", "weight", "out"):
+            part.tensors[name].copy_(batch.inputs[name][mine])
+        assert torch.equal(part.run(), out[mine])
+
+
+def test_companions_that_are_not_numbers_change_nothing() -> None:
+    batch = Experts(40, 2, 4, groups=8, skewed=True)
+    out = batch.run().clone()
+    batch.refill()
+    batch.tensors["x"][1::2] = torch.nan
+    batch.tensors["x"][2::4] = 3e38
+    assert torch.equal(batch.run()[::4], out[::4])
+
+
+@pytest.mark.parametrize("intermediate", [32, 352])
+def test_ranks_parts_are_the_parts_of_one(intermediate: int) -> None:
+    whole = Experts(20, 2, 4, intermediate=intermediate, groups=8)
+    assert whole.weights is not None
+    out = whole.run().clone()
+    gate_up, down = whole.weights
+    share = intermediate // 2
+    for rank in range(2):
+        mine, kept = slice(rank * share, (rank + 1) * share), slice(rank * 4, (rank + 1) * 4)
+        up = slice(intermediate + mine.start, intermediate + mine.stop)
+        weights = torch.cat([gate_up[:, mine], gate_up[:, up]], 1), down[:, :, mine].contiguous()
+        part = Experts(20, 2, 4, intermediate=share, groups=4, weights=weights)
         for name in ("x", "id", "weight"):
-            alone.tensors[name].copy_(batch.tensors[name][token : token + 1])
-        assert torch.equal(alone.run()[0], out[token])
+            part.tensors[name].copy_(whole.inputs[name])
+        part.tensors["out"].copy_(whole.inputs["out"][:, kept])
+        assert torch.equal(part.run(), out[:, kept])
 
 
 def test_memory_follows_from_the_sizes() -> None:
@@ -127,3 +162,5 @@ def test_memory_follows_from_the_sizes() -> None:
         Workspace.over(torch.empty(need - 1, dtype=torch.uint8), case.shape, tiling)
     with pytest.raises(ValueError, match="multiples of 16"):
         Experts(2, hidden=24).run()
+    with pytest.raises(ValueError, match="48 features do not make 5 equal groups"):
+        Experts(2, intermediate=48, groups=5).run()

@@ -20,16 +20,17 @@ def kernels(shape: ExpertsShape, dependent: bool = True) -> list[object]:
     ids, weight = torch.zeros(shape.tokens, shape.chosen, dtype=torch.int64), torch.zeros(shape.tokens, shape.chosen)
     buffer = torch.empty(Workspace.bytes(shape, tiling), dtype=torch.uint8)
     scratch = Workspace.over(buffer, shape, tiling)
+    out = torch.empty(shape.tokens, shape.groups, shape.hidden) if shape.groups else torch.empty_like(x)
     with compile_only() as compiled:
-        launch.Experts(x, ids, weight, gate_up, down, torch.empty_like(x), scratch, shape, tiling, dependent).run()
+        launch.Experts(x, ids, weight, gate_up, down, out, scratch, shape, tiling, dependent).run()
     return compiled
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("groups", [0, 1, 8])
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("model", MODELS)
-def test_compiles_without_spills(model: str, tokens: int, invariant: bool) -> None:
-    shape = ExpertsShape(tokens, *MODELS[model], torch.bfloat16, invariant)
+def test_compiles_without_spills(model: str, tokens: int, groups: int) -> None:
+    shape = ExpertsShape(tokens, *MODELS[model], torch.bfloat16, groups)
     rows = schedule.tiling(shape).rows
     tall = rows >= 64
     for kernel in kernels(shape):
@@ -59,3 +60,12 @@ def test_tokens_compile_no_more_than_the_tilings() -> None:
         tilings.add(schedule.tiling(shape))
         products |= {kernel.hash for kernel in kernels(shape) if kernel.metadata.name in ("gate_up", "down", "combine")}
     assert len(products) <= 3 * len(tilings)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_kernel_sums_the_groups_of_every_number_of_tokens(model: str) -> None:
+    products = set()
+    for tokens in (1, 2, 3, 16, 17, 300, 4096):
+        found = kernels(ExpertsShape(tokens, *MODELS[model], torch.bfloat16, 8))
+        products.add(tuple(k.hash for k in found if k.metadata.name in ("gate_up", "down", "combine")))
+    assert len(products) == 1

@@ -1,0 +1,48 @@
+"""Elementwise functions of torch on a CPU whose results do not depend on where an element stands.
+
+torch computes the bulk of an array with vector instructions and its tail, and the tail of every thread's share, with
+the C library, which may round differently. The references that invariant mode runs on a CPU use these instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LANES: Final = 64
+"""A multiple of what torch takes at once on any processor."""
+_ALONE: Final = 1 << 15
+"""Elements that torch leaves to one thread."""
+
+
+def exp(x: Tensor) -> Tensor:
+    """e to the power of `x`."""
+    return _whole(torch.exp, x)
+
+
+def log(x: Tensor) -> Tensor:
+    """Natural logarithm of `x`."""
+    return _whole(torch.log, x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e to the power of minus `x`)."""
+    return 1 / (1 + exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    """`x` times its sigmoid."""
+    return x * sigmoid(x)
+
+
+def _whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of an array without a tail."""
+    count = x.numel()
+    filled = F.pad(x.flatten(), (0, -count % _LANES)) if count % _LANES else x.flatten()
+    if count <= _ALONE:
+        return function(filled)[:count].view(x.shape)
+    return torch.cat([function(part) for part in torch.split(filled, _ALONE)])[:count].view(x.shape)

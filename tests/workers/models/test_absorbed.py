@@ -1,0 +1,71 @@
+"""Prefill rows as decode rows: where each token's query lies, what it sees, and how much memory that can take."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.mla_decode import DecodeShape, Workspace
+from kernels.mla_decode.schedule import hopper_tiling
+from workers.batch import Batch, PrefillBatch
+from workers.models.absorbed import AbsorbedRows
+from workers.plan import BatchLayout
+
+
+def rows_of(start: list[int], count: list[int], heads: int, pages: int) -> AbsorbedRows:
+    table = torch.arange(len(start) * pages, dtype=torch.int32).view(-1, pages)
+    batch = Batch(
+        BatchLayout(1, 0, tuple(count), (True,) * len(count)),
+        torch.empty(0),
+        torch.empty(0),
+        None,
+        PrefillBatch(tuple(start), tuple(count), table),
+    )
+    rows = AbsorbedRows.of(batch, heads)
+    assert rows is not None
+    return rows
+
+
+chunks = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 70)), min_size=1, max_size=6)
+
+
+@given(chunks=chunks, heads=st.sampled_from([1, 5, 16, 63, 128]))
+def test_every_token_sees_what_is_before_it(chunks: list[tuple[int, int]], heads: int) -> None:
+    start, count = [a for a, _ in chunks], [b for _, b in chunks]
+    rows = rows_of(start, count, heads, 80)
+    token = 0
+    for row, (begin, tokens) in enumerate(chunks):
+        for offset in range(tokens):
+            place = int(rows.place_T[token])
+            assert int(rows.token_U[place]) == token
+            own, back = place // rows.width, rows.width - 1 - place % rows.width
+            assert int(rows.length_R[own]) - back == begin + offset + 1
+            assert int(rows.page_RP[own, 0]) == row * 80
+            token += 1
+    assert len(rows.length_R) * rows.width == len(rows.token_U)
+    assert sum(len(decode.length_R) for _, decode in rows.parts()) == len(rows.length_R)
+
+
+def need(rows: AbsorbedRows, heads: int) -> int:
+    """Bytes, of latents of 512 + 64 features in bf16."""
+    counts = [len(decode.length_R) for _, decode in rows.parts()]
+    assert max(counts) == counts[0]
+    shape = DecodeShape(counts[0], rows.width, heads, 512, 64, rows.page_RP.shape[1], invariant=True)
+    workspace = Workspace.bytes(shape, hopper_tiling(shape, 132), torch.bfloat16)
+    return 2 * heads * (len(rows.token_U) * 320 + shape.rows * shape.width * 1090) + workspace
+
+
+@settings(max_examples=200)
+@given(
+    chunks=chunks,
+    heads=st.sampled_from([4, 16, 64, 128]),
+    spare=st.tuples(st.integers(0, 500), st.integers(0, 60), st.integers(0, 2000)),
+)
+def test_none_needs_more_memory_than_the_largest(
+    chunks: list[tuple[int, int]], heads: int, spare: tuple[int, int, int]
+) -> None:
+    start, count = [a for a, _ in chunks], [b for _, b in chunks]
+    tokens, rows, pages = sum(count) + spare[0], len(count) + spare[1], 80 + spare[2]
+    largest = AbsorbedRows.largest(tokens, rows, pages, heads, torch.device("cpu"))
+    assert need(rows_of(start, count, heads, pages), heads) <= max(need(some, heads) for some in largest)

@@ -1,0 +1,9 @@
+"""Runs interpreted_invariant.py in a process whose Triton interprets."""
+
+from pathlib import Path
+
+from kernels.testing.interpreter import interpreted_pytest
+
+
+def test_invariant_mode_in_the_interpreter() -> None:
+    interpreted_pytest(Path(__file__).with_name("interpreted_invariant.py"))

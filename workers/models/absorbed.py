@@ -1,0 +1,108 @@
+"""Prefill rows on the way of decode rows, for invariant mode: one form of attention whatever a token is fed with.
+
+Shape legend: R rows, W width, U = R * W queries, T prefill tokens, P pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.mla_decode import INVARIANT_UNIT
+from kernels.page import PAGE_TOKENS, pages_for
+from workers.batch import Batch, DecodeBatch
+from workers.pinned import on_device
+
+WIDEST: Final = 8
+"""Most tokens of a row."""
+QUERIES: Final = 128
+"""Query vectors of a row, where its tokens can make so many: what fills the tiles of attention."""
+PIECES: Final = 2048
+"""Most partial results of `QUERIES` vectors at once: a few hundred MiB."""
+ROWS: Final = 512
+"""Most rows at once: a program of the plan holds them all."""
+
+
+@dataclass(frozen=True)
+class AbsorbedRows:
+    """Every chunk cut into rows of `width` tokens, the last of which ends where the chunk ends. What the first row
+    lacks is filled up in front with the chunk's first token: bounds below its own, results that nobody reads."""
+
+    width: int
+    token_U: Tensor
+    """int64: the prefill token of every query."""
+    place_T: Tensor
+    """int64: where every prefill token's query is."""
+    length_R: Tensor
+    """int32, see `DecodeBatch`."""
+    page_RP: Tensor
+
+    @staticmethod
+    def of(batch: Batch, heads: int) -> AbsorbedRows | None:
+        """The prefill rows of `batch`, or None when it has none."""
+        prefill = batch.prefill
+        if prefill is None or not prefill.count:
+            return None
+        width = AbsorbedRows.width_of(heads)
+        token: list[int] = []
+        place: list[int] = []
+        length: list[int] = []
+        row: list[int] = []
+        begin = 0
+        for index, (start, count) in enumerate(zip(prefill.start, prefill.count, strict=True)):
+            missing = -count % width
+            place += range(len(token) + missing, len(token) + missing + count)
+            token += [begin] * missing + list(range(begin, begin + count))
+            ends = range(width - missing, count + 1, width)
+            length += [start + end for end in ends]
+            row += [index] * len(ends)
+            begin += count
+        device = prefill.page_NP.device
+        pages = prefill.page_NP[:, : pages_for(max(length))]
+        return AbsorbedRows(
+            width,
+            on_device(token, torch.int64, device),
+            on_device(place, torch.int64, device),
+            on_device(length, torch.int32, device),
+            pages[on_device(row, torch.int64, device)],
+        )
+
+    @staticmethod
+    def largest(tokens: int, rows: int, pages: int, heads: int, device: torch.device) -> list[AbsorbedRows]:
+        """Some of which one needs as much memory as any of so many tokens, chunks and pages. Nothing attends by them.
+
+        The more pieces of context, the fewer rows at once: most memory is at a power of two of them, or at the end.
+        """
+        width = AbsorbedRows.width_of(heads)
+        count = tokens // width + rows
+        token_U = torch.zeros(count * width, dtype=torch.int64, device=device)
+        place_T = torch.zeros(tokens, dtype=torch.int64, device=device)
+        length_R = torch.zeros(count, dtype=torch.int32, device=device)
+        unit = INVARIANT_UNIT // PAGE_TOKENS
+        powers = [unit << power for power in range((-(-pages // unit)).bit_length())]
+        return [
+            AbsorbedRows(width, token_U, place_T, length_R, length_R.new_zeros(count, columns))
+            for columns in sorted({min(columns, pages) for columns in (*powers, pages)})
+        ]
+
+    @staticmethod
+    def width_of(heads: int) -> int:
+        """Tokens of a row."""
+        return max(1, min(WIDEST, QUERIES // heads))
+
+    def parts(self) -> list[tuple[slice, DecodeBatch]]:
+        """Slices of the queries with their rows, none larger than the first: partial results of long contexts stay
+        bounded."""
+        pieces = -(-self.page_RP.shape[1] * PAGE_TOKENS // INVARIANT_UNIT)
+        pieces = 1 << (pieces - 1).bit_length()
+        step = max(1, min(ROWS, PIECES // pieces))
+        return [
+            (
+                slice(begin * self.width, (begin + step) * self.width),
+                DecodeBatch(self.length_R[begin : begin + step], self.page_RP[begin : begin + step]),
+            )
+            for begin in range(0, self.length_R.shape[0], step)
+        ]

@@ -1,0 +1,152 @@
+"""How a rank multiplies: the products of all layers and their sums over ranks. Layers ask one object and know no mode.
+
+Shape legend: T tokens, E hidden features, F output features, H heads of this rank, N / L features of a head, I
+intermediate features of this rank, X experts, K experts a token, G groups of this rank, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels import moe
+from kernels.head_linear import head_linear
+from kernels.linear import grouped_linear, linear
+from kernels.ordered_sum import ordered_sum
+from workers.parallel import TensorParallel
+from workers.scratch import Scratch
+
+GROUPS: Final = 8
+"""Parts of every sum over ranks in invariant mode, all ranks together; so many ranks at most."""
+PART_BYTES: Final = 1 << 29
+"""Most bytes of experts' parts at once in invariant mode; more tokens take turns."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What a mixture computes for its tokens, this rank's share of the intermediate features."""
+
+    id_TK: Tensor
+    weight_TK: Tensor
+    gate_up_XFE: Tensor
+    down_XEI: Tensor
+    shared_TI: Tensor | None
+    """Gated activations of the shared experts, and their last matrix."""
+    shared_EI: Tensor | None
+
+
+class Products:
+    """Every product in the way that is fastest for its number of tokens."""
+
+    invariant = False
+    """Whether a token's bits are the same in any batch, at any width and on any number of ranks."""
+
+    def __init__(self, group: TensorParallel) -> None:
+        self.group = group
+
+    def linear(self, x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, *, dependent: bool = False) -> None:
+        """out = x · weight^T; this rank's rows of the weight give its columns of the output."""
+        linear(x_TE, weight_FE, out_TF, dependent=dependent)
+
+    def head_linear(self, x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
+        """out[t, h] = x[t, h] · weight[h]."""
+        head_linear(x_THN, weight_HNL, out_THL)
+
+    def summed(self, x_TI: Tensor, weight_EI: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+        """out = x · weight^T, summed over ranks."""
+        linear(x_TI, weight_EI, out_TE)
+        self.group.all_reduce(out_TE)
+
+    def experts(self, x_TE: Tensor, mixture: Experts, out_TE: Tensor, scratch: Scratch) -> None:
+        """out = the weighted sum of a token's experts, plus the shared ones, summed over ranks."""
+        workspace = None
+        if x_TE.is_cuda:
+            size = moe.workspace_bytes(moe.experts_shape(x_TE, mixture.id_TK, mixture.down_XEI))
+            workspace = scratch.empty(size, dtype=torch.uint8)
+        choice, weights = (mixture.id_TK, mixture.weight_TK), (mixture.gate_up_XFE, mixture.down_XEI)
+        moe.experts(x_TE, *choice, *weights, out_TE, workspace=workspace)
+        if mixture.shared_TI is not None and mixture.shared_EI is not None:
+            shared_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
+            linear(mixture.shared_TI, mixture.shared_EI, shared_TE)
+            out_TE.add_(shared_TE)
+        self.group.all_reduce(out_TE)
+
+
+class InvariantProducts(Products):
+    """Every product in one way, whatever it is computed with.
+
+    A sum over ranks is a sum over 8 groups of input features (the largest power of two that divides them, if that is
+    less), each summed in fp32, then added up as a balanced binary tree. A rank has neighbouring groups, which are a
+    subtree: so the tree is the same for 1, 2, 4 and 8 ranks.
+    """
+
+    invariant = True
+
+    def __init__(self, group: TensorParallel) -> None:
+        if group.size not in (1, 2, 4, 8):
+            raise ValueError(
+                f"invariant mode has one order of sums for 1, 2, 4 and 8 ranks; tensor_parallel = {group.size} is none "
+                "of them"
+            )
+        super().__init__(group)
+
+    def linear(self, x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, *, dependent: bool = False) -> None:
+        """As in `Products`."""
+        linear(x_TE, weight_FE, out_TF, invariant=True, dependent=dependent)
+
+    def head_linear(self, x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
+        """As in `Products`."""
+        head_linear(x_THN, weight_HNL, out_THL, invariant=True)
+
+    def summed(self, x_TI: Tensor, weight_EI: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+        """As in `Products`."""
+        with scratch.scope():
+            part_TGE = self._parts(x_TI.shape[0], self._groups(x_TI.shape[1]), out_TE.shape[1], scratch)
+            grouped_linear(x_TI, weight_EI, part_TGE)
+            self._sum(part_TGE, out_TE, scratch)
+
+    def experts(self, x_TE: Tensor, mixture: Experts, out_TE: Tensor, scratch: Scratch) -> None:
+        """As in `Products`; a group's sum begins with the shared experts, then come the token's own in their order."""
+        groups = self._groups(mixture.down_XEI.shape[2])
+        tokens, hidden = x_TE.shape
+        step = max(1, PART_BYTES // (mixture.id_TK.shape[1] * groups * hidden * 4))
+        for begin in range(0, tokens, step):
+            part = slice(begin, begin + step)
+            with scratch.scope():
+                id_TK, weight_TK = mixture.id_TK[part], mixture.weight_TK[part]
+                workspace = None
+                if x_TE.is_cuda:
+                    size = moe.workspace_bytes(moe.experts_shape(x_TE[part], id_TK, mixture.down_XEI, groups=groups))
+                    workspace = scratch.empty(size, dtype=torch.uint8)
+                part_TGE = self._parts(id_TK.shape[0], groups, hidden, scratch)
+                if mixture.shared_TI is not None and mixture.shared_EI is not None:
+                    grouped_linear(mixture.shared_TI[part], mixture.shared_EI, part_TGE)
+                else:
+                    part_TGE.zero_()
+                weights = mixture.gate_up_XFE, mixture.down_XEI
+                moe.add_experts(x_TE[part], id_TK, weight_TK, *weights, part_TGE, workspace=workspace)
+                self._sum(part_TGE, out_TE[part], scratch)
+
+    def _groups(self, features: int) -> int:
+        """Groups of this rank, which has `features` of the input features."""
+        features, groups = features * self.group.size, GROUPS
+        while features % groups:
+            groups //= 2
+        return groups // self.group.size
+
+    @staticmethod
+    def _parts(tokens: int, groups: int, features: int, scratch: Scratch) -> Tensor:
+        return scratch.empty(tokens, groups, features, dtype=torch.float32)
+
+    def _sum(self, part_TGE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+        """The tree: this rank's groups, then the ranks."""
+        part_GTE, ranks = part_TGE.transpose(0, 1), self.group.size
+        if ranks == 1:
+            ordered_sum(part_GTE, out_TE)
+            return
+        own_TE = scratch.empty(*out_TE.shape, dtype=torch.float32)
+        ordered_sum(part_GTE, own_TE)
+        self.group.ordered_sum(own_TE, scratch.empty(ranks, *out_TE.shape, dtype=torch.float32), out_TE)
