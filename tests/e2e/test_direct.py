@@ -167,7 +167,7 @@ async def test_ctrl_c_lets_streams_finish_and_leaves_nothing_behind(server: Serv
     pids = server.pids()
     port = int(server.url.rsplit(":", 1)[1])
     async with client() as http:
-        (running,) = await begin(http, server.url, 1, max_tokens=1200, ignore_eos=True)
+        (running,) = await begin(http, server.url, 1, max_tokens=500, ignore_eos=True)
         begun = time.monotonic()
         os.killpg(server.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal: every process gets it
         result = await running

@@ -64,6 +64,7 @@ def test_order_is_kept_and_nothing_is_dropped() -> None:
         binding.close()
 
 
+@pytest.mark.alone
 def test_a_peer_that_left_is_an_error_at_once() -> None:
     binding = Binding(2, None, ToScheduler, FromWorker)
     rank = connect_receiver(binding.addresses.plans[0], ToWorker)

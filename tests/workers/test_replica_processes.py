@@ -122,6 +122,7 @@ async def fail_all(streams: list[Any]) -> list[str]:
     return await asyncio.gather(*(drain(stream) for stream in streams))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_killed_rank_ends_every_stream_within_a_second(folder: Path, rank: int) -> None:
     async with busy_replica(folder) as (replica, client, streams):
@@ -139,6 +140,7 @@ async def test_a_killed_rank_ends_every_stream_within_a_second(folder: Path, ran
             await client.probe()
 
 
+@pytest.mark.alone
 async def test_a_stopped_rank_ends_every_stream_within_five_seconds(folder: Path) -> None:
     async with busy_replica(folder) as (replica, _client, streams):
         pid = replica.workers[1].pid
@@ -150,6 +152,7 @@ async def test_a_stopped_rank_ends_every_stream_within_five_seconds(folder: Path
         assert "rank 1 has been silent" in causes[0]
 
 
+@pytest.mark.alone
 async def test_a_killed_scheduler_ends_every_stream(folder: Path) -> None:
     async with busy_replica(folder) as (replica, _client, streams):
         pid = replica.processes[0].pid

@@ -177,6 +177,7 @@ def test_a_client_that_leaves_while_its_body_is_read(connect: Callable[[], socke
     assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
 
 
+@pytest.mark.alone
 def test_a_slow_reader_gets_coalesced_events_and_holds_nobody_up(
     connect: Callable[[], socket.socket], engine: PushEngine, port: int
 ) -> None:
@@ -256,6 +257,7 @@ def test_pipelined_requests_are_answered_in_order(connect: Callable[[], socket.s
     assert statuses == [200, 404, 200]
 
 
+@pytest.mark.alone
 def test_a_huge_body_is_refused_before_it_is_sent(connect: Callable[[], socket.socket]) -> None:
     client = connect()
     head = post("/v1/completions", b"", "Expect: 100-continue").replace(
@@ -313,6 +315,7 @@ def faulty(kind: type[FakeEngine] = FakeEngine, **settings: object) -> Iterator[
         yield engine, http
 
 
+@pytest.mark.alone
 def test_health_is_a_real_token() -> None:
     from workers.engine import EngineFault
 

@@ -88,6 +88,7 @@ def gone(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.alone
 def test_streams_of_a_killed_front_end_with_the_error_event(server, tmp_path: Path) -> None:
     port, process, guardian = server
     streams = [begin(port, "/hang") for _ in range(5)]
@@ -160,6 +161,7 @@ def test_a_client_that_leaves_is_let_go_of(server) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.alone
 def test_a_client_that_does_not_read_holds_the_others_up_for_a_second_at_most() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     streams = [socket.socketpair() for _ in range(2)]

@@ -161,10 +161,18 @@ def test_launches_of_a_pass(
     assert count == launches
 
 
-@pytest.mark.parametrize("overrides", [{}, V3_ROUTING], ids=["v2", "v3"])
 @pytest.mark.parametrize(
-    ("lengths", "width"),
-    [([600], 1), ([1], 1), ([200, 65], 1), ([130, 0, 70, 1], 1), ([100] * 16, 1), ([150], 4), ([64, 90, 0], 3)],
+    ("overrides", "lengths", "width"),
+    [
+        ({}, [600], 1),
+        ({}, [130, 0, 70, 1], 1),
+        ({}, [100] * 16, 1),
+        ({}, [64, 90, 0], 3),
+        (V3_ROUTING, [1], 1),
+        (V3_ROUTING, [200, 65], 1),
+        (V3_ROUTING, [150], 4),
+        (V3_ROUTING, [64, 90, 0], 3),
+    ],
 )
 def test_the_path_equals_the_layers_in_fp32(lengths: list[int], width: int, overrides: dict[str, Any]) -> None:
     values = V2_LITE_HEADS | overrides
