@@ -93,7 +93,7 @@ def show(report: SelfTestReport, model: str, console: Console) -> None:
 
     ranks = f"{report.ranks} rank{'s' if report.ranks > 1 else ''}"
     table = Table(title=f"self-test of {model}, {ranks}, {report.device}", title_justify="left", box=box.SIMPLE)
-    table.add_column("step", no_wrap=True)
+    table.add_column("step", no_wrap=True, min_width=6)
     for name in ("rows x width", "drafts", "live rows", "accepted", "logits error", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
