@@ -7,7 +7,9 @@ Exit status 0 when all passed. Test files are found by their marker, `pytest.mar
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -25,16 +27,24 @@ def run(path: Path, timeout_s: float) -> tuple[str, str, float]:
     """(outcome, pytest's summary or the last lines of output, seconds) of one file's GPU tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", str(path)]
     start = time.monotonic()
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return "TIMEOUT", f"after {timeout_s:.0f} s", time.monotonic() - start
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            # With its ranks, which would go on waiting for each other on the GPUs.
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            tail = "\n".join([*stdout.splitlines()[-25:], *stderr.splitlines()[-5:]])
+            return "TIMEOUT", f"after {timeout_s:.0f} s\n{tail}", time.monotonic() - start
     seconds = time.monotonic() - start
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    lines = [line for line in stdout.splitlines() if line.strip()]
     summary = next((line.strip("= ") for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), "")
-    if done.returncode == 0:
+    if process.returncode == 0:
         return "ok", summary, seconds
-    return "FAILED", "\n".join([summary, *lines[-25:], *done.stderr.splitlines()[-5:]]), seconds
+    return "FAILED", "\n".join([summary, *lines[-25:], *stderr.splitlines()[-5:]]), seconds
 
 
 def main() -> None:

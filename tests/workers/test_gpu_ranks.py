@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs over NCCL, eager and in graphs, against one rank on a CPU."""
+"""Two ranks on two GPUs, eager and in graphs, against one rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from tests.workers.test_gpu_engine import engine, params, prompts
+from tests.workers.test_gpu_engine import expected, params, prompts
 from workers.client import EngineClient
 from workers.config import EngineConfig
 from workers.launch import local_engine
@@ -41,5 +41,4 @@ def test_two_ranks_give_the_tokens_of_one(graphs: bool, temperature: float) -> N
         dtype="float32",
         graphs=graphs,
     )
-    expected = engine("cuda", width=1, graphs=False).generate(texts, sampling)
-    assert asyncio.run(generate(config, texts, sampling)) == expected
+    assert asyncio.run(generate(config, texts, sampling)) == expected(temperature, "cuda")
