@@ -30,12 +30,14 @@ REPLAYS = 20
 
 def time_us(group: TensorParallel, x: torch.Tensor) -> float:
     """Microseconds of one all-reduce, the slowest rank's."""
-    group.all_reduce(x)
+    part = group.part(x)
+    part.zero_()
+    group.all_reduce(part, x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(IN_A_ROW):
-            group.all_reduce(x)
+            group.all_reduce(part, x)
     times = []
     for _ in range(REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -36,15 +36,20 @@ class TensorParallel:
     symmetric: SymmetricSum | None = field(default=None, compare=False)
     """For small sums, where all ranks are GPUs of one node."""
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place; returns `x`."""
+    def part(self, out: torch.Tensor) -> torch.Tensor:
+        """Where this rank's part of a sum into `out` is to be written: `out` itself, or memory that other ranks read.
+        There is one such place, so the sum comes before the next part is written."""
+        return self.symmetric.part(out) if self.symmetric is not None and fits(out) else out
+
+    def all_reduce(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        """Sum over ranks of what was written to `part`, which `part` gave for `out`."""
         if self.size > 1:
             with _peers():
-                if self.symmetric is not None and fits(x):
-                    self.symmetric.all_reduce(x)
+                if part is out:
+                    dist.all_reduce(out)
                 else:
-                    dist.all_reduce(x)
-        return x
+                    assert self.symmetric is not None
+                    self.symmetric.all_reduce(part, out)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Every rank's `x`, in rank order: `x` is contiguous, `out` [size, *x.shape]; returns `out`."""

@@ -1,8 +1,9 @@
 """All-reduce of small tensors over memory that every rank of a node maps (torch symmetric memory, one-shot).
 
 Every rank writes its part where the others can read it and sums all parts itself: one exchange instead of a ring's
-2 (n - 1), which is what counts for the few rows of a decode step (`bench/all_reduce.py`). NVLink multicast is not used
-and stays off.
+2 (n - 1), which is what counts for the few rows of a decode step (`bench/all_reduce.py`). Whoever computes a part
+writes it there (`part`), which saves a copy. torch's kernel that copies a part there itself is not used: it tells the
+others before all of its warps have copied. NVLink multicast is not used and stays off.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ MOST_BYTES = 1 << 20
 """Largest part that is summed this way: beyond, reading every rank's whole part costs more than NCCL's ring."""
 
 _ALIGNMENT = 16
-"""Bytes a part must be a multiple of."""
+"""Bytes a part must be a multiple of, and begin at a multiple of."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def fits(x: torch.Tensor) -> bool:
-    """Whether `SymmetricSum` can sum tensors like `x`."""
-    size = x.numel() * x.element_size()
-    return x.dtype in _DTYPES and x.is_contiguous() and 0 < size <= MOST_BYTES and size % _ALIGNMENT == 0
+    """Whether `SymmetricSum` can sum into tensors like `x`."""
+    aligned = x.nbytes % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
+    return x.dtype in _DTYPES and x.is_contiguous() and 0 < x.nbytes <= MOST_BYTES and aligned
 
 
 class SymmetricSum:
@@ -47,11 +48,16 @@ class SymmetricSum:
         self._buffer = symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(self._buffer, self._name)
 
-    def all_reduce(self, x: torch.Tensor) -> None:
-        """Sum over ranks, in place; every rank adds the parts in the order of ranks and gets the same bits."""
-        part = self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
-        # Each block copies its own range of x, waits for its peers', and writes the same range: in place is safe.
-        torch.ops.symm_mem.one_shot_all_reduce_copy_out(part, x, "sum", self._name, x)
+    def part(self, out: torch.Tensor) -> torch.Tensor:
+        """Where this rank's part of a sum into `out` has to be; the next sum's will be there, too."""
+        return self._buffer[: out.nbytes].view(out.dtype).view(out.shape)
+
+    def all_reduce(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        """Sum what every rank wrote to its `part`; all add in the order of ranks and get the same bits.
+
+        It begins when every rank is here, and ends when every rank has read `part`, which may then be overwritten.
+        """
+        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._name, out)
 
 
 def connect(rank: int, size: int, device: torch.device) -> SymmetricSum | None:
@@ -65,8 +71,8 @@ def connect(rank: int, size: int, device: torch.device) -> SymmetricSum | None:
     shared, problem = None, ""
     try:
         shared = SymmetricSum(device)
-        probe_4 = torch.full((4,), rank + 1.0, device=device)
-        shared.all_reduce(probe_4)
+        probe_4 = torch.empty(4, device=device)
+        shared.all_reduce(shared.part(probe_4).fill_(rank + 1.0), probe_4)
         if probe_4.tolist() != [size * (size + 1) / 2] * 4:
             problem = f"a sum of {size} ranks came out as {probe_4.tolist()}"
     except (RuntimeError, ImportError) as error:

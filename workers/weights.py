@@ -241,7 +241,7 @@ def check_memory(bytes_wanted: int, group: TensorParallel, device: torch.device)
     else:
         # Ranks on CPUs share one memory.
         free, where, bytes_wanted = _free_host_bytes(), "this machine", bytes_wanted * group.size
-    group.all_reduce(torch.zeros(1, device=device))  # nobody begins to load before all have looked
+    group.minimum(torch.zeros(1, device=device))  # nobody begins to load before all have looked
     if bytes_wanted > free:
         raise MemoryError(
             f"the weights need {bytes_wanted / 2**30:.2f} GiB, but {where} has {free / 2**30:.2f} GiB free: "

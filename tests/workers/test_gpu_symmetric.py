@@ -1,4 +1,4 @@
-"""Sums over ranks through symmetric memory, on two GPUs: against fp64, in graphs, and the same bits on every rank."""
+"""Sums over ranks through symmetric memory, on several GPUs: against fp64, in graphs, the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import multiprocessing
 from workers.parallel import TensorParallel
 from workers.symmetric import MOST_BYTES, fits
 
-RANKS = 2
-on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two CUDA devices")
+IN_A_ROW = 50
+REPLAYS = 20
 
 
 @pytest.mark.parametrize(
@@ -31,54 +31,87 @@ def test_only_what_the_kernel_can_sum_goes_there(shape: tuple[int, ...], dtype: 
     assert fits(torch.empty(shape, dtype=dtype)) == expected
 
 
-def test_strided_parts_go_over_nccl() -> None:
+def test_strided_and_misaligned_parts_go_over_nccl() -> None:
     assert not fits(torch.empty(8, 16)[:, :8])
+    assert not fits(torch.empty(9)[1:])
 
 
-def parts_of(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+def parts_of(ranks: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=random).to(dtype) for _ in range(RANKS)]
+    return [torch.randn(shape, generator=random).to(dtype) for _ in range(ranks)]
 
 
 def check(got: torch.Tensor, parts: list[torch.Tensor]) -> None:
     exact = torch.stack(parts).double().sum(0)
     largest = torch.stack(parts).double().abs().sum(0)
-    # One rounding of the sum of two parts.
-    bound = largest * torch.finfo(parts[0].dtype).eps
+    # One rounding for every part after the first.
+    bound = largest * (len(parts) - 1) * torch.finfo(parts[0].dtype).eps
     assert bool(((got.cpu().double() - exact).abs() <= bound).all())
 
 
-def rank_main(rank: int, folder: Path) -> None:
+def check_sums(group: TensorParallel, device: torch.device, tokens: int, dtype: torch.dtype) -> None:
+    """Eager, then twice in a graph, the second sum over the first's result; and the same bits everywhere."""
+    ranks, shape = group.size, (tokens, 2048)
+    x, sum = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    part = group.part(sum)
+    assert part.data_ptr() != sum.data_ptr()
+    parts = parts_of(ranks, shape, dtype, seed=tokens)
+    part.copy_(parts[group.rank])
+    group.all_reduce(part, sum)
+    check(sum, parts)
+    everyone = torch.empty(ranks, *shape, dtype=dtype, device=device)
+    group.all_gather(sum, everyone)
+    assert all(torch.equal(other, sum) for other in everyone)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        group.part(sum).copy_(x)
+        group.all_reduce(part, sum)
+        group.part(x).copy_(sum)
+        group.all_reduce(part, x)
+    for replay in range(REPLAYS):
+        parts = parts_of(ranks, shape, dtype, seed=100 + replay)
+        x.copy_(parts[group.rank])
+        graph.replay()
+        # The second sum adds the first's result once for every rank: exactly so many times the value.
+        check(x / ranks, parts)
+    graph.reset()
+
+
+def check_row_of_sums(group: TensorParallel, device: torch.device, tokens: int, dtype: torch.dtype) -> None:
+    """Sums one behind the other: none sees a part of its neighbours. Each is the first, scaled by a power of two."""
+    x = parts_of(group.size, (tokens, 2048), dtype, seed=7)[group.rank].to(device)
+    scales = [2.0 ** (index % 3) for index in range(IN_A_ROW)]
+    sums = [x * scale for scale in scales]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for scale, sum in zip(scales, sums, strict=True):
+            part = group.part(sum)
+            torch.mul(x, scale, out=part)
+            group.all_reduce(part, sum)
+    for _ in range(REPLAYS):
+        graph.replay()
+        assert all(torch.equal(sum, sums[0] * scale) for scale, sum in zip(scales, sums, strict=True))
+    graph.reset()
+
+
+def rank_main(rank: int, ranks: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = TensorParallel.connect(rank, RANKS, f"file://{folder}/rendezvous", device, timeout_s=60)
+    group = TensorParallel.connect(rank, ranks, f"file://{folder}/rendezvous", device, timeout_s=60)
     assert group.symmetric is not None
     for dtype in (torch.bfloat16, torch.float32):
         for tokens in (1, 3, 16, 128):
-            x = torch.empty(tokens, 2048, dtype=dtype, device=device)
-            assert fits(x)
-            parts = parts_of((tokens, 2048), dtype, seed=tokens)
-            x.copy_(parts[rank])
-            group.all_reduce(x)
-            check(x, parts)
-            everyone = torch.empty(RANKS, *x.shape, dtype=dtype, device=device)
-            group.all_gather(x, everyone)
-            assert all(torch.equal(other, x) for other in everyone)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                group.all_reduce(x)
-                group.all_reduce(x)
-            for replay in range(20):
-                parts = parts_of((tokens, 2048), dtype, seed=100 + replay)
-                x.copy_(parts[rank])
-                graph.replay()
-                # The second sum adds the first's result once for every rank: exactly twice the value.
-                check(x / RANKS, parts)
-            graph.reset()
+            assert fits(torch.empty(tokens, 2048, dtype=dtype, device=device))
+            check_sums(group, device, tokens, dtype)
+            check_row_of_sums(group, device, tokens, dtype)
     group.close()
 
 
 @pytest.mark.gpu
-@on_two_gpus
-def test_sums_of_two_gpus(tmp_path: Path) -> None:
-    multiprocessing.spawn(rank_main, args=(tmp_path,), nprocs=RANKS)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_sums_of_several_gpus(ranks: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    multiprocessing.spawn(rank_main, args=(ranks, tmp_path), nprocs=ranks)

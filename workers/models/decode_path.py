@@ -256,9 +256,10 @@ class DecodePath:
         few_experts.choose(logit_TX, experts.bias_X, step.rows.length_R, choice, routing, dependent=dependent)
         shared = experts.shared
         shared_FE, shared_EI = (None, None) if shared is None else (shared.gate_up_FE, shared.down_EI)
-        part_TE = None
+        sum_TE = part_TE = None
         if self.model.group.size > 1:
-            part_TE = scratch.empty(*x.x_TE.shape, dtype=x.x_TE.dtype)
+            sum_TE = scratch.empty(*x.x_TE.shape, dtype=x.x_TE.dtype)
+            part_TE = self.model.group.part(sum_TE)
         few_experts.experts(
             x,
             choice,
@@ -272,8 +273,8 @@ class DecodePath:
             scratch.empty,
             dependent=dependent,
         )
-        if part_TE is not None:
-            self._reduce(part_TE, residual_TE, norm_E, out)
+        if part_TE is not None and sum_TE is not None:
+            self._reduce(part_TE, sum_TE, residual_TE, norm_E, out)
 
     def _add(
         self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor, norm_E: Tensor, out: PendingNorm, step: Step
@@ -282,10 +283,11 @@ class DecodePath:
         if self.model.group.size == 1:
             linear_to_residual(x_TF, weight_EF, residual_TE, norm_E, out, dependent=step.dependent)
             return
-        part_TE = step.scratch.empty(*out.x_TE.shape, dtype=out.x_TE.dtype)
+        sum_TE = step.scratch.empty(*out.x_TE.shape, dtype=out.x_TE.dtype)
+        part_TE = self.model.group.part(sum_TE)
         linear(x_TF, weight_EF, part_TE, dependent=step.dependent)
-        self._reduce(part_TE, residual_TE, norm_E, out)
+        self._reduce(part_TE, sum_TE, residual_TE, norm_E, out)
 
-    def _reduce(self, part_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, out: PendingNorm) -> None:
-        self.model.group.all_reduce(part_TE)
-        pending_norm.add(part_TE, residual_TE, norm_E, out)  # launched plainly: the all-reduce is not ours
+    def _reduce(self, part_TE: Tensor, sum_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, out: PendingNorm) -> None:
+        self.model.group.all_reduce(part_TE, sum_TE)
+        pending_norm.add(sum_TE, residual_TE, norm_E, out)  # launched plainly: the all-reduce is not ours

@@ -57,22 +57,23 @@ class Products:
 
     def summed(self, x_TI: Tensor, weight_EI: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
         """out = x · weight^T, summed over ranks."""
-        linear(x_TI, weight_EI, out_TE)
-        self.group.all_reduce(out_TE)
+        part_TE = self.group.part(out_TE)
+        linear(x_TI, weight_EI, part_TE)
+        self.group.all_reduce(part_TE, out_TE)
 
     def experts(self, x_TE: Tensor, mixture: Experts, out_TE: Tensor, scratch: Scratch) -> None:
         """out = the weighted sum of a token's experts, plus the shared ones, summed over ranks."""
-        workspace = None
+        part_TE, workspace = self.group.part(out_TE), None
         if x_TE.is_cuda:
             size = moe.workspace_bytes(moe.experts_shape(x_TE, mixture.id_TK, mixture.down_XEI))
             workspace = scratch.empty(size, dtype=torch.uint8)
         choice, weights = (mixture.id_TK, mixture.weight_TK), (mixture.gate_up_XFE, mixture.down_XEI)
-        moe.experts(x_TE, *choice, *weights, out_TE, workspace=workspace)
+        moe.experts(x_TE, *choice, *weights, part_TE, workspace=workspace)
         if mixture.shared_TI is not None and mixture.shared_EI is not None:
             shared_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
             linear(mixture.shared_TI, mixture.shared_EI, shared_TE)
-            out_TE.add_(shared_TE)
-        self.group.all_reduce(out_TE)
+            part_TE.add_(shared_TE)
+        self.group.all_reduce(part_TE, out_TE)
 
 
 class InvariantProducts(Products):

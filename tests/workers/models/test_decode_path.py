@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import random_tokens
 from paged import CPU, Paged, load_fp32
 from tiny_models import KINDS, VOCAB, write_tiny
@@ -15,6 +17,7 @@ from workers.models.config import ModelConfig
 from workers.models.decode_path import DecodePath, unsupported
 from workers.parallel import TensorParallel
 from workers.scratch import Scratch
+from workers.symmetric import MOST_BYTES
 
 
 def agree(folder: Path, group: TensorParallel | None = None) -> None:
@@ -53,9 +56,24 @@ def test_the_path_equals_the_layers(kind: str, tmp_path: Path) -> None:
     agree(write_tiny(tmp_path, kind, seed=3, **overrides))
 
 
-def rank_main(rank: int, size: int, folder: Path) -> None:
+class SharedSum:
+    """Stands in for `SymmetricSum`: one place for the parts of all sums, NaN until a part is written."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(MOST_BYTES, dtype=torch.uint8)
+
+    def part(self, out: torch.Tensor) -> torch.Tensor:
+        return self._buffer[: out.nbytes].view(out.dtype).view(out.shape).fill_(torch.nan)
+
+    def all_reduce(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        dist.all_reduce(out.copy_(part))
+
+
+def rank_main(rank: int, size: int, folder: Path, shared: bool) -> None:
     torch.set_num_threads(1)
     group = TensorParallel.connect(rank, size, f"file://{folder}/rendezvous", CPU, timeout_s=60)
+    if shared:
+        group = dataclasses.replace(group, symmetric=SharedSum())
     try:
         for kind in ("v3", "v2-no-q-lora"):
             agree(folder / kind, group)
@@ -63,10 +81,11 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
         group.close()
 
 
-def test_the_path_equals_the_layers_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_path_equals_the_layers_on_two_ranks(shared: bool, tmp_path: Path) -> None:
     write_tiny(tmp_path / "v3", "v3", seed=4, q_lora_rank=32)
     write_tiny(tmp_path / "v2-no-q-lora", "v2-no-q-lora", seed=4)
-    multiprocessing.spawn(rank_main, args=(2, tmp_path), nprocs=2)
+    multiprocessing.spawn(rank_main, args=(2, tmp_path, shared), nprocs=2)
 
 
 def test_no_pass_on_a_cpu_takes_the_path(tmp_path: Path) -> None:
