@@ -80,6 +80,11 @@ class Experts:
     def tiling(self, **changes: object) -> Tiling:
         return schedule.fitted(replace(schedule.tiling(self.shape), **changes), self.shape)  # type: ignore[arg-type]
 
+    def tall_tiling(self) -> Tiling:
+        """The Triton kernels as they serve many tokens, pairs' results rounded however few there are."""
+        gate_up, down = schedule.PRODUCTS[128]
+        return self.tiling(rows=128, gate_up=gate_up, down=down, partial=self.dtype)
+
     def workspace(self, tiling: Tiling) -> Tensor:
         """Full of NaN and of ids and counts that no memory has."""
         buffer = torch.empty(Workspace.bytes(self.shape, tiling), dtype=torch.uint8, device=self.device)

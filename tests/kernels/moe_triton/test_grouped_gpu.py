@@ -60,7 +60,7 @@ def test_features_that_blocks_and_stages_do_not_divide(sizes: tuple[int, int]) -
 def test_the_same_bits_as_the_triton_kernels(tokens: int, stages: int) -> None:
     case = make("V2-Lite", tokens, skewed=True, holes=True)
     case.tensors["x"].mul_(torch.randn(2048, device="cuda").mul(3).exp2())
-    want = case.run(case.tiling(rows=128, gate_up=schedule.PRODUCTS[128][0], down=schedule.PRODUCTS[128][1])).clone()
+    want = case.run(case.tall_tiling()).clone()
     assert same_bits(case.run(grouped(case, stages)), want)
 
 
