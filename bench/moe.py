@@ -7,7 +7,9 @@
 
 A graph holds several calls, each with a random routing of its own, so that a call finds few of its weights in L2.
 "floor" is the bytes of the active experts' weights over 4.2 TB/s, or the products over 790 TFLOP/s where that is more;
-"share" is the floor over the time of the two products, sorting and summing included in "all".
+"share" is the floor over the time of the two products, sorting and summing included in "all". "error" is the largest of
+a token, in norms of what the reference makes of it in fp32. Where a size was tried in more than one way, a line behind
+it says which is fastest. Exit status 1 when a result is wrong.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,7 +29,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kernels.moe import launch, schedule
+from verdict import MOST_ERROR, error, verdict
+
+from kernels.moe import launch, reference, schedule
 from kernels.moe.schedule import ExpertsShape, Product, Tiling, Workspace
 
 MODELS = {"v2-lite": (6, 64, 2048, 1408), "v2-lite+shared": (8, 66, 2048, 1408), "v3": (8, 256, 7168, 2048)}
@@ -54,6 +59,14 @@ class Problem:
         shape = self.shape
         size = part * shape.hidden * shape.intermediate
         return max(2 * size * self.active / 4.2e6, 2 * size * shape.pairs / 790e6)
+
+    @cached_property
+    def wanted(self) -> torch.Tensor:
+        """The first routing's result in fp32."""
+        out = torch.empty_like(self.x, dtype=torch.float32)
+        weights = self.gate_up.float(), self.down.float()
+        reference.experts_grouped(self.x.float(), self.ids[0], self.weights[0], *weights, out)
+        return out
 
     def calls(self, tiling: Tiling, dependent: bool = True) -> list[launch.Experts]:
         """One call for every routing, all with one workspace."""
@@ -105,9 +118,23 @@ def microseconds(runs: list[Callable[[], None]], target_us: float = 4000.0, repe
     return time(capture(calls), calls, repeats)
 
 
-def line(case: Problem, tiling: Tiling) -> str:
-    """A line of the table."""
+def name_of(tiling: Tiling) -> str:
+    """Its rows, starred when it is Hopper's own kernels."""
+    return f"{tiling.rows}{'*' if tiling.programs else ''}"
+
+
+def error_of(case: Problem, tiling: Tiling) -> float:
+    """How far the first routing's result is from `wanted`."""
+    call = case.calls(tiling)[0]
+    call.out_TE.zero_()
+    call.run()
+    return error(call.out_TE.sum(1) if case.shape.groups else call.out_TE, case.wanted)
+
+
+def line(case: Problem, tiling: Tiling) -> tuple[str, float, float]:
+    """A line of the table; the microseconds of a call and its error."""
     calls = case.calls(tiling)
+    wrong_by = error_of(case, tiling)
     whole = microseconds([call.run for call in calls])
     plain = microseconds([call.run for call in case.calls(tiling, dependent=False)])
     for call in calls[:1]:
@@ -120,12 +147,12 @@ def line(case: Problem, tiling: Tiling) -> str:
     gate_up, down, *rest = parts.values()
     flops = 6 * case.shape.pairs * case.shape.hidden * case.shape.intermediate
     extra = " ".join(f"{part:7.1f}" for part in rest) or f"{'-':>7} {'-':>7}"
-    rows = f"{tiling.rows}{'*' if tiling.programs else ''}"
-    return (
-        f"{case.shape.tokens:6} {rows:>5} {case.active:6.1f} {case.floor():8.1f} {whole:8.1f} {plain:8.1f} "
+    text = (
+        f"{case.shape.tokens:6} {name_of(tiling):>5} {case.active:6.1f} {case.floor():8.1f} {whole:8.1f} {plain:8.1f} "
         f"{gate_up:8.1f} {case.floor(2.0) / gate_up:5.0%} {down:8.1f} {case.floor(1.0) / down:5.0%} {extra} "
-        f"{case.floor() / whole:6.0%} {flops / whole / 1e6:6.0f}"
+        f"{case.floor() / whole:6.0%} {flops / whole / 1e6:6.0f} {wrong_by:8.1e}"
     )
+    return text, whole, wrong_by
 
 
 def variants(spec: str) -> list[tuple[str, int, Product]]:
@@ -210,14 +237,23 @@ def main() -> None:
     down = torch.randn(experts, hidden, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
     columns = ("tokens", "rows", "active", "floor", "all", "no PDL", "gate_up", "share", "down", "share")
     print("{:>6} {:>5} {:>6} {:>8} {:>8} {:>8} {:>8} {:>5} {:>8} {:>5}".format(*columns), end="")
-    print(f" {'sort':>7} {'combine':>7} {'share':>6} {'TFLOPs':>6}   µs a call", flush=True)
+    print(f" {'sort':>7} {'combine':>7} {'share':>6} {'TFLOPs':>6} {'error':>8}   µs a call", flush=True)
+    all_right = True
     for shape in shapes:
         case = problem(shape, gate_up, down)
+        results = {}
         for tiling in tilings(shape):
-            print(line(case, tiling), flush=True)
+            text, time, wrong_by = line(case, tiling)
+            print(text, flush=True)
+            results[name_of(tiling)] = time, wrong_by
+        right = all(wrong_by <= MOST_ERROR for _, wrong_by in results.values())
+        all_right &= right
+        if len(results) > 1 or not right:
+            print(verdict(f"{shape.tokens} tokens", results), flush=True)
         wanted = [one for one in tries if suits(one[1], shape)]
         if wanted:
             sweep(case, wanted)
+    sys.exit(not all_right)
 
 
 def tilings(shape: ExpertsShape) -> list[Tiling]:

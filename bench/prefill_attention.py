@@ -6,7 +6,8 @@
 
 A shape is rows x queries, then + context: the queries' own keys causally, or, with context, that many keys of which
 every query sees all. Products counted are those a query and a key it sees must make; 790 TFLOP/s is what the card's
-products reach.
+products reach. "error" is the largest of a query and head, in norms of the fp32 reference's result. Where a shape was
+tried in more than one way, a line behind it says which is fastest. Exit status 1 when a result is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kernels.mla_prefill import launch
+from verdict import MOST_ERROR, error, verdict
+
+from kernels.mla_prefill import launch, reference
 from kernels.mla_prefill.launch import HOPPER, Tiling
 
 NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
@@ -49,46 +52,59 @@ class Shape:
         return 2.0 * self.rows * heads * pairs * (NOPE + ROPE + VALUE)
 
 
-def milliseconds(shape: Shape, heads: int, tiles: Tiling | None) -> float:
-    """Median time of one launch, several in a row between two events."""
-    tokens, keys = shape.rows * shape.queries, shape.rows * (shape.context or shape.queries)
-    options = {"device": "cuda", "dtype": torch.bfloat16}
-    q_THD = torch.randn(tokens, heads, NOPE + ROPE, **options)
-    kv_SHF = torch.randn(keys, heads, NOPE + VALUE, **options)
-    latent_SC = torch.randn(keys, LATENT + ROPE, **options)
-    cu_q_B1 = torch.arange(shape.rows + 1, device="cuda", dtype=torch.int32) * shape.queries
-    cu_k_B1 = torch.arange(shape.rows + 1, device="cuda", dtype=torch.int32) * (shape.context or shape.queries)
-    out_THV = torch.empty(tokens, heads, VALUE, **options)
-    lse_TH = torch.empty(tokens, heads, device="cuda")
+class Case:
+    """Random queries and keys of a shape, and what the reference makes of them."""
 
-    def run() -> None:
+    def __init__(self, shape: Shape, heads: int) -> None:
+        tokens, keys = shape.rows * shape.queries, shape.rows * (shape.context or shape.queries)
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        q_THD = torch.randn(tokens, heads, NOPE + ROPE, **options)
+        kv_SHF = torch.randn(keys, heads, NOPE + VALUE, **options)
+        latent_SC = torch.randn(keys, LATENT + ROPE, **options)
+        begin_B1 = torch.arange(shape.rows + 1, device="cuda", dtype=torch.int32)
+        bounds = begin_B1 * shape.queries, begin_B1 * (shape.context or shape.queries)
+        self.tensors = q_THD, kv_SHF[..., :NOPE], latent_SC[:, LATENT:], kv_SHF[..., NOPE:], *bounds
+        self.out_THV, self.lse_TH = (
+            torch.empty(tokens, heads, VALUE, **options),
+            torch.empty(tokens, heads, device="cuda"),
+        )
+        self.scale, self.causal, self.queries = (NOPE + ROPE) ** -0.5, not shape.context, shape.queries
+        self.want_THV = torch.empty(tokens, heads, VALUE, device="cuda")
+        self.want_lse_TH = torch.empty_like(self.lse_TH)
+        reference.mla_prefill(*self.tensors, self.want_THV, self.want_lse_TH, self.scale, self.causal)
+
+    def run(self, tiles: Tiling | None) -> None:
+        """One launch."""
         launch.mla_prefill(
-            q_THD,
-            kv_SHF[..., :NOPE],
-            latent_SC[:, LATENT:],
-            kv_SHF[..., NOPE:],
-            cu_q_B1,
-            cu_k_B1,
-            out_THV,
-            lse_TH,
-            scale=(NOPE + ROPE) ** -0.5,
-            causal=not shape.context,
-            max_q=shape.queries,
+            *self.tensors,
+            self.out_THV,
+            self.lse_TH,
+            scale=self.scale,
+            causal=self.causal,
+            max_q=self.queries,
             tiles=tiles,
         )
 
-    run()
-    torch.cuda.synchronize()
-    times, repeats = [], 4
-    for _ in range(9):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(repeats):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / repeats)
-    return median(times[2:])
+    def error(self, tiles: Tiling | None) -> float:
+        """How far a launch is from the reference, in its outputs or, absolutely, in their log-sum-exp."""
+        self.out_THV.fill_(torch.nan)
+        self.lse_TH.fill_(torch.nan)
+        self.run(tiles)
+        out = error(self.out_THV, self.want_THV)
+        return out if (self.lse_TH - self.want_lse_TH).abs().max() <= MOST_ERROR else torch.nan
+
+    def milliseconds(self, tiles: Tiling | None) -> float:
+        """Median time of one launch, several in a row between two events."""
+        times, repeats = [], 4
+        for _ in range(9):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(repeats):
+                self.run(tiles)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / repeats)
+        return median(times[2:])
 
 
 def choices(text: str) -> list[Tiling | None]:
@@ -104,15 +120,28 @@ def main() -> None:
     parser.add_argument("--shape", default=SHAPES)
     parser.add_argument("--tiles", default="")
     arguments = parser.parse_args()
-    print(f"{arguments.heads} heads".ljust(16) + "tiles".ljust(22) + "       us  TFLOP/s  of 790")
+    print(f"{arguments.heads} heads".ljust(16) + "tiles".ljust(22) + "       us  TFLOP/s  of 790    error")
+    all_right = True
     for text in arguments.shape.split(","):
         shape = Shape.parse(text)
+        case = Case(shape, arguments.heads)
+        results = {}
         for tiles in choices(arguments.tiles):
-            time = milliseconds(shape, arguments.heads, tiles)
+            wrong_by = case.error(tiles)
+            time = case.milliseconds(tiles)
             rate = shape.operations(arguments.heads) / time / 1e9
             chosen = tiles or launch.tiling(NOPE + ROPE, VALUE, torch.bfloat16, shape.queries)
             about = f"{chosen.path} {chosen.queries}x{chosen.keys}x{chosen.warps}x{chosen.stages}"
-            print(text.ljust(16) + about.ljust(22) + f"{time * 1000:9.1f}{rate:9.0f}{rate / 790:8.0%}", flush=True)
+            print(
+                text.ljust(16) + about.ljust(22) + f"{time * 1000:9.1f}{rate:9.0f}{rate / 790:8.0%}{wrong_by:9.1e}",
+                flush=True,
+            )
+            results[about] = time, wrong_by
+        right = all(wrong_by <= MOST_ERROR for _, wrong_by in results.values())
+        all_right &= right
+        if len(results) > 1 or not right:
+            print(verdict(text, results), flush=True)
+    sys.exit(not all_right)
 
 
 if __name__ == "__main__":
