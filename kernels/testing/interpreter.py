@@ -24,6 +24,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from kernels.testing.quick_interpreter import quicken
+
 _TORCH_DTYPE = {
     tl.bfloat16: torch.bfloat16,
     tl.float8e4nv: torch.float8_e4m3fn,
@@ -76,6 +78,7 @@ def repair() -> None:
     if _repaired:
         return
     _repaired = True
+    quicken()
     builder = interpreter.InterpreterBuilder
     plain_cast, plain_fp_to_fp = builder.cast_impl, builder.create_fp_to_fp
     plain_unary, plain_binary, plain_ternary = builder.unary_op, builder.binary_op, builder.ternary_op

@@ -1,0 +1,128 @@
+"""Makes Triton's CPU interpreter two to three times faster, without changing what it computes.
+
+Triton 3.6.0 spends most of an interpreted kernel on things it has already worked out: every call of a device function
+searches the language for functions to patch, every value describes its shape anew, and names types by formatting them.
+`quicken` remembers them. Nothing here touches a number.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
+
+
+def quicken() -> None:
+    """Patch the interpreter of this process."""
+    interpreter._get_np_dtype = _NumpyTypes(interpreter._get_np_dtype)
+    interpreter._patch_builtin = _patch_builtin
+    interpreter._patch_lang = _PatchedLanguage(interpreter._patch_lang)
+    core.tuple.__init__ = _tuple_init
+    core.tuple.type = property(_tuple_type, _set_tuple_type)
+    core.block_type.__init__ = _block_type_init
+    core.tensor.__init__ = _tensor_init
+
+
+class _NumpyTypes:
+    """Of Triton's types, each looked up once."""
+
+    def __init__(self, plain: Any) -> None:
+        self._of_scalar = functools.cache(plain)
+
+    def __call__(self, kind: Any) -> np.dtype[Any]:
+        scalar = kind.scalar
+        return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else self._of_scalar(scalar)
+
+
+class _PatchedLanguage:
+    """Patches what functions see of the language once a launch. Triton does so again in every call of a function within
+    an interpreted one, and never restores what it patched there."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+        self._patched: set[Any] = set()
+        self._seen_by = functools.cache(_languages)
+
+    def __call__(self, function: Any) -> Any:
+        seen = self._seen_by(function)
+        if self._patched and self._patched >= seen:
+            return None
+        outermost = not self._patched
+        scope = self._plain(function)
+        self._patched |= seen
+        if outermost:
+            restore = scope.restore
+
+            def end() -> None:
+                self._patched.clear()
+                restore()
+
+            scope.restore = end
+        return scope
+
+
+def _languages(function: Any) -> frozenset[Any]:
+    return frozenset(value for value in function.__globals__.values() if value is tl or value is core)
+
+
+@functools.cache
+def _builtins(package: Any) -> tuple[str, ...]:
+    return tuple(name for name, member in inspect.getmembers(package) if core.is_builtin(member))
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name in _builtins(package):
+        member = getattr(package, name)
+        if core.is_builtin(member):
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+
+def _tuple_init(self: Any, values: Any, type: Any = None) -> None:
+    """As Triton's, but the type of the values is worked out when it is asked for."""
+    self.values = list(values)
+    self._type = None if type is None else type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+
+def _tuple_type(self: Any) -> Any:
+    if self._type is None:
+        self._type = core._type_for_tuple_values(self.values)
+    return self._type
+
+
+def _set_tuple_type(self: Any, type: Any) -> None:
+    self._type = type
+
+
+@functools.cache
+def _described(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+    """A block's shape as its type keeps it, number of elements, name."""
+    if not shape:
+        raise TypeError("0d block_type is forbidden")
+    kept = core.tuple(shape)
+    return kept, core.validate_block_shape(kept), str(kept)
+
+
+def _block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
+    key = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
+    self.element_ty = element_ty
+    self.shape, self.numel, text = _described(key)
+    self.name = f"<{text}, {element_ty}>"
+
+
+@functools.cache
+def _tensor_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A tensor's shape and number of elements as its attributes keep them."""
+    return core.tuple([core.constexpr(s) for s in shape]), core.constexpr(math.prod(shape))
+
+
+def _tensor_init(self: Any, handle: Any, type: Any) -> None:
+    self.handle = handle
+    self.type = type
+    self.dtype = type.scalar
+    self.shape, self.numel = _tensor_shape(tuple(type.shape.values) if type.is_block() else ())
