@@ -71,7 +71,7 @@ class Uploader:
     def _copy(self, into: Tensor, read: Callable[[], Tensor], before: torch.cuda.Event | None) -> None:
         if not hasattr(self._own, "lane"):
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+                torch.cuda.set_device(into.device)  # has an index, which `torch.device("cuda")` has not
             self._own.lane = _Lane(self._device, self._piece_bytes)
         lane: _Lane = self._own.lane
         if lane.stream is not None and before is not None:

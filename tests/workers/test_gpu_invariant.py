@@ -66,7 +66,7 @@ def test_every_graph_passes_the_self_test(dtype: str) -> None:
     graphs = run.runner.graphs
     assert graphs is not None
     reports = SelfTest(run.runner.parts, 0).run([Candidate(c.step, c.replay) for c in graphs.all()])
-    assert [(r.key, r.problems) for r in reports if not r.passed] == []
+    assert [(str(r), r.problems) for r in reports if not r.passed] == []
 
 
 def test_twenty_runs_agree_bitwise(dtype: str, alone: list[Outcome]) -> None:

@@ -15,9 +15,10 @@ from tests.tiny_models import write_tiny
 from tests.workers.recorded import Recording
 from tests.workers.test_engine import engine, greedy, random_prompts
 from workers.graphs.ladder import TokenLadder
-from workers.graphs.rehearsal import rehearse
+from workers.graphs.rehearsal import rehearsals, rehearse
 from workers.graphs.segments import Stage
 from workers.mixed_step import MixedStep
+from workers.models.products import Experts, Products
 from workers.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
 from workers.scratch import Scratch
 from workers.step import StepOutput, StepParts
@@ -103,6 +104,29 @@ def test_the_memory_of_the_rehearsal_is_enough_for_any_step(folder: Path) -> Non
     with torch.inference_mode():
         run.runner.graphs = Buckets(run.runner.parts, 120, Stage)  # type: ignore[assignment]
     assert run.generate(prompts, greedy(8)) == expected
+
+
+@torch.inference_mode()
+def test_a_small_bucket_may_need_more_memory_than_the_largest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the experts' workspace on a GPU does: it holds results in fp32 while there are few."""
+    monkeypatch.setattr(moe_reference, "experts_grouped", moe_reference.experts_gathered)
+    experts = Products.experts
+
+    def wasteful(self: Products, x_TE: torch.Tensor, mixture: Experts, out_TE: torch.Tensor, scratch: Scratch) -> None:
+        scratch.empty(1 << 22 if x_TE.shape[0] == 48 else 0, dtype=torch.uint8)
+        experts(self, x_TE, mixture, out_TE, scratch)
+
+    monkeypatch.setattr(Products, "experts", wasteful)
+    Buckets(engine(folder).runner.parts, 80, RecordedStage)
+
+
+@torch.inference_mode()
+def test_a_rehearsal_has_no_more_rows_than_slots(folder: Path) -> None:
+    """Where a step may feed many times what all slots hold."""
+    parts = engine(folder, max_rows=2, max_context=40, token_budget=1000).runner.parts
+    plans = list(rehearsals(parts, 1000))
+    assert max(plan.layout.rows for plan in plans) == 2
+    rehearse(parts, Stage(parts, 1000, Scratch(parts.device), Scratch(parts.device)))
 
 
 @torch.inference_mode()

@@ -10,9 +10,11 @@ import torch
 
 from kernels.page import PAGE_TOKENS
 from workers.batch import Batch, DecodeBatch
+from workers.graphs.ladder import TokenLadder
 from workers.graphs.segments import Stage
 from workers.mixed_step import MixedStep
 from workers.plan import BatchLayout, PrefillRow, StepPlan
+from workers.scratch import Scratch
 from workers.step import StepParts
 
 NOBODY = -1
@@ -29,14 +31,16 @@ def rehearsals(parts: StepParts, budget: int) -> Iterator[StepPlan]:
         for width in widths:
             decode = (NOBODY,) * min(slots - 1, (budget - 1) // width)
             room = budget - width * len(decode)
-            yield _plan(width, parts.width - 1, decode, _chunks(room, context, longest))
-        yield _plan(parts.width, parts.width - 1, (), _chunks(min(_SHORT, budget), context, longest))
+            yield _plan(width, parts.width - 1, decode, _chunks(room, context, longest, slots - len(decode)))
+        yield _plan(parts.width, parts.width - 1, (), _chunks(min(_SHORT, budget), context, longest, slots))
 
 
-def _chunks(tokens: int, context: int, longest: int) -> Iterator[PrefillRow]:
-    """Rows that feed so many tokens behind `context` cached ones; the first ends its prompt."""
+def _chunks(tokens: int, context: int, longest: int, rows: int) -> Iterator[PrefillRow]:
+    """Rows that feed so many tokens behind `context` cached ones, or what so many rows can; the first ends its
+    prompt."""
     begun = 0
-    while begun < tokens:
+    while begun < tokens and rows:
+        rows -= 1
         count = min(tokens - begun, longest - context)
         final = not begun
         yield PrefillRow(NOBODY, context, (0,) * count, 0, final, -1 if final else 0)
@@ -48,8 +52,15 @@ def _plan(width: int, drafts: int, decode: tuple[int, ...], prefill: Iterator[Pr
 
 
 def rehearse(parts: StepParts, stage: Stage) -> None:
-    """Run every kind of mixed step in `stage`, and take the memory that the largest context needs. No slot's state
-    changes, and of the cache only the null page."""
+    """Run every kind of mixed step in `stage`, and take the memory that the largest context needs, and that segments of
+    any smaller bucket do. No slot's state changes, and of the cache only the null page."""
+    for key in TokenLadder(stage.tokens):
+        # Fewer tokens may need more: their products are cut up another way.
+        bucket = Stage(parts, key.tokens, Scratch(parts.device), stage.inner)
+        bucket.clear()
+        for which, segments in enumerate(bucket.segments):
+            for index in range(len(segments)):
+                bucket.run_segment(which, index)
     step = MixedStep(parts)
     for plan in rehearsals(parts, stage.tokens):
         step.run(plan, stage)

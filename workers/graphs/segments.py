@@ -33,7 +33,7 @@ class Stage:
     def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
         """`scratch`: for what is handed on, and for what runs eagerly. `inner`: for what a segment needs on its way.
         Both may be shared by stages that run one after the other."""
-        self.parts, self.tokens, self.scratch, self._inner = parts, tokens, scratch, inner
+        self.parts, self.tokens, self.scratch, self.inner = parts, tokens, scratch, inner
         model, slots = parts.model, parts.state.slots
         # What the host says about a step arrives in one piece: of every token, then of the rows (see `MixedStep`).
         self.uploaded_X = scratch.empty(PER_TOKEN * tokens + (5 + parts.width) * slots, dtype=torch.int64)
@@ -58,7 +58,12 @@ class Stage:
     def fill(self, byte: int) -> None:
         """Overwrite all memory that steps use: nothing in it outlives one."""
         self.scratch.fill(byte)
-        self._inner.fill(byte)
+        self.inner.fill(byte)
+
+    def clear(self) -> None:
+        """Feed padding alone: what runs then touches only the null page."""
+        self.uploaded_X.zero_()
+        self.cache_slot_T.zero_()
 
     def run_pass(self, which: int, batch: Batch) -> None:
         """TARGET or DRAFT, with the rows of `batch`: `hidden_TE` or `drafted_TE` is the result."""
@@ -72,17 +77,16 @@ class Stage:
 
     def run_segment(self, which: int, index: int) -> None:
         """Segment `index` of a pass."""
-        self.segments[which].run(index, self.tensors[which], self.parts.cache, self._inner)
+        self.segments[which].run(index, self.tensors[which], self.parts.cache, self.inner)
 
 
 class CapturedStage(Stage):
     """A stage whose segments are graphs, replayed. They hold no state from one step to the next."""
 
     def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
-        """Captures at once, on padding alone, so that only the null page is touched."""
+        """Captures at once, on padding alone."""
         super().__init__(parts, tokens, scratch, inner)
-        self.uploaded_X.zero_()
-        self.cache_slot_T.zero_()
+        self.clear()
         self._graphs: list[list[torch.cuda.CUDAGraph]] = []
         for which, segments in enumerate(self.segments):
             run = partial(super().run_segment, which)
