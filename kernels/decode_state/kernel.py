@@ -59,7 +59,10 @@ def feed(
         tl.store(length_out + row, tl.where(live, length + WIDTH, 0).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=_INTS)
+@triton.jit(
+    do_not_specialize=_INTS,
+    do_not_specialize_on_alignment=["accepted_in"],  # it lies behind a number of tokens
+)
 def advance(
     length_state,
     last_state,

@@ -9,7 +9,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit(do_not_specialize=["rows", "target_stride", "draft_stride", "vocab"])
+@triton.jit(
+    do_not_specialize=["rows", "target_stride", "draft_stride", "vocab"],
+    do_not_specialize_on_alignment=["accepted", "faults_out"],  # they lie behind a number of tokens
+)
 def accept(
     target,
     draft,

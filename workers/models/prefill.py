@@ -75,9 +75,11 @@ class PrefillGeometry:
         if prefill is None or not prefill.count:
             return None
         counts = _piece_counts(prefill, batch.first)
-        # Cumulative sums of the queries', then of every piece's keys: one copy for all of them.
-        cu = [list(accumulate(row, initial=0)) for row in (prefill.count, *counts)]
-        cu_XB1 = on_device(cu, torch.int32, prefill.page_NP.device)
+        # Cumulative sums of the queries', then of every piece's keys: one copy for all of them. Each begins at a
+        # multiple of 16 bytes, whatever the number of rows: kernels are compiled anew where that differs.
+        filling = [0] * (-(len(prefill.count) + 1) % 4)
+        cu = [[*accumulate(row, initial=0), *filling] for row in (prefill.count, *counts)]
+        cu_XB1 = on_device(cu, torch.int32, prefill.page_NP.device)[:, : len(prefill.count) + 1]
         return PrefillGeometry(cu_XB1[0], max(prefill.count), tuple(_pieces(prefill, batch.first, counts, cu_XB1[1:])))
 
     @staticmethod
