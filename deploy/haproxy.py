@@ -7,6 +7,8 @@ HAProxy's place (see `install`) changes the configuration it was given, then bec
 - Serve's fallback proxy is left out: it holds requests until there is a replica, and its streams cannot be guarded.
   What it is there for, HAProxy knowing less than Serve until it is reloaded, is covered by those who still serve: a
   replica that drains counts as up while it can be reached, and when the router fails the replicas share the requests;
+- every request has a connection of its own to a replica. What breaks on one that served before is no error to HAProxy:
+  clients whose request met the end of a replica would find their own connection closed without a word;
 - what HAProxy itself answers is OpenAI's error envelope. While no replica is ready it is a 503 at once, with the cause
   that was noted last (`note_fault`), read when somebody asks;
 - HAProxy ends with the process that started it. One whose manager was killed would keep the port for ever.
@@ -32,6 +34,7 @@ _FALLBACK = re.compile(r"^\s*(?:use-)?server SERVE_PROXY_ACTOR-fallback\S* ")
 _ERROR_FILE = re.compile(r"^\s*errorfile (?:502|503|504) ")
 _ROUTER_FAILED = re.compile(r'^\s*http-request return status 503 .* lf-string "Ingress request router failed')
 _NO_ROUTE = re.compile(r"^\s*http-request return status 404 .* lf-string \"Path ")
+_POOL = re.compile(r"^(\s*)http-reuse always$")
 _HEALTHY = re.compile(r"^(\s*http-check expect) status 200$")
 _PR_SET_PDEATHSIG = 1
 
@@ -69,6 +72,7 @@ def adapt(config: str, folder: Path) -> str:
             section = found[2]
         if section in _SIDE_SECTIONS:
             line = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:\2", line)
+        line = _POOL.sub(r"\g<1>option http-server-close", line)
         line = _HEALTHY.sub(r"\g<1> rstring ^(success|DRAINING)$", line)
         if _ERROR_FILE.match(line):
             lines += errors  # once, in place of the first of three

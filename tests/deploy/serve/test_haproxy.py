@@ -1,5 +1,6 @@
 """The command in HAProxy's place, on a configuration that Ray Serve itself renders and HAProxy itself checks."""
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -34,6 +35,8 @@ def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         metrics_socket_path=str(tmp_path / "node" / "metrics.sock"),
         stats_port=STATS,
         metrics_port=EXPORTER,
+        retry_on="conn-failure empty-response",  # as `deploy.environment` asks
+        retries=1,
         health_check_inter="50ms",
         health_check_fastinter="50ms",
     )
@@ -138,16 +141,16 @@ def test_side_doors_are_closed_and_the_rest_is_left(rendered: Path) -> None:
         f"bind 127.0.0.1:{STATS}",
     ]
     dropped = [line.strip() for line in before if line not in after]
-    # Two listeners, three error files, two answers in plain text, a health check; the fallback server in both backends
-    # and its pin.
-    expected = (
-        ["bind"] * 2 + ["errorfile"] * 3 + ["http-check"] + ["http-request"] * 2 + ["server"] * 2 + ["use-server"]
-    )
+    # Two listeners, three error files, two answers in plain text, a health check, the pools of idle connections; the
+    # fallback server in both backends and its pin.
+    expected = ["bind"] * 2 + ["errorfile"] * 3 + ["http-check"] + ["http-request"] * 2 + ["http-reuse"] * 2
+    expected += ["server"] * 2 + ["use-server"]
     assert sorted(line.split()[0] for line in dropped) == expected
     assert all("fallback" in line for line in dropped if "server" in line.split()[0])
     added = [line.strip().split()[0] for line in after if line not in before]
     errors = ["http-error"] * 7
-    assert sorted(added) == ["bind", "bind", "http-check", *errors, "http-request", "lua-load-per-thread"]
+    close = ["option"] * 2
+    assert sorted(added) == ["bind", "bind", "http-check", *errors, "http-request", "lua-load-per-thread", *close]
 
 
 def test_the_front_door_stays_on_every_interface_when_asked(rendered: Path) -> None:
@@ -249,6 +252,38 @@ def test_what_haproxy_answers_is_in_the_envelope(proxy: tuple[subprocess.Popen, 
         assert error["message"]
         assert error["code"]
         assert error["type"]
+
+
+def test_a_request_to_a_replica_that_just_ended_is_answered(proxy: tuple[subprocess.Popen, int]) -> None:
+    """Clients that keep their connections are told as well, and find them still open."""
+    ended = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(ConnectionResetError):
+            while connection.recv(65536) and not ended.is_set():
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nsuccess")
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = replica.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,)).start()
+
+    with contextlib.ExitStack() as open_until_the_end:
+        replica = open_until_the_end.enter_context(socket.create_server(("127.0.0.1", REPLICA)))
+        threading.Thread(target=accept).start()
+        address = f"http://127.0.0.1:{PORT}"
+        clients = [open_until_the_end.enter_context(httpx.Client(base_url=address, trust_env=False)) for _ in range(4)]
+        deadline = time.monotonic() + 10
+        while {each.get("/v1/models").status_code for each in clients} != {200}:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        ended.set()
+        replica.shutdown(socket.SHUT_RDWR)
+        for each in clients:
+            assert each.get("/v1/models").json()["error"]["code"] == "no_replica"
 
 
 def test_every_error_is_in_the_envelope(tmp_path: Path) -> None:
