@@ -40,6 +40,11 @@ class Launched:
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     done: torch.cuda.Event | None
 
+    @property
+    def finished(self) -> bool:
+        """Whether `Runner.collect` would not wait."""
+        return self.done is None or self.done.query()
+
 
 class Runner:
     """Executes plans in order. One per rank; all ranks of a replica get the same plans."""

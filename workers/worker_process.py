@@ -19,7 +19,8 @@ COLLECTIVE_TIMEOUT_S = 120.0
 
 
 def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int) -> None:
-    """Run plans as they come. On a GPU the next step is launched before the last one's tokens are waited for."""
+    """Run plans as they come. On a GPU the next step is launched before the last one's tokens are waited for: a plan
+    comes while a step runs, so that neither of the two is waited for alone."""
     launched: deque[Launched] = deque()
     ahead = 1 if runner.device.type == "cuda" else 0
     while True:
@@ -28,7 +29,7 @@ def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int) -> None:
             return
         if plan is not None:
             launched.append(runner.launch(plan))
-        if launched and (plan is None or len(launched) > ahead):
+        if len(launched) > ahead or (launched and launched[0].finished):
             result = runner.collect(launched.popleft())
             if rank == 0:
                 results.send(result)
