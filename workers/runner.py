@@ -43,7 +43,7 @@ class Launched:
     @property
     def finished(self) -> bool:
         """Whether `Runner.collect` would not wait."""
-        return self.done is None or self.done.query()
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
 
 
 class Runner:
