@@ -25,7 +25,7 @@ def gpu_test_files() -> list[Path]:
 
 def run(path: Path, timeout_s: float) -> tuple[str, str, float]:
     """(outcome, pytest's summary or the last lines of output, seconds) of one file's GPU tests."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", str(path)]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", str(path)]
     start = time.monotonic()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
@@ -41,7 +41,8 @@ def run(path: Path, timeout_s: float) -> tuple[str, str, float]:
             return "TIMEOUT", f"after {timeout_s:.0f} s\n{tail}", time.monotonic() - start
     seconds = time.monotonic() - start
     lines = [line for line in stdout.splitlines() if line.strip()]
-    summary = next((line.strip("= ") for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), "")
+    counts = r"\d+ (passed|failed|error|skipped)"
+    summary = next((line.strip("= ") for line in reversed(lines) if re.search(counts, line)), "")
     if process.returncode == 0:
         return "ok", summary, seconds
     return "FAILED", "\n".join([summary, *lines[-25:], *stderr.splitlines()[-5:]]), seconds
