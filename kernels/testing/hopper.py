@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from triton import knobs
@@ -23,7 +24,8 @@ from triton.runtime.jit import JITFunction
 SHARED_MEMORY_LIMIT = 227 * 1024
 """Bytes of shared memory one block may use on Hopper. Triton does not check it before the launch."""
 
-_COUNTED = ("HGMMA", "QGMMA", "HMMA", "UTMALDG", "LDGSTS", "STL", "LDL", "USETMAXREG", "ACQBULK", "PREEXIT")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/ +(?:@!?\w+ +)?([A-Z0-9]+)", re.MULTILINE)
+_disassembled: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,15 @@ class Resources:
     """Bytes of shared memory a block."""
     warps: int
     """Warps a block, those of warp-specialised partitions included."""
-    instructions: dict[str, int] = field(compare=False)
-    """How often each interesting machine instruction occurs."""
+    waits: bool
+    """Whether it waits for the kernel before it, as a dependent launch must."""
+    releases: bool
+    """Whether it lets the kernel after it begin."""
 
     def check(self, registers: int = 255) -> None:
         """AssertionError when the kernel spills, or needs more shared memory than a block may have or more than
         `registers`."""
         assert self.stack == 0, f"{self.name} spills: {self}"
-        assert not {"LDL", "STL"} & self.instructions.keys(), f"{self.name} spills: {self}"
         assert self.shared <= SHARED_MEMORY_LIMIT, f"{self.name} needs too much shared memory: {self}"
         assert self.registers <= registers, f"{self.name} needs too many registers: {self}"
 
@@ -96,30 +99,30 @@ def compile_only(capability: int = 90) -> Iterator[list[Any]]:
 
 def resources(kernel: Any) -> Resources:
     """Read the resources of a compiled kernel from its machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = _cuobjdump("--dump-resource-usage", file.name)
-        code = _cuobjdump("--dump-sass", file.name)
+    usage = _cuobjdump(kernel, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, f"cuobjdump printed no resource usage:\n{usage}"
-    counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in _COUNTED}
     return Resources(
         name=kernel.metadata.name,
         registers=int(found[1]),
         stack=int(found[2]),
         shared=kernel.metadata.shared,
         warps=kernel.metadata.num_warps,
-        instructions={name: count for name, count in counts.items() if count},
+        waits="griddepcontrol.wait" in kernel.asm["ptx"],
+        releases="griddepcontrol.launch_dependents" in kernel.asm["ptx"],
     )
 
 
+def instructions(kernel: Any) -> Counter[str]:
+    """How often each machine instruction occurs in a compiled kernel, by its name up to the first dot."""
+    return Counter(_INSTRUCTION.findall(machine_code(kernel)))
+
+
 def machine_code(kernel: Any) -> str:
-    """The disassembly of a compiled kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        return _cuobjdump("--dump-sass", file.name)
+    """The disassembly of a compiled kernel. It takes a quarter of a second, so each kernel's is kept."""
+    if kernel.hash not in _disassembled:
+        _disassembled[kernel.hash] = _cuobjdump(kernel, "--dump-sass")
+    return _disassembled[kernel.hash]
 
 
 def serialized(kernel: Any) -> bool:
@@ -135,7 +138,9 @@ def serialized(kernel: Any) -> bool:
     return "serialized" in remarks
 
 
-def _cuobjdump(option: str, path: str) -> str:
-    return subprocess.run(
-        [knobs.nvidia.cuobjdump.path, option, path], capture_output=True, text=True, check=True
-    ).stdout
+def _cuobjdump(kernel: Any, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -16,7 +16,7 @@ from kernels.head_linear import launch as head_launch
 from kernels.linear import launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
 from kernels.pending_norm import PendingNorm, launch_enter
-from kernels.testing.hopper import Resources, compile_only, resources
+from kernels.testing.hopper import compile_only, resources
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -61,20 +61,14 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype)  # never touched, so never more than addresses
 
 
-FOUND: dict[str, Resources] = {}
-"""Of kernels seen before: most serve several numbers of tokens."""
-
-
 def gate(run: Callable[[], None], registers: int = 255) -> None:
     with compile_only() as compiled:
         run()
     assert compiled
     for kernel in compiled:
-        if kernel.hash not in FOUND:
-            FOUND[kernel.hash] = resources(kernel)
-        found = FOUND[kernel.hash]
+        found = resources(kernel)
         found.check(registers)
-        assert {"ACQBULK", "PREEXIT"} <= found.instructions.keys(), f"{found.name} lacks dependent launch"
+        assert (found.waits, found.releases) == (True, True), f"{found.name} lacks dependent launch"
         # What is copied was written by kernels before, of which L1 may know nothing.
         assert "cp.async.ca" not in kernel.asm["ptx"], f"{found.name} copies through L1"
 

@@ -1,6 +1,7 @@
 """The decode kernels compile for Hopper without spills and fit its shared memory, at every tiling that is chosen."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ from decode_case import Case
 
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace, hopper_tiling, portable_tiling
-from kernels.testing.hopper import Resources, compile_only, resources
+from kernels.testing.hopper import compile_only, instructions, resources
 
 PROCESSORS = 132
 
 
-def compiled(case: Case, tiling: Tiling, dependent: bool = False, early: bool = False) -> dict[str, Resources]:
+def compiled(case: Case, tiling: Tiling, dependent: bool = False, early: bool = False) -> dict[str, Any]:
+    """The compiled kernels by name; none spills."""
     t, workspace = case.tensors, case.workspace(tiling)
     with compile_only() as kernels:
         launch.plan(t["length"], t["table"], workspace, first=case.first, dependent=dependent)
@@ -30,10 +32,9 @@ def compiled(case: Case, tiling: Tiling, dependent: bool = False, early: bool = 
             early=early,
         )
         launch.merge(t["out"], t["lse"], workspace, dependent=dependent)
-    found = [resources(kernel) for kernel in kernels]
-    for needs in found:
-        needs.check()
-    return {needs.name: needs for needs in found}
+    for kernel in kernels:
+        resources(kernel).check()
+    return {kernel.metadata.name: kernel for kernel in kernels}
 
 
 def hopper_case(rows: int, width: int, heads: int, invariant: bool = False) -> Case:
@@ -44,10 +45,11 @@ def hopper_case(rows: int, width: int, heads: int, invariant: bool = False) -> C
 @pytest.mark.parametrize("rows", [1, 32])
 def test_narrow(rows: int, dependent: bool, early: bool) -> None:
     case = hopper_case(rows, 1, 16)
-    found = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_narrow"]
-    assert found.instructions["HMMA"] >= 36 + 4 * 8
-    assert found.instructions["LDGSTS"] >= 2 * (16 + 2)
-    assert ("ACQBULK" in found.instructions) == dependent
+    kernel = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_narrow"]
+    used = instructions(kernel)
+    assert used["HMMA"] >= 36 + 4 * 8
+    assert used["LDGSTS"] >= 2 * (16 + 2)
+    assert resources(kernel).waits == dependent
 
 
 @pytest.mark.parametrize(
@@ -56,11 +58,11 @@ def test_narrow(rows: int, dependent: bool, early: bool) -> None:
 @pytest.mark.parametrize(("dependent", "early"), [(False, False), (True, True)])
 def test_wide(rows: int, width: int, heads: int, invariant: bool, dependent: bool, early: bool) -> None:
     case = hopper_case(rows, width, heads, invariant)
-    found = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_wide"]
-    assert found.instructions["HGMMA"] >= 2 * 36 + 5 * 4  # scores of two tiles, five products with values
-    assert "HMMA" not in found.instructions
-    assert found.instructions["UTMALDG"] >= 12
-    assert found.instructions["USETMAXREG"] >= 4
+    used = instructions(compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_wide"])
+    assert used["HGMMA"] >= 2 * 36 + 5 * 4  # scores of two tiles, five products with values
+    assert "HMMA" not in used
+    assert used["UTMALDG"] >= 12
+    assert used["USETMAXREG"] >= 4
 
 
 @pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (1, 128)])

@@ -5,7 +5,7 @@ import torch
 
 from kernels.linear import launch as linear_launch
 from kernels.ordered_sum import launch
-from kernels.testing.hopper import compile_only, resources
+from kernels.testing.hopper import compile_only, instructions, resources
 
 SUMS = {"V2-Lite": (2048, 16 * 128, 10944), "V3": (7168, 128 * 128, 18432), "demo": (192, 8 * 32, 640)}
 """Hidden features, and the input features of the two sums over ranks."""
@@ -39,4 +39,4 @@ def test_products_of_groups(model: str, ranks: int) -> None:
         assert len({kernel.hash for kernel in compiled}) == 1, "one kernel serves every number of tokens"
         found = resources(compiled[0])
         found.check()
-        assert "HGMMA" in found.instructions
+        assert "HGMMA" in instructions(compiled[0])

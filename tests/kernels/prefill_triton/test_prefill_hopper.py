@@ -9,7 +9,7 @@ from prefill_case import REAL, Case
 
 from kernels.merge_attention import launch as merge_launch
 from kernels.mla_prefill.launch import HOPPER, Tiling
-from kernels.testing.hopper import compile_only, machine_code, resources, serialized
+from kernels.testing.hopper import compile_only, instructions, machine_code, resources, serialized
 
 SIZES = {
     "V2 and V3": REAL,
@@ -27,8 +27,7 @@ def test_compiles_without_spills(name: str, causal: bool, queries: int) -> None:
         case.run(causal, max_q=queries)
     found = resources(compiled[0])
     found.check()
-    assert "HGMMA" in found.instructions
-    assert "LDGSTS" in found.instructions
+    assert {"HGMMA", "LDGSTS"} <= instructions(compiled[0]).keys()
 
 
 def test_fp32_compiles_without_spills() -> None:
@@ -46,9 +45,10 @@ def test_hoppers_own_kernel(causal: bool, out_dtype: torch.dtype) -> None:
         Case([(4, 8)], heads=2, dtype=torch.bfloat16, out_dtype=out_dtype, **REAL).run(causal, HOPPER)
     found = resources(compiled[0])
     found.check()
-    assert found.instructions["HGMMA"] == 2 * (12 + (12 + 8) + 8)  # first scores, the loop, last sum of two groups
-    assert found.instructions["UTMALDG"] >= 2 * (2 + 1) + (2 + 1 + 2)  # boxes of 64 features: queries, keys, values
-    assert found.instructions["USETMAXREG"] >= 4
+    used = instructions(compiled[0])
+    assert used["HGMMA"] == 2 * (12 + (12 + 8) + 8)  # first scores, the loop, last sum of two groups
+    assert used["UTMALDG"] >= 2 * (2 + 1) + (2 + 1 + 2)  # boxes of 64 features: queries, keys, values
+    assert used["USETMAXREG"] >= 4
     assert not serialized(compiled[0])
     beside = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", machine_code(compiled[0]), re.DOTALL)
     assert [code.count("MUFU.EX2") for code in beside] == [66, 66]
