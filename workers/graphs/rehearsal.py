@@ -35,6 +35,17 @@ def rehearsals(parts: StepParts, budget: int) -> Iterator[StepPlan]:
         yield _plan(parts.width, parts.width - 1, (), _chunks(min(_SHORT, budget), context, longest, slots))
 
 
+def companies(parts: StepParts, budget: int) -> Iterator[StepPlan]:
+    """Plans of a short chunk beside every power of two of decode rows, at either width: how attention deals them out
+    and merges them is compiled in."""
+    rows = 1
+    while rows < parts.state.slots:
+        for width in {1, parts.width}:
+            if rows * width < budget:
+                yield _plan(width, parts.width - 1, (NOBODY,) * rows, _chunks(1, 0, 1, 1))
+        rows *= 2
+
+
 def _chunks(tokens: int, context: int, longest: int, rows: int) -> Iterator[PrefillRow]:
     """Rows that feed so many tokens behind `context` cached ones, or what so many rows can; the first ends its
     prompt."""
@@ -54,7 +65,8 @@ def _plan(width: int, drafts: int, decode: tuple[int, ...], prefill: Iterator[Pr
 def rehearse(parts: StepParts, stage: Stage) -> None:
     """Run every kind of mixed step in `stage`, and take the memory that the largest context needs, and that segments of
     any smaller bucket do. No slot's state changes, and of the cache only the null page."""
-    for key in TokenLadder(stage.tokens):
+    ladder = TokenLadder(stage.tokens)
+    for key in ladder:
         # Fewer tokens may need more: their products are cut up another way.
         bucket = Stage(parts, key.tokens, Scratch(parts.device), stage.inner)
         bucket.clear()
@@ -64,6 +76,8 @@ def rehearse(parts: StepParts, stage: Stage) -> None:
     step = MixedStep(parts)
     for plan in rehearsals(parts, stage.tokens):
         step.run(plan, stage)
+    for plan in companies(parts, stage.tokens):
+        step.run(plan, Stage(parts, ladder.key(plan.layout).tokens, Scratch(parts.device), stage.inner))
     flow, attention = stage.tensors[0].flow, parts.model.segments.layers[0].attention
     pages, device = parts.state.pages_per_row, parts.device
     rows = min(parts.state.slots - 1, (stage.tokens - 1) // parts.width)
