@@ -62,7 +62,7 @@ def _key(score, index):
     return (ordered.to(tl.int64) << 32) + (0x7FFFFFFF - index)
 
 
-@triton.jit(do_not_specialize=["tokens", "row_tokens", "scale"])
+@triton.jit(do_not_specialize=["tokens", "row_tokens", "slots", "scale"])
 def choose(
     logit,
     bias,
@@ -72,6 +72,7 @@ def choose(
     slot_out,
     tokens,
     row_tokens,
+    slots,
     scale,
     EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -79,7 +80,6 @@ def choose(
     MEMBER_BLOCK: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     CHOSEN: tl.constexpr,
-    SLOTS: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     SOFTMAX: tl.constexpr,
@@ -148,5 +148,5 @@ def choose(
     count = tl.sum(wanted, 0)
     tl.store(slot_out + position, expert, mask=wanted > 0)
     s = tl.arange(0, SLOT_BLOCK)
-    tl.store(slot_out + s, -1, mask=(s >= count) & (s < SLOTS))
-    tl.store(slot_out + SLOTS, count)
+    tl.store(slot_out + s, -1, mask=(s >= count) & (s < slots))
+    tl.store(slot_out + slots, count)

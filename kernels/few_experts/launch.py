@@ -61,7 +61,7 @@ def choose(
     dependent: bool = False,
 ) -> None:
     """See `kernels.few_experts.choose`."""
-    tokens, experts = logit_TX.shape
+    (tokens, experts), chosen = logit_TX.shape, choice.weight_TK.shape[1]
     if not (logit_TX.is_contiguous() and length_R.is_contiguous()) or tokens % length_R.shape[0]:
         raise ValueError("logits and lengths are contiguous, and rows have equally many tokens")
     groups = routing.groups
@@ -76,15 +76,15 @@ def choose(
         choice.slot_S,
         tokens,
         tokens // length_R.shape[0],
+        choice.slots,
         routing.scale,
         EXPERTS=experts,
         GROUPS=groups,
         GROUP_BLOCK=group_block,
         MEMBER_BLOCK=member_block,
         TOP_GROUPS=routing.top_groups,
-        CHOSEN=choice.weight_TK.shape[1],
-        SLOTS=choice.slots,
-        SLOT_BLOCK=triton.next_power_of_2(choice.slots),
+        CHOSEN=chosen,
+        SLOT_BLOCK=triton.next_power_of_2(min(experts, block * chosen)),
         TOKENS=block,
         SOFTMAX=routing.scoring == "softmax",
         BIASED=bias_X is not None,

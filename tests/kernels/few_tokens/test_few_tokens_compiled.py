@@ -177,9 +177,13 @@ def test_tiles(dtype: torch.dtype) -> None:
 def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
     """Token counts, slots and eps are not specialised, so no batch size compiles anything new under load."""
     weight = empty(512, 256)
-    kernels = set()
     with compile_only() as compiled:
         for tokens in (1, 2, 7, 8):
             launch.stream_linear(empty(tokens, 256), weight, empty(tokens, 512), dependent=True)
-        kernels = {kernel.hash for kernel in compiled}
-    assert len(kernels) == 1
+    assert len({kernel.hash for kernel in compiled}) == 1
+    length, routing = torch.ones(1, dtype=torch.int32), Routing("softmax", 1, 1, False, 1.0)
+    with compile_only() as compiled:
+        for tokens in (5, 6, 7, 8):
+            choice = Choice.empty(tokens, 64, 6, empty)
+            experts_launch.choose(empty(tokens, 64, dtype=FP32), None, length, choice, routing, dependent=True)
+    assert len({kernel.hash for kernel in compiled}) == 1
