@@ -22,11 +22,10 @@ $(READY): pyproject.toml constraints.txt
 serve: $(READY)
 	$(BIN)/latentserve serve --model $(MODEL) --port $(PORT)
 
-# Tests that measure how fast something happens, all of the end-to-end tests among them, get the machine for themselves.
+# Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest --ignore=tests/e2e -m "not alone" -n 2
-	$(BIN)/python -m pytest --ignore=tests/e2e -m alone
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest -m "not alone" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m alone
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from induced_failures import kill_under_load
 from served_application import Server, wait_gone
 from timed_client import begin, client, stream, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 CONFIG = {
     "engine": {"model": "demo", "tensor_parallel": 2, "max_rows": 16, "token_budget": 512},

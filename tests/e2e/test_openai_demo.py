@@ -18,7 +18,7 @@ from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.launch import local_engine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("openai client")]
 
 PROMPT = "def read_lines(path):"
 CHAT = [{"role": "user", "content": "Write a function is_empty. Return True if the queue is empty."}]
@@ -195,7 +195,7 @@ async def test_speculation_changes_no_answer(client: openai.AsyncOpenAI, tokeniz
 async def test_what_the_engine_cannot_do_is_400_and_harms_nobody(
     client: openai.AsyncOpenAI, wrong: dict[str, Any], stream: bool
 ) -> None:
-    neighbour = asyncio.create_task(complete(client, max_tokens=60))
+    neighbour = asyncio.create_task(complete(client, max_tokens=30))
     with pytest.raises(openai.BadRequestError):
         await complete(client, stream=stream, **wrong)
-    assert (await neighbour).usage.completion_tokens == 60
+    assert (await neighbour).usage.completion_tokens == 30

@@ -20,7 +20,7 @@ def square(x, y, N: tl.constexpr):
 def greedy(x, y, N: tl.constexpr):
     i = tl.arange(0, N)
     a = tl.load(x + i)
-    tl.store(y + i, tl.sort(a))
+    tl.store(y + i, a * tl.sum(a))  # every value is wanted until the last is there
 
 
 def test_a_launch_compiles_and_runs_nothing() -> None:
