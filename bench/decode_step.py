@@ -23,115 +23,31 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from workers.batch import LatentCache
-from workers.decode_step import DecodeStep
-from workers.models.config import ModelConfig
+from shapes import BANDWIDTH, V2_LITE, Case, Tokens, model_of, target_work
+
 from workers.models.decode_path import DecodePath
-from workers.models.deepseek import DeepseekModel
-from workers.parallel import TensorParallel
-from workers.plan import BatchLayout
-from workers.sampling import SamplingState
 from workers.scratch import Scratch
-from workers.slots import SlotState
-from workers.step import StepParts
-from workers.weights import WeightSource
 
-BANDWIDTH = 4.2e6
-"""Bytes a microsecond."""
 REPEATS = 50
-V2_LITE: dict[str, Any] = {
-    "model_type": "deepseek_v2",
-    "vocab_size": 102400,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 16,
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 6,
-    "n_shared_experts": 2,
-    "max_position_embeddings": 4096,
-}
 
 
-class RandomWeights(WeightSource):
-    """Norms of 1, everything else normal(0, 0.02)."""
-
-    def fill_part(self, into: Tensor, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
-        """Random numbers for `into`."""
-        if "norm" in name:
-            into.fill_(1.0)
-        else:
-            into.normal_(0, 0.02)
-
-    def progress(self, text: str) -> None:
-        """Says nothing."""
-
-
-def model_of(values: dict[str, Any], width: int, dtype: torch.dtype, device: torch.device) -> DeepseekModel:
-    """A random model of these config values, with a draft layer if rows feed more than one token."""
-    torch.manual_seed(0)
-    source = RandomWeights(TensorParallel(), dtype, device)
-    return DeepseekModel(source, ModelConfig.parse(values), draft_layer=width > 1, max_positions=4096)
-
-
-class Case:
-    """Steps of `rows` rows of `width` tokens over `context` cached tokens each."""
-
-    def __init__(self, model: DeepseekModel, rows: int, width: int, context: int) -> None:
-        self.model, self.rows, self.width, self.context = model, rows, width, context
-        self.device = device = model.norm_E.device
-        torch.manual_seed(rows)
-        pages = -(-(context + 40 * REPEATS * width) // 64)  # every replay moves on
-        shape = (model.cache_layers, rows * pages + 1, 64, model.cache_width)
-        self.cache = LatentCache.allocate(*shape, model.norm_E.dtype, device)
-        for layer in self.cache.layers:
-            layer.normal_()
-        self.state = SlotState(rows, width - 1, pages, device)
-        sampling = SamplingState(rows, model.config.vocab_size, device)
-        sampling.reserve()
-        self.parts = StepParts(model, self.cache, self.state, sampling, TensorParallel(), width)
-        tensors = self.state.tensors
-        tensors.page_SP[:rows] = torch.randperm(rows * pages, device=device).view(rows, pages).int() + 1
-        for ids in (tensors.last_S, tensors.draft_SK):
-            ids.copy_(torch.randint(0, model.config.vocab_size, ids.shape, device=device))
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Let the rows have `context` tokens again."""
-        self.state.tensors.length_S[: self.rows] = self.context - self.width
-
-    def step(self, scratch: Scratch) -> DecodeStep:
-        """The step of all rows."""
-        key = BatchLayout(self.width, self.rows).graph_key(self.rows, self.width - 1)
-        step = DecodeStep(self.parts, key, scratch)
-        step.slot_R.copy_(torch.arange(self.rows))
-        return step
-
-    def milliseconds(self) -> list[float]:
-        """Three measurements of the step as a graph."""
-        measured = Scratch(self.device)
-        self.step(measured).run()
-        scratch = Scratch(self.device, torch.empty(measured.peak, dtype=torch.uint8, device=self.device))
-        step = self.step(scratch)
-        graph = capture(lambda: step.run())
-        times = []
-        for _ in range(3):
-            self.rewind()
-            times.append(milliseconds(graph))
-        self.rewind()
-        return times
+def replayed(case: Case) -> list[float]:
+    """Three measurements of the step as a graph."""
+    measured = Scratch(case.device)
+    case.step(measured).run()
+    scratch = Scratch(case.device, torch.empty(measured.peak, dtype=torch.uint8, device=case.device))
+    step = case.step(scratch)
+    graph = capture(lambda: step.run())
+    times = []
+    for _ in range(3):
+        case.rewind()
+        times.append(milliseconds(graph))
+    case.rewind()
+    return times
 
 
 @contextmanager
@@ -165,23 +81,6 @@ def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
         event.record()
     torch.cuda.synchronize()
     return median(a.elapsed_time(b) for a, b in pairwise(events))
-
-
-def floor_bytes(case: Case, experts: float) -> float:
-    """Bytes of weights and cache that the target's pass cannot but read, `experts` in each layer that has them."""
-    model, total = case.model, float(case.model.head_YE.numel())
-    for layer in model.layers:
-        attention, network = layer.attention, layer.feed_forward
-        tensors = [attention.down_FE, attention.kv_up_HFL, attention.out_EF, attention.q_up_QA]
-        dense = network if hasattr(network, "gate_up_FE") else network.shared
-        if dense is not None:
-            tensors += [dense.gate_up_FE, dense.down_EI]
-        total += sum(t.numel() for t in tensors if t is not None)
-        total += case.rows * case.context * model.cache_width
-        if dense is not network:
-            total += experts * (network.gate_up_XFE[0].numel() + network.down_XEI[0].numel())
-            total += 2 * network.router_XE.numel()  # fp32
-    return total * model.norm_E.element_size()
 
 
 def chosen_experts(case: Case) -> float:
@@ -245,7 +144,7 @@ def by_kernel(case: Case, experts: float) -> None:
         case.rewind()
         total += ms
         size = streamed_bytes(own[0], experts)
-        share = f"{size * len(own) / BANDWIDTH / ms / 10:18.0f}%" if size else ""
+        share = f"{size * len(own) / BANDWIDTH / ms:19.0%}" if size else ""
         print(f"  {name:34}{len(own):9}{ms / len(own) * 1e3:9.2f}{ms:8.3f}{share}")
     print(f"  {'sum':34}{len(launches):9}{'':9}{total:8.3f}", flush=True)
 
@@ -279,12 +178,13 @@ def main() -> None:
     with torch.inference_mode():
         model = model_of(V2_LITE, given.width, torch.bfloat16, torch.device("cuda"))
         for rows in map(int, given.rows.split(",")):
-            case = Case(model, rows, given.width, given.context)
+            case = Case(model, rows, given.width, given.context, 40 * REPEATS * given.width)  # every replay moves on
             experts = chosen_experts(case)
-            ours = case.milliseconds()
+            ours = replayed(case)
             with plain_layers():
-                plain = case.milliseconds()
-            floor = floor_bytes(case, experts) / BANDWIDTH / 1e3
+                plain = replayed(case)
+            tokens = Tokens.decode(rows, given.width, given.context, experts)
+            floor = sum(work.bytes for work in target_work(model, tokens).values()) / BANDWIDTH
             print(
                 f"rows {rows} width {given.width} context {given.context}: path {min(ours):.3f} ms "
                 f"({', '.join(f'{t:.3f}' for t in ours)}), plain layers {min(plain):.3f} ms, floor of the target's "

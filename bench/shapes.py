@@ -1,0 +1,184 @@
+"""What the benchmarks of whole steps share: the DeepSeek-V2-Lite shape with random weights, rows to run, and the least
+that a step must read and compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.batch import LatentCache
+from workers.decode_step import DecodeStep
+from workers.models.config import ModelConfig
+from workers.models.deepseek import DeepseekModel
+from workers.models.feed_forward import MixtureOfExperts
+from workers.parallel import TensorParallel
+from workers.plan import BatchLayout
+from workers.runner import Runner
+from workers.scratch import Scratch
+from workers.weights import WeightSource
+
+BANDWIDTH = 4.2e9
+"""Bytes a millisecond: what reading a large tensor reaches on an H200."""
+OPERATIONS = 790e9
+"""A millisecond: what large products in bf16 reach there; a multiplication and an addition are two."""
+INPUT, ATTENTION, HEAD = "attention's input side", "attention", "head"
+DENSE, EXPERTS = "output + dense", "output + experts"
+"""Parts of a pass; the last two are attention's last product and the feed-forward part, with the norm between them."""
+V2_LITE: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "max_position_embeddings": 16384,
+}
+
+
+class RandomWeights(WeightSource):
+    """Norms of 1, everything else normal(0, 0.02)."""
+
+    def fill_part(self, into: Tensor, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
+        """Random numbers for `into`."""
+        if "norm" in name:
+            into.fill_(1.0)
+        else:
+            into.normal_(0, 0.02)
+
+    def progress(self, text: str) -> None:
+        """Says nothing."""
+
+
+def model_of(values: dict[str, Any], width: int, dtype: torch.dtype, device: torch.device) -> DeepseekModel:
+    """A random model of these config values, with a draft layer if rows feed more than one token."""
+    torch.manual_seed(0)
+    source, config = RandomWeights(TensorParallel(), dtype, device), ModelConfig.parse(values)
+    return DeepseekModel(source, config, draft_layer=width > 1, max_positions=config.max_positions)
+
+
+class Case:
+    """`rows` rows of `width` tokens over `context` cached tokens each, with pages for `room` more, in a runner."""
+
+    def __init__(self, model: DeepseekModel, rows: int, width: int, context: int, room: int, budget: int = 0) -> None:
+        """`budget`: the most tokens a step of the runner feeds; those of the rows are always allowed."""
+        self.model, self.rows, self.width, self.context = model, rows, width, context
+        self.device = device = model.norm_E.device
+        torch.manual_seed(rows)
+        pages = -(-(context + room) // 64)
+        shape = (model.cache_layers, rows * pages + 1, 64, model.cache_width)
+        cache = LatentCache.allocate(*shape, model.norm_E.dtype, device)
+        for layer in cache.layers:
+            layer.normal_()
+        self.runner = Runner(model, cache, rows, width, pages, max(budget, rows * width), TensorParallel())
+        self.parts, self.state = self.runner.parts, self.runner.parts.state
+        assert self.parts.sampling is not None
+        self.parts.sampling.reserve()
+        tensors = self.state.tensors
+        tensors.page_SP[:rows] = torch.randperm(rows * pages, device=device).view(rows, pages).int() + 1
+        for ids in (tensors.last_S, tensors.draft_SK):
+            ids.copy_(torch.randint(0, model.config.vocab_size, ids.shape, device=device))
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Let the rows have `context` tokens again."""
+        self.state.tensors.length_S[: self.rows] = self.context - self.width
+
+    def step(self, scratch: Scratch) -> DecodeStep:
+        """The step of all rows."""
+        key = BatchLayout(self.width, self.rows).graph_key(self.rows, self.width - 1)
+        step = DecodeStep(self.parts, key, scratch)
+        step.slot_R.copy_(torch.arange(self.rows))
+        return step
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes that must be read, weights and cached context, and operations of products and attention."""
+
+    bytes: float = 0.0
+    operations: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.operations + other.operations)
+
+    @property
+    def ms(self) -> float:
+        """The time of whichever takes longer."""
+        return max(self.bytes / BANDWIDTH, self.operations / OPERATIONS)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a pass is given to do."""
+
+    count: int
+    logits: int
+    """Rows of logits."""
+    experts: float
+    """Routed experts that some token chose, in each layer that has them."""
+    cached: int = 0
+    """Entries of cached context, which decode rows read once each."""
+    pairs: int = 0
+    """(Query, key) pairs of attention."""
+    absorbed: bool = True
+    """Whether attention is that of decode rows, or the expanded one of prefill rows."""
+
+    @staticmethod
+    def decode(rows: int, width: int, context: int, experts: float) -> Tokens:
+        """Of decode rows."""
+        tokens = rows * width
+        return Tokens(tokens, tokens, experts, rows * context, tokens * context)
+
+    @staticmethod
+    def prefill(rows: int, length: int, experts: float) -> Tokens:
+        """Of whole prompts, each token of which attends to itself and those before it."""
+        return Tokens(rows * length, rows, experts, 0, rows * length * (length + 1) // 2, absorbed=False)
+
+
+def woken(model: DeepseekModel, tokens: int) -> float:
+    """Experts of a layer that some of so many tokens choose, expected if all are equally likely."""
+    routing = model.config.routing
+    return routing.experts * (1 - (1 - routing.experts_per_token / routing.experts) ** tokens)
+
+
+def target_work(model: DeepseekModel, tokens: Tokens) -> dict[str, Work]:
+    """What the target's pass cannot do without, by part."""
+    size, count = model.norm_E.element_size(), tokens.count
+    parts = dict.fromkeys((INPUT, ATTENTION, DENSE, EXPERTS), Work())
+
+    def product(*weights: Tensor | None) -> Work:
+        """Every token with these matrices."""
+        numbers = sum(weight.numel() for weight in weights if weight is not None)
+        return Work(numbers * size, 2 * count * numbers)
+
+    for layer in model.layers:
+        attention, network = layer.attention, layer.feed_forward
+        latent, rope = attention.latent, attention.rope
+        features = 2 * latent + rope if tokens.absorbed else attention.nope + rope + attention.value
+        attending = Work(tokens.cached * model.cache_width * size, 2 * tokens.pairs * attention.heads * features)
+        parts[INPUT] += product(attention.down_FE, attention.q_up_QA)
+        parts[ATTENTION] += product(attention.kv_up_HFL) + attending
+        if isinstance(network, MixtureOfExperts):
+            expert, router = product(network.gate_up_XFE[0], network.down_XEI[0]), network.router_XE
+            parts[EXPERTS] += Work(router.nbytes, 2 * count * router.numel())
+            parts[EXPERTS] += Work(tokens.experts * expert.bytes, network.routing.experts_per_token * expert.operations)
+            shared = network.shared
+            seen = (shared.gate_up_FE, shared.down_EI) if shared is not None else ()
+            parts[EXPERTS] += product(attention.out_EF, *seen)
+        else:
+            parts[DENSE] += product(attention.out_EF, network.gate_up_FE, network.down_EI)
+    head = model.head_YE
+    return parts | {HEAD: Work(head.nbytes, 2 * tokens.logits * head.numel())}
