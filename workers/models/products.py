@@ -70,9 +70,7 @@ class Products:
         choice, weights = (mixture.id_TK, mixture.weight_TK), (mixture.gate_up_XFE, mixture.down_XEI)
         moe.experts(x_TE, *choice, *weights, part_TE, workspace=workspace)
         if mixture.shared_TI is not None and mixture.shared_EI is not None:
-            shared_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
-            linear(mixture.shared_TI, mixture.shared_EI, shared_TE)
-            part_TE.add_(shared_TE)
+            part_TE.addmm_(mixture.shared_TI, mixture.shared_EI.t())
         self.group.all_reduce(part_TE, out_TE)
 
 
