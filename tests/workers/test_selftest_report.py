@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.rank_processes import run_ranks
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine
 from workers.config import EngineConfig
@@ -162,6 +163,6 @@ def _gather(rank: int, port: int, folder: str) -> None:
 
 
 def test_bytes_of_any_length_are_gathered(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_gather, (free_port(), str(tmp_path)), nprocs=2)
+    run_ranks(_gather, 2, free_port(), str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
     assert TensorParallel().gather_bytes(b"alone", torch.device("cpu")) == [b"alone"]

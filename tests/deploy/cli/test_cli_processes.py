@@ -45,6 +45,7 @@ def test_the_first_cause_is_said_without_a_traceback():
     assert "not divisible by tensor_parallel = 3" in line
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("number", "moment"), [(signal.SIGINT, "loading"), (signal.SIGTERM, "generating")])
 def test_an_interrupt_ends_everything_in_order(number, moment):
     command = subprocess.Popen(

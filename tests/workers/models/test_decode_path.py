@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from oracle import random_tokens
 from paged import CPU, Paged, load_fp32
+from rank_processes import run_ranks
 from tiny_models import KINDS, VOCAB, write_tiny
-from torch import multiprocessing
 
 from workers.models.config import ModelConfig
 from workers.models.decode_path import DecodePath, unsupported
@@ -85,7 +85,7 @@ def rank_main(rank: int, size: int, folder: Path, shared: bool) -> None:
 def test_the_path_equals_the_layers_on_two_ranks(shared: bool, tmp_path: Path) -> None:
     write_tiny(tmp_path / "v3", "v3", seed=4, q_lora_rank=32)
     write_tiny(tmp_path / "v2-no-q-lora", "v2-no-q-lora", seed=4)
-    multiprocessing.spawn(rank_main, args=(2, tmp_path, shared), nprocs=2)
+    run_ranks(rank_main, 2, 2, tmp_path, shared)
 
 
 def test_no_pass_on_a_cpu_takes_the_path(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from oracle import random_tokens
 from paged import CPU, Paged
+from rank_processes import run_ranks
 from tiny_models import VOCAB, write_tiny
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from workers.config import DEMO_MODEL
 from workers.models import absorbed, load_model, products
@@ -53,7 +54,7 @@ def rank_main(rank: int, size: int, folder: Path, wanted: dict[str, tuple[Path, 
 def test_ranks_give_the_bits_of_one(size: int, tmp_path: Path) -> None:
     wanted = {name: case for name, case in cases(tmp_path).items() if size < 8 or name.startswith("demo")}
     alone = {name: outputs(path, TensorParallel(), dtype) for name, (path, dtype) in wanted.items()}
-    multiprocessing.spawn(rank_main, args=(size, tmp_path, wanted), nprocs=size)
+    run_ranks(rank_main, size, size, tmp_path, wanted)
     for rank in range(size):
         found = torch.load(tmp_path / f"{rank}.pt")
         for name, want in alone.items():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from oracle import random_tokens
 from paged import CPU, Paged, greedy, load_fp32
+from rank_processes import run_ranks
 from tiny_models import VOCAB, write_tiny
-from torch import multiprocessing
 
 from workers.models import load_model
 from workers.parallel import TensorParallel
@@ -42,7 +42,7 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_agree_with_one(size: int, tmp_path: Path) -> None:
     alone = {kind: generate(write_tiny(tmp_path / kind, kind, seed=2), TensorParallel()) for kind in KINDS}
-    multiprocessing.spawn(rank_main, args=(size, tmp_path), nprocs=size)
+    run_ranks(rank_main, size, size, tmp_path)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(size)]
     for kind, want in alone.items():
         for rank in ranks:
