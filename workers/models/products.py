@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import moe
+from kernels.dependent import launches_dependently
 from kernels.head_linear import head_linear
 from kernels.linear import grouped_linear, linear
 from kernels.ordered_sum import ordered_sum
@@ -68,7 +69,9 @@ class Products:
             size = moe.workspace_bytes(moe.experts_shape(x_TE, mixture.id_TK, mixture.down_XEI))
             workspace = scratch.empty(size, dtype=torch.uint8)
         choice, weights = (mixture.id_TK, mixture.weight_TK), (mixture.gate_up_XFE, mixture.down_XEI)
-        moe.experts(x_TE, *choice, *weights, part_TE, workspace=workspace)
+        # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
+        dependent = launches_dependently(x_TE.device)
+        moe.experts(x_TE, *choice, *weights, part_TE, workspace=workspace, dependent=dependent)
         if mixture.shared_TI is not None and mixture.shared_EI is not None:
             part_TE.addmm_(mixture.shared_TI, mixture.shared_EI.t())
         self.group.all_reduce(part_TE, out_TE)

@@ -11,7 +11,7 @@ MODELS = {"V2-Lite": (6, 64, 2048, 1408), "V3": (8, 256, 7168, 2048), "demo": (2
 TOKENS = (1, 2, 120, 256, 4096)
 
 
-def kernels(shape: ExpertsShape, dependent: bool = True) -> list[object]:
+def kernels(shape: ExpertsShape) -> list[object]:
     """What a call compiles. Of the weights one expert exists, for nothing runs."""
     tiling = schedule.tiling(shape)
     gate_up = torch.empty(1, 2 * shape.intermediate, shape.hidden, dtype=shape.dtype)
@@ -22,7 +22,7 @@ def kernels(shape: ExpertsShape, dependent: bool = True) -> list[object]:
     scratch = Workspace.over(buffer, shape, tiling)
     out = torch.empty(shape.tokens, shape.groups, shape.hidden) if shape.groups else torch.empty_like(x)
     with compile_only() as compiled:
-        launch.Experts(x, ids, weight, gate_up, down, out, scratch, shape, tiling, dependent).run()
+        launch.Experts(x, ids, weight, gate_up, down, out, scratch, shape, tiling, dependent=True).run()
     return compiled
 
 
@@ -48,7 +48,7 @@ def test_compiles_without_spills(model: str, tokens: int, groups: int) -> None:
 
 def test_fp32_compiles_without_spills() -> None:
     for tokens in (1, 5, 300):
-        for kernel in kernels(ExpertsShape(tokens, *MODELS["demo"], torch.float32), dependent=False):
+        for kernel in kernels(ExpertsShape(tokens, *MODELS["demo"], torch.float32)):
             resources(kernel).check()
 
 

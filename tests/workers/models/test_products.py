@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from kernels import moe
+from workers.models import products
 from workers.models.products import Experts, Products
 from workers.parallel import TensorParallel
 from workers.scratch import Scratch
@@ -30,3 +33,15 @@ def test_shared_experts_are_added_without_a_rounding_of_their_own() -> None:
     assert (out_TE == wanted_TE).float().mean() > 0.99
     assert torch.allclose(out_TE.float(), wanted_TE.float(), rtol=2**-7)
     assert scratch.peak == 0
+
+
+@pytest.mark.parametrize("able", [False, True])
+def test_experts_are_launched_dependently_where_the_device_can(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bench/moe.py times them."""
+    asked = []
+    monkeypatch.setattr(products, "launches_dependently", lambda device: able)
+    monkeypatch.setattr(moe, "experts", lambda *_, dependent, **__: asked.append(dependent))
+    x_TE, id_TK = torch.zeros(2, 16), torch.zeros(2, 1, dtype=torch.int64)
+    mixture = Experts(id_TK, torch.ones(2, 1), torch.zeros(1, 32, 16), torch.zeros(1, 16, 16), None, None)
+    Products(TensorParallel()).experts(x_TE, mixture, torch.zeros(2, 16), Scratch(x_TE.device))
+    assert asked == [able]
