@@ -10,6 +10,7 @@ rows, B prefill rows, N logits rows, P pages a row may hold, E hidden size, V vo
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,8 @@ def _message(plan: StepPlan, stage: Stage) -> torch.Tensor:
     for row, begin in zip(plan.prefill, layout.prefill_offsets(), strict=False):
         count = len(row.tokens)
         end = begin + count
-        token_T[begin:end] = fed = torch.tensor(row.tokens)
+        # Eight times as fast as `torch.tensor`, which takes most of a millisecond for 8192 tokens.
+        token_T[begin:end] = fed = torch.frombuffer(array("q", row.tokens), dtype=torch.int64)
         torch.arange(row.start, row.start + count, out=position_T[begin:end])
         slot_T[begin:end] = row.slot
         write_slot_T[begin + min(max(row.write_from - row.start, 0), count) : end] = row.slot
