@@ -58,6 +58,10 @@ class RandomWeights(WeightSource):
         else:
             into.normal_(0, 0.02)
 
+    def lossless(self, name: str) -> torch.dtype:
+        """As published checkpoints are stored."""
+        return self.dtype
+
     def progress(self, text: str) -> None:
         """Says nothing."""
 

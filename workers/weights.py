@@ -27,7 +27,13 @@ from workers.upload import Uploader
 
 Shape = tuple[int, ...]
 
-READABLE_DTYPES: Final = frozenset({"F64", "F32", "F16", "BF16"})
+READABLE_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""By safetensors' names."""
 
 
 class WeightsError(ValueError):
@@ -59,6 +65,10 @@ class WeightSource(ABC):
             shape[shard] *= self.group.size
             index[shard] = self.group.shard(shape[shard], name)
         self.fill_part(into, name, tuple(shape), tuple(index))
+
+    def lossless(self, name: str) -> torch.dtype:
+        """The model's dtype if tensor `name` is stored in it, else fp32."""
+        return torch.float32
 
     @abstractmethod
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
@@ -215,6 +225,11 @@ class Reader(WeightSource):
             into.copy_(self.checkpoint.read(name, index))
         else:
             self._uploader.fill(into, partial(self.checkpoint.read, name, index))
+
+    def lossless(self, name: str) -> torch.dtype:
+        """See `WeightSource`."""
+        stored = READABLE_DTYPES[self.checkpoint.entries[name].dtype]
+        return self.dtype if self.dtype == stored else torch.float32
 
     def settle(self) -> None:
         """See `WeightSource`."""

@@ -59,7 +59,7 @@ class Choice:
 
 
 def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bool = False) -> None:
-    """logit = norm(x) · weight^T, weights, sums and logits in fp32."""
+    """logit = norm(x) · weight^T, sums and logits in fp32; weights in fp32 or bf16."""
     if x.x_TE.is_cuda:
         launch.router(x, weight_XE, logit_TX, dependent=dependent)
     else:

@@ -41,7 +41,7 @@ def router(
     rows = ()
     for r in tl.static_range(ROWS):
         row = tl.minimum(first + r, EXPERTS - 1)
-        rows = rows + (tl.load(weight + row * FEATURES + k, mask=inside, other=0.0),)  # noqa: RUF005
+        rows = rows + (tl.load(weight + row * FEATURES + k, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
     if DEPENDENT:
         gdc_wait()
     for t in tl.static_range(TOKENS):

@@ -25,8 +25,8 @@ def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bo
     """See `kernels.few_experts.router`."""
     tokens, features = x.x_TE.shape
     experts = weight_XE.shape[0]
-    if not weight_XE.is_contiguous() or weight_XE.dtype != torch.float32:
-        raise ValueError("router weights are contiguous fp32")
+    if not weight_XE.is_contiguous() or weight_XE.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError("router weights are contiguous fp32 or bf16")
     rows = 1 if experts <= 128 else 2
     count = x.square_TP.shape[1]
     block = triton.next_power_of_2(features)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor) -> None:
     """See `kernels.few_experts.router`."""
-    torch.mm(pending_norm.normed(x), weight_XE.t(), out=logit_TX)
+    torch.mm(pending_norm.normed(x), weight_XE.t().float(), out=logit_TX)
 
 
 def choose(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: Choice, routing: Routing) -> None:

@@ -52,8 +52,9 @@ class MixtureOfExperts:
         self.products = products
         self.routing = routing = config.routing
         hidden, share = config.hidden_size, config.moe_intermediate_size // source.group.size
-        # The router is small and its scores decide discretely: fp32 whatever the model's dtype.
-        self.router_XE = source.load(f"{prefix}gate.weight", routing.experts, hidden, dtype=torch.float32)
+        # The router's scores decide discretely: nothing is rounded whatever the model's dtype.
+        gate = f"{prefix}gate.weight"
+        self.router_XE = source.load(gate, routing.experts, hidden, dtype=source.lossless(gate))
         self.bias_X = (
             source.load(f"{prefix}gate.e_score_correction_bias", routing.experts, dtype=torch.float32)
             if routing.bias
@@ -82,12 +83,11 @@ class MixtureOfExperts:
     def route(self, x_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Expert ids int64 and weights fp32, both [T, K]; the same on every rank. Padding has -1 and 0."""
         routing, tokens = self.routing, x_TE.shape[0]
-        fp32_TE = x_TE
-        if x_TE.dtype != torch.float32:
-            fp32_TE = scratch.empty(*x_TE.shape, dtype=torch.float32)
-            fp32_TE.copy_(x_TE)
+        if x_TE.dtype != self.router_XE.dtype:
+            wide_TE = scratch.empty(*x_TE.shape, dtype=torch.float32)
+            x_TE = wide_TE.copy_(x_TE)
         logit_TX = scratch.empty(tokens, routing.experts, dtype=torch.float32)
-        self.products.linear(fp32_TE, self.router_XE, logit_TX)
+        self.products.linear(x_TE, self.router_XE, logit_TX)
         id_TK = scratch.empty(tokens, routing.experts_per_token, dtype=torch.int64)
         weight_TK = scratch.empty(tokens, routing.experts_per_token, dtype=torch.float32)
         moe.route(

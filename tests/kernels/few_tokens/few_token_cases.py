@@ -184,12 +184,12 @@ def check_enter(place: Place, tokens: int, features: int) -> None:
     close(out.x_TE, residual.double() * norm.double())
 
 
-def check_router(place: Place, tokens: int, experts: int, features: int) -> None:
+def check_router(place: Place, tokens: int, experts: int, features: int, dtype: torch.dtype = torch.float32) -> None:
     """Router logits in fp32."""
     torch.manual_seed(tokens)
     x, normed = pending(place, tokens, features)
     weight, out = (
-        place.normal(experts, features, dtype=torch.float32),
+        place.normal(experts, features, dtype=dtype),
         place.poison(tokens, experts, dtype=torch.float32),
     )
     experts_launch.router(x, weight, out, dependent=place.dependent)

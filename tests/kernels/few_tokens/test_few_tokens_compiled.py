@@ -132,7 +132,9 @@ def test_feed_forward(name: str, tokens: int) -> None:
     options = {"residual_TF": residual, "norm": norm, "next": after, "dependent": True}
     gate(lambda: launch.stream_linear(act, empty(m.hidden, m.dense), after.x_TE, **options))
     logit, length = empty(tokens, m.experts, dtype=FP32), torch.ones(tokens, dtype=torch.int32)
-    gate(lambda: experts_launch.router(x, empty(m.experts, m.hidden, dtype=FP32), logit, dependent=True))
+    for dtype in (BF16, FP32):
+        weight = empty(m.experts, m.hidden, dtype=dtype)
+        gate(lambda w=weight: experts_launch.router(x, w, logit, dependent=True))  # type: ignore[misc]
     choice = Choice.empty(tokens, m.experts, m.chosen, empty)
     bias = None if m.routing.scoring == "softmax" else empty(m.experts, dtype=FP32)
     gate(lambda: experts_launch.choose(logit, bias, length, choice, m.routing, dependent=True))

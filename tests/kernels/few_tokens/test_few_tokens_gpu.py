@@ -52,7 +52,7 @@ def test_tiled(tokens: int, invariant: bool) -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_routers_and_choices(tokens: int) -> None:
-    cases.check_router(place(), tokens, 64, 2048)
+    cases.check_router(place(), tokens, 64, 2048, torch.bfloat16)
     cases.check_router(place(), tokens, 256, 7168)
     cases.check_choose(place(), tokens, 64, 6, Routing("softmax", 1, 1, False, 1.0), dead=tokens == 5)
     cases.check_choose(place(), tokens, 160, 6, Routing("softmax", 8, 3, False, 16.0))

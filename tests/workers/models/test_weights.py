@@ -15,6 +15,7 @@ from tiny_models import write_tiny
 from workers import weights
 from workers.models import DeepseekModel, WeightsError, load_model
 from workers.parallel import TensorParallel
+from workers.scratch import Scratch
 
 
 def load(folder: Path, **options: Any) -> DeepseekModel:
@@ -76,6 +77,25 @@ def test_each_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.Mon
             assert shape[0] == 131 - 66
         else:
             assert shape == full[name], name
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_a_router_is_kept_as_it_is_stored(stored: torch.dtype, tmp_path: Path) -> None:
+    """In the model's dtype that halves its bytes and its products' time; in another one it may not be rounded."""
+
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+            tensors[name] = tensors[name].bfloat16().to(stored)
+
+    rewrite(write_tiny(tmp_path, seed=3), narrow)
+    experts = load(tmp_path, dtype=torch.bfloat16).layers[1].feed_forward
+    assert experts.router_XE.dtype == stored
+    torch.manual_seed(1)
+    x_TE = torch.randn(50, experts.router_XE.shape[1]).bfloat16()
+    want = load(tmp_path, dtype=torch.float32).layers[1].feed_forward
+    assert want.router_XE.dtype == torch.float32
+    for got, wanted in zip(experts.route(x_TE, Scratch(CPU)), want.route(x_TE.float(), Scratch(CPU)), strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_listed_together(tmp_path: Path) -> None:
