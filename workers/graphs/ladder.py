@@ -21,10 +21,11 @@ _TOKEN_WASTE = 0.15
 
 
 def row_buckets(max_rows: int) -> tuple[int, ...]:
-    """Row counts that have a graph, the last one `max_rows`: at most a third of a larger bucket is padding."""
+    """Row counts that have a graph, the last one `max_rows`: at most a quarter of a bucket is padding. Powers of
+    two are among them, for those are the row counts that people ask for."""
     buckets = [rows for rows in _STEPS if rows < max_rows]
     rows = _STEPS[-1]
-    while (rows := rows + max(8, rows // 4)) < max_rows:
+    while (rows := rows + (1 << (rows.bit_length() - 3))) < max_rows:
         buckets.append(rows)
     return (*buckets, max_rows)
 
