@@ -137,6 +137,10 @@ def _drafted(stage: Stage, which: int, *_: object) -> str | None:
     return "draft pass" if which == DRAFT else None
 
 
+def _ended(stage: Stage, *_: object) -> str | None:
+    return "draft pass" if stage.parts.width > 1 else None
+
+
 def _always(name: str) -> Name:
     return lambda *_: name
 
@@ -157,6 +161,7 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (SamplingState, "target_tokens", _always("sampling")),
     (SamplingState, "commit", _always("sampling")),
     (Stage, "run_pass", _drafted),
+    (Stage, "end", _ended),
     (DeepseekModel, "draft", _always("draft pass")),
     (StepParts, "draft", _always("draft loop")),
 )

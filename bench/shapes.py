@@ -169,16 +169,21 @@ def target_work(model: DeepseekModel, tokens: Tokens) -> dict[str, Work]:
         return Work(numbers * size, 2 * count * numbers)
 
     for layer in model.layers:
+        count = tokens.count
         attention, network = layer.attention, layer.feed_forward
         latent, rope = attention.latent, attention.rope
         features = 2 * latent + rope if tokens.absorbed else attention.nope + rope + attention.value
         attending = Work(tokens.cached * model.cache_width * size, 2 * tokens.pairs * attention.heads * features)
         parts[INPUT] += product(attention.down_FE, attention.q_up_QA)
         parts[ATTENTION] += product(attention.kv_up_HFL) + attending
+        woken_here = tokens.experts
+        if layer is model.layers[-1] and not model.has_draft_layer and tokens.logits < count:
+            # Behind its attention nobody wants the others.
+            count, woken_here = tokens.logits, woken(model, tokens.logits)
         if isinstance(network, MixtureOfExperts):
             expert, router = product(network.gate_up_XFE[0], network.down_XEI[0]), network.router_XE
             parts[EXPERTS] += Work(router.nbytes, 2 * count * router.numel())
-            parts[EXPERTS] += Work(tokens.experts * expert.bytes, network.routing.experts_per_token * expert.operations)
+            parts[EXPERTS] += Work(woken_here * expert.bytes, network.routing.experts_per_token * expert.operations)
             shared = network.shared
             seen = (shared.gate_up_FE, shared.down_EI) if shared is not None else ()
             parts[EXPERTS] += product(attention.out_EF, *seen)

@@ -153,8 +153,12 @@ class MixedStep:
         decided_N = torch.zeros(count + layout.decode_rows + 1, dtype=torch.int64, device=parts.device)
         if not count:
             return decided_N, None
-        hidden_NE = scratch.empty(count, stage.hidden_TE.shape[1], dtype=stage.hidden_TE.dtype)
-        logits_NV = parts.model.logits(torch.index_select(stage.hidden_TE, 0, rows.end_N, out=hidden_NE), scratch)
+        if stage.hidden_TE is None:
+            hidden_NE = stage.end(rows.end_N)
+        else:
+            hidden_NE = scratch.empty(count, stage.hidden_TE.shape[1], dtype=stage.hidden_TE.dtype)
+            torch.index_select(stage.hidden_TE, 0, rows.end_N, out=hidden_NE)
+        logits_NV = parts.model.logits(hidden_NE, scratch)
         if parts.sampling is not None:
             target_N, accepted_D = decided_N[:count], decided_N[count:-1]
             position_N = scratch.empty(count, dtype=torch.int64)
@@ -216,8 +220,7 @@ class MixedStep:
         stage.run_pass(DRAFT, self._batch(rows, stage, first=1))
         if not drafts or not layout.sampled_rows:
             return
-        hidden_RE = scratch.empty(layout.sampled_rows, stage.drafted_TE.shape[1], dtype=stage.drafted_TE.dtype)
-        torch.index_select(stage.drafted_TE, 0, newest_R, out=hidden_RE)
+        hidden_RE = stage.end(newest_R)
         position_R = state.length_S[rows.slot_R] + 1
         length_R = scratch.empty(layout.sampled_rows, dtype=torch.int32)
         parts.draft(hidden_RE, rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R], drafts, scratch)

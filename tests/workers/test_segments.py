@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +42,8 @@ class RecordedStage(Stage):
         self.cache_slot_T.zero_()
         run = super().run_segment
         self._recordings = [
-            [Recording(lambda which=which, index=index: run(which, index)) for index in range(len(segments))]  # type: ignore[misc]
-            for which, segments in enumerate(self.segments)
+            [Recording(lambda which=which, index=index: run(which, index)) for index in self.indices(which)]  # type: ignore[misc]
+            for which in range(len(self.segments))
         ]
 
     def run_segment(self, which: int, index: int) -> None:
@@ -104,6 +105,27 @@ def test_the_memory_of_the_rehearsal_is_enough_for_any_step(folder: Path) -> Non
     with torch.inference_mode():
         run.runner.graphs = Buckets(run.runner.parts, 120, Stage)  # type: ignore[assignment]
     assert run.generate(prompts, greedy(8)) == expected
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_last_layer_ends_for_the_tokens_that_are_wanted(
+    folder: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 100 tokens in chunks of 40: nothing is sampled of the first two, one token of the last."""
+    run = engine(folder, width=width, token_budget=40, max_rows=4)
+    model = run.runner.parts.model
+    last = model.layers[-1] if width == 1 else model.draft_layer.layer
+    finish, seen = type(last).finish, []
+
+    def noted(layer: Any, flow: Any, *rest: Any) -> None:
+        if layer is last:
+            seen.append(flow.x_TE.shape[0])
+        finish(layer, flow, *rest)
+
+    monkeypatch.setattr(type(last), "finish", noted)
+    run.generate([list(range(1, 101))], greedy(1))
+    # The smallest bucket; then what is drafted from it.
+    assert seen == [16, *[1] * (width > 1)]
 
 
 @torch.inference_mode()

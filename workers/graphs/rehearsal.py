@@ -66,13 +66,16 @@ def rehearse(parts: StepParts, stage: Stage) -> None:
     """Run every kind of mixed step in `stage`, and take the memory that the largest context needs, and that segments of
     any smaller bucket do. No slot's state changes, and of the cache only the null page."""
     ladder = TokenLadder(stage.tokens)
+    most = BatchLayout(1, min(stage.tokens, parts.state.slots * parts.width))  # whose hidden states are wanted
     for key in ladder:
         # Fewer tokens may need more: their products are cut up another way.
         bucket = Stage(parts, key.tokens, Scratch(parts.device), stage.inner)
         bucket.clear()
-        for which, segments in enumerate(bucket.segments):
-            for index in range(len(segments)):
+        for which in range(len(bucket.segments)):
+            for index in bucket.indices(which):
                 bucket.run_segment(which, index)
+        if key.tokens <= ladder.key(most).tokens:
+            bucket.end(bucket.token_T)
     step = MixedStep(parts)
     for plan in rehearsals(parts, stage.tokens):
         step.run(plan, stage)

@@ -23,7 +23,7 @@ from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 from workers.graphs.report import BucketReport
 from workers.graphs.scene import HUGE_PAGE, differ
 from workers.graphs.segments import Stage
-from workers.graphs.selftest import ATTEMPTS, TOLERANCE
+from workers.graphs.selftest import ATTEMPTS, tolerance
 from workers.mixed_step import MixedStep
 from workers.plan import Admission, PageGrant, PrefillRow, SamplingParams, StepPlan
 from workers.scratch import Scratch
@@ -77,7 +77,7 @@ class SegmentProof:
 
     def _bucket(self, stage: Stage) -> BucketReport:
         begin, parts = time.perf_counter(), self._parts
-        bound, least = TOLERANCE[parts.cache.layers[0].dtype], torch.inf
+        bound, least = tolerance(parts.cache), torch.inf
         problems: list[str] = []
         for _ in range(ATTEMPTS):
             plan, rows = self._plan(stage.tokens)

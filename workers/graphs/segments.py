@@ -15,8 +15,10 @@ from functools import partial
 import torch
 
 from workers.batch import Batch
+from workers.graphs.ladder import TokenLadder
 from workers.graphs.record import record
 from workers.models.segments import PassTensors
+from workers.plan import BatchLayout
 from workers.scratch import Scratch
 from workers.step import StepParts
 
@@ -28,7 +30,10 @@ PER_TOKEN = 6
 
 
 class Stage:
-    """A place for mixed steps of up to `tokens` tokens; here the segments run eagerly."""
+    """A place for mixed steps of up to `tokens` tokens; here the segments run eagerly.
+
+    Of the last pass only a few tokens' hidden states are wanted, so it ends with `end` instead of its last segment.
+    """
 
     def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
         """`scratch`: for what is handed on, and for what runs eagerly. `inner`: for what a segment needs on its way.
@@ -42,18 +47,17 @@ class Stage:
         self.rows_X = self.uploaded_X[PER_TOKEN * tokens :]
         self.cache_slot_T = scratch.empty(tokens, dtype=torch.int64)
         hidden, dtype = model.config.hidden_size, model.norm_E.dtype
-        self.hidden_TE = scratch.empty(tokens, hidden, dtype=dtype)
+        self.hidden_TE = scratch.empty(tokens, hidden, dtype=dtype) if parts.width > 1 else None
+        """Of the target's pass, where the draft layer reads them."""
         self.segments = [model.segments]
         flow = model.segments.flow(tokens, scratch)
         inputs = (self.token_T, self.position_T, self.cache_slot_T, self.live_T)
         self.tensors = [PassTensors(*inputs, None, self.hidden_TE, flow)]
-        self.drafted_TE = self.hidden_TE
         if parts.width > 1:
             assert model.draft_segments is not None
-            self.drafted_TE = scratch.empty(tokens, hidden, dtype=dtype)
             self.segments.append(model.draft_segments)
             # The draft layer's inputs replace the target's, and its pass the target's flow.
-            self.tensors.append(PassTensors(*inputs, self.hidden_TE, self.drafted_TE, flow))
+            self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, flow))
 
     def fill(self, byte: int) -> None:
         """Overwrite all memory that steps use: nothing in it outlives one."""
@@ -65,8 +69,12 @@ class Stage:
         self.uploaded_X.zero_()
         self.cache_slot_T.zero_()
 
+    def indices(self, which: int) -> range:
+        """Of the segments that a pass runs for all tokens."""
+        return range(len(self.segments[which]) - (self.tensors[which].out_TE is None))
+
     def run_pass(self, which: int, batch: Batch) -> None:
-        """TARGET or DRAFT, with the rows of `batch`: `hidden_TE` or `drafted_TE` is the result."""
+        """TARGET or DRAFT, with the rows of `batch`: `hidden_TE` is the result, or what `end` makes of the last."""
         self.segments[which].run_pass(
             self.tensors[which],
             batch,
@@ -74,6 +82,17 @@ class Stage:
             self.scratch,
             lambda index: self.run_segment(which, index),
         )
+
+    def end(self, token_N: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [N, E] of some tokens of the last pass, one at least; in `scratch`."""
+        # As many tokens as a bucket has: that is what memory was measured for, and kernels were compiled.
+        count, model = token_N.shape[0], self.parts.model
+        padded = TokenLadder(self.tokens).key(BatchLayout(1, count)).tokens
+        token_X = self.scratch.empty(padded, dtype=torch.int64).zero_()
+        token_X[:count] = token_N
+        out_XE = self.scratch.empty(padded, model.config.hidden_size, dtype=model.norm_E.dtype)
+        self.segments[-1].end(self.tensors[-1], token_X, out_XE, self.inner)
+        return out_XE[:count]
 
     def run_segment(self, which: int, index: int) -> None:
         """Segment `index` of a pass."""
@@ -88,9 +107,9 @@ class CapturedStage(Stage):
         super().__init__(parts, tokens, scratch, inner)
         self.clear()
         self._graphs: list[list[torch.cuda.CUDAGraph]] = []
-        for which, segments in enumerate(self.segments):
+        for which in range(len(self.segments)):
             run = partial(super().run_segment, which)
-            self._graphs.append([record(parts.device, partial(run, index))[0] for index in range(len(segments))])
+            self._graphs.append([record(parts.device, partial(run, index))[0] for index in self.indices(which)])
 
     @property
     def graphs(self) -> int:

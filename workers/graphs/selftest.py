@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.batch import Batch, PrefillBatch
+from workers.batch import Batch, LatentCache, PrefillBatch
 from workers.decode_step import DecodeStep
 from workers.graphs.report import BucketReport
 from workers.graphs.scene import Ground, Outcome, Scene, differ
@@ -33,7 +33,6 @@ from workers.step import StepOutput, StepParts
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest norm of the difference from the prefill path, as a share of the logits' norm. The two forms of attention
 round differently; a token that sees one entry too many or too few is off by far more."""
-
 LAYERS = 27
 """Up to so many layers `TOLERANCE` holds; with more it grows in proportion, as the difference does."""
 
@@ -42,6 +41,11 @@ ATTEMPTS = 4
 a whole row of logits: that happens to a row now and then, a mistake happens to every row in every state."""
 
 PROGRESS_PERIOD_S = 2.0
+
+
+def tolerance(cache: LatentCache) -> float:
+    """For the model whose latents these are."""
+    return TOLERANCE[cache.layers[0].dtype] * max(1.0, len(cache.layers) / LAYERS)
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,7 @@ class SelfTest:
     def _eager(self, candidate: Candidate) -> tuple[Scene, Outcome, float, list[str]]:
         """A scene at its beginning, what the eager step makes of it, how far that is from the prefill path, and what
         is wrong with that."""
-        step, layers = candidate.step, self._parts.cache.layers
-        bound = TOLERANCE[layers[0].dtype] * max(1.0, len(layers) / LAYERS)
+        step, bound = candidate.step, tolerance(self._parts.cache)
         problems: list[str] = []
         least = torch.inf
         for _ in range(ATTEMPTS):

@@ -3,16 +3,17 @@
 Segment 0 leads from tokens to the first layer's queries, segment i from the attention of layer i - 1 to the queries of
 layer i, the last one to the final norm. A segment is a function of tensors: what it reads and writes is in
 `PassTensors` and in the cache, it keeps nothing, and it needs to know of no row. So it can be captured for a number of
-tokens and replayed for any step that has no more, whatever its rows are.
+tokens and replayed for any step that has no more, whatever its rows are. Where the hidden states of few tokens are
+wanted, the last segment runs for those alone (`end`).
 
-Shape legend: T tokens, padding included, E hidden features, H heads of this rank, V value features, O rope features,
-R rows, C cached features, P pages, K = 64 entries a page.
+Shape legend: T tokens, padding included, N tokens that are wanted, E hidden features, H heads of this rank, V value
+features, O rope features, R rows, C cached features, P pages, K = 64 entries a page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,8 +56,8 @@ class PassTensors:
     expert computes. None: no token is padding."""
     source_TE: Tensor | None
     """Hidden states that the draft layer reads beside the tokens."""
-    out_TE: Tensor
-    """Hidden states after the final norm."""
+    out_TE: Tensor | None
+    """Hidden states after the final norm; None where `end` takes the last segment's place."""
     flow: Flow
 
 
@@ -103,9 +104,25 @@ class Segments:
                 self._enter(tensors, scratch)
         with scratch.scope():
             if index == len(self.layers):
+                assert tensors.out_TE is not None
                 add_rms_norm(flow.x_TE, flow.residual_TE, self._norm_E, tensors.out_TE, eps=self._eps)
             else:
                 self.layers[index].project(flow, tensors.cache_slot_T, self._cache(index, cache), scratch)
+
+    def end(self, tensors: PassTensors, token_N: Tensor, out_NE: Tensor, scratch: Scratch) -> None:
+        """The last segment for tokens `token_N` alone (int64), none of them padding."""
+        count, flow = token_N.shape[0], tensors.flow
+        with scratch.scope():
+            flow_N = replace(
+                flow,
+                x_TE=scratch.empty(count, flow.x_TE.shape[1], dtype=flow.x_TE.dtype),
+                residual_TE=scratch.empty(count, flow.residual_TE.shape[1], dtype=flow.residual_TE.dtype),
+                attended_THV=scratch.empty(count, *flow.attended_THV.shape[1:], dtype=flow.attended_THV.dtype),
+            )
+            torch.index_select(flow.residual_TE, 0, token_N, out=flow_N.residual_TE)
+            torch.index_select(flow.attended_THV, 0, token_N, out=flow_N.attended_THV)
+            self.layers[-1].finish(flow_N, None, scratch)
+            add_rms_norm(flow_N.x_TE, flow_N.residual_TE, self._norm_E, out_NE, eps=self._eps)
 
     def run_pass(
         self,
@@ -115,15 +132,16 @@ class Segments:
         scratch: Scratch,
         segment: Callable[[int], None] | None = None,
     ) -> None:
-        """The whole pass. `segment` runs a segment of these tensors by its index, `run` if it is None; attention of the
-        rows of `batch`, whose tokens come first, runs between them. Memory that `segment` uses must not be that of
-        `scratch`: what attention keeps there lives across segments."""
+        """The whole pass, without the last segment where `tensors` have no output. `segment` runs a segment of these
+        tensors by its index, `run` if it is None; attention of the rows of `batch`, whose tokens come first, runs
+        between them. Memory that `segment` uses must not be that of `scratch`: what attention keeps there lives across
+        segments."""
         flow = tensors.flow
         attention = self.layers[0].attention
         geometry = attention.geometry(batch)
         with scratch.scope():
             attending = attention.attending(flow.projected, flow.attended_THV, batch, geometry, scratch)
-            for index in range(len(self)):
+            for index in range(len(self) if tensors.out_TE is not None else len(self.layers)):
                 if segment is None:
                     self.run(index, tensors, cache, scratch)
                 else:
