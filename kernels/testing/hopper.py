@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,27 +74,35 @@ class _NoDevice:
 
 
 @contextmanager
-def compile_only(capability: int = 90) -> Iterator[list[Any]]:
-    """Within this context launches compile for the given compute capability and do not run.
-
-    Yields the list that fills with Triton's compiled kernels, one for each launch.
-    """
-    compiled: list[Any] = []
+def instead_of_launches(do: Callable[..., None], capability: int = 90) -> Iterator[None]:
+    """Within this context a launch compiles for the given compute capability, and `do` is called in its stead: with
+    Triton's compiled kernel, the function it was compiled from, the launch's arguments, grid and options."""
     plain_run = JITFunction.run
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = plain_run(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append(kernel)
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = plain_run(self, *args, grid=grid, warmup=True, **options)
+        do(kernel, self, args, grid, options)
         return kernel
 
     before = driver._active
     driver.set_active(_NoDevice(capability))
     JITFunction.run = run
     try:
-        yield compiled
+        yield
     finally:
         JITFunction.run = plain_run
         driver._active = before
+
+
+@contextmanager
+def compile_only(capability: int = 90) -> Iterator[list[Any]]:
+    """Within this context launches compile for the given compute capability and do not run.
+
+    Yields the list that fills with Triton's compiled kernels, one for each launch.
+    """
+    compiled: list[Any] = []
+    with instead_of_launches(lambda kernel, *_: compiled.append(kernel), capability):
+        yield compiled
 
 
 def resources(kernel: Any) -> Resources:

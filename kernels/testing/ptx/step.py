@@ -1,0 +1,175 @@
+"""One instruction on one warp: its operands, and who executes which instruction."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels.testing.ptx.memory import Fault
+from kernels.testing.ptx.parse import Instruction, inside
+from kernels.testing.ptx.values import BITS, LANES, TYPES, Lanes, Type, constant, reinterpret, size
+
+if TYPE_CHECKING:
+    from kernels.testing.ptx.machine import Block
+
+_REGISTERS: dict[str, Type] = {"%p": np.bool_, "%rs": np.uint16, "%r": np.uint32, "%rd": np.uint64}
+_ADDRESS = re.compile(r"(.+?)(?:\s*\+\s*(-?\d+))?")
+_LANE = np.arange(LANES, dtype=np.uint32)
+ALL = np.ones(LANES, bool)
+"""All lanes."""
+ALL.flags.writeable = False
+
+
+@cache
+def _register(name: str) -> Type | None:
+    """What a register of the compiler's holds; those of inline assembly hold what they are given."""
+    return _REGISTERS.get(name.rstrip("0123456789")) if name[-1].isdigit() else None
+
+
+class Warp:
+    """The state of 32 threads that run in step. Those that have branched apart run in the order of their places in the
+    code, so they meet again behind the branch."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.registers: dict[str, Lanes] = {}
+        self.at = np.zeros(LANES, np.int64)
+        self.ended = np.zeros(LANES, bool)
+        self.waited = False
+        """Whether it has executed griddepcontrol.wait."""
+        self.awaits: Any = None
+        """What it cannot go on without: a barrier of threads, or (mbarrier, parity)."""
+        self.copies: list[tuple[Lanes, Lanes]] = []
+        """(addresses, bytes) of cp.async that no group holds yet."""
+        self.copy_groups: list[list[tuple[Lanes, Lanes]]] = []
+        self.products: list[Callable[[], None] | None] = []
+        """wgmma products that no group holds yet: what computes them, nothing for one that is computed."""
+        self.product_groups: list[list[Callable[[], None] | None]] = []
+
+    def front(self) -> tuple[int | None, Lanes]:
+        """The place in the code from which the next instruction comes, if a lane still runs, and the lanes there."""
+        first = self.at[0]
+        if (self.at == first).all() and not self.ended.any():
+            return int(first), ALL
+        running = ~self.ended
+        if not running.any():
+            return None, running
+        at = self.at[running].min()
+        return int(at), running & (self.at == at)
+
+
+class Step:
+    """One instruction on those lanes of a warp that execute it."""
+
+    def __init__(self, block: Block, warp: Warp, instruction: Instruction, lanes: Lanes) -> None:
+        self.block, self.warp, self.instruction, self.lanes = block, warp, instruction, lanes
+        self.parts, self.operands = instruction.parts, instruction.operands
+
+    @property
+    def type(self) -> Type:
+        """The type that the opcode ends with."""
+        return TYPES[self.parts[-1]]
+
+    def read(self, i: int, kind: Type | None = None) -> Lanes:
+        """Operand i."""
+        return self.value(self.operands[i], kind or self.type)
+
+    def value(self, name: str, kind: Type) -> Lanes:
+        """A register, a special register, a parameter, an address or a literal."""
+        known = self.warp.registers.get(name)
+        if known is not None:
+            return reinterpret(known, kind)
+        if name[0] == "!":
+            return np.logical_not(self.value(name[1:], kind))
+        if own := _register(name):  # nobody has written it
+            return np.ones(LANES, bool) if own is np.bool_ else reinterpret(np.full(LANES, ~own(0), own), kind)
+        if name in self.block.constants:
+            return np.full(LANES, self.block.constants[name], BITS[size(kind)]).view(kind)
+        if name == "%tid.x":
+            return reinterpret(_LANE + np.uint32(self.warp.number * LANES), kind)
+        if name == "%laneid":
+            return reinterpret(_LANE, kind)
+        try:
+            return constant(name, kind)
+        except ValueError:
+            raise Fault(f"{name} is unknown") from None
+
+    def write(self, value: Lanes, i: int = 0) -> None:
+        """The result, to operand i."""
+        self.set(self.operands[i], value)
+
+    def set(self, name: str, value: Lanes, lanes: Lanes | None = None) -> None:
+        """Write a register in the lanes that execute, or in others. Small values are extended by their sign."""
+        if name == "_":
+            return
+        lanes = self.lanes if lanes is None else lanes
+        if value.dtype != np.bool_:
+            own = _register(name) or BITS[value.itemsize]
+            value = value.view(own) if value.itemsize == size(own) else value.astype(own)
+        before = self.warp.registers.get(name)
+        if before is None or lanes is ALL or lanes.all():
+            self.warp.registers[name] = value.copy()
+        else:
+            self.warp.registers[name] = np.where(lanes, value, before)
+
+    def vector(self, i: int) -> tuple[str, ...]:
+        """The registers of operand i."""
+        return inside(self.operands[i])
+
+    def address(self, text: str) -> Lanes:
+        """[register + offset], uint64, of all lanes."""
+        found = _ADDRESS.fullmatch(text.strip("[] "))
+        assert found
+        kind = np.uint64 if found[1].startswith("%rd") else np.uint32
+        address = self.value(found[1], kind).astype(np.int64) + int(found[2] or 0)
+        return address.view(np.uint64)
+
+    def one_lane(self) -> int:
+        """The lane that executes, which must be alone."""
+        if self.lanes.sum() != 1:
+            raise Fault("several lanes execute what one should")
+        return int(self.lanes.argmax())
+
+    def whole_warp(self) -> None:
+        """Fault unless all lanes execute."""
+        if not self.lanes.all():
+            raise Fault("some lanes do not execute what all must")
+
+
+Execute = Callable[[Step], None]
+_known: dict[str, tuple[Execute, frozenset[str]]] = {}
+
+
+def executes(names: str, modifiers: str = "") -> Callable[[Execute], Execute]:
+    """Register how the instructions `names` are executed, with these modifiers beside types.
+
+    A name is the beginning of an opcode; the longest one that fits counts.
+    """
+
+    def register(execute: Execute) -> Execute:
+        for name in names.split():
+            _known[name] = execute, frozenset(modifiers.split())
+        return execute
+
+    return register
+
+
+def execution(instruction: Instruction) -> Execute:
+    """How to execute an instruction.
+
+    Raises:
+        NotImplementedError: it, or a modifier, is unknown here.
+    """
+    parts = instruction.parts
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        if name in _known:
+            execute, modifiers = _known[name]
+            if all(part in TYPES or part in modifiers for part in parts[length:]):
+                return execute
+            break
+    raise NotImplementedError(f"the emulator does not know {instruction.text!r}")

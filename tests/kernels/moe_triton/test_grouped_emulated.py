@@ -1,0 +1,97 @@
+"""Hopper's products of many tokens as they were compiled, run by the PTX emulator under drawn schedules."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from experts_case import Experts
+
+from kernels.moe import schedule
+from kernels.moe.schedule import Tiling
+from kernels.testing.ptx import emulated
+
+
+def grouped(case: Experts, programs: int = 3, stages: int = 4, group: int = 8) -> Tiling:
+    tiling = schedule.grouped(case.shape, programs)
+    gate_up, down = (replace(product, stages=stages, group=group) for product in (tiling.gate_up, tiling.down))
+    return replace(tiling, gate_up=gate_up, down=down)
+
+
+def check(case: Experts, seed: int = 0, dependent: bool = False, **changes: int) -> None:
+    with emulated(seed, consecutive=True) as launches:
+        case.run(grouped(case, **changes), dependent)
+    assert launches.count("product") == 2
+    case.check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [(1, torch.bfloat16), (64, torch.float16), (65, torch.bfloat16), (129, torch.float16), (200, torch.bfloat16)],
+)
+def test_any_number_of_tokens(tokens: int, dtype: torch.dtype) -> None:
+    """On one expert in two, through the ring twice."""
+    check(Experts(tokens, 1, 2, 512, 64, dtype), tokens)
+
+
+@pytest.mark.parametrize("sizes", [(64, 32), (80, 48), (144, 176)])
+def test_features_that_blocks_and_stages_do_not_divide(sizes: tuple[int, int]) -> None:
+    check(Experts(5, 3, 5, *sizes))
+
+
+@pytest.mark.parametrize("padded", [(2, 3, 4), (0, 1, 2, 3, 4)])
+def test_padded_tokens_get_zero_and_disturb_nobody(padded: tuple[int, ...]) -> None:
+    check(Experts(5, 2, padded=padded, holes=True))
+
+
+def test_nothing_is_written_for_pairs_that_are_no_work() -> None:
+    case = Experts(30, 2, holes=True)
+    tiling = grouped(case)
+    call = case.call(tiling, case.workspace(tiling))
+    with emulated():
+        call.run()
+    wanted = (case.tensors["id"].flatten() >= 0).sum()
+    assert 0 < wanted < 60
+    assert bool(call.scratch.act_YI[wanted:].isnan().all())
+    assert not call.scratch.act_YI[:wanted].isnan().any()
+    assert torch.equal(call.scratch.partial_YGE.isnan().all(2)[:, 0], case.tensors["id"].flatten() < 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "holes", "skewed", "programs", "stages", "group"),
+    [(1, False, False, 1, 2, 1), (90, True, True, 1, 2, 1), (130, True, False, 4, 3, 2), (140, False, True, 2, 3, 2)],
+)
+def test_routings_and_rings(tokens: int, holes: bool, skewed: bool, programs: int, stages: int, group: int) -> None:
+    """Rings go round several times, and programs take several items."""
+    case = Experts(tokens, 2, 5, 208, 80, holes=holes, skewed=skewed, seed=tokens)
+    check(case, tokens, programs=programs, stages=stages, group=group)
+
+
+@pytest.mark.parametrize("tokens", [3, 90])
+def test_the_same_bits_as_the_triton_kernels(tokens: int) -> None:
+    """Steps of 64 features in both. What a pair gets depends neither on its tile nor on where in it it lies."""
+    case = Experts(tokens, 2, 3, 192, 128)
+    with emulated(fences=False):
+        want = case.run(case.tall_tiling()).clone()
+    check(case)
+    assert torch.equal(case.tensors["out"], want)
+
+
+def test_a_single_expert_is_a_dense_feed_forward() -> None:
+    case = Experts(150, 1, 1, 128, 96)
+    case.tensors["id"].zero_()
+    check(case)
+
+
+def test_dependent_launches() -> None:
+    check(Experts(70, 2, 3, 192, 128), dependent=True)
+
+
+def test_inputs_that_it_does_not_take() -> None:
+    case = Experts(4, hidden=64, intermediate=32)
+    case.tensors["x"] = torch.zeros(4, 66, dtype=torch.bfloat16)[:, 1:-1]
+    with emulated(), pytest.raises(ValueError, match="16 bytes"):
+        case.run(grouped(case))
+    with pytest.raises(ValueError, match="16-bit"):
+        schedule.grouped(Experts(4, dtype=torch.float32).shape, 3)
+    with pytest.raises(ValueError, match="64 hidden"):
+        schedule.grouped(Experts(4, hidden=48).shape, 3)

@@ -1,0 +1,111 @@
+"""A pass of the few-token path as it was compiled, run by the PTX emulator: its launches are dependent, and follow each
+other on memory that holds poison."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from random_model import V2_LITE_HEADS, decode_step, random_model
+
+import workers.models.decode_path as decode_path
+from kernels.few_experts import launch as experts
+from kernels.head_linear import launch as heads
+from kernels.linear import launch as products
+from kernels.mla_decode import launch as attention
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
+from kernels.pending_norm import PendingNorm, launch_enter
+from kernels.rms_norm import launch as norms
+from kernels.testing.ptx import Unordered, emulated
+from workers.batch import Batch
+from workers.scratch import Scratch
+
+CPU = torch.device("cpu")
+SMALL = V2_LITE_HEADS | {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2, "qk_nope_head_dim": 64}
+
+
+def planned(self: Any, batch: Batch, scratch: Scratch) -> decode_path.Step:
+    assert batch.decode is not None
+    own, page_RP = self.model.layers[0].attention, batch.decode.page_RP
+    layout = batch.layout
+    shape = DecodeShape(layout.decode_rows, layout.width, own.heads, own.latent, own.rope, page_RP.shape[1])
+    tiling = hopper_tiling(shape, 3)
+    assert tiling.path == "narrow"
+    buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
+    workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
+    attention.plan(batch.decode.length_R, page_RP, workspace, first=batch.first)
+    return decode_path.Step(batch, replace(batch.decode, workspace=workspace), self.model.rotation_PO, scratch, True)
+
+
+def normed(x: PendingNorm, weight: Any, out: Any, *, norm_A: Any = None, next: Any = None, dependent: bool) -> None:
+    products.stream_linear(x.x_TE, weight, out, pending=x, norm=norm_A, next=next, dependent=dependent)
+
+
+def to_residual(x: Any, weight: Any, residual: Any, norm: Any, out: PendingNorm, *, dependent: bool) -> None:
+    products.stream_linear(x, weight, out.x_TE, residual_TF=residual, norm=norm, next=out, dependent=dependent)
+
+
+def all_experts(
+    x: Any, choice: Any, shared_FE: Any, shared_EI: Any, gate_up: Any, down: Any, residual: Any, norm: Any, out: Any,
+    empty: Any, *, dependent: bool,
+) -> None:  # fmt: skip
+    act = empty(choice.weight_TK.numel(), down.shape[2], dtype=down.dtype)
+    shared_act = empty(choice.weight_TK.shape[0], shared_EI.shape[1], dtype=down.dtype)
+    experts.gate_up(x, choice, shared_FE, gate_up, shared_act, act, dependent=dependent)
+    weights = (shared_act, act, choice, shared_EI, down)
+    experts.down(*weights, out.x_TE, residual, norm, out.square_TP, dependent=dependent)
+
+
+@pytest.fixture(autouse=True)
+def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the path does for tensors on a GPU, for tensors on a CPU."""
+    replaced = {
+        "normed_linear": normed,
+        "linear_to_residual": to_residual,
+        "gated_linear": products.stream_gate_up,
+        "rope_absorb": heads.rope_absorb,
+        "merge_up": heads.merge_up,
+        "rms_norm": norms.rms_norm,
+        "pending_norm": SimpleNamespace(enter=launch_enter),
+        "few_experts": SimpleNamespace(router=experts.router, choose=experts.choose, experts=all_experts),
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(decode_path, name, function)
+    monkeypatch.setattr(decode_path.DecodePath, "_step", planned)
+
+
+def check(lengths: list[int], width: int, **how: Any) -> list[str]:
+    model, wide = random_model(SMALL, torch.bfloat16, CPU), random_model(SMALL, torch.float32, CPU)
+    token_T, batch, cache = decode_step(model, lengths, width)
+    _, _, wide_cache = decode_step(wide, lengths, width)
+    poisoned = torch.full((1 << 20,), 255, dtype=torch.uint8)
+    with emulated(consecutive=True, **how) as launches:
+        got = decode_path.DecodePath(model).forward(token_T, batch, cache, Scratch(CPU, poisoned))
+    want = wide.forward(token_T, batch, wide_cache)
+    alive = torch.tensor(lengths).repeat_interleave(width) > 0
+    error = ((got.float() - want).norm(dim=1) / want.norm(dim=1))[alive]
+    assert float(error.max()) < 2e-2  # bf16 at every boundary of some twenty products
+    return launches
+
+
+def test_a_pass_is_right_and_in_order() -> None:
+    """The plan, the embedding, a dense layer, one of experts, and the final norm."""
+    assert len(check([70, 0], 1)) == 1 + 2 + (5 + 2) + (5 + 4)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "what", "by"),
+    [
+        ("gate_up", "mov.u32", "griddepcontrol.launch_dependents; mov.u32"),
+        (r"\w+", "ld.global.cg", "ld.global"),
+    ],
+    ids=["too early", "through L1"],
+)
+def test_planted_faults_are_found(kernels: str, what: str, by: str) -> None:
+    def edit(ptx: str) -> str:
+        return ptx.replace(what, by) if re.search(rf"\.entry {kernels}\(", ptx) else ptx
+
+    with pytest.raises(Unordered):
+        check([70], 1, edit=edit)
