@@ -58,6 +58,8 @@ def node_environment(config: ServeConfig, ingress: Ingress, folder: Path, ports:
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
+        # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "RAY_metrics_report_interval_ms": str(round(config.metrics_period_s * 1000)),
         "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR": str(dashboards),
         # The front's code and Serve's share one event loop: a token crosses no thread.

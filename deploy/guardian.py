@@ -42,7 +42,7 @@ class Guardian:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-SE", __file__, str(theirs.fileno()), last_words.hex()),
-                    *(str(folder or ""), *(map(str, note) if note else ())),
+                    *(str(folder or ""), *(map(str, (*note, time.time())) if note else ())),
                 ],
                 pass_fds=(theirs.fileno(),),
                 # Its own session: a signal to the front's process group must not reach it.
@@ -130,10 +130,9 @@ if __name__ == "__main__":
     number = int(sys.argv[1])
     os.closerange(3, number)
     os.closerange(number + 1, 1024)
-    began = time.time()
     left = keep(socket.socket(fileno=number))
     if sys.argv[4:]:  # first, for clients that ask why their stream ended
-        note(Path(sys.argv[4]), sys.argv[5], began)
+        note(Path(sys.argv[4]), sys.argv[5], float(sys.argv[6]))
     end(left, bytes.fromhex(sys.argv[2]))
     if sys.argv[3]:
         shutil.rmtree(sys.argv[3], ignore_errors=True)
