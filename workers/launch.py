@@ -84,7 +84,7 @@ class LocalReplica:
     def __init__(self, config: EngineConfig) -> None:
         """Starts them all; they load in parallel."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads a rank on a busy machine are slower than one
-        # A rank that fails takes the rendezvous along, and torch shows those that wait there to the user, frame by frame.
+        # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
