@@ -1,9 +1,9 @@
 """Runs simple Gluon kernels in Triton's interpreter, which knows no Gluon: layouts are forgotten, the values remain.
 
 `install` puts a stand-in in the place of Gluon's language, whose functions are Triton's own, so a module of Gluon
-kernels imported afterwards is interpreted. It covers loads, stores, reductions, copies into shared memory and mma.sync,
-and, by `gluon_partitions`, what Hopper adds; barriers of threads do nothing, so a race between the warps of one
-partition does not show. Import `interpreter` and call its `repair` first.
+kernels imported afterwards is interpreted. It covers loads, stores, reductions, copies into shared memory and mma.sync;
+barriers of threads do nothing, so a race between warps does not show. What Hopper adds can be imported, not run:
+`kernels.testing.ptx` runs it. Import `interpreter` and call its `repair` first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.runtime import jit
 
-from kernels.testing import gluon_partitions
+from kernels.testing import gluon_memory
 
 
 class _Layout:
@@ -31,9 +31,9 @@ class _Layout:
         return self
 
 
-def _copy(smem: gluon_partitions.Shared, pointer: Any, mask: Any = None, **_: Any) -> None:
+def _copy(smem: gluon_memory.Shared, pointer: Any, mask: Any = None, **_: Any) -> None:
     value = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0.0)
-    gluon_partitions.copy_async(smem, value)
+    gluon_memory.copy_async(smem, value)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -72,13 +72,24 @@ class _Language(ModuleType):
     def convert_layout(self, value: Any, layout: Any, **_: Any) -> Any:
         return value
 
-    allocate_shared_memory = staticmethod(gluon_partitions.Shared.allocate)
-    warp_specialize = staticmethod(gluon_partitions.warp_specialize)
+    allocate_shared_memory = staticmethod(gluon_memory.Shared.allocate)
     thread_barrier = staticmethod(_nothing)
 
 
 def _mma(left: Any, right: Any, total: Any) -> Any:
     return tl.dot(left, right, total)
+
+
+def _hopper_modules() -> list[ModuleType]:
+    """Names that modules of kernels import, for those of their kernels that are not interpreted."""
+    names = {
+        "language.nvidia.hopper": ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
+        "nvidia.hopper": ("TensorDescriptor",),
+    }
+    modules = [ModuleType(f"triton.experimental.gluon.{name}") for name in names]
+    for module, attributes in zip(modules, names.values(), strict=True):
+        module.__dict__.update(dict.fromkeys(attributes))
+    return modules
 
 
 def _jit(function: Any = None, **options: Any) -> Any:
@@ -95,13 +106,13 @@ def install() -> None:
     jit._normalize_ty = lambda kind: plain_normalize(kind.removeprefix("gl.") if isinstance(kind, str) else kind)
     copies = SimpleNamespace(
         async_copy_global_to_shared=_copy,
-        commit_group=gluon_partitions.commit_group,
-        wait_group=gluon_partitions.wait_group,
+        commit_group=gluon_memory.commit_group,
+        wait_group=gluon_memory.wait_group,
     )
     tl.constexpr.__rmod__ = lambda self, left: left % self.value  # compiled, both are constants
     ampere = ModuleType("triton.experimental.gluon.language.nvidia.ampere")
     ampere.__dict__.update(async_copy=copies, mma_v2=_mma)
     nvidia = ModuleType("triton.experimental.gluon.language.nvidia")
     gluon.jit, gluon.constexpr_function, gluon.language = _jit, lambda function: function, language
-    hopper = gluon_partitions.modules(_Layout)
+    hopper = _hopper_modules()
     sys.modules |= {module.__name__: module for module in (language, nvidia, ampere, *hopper)}

@@ -7,6 +7,6 @@ import pytest
 from kernels.testing.interpreter import interpreted_pytest
 
 
-@pytest.mark.parametrize("name", ["interpreted_routing", "interpreted_experts", "interpreted_grouped"])
+@pytest.mark.parametrize("name", ["interpreted_routing", "interpreted_experts"])
 def test_in_the_interpreter(name: str) -> None:
     interpreted_pytest(Path(__file__).with_name(f"{name}.py"))

@@ -7,7 +7,3 @@ from kernels.testing.interpreter import interpreted_pytest
 
 def test_prefill_kernels_in_the_interpreter() -> None:
     interpreted_pytest(Path(__file__).with_name("interpreted_prefill.py"))
-
-
-def test_hoppers_prefill_kernel_in_the_interpreter() -> None:
-    interpreted_pytest(Path(__file__).with_name("interpreted_prefill_hopper.py"))

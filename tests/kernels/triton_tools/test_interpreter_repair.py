@@ -16,10 +16,6 @@ def test_narrow_floats() -> None:
     interpreter.interpreted_pytest(HERE / "interpreted_narrow_floats.py")
 
 
-def test_partitions_of_gluon_kernels() -> None:
-    interpreter.interpreted_pytest(HERE / "interpreted_gluon_partitions.py")
-
-
 def test_the_plain_interpreter_fails_these_tests() -> None:
     """Shows that the tests can fail, and says when a Triton release has made the repair superfluous."""
     code = (
