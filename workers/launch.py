@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,10 @@ from workers.config import EngineConfig
 from workers.engine import EngineFault
 from workers.graphs.report import SelfTestReport
 
-SHUTDOWN_TIMEOUT_S = 10.0
+logger = logging.getLogger("latentserve.launch")
+
+SHUTDOWN_TIMEOUT_S = 15.0
+FAILED_TIMEOUT_S = 0.5
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -115,12 +119,14 @@ class LocalReplica:
                 return f"{process.name} exited with code {process.exitcode}"
         return ""
 
-    def stop(self, wait_s: float = SHUTDOWN_TIMEOUT_S) -> None:
-        """Wait for the processes to end by themselves, `wait_s` seconds altogether, then end them."""
-        deadline = time.monotonic() + wait_s
+    def stop(self, failed: bool = False) -> None:
+        """Wait for the processes to end by themselves, not long where one `failed`; then end them."""
+        deadline = time.monotonic() + (FAILED_TIMEOUT_S if failed else SHUTDOWN_TIMEOUT_S)
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0.0))
             if process.exitcode is None:
+                if not failed:
+                    logger.warning("%s did not end by itself and is killed", process.name)
                 process.kill()
                 process.join()
         remove_sockets(self.addresses)
@@ -156,4 +162,4 @@ async def local_engine(
         watcher.cancel()
         failed = client.fault is not None
         await client.close()
-        await asyncio.to_thread(replica.stop, 0.5 if failed else SHUTDOWN_TIMEOUT_S)
+        await asyncio.to_thread(replica.stop, failed)

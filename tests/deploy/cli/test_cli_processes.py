@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -57,15 +56,14 @@ def test_an_interrupt_ends_everything_in_order(number, moment):
     (command.stderr if moment == "loading" else command.stdout).read(1)
     children = psutil.Process(command.pid).children(recursive=True)
     assert len(children) >= 2
-    begin = time.monotonic()
     if number == signal.SIGINT:
         os.killpg(command.pid, number)  # as a terminal does
     else:
         command.send_signal(number)
     _, said = command.communicate(timeout=30)
-    assert time.monotonic() - begin < 8
     assert command.returncode == 130
     assert b"Traceback" not in said
+    assert b"is killed" not in said
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 

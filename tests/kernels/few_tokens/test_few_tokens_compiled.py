@@ -46,7 +46,6 @@ V2_ROUTING, V3_ROUTING = Routing("softmax", 8, 3, False, 16.0), Routing("sigmoid
 K2_ROUTING = Routing("sigmoid", 1, 1, True, 2.827)
 MODELS = {
     "v2-lite": Model(2048, 16, None, 512, 64, 128, 128, 10944, 1408, 2816, 64, 6, V2_LITE_ROUTING, 102400),
-    "v2 on 4 ranks": Model(5120, 32, 1536, 512, 64, 128, 128, 3072, 384, 768, 160, 6, V2_ROUTING, 25600),
     "v2 on 8 ranks": Model(5120, 16, 1536, 512, 64, 128, 128, 1536, 192, 384, 160, 6, V2_ROUTING, 12800),
     "v3 on 4 ranks": Model(7168, 32, 1536, 512, 64, 128, 128, 4608, 512, 512, 256, 8, V3_ROUTING, 32320),
     "v3 on 8 ranks": Model(7168, 16, 1536, 512, 64, 128, 128, 2304, 256, 256, 256, 8, V3_ROUTING, 16160),

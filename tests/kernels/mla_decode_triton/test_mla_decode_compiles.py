@@ -41,8 +41,9 @@ def hopper_case(rows: int, width: int, heads: int, invariant: bool = False) -> C
     return Case([70] * rows, width, heads, 512, 64, torch.bfloat16, invariant=invariant)
 
 
-@pytest.mark.parametrize(("dependent", "early"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize(
+    ("rows", "dependent", "early"), [(1, False, False), (1, True, False), (1, True, True), (32, True, True)]
+)
 def test_narrow(rows: int, dependent: bool, early: bool) -> None:
     case = hopper_case(rows, 1, 16)
     kernel = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_narrow"]
@@ -53,9 +54,14 @@ def test_narrow(rows: int, dependent: bool, early: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "heads", "invariant"), [(1, 4, 16, False), (64, 4, 128, False), (3, 1, 16, True)]
+    ("rows", "width", "heads", "invariant", "dependent", "early"),
+    [
+        (1, 4, 16, False, False, False),
+        (1, 4, 16, False, True, True),
+        (64, 4, 128, False, True, True),
+        (3, 1, 16, True, True, True),
+    ],
 )
-@pytest.mark.parametrize(("dependent", "early"), [(False, False), (True, True)])
 def test_wide(rows: int, width: int, heads: int, invariant: bool, dependent: bool, early: bool) -> None:
     case = hopper_case(rows, width, heads, invariant)
     used = instructions(compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_wide"])

@@ -11,8 +11,7 @@ from kernels.verify import launch as verify_launch
 VOCABULARIES = {"demo": 4096, "V3": 129280, "odd": 50257}
 
 
-@pytest.mark.parametrize("dependent", [False, True])
-@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize(("name", "dependent"), [("demo", False), *((name, True) for name in VOCABULARIES)])
 def test_compiles_without_spills_and_loads_wide(name: str, dependent: bool) -> None:
     case = Case.random(VOCABULARIES[name], 1, 2, 1, seed=1)
     case.logits = case.logits.contiguous()
