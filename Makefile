@@ -24,7 +24,7 @@ serve: $(READY)
 
 # Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not alone" -n 4 --dist loadgroup
+	$(BIN)/python -m pytest -m "not alone" -n 2 --dist loadgroup
 	$(BIN)/python -m pytest -m alone
 
 lint: $(READY)

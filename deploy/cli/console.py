@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from pydantic import ValidationError
 
 FAILURE = 1
@@ -33,7 +35,7 @@ def reported() -> Iterator[None]:
 
     SIGTERM ends a command in order, as Ctrl-C does.
     """
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     except UsageMistake as mistake:
@@ -50,6 +52,12 @@ def reported() -> Iterator[None]:
         raise typer.Exit(FAILURE) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
 
 
 def _say(message: str) -> None:

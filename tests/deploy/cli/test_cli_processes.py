@@ -45,13 +45,19 @@ def test_the_first_cause_is_said_without_a_traceback():
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("number", "moment"), [(signal.SIGINT, "loading"), (signal.SIGTERM, "generating")])
-def test_an_interrupt_ends_everything_in_order(number, moment):
+@pytest.mark.parametrize(
+    ("number", "moment", "background"),
+    [(signal.SIGINT, "loading", False), (signal.SIGTERM, "generating", False), (signal.SIGTERM, "generating", True)],
+)
+def test_an_interrupt_ends_everything_in_order(number, moment, background):
+    """Shells start what runs in the background with SIGINT ignored."""
+    disposition = signal.SIG_IGN if background else signal.SIG_DFL
     command = subprocess.Popen(
         [*LATENTSERVE, "generate", "--prompt", "x", "--max-tokens", "1900", "--ignore-eos", "--width", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, disposition),
     )
     (command.stderr if moment == "loading" else command.stdout).read(1)
     children = psutil.Process(command.pid).children(recursive=True)
