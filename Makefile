@@ -1,4 +1,4 @@
-# Both commands set up everything they need in .venv on a fresh clone.
+# Every command sets up everything it needs in .venv on a fresh clone.
 PYTHON ?= python3
 PORT ?= 8000
 MODEL ?= demo
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup serve test lint types clean
+.PHONY: setup serve test gates lint types clean
 
 setup: $(READY)
 
@@ -24,8 +24,12 @@ serve: $(READY)
 
 # Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not alone" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "not alone and not gate" -n 2 --dist loadgroup
 	$(BIN)/python -m pytest -m alone
+
+# Registers, spills, shared memory and instructions of every kernel at the sizes of published models: compilation alone.
+gates: $(READY)
+	$(BIN)/python -m pytest -m gate -n 2
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -18,6 +18,8 @@ from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
 from kernels.pending_norm import PendingNorm, launch_enter
 from kernels.testing.hopper import compile_only, resources
 
+pytestmark = pytest.mark.gate
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

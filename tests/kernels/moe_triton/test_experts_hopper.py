@@ -7,6 +7,8 @@ from kernels.moe import launch, schedule
 from kernels.moe.schedule import ExpertsShape, Workspace
 from kernels.testing.hopper import compile_only, instructions, machine_code, resources
 
+pytestmark = pytest.mark.gate
+
 MODELS = {"V2-Lite": (6, 64, 2048, 1408), "V3": (8, 256, 7168, 2048), "demo": (2, 8, 192, 128)}
 TOKENS = (1, 2, 120, 256, 4096)
 

@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from kernels.moe import launch, schedule
 from kernels.moe.schedule import ExpertsShape, Workspace
 from kernels.testing.hopper import compile_only, instructions, machine_code, resources, serialized
+
+pytestmark = pytest.mark.gate
 
 MODELS = {
     "V2-Lite": (6, 64, 2048, 1408),
@@ -76,25 +75,3 @@ def test_tokens_compile_no_more() -> None:
         kernel.hash for tokens in (1, 7, 16, 300, 1000) for kernel in products(ExpertsShape(tokens, 2, 8, 192, 128))
     }
     assert len(hashes) == 2
-
-
-@gluon.jit
-def _uses_sums_under_way(out):
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    tiled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tiled)
-    sums = gl.zeros([64, 64], gl.float32, layout)
-    for i in range(8):
-        sums = warpgroup_mma(a_s.index(i % 2), a_s.index(i % 2), sums, is_async=True)
-        sums = warpgroup_mma_wait(1, deps=(sums,))
-        sums = sums * 0.5
-    sums = warpgroup_mma_wait(0, deps=(sums,))
-    m = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    n = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    gl.store(out + m[:, None] * 64 + n[None, :], sums)
-
-
-def test_serialized_products_are_noticed() -> None:
-    with compile_only() as compiled:
-        _uses_sums_under_way[(1,)](torch.empty(64, 64), num_warps=4)
-    assert serialized(compiled[0])

@@ -5,6 +5,8 @@ from routing_case import MODELS, Routing
 
 from kernels.testing.hopper import compile_only, resources
 
+pytestmark = pytest.mark.gate
+
 
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("model", MODELS)

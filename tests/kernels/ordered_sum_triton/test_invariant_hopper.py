@@ -7,6 +7,8 @@ from kernels.linear import launch as linear_launch
 from kernels.ordered_sum import launch
 from kernels.testing.hopper import compile_only, instructions, resources
 
+pytestmark = pytest.mark.gate
+
 SUMS = {"V2-Lite": (2048, 16 * 128, 10944), "V3": (7168, 128 * 128, 18432), "demo": (192, 8 * 32, 640)}
 """Hidden features, and the input features of the two sums over ranks."""
 

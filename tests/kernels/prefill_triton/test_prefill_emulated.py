@@ -1,5 +1,7 @@
 """Hopper's prefill kernel as it was compiled, run by the PTX emulator under drawn schedules."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,3 +80,16 @@ def test_a_row_alone_equals_the_row_in_a_batch() -> None:
             alone.run(True, HOPPER)
         assert torch.equal(alone.out[3 : 3 + count_q], case.out[q : q + count_q])
         assert torch.equal(alone.lse[3 : 3 + count_q], case.lse[q : q + count_q])
+
+
+def test_hoppers_own_kernel_refuses_what_it_cannot_do() -> None:
+    case = Case([(4, 8)], dtype=torch.bfloat16, **REAL)
+    with pytest.raises(ValueError, match="one tiling"):
+        case.run(True, replace(HOPPER, keys=64))
+    case.latent = torch.zeros(len(case.latent), 24 + 64 + 1, dtype=torch.bfloat16)[:, :-1]
+    with pytest.raises(ValueError, match="k_SO must begin"):
+        case.run(True, HOPPER)
+    with pytest.raises(ValueError, match="bfloat16 with features"):
+        Case([(4, 8)], **REAL).run(True, HOPPER)
+    with pytest.raises(ValueError, match="bfloat16 with features"):
+        Case([(4, 8)], dtype=torch.bfloat16).run(True, HOPPER)

@@ -8,6 +8,8 @@ from kernels.sampling import launch
 from kernels.testing.hopper import compile_only, machine_code, resources
 from kernels.verify import launch as verify_launch
 
+pytestmark = pytest.mark.gate
+
 VOCABULARIES = {"demo": 4096, "V3": 129280, "odd": 50257}
 
 

@@ -5,6 +5,8 @@ from token_wise_case import Gate, Norm, RopeCache
 
 from kernels.testing.hopper import compile_only, machine_code, resources
 
+pytestmark = pytest.mark.gate
+
 CASES = {
     "norm 192": Norm(2, features=192),
     "norm 2048": Norm(2, features=2048),

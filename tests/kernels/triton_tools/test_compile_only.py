@@ -4,8 +4,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from kernels.testing.hopper import SHARED_MEMORY_LIMIT, compile_only, instructions, resources
+from kernels.testing.hopper import SHARED_MEMORY_LIMIT, compile_only, instructions, resources, serialized
 
 
 @triton.jit
@@ -21,6 +24,22 @@ def greedy(x, y, N: tl.constexpr):
     i = tl.arange(0, N)
     a = tl.load(x + i)
     tl.store(y + i, a * tl.sum(a))  # every value is wanted until the last is there
+
+
+@gluon.jit
+def uses_sums_under_way(out):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    tiled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tiled)
+    sums = gl.zeros([64, 64], gl.float32, layout)
+    for i in range(8):
+        sums = warpgroup_mma(a_s.index(i % 2), a_s.index(i % 2), sums, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=(sums,))
+        sums = sums * 0.5
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    m = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    n = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    gl.store(out + m[:, None] * 64 + n[None, :], sums)
 
 
 def test_a_launch_compiles_and_runs_nothing() -> None:
@@ -57,3 +76,9 @@ def test_too_much_shared_memory_is_caught() -> None:
         square[(1,)](x, x, 256, num_warps=8)
     with pytest.raises(AssertionError):
         resources(compiled[0]).check()
+
+
+def test_serialized_products_are_noticed() -> None:
+    with compile_only() as compiled:
+        uses_sums_under_way[(1,)](torch.empty(64, 64), num_warps=4)
+    assert serialized(compiled[0])

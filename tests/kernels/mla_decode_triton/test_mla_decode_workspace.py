@@ -1,0 +1,19 @@
+"""Workspaces of all tilings in the memory of the largest."""
+
+import pytest
+import torch
+
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
+
+
+def test_workspaces_lie_over_one_buffer() -> None:
+    shapes = [DecodeShape(rows, width, 16, 512, 64, 64) for rows in (1, 7, 64) for width in (1, 4)]
+    tilings = [hopper_tiling(shape, 132) for shape in shapes]
+    need = [Workspace.bytes(shape, tiling, torch.bfloat16) for shape, tiling in zip(shapes, tilings, strict=True)]
+    buffer = torch.empty(max(need), dtype=torch.uint8)
+    for shape, tiling, size in zip(shapes, tilings, need, strict=True):
+        workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
+        assert workspace.partial_SQL.shape == (tiling.slots(shape), shape.queries, 512)
+        assert workspace.plan.numel() >= tiling.workers * 8 + shape.rows * 4
+        with pytest.raises(ValueError, match=str(size)):
+            Workspace.over(buffer[: size - 1], shape, tiling, torch.bfloat16)
