@@ -2,6 +2,7 @@
 
     python bench/moe.py                                   # DeepSeek-V2-Lite, the table of the documentation
     python bench/moe.py --tokens 256,512,1024,2048,4096,8192    # Hopper's own kernels (rows 128*) against the others
+    python bench/moe.py --model v2-lite+shared            # with the shared experts, as models run them
     python bench/moe.py --model v3 --tokens 1,16,256
     python bench/moe.py --tokens 16 --sweep sweep.txt     # try other tiles, print the best
 
@@ -34,7 +35,13 @@ from verdict import MOST_ERROR, error, verdict
 from kernels.moe import launch, reference, schedule
 from kernels.moe.schedule import ExpertsShape, Product, Tiling, Workspace
 
-MODELS = {"v2-lite": (6, 64, 2048, 1408), "v2-lite+shared": (8, 66, 2048, 1408), "v3": (8, 256, 7168, 2048)}
+MODELS = {
+    "v2-lite": (6, 64, 2048, 1408, 0),
+    "v2-lite+shared": (8, 66, 2048, 1408, 2),
+    "v3": (8, 256, 7168, 2048, 0),
+    "v3+shared": (9, 257, 7168, 2048, 1),
+}
+"""Experts of a token, experts, hidden and intermediate features, and how many of the experts are every token's."""
 ROUTINGS = 8
 
 
@@ -83,10 +90,9 @@ class Problem:
 def problem(shape: ExpertsShape, gate_up: torch.Tensor, down: torch.Tensor) -> Problem:
     """Random tokens and routings."""
     device = gate_up.device
-    ids = [
-        torch.rand(shape.tokens, shape.experts, device=device).argsort(-1)[:, : shape.chosen].contiguous()
-        for _ in range(ROUTINGS)
-    ]
+    scores = torch.rand(ROUTINGS, shape.tokens, shape.experts, device=device)
+    scores[..., shape.experts - shape.shared :] = 1.0  # every token's last choices
+    ids = [score.argsort(-1, stable=True)[:, -shape.chosen :].contiguous() for score in scores]
     weights = [torch.rand(id.shape, device=device) for id in ids]
     x = torch.randn(shape.tokens, shape.hidden, device=device, dtype=shape.dtype)
     return Problem(shape, gate_up, down, x, ids, weights)
@@ -226,8 +232,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8, help="compilers that run side by side")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    sizes = MODELS[arguments.model]
-    shapes = [ExpertsShape(int(n), *sizes, groups=arguments.groups) for n in arguments.tokens.split(",")]
+    *sizes, shared = MODELS[arguments.model]
+    counts = map(int, arguments.tokens.split(","))
+    shapes = [ExpertsShape(count, *sizes, groups=arguments.groups, shared=shared) for count in counts]
     tries = variants(Path(arguments.sweep).read_text()) if arguments.sweep else []
     jobs = [(shape, tiling) for shape in shapes for tiling in tilings(shape)]
     jobs += [(shapes[-1], with_product(shapes[-1], *one)) for one in tries]
@@ -266,10 +273,9 @@ def tilings(shape: ExpertsShape) -> list[Tiling]:
 
 def suits(rows: int, shape: ExpertsShape) -> bool:
     """Whether a tile of so many rows is worth trying."""
-    mean = shape.pairs / min(shape.experts, shape.pairs)
     if rows == 0:
         return shape.tokens <= 4
-    return rows <= max(16, 3 * mean) and rows >= min(mean / 2.5, 64)
+    return rows <= max(16, 3 * shape.mean) and rows >= min(shape.mean / 2.5, 64)
 
 
 if __name__ == "__main__":

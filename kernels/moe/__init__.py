@@ -1,6 +1,7 @@
 """Mixture of experts: which experts a token goes to, and what they compute.
 
-Shape legend: T tokens, E features, X experts, K experts a token, F = 2 I, I intermediate features of one expert.
+Shape legend: T tokens, E features, X experts, K experts a token, F = 2 I, I intermediate features of one expert. Of
+logits and their bias X is the routed experts; everything else counts shared ones as well.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def route(
       be chosen. A group's rank is its best score, or the sum of its two best when there is a bias.
     - `id_TK` (int64) and `weight_TK` (fp32): the experts, best first, and their scores; `normalize` divides a token's
       weights by their sum (+ 1e-20), then all are multiplied by `scale`. Both are contiguous.
-    - `shared`: the last so many of the K are not chosen: they are experts X, X + 1, ... with weight 1, for models whose
-      shared experts are stored behind the routed ones.
+    - `shared`: the last so many of the K are not chosen: they are experts X, X + 1, ... with weight 1, the shared
+      experts, which are stored behind the routed ones.
     - `live_R` (integers): token t belongs to row t // (T // R), and the tokens of rows with 0 are padding: their ids
       become -1, their weights 0.
     - `dependent`: programmatic dependent launch, see `launch`.
@@ -66,6 +67,7 @@ def experts(
     down_XEI: Tensor,
     out_TE: Tensor,
     *,
+    shared: int = 0,
     workspace: Tensor | None = None,
     dependent: bool = False,
 ) -> None:
@@ -76,6 +78,8 @@ def experts(
     - `id_TK` (int64): -1 marks a pair that is no work; a token of which all pairs are -1 gets 0, whatever its input
       holds. An id of X or more is the caller's error and treated the same. A token has no expert twice.
     - `weight_TK`: fp32. The sum over k is taken in fp32, in the order of k, and rounded once.
+    - `shared`: the last so many of the X experts are the last of every token's K (see `route`), but for padding. It
+      changes nothing but how the work is cut up.
     - `workspace` (GPU): a uint8 tensor of `workspace_bytes` bytes that needs no initialisation; without one the call
       allocates it.
     - `dependent` (GPU): programmatic dependent launch, see `launch`.
@@ -85,7 +89,8 @@ def experts(
     if not x_TE.is_cuda:
         reference.experts_grouped(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE)
         return
-    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE), 0, workspace, dependent)
+    shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared)
+    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE), shape, workspace, dependent)
 
 
 def add_experts(
@@ -107,28 +112,28 @@ def add_experts(
     if not x_TE.is_cuda:
         reference.add_experts(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE)
         return
-    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE), sum_TGE.shape[1], workspace, False)
+    shape = experts_shape(x_TE, id_TK, down_XEI, groups=sum_TGE.shape[1])
+    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE), shape, workspace, False)
 
 
 def _launch(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    groups: int,
+    shape: ExpertsShape,
     workspace: Tensor | None,
     dependent: bool,
 ) -> None:
-    x_TE, id_TK, _, _, down_XEI, _ = tensors
-    shape = experts_shape(x_TE, id_TK, down_XEI, groups=groups)
     tiling = schedule.tiling(shape)
     if workspace is None:
-        workspace = torch.empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8, device=x_TE.device)
+        device = tensors[0].device
+        workspace = torch.empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8, device=device)
     scratch = schedule.Workspace.over(workspace, shape, tiling)
     launch.Experts(*tensors, scratch, shape, tiling, dependent).run()
 
 
-def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, groups: int = 0) -> ExpertsShape:
-    """The sizes of a call of `experts`, or of `add_experts` with so many groups."""
+def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, groups: int = 0, shared: int = 0) -> ExpertsShape:
+    """The sizes of a call of `experts` with so many shared ones, or of `add_experts` with so many groups."""
     experts, hidden, intermediate = down_XEI.shape
-    return ExpertsShape(x_TE.shape[0], id_TK.shape[1], experts, hidden, intermediate, x_TE.dtype, groups)
+    return ExpertsShape(x_TE.shape[0], id_TK.shape[1], experts, hidden, intermediate, x_TE.dtype, groups, shared)
 
 
 def workspace_bytes(shape: ExpertsShape) -> int:

@@ -25,8 +25,9 @@ class ExpertsShape:
 
     tokens: int
     chosen: int
-    """Experts of a token."""
+    """Experts of a token, shared ones included."""
     experts: int
+    """Experts that are stored, shared ones included."""
     hidden: int
     """Features of a token (E)."""
     intermediate: int
@@ -34,10 +35,14 @@ class ExpertsShape:
     dtype: torch.dtype = torch.bfloat16
     groups: int = 0
     """Equal groups of the intermediate features that are summed apart, bitwise the same in every call; 0: one sum."""
+    shared: int = 0
+    """The last so many experts are every token's, and among its `chosen`."""
 
     def __post_init__(self) -> None:
         if not (0 < self.chosen <= MOST_CHOSEN and 0 < self.experts <= MOST_EXPERTS):
             raise ValueError(f"at most {MOST_CHOSEN} of {MOST_EXPERTS} experts: {self}")
+        if not 0 <= self.shared < min(self.chosen, self.experts):
+            raise ValueError(f"some experts must be left to choose: {self}")
         if self.hidden % 16 or self.intermediate % 16:
             raise ValueError(f"features must be multiples of 16: {self}")
         if self.groups and self.intermediate % self.groups:
@@ -49,6 +54,21 @@ class ExpertsShape:
     def pairs(self) -> int:
         """(Token, expert) pairs."""
         return self.tokens * self.chosen
+
+    @property
+    def routed_pairs(self) -> int:
+        """Those that a token chose."""
+        return self.tokens * (self.chosen - self.shared)
+
+    @property
+    def routed_wanted(self) -> int:
+        """The most routed experts that can get a token."""
+        return min(self.experts - self.shared, self.routed_pairs)
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a routed expert, if as many experts as can get one get equally many."""
+        return self.routed_pairs / max(self.routed_wanted, 1)
 
     @property
     def parts(self) -> int:
@@ -90,8 +110,7 @@ class Tiling:
 
     def tiles(self, shape: ExpertsShape) -> int:
         """Most tiles the pairs of a call can fill."""
-        wanted = min(shape.experts, shape.pairs)
-        return (shape.pairs + wanted * (self.rows - 1)) // self.rows
+        return (shape.pairs + (shape.routed_wanted + shape.shared) * (self.rows - 1)) // self.rows
 
 
 PRODUCTS = {
@@ -105,13 +124,14 @@ PRODUCTS = {
 
 
 def tiling(shape: ExpertsShape) -> Tiling:
-    """The tiles for a call: as tall as an expert's tokens are many on average, so that weights are streamed once.
+    """The tiles for a call: as tall as a routed expert's tokens are many on average, so that weights are streamed once.
+    A shared expert, which has all tokens, fills as many tiles as it takes.
 
     Sums of groups have one tile for every number of tokens, and keep what the order of a sum could round.
     """
     if shape.groups:
         return fitted(Tiling(64, *PRODUCTS[64], torch.float32), shape)
-    mean = shape.pairs / max(min(shape.experts, shape.pairs), 1)
+    mean = shape.mean
     rows = 16 if mean <= 12 else 32 if mean <= 16 else 64 if mean <= 56 else 128
     if shape.tokens <= 1:
         rows = 0

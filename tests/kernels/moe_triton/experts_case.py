@@ -24,6 +24,8 @@ class Experts:
     dtype: torch.dtype = torch.bfloat16
     groups: int = 0
     """Above 0 the output is [T, groups, E], holds random numbers and is added to."""
+    shared: int = 0
+    """The last so many of the experts are the last of every token's."""
     padded: tuple[int, ...] = ()
     holes: bool = False
     skewed: bool = False
@@ -48,8 +50,11 @@ class Experts:
             self.weights = gate_up, down
         x = torch.full((self.tokens, hidden + 32), torch.nan, dtype=self.dtype, device=self.device)[:, 16:-16]
         x.copy_(normal(self.tokens, hidden))
-        among = self.chosen + 1 if self.skewed else self.experts
-        id = torch.rand(self.tokens, among, generator=random, device=self.device).argsort(-1)[:, : self.chosen]
+        routed, own = self.experts - self.shared, self.chosen - self.shared
+        among = own + 1 if self.skewed else routed
+        id = torch.rand(self.tokens, among, generator=random, device=self.device).argsort(-1)[:, :own]
+        last = torch.arange(routed, self.experts, device=self.device).expand(self.tokens, -1)
+        id = torch.cat([id, last], 1)
         weight = torch.rand(id.shape, generator=random, device=self.device)
         if self.holes:
             id[torch.rand(id.shape, generator=random, device=self.device) < 0.3] = -1
@@ -70,7 +75,14 @@ class Experts:
     @property
     def shape(self) -> ExpertsShape:
         return ExpertsShape(
-            self.tokens, self.chosen, self.experts, self.hidden, self.intermediate, self.dtype, self.groups
+            self.tokens,
+            self.chosen,
+            self.experts,
+            self.hidden,
+            self.intermediate,
+            self.dtype,
+            self.groups,
+            self.shared,
         )
 
     def refill(self) -> None:

@@ -28,6 +28,16 @@ def test_any_number_of_tokens(tokens: int, dtype: torch.dtype) -> None:
     check(Experts(tokens, dtype=dtype))
 
 
+@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 40, 70])
+def test_shared_experts_have_every_token(tokens: int, shared: int) -> None:
+    """With few tokens all tiles that can be filled are: every choice another expert, each with one pair."""
+    check(Experts(tokens, 2 + shared, 8 + shared, shared=shared))
+    padded = tuple(range(0, tokens, 3))
+    check(Experts(tokens, 2 + shared, 8 + shared, shared=shared, padded=padded, skewed=True))
+    check(Experts(tokens, 2 + shared, 8 + shared, shared=shared, groups=4, padded=padded))
+
+
 @pytest.mark.parametrize("rows", [0, 16, 32, 64])
 @pytest.mark.parametrize("sizes", [(48, 80), (16, 16), (144, 176)])
 def test_features_that_blocks_do_not_divide(sizes: tuple[int, int], rows: int) -> None:
@@ -87,12 +97,15 @@ def test_weights_through_the_copy_engine() -> None:
     span=st.sampled_from([32, 128, 2048]),
     holes=st.booleans(),
     skewed=st.booleans(),
+    shared=st.integers(0, 2),
     seed=st.integers(0, 10**6),
 )
 def test_sorting(
-    tokens: int, chosen: int, experts: int, rows: int, span: int, holes: bool, skewed: bool, seed: int
+    tokens: int, chosen: int, experts: int, rows: int, span: int, holes: bool, skewed: bool, shared: int, seed: int
 ) -> None:
-    case = Experts(tokens, chosen, experts, 16, 16, holes=holes, skewed=skewed and chosen + 1 < experts, seed=seed)
+    skewed, shape = skewed and chosen + 1 < experts, (chosen + shared, experts + shared, 16, 16)
+    case = Experts(tokens, *shape, shared=shared, holes=holes, skewed=skewed, seed=seed)
+    experts = case.experts
     tiling = case.tiling(rows=rows)
     call = case.call(tiling, case.workspace(tiling))
     call.sort(span)
@@ -162,5 +175,14 @@ def test_memory_follows_from_the_sizes() -> None:
         Workspace.over(torch.empty(need - 1, dtype=torch.uint8), case.shape, tiling)
     with pytest.raises(ValueError, match="multiples of 16"):
         Experts(2, hidden=24).run()
+    with pytest.raises(ValueError, match="some experts must be left to choose"):
+        replace(case.shape, shared=2)
     with pytest.raises(ValueError, match="48 features do not make 5 equal groups"):
         Experts(2, intermediate=48, groups=5).run()
+
+
+@pytest.mark.parametrize("tokens", [2, 16, 64, 128, 129, 256, 1000])
+def test_shared_experts_do_not_change_the_tiles(tokens: int) -> None:
+    """Their pairs are many, those of the others not more for it."""
+    routed = schedule.ExpertsShape(tokens, 6, 64, 2048, 1408)
+    assert schedule.tiling(replace(routed, chosen=8, experts=66, shared=2)) == schedule.tiling(routed)

@@ -14,8 +14,8 @@ from kernels.moe import schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-V2_LITE = {"chosen": 6, "experts": 64, "hidden": 2048, "intermediate": 1408, "device": "cuda"}
-DEMO = {"chosen": 2, "experts": 8, "hidden": 192, "intermediate": 128, "device": "cuda"}
+V2_LITE = {"chosen": 8, "experts": 66, "shared": 2, "hidden": 2048, "intermediate": 1408, "device": "cuda"}
+DEMO = {"chosen": 3, "experts": 9, "shared": 1, "hidden": 192, "intermediate": 128, "device": "cuda"}
 MODELS = {"V2-Lite": V2_LITE, "demo": DEMO}
 _weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -113,13 +113,13 @@ def test_the_public_function_allocates_for_itself_or_takes_memory() -> None:
     case = make("demo", 20)
     t = case.tensors
     assert case.weights is not None
-    moe.experts(t["x"], t["id"], t["weight"], *case.weights, t["out"])
+    moe.experts(t["x"], t["id"], t["weight"], *case.weights, t["out"], shared=1)
     case.check()
     eager = t["out"].clone()
-    size = moe.workspace_bytes(moe.experts_shape(t["x"], t["id"], case.weights[1]))
+    size = moe.workspace_bytes(moe.experts_shape(t["x"], t["id"], case.weights[1], shared=1))
     workspace = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
     t["out"].fill_(torch.nan)
-    moe.experts(t["x"], t["id"], t["weight"], *case.weights, t["out"], workspace=workspace)
+    moe.experts(t["x"], t["id"], t["weight"], *case.weights, t["out"], shared=1, workspace=workspace)
     assert same_bits(t["out"], eager)
 
 

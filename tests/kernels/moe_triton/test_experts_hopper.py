@@ -9,8 +9,14 @@ from kernels.testing.hopper import compile_only, instructions, machine_code, res
 
 pytestmark = pytest.mark.gate
 
-MODELS = {"V2-Lite": (6, 64, 2048, 1408), "V3": (8, 256, 7168, 2048), "demo": (2, 8, 192, 128)}
+MODELS = {"V2-Lite": (6, 64, 2048, 1408, 2), "V3": (8, 256, 7168, 2048, 1), "demo": (2, 8, 192, 128, 1)}
+"""Choices of a token, routed experts, hidden and intermediate features, shared experts."""
 TOKENS = (1, 2, 120, 256, 4096)
+
+
+def shape_of(model: str, tokens: int, dtype: torch.dtype = torch.bfloat16, groups: int = 0) -> ExpertsShape:
+    chosen, experts, hidden, intermediate, shared = MODELS[model]
+    return ExpertsShape(tokens, chosen + shared, experts + shared, hidden, intermediate, dtype, groups, shared)
 
 
 def kernels(shape: ExpertsShape) -> list[object]:
@@ -32,7 +38,7 @@ def kernels(shape: ExpertsShape) -> list[object]:
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("model", MODELS)
 def test_compiles_without_spills(model: str, tokens: int, groups: int) -> None:
-    shape = ExpertsShape(tokens, *MODELS[model], torch.bfloat16, groups)
+    shape = shape_of(model, tokens, groups=groups)
     rows = schedule.tiling(shape).rows
     tall = rows >= 64
     for kernel in kernels(shape):
@@ -50,7 +56,7 @@ def test_compiles_without_spills(model: str, tokens: int, groups: int) -> None:
 
 def test_fp32_compiles_without_spills() -> None:
     for tokens in (1, 5, 300):
-        for kernel in kernels(ExpertsShape(tokens, *MODELS["demo"], torch.float32)):
+        for kernel in kernels(shape_of("demo", tokens, torch.float32)):
             resources(kernel).check()
 
 
@@ -59,7 +65,7 @@ def test_tokens_compile_no_more_than_the_tilings() -> None:
     products: set[object] = set()
     tilings: set[object] = set()
     for tokens in (2, 3, 7, 16, 17, 31, 100, 129, 300, 1000, 1001):
-        shape = ExpertsShape(tokens, *MODELS["demo"], torch.bfloat16)
+        shape = shape_of("demo", tokens)
         tilings.add(schedule.tiling(shape))
         products |= {kernel.hash for kernel in kernels(shape) if kernel.metadata.name in ("gate_up", "down", "combine")}
     assert len(products) <= 3 * len(tilings)
@@ -69,6 +75,6 @@ def test_tokens_compile_no_more_than_the_tilings() -> None:
 def test_one_kernel_sums_the_groups_of_every_number_of_tokens(model: str) -> None:
     products = set()
     for tokens in (1, 2, 3, 16, 17, 300, 4096):
-        found = kernels(ExpertsShape(tokens, *MODELS[model], torch.bfloat16, 8))
+        found = kernels(shape_of(model, tokens, groups=8))
         products.add(tuple(k.hash for k in found if k.metadata.name in ("gate_up", "down", "combine")))
     assert len(products) == 1

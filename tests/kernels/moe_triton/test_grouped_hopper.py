@@ -13,10 +13,9 @@ from kernels.testing.hopper import compile_only, instructions, machine_code, res
 pytestmark = pytest.mark.gate
 
 MODELS = {
-    "V2-Lite": (6, 64, 2048, 1408),
-    "V2-Lite shared": (1, 1, 2048, 2816),
-    "V3": (8, 256, 7168, 2048),
-    "demo": (2, 8, 192, 128),
+    "V2-Lite": (8, 66, 2048, 1408),
+    "V3": (9, 257, 7168, 2048),
+    "demo": (3, 9, 192, 128),
     "small": (1, 3, 80, 48),
 }
 
