@@ -13,7 +13,7 @@ import torch
 from shapes import ATTENTION, DENSE, EXPERTS, HEAD, INPUT
 
 from workers.graphs.segments import DRAFT, Stage
-from workers.models import attention, feed_forward
+from workers.models import attention
 from workers.models.attention import LatentAttention
 from workers.models.deepseek import DecoderLayer, DeepseekModel
 from workers.models.feed_forward import MixtureOfExperts
@@ -155,8 +155,7 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (DecoderLayer, "finish", _finished),
     (LatentAttention, "output", _always("attention's output")),
     (MixtureOfExperts, "route", _always("routing")),
-    (feed_forward.DenseFeedForward, "activations", _always("gate and up that see every token")),
-    (Products, "experts", _always("experts, and down of the shared")),
+    (Products, "experts", _always("experts, routed and shared")),
     (DeepseekModel, "logits", _always(HEAD)),
     (SamplingState, "target_tokens", _always("sampling")),
     (SamplingState, "commit", _always("sampling")),

@@ -181,12 +181,12 @@ def target_work(model: DeepseekModel, tokens: Tokens) -> dict[str, Work]:
             # Behind its attention nobody wants the others.
             count, woken_here = tokens.logits, woken(model, tokens.logits)
         if isinstance(network, MixtureOfExperts):
-            expert, router = product(network.gate_up_XFE[0], network.down_XEI[0]), network.router_XE
-            parts[EXPERTS] += Work(router.nbytes, 2 * count * router.numel())
-            parts[EXPERTS] += Work(woken_here * expert.bytes, network.routing.experts_per_token * expert.operations)
-            shared = network.shared
-            seen = (shared.gate_up_FE, shared.down_EI) if shared is not None else ()
-            parts[EXPERTS] += product(attention.out_EF, *seen)
+            routing, router = network.routing, network.router_XE
+            expert = product(network.gate_up_XFE[0], network.down_XEI[0])
+            parts[EXPERTS] += product(attention.out_EF) + Work(router.nbytes, 2 * count * router.numel())
+            # The shared experts are read whatever is chosen, and every token has them.
+            read, seen = woken_here + routing.shared_experts, routing.experts_per_token + routing.shared_experts
+            parts[EXPERTS] += Work(read * expert.bytes, seen * expert.operations)
         else:
             parts[DENSE] += product(attention.out_EF, network.gate_up_FE, network.down_EI)
     head = model.head_YE

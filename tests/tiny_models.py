@@ -53,7 +53,12 @@ YARN: dict[str, Any] = {
 
 KINDS: dict[str, dict[str, Any]] = {
     "v2": {"topk_method": "greedy", "n_shared_experts": 2, "routed_scaling_factor": 1.0},
-    "v2-no-q-lora": {"topk_method": "greedy", "q_lora_rank": None, "routed_scaling_factor": 1.5},
+    "v2-no-q-lora": {
+        "topk_method": "greedy",
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+    },
     "v2-groups": {
         "topk_method": "group_limited_greedy",
         "n_group": 4,

@@ -58,12 +58,22 @@ class WeightSource(ABC):
         self.fill(into, name)
         return into
 
-    def fill(self, into: Tensor, name: str, *, shard: int | None = None) -> None:
-        """Copy tensor `name` into `into`, or, with `shard`, this rank's part of that dimension (which `into` has)."""
+    def fill(
+        self, into: Tensor, name: str, *, shard: int | None = None, unit: int | None = None, units: int = 1
+    ) -> None:
+        """Copy tensor `name` into `into`, or, with `shard`, this rank's part of that dimension (which `into` has).
+
+        `unit`: not of the whole dimension, but of the unit-th of its `units` equal parts. ValueError when there is no
+        such part.
+        """
+        if unit is not None and (shard is None or not 0 <= unit < units):
+            raise ValueError(f"{name}: part {unit} of {units} of dimension {shard} does not exist")
         shape, index = list(into.shape), [slice(None)] * into.ndim
         if shard is not None:
-            shape[shard] *= self.group.size
-            index[shard] = self.group.shard(shape[shard], name)
+            length = shape[shard] * self.group.size
+            own, begin = self.group.shard(length, name), (unit or 0) * length
+            shape[shard] = length * units
+            index[shard] = slice(begin + own.start, begin + own.stop)
         self.fill_part(into, name, tuple(shape), tuple(index))
 
     def lossless(self, name: str) -> torch.dtype:

@@ -1,9 +1,9 @@
 """The mixture of experts for a few tokens, from the pending norm before it to the residual after it: four launches.
 
-Every chosen expert's weights are streamed once for all its tokens.
+Every chosen expert's weights are streamed once for all its tokens, as are those of shared experts, which all have.
 
-Shape legend: T tokens, R rows, E features, X experts, K experts a token, S = min(X, T K) slots, Y = T K choices,
-F = 2 I, I intermediate features of one expert (or of all shared ones).
+Shape legend: T tokens, R rows, E features, X experts (in weights the shared ones behind the others), K experts a token
+chooses, S = min(X, T K) slots, Y = T K choices, F = 2 I, I intermediate features of one expert.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class Choice:
     """fp32 weights, best first."""
     slot_S: Tensor
     """int32 [S + 1]: the experts anyone chose, ascending, then -1; last, how many they are."""
+
+    @property
+    def experts(self) -> int:
+        """Experts one can choose from."""
+        return self.place_TX.shape[1]
 
     @property
     def slots(self) -> int:
@@ -88,8 +93,6 @@ def choose(
 def experts(
     x: PendingNorm,
     choice: Choice,
-    shared_FE: Tensor | None,
-    shared_EI: Tensor | None,
     gate_up_XFE: Tensor,
     down_XEI: Tensor,
     residual_TE: Tensor | None,
@@ -99,25 +102,21 @@ def experts(
     *,
     dependent: bool = False,
 ) -> None:
-    """residual (fp32) += shared(norm(x)) + sum over choices of weight * expert(norm(x)), and `out` = its pending norm
-    of weight `norm_E`; without a residual, `out` = that sum.
+    """residual (fp32) += sum over shared experts of expert(norm(x)) + sum over choices of weight * expert(norm(x)), and
+    `out` = its pending norm of weight `norm_E`; without a residual, `out` = that sum.
 
-    A network is down · (silu(gate · x) * (up · x)); gate rows come before up rows. The intermediate features of the
-    shared network are a multiple of an expert's. `empty(*shape, dtype=...)` gives memory for the activations.
+    An expert is down · (silu(gate · x) * (up · x)); gate rows come before up rows. The weights are those of the experts
+    one can choose from, then of the shared ones. `empty(*shape, dtype=...)` gives memory for the activations.
     """
     if not x.x_TE.is_cuda:
-        reference.experts(x, choice, shared_FE, shared_EI, gate_up_XFE, down_XEI, residual_TE, norm_E, out)
+        reference.experts(x, choice, gate_up_XFE, down_XEI, residual_TE, norm_E, out)
         return
     tokens, chosen = choice.weight_TK.shape
-    dtype, intermediate = gate_up_XFE.dtype, down_XEI.shape[2]
+    dtype, (stored, _, intermediate) = gate_up_XFE.dtype, down_XEI.shape
     act_YI = empty(tokens * chosen, intermediate, dtype=dtype)
-    shared_act_TI = None
-    if shared_EI is not None:
-        if shared_EI.shape[1] % intermediate:
-            raise ValueError(f"{shared_EI.shape[1]} shared features are no multiple of an expert's {intermediate}")
-        shared_act_TI = empty(tokens, shared_EI.shape[1], dtype=dtype)
-    launch.gate_up(x, choice, shared_FE, gate_up_XFE, shared_act_TI, act_YI, dependent=dependent)
-    acts = (shared_act_TI, act_YI, choice, shared_EI, down_XEI)
+    shared_act_TSI = empty(tokens, stored - choice.experts, intermediate, dtype=dtype)
+    launch.gate_up(x, choice, gate_up_XFE, shared_act_TSI, act_YI, dependent=dependent)
+    acts = (shared_act_TSI, act_YI, choice, down_XEI)
     if isinstance(out, PendingNorm):
         launch.down(*acts, out.x_TE, residual_TE, norm_E, out.square_TP, dependent=dependent)
     else:

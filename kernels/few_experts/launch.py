@@ -98,9 +98,8 @@ def choose(
 def gate_up(
     x: PendingNorm,
     choice: Choice,
-    shared_FE: Tensor | None,
     weight_XFE: Tensor,
-    shared_act_TI: Tensor | None,
+    shared_act_TSI: Tensor,
     act_YI: Tensor,
     *,
     dependent: bool = False,
@@ -108,29 +107,26 @@ def gate_up(
     """See `kernels.few_experts.experts`: the first half."""
     tokens, features = x.x_TE.shape
     intermediate = act_YI.shape[1]
-    shared = 0 if shared_act_TI is None else shared_act_TI.shape[1]
-    if not weight_XFE.is_contiguous() or not (shared_FE is None or shared_FE.is_contiguous()):
-        raise ValueError("the experts' weights are contiguous")
-    half = ROWS // 2
-    programs = triton.cdiv(shared, half) + choice.slots * triton.cdiv(intermediate, half)
+    shared = _shared(choice, weight_XFE, shared_act_TSI)
+    programs = (shared + choice.slots) * triton.cdiv(intermediate, ROWS // 2)
     constants = pieces(x)
     del constants["SCALED"]
     stream.gate_up[(programs,)](
         x.x_TE,
         x.square_TP,
-        weight_XFE if shared_FE is None else shared_FE,
+        weight_XFE[choice.experts :] if shared else weight_XFE,
         weight_XFE,
         choice.slot_S,
         choice.place_TX,
         choice.weight_TK,
-        act_YI if shared_act_TI is None else shared_act_TI,
+        shared_act_TSI if shared else act_YI,
         act_YI,
         tokens,
         x.eps,
-        SHARED=shared,
+        SHARED=shared * intermediate,
         I=intermediate,
         K=features,
-        EXPERTS=choice.place_TX.shape[1],
+        EXPERTS=choice.experts,
         CHOSEN=choice.weight_TK.shape[1],
         X_STRIDE=x.x_TE.stride(0),
         **constants,
@@ -139,10 +135,9 @@ def gate_up(
 
 
 def down(
-    shared_act_TI: Tensor | None,
+    shared_act_TSI: Tensor,
     act_YI: Tensor,
     choice: Choice,
-    shared_EI: Tensor | None,
     weight_XEI: Tensor,
     out_TE: Tensor,
     residual_TE: Tensor | None = None,
@@ -154,16 +149,15 @@ def down(
     """See `kernels.few_experts.experts`: the second half."""
     tokens, features = out_TE.shape
     intermediate = act_YI.shape[1]
-    if not weight_XEI.is_contiguous() or not (shared_EI is None or shared_EI.is_contiguous()):
-        raise ValueError("the experts' weights are contiguous")
+    shared = _shared(choice, weight_XEI, shared_act_TSI)
     cut = Streaming.of(intermediate)
     if cut.chunks > 4:
         cut = Streaming(16, cut.width, -(-intermediate // (16 * cut.width)))
     ahead = max(1, 6 // cut.chunks) if cut.chunks > 1 else 4
     stream.down[(triton.cdiv(features, ROWS),)](
-        act_YI if shared_act_TI is None else shared_act_TI,
+        shared_act_TSI if shared else act_YI,
         act_YI,
-        weight_XEI if shared_EI is None else shared_EI,
+        weight_XEI[choice.experts :] if shared else weight_XEI,
         weight_XEI,
         choice.slot_S,
         choice.place_TX,
@@ -174,9 +168,9 @@ def down(
         tokens,
         choice.slots,
         E=features,
-        SHARED=0 if shared_act_TI is None else shared_act_TI.shape[1],
+        SHARED=shared * intermediate,
         I=intermediate,
-        EXPERTS=choice.place_TX.shape[1],
+        EXPERTS=choice.experts,
         CHOSEN=choice.weight_TK.shape[1],
         RESIDUAL=residual_TE is not None,
         RESIDUAL_STRIDE=0 if residual_TE is None else residual_TE.stride(0),
@@ -190,3 +184,14 @@ def down(
         num_warps=cut.warps,
         **options(dependent),
     )
+
+
+def _shared(choice: Choice, weight: Tensor, shared_act_TSI: Tensor) -> int:
+    """How many experts are shared."""
+    shared = weight.shape[0] - choice.experts
+    if not weight.is_contiguous() or not shared_act_TSI.is_contiguous() or shared_act_TSI.shape[1] != shared:
+        raise ValueError(
+            f"weights of {weight.shape[0]} experts and activations of {shared_act_TSI.shape[1]} shared ones must be "
+            f"contiguous, and fit a choice from {choice.experts}"
+        )
+    return shared

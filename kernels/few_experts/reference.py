@@ -39,8 +39,6 @@ def choose(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: Ch
 def experts(
     x: PendingNorm,
     choice: Choice,
-    shared_FE: Tensor | None,
-    shared_EI: Tensor | None,
     gate_up_XFE: Tensor,
     down_XEI: Tensor,
     residual_TE: Tensor | None,
@@ -51,9 +49,9 @@ def experts(
     dtype = gate_up_XFE.dtype
     x_TE = pending_norm.normed(x)
     sum_TE = torch.zeros_like(x_TE)
-    if shared_FE is not None and shared_EI is not None:
-        gate_TI, up_TI = (x_TE @ shared_FE.float().t()).chunk(2, dim=-1)
-        sum_TE += (F.silu(gate_TI) * up_TI).to(dtype).float() @ shared_EI.float().t()
+    for gate_up_FE, down_EI in zip(gate_up_XFE[choice.experts :], down_XEI[choice.experts :], strict=True):
+        gate_TI, up_TI = (x_TE @ gate_up_FE.float().t()).chunk(2, dim=-1)
+        sum_TE += (F.silu(gate_TI) * up_TI).to(dtype).float() @ down_EI.float().t()
     for expert in choice.slot_S[: int(choice.slot_S[choice.slots])].tolist():
         token_Y = (choice.place_TX[:, expert] >= 0).nonzero().squeeze(1)
         weight_Y = choice.weight_TK[token_Y, choice.place_TX[token_Y, expert].long()]

@@ -52,22 +52,25 @@ def gate_up(
 ):  # fmt: skip
     """Gated activations of SHARED shared columns for every token, and of I columns for every choice, already weighted.
 
-    Grid: ceil(SHARED / 8) + slots * ceil(I / 8). Each of x's rows is still to be divided by its root mean square.
+    The SHARED columns are units of I, each with its gate rows before its up rows. Grid: (SHARED / I + slots) *
+    ceil(I / 8). Each of x's rows is still to be divided by its root mean square.
     """
     half: gl.constexpr = _ROWS // 2
-    SHARED_PROGRAMS: gl.constexpr = (SHARED + half - 1) // half
     CHUNKS: gl.constexpr = (I + half - 1) // half
+    SHARED_PROGRAMS: gl.constexpr = SHARED // I * CHUNKS
     sums: gl.constexpr = sums_layout(half, WARPS)
     program = gl.program_id(0)
     if program < SHARED_PROGRAMS:
-        at = gate_up_rows(program, SHARED, K, WARPS)
+        unit = program // CHUNKS
+        chunk = program % CHUNKS
+        at = gate_up_rows(chunk, I, K, WARPS) + unit.to(gl.int64) * (2 * I * K)
         tiles = weight_tiles(shared_weight, at, 0, K, WIDTH, WARPS, DEPTH)
         if DEPENDENT:
             wait_for_kernel_before()
             let_kernel_after_start()  # after the wait: `down` reads the choice before its own
         gate_up_program(
-            x, square, shared_weight, at, tiles, shared_out, program, tokens, eps, SHARED, K, X_STRIDE, SHARED, True,
-            PIECES, PIECE_BLOCK, TOKENS, WIDTH, DEPTH, WARPS,
+            x, square, shared_weight, at, tiles, shared_out + unit * I, chunk, tokens, eps, I, K, X_STRIDE, SHARED,
+            True, PIECES, PIECE_BLOCK, TOKENS, WIDTH, DEPTH, WARPS,
         )  # fmt: skip
     else:
         if DEPENDENT:
@@ -114,7 +117,7 @@ def unit_rows(weight, shared_weight, row, unit, expert, E: gl.constexpr, SHARED:
     if SHARED_UNITS > 0:  # noqa: SIM102
         if unit < SHARED_UNITS:
             base = shared_weight
-            at = row * SHARED + unit * I
+            at = (unit * E + row) * I
     return base, at, (unit < SHARED_UNITS) | (expert >= 0)
 
 

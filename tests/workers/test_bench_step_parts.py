@@ -106,8 +106,7 @@ def test_parts_are_nested_and_leave_nothing_behind(bench: ModuleType) -> None:
     assert [row.path[-1] for row in inside] == [
         "attention's output",
         "routing",
-        "gate and up that see every token",
-        "experts, and down of the shared",
+        "experts, routed and shared",
     ]
     assert 0 < sum(row.total for row in inside) < by_path[outer].total * 1.5  # medians of three
     assert 0 < sum(row.total for row in rows if len(row.path) == 1) < whole * 1.5

@@ -254,8 +254,6 @@ class DecodePath:
         few_experts.router(x, experts.router_XE, logit_TX, dependent=dependent)
         choice = Choice.empty(step.tokens, given.experts, given.experts_per_token, scratch.empty)
         few_experts.choose(logit_TX, experts.bias_X, step.rows.length_R, choice, routing, dependent=dependent)
-        shared = experts.shared
-        shared_FE, shared_EI = (None, None) if shared is None else (shared.gate_up_FE, shared.down_EI)
         sum_TE = part_TE = None
         if self.model.group.size > 1:
             sum_TE = scratch.empty(*x.x_TE.shape, dtype=x.x_TE.dtype)
@@ -263,8 +261,6 @@ class DecodePath:
         few_experts.experts(
             x,
             choice,
-            shared_FE,
-            shared_EI,
             experts.gate_up_XFE,
             experts.down_XEI,
             residual_TE if part_TE is None else None,

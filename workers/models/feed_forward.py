@@ -1,9 +1,9 @@
-"""The feed-forward part of a layer: a dense SwiGLU network, or routed experts beside shared ones.
+"""The feed-forward part of a layer: a dense SwiGLU network, or routed experts and shared ones.
 
 Every rank holds an equal share of each network's intermediate features, and the output is summed over ranks.
 
 Shape legend: T tokens, E hidden features, I intermediate features of this rank, F = 2 I (gate, then up), X experts,
-K experts a token, R rows.
+K experts a token (both with the shared ones, where those are stored or chosen), R rows.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ class DenseFeedForward:
 
     def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> None:
         """Summed over ranks."""
-        self.products.summed(self.activations(x_TE, scratch), self.down_EI, out_TE, scratch)
-
-    def activations(self, x_TE: Tensor, scratch: Scratch) -> Tensor:
-        """silu(gate · x) * (up · x), this rank's features, [T, I]."""
         tokens, dtype = x_TE.shape[0], x_TE.dtype
         gate_up_TF = scratch.empty(tokens, self.gate_up_FE.shape[0], dtype=dtype)
         self.products.linear(x_TE, self.gate_up_FE, gate_up_TF)
         act_TI = scratch.empty(tokens, self.down_EI.shape[1], dtype=dtype)
         silu_mul(gate_up_TF, act_TI)
-        return act_TI
+        self.products.summed(act_TI, self.down_EI, out_TE, scratch)
 
 
 class MixtureOfExperts:
-    """Routed experts, and shared experts that see every token (DeepSeekMoE, 2024)."""
+    """Routed experts, and shared experts that see every token (DeepSeekMoE, 2024).
+
+    The shared experts are one network in the checkpoint, n_shared_experts times as wide as an expert. Its intermediate
+    features fall apart into that many units of an expert's width, whose results add up to the network's: so they are
+    kept as experts behind the routed ones, which every token chooses with weight 1, and computed in the same launches.
+    """
 
     def __init__(self, source: WeightSource, products: Products, prefix: str, config: ModelConfig) -> None:
         self.products = products
@@ -60,36 +61,40 @@ class MixtureOfExperts:
             if routing.bias
             else None
         )
-        self.gate_up_XFE = source.empty(routing.experts, 2 * share, hidden)
-        self.down_XEI = source.empty(routing.experts, hidden, share)
-        for expert in range(routing.experts):
-            name = f"{prefix}experts.{expert}."
-            source.fill(self.gate_up_XFE[expert, :share], f"{name}gate_proj.weight", shard=0)
-            source.fill(self.gate_up_XFE[expert, share:], f"{name}up_proj.weight", shard=0)
-            source.fill(self.down_XEI[expert], f"{name}down_proj.weight", shard=1)
-        shared = routing.shared_experts * config.moe_intermediate_size
-        self.shared = DenseFeedForward(source, products, f"{prefix}shared_experts.", hidden, shared) if shared else None
+        experts, units = routing.experts, routing.shared_experts
+        self.gate_up_XFE = source.empty(experts + units, 2 * share, hidden)
+        self.down_XEI = source.empty(experts + units, hidden, share)
+        for expert in range(experts):
+            self._fill(source, expert, f"{prefix}experts.{expert}.")
+        for unit in range(units):
+            self._fill(source, experts + unit, f"{prefix}shared_experts.", unit=unit, units=units)
+
+    def _fill(self, source: WeightSource, expert: int, name: str, **part: int) -> None:
+        gate_up_FE, down_EI = self.gate_up_XFE[expert], self.down_XEI[expert]
+        gate_IE, up_IE = gate_up_FE.chunk(2)
+        source.fill(gate_IE, f"{name}gate_proj.weight", shard=0, **part)
+        source.fill(up_IE, f"{name}up_proj.weight", shard=0, **part)
+        source.fill(down_EI, f"{name}down_proj.weight", shard=1, **part)
 
     def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> None:
         """Summed over ranks. `live_R` (integers, None: all are live): token t belongs to row t // (T // R), and the
-        tokens of rows with 0 are padding, for which no routed expert computes."""
+        tokens of rows with 0 are padding, for which no expert computes."""
         id_TK, weight_TK = self.route(x_TE, scratch, live_R)
-        shared_TI = shared_EI = None
-        if self.shared is not None:
-            shared_TI, shared_EI = self.shared.activations(x_TE, scratch), self.shared.down_EI
-        mixture = Experts(id_TK, weight_TK, self.gate_up_XFE, self.down_XEI, shared_TI, shared_EI)
+        mixture = Experts(id_TK, weight_TK, self.gate_up_XFE, self.down_XEI, self.routing.shared_experts)
         self.products.experts(x_TE, mixture, out_TE, scratch)
 
     def route(self, x_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Expert ids int64 and weights fp32, both [T, K]; the same on every rank. Padding has -1 and 0."""
+        """Expert ids int64 and weights fp32, both [T, K]; the same on every rank. The shared experts come last. Padding
+        has -1 and 0."""
         routing, tokens = self.routing, x_TE.shape[0]
+        columns = routing.experts_per_token + routing.shared_experts
         if x_TE.dtype != self.router_XE.dtype:
             wide_TE = scratch.empty(*x_TE.shape, dtype=torch.float32)
             x_TE = wide_TE.copy_(x_TE)
         logit_TX = scratch.empty(tokens, routing.experts, dtype=torch.float32)
         self.products.linear(x_TE, self.router_XE, logit_TX)
-        id_TK = scratch.empty(tokens, routing.experts_per_token, dtype=torch.int64)
-        weight_TK = scratch.empty(tokens, routing.experts_per_token, dtype=torch.float32)
+        id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
+        weight_TK = scratch.empty(tokens, columns, dtype=torch.float32)
         moe.route(
             logit_TX,
             self.bias_X,
@@ -100,6 +105,7 @@ class MixtureOfExperts:
             top_groups=routing.top_groups,
             normalize=routing.normalize,
             scale=routing.scale,
+            shared=routing.shared_experts,
             live_R=live_R,
         )
         return id_TK, weight_TK

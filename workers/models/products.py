@@ -34,9 +34,8 @@ class Experts:
     weight_TK: Tensor
     gate_up_XFE: Tensor
     down_XEI: Tensor
-    shared_TI: Tensor | None
-    """Gated activations of the shared experts, and their last matrix."""
-    shared_EI: Tensor | None
+    shared: int = 0
+    """The last so many experts are those of every token, as its last choices."""
 
 
 class Products:
@@ -63,17 +62,15 @@ class Products:
         self.group.all_reduce(part_TE, out_TE)
 
     def experts(self, x_TE: Tensor, mixture: Experts, out_TE: Tensor, scratch: Scratch) -> None:
-        """out = the weighted sum of a token's experts, plus the shared ones, summed over ranks."""
+        """out = the weighted sum of a token's experts, summed over ranks."""
         part_TE, workspace = self.group.part(out_TE), None
         if x_TE.is_cuda:
-            size = moe.workspace_bytes(moe.experts_shape(x_TE, mixture.id_TK, mixture.down_XEI))
-            workspace = scratch.empty(size, dtype=torch.uint8)
+            shape = moe.experts_shape(x_TE, mixture.id_TK, mixture.down_XEI, shared=mixture.shared)
+            workspace = scratch.empty(moe.workspace_bytes(shape), dtype=torch.uint8)
         choice, weights = (mixture.id_TK, mixture.weight_TK), (mixture.gate_up_XFE, mixture.down_XEI)
         # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
         dependent = launches_dependently(x_TE.device)
-        moe.experts(x_TE, *choice, *weights, part_TE, workspace=workspace, dependent=dependent)
-        if mixture.shared_TI is not None and mixture.shared_EI is not None:
-            part_TE.addmm_(mixture.shared_TI, mixture.shared_EI.t())
+        moe.experts(x_TE, *choice, *weights, part_TE, shared=mixture.shared, workspace=workspace, dependent=dependent)
         self.group.all_reduce(part_TE, out_TE)
 
 
@@ -111,7 +108,7 @@ class InvariantProducts(Products):
             self._sum(part_TGE, out_TE, scratch)
 
     def experts(self, x_TE: Tensor, mixture: Experts, out_TE: Tensor, scratch: Scratch) -> None:
-        """As in `Products`; a group's sum begins with the shared experts, then come the token's own in their order."""
+        """As in `Products`; a group's sum has the token's experts in the order of its choice, the shared ones last."""
         groups = self._groups(mixture.down_XEI.shape[2])
         tokens, hidden = x_TE.shape
         step = max(1, PART_BYTES // (mixture.id_TK.shape[1] * groups * hidden * 4))
@@ -124,10 +121,7 @@ class InvariantProducts(Products):
                     size = moe.workspace_bytes(moe.experts_shape(x_TE[part], id_TK, mixture.down_XEI, groups=groups))
                     workspace = scratch.empty(size, dtype=torch.uint8)
                 part_TGE = self._parts(id_TK.shape[0], groups, hidden, scratch)
-                if mixture.shared_TI is not None and mixture.shared_EI is not None:
-                    grouped_linear(mixture.shared_TI[part], mixture.shared_EI, part_TGE)
-                else:
-                    part_TGE.zero_()
+                part_TGE.zero_()
                 weights = mixture.gate_up_XFE, mixture.down_XEI
                 moe.add_experts(x_TE[part], id_TK, weight_TK, *weights, part_TGE, workspace=workspace)
                 self._sum(part_TGE, out_TE[part], scratch)

@@ -229,16 +229,12 @@ def check_experts(
     routing = Routing("softmax", 1, 1, True, 1.5)
     choice = check_choose(place, tokens, experts, chosen, routing, dead=tokens > 2)
     x, normed = pending(place, tokens, hidden)
-    gate_up = place.normal(experts, 2 * intermediate, hidden, scale=0.1)
-    down = place.normal(experts, hidden, intermediate, scale=0.1)
-    shared_gate_up = shared_down = shared_act = None
+    gate_up = place.normal(experts + shared, 2 * intermediate, hidden, scale=0.1)
+    down = place.normal(experts + shared, hidden, intermediate, scale=0.1)
     want = torch.zeros(tokens, hidden, dtype=torch.float64, device=place.device)
-    if shared:
-        shared_gate_up = place.normal(2 * shared * intermediate, hidden, scale=0.1)
-        shared_down = place.normal(hidden, shared * intermediate, scale=0.1)
-        shared_act = place.poison(tokens, shared * intermediate)
-        gate, up = (normed @ shared_gate_up.double().T).chunk(2, dim=1)
-        want += (F.silu(gate) * up) @ shared_down.double().T
+    if shared:  # as the one network they are: all gate rows, all up rows
+        gate, up = (torch.cat([*rows]).double() for rows in gate_up[experts:].chunk(2, dim=1))
+        want += (F.silu(normed @ gate.T) * (normed @ up.T)) @ torch.cat([*down[experts:]], 1).double().T
     for token in range(tokens):
         for expert in range(experts):
             rank = int(choice.place_TX[token, expert])
@@ -246,9 +242,9 @@ def check_experts(
                 gate, up = (gate_up[expert].double() @ normed[token]).chunk(2)
                 want[token] += down[expert].double() @ (F.silu(gate) * up) * float(choice.weight_TK[token, rank])
     choice.weight_TK[choice.place_TX.amax(1) < 0] = torch.nan
-    act = place.poison(tokens * chosen, intermediate)
-    experts_launch.gate_up(x, choice, shared_gate_up, gate_up, shared_act, act, dependent=place.dependent)
-    weights = (shared_act, act, choice, shared_down, down)
+    act, shared_act = place.poison(tokens * chosen, intermediate), place.poison(tokens, shared, intermediate)
+    experts_launch.gate_up(x, choice, gate_up, shared_act, act, dependent=place.dependent)
+    weights = (shared_act, act, choice, down)
     if residual:
         stream, norm = place.normal(tokens, hidden, dtype=torch.float32), place.normal(hidden)
         want += stream.double()

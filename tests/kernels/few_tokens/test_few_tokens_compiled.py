@@ -47,12 +47,12 @@ V2_LITE_ROUTING = Routing("softmax", 1, 1, False, 1.0)
 V2_ROUTING, V3_ROUTING = Routing("softmax", 8, 3, False, 16.0), Routing("sigmoid", 8, 4, True, 2.5)
 K2_ROUTING = Routing("sigmoid", 1, 1, True, 2.827)
 MODELS = {
-    "v2-lite": Model(2048, 16, None, 512, 64, 128, 128, 10944, 1408, 2816, 64, 6, V2_LITE_ROUTING, 102400),
-    "v2 on 8 ranks": Model(5120, 16, 1536, 512, 64, 128, 128, 1536, 192, 384, 160, 6, V2_ROUTING, 12800),
-    "v3 on 4 ranks": Model(7168, 32, 1536, 512, 64, 128, 128, 4608, 512, 512, 256, 8, V3_ROUTING, 32320),
-    "v3 on 8 ranks": Model(7168, 16, 1536, 512, 64, 128, 128, 2304, 256, 256, 256, 8, V3_ROUTING, 16160),
-    "k2 on 8 ranks": Model(7168, 8, 1536, 512, 64, 128, 128, 2304, 256, 256, 384, 8, K2_ROUTING, 20480),
-    "demo": Model(192, 8, 96, 64, 16, 32, 32, 640, 128, 128, 8, 2, K2_ROUTING, 4096),
+    "v2-lite": Model(2048, 16, None, 512, 64, 128, 128, 10944, 1408, 2, 64, 6, V2_LITE_ROUTING, 102400),
+    "v2 on 8 ranks": Model(5120, 16, 1536, 512, 64, 128, 128, 1536, 192, 2, 160, 6, V2_ROUTING, 12800),
+    "v3 on 4 ranks": Model(7168, 32, 1536, 512, 64, 128, 128, 4608, 512, 1, 256, 8, V3_ROUTING, 32320),
+    "v3 on 8 ranks": Model(7168, 16, 1536, 512, 64, 128, 128, 2304, 256, 1, 256, 8, V3_ROUTING, 16160),
+    "k2 on 8 ranks": Model(7168, 8, 1536, 512, 64, 128, 128, 2304, 256, 1, 384, 8, K2_ROUTING, 20480),
+    "demo": Model(192, 8, 96, 64, 16, 32, 32, 640, 128, 1, 8, 2, K2_ROUTING, 4096),
 }  # fmt: skip
 CASES = [("v2-lite", tokens) for tokens in (1, 2, 4, 8)] + [("v3 on 8 ranks", 8)] + [(name, 16) for name in MODELS]
 """Most kernels are the same for 1 to 8 tokens, and all for 9 to 16, which need the most."""
@@ -139,14 +139,12 @@ def test_feed_forward(name: str, tokens: int) -> None:
     choice = Choice.empty(tokens, m.experts, m.chosen, empty)
     bias = None if m.routing.scoring == "softmax" else empty(m.experts, dtype=FP32)
     gate(lambda: experts_launch.choose(logit, bias, length, choice, m.routing, dependent=True))
-    routed_act, shared_act = empty(tokens * m.chosen, m.expert), empty(tokens, m.shared)
-    gate_up, down = empty(m.experts, 2 * m.expert, m.hidden), empty(m.experts, m.hidden, m.expert)
-    shared_gate_up, shared_down = empty(2 * m.shared, m.hidden), empty(m.hidden, m.shared)
+    routed_act, shared_act = empty(tokens * m.chosen, m.expert), empty(tokens, m.shared, m.expert)
+    stored = m.experts + m.shared
+    gate_up, down = empty(stored, 2 * m.expert, m.hidden), empty(stored, m.hidden, m.expert)
     two = 128 if m.hidden <= 2048 else 255
-    gate(
-        lambda: experts_launch.gate_up(x, choice, shared_gate_up, gate_up, shared_act, routed_act, dependent=True), two
-    )
-    acts = (shared_act, routed_act, choice, shared_down, down)
+    gate(lambda: experts_launch.gate_up(x, choice, gate_up, shared_act, routed_act, dependent=True), two)
+    acts = (shared_act, routed_act, choice, down)
     gate(lambda: experts_launch.down(*acts, after.x_TE, residual, norm, after.square_TP, dependent=True))
     gate(lambda: experts_launch.down(*acts, after.x_TE, dependent=True))
 

@@ -56,14 +56,12 @@ def plainly(launch: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def all_experts(
-    x: Any, choice: Any, shared_FE: Any, shared_EI: Any, gate_up: Any, down: Any, residual: Any, norm: Any, out: Any,
-    empty: Any,
-) -> None:  # fmt: skip
-    act = empty(choice.weight_TK.numel(), down.shape[2], dtype=down.dtype)
-    shared_act = empty(choice.weight_TK.shape[0], shared_EI.shape[1], dtype=down.dtype)
-    experts.gate_up(x, choice, shared_FE, gate_up, shared_act, act)
-    experts.down(shared_act, act, choice, shared_EI, down, out.x_TE, residual, norm, out.square_TP)
+def all_experts(x: Any, choice: Any, gate_up: Any, down: Any, residual: Any, norm: Any, out: Any, empty: Any) -> None:
+    (tokens, chosen), (stored, _, intermediate) = choice.weight_TK.shape, down.shape
+    act = empty(tokens * chosen, intermediate, dtype=down.dtype)
+    shared_act = empty(tokens, stored - choice.experts, intermediate, dtype=down.dtype)
+    experts.gate_up(x, choice, gate_up, shared_act, act)
+    experts.down(shared_act, act, choice, down, out.x_TE, residual, norm, out.square_TP)
 
 
 CHOSEN: list[torch.Tensor] = []
@@ -75,9 +73,10 @@ def choose(logit: Any, bias: Any, length: Any, choice: Any, routing: Any) -> Non
     CHOSEN.append(choice.place_TX >= 0)
 
 
-def route(logit: Any, bias: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> None:
-    reference.route(logit, bias, ids, *rest, **options)
-    CHOSEN.append(torch.zeros(logit.shape, dtype=torch.bool).scatter_(1, ids.clamp(min=0), True))
+def route(logit: Any, bias: Any, ids: torch.Tensor, *rest: Any, shared: int, **options: Any) -> None:
+    reference.route(logit, bias, ids, *rest, shared=shared, **options)
+    routed = ids[:, : ids.shape[1] - shared].clamp(min=0)
+    CHOSEN.append(torch.zeros(logit.shape, dtype=torch.bool).scatter_(1, routed, True))
 
 
 def plan(self: Any, batch: Batch, rows: DecodeBatch, scratch: Scratch) -> Workspace:

@@ -48,13 +48,13 @@ def to_residual(x: Any, weight: Any, residual: Any, norm: Any, out: PendingNorm,
 
 
 def all_experts(
-    x: Any, choice: Any, shared_FE: Any, shared_EI: Any, gate_up: Any, down: Any, residual: Any, norm: Any, out: Any,
-    empty: Any, *, dependent: bool,
-) -> None:  # fmt: skip
-    act = empty(choice.weight_TK.numel(), down.shape[2], dtype=down.dtype)
-    shared_act = empty(choice.weight_TK.shape[0], shared_EI.shape[1], dtype=down.dtype)
-    experts.gate_up(x, choice, shared_FE, gate_up, shared_act, act, dependent=dependent)
-    weights = (shared_act, act, choice, shared_EI, down)
+    x: Any, choice: Any, gate_up: Any, down: Any, residual: Any, norm: Any, out: Any, empty: Any, *, dependent: bool
+) -> None:
+    (tokens, chosen), (stored, _, intermediate) = choice.weight_TK.shape, down.shape
+    act = empty(tokens * chosen, intermediate, dtype=down.dtype)
+    shared_act = empty(tokens, stored - choice.experts, intermediate, dtype=down.dtype)
+    experts.gate_up(x, choice, gate_up, shared_act, act, dependent=dependent)
+    weights = (shared_act, act, choice, down)
     experts.down(*weights, out.x_TE, residual, norm, out.square_TP, dependent=dependent)
 
 
