@@ -50,7 +50,7 @@ def rope_absorb(
     eps: float,
     dependent: bool = False,
 ) -> None:
-    """From the projections of at most 16 tokens to what attention reads, in one launch.
+    """From the projections to what attention reads, in one launch.
 
     out[..., :L] = q[..., :N] · weight; out[..., L:] = q[..., N:] rotated. Cache entry of every token: its latent
     `kv_TC`[:, :L] normed with `norm_L`, then its key `kv_TC`[:, L:] rotated. The pairs are features (2i, 2i + 1).
@@ -73,6 +73,7 @@ def merge_up(
 ) -> None:
     """out = weight · what `mla_decode.launch.attend` left in `workspace` and `attended_RWHL`, in place of its merge.
 
-    GPU only. `dependent`: safe when the plan was written before the kernel before, see `merge`.
+    On a GPU; of at most 16 tokens as bf16 alone, as the products of `kernels.linear` for so few. `dependent`: safe when
+    the plan was written before the kernel before, see `merge`.
     """
     launch.merge_up(attended_RWHL, workspace, weight_HVL, out_THV, dependent=dependent)

@@ -1,4 +1,5 @@
-"""From the projections to the absorbed query and the cache entry, in one Triton launch."""
+"""The absorbed form in Triton: from the projections to the absorbed query and the cache entry, and from pieces of split
+attention through W_UV to a head's output, one launch each."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -7,6 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.mla_decode.schedule import ROW_FIELDS, WORKER_FIELDS
+
+_WORKER = tl.constexpr(WORKER_FIELDS)
+_ROW = tl.constexpr(ROW_FIELDS)
 
 
 @triton.jit
@@ -98,33 +104,35 @@ def rope_absorb(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Programs: for every head and COLUMNS latent features, W_UK into all tokens' queries; then for every token the
-    rope of GROUP heads each, and its cache entry. Lets its successor start only after its own wait, so attention may
-    read all older cache entries before its own. Reads positions and cache slots before its wait.
+    """Programs: for every head, COLUMNS latent features and TOKENS tokens, W_UK into the tokens' queries; then for
+    every token its cache entry, and the rope of GROUP heads each. Lets its successor start only after its own wait, so
+    attention may read all older cache entries before its own. Reads positions and cache slots before its wait.
     """
     CHUNKS: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     PARTS: tl.constexpr = 1 + (HEADS + GROUP - 1) // GROUP
     C: tl.constexpr = LATENT + ROPE
     D: tl.constexpr = NOPE + ROPE
     program = tl.program_id(0)
-    if program < HEADS * CHUNKS:
-        head = program // CHUNKS
+    tiles = tl.cdiv(tokens, TOKENS)
+    if program < HEADS * CHUNKS * tiles:
+        # Tiles of tokens are neighbours, so that they share weights in L2.
+        t = (program % tiles * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+        head = program // tiles // CHUNKS
         n = tl.arange(0, NOPE_BLOCK)
-        c = program % CHUNKS * COLUMNS + tl.arange(0, COLUMNS)
+        c = program // tiles % CHUNKS * COLUMNS + tl.arange(0, COLUMNS)
         at = weight + head.to(tl.int64) * W_HEAD + n[:, None] * W_ROW + c[None, :]
         tile = tl.load(at, mask=(n < NOPE)[:, None] & (c < LATENT)[None, :], other=0.0)
         if DEPENDENT:
             gdc_wait()
             gdc_launch_dependents()
-        t = tl.arange(0, TOKENS)
         inside = (t < tokens)[:, None]
         source = q + t[:, None] * Q_TOKEN + head * D + n[None, :]
         x = tl.load(source, mask=inside & (n < NOPE)[None, :], other=0.0, cache_modifier=".cg")
         y = tl.dot(x, tile, input_precision=PRECISION)
-        target = out + (t * HEADS + head).to(tl.int64)[:, None] * C + c[None, :]
+        target = out + (t * HEADS + head)[:, None] * C + c[None, :]
         tl.store(target, y.to(out.dtype.element_ty), mask=inside & (c < LATENT)[None, :])
     else:
-        program -= HEADS * CHUNKS
+        program -= HEADS * CHUNKS * tiles
         token = (program // PARTS).to(tl.int64)
         part = program % PARTS
         o = tl.arange(0, ROPE_BLOCK)
@@ -145,3 +153,84 @@ def rope_absorb(
                 q + token * Q_TOKEN + NOPE, turn, out + token * HEADS * C + LATENT, first, D, C, HEADS, GROUP, ROPE,
                 ROPE_BLOCK,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "workers"])
+def merge_tile(
+    partial,
+    partial_lse,
+    attended,
+    plan,
+    weight,
+    out,
+    tokens,
+    workers,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    VALUE: tl.constexpr,
+    W_HEAD: tl.constexpr,
+    W_ROW: tl.constexpr,
+    OUT_TOKEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PIECES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out[token, head] = W_UV[head] · attention of (token, head). Grid: tiles of TOKENS tokens (fastest, so that they
+    share weights in L2) times tiles of COLUMNS values, heads.
+
+    W_UV is linear: the product's rows are PIECES pieces of each token's attention as they lie in memory, and their
+    products are weighed. Attention is `attended` where the plan split nothing, 0 where there is none, else pieces as
+    `mla_decode.merge` reads them. The plan is read before the wait. Lets its successor start only after its own wait.
+    """
+    tiles = tl.cdiv(tokens, TOKENS)
+    first = tl.program_id(0) % tiles * TOKENS
+    v = tl.program_id(0) // tiles * COLUMNS + tl.arange(0, COLUMNS)
+    head = tl.program_id(1)
+    m = tl.arange(0, TOKENS * PIECES)
+    k = tl.arange(0, BLOCK_K)
+    row = (first + m // PIECES) // WIDTH
+    inside = first + m // PIECES < tokens
+    about = plan + workers * _WORKER + row * _ROW
+    slot = tl.load(about, mask=inside, other=0)
+    later = tl.load(about + 1, mask=inside, other=0)
+    pieces = tl.load(about + 2, mask=inside, other=0)
+    split = pieces > 1
+    vector = (first + m // PIECES) % WIDTH * HEADS + head
+    w_at = weight + head.to(tl.int64) * W_HEAD + v.to(tl.int64)[None, :] * W_ROW + k[:, None]
+    kept = (v < VALUE)[None, :]
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    top = tl.full([TOKENS], float("-inf"), tl.float32)
+    total = tl.zeros([TOKENS], tl.float32)
+    y = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    # Few rows have more than PIECES pieces; a running maximum serves those.
+    for start in range(0, tl.max(pieces, 0), PIECES):
+        piece = start + m % PIECES
+        there = piece < pieces
+        at = tl.where(split, tl.where(piece == 0, slot, later + piece - 1), row).to(tl.int64) * (WIDTH * HEADS) + vector
+        log = tl.load(partial_lse + at, mask=there & split, other=float("-inf"), cache_modifier=".cg")
+        log = tl.reshape(tl.where(there & (pieces == 1), 0.0, log), [TOKENS, PIECES])
+        new_top = tl.maximum(top, tl.max(log, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        factor = tl.exp2(log - base[:, None])
+        shrink = tl.exp2(top - base)
+        x_at = (tl.where(split, partial, attended) + at * LATENT)[:, None] + k[None, :]
+        part = tl.zeros([TOKENS * PIECES, COLUMNS], tl.float32)
+        for k0 in tl.range(0, LATENT, BLOCK_K, num_stages=STAGES):
+            x = tl.load(x_at + k0, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            w = tl.load(w_at + k0, mask=kept, other=0.0)
+            part = tl.dot(x, w, part, input_precision=PRECISION)
+        weighed = tl.reshape(part, [TOKENS, PIECES, COLUMNS]) * factor[:, :, None]
+        y = y * shrink[:, None] + tl.sum(weighed, 1)
+        total = total * shrink + tl.sum(factor, 1)
+        top = new_top
+    y = y / tl.where(total > 0, total, 1.0)[:, None]
+    t = first + tl.arange(0, TOKENS)
+    to = out + t.to(tl.int64)[:, None] * OUT_TOKEN + head * VALUE + v[None, :]
+    tl.store(to, y.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & kept)

@@ -34,8 +34,8 @@ def rope_absorb(
     tokens, heads, _ = q_THD.shape
     nope, latent = weight_HNL.shape[1:]
     rope = rotation_PO.shape[1]
-    if not 0 < tokens <= MOST_STREAMED:
-        raise ValueError(f"{tokens} tokens; at most {MOST_STREAMED} are absorbed in one launch")
+    if not tokens:
+        return
     if not out_THC.is_contiguous() or not rotation_PO.is_contiguous() or q_THD.stride()[1:] != (nope + rope, 1):
         raise ValueError("queries have contiguous heads, the absorbed query and the rotations are contiguous")
     if not position_T.is_contiguous() or not cache_slot_T.is_contiguous():
@@ -43,9 +43,16 @@ def rope_absorb(
     if weight_HNL.stride(2) != 1 or cache_PKC.stride(0) != PAGE_TOKENS * cache_PKC.stride(1):
         raise ValueError("weight rows are contiguous and cache entries equally spaced")
     group = min(_GROUP, triton.next_power_of_2(heads))
-    per_head = 64 if heads <= 32 else 128
-    columns = min(per_head, triton.next_power_of_2(latent))
-    programs = heads * triton.cdiv(latent, columns) + tokens * (1 + triton.cdiv(heads, group))
+    wide = q_THD.dtype == torch.float32
+    if tokens <= MOST_STREAMED:
+        tile, columns = 16, 64 if heads <= 32 else 128
+    else:
+        tile, columns = 64, 64
+    if wide:  # larger tiles spill registers
+        tile, columns = min(tile, 32), 16
+    columns = max(16, min(columns, triton.next_power_of_2(latent)))
+    products = heads * triton.cdiv(latent, columns) * triton.cdiv(tokens, tile)
+    programs = products + tokens * (1 + triton.cdiv(heads, group))
     kernel.rope_absorb[(programs,)](
         q_THD,
         kv_TC,
@@ -69,12 +76,12 @@ def rope_absorb(
         NOPE_BLOCK=max(16, triton.next_power_of_2(nope)),
         LATENT=latent,
         LATENT_BLOCK=triton.next_power_of_2(latent),
-        COLUMNS=max(16, columns),
+        COLUMNS=columns,
         ROPE=rope,
         ROPE_BLOCK=triton.next_power_of_2(rope),
         GROUP=group,
-        TOKENS=16,
-        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        TOKENS=tile,
+        PRECISION="ieee" if wide else "tf32",
         DEPENDENT=dependent,
         num_warps=4,
         **options(dependent),
@@ -98,6 +105,9 @@ def merge_up(
         raise ValueError("pieces of invariant mode are merged by mla_decode")
     if out_THV.stride()[1:] != (value, 1) or not attended_RWHL.is_contiguous() or weight_HVL.stride(2) != 1:
         raise ValueError("heads of the output, attention and weight rows are contiguous")
+    if tokens > MOST_STREAMED:
+        _merge_tiles(attended_RWHL, workspace, weight_HVL, out_THV, dependent)
+        return
     cut = Streaming.of(latent)
     merge.merge_up[(heads * triton.cdiv(value, ROWS), tokens)](
         workspace.partial_SQL,
@@ -119,5 +129,51 @@ def merge_up(
         WARPS=cut.warps,
         DEPENDENT=dependent,
         num_warps=cut.warps,
+        **options(dependent),
+    )
+
+
+def _merge_tiles(
+    attended_RWHL: Tensor, workspace: Workspace, weight_HVL: Tensor, out_THV: Tensor, dependent: bool
+) -> None:
+    """`merge_up` for many tokens."""
+    shape, wide = workspace.shape, attended_RWHL.dtype == torch.float32
+    heads, value, latent = weight_HVL.shape
+    if attended_RWHL.dtype != workspace.partial_SQL.dtype:
+        raise ValueError(f"attention is {attended_RWHL.dtype}, its pieces are {workspace.partial_SQL.dtype}")
+    tokens = shape.rows * shape.width
+    # As many pieces as a row has where rows are about equally long; a product has 64 rows, as wgmma wants it.
+    share = workspace.tiling.workers / shape.rows
+    pieces = 1 if share <= 1 else min(16, triton.next_power_of_2(max(2, int(share))))
+    rows = 32 if wide else 64
+    tiles = triton.cdiv(tokens * pieces, rows)
+    columns = 64
+    if wide or tiles * triton.cdiv(value, columns) * heads < 128:  # too few programs for the multiprocessors
+        columns = 32
+    block_k = min(32 if wide else 64, latent)
+    kernel.merge_tile[(tiles * triton.cdiv(value, columns), heads)](
+        workspace.partial_SQL,
+        workspace.partial_lse_SQ,
+        attended_RWHL,
+        workspace.plan,
+        weight_HVL,
+        out_THV,
+        tokens,
+        workspace.tiling.workers,
+        WIDTH=shape.width,
+        HEADS=heads,
+        LATENT=latent,
+        VALUE=value,
+        W_HEAD=weight_HVL.stride(0),
+        W_ROW=weight_HVL.stride(1),
+        OUT_TOKEN=out_THV.stride(0),
+        TOKENS=rows // pieces,
+        PIECES=pieces,
+        COLUMNS=columns,
+        BLOCK_K=block_k,
+        STAGES=3 if wide else 4,
+        PRECISION="ieee" if wide else "tf32",
+        DEPENDENT=dependent,
+        num_warps=4,
         **options(dependent),
     )

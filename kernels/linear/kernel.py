@@ -52,10 +52,10 @@ def tiled_linear(
     y = tl.zeros([BLOCK_T, BLOCK_F], tl.float32)
     for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if K % BLOCK_K == 0:
-            a = tl.load(x_at + k0, mask=live, other=0.0)
+            a = tl.load(x_at + k0, mask=live, other=0.0, cache_modifier=".cg")
             b = tl.load(w_at + k0 * W_COLUMN, mask=kept, other=0.0)
         else:
-            a = tl.load(x_at + k0, mask=live & (k0 + k < K)[None, :], other=0.0)
+            a = tl.load(x_at + k0, mask=live & (k0 + k < K)[None, :], other=0.0, cache_modifier=".cg")
             b = tl.load(w_at + k0 * W_COLUMN, mask=kept & (k0 + k < K)[:, None], other=0.0)
         y = tl.dot(a, b, y, input_precision=PRECISION)
     to = out + t[:, None] * OUT_TOKEN + head * OUT_HEAD + f[None, :]

@@ -90,7 +90,8 @@ def rehearse(parts: StepParts, stage: Stage) -> None:
     batch = Batch(layout, stage.position_T, stage.cache_slot_T, decode, None)
     for geometry in attention.largest_geometries(stage.tokens, parts.state.slots, pages, device):
         with stage.scratch.scope():
-            attention.attending(flow.projected, flow.attended_THV, batch, geometry, stage.scratch)
+            rotation_PO = parts.model.rotation_PO
+            attention.attending(flow.projected, flow.attended_THV, batch, geometry, rotation_PO, stage.scratch)
     # What was sampled for nobody.
     for tensor_S in (parts.state.tensors.length_S, parts.state.tensors.last_S):
         tensor_S[NOBODY] = 0

@@ -18,9 +18,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.linear import linear
+from kernels.dependent import launches_dependently
+from kernels.head_linear import merge_up, rope_absorb
+from kernels.linear import MOST_STREAMED, linear
 from kernels.merge_attention import merge_attention
-from kernels.mla_decode import DecodeShape, mla_decode, plan_decode
+from kernels.mla_decode import DecodeShape, launch, mla_decode, plan_decode
 from kernels.mla_prefill import mla_prefill
 from kernels.rms_norm import rms_norm
 from kernels.rope_cache import rope_cache
@@ -44,7 +46,19 @@ class Projected:
     down_TF: Tensor
     """Output of the first product; in models without a query latent its first columns are the queries."""
     q_THD: Tensor
-    latent_TC: Tensor
+    latent_TC: Tensor | None
+    """None in passes of decode rows alone, whose attention rotates and writes the cache itself: see `Entering`."""
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What attention reads where queries and latents come to it neither roped nor normed, nor are in the cache."""
+
+    q_THD: Tensor
+    kv_TC: Tensor
+    rotation_PO: Tensor
+    position_T: Tensor
+    cache_slot_T: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,7 @@ class DecodeAttending:
 
     rows: DecodeBatch
     first: int
+    entering: Entering | None
     nope_THN: Tensor
     rope_THO: Tensor
     q_RWHC: Tensor
@@ -166,26 +181,27 @@ class LatentAttention:
             return AbsorbedRows.largest(tokens, rows, pages, self.heads, device)
         return [PrefillGeometry.largest(tokens, rows, device)]
 
-    def projected(self, tokens: int, scratch: Scratch) -> Projected:
-        """Memory for `project`."""
+    def projected(self, tokens: int, scratch: Scratch, *, decode_alone: bool = False) -> Projected:
+        """Memory for `project`; `decode_alone`: in a pass of decode rows alone."""
         dtype, width = self.kv_norm_L.dtype, self.latent + self.rope
         down_TF = scratch.empty(tokens, self.down_FE.shape[0], dtype=dtype)
         query_TQ = down_TF[:, :-width]
         if self.q_up_QA is not None:
             query_TQ = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
         q_THD = query_TQ.view(tokens, self.heads, self.nope + self.rope)
-        return Projected(down_TF, q_THD, scratch.empty(tokens, width, dtype=dtype))
+        return Projected(down_TF, q_THD, None if decode_alone else scratch.empty(tokens, width, dtype=dtype))
 
     def project(
         self,
         x_TE: Tensor,
-        rotation_TO: Tensor,
+        rotation_TO: Tensor | None,
         cache_slot_T: Tensor,
         cache_PKC: Tensor,
         out: Projected,
         scratch: Scratch,
     ) -> None:
-        """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache."""
+        """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache. In
+        passes of decode rows alone the products alone, and attention does the rest."""
         down_TF, q_THD = out.down_TF, out.q_THD
         self.products.linear(x_TE, self.down_FE, down_TF)
         width = self.latent + self.rope
@@ -193,6 +209,8 @@ class LatentAttention:
             query_TA = scratch.empty(x_TE.shape[0], self.q_norm_A.shape[0], dtype=x_TE.dtype)
             rms_norm(down_TF[:, :-width], self.q_norm_A, query_TA, eps=LATENT_NORM_EPS)
             self.products.linear(query_TA, self.q_up_QA, q_THD.flatten(1))
+        if rotation_TO is None or out.latent_TC is None:
+            return
         rope_cache(
             q_THD[..., self.nope :],
             down_TF[:, -width:],
@@ -214,11 +232,13 @@ class LatentAttention:
         out_THV: Tensor,
         batch: Batch,
         geometry: PrefillGeometry | AbsorbedRows | None,
+        rotation_PO: Tensor,
         scratch: Scratch,
     ) -> Attending:
         """Everything about attention that the layers of a pass share: how rows are dealt out, views, memory.
 
         Decode rows come first, then prefill rows; tokens past the layout's are padding, and neither read nor written.
+        `rotation_PO`: see `rotation_table`.
         """
         batch = self.planned(batch, scratch)
         split, end = batch.layout.decode_tokens, batch.layout.tokens
@@ -226,10 +246,15 @@ class LatentAttention:
         prefill: PrefillAttending | AbsorbedAttending | None = None
         if batch.decode is not None:
             memory = self._decode_memory(batch.layout.decode_rows, batch.layout.width, scratch)
+            entering = None
+            if projected.latent_TC is None:
+                kv_TC = projected.down_TF[:, -self.latent - self.rope :]
+                entering = Entering(projected.q_THD, kv_TC, rotation_PO, batch.position_T, batch.cache_slot_T)
             decode = self._attending_decode(
-                projected.q_THD[:split], out_THV[:split], batch.decode, batch.first, *memory
+                projected.q_THD[:split], out_THV[:split], batch.decode, batch.first, *memory, entering=entering
             )
         if geometry is not None:
+            assert projected.latent_TC is not None  # a pass of decode rows alone has no prefill rows
             tensors = projected.q_THD[split:end], projected.latent_TC[split:end], out_THV[split:end]
             prefill = self._attending_prefill(*tensors, geometry, batch.first, scratch)
         return Attending(decode, prefill)
@@ -252,11 +277,14 @@ class LatentAttention:
         q_RWHC: Tensor,
         attended_RWHL: Tensor,
         lse_RWH: Tensor,
+        *,
+        entering: Entering | None,
     ) -> DecodeAttending:
         q_THC = q_RWHC.flatten(0, 1)
         return DecodeAttending(
             rows=rows,
             first=first,
+            entering=entering,
             nope_THN=q_THD[..., : self.nope],
             rope_THO=q_THD[..., self.nope :],
             q_RWHC=q_RWHC,
@@ -286,7 +314,7 @@ class LatentAttention:
         self._dealt(largest, rows.width, first, reserve)
         attending = tuple(
             self._attending_decode(
-                q_UHD[part], out_UHV[part], some, first, *(x[: some.length_R.shape[0]] for x in memory)
+                q_UHD[part], out_UHV[part], some, first, *(x[: some.length_R.shape[0]] for x in memory), entering=None
             )
             for part, some in parts
         )
@@ -355,22 +383,36 @@ class LatentAttention:
 
     def decode(self, rows: DecodeAttending, cache_PKC: Tensor) -> None:
         """Absorbed form over the paged cache, T = R * W."""
-        self.products.head_linear(rows.nope_THN, self.kv_up_HFL[:, : self.nope], rows.absorbed_THL)
-        rows.roped_THO.copy_(rows.rope_THO)
-        mla_decode(
-            rows.q_RWHC,
-            cache_PKC,
-            rows.rows.page_RP,
-            rows.rows.length_R,
-            rows.attended_RWHL,
-            rows.lse_RWH,
-            scale=self.scale,
-            first=rows.first,
-            workspace=rows.rows.workspace,
-            invariant=self.products.invariant,
-        )
-        value_HLV = self.kv_up_HFL[:, self.nope :].transpose(1, 2)
-        self.products.head_linear(rows.attended_RWHL.flatten(0, 1), value_HLV, rows.out_THV)
+        key_HNL, value_HVL = self.kv_up_HFL[:, : self.nope], self.kv_up_HFL[:, self.nope :]
+        entering = rows.entering
+        # Where attention begins with a kernel of ours, that one lets the next start as `early` asks.
+        dependent = entering is not None and launches_dependently(cache_PKC.device)
+        if entering is None:
+            self.products.head_linear(rows.nope_THN, key_HNL, rows.absorbed_THL)
+            rows.roped_THO.copy_(rows.rope_THO)
+        else:
+            rope_absorb(
+                entering.q_THD,
+                entering.kv_TC,
+                key_HNL,
+                self.kv_norm_L,
+                entering.rotation_PO,
+                entering.position_T,
+                entering.cache_slot_T,
+                rows.q_RWHC.flatten(0, 1),
+                cache_PKC,
+                eps=LATENT_NORM_EPS,
+                dependent=dependent,
+            )
+        attended_THL, workspace = rows.attended_RWHL.flatten(0, 1), rows.rows.workspace
+        tensors = (rows.q_RWHC, cache_PKC, rows.rows.page_RP, rows.rows.length_R, rows.attended_RWHL, rows.lse_RWH)
+        if workspace is None or self.products.invariant or attended_THL.shape[0] <= MOST_STREAMED:
+            invariant = self.products.invariant
+            mla_decode(*tensors, scale=self.scale, first=rows.first, workspace=workspace, invariant=invariant)
+            self.products.head_linear(attended_THL, value_HVL.transpose(1, 2), rows.out_THV)
+            return
+        launch.attend(*tensors, workspace, scale=self.scale, first=rows.first, dependent=dependent, early=dependent)
+        merge_up(rows.attended_RWHL, workspace, value_HVL, rows.out_THV, dependent=dependent)
 
     def prefill_absorbed(self, rows: AbsorbedAttending, cache_PKC: Tensor) -> None:
         """Absorbed form: some neighbouring tokens of a chunk are a decode row."""

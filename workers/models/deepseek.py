@@ -197,10 +197,13 @@ class DeepseekModel:
         scratch: Scratch,
     ) -> Tensor:
         out_TE = self._hidden(token_T.shape[0], scratch)
+        decode_alone = batch.decode is not None and batch.prefill is None
         # Of a step of decode rows alone some may be padding: their lengths say which.
-        live_R = batch.decode.length_R if batch.decode is not None and batch.prefill is None else None
+        live_R = batch.decode.length_R if batch.decode is not None and decode_alone else None
         with scratch.scope():
-            flow = segments.flow(token_T.shape[0], scratch)
+            # In invariant mode queries are absorbed in the same way in every pass.
+            decode_alone = decode_alone and not self.products.invariant
+            flow = segments.flow(token_T.shape[0], scratch, decode_alone=decode_alone)
             tensors = PassTensors(token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow)
             segments.run_pass(tensors, batch, cache, scratch)
         return out_TE

@@ -36,7 +36,8 @@ class Flow:
     x_TE: Tensor
     """What the next norm is to add to `residual_TE`."""
     residual_TE: Tensor
-    rotation_TO: Tensor
+    rotation_TO: Tensor | None
+    """None in passes of decode rows alone, whose attention rotates."""
     projected: Projected
     attended_THV: Tensor
 
@@ -81,14 +82,15 @@ class Segments:
     def __len__(self) -> int:
         return len(self.layers) + 1
 
-    def flow(self, tokens: int, scratch: Scratch) -> Flow:
-        """Memory for passes of so many tokens."""
+    def flow(self, tokens: int, scratch: Scratch, *, decode_alone: bool = False) -> Flow:
+        """Memory for passes of so many tokens. `decode_alone`: of decode rows alone, and not in invariant mode."""
         attention, hidden, dtype = self.layers[0].attention, self._norm_E.shape[0], self._norm_E.dtype
+        rotation_PO = self._rotation_PO
         return Flow(
             x_TE=scratch.empty(tokens, hidden, dtype=dtype),
             residual_TE=scratch.empty(tokens, hidden, dtype=dtype),
-            rotation_TO=scratch.empty(tokens, self._rotation_PO.shape[1], dtype=self._rotation_PO.dtype),
-            projected=attention.projected(tokens, scratch),
+            rotation_TO=None if decode_alone else scratch.empty(tokens, rotation_PO.shape[1], dtype=rotation_PO.dtype),
+            projected=attention.projected(tokens, scratch, decode_alone=decode_alone),
             attended_THV=attention.attended(tokens, scratch),
         )
 
@@ -99,7 +101,8 @@ class Segments:
             if index:
                 self.layers[index - 1].finish(flow, tensors.live_R, scratch)
             else:
-                torch.index_select(self._rotation_PO, 0, tensors.position_T, out=flow.rotation_TO)
+                if flow.rotation_TO is not None:
+                    torch.index_select(self._rotation_PO, 0, tensors.position_T, out=flow.rotation_TO)
                 flow.residual_TE.zero_()
                 self._enter(tensors, scratch)
         with scratch.scope():
@@ -140,7 +143,8 @@ class Segments:
         attention = self.layers[0].attention
         geometry = attention.geometry(batch)
         with scratch.scope():
-            attending = attention.attending(flow.projected, flow.attended_THV, batch, geometry, scratch)
+            rotation_PO = self._rotation_PO
+            attending = attention.attending(flow.projected, flow.attended_THV, batch, geometry, rotation_PO, scratch)
             for index in range(len(self) if tensors.out_TE is not None else len(self.layers)):
                 if segment is None:
                     self.run(index, tensors, cache, scratch)

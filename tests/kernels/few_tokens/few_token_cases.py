@@ -7,7 +7,7 @@ rounded on the way, theirs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -290,13 +290,24 @@ def check_rope_absorb(place: Place, tokens: int, heads: int, nope: int, rope: in
 
 
 def check_merge_up(
-    place: Place, lengths: list[int], width: int, heads: int, latent: int, rope: int, value: int, columns: int = 32
+    place: Place,
+    lengths: list[int],
+    width: int,
+    heads: int,
+    latent: int,
+    rope: int,
+    value: int,
+    *,
+    columns: int = 32,
+    workers: int | None = None,
 ) -> None:
     """Split attention, W_UV and the weighted sum equal attention, merge and W_UV."""
     torch.manual_seed(width)
     rows, pages = len(lengths), max(-(-max(lengths) // 64), 1)
     shape = DecodeShape(rows, width, heads, latent, rope, pages)
     tiling = portable_tiling(shape, 132 if place.device.type == "cuda" else 3)
+    if workers is not None:
+        tiling = replace(tiling, workers=workers)
     size = Workspace.bytes(shape, tiling, BF16)
     buffer = torch.full((size,), 255, dtype=torch.uint8, device=place.device)  # NaN in every float
     workspace = Workspace.over(buffer, shape, tiling, BF16)

@@ -87,7 +87,7 @@ def test_experts(tokens: int, shared: int) -> None:
     cases.check_experts(CPU, tokens, 6, 2, 48, 40, shared, residual=tokens != 3)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", [*TOKENS, 17, 64, 131])
 def test_rope_absorb(tokens: int) -> None:
     cases.check_rope_absorb(CPU, tokens, 3, 24, 16, 64)
 
@@ -96,6 +96,16 @@ def test_rope_absorb(tokens: int) -> None:
 @pytest.mark.parametrize("width", [1, 3])
 def test_merge_up(lengths: list[int], width: int) -> None:
     cases.check_merge_up(CPU, lengths, width, 2, 64, 16, 24, columns=8)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1] * 17, [300] * 17, [63, 0, 64, 700, 5, 3] * 4, [129, 0, 1000] * 6, [0] * 18],
+    ids=["short", "equal", "ragged", "few long", "empty"],
+)
+@pytest.mark.parametrize(("width", "workers"), [(1, 3), (3, 3), (1, 40), (2, 80), (1, 300)])
+def test_merge_up_of_many_tokens(lengths: list[int], width: int, workers: int) -> None:
+    cases.check_merge_up(CPU, lengths, width, 2, 64, 16, 24, workers=workers)
 
 
 def test_an_access_outside_the_arguments_fails() -> None:

@@ -14,7 +14,7 @@ from kernels.few_experts import Choice, Routing
 from kernels.few_experts import launch as experts_launch
 from kernels.head_linear import launch as head_launch
 from kernels.linear import launch
-from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
 from kernels.pending_norm import PendingNorm, launch_enter
 from kernels.testing.hopper import compile_only, resources
 
@@ -121,6 +121,42 @@ def test_attention(name: str, tokens: int) -> None:
     residual, weight_o = empty(tokens, m.hidden, dtype=FP32), empty(m.hidden, m.heads * m.value)
     options = {"residual_TF": residual, "norm": empty(m.hidden), "next": after, "dependent": True}
     gate(lambda: launch.stream_linear(out.flatten(1), weight_o, after.x_TE, **options))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("tokens", "dtype"), [(64, BF16), (16, FP32), (64, FP32)])
+def test_absorbing_in_tiles(name: str, tokens: int, dtype: torch.dtype) -> None:
+    m = MODELS[name]
+    width, features = m.latent + m.rope, m.nope + m.rope
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    gate(
+        lambda: head_launch.rope_absorb(
+            empty(tokens, m.heads, features, dtype=dtype),
+            empty(tokens, width, dtype=dtype),
+            empty(m.heads, m.nope + m.value, m.latent, dtype=dtype)[:, : m.nope],
+            empty(m.latent, dtype=dtype),
+            empty(4096, m.rope, dtype=FP32),
+            ids,
+            ids,
+            empty(tokens, m.heads, width, dtype=dtype),
+            empty(3, 64, width, dtype=dtype),
+            1e-6,
+            dependent=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("rows", "dtype"), [(17, BF16), (64, BF16), (100, BF16), (256, BF16), (64, FP32)])
+def test_merging_in_tiles(name: str, rows: int, dtype: torch.dtype) -> None:
+    m = MODELS[name]
+    shape = DecodeShape(rows, 1, m.heads, m.latent, m.rope, 64)
+    tiling = (hopper_tiling if dtype == BF16 else portable_tiling)(shape, 132)
+    buffer = torch.empty(Workspace.bytes(shape, tiling, dtype), dtype=torch.uint8)
+    workspace = Workspace.over(buffer, shape, tiling, dtype)
+    attended, out = empty(rows, 1, m.heads, m.latent, dtype=dtype), empty(rows, m.heads, m.value, dtype=dtype)
+    weight = empty(m.heads, m.nope + m.value, m.latent, dtype=dtype)[:, m.nope :]
+    gate(lambda: head_launch.merge_up(attended, workspace, weight, out, dependent=True))
 
 
 @pytest.mark.parametrize(("name", "tokens"), CASES)

@@ -66,7 +66,7 @@ def test_experts(tokens: int) -> None:
     cases.check_experts(place(), tokens, 8, 2, 256, 2048, 0, residual=True)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", [*TOKENS, 17, 64, 131, 256])
 def test_rope_absorb(tokens: int) -> None:
     cases.check_rope_absorb(place(), tokens, 16, 128, 64, 512)
     cases.check_rope_absorb(place(), tokens, 128, 128, 64, 512)
@@ -76,6 +76,13 @@ def test_rope_absorb(tokens: int) -> None:
 @pytest.mark.parametrize("width", [1, 4])
 def test_merge_up(lengths: list[int], width: int) -> None:
     cases.check_merge_up(place(), lengths, width, 16, 512, 64, 128)
+
+
+@pytest.mark.parametrize("rows", [17, 64, 100, 256])
+@pytest.mark.parametrize("lengths", [[1024], [1, 2000, 0, 64], [5000] + [70] * 7], ids=["equal", "ragged", "one long"])
+@pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (1, 128)])
+def test_merge_up_of_many_tokens(rows: int, lengths: list[int], width: int, heads: int) -> None:
+    cases.check_merge_up(place(), (lengths * rows)[:rows], width, heads, 512, 64, 128)
 
 
 def alone_and_together(product: Callable[[torch.Tensor], torch.Tensor], features: int) -> None:

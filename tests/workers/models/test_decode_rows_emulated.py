@@ -1,0 +1,98 @@
+"""Attention of a step of many decode rows as it was compiled, run by the PTX emulator: its launches are dependent, and
+follow each other on memory that holds poison."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from random_model import V2_LITE_HEADS, decode_step, random_model
+from torch import Tensor
+
+from kernels.head_linear import launch as heads
+from kernels.mla_decode import launch as attention_launch
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
+from kernels.testing.ptx import Unordered, emulated
+from workers.batch import Batch, LatentCache
+from workers.models import attention
+from workers.models.deepseek import DeepseekModel
+from workers.scratch import Scratch
+
+CPU = torch.device("cpu")
+SMALL = V2_LITE_HEADS | {"hidden_size": 64, "num_attention_heads": 1, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LENGTHS = [70, 0, 130, 64] + [1] * 13
+LIVE = torch.tensor(LENGTHS) > 0
+
+
+def absorb(*tensors: Any, eps: float, dependent: bool) -> None:
+    """What the model calls, on tensors of a CPU."""
+    heads.rope_absorb(*tensors, eps, dependent=dependent)
+
+
+def planned(model: DeepseekModel, batch: Batch) -> Batch:
+    assert batch.decode is not None
+    own, page_RP = model.layers[0].attention, batch.decode.page_RP
+    shape = DecodeShape(len(LENGTHS), 1, own.heads, own.latent, own.rope, page_RP.shape[1])
+    tiling = hopper_tiling(shape, 12)  # the longest row is split
+    assert tiling.path == "narrow"
+    buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
+    workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
+    attention_launch.plan(batch.decode.length_R, page_RP, workspace)
+    return replace(batch, decode=replace(batch.decode, workspace=workspace))
+
+
+def attended(dtype: torch.dtype, plan: Callable[[DeepseekModel, Batch], Batch]) -> tuple[Tensor, LatentCache, Tensor]:
+    """A layer's attention over a cache of which this step writes every row's last entry; the cache, and those slots."""
+    model = random_model(SMALL, dtype, CPU)
+    _, batch, cache = decode_step(model, LENGTHS, 1)
+    scratch = Scratch(CPU, torch.full((1 << 20,), 255, dtype=torch.uint8))
+    flow = model.segments.flow(len(LENGTHS), scratch, decode_alone=True)
+    torch.manual_seed(7)
+    flow.projected.down_TF.copy_(torch.randn(flow.projected.down_TF.shape).bfloat16())
+    own, tensors = model.layers[0].attention, (flow.projected, flow.attended_THV)
+    attending = own.attending(*tensors, plan(model, batch), None, model.rotation_PO, scratch)
+    for _ in range(2):  # the second finds the first one's lines in L1
+        own.attend(attending, cache.layers[0])
+    return flow.attended_THV.float(), cache, batch.cache_slot_T
+
+
+def check(**how: Any) -> list[str]:
+    want, wide_cache, slot_T = attended(torch.float32, lambda model, batch: batch)
+    with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
+        patch.setattr(attention, "rope_absorb", absorb)
+        patch.setattr(attention, "launches_dependently", lambda device: True)
+        got, cache, _ = attended(torch.bfloat16, planned)
+    # bf16 at every boundary: the absorbed query, the entry, the pieces, the output.
+    assert float((got - want)[LIVE].norm() / want[LIVE].norm()) < 1e-2
+    assert got[~LIVE].eq(0).all()
+    ours, theirs = (x.layers[0].flatten(0, 1)[slot_T[LIVE]].float() for x in (cache, wide_cache))
+    torch.testing.assert_close(ours, theirs, rtol=2**-8, atol=1e-3)
+    return launches
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_attention_is_right_and_in_order(seed: int) -> None:
+    assert check(seed=seed) == ["plan_splits"] + 2 * ["rope_absorb", "attend_narrow", "merge_tile"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "what", "by"),
+    [
+        ("rope_absorb", r"griddepcontrol\.wait", "griddepcontrol.launch_dependents; griddepcontrol.wait"),
+        ("merge_tile", r"griddepcontrol\.wait;", ""),
+        ("merge_tile", r"cp\.async\.cg", "cp.async.ca"),
+        ("merge_tile", r"ld\.global\.cg", "ld.global"),
+    ],
+    ids=["starts attention too early", "does not wait", "copies through L1", "reads through L1"],
+)
+def test_planted_faults_are_found(kernel: str, what: str, by: str) -> None:
+    def edit(ptx: str) -> str:
+        if not re.search(rf"\.entry {kernel}\(", ptx):
+            return ptx
+        assert re.search(what, ptx)
+        return re.sub(what, by, ptx)
+
+    with pytest.raises(Unordered):
+        check(edit=edit)
