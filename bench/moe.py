@@ -92,7 +92,7 @@ def problem(shape: ExpertsShape, gate_up: torch.Tensor, down: torch.Tensor) -> P
     device = gate_up.device
     scores = torch.rand(ROUTINGS, shape.tokens, shape.experts, device=device)
     scores[..., shape.experts - shape.shared :] = 1.0  # every token's last choices
-    ids = [score.argsort(-1, stable=True)[:, -shape.chosen :].contiguous() for score in scores]
+    ids = [score.argsort(dim=-1, stable=True)[:, -shape.chosen :].contiguous() for score in scores]
     weights = [torch.rand(id.shape, device=device) for id in ids]
     x = torch.randn(shape.tokens, shape.hidden, device=device, dtype=shape.dtype)
     return Problem(shape, gate_up, down, x, ids, weights)

@@ -167,6 +167,7 @@ def test_launches_of_a_pass(
         ({}, [130, 0, 70, 1], 1),
         ({}, [100] * 16, 1),
         ({}, [64, 90, 0], 3),
+        ({"n_shared_experts": 0}, [64, 90, 0], 1),
         (V3_ROUTING, [1], 1),
         (V3_ROUTING, [200, 65], 1),
         (V3_ROUTING, [150], 4),
