@@ -158,9 +158,9 @@ def streamed_bytes(launch: Any, experts: float) -> float:
     if name == "stream_gate_up":
         return 4.0 * o["I"] * o["K"]
     if name == "gate_up":
-        return 4.0 * o["K"] * (o["SHARED"] + experts * o["I"])
+        return 4.0 * o["K"] * o["I"] * (o["SHARED"] + experts)
     if name == "down":
-        return 2.0 * o["E"] * (o["SHARED"] + experts * o["I"])
+        return 2.0 * o["E"] * o["I"] * (o["SHARED"] + experts)
     return 0.0
 
 

@@ -112,12 +112,10 @@ def experts(
         reference.experts(x, choice, gate_up_XFE, down_XEI, residual_TE, norm_E, out)
         return
     tokens, chosen = choice.weight_TK.shape
-    dtype, (stored, _, intermediate) = gate_up_XFE.dtype, down_XEI.shape
-    act_YI = empty(tokens * chosen, intermediate, dtype=dtype)
-    shared_act_TSI = empty(tokens, stored - choice.experts, intermediate, dtype=dtype)
-    launch.gate_up(x, choice, gate_up_XFE, shared_act_TSI, act_YI, dependent=dependent)
-    acts = (shared_act_TSI, act_YI, choice, down_XEI)
+    stored, _, intermediate = down_XEI.shape
+    act_YI = empty(tokens * (chosen + stored - choice.experts), intermediate, dtype=gate_up_XFE.dtype)
+    launch.gate_up(x, choice, gate_up_XFE, act_YI, dependent=dependent)
     if isinstance(out, PendingNorm):
-        launch.down(*acts, out.x_TE, residual_TE, norm_E, out.square_TP, dependent=dependent)
+        launch.down(act_YI, choice, down_XEI, out.x_TE, residual_TE, norm_E, out.square_TP, dependent=dependent)
     else:
-        launch.down(*acts, out, dependent=dependent)
+        launch.down(act_YI, choice, down_XEI, out, dependent=dependent)

@@ -31,7 +31,10 @@ def router(
     ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Logits of ROWS experts for every token, in fp32 on plain cores; each row of x still lacks its inverse RMS."""
+    """Logits of ROWS experts for every token, in fp32 on plain cores; each row of x still lacks its inverse RMS.
+
+    Everything is asked for before anything is summed: sums between warps are barriers, which loads do not pass.
+    """
     first = tl.program_id(0) * ROWS
     k = tl.arange(0, BLOCK)
     inside = k < FEATURES
@@ -41,17 +44,22 @@ def router(
     rows = ()
     for r in tl.static_range(ROWS):
         row = tl.minimum(first + r, EXPERTS - 1)
-        rows = rows + (tl.load(weight + row * FEATURES + k, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
+        rows = rows + (tl.load(weight + row * FEATURES + k, mask=inside, other=0.0),)  # noqa: RUF005
     if DEPENDENT:
         gdc_wait()
+    vectors = ()
+    pieces = ()
     for t in tl.static_range(TOKENS):
         live = t < tokens
-        a = tl.load(x + t * X_STRIDE + k, mask=inside & live, other=0.0, cache_modifier=".cg").to(tl.float32)
+        a = tl.load(x + t * X_STRIDE + k, mask=inside & live, other=0.0, cache_modifier=".cg")
         piece = tl.load(square + t * PIECES + p, mask=(p < PIECES) & live, other=0.0, cache_modifier=".cg")
-        scale = tl.rsqrt(tl.sum(piece, 0) / FEATURES + eps)
+        vectors = vectors + (a,)  # noqa: RUF005
+        pieces = pieces + (piece,)  # noqa: RUF005
+    for t in tl.static_range(TOKENS):
+        scale = tl.rsqrt(tl.sum(pieces[t], 0) / FEATURES + eps)
         for r in tl.static_range(ROWS):
-            y = tl.sum(rows[r] * a, 0) * scale
-            tl.store(logit + t * EXPERTS + first + r, y, mask=live & (first + r < EXPERTS))
+            y = tl.sum(rows[r].to(tl.float32) * vectors[t].to(tl.float32), 0) * scale
+            tl.store(logit + t * EXPERTS + first + r, y, mask=(t < tokens) & (first + r < EXPERTS))
 
 
 @triton.jit

@@ -6,19 +6,25 @@ every kernel before waits for its own predecessor, and the four kernels follow o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch import Tensor
 
 from kernels.few_experts import kernel, stream
-from kernels.linear.launch import Streaming, columns, cut_up, options, pieces
+from kernels.linear.launch import Streaming, columns, options, pieces, stream_linear, streamable
 from kernels.linear.stream import ROWS
 from kernels.pending_norm.pieces import PendingNorm
 
 if TYPE_CHECKING:
     from kernels.few_experts import Choice, Routing
+
+MOST_PLAIN = 4
+"""Most tokens whose router logits are summed on plain cores although tensor cores could."""
+RESIDENT_BYTES = 64 * 1024
+"""Most bytes of tokens that stay in a program's shared memory; more stream beside the weights."""
 
 
 def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bool = False) -> None:
@@ -27,6 +33,9 @@ def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bo
     experts = weight_XE.shape[0]
     if not weight_XE.is_contiguous() or weight_XE.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("router weights are contiguous fp32 or bf16")
+    if tokens > MOST_PLAIN and streamable(x.x_TE, weight_XE):
+        stream_linear(x.x_TE, weight_XE, logit_TX, pending=x, dependent=dependent)
+        return
     rows = 1 if experts <= 128 else 2
     count = x.square_TP.shape[1]
     block = triton.next_power_of_2(features)
@@ -46,7 +55,7 @@ def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bo
         TOKENS=triton.next_power_of_2(tokens),
         ROWS=rows,
         DEPENDENT=dependent,
-        num_warps=min(max(block // 512, 1), 8),
+        num_warps=min(max(block // 1024, 1), 8),
         **options(dependent),
     )
 
@@ -95,47 +104,40 @@ def choose(
     )
 
 
-def gate_up(
-    x: PendingNorm,
-    choice: Choice,
-    weight_XFE: Tensor,
-    shared_act_TSI: Tensor,
-    act_YI: Tensor,
-    *,
-    dependent: bool = False,
-) -> None:
-    """See `kernels.few_experts.experts`: the first half."""
+def gate_up(x: PendingNorm, choice: Choice, weight_XFE: Tensor, act_YI: Tensor, *, dependent: bool = False) -> None:
+    """See `kernels.few_experts.experts`: the first half. `act_YI`: [T * (K + shared), I]."""
     tokens, features = x.x_TE.shape
     intermediate = act_YI.shape[1]
-    shared = _shared(choice, weight_XFE, shared_act_TSI)
-    programs = (shared + choice.slots) * triton.cdiv(intermediate, ROWS // 2)
+    shared = _shared(choice, weight_XFE, act_YI)
+    cut = Streaming.of(features)
+    resident = 2 * columns(tokens) * cut.warps * cut.width * cut.chunks <= RESIDENT_BYTES
+    programs = min((shared + choice.slots) * triton.cdiv(intermediate, ROWS // 2), multiprocessors(x.x_TE.device))
     constants = pieces(x)
     del constants["SCALED"]
     stream.gate_up[(programs,)](
         x.x_TE,
         x.square_TP,
-        weight_XFE[choice.experts :] if shared else weight_XFE,
         weight_XFE,
         choice.slot_S,
         choice.place_TX,
         choice.weight_TK,
-        shared_act_TSI if shared else act_YI,
         act_YI,
         tokens,
+        choice.slots,
         x.eps,
-        SHARED=shared * intermediate,
         I=intermediate,
         K=features,
         EXPERTS=choice.experts,
+        SHARED=shared,
         CHOSEN=choice.weight_TK.shape[1],
         X_STRIDE=x.x_TE.stride(0),
+        RESIDENT=resident,
         **constants,
-        **cut_up(Streaming.of(features), tokens, dependent),
+        **_ring(cut, tokens, 6 if tokens <= 8 else 5, dependent),
     )
 
 
 def down(
-    shared_act_TSI: Tensor,
     act_YI: Tensor,
     choice: Choice,
     weight_XEI: Tensor,
@@ -149,15 +151,9 @@ def down(
     """See `kernels.few_experts.experts`: the second half."""
     tokens, features = out_TE.shape
     intermediate = act_YI.shape[1]
-    shared = _shared(choice, weight_XEI, shared_act_TSI)
-    cut = Streaming.of(intermediate)
-    if cut.chunks > 4:
-        cut = Streaming(16, cut.width, -(-intermediate // (16 * cut.width)))
-    ahead = max(1, 6 // cut.chunks) if cut.chunks > 1 else 4
+    shared = _shared(choice, weight_XEI, act_YI)
     stream.down[(triton.cdiv(features, ROWS),)](
-        shared_act_TSI if shared else act_YI,
         act_YI,
-        weight_XEI[choice.experts :] if shared else weight_XEI,
         weight_XEI,
         choice.slot_S,
         choice.place_TX,
@@ -168,30 +164,49 @@ def down(
         tokens,
         choice.slots,
         E=features,
-        SHARED=shared * intermediate,
         I=intermediate,
         EXPERTS=choice.experts,
+        SHARED=shared,
         CHOSEN=choice.weight_TK.shape[1],
         RESIDUAL=residual_TE is not None,
         RESIDUAL_STRIDE=0 if residual_TE is None else residual_TE.stride(0),
         OUT_STRIDE=out_TE.stride(0),
         PIECES=1 if square_TP is None else square_TP.shape[1],
-        TOKENS=columns(tokens),
-        WIDTH=cut.width,
-        AHEAD=ahead,
-        WARPS=cut.warps,
-        DEPENDENT=dependent,
-        num_warps=cut.warps,
-        **options(dependent),
+        **_ring(Streaming.of(intermediate), tokens, 6 if tokens <= 8 else 4, dependent),
     )
 
 
-def _shared(choice: Choice, weight: Tensor, shared_act_TSI: Tensor) -> int:
+def _shared(choice: Choice, weight: Tensor, act_YI: Tensor) -> int:
     """How many experts are shared."""
-    shared = weight.shape[0] - choice.experts
-    if not weight.is_contiguous() or not shared_act_TSI.is_contiguous() or shared_act_TSI.shape[1] != shared:
+    (tokens, chosen), shared = choice.weight_TK.shape, weight.shape[0] - choice.experts
+    if shared < 0 or act_YI.shape[0] != tokens * (chosen + shared):
         raise ValueError(
-            f"weights of {weight.shape[0]} experts and activations of {shared_act_TSI.shape[1]} shared ones must be "
-            f"contiguous, and fit a choice from {choice.experts}"
+            f"weights of {weight.shape[0]} experts and activations of {act_YI.shape[0]} (token, expert) pairs do not "
+            f"fit {tokens} tokens that choose {chosen} of {choice.experts}"
         )
+    if not weight.is_contiguous() or not act_YI.is_contiguous():
+        raise ValueError("the experts' weights and activations are contiguous")
     return shared
+
+
+def _ring(cut: Streaming, tokens: int, stages: int, dependent: bool) -> dict[str, Any]:
+    """The constants and options of a kernel whose weights stream through a ring of stages.
+
+    So many that they cover the memory's latency, and the kernels that start early find room beside them: as measured
+    by bench/decode_step.py on an H200, 2 % from the best of every number of tokens.
+    """
+    return {
+        "TOKENS": columns(tokens),
+        "WIDTH": cut.width,
+        "STAGES": stages,
+        "WARPS": cut.warps,
+        "DEPENDENT": dependent,
+        "num_warps": cut.warps,
+        **options(dependent),
+    }
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; for tensors that are on none (kernels are only compiled then) an H200's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

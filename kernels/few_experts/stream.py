@@ -1,11 +1,13 @@
 """The experts of a few tokens: every chosen expert's weights stream through the chip once, for all its tokens.
 
-Built on the same products as `kernels.linear.stream`. Shared experts come first: their weights are known, so they are
-under way before the choice of the routed ones is.
+A unit is an expert that some token has. The shared experts are units too, the first ones: their weights are known, so
+they are under way before the choice of the routed ones is. Weights stream through a ring of stages in shared memory
+that never runs dry: a program copies what it multiplies STAGES stages later, across its blocks and units, and the ids
+it needs for that were asked for one block earlier still.
 
 `place` [T, X] says where expert e stands among the choices of token t (-1: not chosen); `slot` lists the chosen experts
-of all tokens by ascending id, then -1. Sums over experts run in that order, and what is not a token's own adds exact
-zeros, so a token's result does not depend on the others.
+of all tokens by ascending id, then -1, last their number. Sums over experts run in that order, and what is not a
+token's own adds exact zeros, so a token's result does not depend on the others.
 """
 
 # ruff: noqa: E741, RUF005
@@ -15,230 +17,273 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kernels.linear.stream import (
     ROWS,
     add_to_residual,
     copy_squares,
     copy_token_tile,
-    gate_up_program,
-    gate_up_rows,
     gate_up_values,
     inverse_rms,
     let_kernel_after_start,
-    products,
     products_layout,
     share,
     shared_tiles,
     sums_layout,
-    times,
     tokens_layout,
     wait_for_kernel_before,
-    weight_rows_layout,
-    weight_tile,
-    weight_tiles,
 )
 
 _ROWS = gl.constexpr(ROWS)
 
 
-@gluon.jit(do_not_specialize=["tokens", "eps"])
-def gate_up(
-    x, square, shared_weight, weight, slot, place, choice_weight, shared_out, out, tokens, eps,
-    SHARED: gl.constexpr, I: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr,
-    X_STRIDE: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr,
-    DEPTH: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
-):  # fmt: skip
-    """Gated activations of SHARED shared columns for every token, and of I columns for every choice, already weighted.
-
-    The SHARED columns are units of I, each with its gate rows before its up rows. Grid: (SHARED / I + slots) *
-    ceil(I / 8). Each of x's rows is still to be divided by its root mean square.
-    """
-    half: gl.constexpr = _ROWS // 2
-    CHUNKS: gl.constexpr = (I + half - 1) // half
-    SHARED_PROGRAMS: gl.constexpr = SHARED // I * CHUNKS
-    sums: gl.constexpr = sums_layout(half, WARPS)
-    program = gl.program_id(0)
-    if program < SHARED_PROGRAMS:
-        unit = program // CHUNKS
-        chunk = program % CHUNKS
-        at = gate_up_rows(chunk, I, K, WARPS) + unit.to(gl.int64) * (2 * I * K)
-        tiles = weight_tiles(shared_weight, at, 0, K, WIDTH, WARPS, DEPTH)
-        if DEPENDENT:
-            wait_for_kernel_before()
-            let_kernel_after_start()  # after the wait: `down` reads the choice before its own
-        gate_up_program(
-            x, square, shared_weight, at, tiles, shared_out + unit * I, chunk, tokens, eps, I, K, X_STRIDE, SHARED,
-            True, PIECES, PIECE_BLOCK, TOKENS, WIDTH, DEPTH, WARPS,
-        )  # fmt: skip
-    else:
-        if DEPENDENT:
-            wait_for_kernel_before()
-            let_kernel_after_start()
-        program -= SHARED_PROGRAMS
-        expert = gl.load(slot + program // CHUNKS, cache_modifier=".cg")
-        if expert >= 0:
-            chunk = program % CHUNKS
-            at = gate_up_rows(chunk, I, K, WARPS) + expert.to(gl.int64) * (2 * I * K)
-            tiles = weight_tiles(weight, at, 0, K, WIDTH, WARPS, DEPTH)
-            token = gl.arange(0, TOKENS, tokens_layout(WIDTH, WARPS))
-            mine = gl.load(place + token * EXPERTS + expert, mask=token < tokens, other=-1, cache_modifier=".cg") >= 0
-            square_s = copy_squares(square, tokens, PIECES, PIECE_BLOCK, TOKENS, WARPS)
-            x_at = token.to(gl.int64) * X_STRIDE
-            parts_s = products(weight, at, x, x_at, mine, tiles, K, WIDTH, WARPS, TOKENS, DEPTH)
-            f = chunk * half + gl.arange(0, half, gl.SliceLayout(1, sums))
-            t = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
-            rank = gl.load(place + t * EXPERTS + expert, mask=t < tokens, other=-1, cache_modifier=".cg")
-            row = t * CHOSEN + rank
-            factor = gl.load(choice_weight + row, mask=rank >= 0, other=0.0, cache_modifier=".cg")
-            gate, up = gate_up_values(parts_s, WARPS)
-            scale = inverse_rms(square_s, eps, K, half, WARPS)
-            gate = gate * scale[None, :]
-            up = up * (scale * factor)[None, :]
-            value = gate / (1 + gl.exp(-gate)) * up
-            to = out + row.to(gl.int64)[None, :] * I + f[:, None]
-            gl.store(to, value.to(out.dtype.element_ty), mask=(f < I)[:, None] & (rank >= 0)[None, :])
+@gluon.jit
+def weights_ring(weight, WIDTH: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for STAGES tiles of weights. Eight lanes read 64 bytes of two rows, which lie in different banks."""
+    halves: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0])
+    return gl.allocate_shared_memory(weight.dtype.element_ty, [STAGES, WARPS, _ROWS, WIDTH], halves)
 
 
 @gluon.jit
-def expert_of(slot, unit, slots, SHARED_UNITS: gl.constexpr):
-    """The routed expert that is a unit, or -1."""
-    at = unit - SHARED_UNITS
-    return gl.load(slot + at, mask=(at >= 0) & (at < slots), other=-1, cache_modifier=".cg")
+def tokens_ring(x, TOKENS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for STAGES tiles of the tokens."""
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    return gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, WARPS, TOKENS, WIDTH], swizzled)
 
 
 @gluon.jit
-def unit_rows(weight, shared_weight, row, unit, expert, E: gl.constexpr, SHARED: gl.constexpr, I: gl.constexpr):
-    """Where a unit's weight rows are, and whether there is such a unit."""
-    SHARED_UNITS: gl.constexpr = SHARED // I
-    base = weight
-    at = row * I + gl.maximum(expert, 0).to(gl.int64) * (E * I)
-    if SHARED_UNITS > 0:  # noqa: SIM102
-        if unit < SHARED_UNITS:
-            base = shared_weight
-            at = (unit * E + row) * I
-    return base, at, (unit < SHARED_UNITS) | (expert >= 0)
-
-
-@gluon.jit
-def turn_of(unit, expert, SHARED_UNITS: gl.constexpr):
-    """How a unit's chunks are dealt to the warps: by what it is, not by where it stands in the list."""
-    return 2 * gl.where(unit < SHARED_UNITS, unit, gl.maximum(expert, 0))
-
-
-@gluon.jit
-def unit_weights(
-    weight, shared_weight, row, unit, expert,
-    E: gl.constexpr, SHARED: gl.constexpr, I: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Weight tiles of a unit; zeros if there is none."""
-    CHUNKS: gl.constexpr = (I + WARPS * WIDTH - 1) // (WARPS * WIDTH)
-    base, at, exists = unit_rows(weight, shared_weight, row, unit, expert, E, SHARED, I)
-    tiles = ()
-    for chunk in gl.static_range(CHUNKS):
-        tile = weight_tile(base, at, chunk, turn_of(unit, expert, SHARED // I), I, WIDTH, WARPS, exists)
-        tiles = tiles + (tile,)
-    return tiles
+def expert_of(slot, unit, slots, EXPERTS: gl.constexpr, SHARED: gl.constexpr):
+    """The expert that is a unit, or -1: the SHARED last experts of the weights, then those of the list."""
+    at = unit - SHARED
+    listed = gl.load(slot + at, mask=(at >= 0) & (at < slots), other=-1, cache_modifier=".cg")
+    return gl.where(at < 0, EXPERTS + unit, listed)
 
 
 @gluon.jit
 def choice_ranks(
-    place, unit, expert, tokens,
-    SHARED_UNITS: gl.constexpr, EXPERTS: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+    place, expert, tokens, layout: gl.constexpr, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, TOKENS: gl.constexpr
 ):  # fmt: skip
-    """Where a unit's expert stands among every token's choices; -1 if nowhere or if the unit is shared."""
-    token = gl.arange(0, TOKENS, tokens_layout(WIDTH, WARPS))
-    routed = (token < tokens) & (unit >= SHARED_UNITS) & (expert >= 0)
-    return gl.load(place + token * EXPERTS + expert, mask=routed, other=-1, cache_modifier=".cg")
+    """Which activation of every token is of this expert; -1 if none. The shared experts' come behind the chosen."""
+    t = gl.arange(0, TOKENS, layout)
+    routed = (t < tokens) & (expert >= 0) & (expert < EXPERTS)
+    rank = gl.load(place + t * EXPERTS + expert, mask=routed, other=-1, cache_modifier=".cg")
+    return gl.where((expert >= EXPERTS) & (t < tokens), CHOSEN + expert - EXPERTS, rank)
 
 
 @gluon.jit
-def copy_unit(
-    x_s, shared_act, act, unit, expert, rank, tokens,
-    SHARED: gl.constexpr, I: gl.constexpr, CHOSEN: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr,
-    WARPS: gl.constexpr,
+def choice_weights(weight, rank, layout: gl.constexpr, CHOSEN: gl.constexpr, TOKENS: gl.constexpr):
+    """The weights of every token's activations `rank`."""
+    t = gl.arange(0, TOKENS, layout)
+    chosen = (rank >= 0) & (rank < CHOSEN)
+    return gl.load(weight + t * CHOSEN + rank, mask=chosen, other=1.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def copy_gate_up(
+    ring_s, weight, block, expert, exists, chunk,
+    I: gl.constexpr, K: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a unit's activations of every token, zero where it has none, as one group of copies."""
-    CHUNKS: gl.constexpr = (I + WARPS * WIDTH - 1) // (WARPS * WIDTH)
-    SHARED_UNITS: gl.constexpr = SHARED // I
+    """Start copying a chunk of 8 gate rows and of their 8 up rows."""
+    half: gl.constexpr = _ROWS // 2
+    BLOCKS: gl.constexpr = (I + half - 1) // half
+    i = gl.arange(0, _ROWS, tokens_layout(WIDTH, WARPS))
+    row = gl.minimum(block % BLOCKS * half + i % half, I - 1) + i // half * I
+    at = (gl.maximum(expert, 0).to(gl.int64) * (2 * I) + row) * K
+    copy_token_tile(ring_s, weight, at, (i >= 0) & exists, chunk, 0, K, WIDTH, WARPS)
+
+
+@gluon.jit(do_not_specialize=["tokens", "slots", "eps"])
+def gate_up(
+    x, square, weight, slot, place, choice_weight, out, tokens, slots, eps,
+    I: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, SHARED: gl.constexpr, CHOSEN: gl.constexpr,
+    X_STRIDE: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr, RESIDENT: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """Gated activations of every token and each of its experts, already weighted: row t * (CHOSEN + SHARED) + rank.
+
+    A block is 8 of a unit's I columns; a program takes every grid-th. Each of x's rows is still to be divided by its
+    root mean square. RESIDENT: x stays in shared memory, else it streams beside the weights, once for every block.
+    """
+    half: gl.constexpr = _ROWS // 2
+    CHUNKS: gl.constexpr = (K + WARPS * WIDTH - 1) // (WARPS * WIDTH)
+    BLOCKS: gl.constexpr = (I + half - 1) // half
+    LOOK: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
+    HELD: gl.constexpr = RESIDENT and CHUNKS * TOKENS <= 64
+    sums: gl.constexpr = sums_layout(half, WARPS)
+    left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), 8)
+    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(WARPS), 8)
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    w_s = weights_ring(weight, WIDTH, WARPS, STAGES)
+    for stage in gl.static_range(STAGES):
+        block = program + stage // CHUNKS * programs
+        if block < SHARED * BLOCKS:
+            copy_gate_up(
+                w_s.index(stage), weight, block, EXPERTS + block // BLOCKS, True, stage % CHUNKS, I, K, WIDTH, WARPS
+            )  # fmt: skip
+    if DEPENDENT:
+        wait_for_kernel_before()
+        let_kernel_after_start()  # after the wait: `down` reads the choice before its own
+    blocks = (SHARED + gl.load(slot + slots, cache_modifier=".cg")) * BLOCKS
+    experts = ()
+    for j in gl.static_range(LOOK + 1):
+        experts = experts + (expert_of(slot, (program + j * programs) // BLOCKS, slots, EXPERTS, SHARED),)
+    square_s = copy_squares(square, tokens, PIECES, PIECE_BLOCK, TOKENS, WARPS)
     token = gl.arange(0, TOKENS, tokens_layout(WIDTH, WARPS))
-    base = act
-    at = (token * CHOSEN + rank).to(gl.int64) * I
-    live = rank >= 0
-    if SHARED_UNITS > 0:  # noqa: SIM102
-        if unit < SHARED_UNITS:
-            base = shared_act
-            at = token.to(gl.int64) * SHARED + unit * I
-            live = token < tokens
-    for chunk in gl.static_range(CHUNKS):
-        copy_token_tile(x_s[chunk], base, at, live, chunk, turn_of(unit, expert, SHARED_UNITS), I, WIDTH, WARPS)
+    x_at = token.to(gl.int64) * X_STRIDE
+    if RESIDENT:
+        x_s = shared_tiles(x, WIDTH, WARPS, TOKENS, CHUNKS)
+        for chunk in gl.static_range(CHUNKS):
+            copy_token_tile(x_s[chunk], x, x_at, token < tokens, chunk, 0, K, WIDTH, WARPS)
+    else:
+        x_s = tokens_ring(x, TOKENS, WIDTH, WARPS, STAGES)
     async_copy.commit_group()
+    for stage in gl.static_range(STAGES):
+        block = program + stage // CHUNKS * programs
+        if block >= SHARED * BLOCKS:
+            copy_gate_up(
+                w_s.index(stage), weight, block, experts[stage // CHUNKS], block < blocks, stage % CHUNKS, I, K, WIDTH,
+                WARPS,
+            )  # fmt: skip
+        if not RESIDENT:
+            copy_token_tile(x_s.index(stage), x, x_at, token < tokens, stage % CHUNKS, 0, K, WIDTH, WARPS)
+        async_copy.commit_group()
+    async_copy.wait_group(STAGES)
+    gl.thread_barrier()
+    scale = inverse_rms(square_s, eps, K, half, WARPS)
+    if HELD:
+        held = ()
+        for chunk in gl.static_range(CHUNKS):
+            held = held + (x_s[chunk].permute((0, 2, 1)).load(right),)
+    columns: gl.constexpr = gl.SliceLayout(0, sums)
+    t = gl.arange(0, TOKENS, columns)
+    rank = choice_ranks(place, experts[0], tokens, columns, EXPERTS, CHOSEN, TOKENS)
+    factor = choice_weights(choice_weight, rank, columns, CHOSEN, TOKENS)
+    stage = 0
+    for block in range(program, blocks, programs):
+        later = expert_of(slot, (block + (LOOK + 1) * programs) // BLOCKS, slots, EXPERTS, SHARED)
+        later_rank = choice_ranks(place, experts[1], tokens, columns, EXPERTS, CHOSEN, TOKENS)
+        total = gl.zeros([WARPS, _ROWS, TOKENS], gl.float32, products_layout(WARPS))
+        for chunk in gl.static_range(CHUNKS):
+            async_copy.wait_group(STAGES - 1)
+            gl.thread_barrier()
+            if HELD:
+                tile = held[chunk]
+            elif RESIDENT:
+                tile = x_s[chunk].permute((0, 2, 1)).load(right)
+            else:
+                tile = x_s.index(stage).permute((0, 2, 1)).load(right)
+            total = mma_v2(w_s.index(stage).load(left), tile, total)
+            gl.thread_barrier()
+            ahead = block + (chunk + STAGES) // CHUNKS * programs
+            copy_gate_up(
+                w_s.index(stage), weight, ahead, experts[(chunk + STAGES) // CHUNKS], ahead < blocks,
+                (chunk + STAGES) % CHUNKS, I, K, WIDTH, WARPS,
+            )  # fmt: skip
+            if not RESIDENT:
+                copy_token_tile(
+                    x_s.index(stage), x, x_at, token < tokens, (chunk + STAGES) % CHUNKS, 0, K, WIDTH, WARPS
+                )  # fmt: skip
+            async_copy.commit_group()
+            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+        later_factor = choice_weights(choice_weight, later_rank, columns, CHOSEN, TOKENS)
+        gate, up = gate_up_values(share(total, WARPS, TOKENS), WARPS)
+        gate = gate * scale[None, :]
+        up = up * (scale * factor)[None, :]
+        value = gate / (1 + gl.exp(-gate)) * up
+        f = block % BLOCKS * half + gl.arange(0, half, gl.SliceLayout(1, sums))
+        to = out + (t * (CHOSEN + SHARED) + rank).to(gl.int64)[None, :] * I + f[:, None]
+        gl.store(to, value.to(out.dtype.element_ty), mask=(f < I)[:, None] & (rank >= 0)[None, :])
+        experts = experts[1:] + (later,)
+        rank = later_rank
+        factor = later_factor
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def copy_unit_weights(
+    tile_s, weight, row, expert, chunk, E: gl.constexpr, I: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
+):
+    """Start copying a chunk of the rows of an expert that begin at the offsets `row`; zeros for no expert."""
+    at = row + gl.maximum(expert, 0).to(gl.int64) * (E * I)
+    copy_token_tile(tile_s, weight, at, (row >= 0) & (expert >= 0), chunk, 0, I, WIDTH, WARPS)
+
+
+@gluon.jit
+def copy_unit_tokens(tile_s, act, first, rank, chunk, I: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """Start copying a chunk of the activations `rank` of every token, whose activations begin at `first`."""
+    copy_token_tile(tile_s, act, (first + rank).to(gl.int64) * I, rank >= 0, chunk, 0, I, WIDTH, WARPS)
 
 
 @gluon.jit(do_not_specialize=["tokens", "slots"])
 def down(
-    shared_act, act, shared_weight, weight, slot, place, residual, norm, out, out_square, tokens, slots,
-    E: gl.constexpr, SHARED: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr,
+    act, weight, slot, place, residual, norm, out, out_square, tokens, slots,
+    E: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, SHARED: gl.constexpr, CHOSEN: gl.constexpr,
     RESIDUAL: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, PIECES: gl.constexpr,
-    TOKENS: gl.constexpr, WIDTH: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    TOKENS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Sum over the shared activations and every chosen expert; added to the residual, or stored. Grid: E / 16.
+    """Sum over every unit's activations; added to the residual, or stored. Grid: E / 16.
 
-    The SHARED columns are cut into units of I; then every chosen expert is one unit. Everything of a unit is asked for
-    AHEAD units before it is multiplied, of the first AHEAD units the weights before the wait: `gate_up` lets this
-    kernel start only when the choice is there.
+    The choice and the first stages' weights are read before the wait: `gate_up` lets this kernel start only when the
+    choice is there.
     """
-    sums: gl.constexpr = sums_layout(_ROWS, WARPS)
     CHUNKS: gl.constexpr = (I + WARPS * WIDTH - 1) // (WARPS * WIDTH)
-    SHARED_UNITS: gl.constexpr = SHARED // I
+    LOOK: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
+    sums: gl.constexpr = sums_layout(_ROWS, WARPS)
+    rows: gl.constexpr = tokens_layout(WIDTH, WARPS)
+    left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), 8)
+    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(WARPS), 8)
     program = gl.program_id(0)
     if DEPENDENT:
         let_kernel_after_start()
-    row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, weight_rows_layout(WARPS)), E - 1).to(gl.int64)
-    tiles = ()
-    firsts = ()
+    units = SHARED + gl.load(slot + slots, cache_modifier=".cg")
+    experts = ()
+    for j in gl.static_range(LOOK + 2):
+        experts = experts + (expert_of(slot, j, slots, EXPERTS, SHARED),)
     ranks = ()
-    for i in gl.static_range(AHEAD):
-        expert = expert_of(slot, i, slots, SHARED_UNITS)
-        tiles = tiles + unit_weights(weight, shared_weight, row, i, expert, E, SHARED, I, WIDTH, WARPS)
-        firsts = firsts + (expert,)
-        ranks = ranks + (choice_ranks(place, i, expert, tokens, SHARED_UNITS, EXPERTS, TOKENS, WIDTH, WARPS),)
-    units = SHARED_UNITS + gl.load(slot + slots, cache_modifier=".cg")
+    for j in gl.static_range(LOOK + 1):
+        ranks = ranks + (choice_ranks(place, experts[j], tokens, rows, EXPERTS, CHOSEN, TOKENS),)
+    row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, rows), E - 1).to(gl.int64) * I
+    token = gl.arange(0, TOKENS, rows) * (CHOSEN + SHARED)
+    w_s = weights_ring(weight, WIDTH, WARPS, STAGES)
+    x_s = tokens_ring(act, TOKENS, WIDTH, WARPS, STAGES)
+    for stage in gl.static_range(STAGES):
+        copy_unit_weights(
+            w_s.index(stage), weight, row, experts[stage // CHUNKS], stage % CHUNKS, E, I, WIDTH, WARPS
+        )  # fmt: skip
     f = program * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
     t = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
     inside = (f < E)[:, None] & (t < tokens)[None, :]
     if RESIDUAL:
         factor = gl.load(norm + f, mask=f < E, other=0.0).to(gl.float32)
-    x_s = shared_tiles(act, WIDTH, WARPS, TOKENS, AHEAD * CHUNKS)
     total = gl.zeros([WARPS, _ROWS, TOKENS], gl.float32, products_layout(WARPS))
     if DEPENDENT:
         wait_for_kernel_before()
-    experts = ()
-    for i in gl.static_range(AHEAD):
-        own_s = x_s[i * CHUNKS : (i + 1) * CHUNKS]
-        copy_unit(own_s, shared_act, act, i, firsts[i], ranks[i], tokens, SHARED, I, CHOSEN, TOKENS, WIDTH, WARPS)
-        experts = experts + (expert_of(slot, i + AHEAD, slots, SHARED_UNITS),)
-    for first in range(0, units, AHEAD):
-        later_tiles = ()
-        later_experts = ()
-        for i in gl.static_range(AHEAD):
-            unit = first + i + AHEAD
-            rank = choice_ranks(place, unit, experts[i], tokens, SHARED_UNITS, EXPERTS, TOKENS, WIDTH, WARPS)
-            base, at, exists = unit_rows(weight, shared_weight, row, unit, experts[i], E, SHARED, I)
-            turn = turn_of(unit, experts[i], SHARED_UNITS)
-            async_copy.wait_group(AHEAD - 1)
+    for stage in gl.static_range(STAGES):
+        copy_unit_tokens(x_s.index(stage), act, token, ranks[stage // CHUNKS], stage % CHUNKS, I, WIDTH, WARPS)
+        async_copy.commit_group()
+    stage = 0
+    for unit in range(units):
+        later = expert_of(slot, unit + LOOK + 2, slots, EXPERTS, SHARED)
+        later_rank = choice_ranks(place, experts[LOOK + 1], tokens, rows, EXPERTS, CHOSEN, TOKENS)
+        for chunk in gl.static_range(CHUNKS):
+            async_copy.wait_group(STAGES - 1)
             gl.thread_barrier()
-            for chunk in gl.static_range(CHUNKS):
-                total = times(tiles[i * CHUNKS + chunk], x_s[i * CHUNKS + chunk], total, WARPS)
-                tile = weight_tile(base, at, chunk, turn, I, WIDTH, WARPS, exists)
-                later_tiles = later_tiles + (tile,)
+            total = mma_v2(w_s.index(stage).load(left), x_s.index(stage).permute((0, 2, 1)).load(right), total)
             gl.thread_barrier()
-            own_s = x_s[i * CHUNKS : (i + 1) * CHUNKS]
-            copy_unit(own_s, shared_act, act, unit, experts[i], rank, tokens, SHARED, I, CHOSEN, TOKENS, WIDTH, WARPS)
-            later_experts = later_experts + (expert_of(slot, unit + AHEAD, slots, SHARED_UNITS),)
-        tiles = later_tiles
-        experts = later_experts
+            copy_unit_weights(
+                w_s.index(stage), weight, row, experts[(chunk + STAGES) // CHUNKS], (chunk + STAGES) % CHUNKS, E, I,
+                WIDTH, WARPS,
+            )  # fmt: skip
+            copy_unit_tokens(
+                x_s.index(stage), act, token, ranks[(chunk + STAGES) // CHUNKS], (chunk + STAGES) % CHUNKS, I, WIDTH,
+                WARPS,
+            )  # fmt: skip
+            async_copy.commit_group()
+            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+        experts = experts[1:] + (later,)
+        ranks = ranks[1:] + (later_rank,)
     async_copy.wait_group(0)
     y = gl.sum(share(total, WARPS, TOKENS).load(sums.parent), 0)
     if RESIDUAL:

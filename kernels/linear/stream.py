@@ -174,9 +174,9 @@ def products(
 
 @gluon.jit
 def share(total, WARPS: gl.constexpr, TOKENS: gl.constexpr):
-    """Every warp's products in shared memory."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    parts_s = gl.allocate_shared_memory(gl.float32, [WARPS, _ROWS, TOKENS], plain)
+    """Every warp's products in shared memory, a token's rows side by side: so the lanes that sum them read them."""
+    by_token: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
+    parts_s = gl.allocate_shared_memory(gl.float32, [WARPS, _ROWS, TOKENS], by_token)
     parts_s.store(total)
     gl.thread_barrier()
     return parts_s

@@ -37,8 +37,8 @@ from workers.scratch import Scratch
 if TYPE_CHECKING:
     from workers.models.deepseek import DecoderLayer, DeepseekModel
 
-MOST_MERGED = 4
-"""Most tokens whose attention is merged and multiplied by W_UV in one launch."""
+MOST_MERGED = 1
+"""Most tokens whose attention is merged and multiplied by W_UV in one launch: it reads a token's pieces many times."""
 
 
 @cache

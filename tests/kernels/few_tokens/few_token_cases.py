@@ -242,9 +242,9 @@ def check_experts(
                 gate, up = (gate_up[expert].double() @ normed[token]).chunk(2)
                 want[token] += down[expert].double() @ (F.silu(gate) * up) * float(choice.weight_TK[token, rank])
     choice.weight_TK[choice.place_TX.amax(1) < 0] = torch.nan
-    act, shared_act = place.poison(tokens * chosen, intermediate), place.poison(tokens, shared, intermediate)
-    experts_launch.gate_up(x, choice, gate_up, shared_act, act, dependent=place.dependent)
-    weights = (shared_act, act, choice, down)
+    act = place.poison(tokens * (chosen + shared), intermediate)
+    experts_launch.gate_up(x, choice, gate_up, act, dependent=place.dependent)
+    weights = (act, choice, down)
     if residual:
         stream, norm = place.normal(tokens, hidden, dtype=torch.float32), place.normal(hidden)
         want += stream.double()

@@ -175,12 +175,11 @@ def test_feed_forward(name: str, tokens: int) -> None:
     choice = Choice.empty(tokens, m.experts, m.chosen, empty)
     bias = None if m.routing.scoring == "softmax" else empty(m.experts, dtype=FP32)
     gate(lambda: experts_launch.choose(logit, bias, length, choice, m.routing, dependent=True))
-    routed_act, shared_act = empty(tokens * m.chosen, m.expert), empty(tokens, m.shared, m.expert)
+    act = empty(tokens * (m.chosen + m.shared), m.expert)
     stored = m.experts + m.shared
     gate_up, down = empty(stored, 2 * m.expert, m.hidden), empty(stored, m.hidden, m.expert)
-    two = 128 if m.hidden <= 2048 else 255
-    gate(lambda: experts_launch.gate_up(x, choice, gate_up, shared_act, routed_act, dependent=True), two)
-    acts = (shared_act, routed_act, choice, down)
+    gate(lambda: experts_launch.gate_up(x, choice, gate_up, act, dependent=True))
+    acts = (act, choice, down)
     gate(lambda: experts_launch.down(*acts, after.x_TE, residual, norm, after.square_TP, dependent=True))
     gate(lambda: experts_launch.down(*acts, after.x_TE, dependent=True))
 

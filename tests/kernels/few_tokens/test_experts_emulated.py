@@ -1,0 +1,34 @@
+"""The experts of a few tokens as they were compiled, run by the PTX emulator under drawn schedules."""
+
+import few_token_cases as cases
+import pytest
+import torch
+
+from kernels.few_experts import launch
+from kernels.testing.ptx import emulated
+
+CPU = cases.Place(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "shared", "programs"),
+    [(1, (64, 48), 2, 3), (3, (192, 528), 1, 2), (16, (128, 64), 0, 5), (5, (2048, 24), 2, 7), (9, (640, 144), 1, 4)],
+)
+@pytest.mark.parametrize("dependent", [False, True])
+def test_experts(
+    tokens: int, sizes: tuple[int, int], shared: int, programs: int, dependent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the rings several times, with fewer programs than blocks."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: programs)
+    place = cases.Place(CPU.device, dependent)
+    with emulated(tokens, consecutive=dependent) as launches:
+        cases.check_experts(place, tokens, 6, 2, *sizes, shared, residual=tokens != 3)
+    assert launches.count("gate_up") == launches.count("down") == 1
+
+
+def test_tokens_that_stream_beside_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where they are too many bytes to stay."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(launch, "RESIDENT_BYTES", 0)
+    with emulated():
+        cases.check_experts(CPU, 4, 5, 2, 576, 32, 1, residual=True)
