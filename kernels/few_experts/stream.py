@@ -40,7 +40,7 @@ _ROWS = gl.constexpr(ROWS)
 
 @gluon.jit
 def weights_ring(weight, WIDTH: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for STAGES tiles of weights. Eight lanes read 64 bytes of two rows, which lie in different banks."""
+    """Shared memory for STAGES tiles of weights. Eight lanes read 64 bytes of two rows: of different banks."""
     halves: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0])
     return gl.allocate_shared_memory(weight.dtype.element_ty, [STAGES, WARPS, _ROWS, WIDTH], halves)
 

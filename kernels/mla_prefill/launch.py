@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, Literal
 
 import torch
@@ -30,6 +31,8 @@ class Tiling:
 
 HOPPER: Final = Tiling(128, 128, 9, 2, "hopper")
 """For compute capability 9.0 and bfloat16, 128 + 64 features a key and 128 a value."""
+HOPPER_QUERIES: Final = 128
+"""Fewest queries of the longest row that `hopper` is the faster kernel for (bench/prefill_attention.py)."""
 
 
 def tiling(features: int, value: int, dtype: torch.dtype, max_q: int) -> Tiling:
@@ -65,7 +68,10 @@ def mla_prefill(
     for tensor in (q_THD, k_SHN, k_SO, v_SHV, out_THV, lse_TH):
         assert tensor.stride(-1) == 1
     lanes = [max(16, triton.next_power_of_2(size)) for size in (nope, rope, value)]
-    tiles = tiles or tiling(lanes[0] + lanes[1], lanes[2], q_THD.dtype, max_q)
+    tensors = {"q_THD": q_THD, "k_SHN": k_SHN, "k_SO": k_SO, "v_SHV": v_SHV}
+    if tiles is None:
+        fast = max_q >= HOPPER_QUERIES and _on_hopper(q_THD.device) and not _not_for_hopper(tensors)
+        tiles = HOPPER if fast else tiling(lanes[0] + lanes[1], lanes[2], q_THD.dtype, max_q)
     blocks = triton.cdiv(max_q, tiles.queries)
     grid = (blocks * rows * heads,)
     bounds = (cu_q_B1, cu_k_B1, out_THV, lse_TH, scale * math.log2(math.e), heads, blocks, rows * heads)
@@ -78,7 +84,10 @@ def mla_prefill(
         "LSE_ROW": lse_TH.stride(0),
     }
     if tiles.path == "hopper":
-        _check_hopper(q_THD, k_SHN, k_SO, v_SHV, tiles)
+        if tiles != HOPPER:
+            raise ValueError(f"this kernel has one tiling, {HOPPER}, not {tiles}")
+        if problem := _not_for_hopper(tensors):
+            raise ValueError(problem)
         from kernels.mla_prefill.hopper import attend_hopper, box
 
         attend_hopper[grid](
@@ -119,15 +128,22 @@ def mla_prefill(
     )
 
 
-def _check_hopper(q_THD: Tensor, k_SHN: Tensor, k_SO: Tensor, v_SHV: Tensor, tiles: Tiling) -> None:
-    """ValueError unless `hopper` serves these tensors."""
-    if tiles != HOPPER:
-        raise ValueError(f"this kernel has one tiling, {HOPPER}, not {tiles}")
-    sizes = (k_SHN.shape[2], k_SO.shape[1], v_SHV.shape[2])
-    if sizes != (128, 64, 128) or q_THD.dtype != torch.bfloat16:
-        raise ValueError(f"this kernel takes bfloat16 with features (128, 64, 128), not {q_THD.dtype} with {sizes}")
-    if not k_SHN.shape[0]:
-        raise ValueError("this kernel cannot describe empty keys to the hardware: give at least one, of no row")
-    for name, tensor in (("q_THD", q_THD), ("k_SHN", k_SHN), ("k_SO", k_SO), ("v_SHV", v_SHV)):
+@cache
+def _on_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _not_for_hopper(tensors: dict[str, Tensor]) -> str:
+    """Why `hopper` does not serve these tensors; empty if it does."""
+    sizes = tuple(tensors[name].shape[-1] for name in ("k_SHN", "k_SO", "v_SHV"))
+    dtype = tensors["q_THD"].dtype
+    if sizes != (128, 64, 128) or dtype != torch.bfloat16:
+        return f"this kernel takes bfloat16 with features (128, 64, 128), not {dtype} with {sizes}"
+    if not tensors["k_SHN"].shape[0]:
+        return "this kernel cannot describe empty keys to the hardware: give at least one, of no row"
+    for name, tensor in tensors.items():
         if tensor.data_ptr() % 16 or tensor.stride(0) % 8:
-            raise ValueError(f"{name} must begin, and each of its tokens, at a multiple of 16 bytes")
+            return f"{name} must begin, and each of its tokens, at a multiple of 16 bytes"
+    return ""
