@@ -53,6 +53,7 @@ def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bo
         PIECES=count,
         PIECE_BLOCK=triton.next_power_of_2(count),
         TOKENS=triton.next_power_of_2(tokens),
+        GROUP=4 // rows,
         ROWS=rows,
         DEPENDENT=dependent,
         num_warps=min(max(block // 1024, 1), 8),

@@ -51,11 +51,13 @@ def all_experts(
     x: Any, choice: Any, gate_up: Any, down: Any, residual: Any, norm: Any, out: Any, empty: Any, *, dependent: bool
 ) -> None:
     (tokens, chosen), (stored, _, intermediate) = choice.weight_TK.shape, down.shape
-    act = empty(tokens * chosen, intermediate, dtype=down.dtype)
-    shared_act = empty(tokens, stored - choice.experts, intermediate, dtype=down.dtype)
-    experts.gate_up(x, choice, gate_up, shared_act, act, dependent=dependent)
-    weights = (shared_act, act, choice, down)
-    experts.down(*weights, out.x_TE, residual, norm, out.square_TP, dependent=dependent)
+    act = empty(tokens * (chosen + stored - choice.experts), intermediate, dtype=down.dtype)
+    experts.gate_up(x, choice, gate_up, act, dependent=dependent)
+    experts.down(act, choice, down, out.x_TE, residual, norm, out.square_TP, dependent=dependent)
+
+
+def head_linear(x: Any, weight: Any, out: Any, *, dependent: bool) -> None:
+    products.stream_heads(x, weight.transpose(1, 2), out, dependent=dependent)
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +69,7 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "gated_linear": products.stream_gate_up,
         "rope_absorb": heads.rope_absorb,
         "merge_up": heads.merge_up,
+        "head_linear": head_linear,
         "rms_norm": norms.rms_norm,
         "pending_norm": SimpleNamespace(enter=launch_enter),
         "few_experts": SimpleNamespace(router=experts.router, choose=experts.choose, experts=all_experts),
@@ -90,9 +93,10 @@ def check(lengths: list[int], width: int, **how: Any) -> list[str]:
     return launches
 
 
-def test_a_pass_is_right_and_in_order() -> None:
+@pytest.mark.parametrize(("lengths", "merging"), [([70], 1), ([70, 0], 2)])
+def test_a_pass_is_right_and_in_order(lengths: list[int], merging: int) -> None:
     """The plan, the embedding, a dense layer, one of experts, and the final norm."""
-    assert len(check([70, 0], 1)) == 1 + 2 + (5 + 2) + (5 + 4)
+    assert len(check(lengths, 1)) == 1 + 2 + (4 + merging + 2) + (4 + merging + 4)
 
 
 @pytest.mark.parametrize(
