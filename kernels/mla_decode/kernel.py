@@ -30,6 +30,15 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _INTS = ["rows", "workers", "first", "table_stride", "queries", "heads", "blocks"]
 
 
+@triton.jit
+def _features(rows, COUNT: tl.constexpr, LANES: tl.constexpr):
+    """Mask of the features of some rows: theirs, and if there are fewer features than lanes only those that exist."""
+    mask = rows[:, None]
+    if COUNT != LANES:
+        mask = mask & (tl.arange(0, LANES) < COUNT)[None, :]
+    return mask
+
+
 @triton.jit(do_not_specialize=_INTS)
 def plan_splits(
     length,
@@ -142,7 +151,9 @@ def attend(
     UNIT: tl.constexpr,
     ROW_COST: tl.constexpr,
     LATENT: tl.constexpr,
+    LATENT_LANES: tl.constexpr,
     ROPE: tl.constexpr,
+    ROPE_LANES: tl.constexpr,
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
     INVARIANT: tl.constexpr,
@@ -157,9 +168,11 @@ def attend(
         gdc_launch_dependents()
     m = block * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, TILE)
-    c = tl.arange(0, LATENT)
-    r = tl.arange(0, ROPE)
+    c = tl.arange(0, LATENT_LANES)
+    r = tl.arange(0, ROPE_LANES)
     inside = m < queries
+    has_latent = _features(inside, LATENT, LATENT_LANES)
+    has_rope = _features(inside, ROPE, ROPE_LANES)
     back = queries // heads - 1 - m // heads  # tokens of the row after this one
     row = tl.load(plan + worker * _WORKER)
     at = tl.load(plan + worker * _WORKER + 1)
@@ -178,12 +191,12 @@ def attend(
             vector = (row.to(tl.int64) * queries + m)[:, None]
             # .cg: a dependent launch may find lines of an earlier layer in L1.
             at_q = q + vector * FEATURES
-            q_latent = tl.load(at_q + c[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
-            q_rope = tl.load(at_q + LATENT + r[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
+            q_latent = tl.load(at_q + c[None, :], mask=has_latent, other=0.0, cache_modifier=".cg")
+            q_rope = tl.load(at_q + LATENT + r[None, :], mask=has_rope, other=0.0, cache_modifier=".cg")
             bound = tl.minimum(tokens - back, tokens)
             top = tl.full((BLOCK,), _LOWEST, tl.float32)
             total = tl.zeros((BLOCK,), tl.float32)
-            sum_latent = tl.zeros((BLOCK, LATENT), tl.float32)
+            sum_latent = tl.zeros((BLOCK, LATENT_LANES), tl.float32)
             pages = table + row.to(tl.int64) * table_stride
             last = (tokens - 1) // PAGE
             start = (first // UNIT + begin) * UNIT // TILE
@@ -193,9 +206,11 @@ def attend(
                 next_page = tl.load(pages + tl.minimum((tile + 1) * TILE // PAGE, last))
                 entry = tile * TILE + n
                 base = cache + (page.to(tl.int64) * PAGE + tile * TILE % PAGE) * FEATURES
-                written = ((entry < tokens) & (entry >= first))[:, None]
-                latent = tl.load(base + n[:, None] * FEATURES + c[None, :], mask=written, other=0.0)
-                rope = tl.load(base + n[:, None] * FEATURES + LATENT + r[None, :], mask=written, other=0.0)
+                written = (entry < tokens) & (entry >= first)
+                at_latent = base + n[:, None] * FEATURES + c[None, :]
+                at_rope = base + n[:, None] * FEATURES + LATENT + r[None, :]
+                latent = tl.load(at_latent, mask=_features(written, LATENT, LATENT_LANES), other=0.0)
+                rope = tl.load(at_rope, mask=_features(written, ROPE, ROPE_LANES), other=0.0)
                 page = next_page
                 score = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
                 score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION) * scale
@@ -212,7 +227,7 @@ def attend(
             sum_latent = sum_latent / divisor[:, None]
             log = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
             if (begin == 0) & (end == units):
-                tl.store(out + vector * LATENT + c[None, :], sum_latent.to(out.dtype.element_ty), mask=inside[:, None])
+                tl.store(out + vector * LATENT + c[None, :], sum_latent.to(out.dtype.element_ty), mask=has_latent)
                 tl.store(lse + row.to(tl.int64) * queries + m, log * _LN2, mask=inside)
             else:
                 slot = tl.where(begin == 0, workers + worker, worker)
@@ -220,7 +235,7 @@ def attend(
                     slot = position
                 piece = (slot.to(tl.int64) * queries + m)[:, None]
                 tl.store(
-                    partial + piece * LATENT + c[None, :], sum_latent.to(partial.dtype.element_ty), mask=inside[:, None]
+                    partial + piece * LATENT + c[None, :], sum_latent.to(partial.dtype.element_ty), mask=has_latent
                 )
                 tl.store(partial_lse + slot.to(tl.int64) * queries + m, log, mask=inside)
         left -= take

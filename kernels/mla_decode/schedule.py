@@ -41,10 +41,8 @@ class DecodeShape:
     invariant: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.width, self.heads, self.pages) < 1:
-            raise ValueError(f"rows, width, heads and pages must be positive: {self}")
-        if self.latent < 16 or self.latent & (self.latent - 1) or self.rope < 16 or self.rope & (self.rope - 1):
-            raise ValueError(f"latent and rope must be powers of two of at least 16, not {self.latent} and {self.rope}")
+        if min(self.rows, self.width, self.heads, self.latent, self.rope, self.pages) < 1:
+            raise ValueError(f"all sizes must be positive: {self}")
 
     @property
     def queries(self) -> int:
@@ -154,7 +152,7 @@ def _tiling(shape: DecodeShape, path: str, programs: int, *, block: int, tile: i
         warps=warps,
         stages=stages,
         merge_queries=queries,
-        merge_columns=min(shape.latent, columns),
+        merge_columns=min(shape.latent & -shape.latent, columns),  # a power of two that divides the latent
         merge_pieces=pieces,
         merge_warps=merge_warps,
     )

@@ -43,6 +43,12 @@ def test_narrow_types(dtype: torch.dtype) -> None:
     check(Case([150, 0, 33], 2, dtype=dtype))
 
 
+@pytest.mark.parametrize(("latent", "rope"), [(32, 8), (48, 24), (16, 2), (6, 12), (72, 16)])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_sizes_that_are_no_powers_of_two(latent: int, rope: int, invariant: bool) -> None:
+    check(Case([5, 0, 600, 64], 3, latent=latent, rope=rope, invariant=invariant))
+
+
 @pytest.mark.parametrize("first", [1, 5])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_first_entry(first: int, invariant: bool) -> None:

@@ -86,6 +86,12 @@ def test_portable_kernel_at_the_demo_models_sizes(dtype: torch.dtype, invariant:
     compiled(case, hopper_tiling(case.shape, PROCESSORS))
 
 
+@pytest.mark.parametrize(("latent", "rope"), [(32, 8), (48, 24)])
+def test_portable_kernel_at_sizes_that_are_no_powers_of_two(latent: int, rope: int) -> None:
+    case = Case([70, 3], 3, 6, latent, rope, torch.float32)
+    compiled(case, hopper_tiling(case.shape, PROCESSORS))
+
+
 def test_other_lengths_and_batches_compile_nothing_new() -> None:
     """Integers that change from step to step are not compiled in; the plan is compiled once for a power of two of
     rows."""

@@ -69,6 +69,13 @@ def test_the_demo_models_sizes(choose: Choose) -> None:
             case.check(choose(case.shape, 0))
 
 
+@pytest.mark.parametrize(("latent", "rope"), [(32, 8), (48, 24), (6, 12)])
+def test_sizes_that_are_no_powers_of_two(choose: Choose, latent: int, rope: int) -> None:
+    for invariant in (False, True):
+        case = Case([5, 0, 600, 64], 3, 6, latent, rope, torch.float32, invariant=invariant, device="cuda")
+        case.check(choose(case.shape, 0))
+
+
 @pytest.mark.parametrize("width", [1, 4])
 def test_split_boundaries(choose: Choose, width: int) -> None:
     """One row dealt to all workers, lengths around every multiple of their shares."""
