@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,7 +86,10 @@ def capture_guard(device: torch.device) -> Iterator[None]:
             yield
             return
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            # It need not see every wait: what it does not see, the capture itself refuses.
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:
