@@ -40,6 +40,10 @@ ATTEMPTS = 4
 """States on which the comparison with the prefill path is tried. Rounding may turn a router's choice over, which moves
 a whole row of logits: that happens to a row now and then, a mistake happens to every row in every state."""
 
+LEAST_PREFILLED = 16
+"""Tokens that the prefill path is fed at least; copies of the rows make up for it. The smallest bucket of tokens: with
+fewer it would launch kernels that no replica needs, and compile them for this alone."""
+
 PROGRESS_PERIOD_S = 2.0
 
 
@@ -141,23 +145,26 @@ class SelfTest:
     def _distance_from_prefill(self, scene: Scene, got_NV: Tensor) -> float:
         """Relative error of a step's logits from those of the same tokens fed as prefill chunks: the median over rows,
         of the worst position."""
-        parts, width, rows = self._parts, scene.key.width, scene.rows
-        state, slot_R = parts.state.tensors, scene.slot_R
+        parts, width, own = self._parts, scene.key.width, len(scene.rows)
+        repeats = -(-LEAST_PREFILLED // (own * width))
+        state, slot_R, rows = parts.state.tensors, scene.slot_R.repeat(repeats), [*scene.rows] * repeats
         token_RW = torch.cat([state.last_S[slot_R].unsqueeze(1), state.draft_SK[slot_R, : width - 1]], dim=1)
         position_RW = state.length_S[slot_R].unsqueeze(1) + torch.arange(width, device=parts.device)
         token_T, position_T, slot_T = token_RW.flatten(), position_RW.flatten(), slot_R.repeat_interleave(width)
+        cache_slot_T = parts.state.cache_slots(slot_T, position_T)
+        cache_slot_T[own * width :] = 0  # one of a row's copies is written, the others go to the null page
         counts = (width,) * len(rows)
         batch = Batch(
             layout=BatchLayout(1, 0, counts, (True,) * len(rows)),
             position_T=position_T,
-            cache_slot_T=parts.state.cache_slots(slot_T, position_T),
+            cache_slot_T=cache_slot_T,
             decode=None,
             prefill=PrefillBatch(tuple(row.length for row in rows), counts, state.page_SP[slot_R]),
         )
-        want_NV = parts.model.logits(parts.model.forward(token_T, batch, parts.cache))
-        error_N = (got_NV[: len(token_T)] - want_NV).norm(dim=-1) / want_NV.norm(dim=-1)
+        want_NV = parts.model.logits(parts.model.forward(token_T, batch, parts.cache)[: own * width])
+        error_N = (got_NV[: own * width] - want_NV).norm(dim=-1) / want_NV.norm(dim=-1)
         # NaN must not pass for small.
-        error_RW = torch.nan_to_num(error_N, nan=torch.inf).view(len(rows), width)
+        error_RW = torch.nan_to_num(error_N, nan=torch.inf).view(own, width)
         # Whether to try another state is one decision for all ranks.
         return float(parts.group.broadcast(error_RW.median(dim=0).values.max()))
 
