@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 
 import psutil
@@ -98,11 +100,11 @@ class Replica:
             return Runner(model, cache, config.max_rows, width, pages_per_row, config.token_budget, group)
 
         graph_bytes = 0
-        if wants_graphs and config.cache_pages is None:
+        if wants_graphs:
             # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
             trial = runner(2, context)
-            graph_bytes = trial.capture().stats.bytes
-            trial.close()
+            _compile(trial, group, progress)
+            graph_bytes = trial.warm_up().bytes
             del trial
             torch.cuda.empty_cache()
         pages = _agree(self._pages(config, device, page_bytes, context, width, graph_bytes), group, device)
@@ -158,6 +160,14 @@ class Replica:
                 f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"
             )
         return pages
+
+
+def _compile(runner: Runner, group: TensorParallel, progress: Callable[[str], None] | None) -> None:
+    """With all cores that this process may use and, most likely, shares with the other ranks."""
+    begin = time.perf_counter()
+    compiled = runner.compile(max(1, len(os.sched_getaffinity(0)) // group.size))
+    if progress:
+        progress(f"{compiled.kernels} kernels compiled or loaded in {time.perf_counter() - begin:.1f} s")
 
 
 def _agree(pages: int, group: TensorParallel, device: torch.device) -> int:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.ahead import Compiled
 from kernels.page import NULL_PAGE, PAGE_TOKENS
 from workers.batch import LatentCache
 from workers.decode_step import DecodeStep
-from workers.graphs.capture import GraphRunner
+from workers.graphs.capture import GraphRunner, Warmed, compile_steps, warm_up
 from workers.graphs.segments import Stage
 from workers.graphs.stats import GraphStats
 from workers.mixed_step import MixedStep
@@ -79,14 +80,29 @@ class Runner:
         self._steps = 0
         self._collected = 0.0
 
+    def compile(self, threads: int) -> Compiled:
+        """Compile what steps launch, so many kernels at a time, instead of each when it is first launched. All ranks
+        together; before the first step."""
+        self._reserve()
+        return compile_steps(self.parts, self.parts.state.slots, self._token_budget, threads)
+
+    def warm_up(self) -> Warmed:
+        """Launch what steps launch, on padding alone: what a capture will take. All ranks together; before the first
+        step."""
+        self._reserve()
+        return warm_up(self.parts, self.parts.state.slots, self._token_budget)
+
     def capture(self, progress: Callable[[str], None] | None = None) -> GraphRunner:
         """Capture the whole ladders: from now on decode steps, and the segments of mixed steps, are replayed. CUDA
         only, and all ranks together."""
-        if self.parts.sampling is not None:
-            self.parts.sampling.reserve()
+        self._reserve()
         slots = self.parts.state.slots
         self.graphs = GraphRunner(self.parts, slots, self._token_budget, self.stats, progress)
         return self.graphs
+
+    def _reserve(self) -> None:
+        if self.parts.sampling is not None:
+            self.parts.sampling.reserve()
 
     def close(self) -> None:
         """Destroy the graphs, which must happen before the process group ends."""

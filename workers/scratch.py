@@ -23,10 +23,12 @@ class ScratchExhausted(RuntimeError):
 class Scratch:
     """Uninitialised tensors by stack discipline, out of one buffer or, without one, from torch's own allocator."""
 
-    def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
-        """`buffer`: uint8. Without one every request is a fresh tensor, and `peak` tells how large a buffer must be."""
+    def __init__(self, device: torch.device, buffer: torch.Tensor | None = None, *, zeroed: bool = False) -> None:
+        """`buffer`: uint8. Without one every request is a fresh tensor, of zeros if so wanted, and `peak` tells how
+        large a buffer must be."""
         self.device = device
         self._buffer = buffer
+        self._fresh = torch.zeros if zeroed else torch.empty
         self._used = 0
         self.peak = 0
         """Most bytes that were in use at once."""
@@ -38,10 +40,16 @@ class Scratch:
         self._used = begin + -(-size // _ALIGNMENT) * _ALIGNMENT
         self.peak = max(self.peak, self._used)
         if self._buffer is None:
-            return torch.empty(shape, dtype=dtype, device=self.device)
+            return self._fresh(shape, dtype=dtype, device=self.device)
         if self._used > self._buffer.numel():
             raise ScratchExhausted(f"{self._used} bytes of scratch memory wanted, {self._buffer.numel()} reserved")
         return self._buffer[begin : begin + size].view(dtype).view(shape)
+
+    def another(self) -> Scratch:
+        """Fresh tensors like this one's, counted for themselves."""
+        other = Scratch(self.device)
+        other._fresh = self._fresh
+        return other
 
     def fill(self, byte: int) -> None:
         """Fill the whole buffer, whatever is in use: for tests."""

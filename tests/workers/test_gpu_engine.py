@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.runtime.jit import JITFunction
 
+from kernels.ahead import Compiled
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.graphs.segment_proof import SegmentProof
 from workers.graphs.selftest import Candidate, SelfTest
 from workers.plan import SamplingParams
+from workers.runner import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -74,6 +80,33 @@ def test_every_graph_passes_the_self_test(width: int, dtype: str) -> None:
         reports = SelfTest(run.runner.parts, seed).run([Candidate(c.step, c.replay) for c in graphs.all()])
         reports += SegmentProof(run.runner.parts, seed).run(graphs.stages())
         assert [(str(r), r.problems) for r in reports if not r.passed] == []
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_all_kernels_are_compiled_ahead(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From an empty cache: warming up, the capture and the self-test compile nothing."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for name, module in list(sys.modules.items()):
+        for value in list(vars(module).values()) if name.startswith("kernels.") else ():
+            if isinstance(value, JITFunction):
+                value.device_caches.clear()
+    names: list[str] = []
+    ahead: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, src, cache_hit, **_: cache_hit or names.append(src.name)
+    )
+    compile = Runner.compile
+
+    def compile_and_note(self: Runner, threads: int) -> Compiled:
+        compiled = compile(self, threads)
+        ahead.extend(names)
+        names.clear()
+        return compiled
+
+    monkeypatch.setattr(Runner, "compile", compile_and_note)
+    engine("cuda", width=width, dtype="bfloat16", graphs=True, selftest=True)
+    assert len(ahead) > 20
+    assert names == []
 
 
 @torch.inference_mode()

@@ -59,7 +59,7 @@ class Buckets:
         self.ladder = TokenLadder(budget)
         self.used: set[TokenKey] = set()
         measured = [Scratch(parts.device) for _ in range(2)]
-        rehearse(parts, Stage(parts, budget, *measured))
+        rehearse(Stage(parts, budget, *measured))
         self.buffers = [torch.empty(scratch.peak, dtype=torch.uint8) for scratch in measured]
         self.stages = {}
         for key in self.ladder:
@@ -148,7 +148,7 @@ def test_a_rehearsal_has_no_more_rows_than_slots(folder: Path) -> None:
     parts = engine(folder, max_rows=2, max_context=40, token_budget=1000).runner.parts
     plans = list(rehearsals(parts, 1000))
     assert max(plan.layout.rows for plan in plans) == 2
-    rehearse(parts, Stage(parts, 1000, Scratch(parts.device), Scratch(parts.device)))
+    rehearse(Stage(parts, 1000, Scratch(parts.device), Scratch(parts.device)))
 
 
 @torch.inference_mode()
@@ -160,7 +160,7 @@ def test_a_rehearsal_leaves_nothing_behind(folder: Path) -> None:
     state = [getattr(parts.state.tensors, field.name) for field in fields(parts.state.tensors)]
     state += [getattr(parts.sampling.tables, field.name) for field in fields(parts.sampling.tables)]
     before = [tensor.clone() for tensor in state]
-    rehearse(parts, Stage(parts, 64, Scratch(parts.device), Scratch(parts.device)))
+    rehearse(Stage(parts, 64, Scratch(parts.device), Scratch(parts.device)))
     assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
     assert all(bool(layer[1:].isnan().all()) for layer in parts.cache.layers)
     assert not parts.sampling.fault_1.item()

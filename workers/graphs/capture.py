@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.ahead import Compiled, compile_ahead
 from kernels.linear import MOST_STREAMED
 from workers.decode_step import DecodeStep
 from workers.graphs.ladder import Ladder, TokenLadder
@@ -41,6 +43,61 @@ class CapturedStep:
         self._graph.reset()
 
 
+GRAPH_BYTES = 1 << 16
+"""Device memory that the driver takes for a graph itself: ten times what a segment's was seen to take."""
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What warming up found the graphs of a rank to need."""
+
+    scratch: int
+    """Bytes for what steps hand on, and for what of them runs eagerly."""
+    inner: int
+    """Bytes for what segments need on their way."""
+    graphs: int
+
+    @property
+    def bytes(self) -> int:
+        """All device memory that a capture will take."""
+        return self.scratch + self.inner + self.graphs * GRAPH_BYTES
+
+
+@torch.inference_mode()
+def compile_steps(parts: StepParts, max_rows: int, token_budget: int, threads: int) -> Compiled:
+    """Compile what steps of all shapes launch, so many kernels at a time; nothing is computed."""
+    few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
+    with compile_ahead(parts.device, threads) as compiled:
+        for key in Ladder(max_rows, parts.width):
+            DecodeStep(few, key, scratch).run()
+        rehearse(Stage(few, token_budget, scratch, scratch.another()))
+    return compiled
+
+
+@torch.inference_mode()
+def warm_up(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
+    """Launch for real what steps of all shapes launch, and measure how much memory they need. The rows are padding, so
+    that only the null page is touched and no state changes."""
+    device, few = parts.device, _shallow(parts)
+    keys, tokens = list(Ladder(max_rows, parts.width)), list(TokenLadder(token_budget))
+    for key in keys:
+        DecodeStep(few, key, Scratch(device)).run()
+    # The largest steps of each kind say how much scratch memory all need; they share it. Steps of few tokens may take
+    # another way through the model.
+    scratch, inner = Scratch(device), Scratch(device)
+    for key in {(key.width, key.drafts, key.rows * key.width <= MOST_STREAMED): key for key in reversed(keys)}.values():
+        DecodeStep(parts, key, scratch).run()
+    rehearse(Stage(few, token_budget, scratch, inner))
+    model = parts.model
+    passes = [one for one in (model.segments, model.draft_segments if parts.width > 1 else None) if one is not None]
+    segments = sum(map(len, passes)) - 1  # the last pass ends eagerly
+    return Warmed(scratch.peak, inner.peak, len(keys) + segments * len(tokens))
+
+
+def _shallow(parts: StepParts) -> StepParts:
+    return replace(parts, model=parts.model.shallow())
+
+
 class GraphRunner:
     """The captured ladders of one rank."""
 
@@ -66,16 +123,9 @@ class GraphRunner:
         begin, device = time.perf_counter(), self._parts.device
         free, _ = torch.cuda.mem_get_info(device)
         keys = list(self.ladder)
-        # The largest steps of each kind say how much scratch memory all need; they share it. Steps of few tokens may
-        # take another way through the model.
-        measured = Scratch(device)
-        largest = {(key.width, key.drafts, key.rows * key.width <= MOST_STREAMED): key for key in reversed(keys)}
-        for key in largest.values():
-            DecodeStep(self._parts, key, measured).run()
-        inner = Scratch(device)
-        rehearse(self._parts, Stage(self._parts, self.token_ladder.budget, measured, inner))
+        warmed = warm_up(self._parts, self.ladder.max_rows, self.token_ladder.budget)
         buffer, inner_buffer = (
-            torch.empty(scratch.peak, dtype=torch.uint8, device=device) for scratch in (measured, inner)
+            torch.empty(size, dtype=torch.uint8, device=device) for size in (warmed.scratch, warmed.inner)
         )
         with no_garbage_collection():
             for key in keys:

@@ -17,11 +17,9 @@ T = TypeVar("T")
 def record(device: torch.device, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     """A graph of `call`, and what the captured call returned, which every replay fills anew.
 
-    The call runs once for real before: that compiles, loads and sets up what a capture could not. Raises
-    CaptureViolation for what a replay could not repeat.
+    All that it launches must have run for real before: that compiles, loads and sets up what a capture cannot. Raises
+    CaptureViolation for that, and for what a replay could not repeat.
     """
-    call()
-    torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     violations: list[Exception] = []
     try:

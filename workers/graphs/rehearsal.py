@@ -14,7 +14,6 @@ from workers.graphs.ladder import TokenLadder
 from workers.graphs.segments import Stage
 from workers.mixed_step import MixedStep
 from workers.plan import BatchLayout, PrefillRow, StepPlan
-from workers.scratch import Scratch
 from workers.step import StepParts
 
 NOBODY = -1
@@ -62,14 +61,14 @@ def _plan(width: int, drafts: int, decode: tuple[int, ...], prefill: Iterator[Pr
     return StepPlan(1, width, drafts, decode, tuple(prefill))
 
 
-def rehearse(parts: StepParts, stage: Stage) -> None:
+def rehearse(stage: Stage) -> None:
     """Run every kind of mixed step in `stage`, and take the memory that the largest context needs, and that segments of
     any smaller bucket do. No slot's state changes, and of the cache only the null page."""
-    ladder = TokenLadder(stage.tokens)
+    parts, ladder = stage.parts, TokenLadder(stage.tokens)
     most = BatchLayout(1, min(stage.tokens, parts.state.slots * parts.width))  # whose hidden states are wanted
     for key in ladder:
         # Fewer tokens may need more: their products are cut up another way.
-        bucket = Stage(parts, key.tokens, Scratch(parts.device), stage.inner)
+        bucket = Stage(parts, key.tokens, stage.scratch.another(), stage.inner)
         bucket.clear()
         for which in range(len(bucket.segments)):
             for index in bucket.indices(which):
@@ -80,7 +79,7 @@ def rehearse(parts: StepParts, stage: Stage) -> None:
     for plan in rehearsals(parts, stage.tokens):
         step.run(plan, stage)
     for plan in companies(parts, stage.tokens):
-        step.run(plan, Stage(parts, ladder.key(plan.layout).tokens, Scratch(parts.device), stage.inner))
+        step.run(plan, Stage(parts, ladder.key(plan.layout).tokens, stage.scratch.another(), stage.inner))
     flow, attention = stage.tensors[0].flow, parts.model.segments.layers[0].attention
     pages, device = parts.state.pages_per_row, parts.device
     rows = min(parts.state.slots - 1, (stage.tokens - 1) // parts.width)

@@ -9,6 +9,8 @@ K = 64 entries a page.
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -120,6 +122,17 @@ class DeepseekModel:
                 config.rms_norm_eps,
                 config.num_layers,
             )
+
+    def shallow(self) -> DeepseekModel:
+        """This model with a few of its layers: enough that it launches every kernel that the whole launches, for any
+        batch. For warming up; the draft layer stays."""
+        kinds = [type(layer.feed_forward) for layer in self.layers]
+        last = len(kinds) - 1
+        few = copy(self)
+        # One of each kind, then another of the last, so that one of them has a layer behind it.
+        few.layers = [self.layers[i] for i in sorted({*(kinds.index(kind) for kind in kinds), last})]
+        few.segments = self.segments.of(few.layers)
+        return few
 
     @property
     def cache_layers(self) -> int:

@@ -79,6 +79,10 @@ class Segments:
         self._enter, self._norm_E, self._eps, self._cache_layer = enter, norm_E, eps, cache_layer
         self._rotation_PO = rotation_PO
 
+    def of(self, layers: Sequence[DecoderLayer]) -> Segments:
+        """The segments of a pass over other layers."""
+        return Segments(self._enter, layers, self._norm_E, self._rotation_PO, self._eps, self._cache_layer)
+
     def __len__(self) -> int:
         return len(self.layers) + 1
 

@@ -1,0 +1,81 @@
+"""Compiles kernels side by side, before they are needed.
+
+Triton compiles a kernel when it is first launched, one at a time: a start with an empty cache would wait for every one
+of them. Most of the work is done outside the interpreter's lock (MLIR, ptxas, the C compiler that builds a launcher),
+so threads share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+from triton import AsyncCompileMode
+from triton.runtime.jit import JITCallable, JITFunction
+
+
+@dataclass
+class Compiled:
+    """What `compile_ahead` did."""
+
+    kernels: int = 0
+    """Handed to its threads: kernels that this process had not compiled or loaded before."""
+
+
+class _Builders(Executor):
+    """Threads that compile a kernel and load it onto their device."""
+
+    def __init__(self, device: torch.device, threads: int, done: Compiled) -> None:
+        self._cuda, self._done = device.type == "cuda", done
+        prepare = partial(torch.cuda.set_device, device) if self._cuda else None
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile", initializer=prepare)
+
+    def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        self._done.kernels += 1
+        return self._pool.submit(self._build, compile)
+
+    def _build(self, compile: Callable[[], Any]) -> Any:
+        kernel = compile()
+        if self._cuda:
+            kernel.run  # noqa: B018 - builds its launcher and loads it
+        return kernel
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+
+@contextmanager
+def compile_ahead(device: torch.device, threads: int) -> Iterator[Compiled]:
+    """Within this context a launch computes nothing: its kernel is compiled, in one of so many threads, if it was not
+    before. At the end all are ready. A kernel that does not compile raises where it is launched afterwards.
+
+    For the whole process, so nobody else may launch anything meanwhile. What launches would have written is what it
+    was: with memory of zeros, say, all indices are valid.
+    """
+    done, one_at_a_time = Compiled(), Lock()
+    plain_run, plain_parse = JITFunction.run, JITCallable.parse
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return plain_run(self, *args, grid=grid, warmup=True, **options)
+
+    def parse(self: Any) -> Any:
+        # `ast.parse` in several threads fails at times before Python 3.11.8 and 3.12.2 (cpython issue 106905).
+        with one_at_a_time:
+            return plain_parse(self)
+
+    JITCallable.parse = parse
+    try:
+        with _Builders(device, threads, done) as builders, AsyncCompileMode(builders, ignore_errors=True):
+            JITFunction.run = compile_only
+            try:
+                yield done
+            finally:
+                JITFunction.run = plain_run
+    finally:
+        JITCallable.parse = plain_parse

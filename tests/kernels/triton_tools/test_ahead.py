@@ -1,0 +1,71 @@
+"""Kernels compiled ahead, by several threads: for Hopper, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from kernels.ahead import compile_ahead
+from kernels.testing.hopper import compile_only
+
+CPU = torch.device("cpu")
+
+
+@triton.jit
+def scale(x, N: tl.constexpr, BY: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + i, tl.load(x + i) * BY)
+
+
+@triton.jit
+def odd(x, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), 0.0)  # N must be a power of two
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is compiled during the test, from an empty cache."""
+    names: list[str] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel in (scale, odd):
+        kernel.device_caches.clear()
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: names.append(src.name))
+    yield names
+    for kernel in (scale, odd):
+        kernel.device_caches.clear()
+
+
+def test_kernels_are_compiled_once_and_nothing_runs(compiled: list[str]) -> None:
+    x = torch.ones(64)
+    with compile_only() as launched:
+        with compile_ahead(CPU, threads=2) as done:
+            for _ in range(3):
+                for by in (2, 3, 4):
+                    scale[(1,)](x, 64, by)
+        assert done.kernels == 3
+        assert compiled == ["scale"] * 3
+        for by in (2, 3, 4):
+            scale[(1,)](x, 64, by)
+        with compile_ahead(CPU, threads=2) as again:
+            scale[(1,)](x, 64, 2)
+    assert again.kernels == 0
+    assert len(compiled) == 3
+    assert all(kernel.asm["cubin"] for kernel in launched[-3:])
+    assert torch.equal(x, torch.ones(64))
+
+
+def test_a_kernel_that_does_not_compile_raises_where_it_is_launched(compiled: list[str]) -> None:
+    x = torch.ones(64)
+    with compile_only():
+        with compile_ahead(CPU, threads=1):
+            odd[(1,)](x, 48)
+            scale[(1,)](x, 64, 2)
+        assert compiled == ["scale"]
+        with pytest.raises(triton.CompilationError, match="power of 2"):
+            odd[(1,)](x, 48)

@@ -1,0 +1,77 @@
+"""Warming up with a few of the layers: it launches what all of them launch, and needs the memory that they need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.moe import reference as moe_reference
+from tests.tiny_models import write_tiny
+from tests.workers.test_engine import engine
+from workers.decode_step import DecodeStep
+from workers.graphs.capture import compile_steps, warm_up
+from workers.graphs.ladder import Ladder
+from workers.graphs.rehearsal import rehearse
+from workers.graphs.segments import Stage
+from workers.scratch import Scratch
+from workers.step import StepParts
+
+ROWS, BUDGET = 3, 40
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is called, with the shapes, strides and dtypes of the tensors: what chooses a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        described = [
+            (a.shape, a.stride(), a.dtype) if isinstance(a, torch.Tensor) else type(a)
+            for a in (*args, *(kwargs or {}).values())
+        ]
+        self.seen.add(f"{func} {described}")
+        return func(*args, **(kwargs or {}))
+
+
+def run_all(parts: StepParts) -> tuple[set[str], int, int]:
+    """What steps of all shapes call; bytes of the memory they share, and of that which segments use inside."""
+    decode, scratch, inner = Scratch(parts.device), Scratch(parts.device), Scratch(parts.device)
+    with torch.inference_mode(), Operations() as operations:
+        for key in Ladder(ROWS, parts.width):
+            DecodeStep(parts, key, decode).run()
+        rehearse(Stage(parts, BUDGET, scratch, inner))
+    return operations.seen, max(decode.peak, scratch.peak), inner.peak
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize(("dense", "layers"), [(2, 6), (0, 3), (3, 3), (1, 1), (1, 2)])
+def test_few_layers_launch_what_all_launch(
+    dense: int, layers: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe_reference, "experts_grouped", moe_reference.experts_gathered)
+    folder = write_tiny(tmp_path, "v3", num_hidden_layers=layers, first_k_dense_replace=dense)
+    parts = engine(folder, width=width, max_rows=ROWS, token_budget=BUDGET, max_context=100).runner.parts
+    few = replace(parts, model=parts.model.shallow())
+    assert len(few.model.layers) <= 3
+    seen, *memory = run_all(parts)
+    assert run_all(few) == (seen, *memory)
+    warmed = warm_up(parts, ROWS, BUDGET)
+    assert [warmed.scratch, warmed.inner] == memory
+    # 3 decode buckets at each of a width's modes; 3 token buckets, all segments of the passes but the last.
+    assert warmed.graphs == 3 * (1 if width == 1 else 4) + 3 * (layers + 2 * (width > 1))
+
+
+def test_compiling_ahead_leaves_nothing_behind(tmp_path: Path) -> None:
+    parts = engine(write_tiny(tmp_path, "v3"), width=2, max_rows=ROWS, token_budget=BUDGET).runner.parts
+    for layer in parts.cache.layers:
+        layer[1:].fill_(torch.nan)
+    assert compile_steps(parts, ROWS, BUDGET, threads=1).kernels == 0  # a CPU has none
+    assert all(bool(layer[1:].isnan().all()) for layer in parts.cache.layers)
+    assert not parts.state.tensors.length_S.any()
