@@ -34,7 +34,7 @@ class DecoderLayer:
 
     def __init__(self, source: WeightSource, products: Products, config: ModelConfig, layer: int) -> None:
         prefix, hidden = f"model.layers.{layer}.", config.hidden_size
-        self.eps = config.rms_norm_eps
+        self.products, self.eps = products, config.rms_norm_eps
         self.attention_norm_E = source.load(f"{prefix}input_layernorm.weight", hidden)
         self.attention = LatentAttention(source, products, f"{prefix}self_attn.", config)
         self.feed_forward_norm_E = source.load(f"{prefix}post_attention_layernorm.weight", hidden)
@@ -43,7 +43,7 @@ class DecoderLayer:
     def project(self, flow: Flow, cache_slot_T: Tensor, cache_PKC: Tensor, scratch: Scratch) -> None:
         """Token-wise, before attention: adds `flow.x_TE` to the residual; `flow.projected` is what attention reads."""
         normed_TE = scratch.empty(*flow.x_TE.shape, dtype=flow.x_TE.dtype)
-        add_rms_norm(flow.x_TE, flow.residual_TE, self.attention_norm_E, normed_TE, eps=self.eps)
+        self._add_norm(flow, self.attention_norm_E, normed_TE)
         self.attention.project(normed_TE, flow.rotation_TO, cache_slot_T, cache_PKC, flow.projected, scratch)
 
     def finish(self, flow: Flow, live_R: Tensor | None, scratch: Scratch) -> None:
@@ -51,8 +51,12 @@ class DecoderLayer:
         x_TE = flow.x_TE
         self.attention.output(flow.attended_THV, x_TE, scratch)
         normed_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
-        add_rms_norm(x_TE, flow.residual_TE, self.feed_forward_norm_E, normed_TE, eps=self.eps)
+        self._add_norm(flow, self.feed_forward_norm_E, normed_TE)
         self.feed_forward(normed_TE, x_TE, scratch, live_R)
+
+    def _add_norm(self, flow: Flow, norm_E: Tensor, out_TE: Tensor) -> None:
+        dependent = self.products.dependent_norm(out_TE)
+        add_rms_norm(flow.x_TE, flow.residual_TE, norm_E, out_TE, eps=self.eps, dependent=dependent)
 
 
 class DraftLayer:

@@ -22,6 +22,8 @@ from workers.scratch import Scratch
 
 GROUPS: Final = 8
 """Parts of every sum over ranks in invariant mode, all ranks together; so many ranks at most."""
+MOST_DEPENDENT: Final = 512
+"""Most tokens whose small kernels are launched dependently."""
 PART_BYTES: Final = 1 << 29
 """Most bytes of experts' parts at once in invariant mode; more tokens take turns."""
 
@@ -46,6 +48,13 @@ class Products:
 
     def __init__(self, group: TensorParallel) -> None:
         self.group = group
+
+    def dependent_norm(self, x_TE: Tensor) -> bool:
+        """Whether a norm of what `summed` or `experts` has left is launched dependently.
+
+        Behind many tokens' kernels a launch costs nothing, and behind a collective it is a plain one.
+        """
+        return x_TE.shape[0] <= MOST_DEPENDENT and self.group.size == 1 and launches_dependently(x_TE.device)
 
     def linear(self, x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, *, dependent: bool = False) -> None:
         """out = x · weight^T; this rank's rows of the weight give its columns of the output."""
