@@ -48,10 +48,12 @@ def linear(
         reference.linear(x_TE, weight_FE, out_TF)
 
 
-def grouped_linear(x_TE: Tensor, weight_FE: Tensor, out_TGF: Tensor) -> None:
+def grouped_linear(
+    x_TE: Tensor, weight_FE: Tensor, out_TGF: Tensor, *, invariant: bool = True, dependent: bool = False
+) -> None:
     """out[t, g] = x[t] · weight^T over the g-th of G equal groups of neighbouring input features: parts of a sum.
 
-    As `linear` with `invariant`: a part is bitwise the same in any call, also in one for fewer of the groups.
+    As `linear`. With `invariant` a part is bitwise the same in any call, also in one for fewer of the groups.
     ValueError when the features are no multiple of G.
     """
     groups, features = out_TGF.shape[1], x_TE.shape[1]
@@ -60,7 +62,7 @@ def grouped_linear(x_TE: Tensor, weight_FE: Tensor, out_TGF: Tensor) -> None:
     x_TGE = x_TE.view(x_TE.shape[0], groups, features // groups)
     weight_GFE = weight_FE.view(weight_FE.shape[0], groups, features // groups).transpose(0, 1)
     if x_TE.is_cuda:
-        launch.tiled(x_TGE, weight_GFE, out_TGF, invariant=True)
+        launch.tiled(x_TGE, weight_GFE, out_TGF, invariant=invariant, dependent=dependent)
     else:
         for group, weight_FE in enumerate(weight_GFE):
             reference.invariant_linear(x_TGE[:, group], weight_FE, out_TGF[:, group])

@@ -36,8 +36,8 @@ def route(
 ) -> None:
     """Choose K experts for every token and the weights of their outputs.
 
-    - `logit_TX`: fp32 router logits; scores = softmax or sigmoid of them. `bias_X` (fp32, may be None) is added to the
-      scores for the choice only, never to the weights.
+    - `logit_TX`: fp32 router logits, or parts of them [T, P, X] that are added in their order; scores = softmax or
+      sigmoid of them. `bias_X` (fp32, may be None) is added to the scores for the choice only, never to the weights.
     - With `groups` > 1 the experts form equal groups of neighbours, and only those of the best `top_groups` groups may
       be chosen. A group's rank is its best score, or the sum of its two best when there is a bias.
     - `id_TK` (int64) and `weight_TK` (fp32): the experts, best first, and their scores; `normalize` divides a token's

@@ -39,7 +39,7 @@ def route(
     dependent: bool = False,
 ) -> None:
     """See `kernels.moe.route`."""
-    tokens, experts = logit_TX.shape
+    tokens, *parts, experts = logit_TX.shape
     columns = id_TK.shape[1]
     chosen = columns - shared
     if not tokens:
@@ -55,6 +55,8 @@ def route(
         1 if live_R is None else tokens // live_R.shape[0],
         scale,
         LOGIT_STRIDE=logit_TX.stride(0),
+        PART_STRIDE=logit_TX.stride(-2) if parts else 0,
+        PARTS=parts[0] if parts else 1,
         EXPERTS=experts,
         GROUPS=groups,
         GROUP_BLOCK=triton.next_power_of_2(groups),

@@ -24,6 +24,8 @@ def route(
     live_R: Tensor | None = None,
 ) -> None:
     """See `kernels.moe.route`."""
+    if logit_TX.dim() == 3:
+        logit_TX = logit_TX.sum(1)
     tokens, experts = logit_TX.shape
     count = id_TK.shape[1] - shared
     if scoring == "softmax":

@@ -31,6 +31,8 @@ def route(
     row_tokens,
     scale,
     LOGIT_STRIDE: tl.constexpr,
+    PART_STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -57,7 +59,10 @@ def route(
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()  # after the wait: the kernel after next may read what precedes this one
-    x = tl.load(logit + token * LOGIT_STRIDE + expert, mask=exists, other=_CLOSED, cache_modifier=".cg")
+    at = logit + token * LOGIT_STRIDE + expert
+    x = tl.load(at, mask=exists, other=_CLOSED, cache_modifier=".cg")
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(at + part * PART_STRIDE, mask=exists, other=0.0, cache_modifier=".cg")
     if SOFTMAX:
         power = tl.exp(x - tl.max(x))
         score = power / tl.sum(power)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels import moe
+from kernels.dependent import launches_dependently
 from kernels.silu_mul import silu_mul
 from workers.models.config import ModelConfig
-from workers.models.products import Experts, Products
+from workers.models.products import MOST_DEPENDENT, Experts, Products
 from workers.scratch import Scratch
 from workers.weights import WeightSource
 
@@ -91,8 +92,7 @@ class MixtureOfExperts:
         if x_TE.dtype != self.router_XE.dtype:
             wide_TE = scratch.empty(*x_TE.shape, dtype=torch.float32)
             x_TE = wide_TE.copy_(x_TE)
-        logit_TX = scratch.empty(tokens, routing.experts, dtype=torch.float32)
-        self.products.linear(x_TE, self.router_XE, logit_TX)
+        logit_TX = self.products.router(x_TE, self.router_XE, scratch)
         id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
         weight_TK = scratch.empty(tokens, columns, dtype=torch.float32)
         moe.route(
@@ -107,6 +107,7 @@ class MixtureOfExperts:
             scale=routing.scale,
             shared=routing.shared_experts,
             live_R=live_R,
+            dependent=tokens <= MOST_DEPENDENT and launches_dependently(x_TE.device),
         )
         return id_TK, weight_TK
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import moe
 from kernels.dependent import launches_dependently
 from kernels.head_linear import head_linear
-from kernels.linear import grouped_linear, linear
+from kernels.linear import MOST_STREAMED, grouped_linear, linear
 from kernels.ordered_sum import ordered_sum
 from workers.parallel import TensorParallel
 from workers.scratch import Scratch
@@ -24,6 +24,8 @@ GROUPS: Final = 8
 """Parts of every sum over ranks in invariant mode, all ranks together; so many ranks at most."""
 MOST_DEPENDENT: Final = 512
 """Most tokens whose small kernels are launched dependently."""
+ROUTER_PARTS: Final = 16
+"""Parts of the sums of few tokens' router logits."""
 PART_BYTES: Final = 1 << 29
 """Most bytes of experts' parts at once in invariant mode; more tokens take turns."""
 
@@ -63,6 +65,25 @@ class Products:
     def head_linear(self, x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
         """out[t, h] = x[t, h] · weight[h]."""
         head_linear(x_THN, weight_HNL, out_THL)
+
+    def router(self, x_TE: Tensor, weight_XE: Tensor, scratch: Scratch) -> Tensor:
+        """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""
+        (tokens, hidden), experts = x_TE.shape, weight_XE.shape[0]
+        if (
+            not self.invariant
+            and MOST_STREAMED < tokens <= MOST_DEPENDENT
+            and x_TE.is_cuda
+            and x_TE.dtype.itemsize == 2
+            and hidden % (16 * ROUTER_PARTS) == 0
+        ):
+            # So few outputs are the work of a few multiprocessors, unless they share the sums.
+            part_TPX = scratch.empty(tokens, ROUTER_PARTS, experts, dtype=torch.float32)
+            dependent = launches_dependently(x_TE.device)
+            grouped_linear(x_TE, weight_XE, part_TPX, invariant=False, dependent=dependent)
+            return part_TPX
+        logit_TX = scratch.empty(tokens, experts, dtype=torch.float32)
+        self.linear(x_TE, weight_XE, logit_TX)
+        return logit_TX
 
     def summed(self, x_TI: Tensor, weight_EI: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
         """out = x · weight^T, summed over ranks."""

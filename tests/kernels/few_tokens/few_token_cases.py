@@ -101,6 +101,16 @@ def check_tiled(
         close(out, want, 2**-8 if dtype == BF16 else 1e-5)
 
 
+def check_parts(place: Place, tokens: int, rows: int, features: int, parts: int) -> None:
+    """Parts of the sums of a product, over neighbouring features."""
+    torch.manual_seed(tokens)
+    x, weight = place.normal(tokens, 2 * features)[:, :features], place.normal(rows, features)
+    out = place.poison(tokens, parts, rows, dtype=torch.float32)
+    x_groups, weight_groups = x.unflatten(1, (parts, -1)), weight.unflatten(1, (parts, -1)).transpose(0, 1)
+    launch.tiled(x_groups, weight_groups, out, invariant=False, dependent=place.dependent)
+    close(out, torch.einsum("tpn,pln->tpl", x_groups.double(), weight_groups.double()), 1e-5)
+
+
 def check_heads(place: Place, tokens: int, heads: int, rows: int, features: int) -> None:
     """One product a head."""
     torch.manual_seed(tokens)

@@ -29,6 +29,11 @@ def test_tiled(tokens: int, invariant: bool) -> None:
     cases.check_tiled(CPU, tokens, 41, 72, invariant)
 
 
+@pytest.mark.parametrize("tokens", [17, 64, 70])
+def test_parts(tokens: int) -> None:
+    cases.check_parts(CPU, tokens, 41, 96, 3)
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_heads(tokens: int) -> None:
     cases.check_heads(CPU, tokens, 3, 24, 128)

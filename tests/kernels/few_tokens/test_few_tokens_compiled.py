@@ -210,6 +210,15 @@ def test_tiles(dtype: torch.dtype) -> None:
         gate(lambda x=x, w=weight, o=out, i=invariant: launch.tiled(x, w, o, invariant=i, dependent=True))  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tokens", [17, 64])
+def test_parts_of_logits(name: str, tokens: int) -> None:
+    m, parts = MODELS[name], 4 if name == "demo" else 16
+    x, out = empty(tokens, m.hidden).unflatten(1, (parts, -1)), empty(tokens, parts, m.experts, dtype=FP32)
+    weight = empty(m.experts, m.hidden).unflatten(1, (parts, -1)).transpose(0, 1)
+    gate(lambda: launch.tiled(x, weight, out, invariant=False, dependent=True))
+
+
 def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
     """Token counts, slots and eps are not specialised, so no batch size compiles anything new under load."""
     weight = empty(512, 256)

@@ -50,6 +50,12 @@ def test_tiled(tokens: int, invariant: bool) -> None:
     cases.check_tiled(place(), tokens, 65, 192, invariant, torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [17, 64, 256, 512])
+def test_parts(tokens: int) -> None:
+    cases.check_parts(place(), tokens, 64, 2048, 16)
+    cases.check_parts(place(), tokens, 384, 7168, 16)
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_routers_and_choices(tokens: int) -> None:
     cases.check_router(place(), tokens, 64, 2048, torch.bfloat16)

@@ -31,6 +31,14 @@ def test_models(model: str, ties: bool) -> None:
     case.check()
 
 
+@pytest.mark.parametrize("parts", [1, 5, 16])
+@pytest.mark.parametrize("model", MODELS)
+def test_parts_of_logits_are_added(model: str, parts: int) -> None:
+    case = Routing(3, **MODELS[model], parts=parts)
+    case.run()
+    case.check()
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     geometry=st.sampled_from(

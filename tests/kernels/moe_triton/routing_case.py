@@ -28,6 +28,8 @@ class Routing:
     """Rows of padding, of `rows` rows."""
     rows: int = 0
     ties: bool = False
+    parts: int = 0
+    """Of the logits; their sum is exact."""
     device: str = "cpu"
     seed: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -40,6 +42,10 @@ class Routing:
         if self.ties:
             copy = torch.randint(0, self.experts, (self.experts,), generator=random) % max(self.experts // 3, 1)
             logit, bias = logit[:, copy], bias[copy]
+        if self.parts:
+            logit = (logit * 4096).round() / 4096
+            others = torch.randint(-4, 5, (self.tokens, self.parts - 1, self.experts), generator=random)
+            logit = torch.cat([logit.unsqueeze(1) - others.sum(1, keepdim=True), others], 1)
         live = torch.ones(self.rows or self.tokens, dtype=torch.int32)
         live[list(self.padded)] = 0
         columns = (self.tokens, self.chosen + self.shared)
@@ -88,6 +94,7 @@ class Routing:
     def beyond_rounding(self) -> Tensor:
         """Tokens whose best scores, and whose groups' ranks, are equal or further apart than fp32 rounds."""
         logit, bias = self.inputs["logit"].double().cpu(), self.inputs["bias"].double().cpu()
+        logit = logit.sum(1) if self.parts else logit
         score = torch.softmax(logit, -1) if self.scoring == "softmax" else torch.sigmoid(logit)
         choice = score + bias if self.biased else score
         clear = torch.ones(self.tokens, dtype=torch.bool)

@@ -20,9 +20,10 @@ def test_eager(model: str, tokens: int, ties: bool) -> None:
 
 
 @pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("parts", [0, 16])
 @pytest.mark.parametrize("model", MODELS)
-def test_replayed_on_other_logits(model: str, dependent: bool) -> None:
-    case, other = (Routing(40, **MODELS[model], shared=1, device="cuda", seed=seed) for seed in (0, 1))
+def test_replayed_on_other_logits(model: str, parts: int, dependent: bool) -> None:
+    case, other = (Routing(40, **MODELS[model], shared=1, device="cuda", seed=seed, parts=parts) for seed in (0, 1))
     graph = capture(lambda: case.run(dependent))
     case.inputs = other.inputs
     check_replays(graph, case.refill, [case.tensors["id"], case.tensors["weight"]])

@@ -9,10 +9,11 @@ pytestmark = pytest.mark.gate
 
 
 @pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("parts", [0, 16])
 @pytest.mark.parametrize("model", MODELS)
-def test_compiles_without_spills(model: str, dependent: bool) -> None:
+def test_compiles_without_spills(model: str, parts: int, dependent: bool) -> None:
     with compile_only() as compiled:
-        Routing(3, **MODELS[model], shared=1, padded=(1,)).run(dependent)
+        Routing(3, **MODELS[model], shared=1, padded=(1,), parts=parts).run(dependent)
     found = resources(compiled[0])
     found.check()
     assert found.waits == dependent

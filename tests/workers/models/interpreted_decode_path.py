@@ -73,7 +73,7 @@ def choose(logit: Any, bias: Any, length: Any, choice: Any, routing: Any) -> Non
     CHOSEN.append(choice.place_TX >= 0)
 
 
-def route(logit: Any, bias: Any, ids: torch.Tensor, *rest: Any, shared: int, **options: Any) -> None:
+def route(logit: Any, bias: Any, ids: torch.Tensor, *rest: Any, shared: int, dependent: bool, **options: Any) -> None:
     reference.route(logit, bias, ids, *rest, shared=shared, **options)
     routed = ids[:, : ids.shape[1] - shared].clamp(min=0)
     CHOSEN.append(torch.zeros(logit.shape, dtype=torch.bool).scatter_(1, routed, True))
