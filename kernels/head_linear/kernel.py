@@ -223,8 +223,14 @@ def merge_tile(
         x_at = (tl.where(split, partial, attended) + at * LATENT)[:, None] + k[None, :]
         part = tl.zeros([TOKENS * PIECES, COLUMNS], tl.float32)
         for k0 in tl.range(0, LATENT, BLOCK_K, num_stages=STAGES):
-            x = tl.load(x_at + k0, mask=there[:, None], other=0.0, cache_modifier=".cg")
-            w = tl.load(w_at + k0, mask=kept, other=0.0)
+            if LATENT % BLOCK_K == 0:
+                x = tl.load(x_at + k0, mask=there[:, None], other=0.0, cache_modifier=".cg")
+                w = tl.load(w_at + k0, mask=kept, other=0.0)
+            else:
+                x = tl.load(
+                    x_at + k0, mask=there[:, None] & (k0 + k < LATENT)[None, :], other=0.0, cache_modifier=".cg"
+                )
+                w = tl.load(w_at + k0, mask=kept & (k0 + k < LATENT)[:, None], other=0.0)
             part = tl.dot(x, w, part, input_precision=PRECISION)
         weighed = tl.reshape(part, [TOKENS, PIECES, COLUMNS]) * factor[:, :, None]
         y = y * shrink[:, None] + tl.sum(weighed, 1)

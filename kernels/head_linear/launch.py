@@ -150,7 +150,7 @@ def _merge_tiles(
     columns = 64
     if wide or tiles * triton.cdiv(value, columns) * heads < 128:  # too few programs for the multiprocessors
         columns = 32
-    block_k = min(32 if wide else 64, latent)
+    block_k = min(32 if wide else 64, max(16, triton.next_power_of_2(latent)))
     kernel.merge_tile[(tiles * triton.cdiv(value, columns), heads)](
         workspace.partial_SQL,
         workspace.partial_lse_SQ,

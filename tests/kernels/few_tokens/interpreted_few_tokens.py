@@ -95,6 +95,7 @@ def test_experts(tokens: int, shared: int) -> None:
 @pytest.mark.parametrize("tokens", [*TOKENS, 17, 64, 131])
 def test_rope_absorb(tokens: int) -> None:
     cases.check_rope_absorb(CPU, tokens, 3, 24, 16, 64)
+    cases.check_rope_absorb(CPU, tokens, 2, 20, 12, 24)
 
 
 @pytest.mark.parametrize("lengths", [[1], [63, 0, 64], [400], [0], [700, 5]])
@@ -111,6 +112,11 @@ def test_merge_up(lengths: list[int], width: int) -> None:
 @pytest.mark.parametrize(("width", "workers"), [(1, 3), (3, 3), (1, 40), (2, 80), (1, 300)])
 def test_merge_up_of_many_tokens(lengths: list[int], width: int, workers: int) -> None:
     cases.check_merge_up(CPU, lengths, width, 2, 64, 16, 24, workers=workers)
+
+
+@pytest.mark.parametrize("latent", [8, 24, 96])
+def test_merge_up_of_any_latent(latent: int) -> None:
+    cases.check_merge_up(CPU, [129, 0, 1000] * 6, 1, 2, latent, 8, 20, workers=40)
 
 
 def test_an_access_outside_the_arguments_fails() -> None:
