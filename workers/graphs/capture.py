@@ -52,9 +52,9 @@ class Warmed:
     """What warming up found the graphs of a rank to need."""
 
     scratch: int
-    """Bytes for what steps hand on, and for what of them runs eagerly."""
+    """Bytes for decode steps, and for what mixed steps hand on."""
     inner: int
-    """Bytes for what segments need on their way."""
+    """Bytes for what the segments of mixed steps, or attention between them, need on their way."""
     graphs: int
 
     @property

@@ -88,9 +88,9 @@ def rehearse(stage: Stage) -> None:
     layout = BatchLayout(parts.width, rows, (stage.tokens - rows * parts.width,), (True,))
     batch = Batch(layout, stage.position_T, stage.cache_slot_T, decode, None)
     for geometry in attention.largest_geometries(stage.tokens, parts.state.slots, pages, device):
-        with stage.scratch.scope():
-            rotation_PO = parts.model.rotation_PO
-            attention.attending(flow.projected, flow.attended_THV, batch, geometry, rotation_PO, stage.scratch)
+        with stage.scratch.scope(), stage.inner.scope():
+            planned, rotation_PO = attention.planned(batch, stage.scratch), parts.model.rotation_PO
+            attention.attending(flow.projected, flow.attended_THV, planned, geometry, rotation_PO, stage.inner)
     # What was sampled for nobody.
     for tensor_S in (parts.state.tensors.length_S, parts.state.tensors.last_S):
         tensor_S[NOBODY] = 0

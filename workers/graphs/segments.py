@@ -2,8 +2,9 @@
 
 A `Stage` holds what the passes of a step of so many tokens read, write and hand on: addresses stay, contents change
 from step to step. Tokens past a step's own are padding: token 0 at position 0, written to the null page, for no expert;
-their outputs are never read. Attention and all else that depends on rows runs eagerly between the segments. What it
-needs lives across segments, so the memory that segments use inside lies elsewhere.
+their outputs are never read. Attention and all else that depends on rows runs eagerly between the segments. What lives
+across segments lies in one memory; what a segment, or attention, needs on its way in another, of which each has all
+while it runs.
 
 Shape legend: T tokens, padding included, E hidden size.
 """
@@ -36,7 +37,7 @@ class Stage:
     """
 
     def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
-        """`scratch`: for what is handed on, and for what runs eagerly. `inner`: for what a segment needs on its way.
+        """`scratch`: for what is handed on. `inner`: for what a segment, or attention, needs on its way.
         Both may be shared by stages that run one after the other."""
         self.parts, self.tokens, self.scratch, self.inner = parts, tokens, scratch, inner
         model, slots = parts.model, parts.state.slots
@@ -81,6 +82,7 @@ class Stage:
             self.parts.cache,
             self.scratch,
             lambda index: self.run_segment(which, index),
+            self.inner,
         )
 
     def end(self, token_N: torch.Tensor) -> torch.Tensor:

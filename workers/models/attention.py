@@ -235,12 +235,11 @@ class LatentAttention:
         rotation_PO: Tensor,
         scratch: Scratch,
     ) -> Attending:
-        """Everything about attention that the layers of a pass share: how rows are dealt out, views, memory.
+        """What attention of the layers of a pass shares: views, and memory that `attend` writes before it reads.
 
-        Decode rows come first, then prefill rows; tokens past the layout's are padding, and neither read nor written.
-        `rotation_PO`: see `rotation_table`.
+        `batch` is planned. Decode rows come first, then prefill rows; tokens past the layout's are padding, and neither
+        read nor written. `rotation_PO`: see `rotation_table`.
         """
-        batch = self.planned(batch, scratch)
         split, end = batch.layout.decode_tokens, batch.layout.tokens
         decode: DecodeAttending | None = None
         prefill: PrefillAttending | AbsorbedAttending | None = None

@@ -13,6 +13,7 @@ features, O rope features, R rows, C cached features, P pages, K = 64 entries a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -138,17 +139,21 @@ class Segments:
         cache: LatentCache,
         scratch: Scratch,
         segment: Callable[[int], None] | None = None,
+        inner: Scratch | None = None,
     ) -> None:
         """The whole pass, without the last segment where `tensors` have no output. `segment` runs a segment of these
         tensors by its index, `run` if it is None; attention of the rows of `batch`, whose tokens come first, runs
-        between them. Memory that `segment` uses must not be that of `scratch`: what attention keeps there lives across
-        segments."""
+        between them. How decode rows are dealt out lives across segments, in `scratch`. Attention's other memory comes
+        from `inner`, which is all the segments' while they run; without one from `scratch`, which they must not use
+        then."""
         flow = tensors.flow
         attention = self.layers[0].attention
         geometry = attention.geometry(batch)
         with scratch.scope():
-            rotation_PO = self._rotation_PO
-            attending = attention.attending(flow.projected, flow.attended_THV, batch, geometry, rotation_PO, scratch)
+            batch, rotation_PO = attention.planned(batch, scratch), self._rotation_PO
+            with nullcontext() if inner is None else inner.scope():
+                where = (flow.projected, flow.attended_THV, batch, geometry, rotation_PO)
+                attending = attention.attending(*where, scratch if inner is None else inner)
             for index in range(len(self) if tensors.out_TE is not None else len(self.layers)):
                 if segment is None:
                     self.run(index, tensors, cache, scratch)
