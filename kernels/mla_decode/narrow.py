@@ -3,6 +3,7 @@ batches.
 
 The portable kernel waits three times in a row: for the query, for a page id, for the cache. Here every copy of the
 first tiles is under way before the first wait; page id and length of a worker's first tile come with its plan record.
+Where a worker goes on with another row, that row's query and first tile are under way before this one's last product.
 With programmatic dependent launch (`early`) the first cache tiles are even requested before the kernel before has
 finished, as far as that kernel cannot have written them. Products use mma.sync: 16 query vectors are too few for
 wgmma.
@@ -141,12 +142,16 @@ def attend_narrow(
     tokens = gl.load(record + 5)
     latent_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, LATENT], swizzled)
     rope_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], swizzled)
-    q_latent_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, LATENT], swizzled)
-    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, ROPE], swizzled)
+    q_latent_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, LATENT], swizzled)
+    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, ROPE], swizzled)
     m = block * BLOCK + gl.arange(0, BLOCK, per_query)
     back = queries // heads - 1 - m // heads
     n = gl.arange(0, TILE, per_column)
     lowest_unit = first // UNIT
+    lowest_tile = lowest_unit * UNIT // TILE
+    slot = 0  # of this row's first tile
+    own = 0  # which of the two places has this row's query
+    ahead = left < 0  # whether the row before has asked for both
     if DEPENDENT and EARLY:
         if left <= 0:
             wait_for_kernel_before()
@@ -169,38 +174,53 @@ def attend_narrow(
         if DEPENDENT and EARLY:
             settled = tokens - queries // heads
         for s in gl.static_range(AHEAD):
-            if (start + s < stop) & ((start + s + 1) * TILE <= settled):
+            asked = ahead & (s == 0)
+            if (start + s < stop) & ((start + s + 1) * TILE <= settled) & (not asked):
                 if s > 0:
                     page = gl.load(pages + gl.minimum((start + s) * TILE // PAGE, last))
-                _copy_tile(cache, page, start + s, tokens, first, latent_s.index(s), rope_s.index(s), TILE, PAGE, WARPS)
+                to = (slot + s) % STAGES
+                _copy_tile(
+                    cache, page, start + s, tokens, first, latent_s.index(to), rope_s.index(to), TILE, PAGE, WARPS
+                )
         if DEPENDENT and EARLY:
             wait_for_kernel_before()
             let_kernel_after_start()
-        if stop > start:
-            _copy_query(q, row, block, queries, q_latent_s, q_rope_s, BLOCK, WARPS)
+        if (stop > start) & (not ahead):
+            _copy_query(q, row, block, queries, q_latent_s.index(own), q_rope_s.index(own), BLOCK, WARPS)
         for s in gl.static_range(AHEAD):
-            if (start + s < stop) & ((start + s + 1) * TILE > settled):
+            asked = ahead & (s == 0)
+            if (start + s < stop) & ((start + s + 1) * TILE > settled) & (not asked):
                 if s > 0:
                     page = gl.load(pages + gl.minimum((start + s) * TILE // PAGE, last))
-                _copy_tile(cache, page, start + s, tokens, first, latent_s.index(s), rope_s.index(s), TILE, PAGE, WARPS)
+                to = (slot + s) % STAGES
+                _copy_tile(
+                    cache, page, start + s, tokens, first, latent_s.index(to), rope_s.index(to), TILE, PAGE, WARPS
+                )
             async_copy.commit_group()
         page = gl.load(pages + gl.minimum((start + AHEAD) * TILE // PAGE, last))
+        # The next row, if this worker's share goes beyond this one, and whether it has entries there.
+        goes_on = left > take
+        next_tokens = gl.load(length + row + 1, mask=goes_on, other=0)
+        next_page = gl.load(table + (row + 1).to(gl.int64) * table_stride + first // PAGE, mask=goes_on, other=0)
+        follows = goes_on & (next_tokens > first) & (left - take > ROW_COST)
 
         bound = gl.minimum(tokens - back, tokens)
         top = gl.full([BLOCK], _LOWEST, gl.float32, per_query)
         weights = gl.zeros([BLOCK, TILE], gl.float32, mma)
         sum_latent = gl.zeros([BLOCK, LATENT], gl.float32, mma)
         for tile in range(start, stop):
-            stage = (tile - start) % STAGES
+            stage = (slot + tile - start) % STAGES
             async_copy.wait_group(AHEAD - 1)
             gl.thread_barrier()  # the tile is there for all warps, and all of them are done with the one before
-            if tile + AHEAD < stop:
-                free = (tile - start + AHEAD) % STAGES
+            here = tile + AHEAD < stop
+            beyond = follows & (tile + AHEAD == stop)
+            if here | beyond:
+                free = (slot + tile - start + AHEAD) % STAGES
                 _copy_tile(
                     cache,
-                    page,
-                    tile + AHEAD,
-                    tokens,
+                    gl.where(here, page, next_page),
+                    gl.where(here, tile + AHEAD, lowest_tile),
+                    gl.where(here, tokens, next_tokens),
                     first,
                     latent_s.index(free),
                     rope_s.index(free),
@@ -208,21 +228,26 @@ def attend_narrow(
                     PAGE,
                     WARPS,
                 )
+            if beyond:
+                _copy_query(
+                    q, row + 1, block, queries, q_latent_s.index(1 - own), q_rope_s.index(1 - own), BLOCK, WARPS
+                )
             async_copy.commit_group()
             page = gl.load(pages + gl.minimum((tile + AHEAD + 1) * TILE // PAGE, last))
             keys = latent_s.index(stage)
+            query = q_latent_s.index(own)
             # Two chains of products hide half of their latency: a warp has only TILE / WARPS columns.
             score = gl.zeros([BLOCK, TILE], gl.float32, mma)
             other = gl.zeros([BLOCK, TILE], gl.float32, mma)
-            score = mma_v2(q_rope_s.load(left_of), rope_s.index(stage).permute((1, 0)).load(right_of), score)
+            score = mma_v2(q_rope_s.index(own).load(left_of), rope_s.index(stage).permute((1, 0)).load(right_of), score)
             for j in gl.static_range(LATENT // CHUNK // 2):
                 other = mma_v2(
-                    q_latent_s.slice(2 * j * CHUNK, CHUNK, dim=1).load(left_of),
+                    query.slice(2 * j * CHUNK, CHUNK, dim=1).load(left_of),
                     keys.slice(2 * j * CHUNK, CHUNK, dim=1).permute((1, 0)).load(right_of),
                     other,
                 )
                 score = mma_v2(
-                    q_latent_s.slice((2 * j + 1) * CHUNK, CHUNK, dim=1).load(left_of),
+                    query.slice((2 * j + 1) * CHUNK, CHUNK, dim=1).load(left_of),
                     keys.slice((2 * j + 1) * CHUNK, CHUNK, dim=1).permute((1, 0)).load(right_of),
                     score,
                 )
@@ -238,7 +263,6 @@ def attend_narrow(
             top = new_top
             factor = gl.convert_layout(weight.to(gl.bfloat16), left_of)
             sum_latent = mma_v2(factor, keys.load(right_of), sum_latent)
-        async_copy.wait_group(0)
         gl.thread_barrier()  # before the next row's copies
 
         if stop > start:
@@ -259,10 +283,12 @@ def attend_narrow(
                 base = gl.where(begin == 0, workers + worker, worker).to(gl.int64) * queries
                 gl.store(partial + base * LATENT + at_out, result.to(partial.dtype.element_ty), mask=inside)
                 gl.store(partial_lse + base + m, log, mask=m < queries)
+        ahead = follows & (stop - start >= AHEAD) & (stop > start)
+        slot = (slot + stop - start) % STAGES
+        own = 1 - own
+        # If anything is left the row is finished: a worker's share ends inside its last row.
         left -= take
-        at += take
-        if left > 0:  # then the row is finished: a worker's share ends inside its last row
-            row += 1
-            at = at * 0
-            tokens = gl.load(length + row)
-            page = gl.load(table + row.to(gl.int64) * table_stride + first // PAGE)
+        row += 1
+        at = at * 0
+        tokens = next_tokens
+        page = next_page

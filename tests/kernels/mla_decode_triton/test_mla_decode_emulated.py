@@ -56,5 +56,11 @@ def test_narrow(lengths: list[int], width: int, heads: int, first: int) -> None:
     check("narrow", deepseek(lengths, width, heads, first), 3, seed=width)
 
 
+@pytest.mark.parametrize("lengths", [[64, 0, 70, 1, 130, 64], [1] * 7, [200, 1, 0, 0, 1]])
+@pytest.mark.parametrize("first", [0, 1])
+def test_narrow_where_workers_go_on_with_other_rows(lengths: list[int], first: int) -> None:
+    check("narrow", deepseek(lengths, 1, 16, first), 2, seed=first)
+
+
 def test_narrow_launched_plainly() -> None:
     check("narrow", deepseek([200, 13], 1, 16), 3, dependent=False)
