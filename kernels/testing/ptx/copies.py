@@ -158,7 +158,7 @@ def _try_wait(step: Step) -> None:
     ended = barrier.phase & 1 != int(parity[0])
     if not ended and step.block.random.random() < 0.75:
         step.warp.awaits = barrier, int(parity[0])
-        step.warp.at[step.lanes] -= 1
+        step.warp.go(step.lanes, step.at)
     else:
         step.write(np.full(LANES, ended))
 

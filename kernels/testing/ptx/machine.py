@@ -12,7 +12,7 @@ from kernels.testing.ptx.copies import Box, BoxCopy, MBarrier
 from kernels.testing.ptx.memory import Fault, GlobalMemory, SharedMemory
 from kernels.testing.ptx.parse import Program
 from kernels.testing.ptx.step import Execute, Step, Warp, executes, execution
-from kernels.testing.ptx.values import LANES
+from kernels.testing.ptx.values import LANES, all_of
 
 _PACES = (0.03, 1.0, 30.0)
 """How often one is chosen: drawn for each warp, and for the copies, of each block."""
@@ -82,7 +82,7 @@ class Block:
             ready = [warp for warp in running if _ready(warp)]
             able: list[Warp | BoxCopy] = [*ready, *self.under_way]
             if not able:
-                places = ", ".join(f"{w.number}: {self.program.code[w.at[~w.ended].min()].text}" for w in running)
+                places = ", ".join(f"{w.number}: {self.program.code[w.front()[0] or 0].text}" for w in running)
                 raise Fault(f"{self._name()} hangs; warps wait at {places}; {self.mbarriers}")
             weights = [paces[warp.number] for warp in ready] + [copies_pace] * len(self.under_way)
             chosen = self.random.choices(able, weights)[0]
@@ -101,14 +101,16 @@ class Block:
             if warp.awaits is not None or at is None:
                 return
             instruction = self.program.code[at]
-            warp.at[lanes] = at + 1
-            step = Step(self, warp, instruction, lanes)
+            warp.go(lanes, at + 1)
+            step = Step(self, warp, instruction, at, lanes)
             try:
                 if instruction.guard:
                     guard = step.value(instruction.guard, np.bool_)
-                    step.lanes = lanes & (~guard if instruction.negated else guard)
-                    if not step.lanes.any():
-                        continue
+                    guard = ~guard if instruction.negated else guard
+                    if not all_of(guard):
+                        step.lanes = lanes & guard
+                        if all_of(~step.lanes):
+                            continue
                 self.execute[at](step)
             except AssertionError as error:
                 where = f"{self._name()}, warp {warp.number}, instruction {at}"
@@ -143,18 +145,18 @@ def _ready(warp: Warp) -> bool:
 
 @executes("bra", "uni")
 def _branch(step: Step) -> None:
-    step.warp.at[step.lanes] = step.instruction.targets[0]
+    step.warp.go(step.lanes, step.instruction.targets[0])
 
 
 @executes("brx.idx")
 def _branch_by_index(step: Step) -> None:
     targets = np.array(step.instruction.targets)
-    step.warp.at[step.lanes] = targets[step.read(0, np.uint32)[step.lanes]]
+    step.warp.go(step.lanes, targets[step.read(0, np.uint32)[step.lanes]])
 
 
 @executes("ret exit")
 def _end(step: Step) -> None:
-    step.warp.ended |= step.lanes
+    step.warp.end(step.lanes)
 
 
 @executes("bar.sync barrier.sync", "aligned")

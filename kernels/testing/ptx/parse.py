@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 _BLANK = re.compile(r"\s*")
 _LABEL = re.compile(r"([$\w]+):(?!:)")
@@ -53,6 +54,7 @@ def split(text: str) -> tuple[str, ...]:
     return (*found, last) if last else tuple(found)
 
 
+@lru_cache(maxsize=1 << 14)
 def inside(vector: str) -> tuple[str, ...]:
     """The pieces in brackets; a piece without brackets is alone."""
     return split(vector[1:-1]) if vector[0] in "{[" else (vector,)

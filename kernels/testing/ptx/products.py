@@ -9,7 +9,7 @@ when it is issued.
 from __future__ import annotations
 
 import re
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import numpy as np
 
@@ -93,7 +93,14 @@ def _tile(step: Step, descriptor: Lanes, rows: int, first: int, transposed: bool
     """[rows, 16] from row `first` on of the matrix that a descriptor describes (PTX ISA: wgmma, shared memory)."""
     if len(set(descriptor)) > 1:
         raise Fault("a descriptor differs between lanes")
-    word = int(descriptor[0])
+    address = _addresses(int(descriptor[0]), rows, first, transposed)
+    found = step.block.shared.load_behind_fence(address, 2, step.warp.number)
+    return halves(found, bfloat).reshape(rows, 16)
+
+
+@lru_cache(maxsize=1 << 12)
+def _addresses(word: int, rows: int, first: int, transposed: bool) -> Lanes:
+    """[rows, 16], where in shared memory the elements lie."""
     start, leading, stride = ((word >> i & 0x3FFF) << 4 for i in (0, 16, 32))
     mode = {0: 0, 1: 3, 2: 2, 3: 1}[word >> 62]
     if not mode or word >> 49 & 7:
@@ -105,8 +112,7 @@ def _tile(step: Step, descriptor: Lanes, rows: int, first: int, transposed: bool
         address = start + row % per * 2 + row // per * leading + k % 8 * width + k // 8 * stride
     else:
         address = start + row // 8 * stride + row % 8 * width + k * 2
-    found = step.block.shared.load_behind_fence(swizzled(address, mode), 2, step.warp.number)
-    return halves(found, bfloat).reshape(rows, 16)
+    return swizzled(address, mode)
 
 
 @executes("wgmma.commit_group.sync.aligned")

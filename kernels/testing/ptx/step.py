@@ -11,7 +11,7 @@ import numpy as np
 
 from kernels.testing.ptx.memory import Fault
 from kernels.testing.ptx.parse import Instruction, inside
-from kernels.testing.ptx.values import BITS, LANES, TYPES, Lanes, Type, constant, reinterpret, size
+from kernels.testing.ptx.values import BITS, LANES, TYPES, Lanes, Type, all_of, constant, reinterpret, size
 
 if TYPE_CHECKING:
     from kernels.testing.ptx.machine import Block
@@ -37,8 +37,10 @@ class Warp:
     def __init__(self, number: int) -> None:
         self.number = number
         self.registers: dict[str, Lanes] = {}
-        self.at = np.zeros(LANES, np.int64)
+        """They are replaced, never written into."""
         self.ended = np.zeros(LANES, bool)
+        self._together: int | None = 0  # the place in the code where all lanes are, unless each has one of its own
+        self._at = np.zeros(LANES, np.int64)
         self.waited = False
         """Whether it has executed griddepcontrol.wait."""
         self.awaits: Any = None
@@ -52,21 +54,41 @@ class Warp:
 
     def front(self) -> tuple[int | None, Lanes]:
         """The place in the code from which the next instruction comes, if a lane still runs, and the lanes there."""
-        first = self.at[0]
-        if (self.at == first).all() and not self.ended.any():
-            return int(first), ALL
+        if self._together is not None:
+            return self._together, ALL
         running = ~self.ended
         if not running.any():
             return None, running
-        at = self.at[running].min()
-        return int(at), running & (self.at == at)
+        at = int(self._at[running].min())
+        lanes = running & (self._at == at)
+        if not all_of(lanes):
+            return at, lanes
+        self._together = at
+        return at, ALL
+
+    def go(self, lanes: Lanes, place: int | Lanes) -> None:
+        """Let lanes go on from a place, or from one for each of them."""
+        if lanes is ALL and isinstance(place, int):
+            self._together = place
+            return
+        self._apart()
+        self._at[lanes] = place
+
+    def end(self, lanes: Lanes) -> None:
+        """Let lanes end."""
+        self._apart()
+        self.ended |= lanes
+
+    def _apart(self) -> None:
+        if self._together is not None:
+            self._at[:], self._together = self._together, None
 
 
 class Step:
     """One instruction on those lanes of a warp that execute it."""
 
-    def __init__(self, block: Block, warp: Warp, instruction: Instruction, lanes: Lanes) -> None:
-        self.block, self.warp, self.instruction, self.lanes = block, warp, instruction, lanes
+    def __init__(self, block: Block, warp: Warp, instruction: Instruction, at: int, lanes: Lanes) -> None:
+        self.block, self.warp, self.instruction, self.at, self.lanes = block, warp, instruction, at, lanes
         self.parts, self.operands = instruction.parts, instruction.operands
 
     @property
@@ -107,14 +129,15 @@ class Step:
         if name == "_":
             return
         lanes = self.lanes if lanes is None else lanes
-        if value.dtype != np.bool_:
+        kind = value.dtype.type
+        if kind is not np.bool_:
             own = _register(name) or BITS[value.itemsize]
-            value = value.view(own) if value.itemsize == size(own) else value.astype(own)
-        before = self.warp.registers.get(name)
-        if before is None or lanes is ALL or lanes.all():
-            self.warp.registers[name] = value.copy()
-        else:
-            self.warp.registers[name] = np.where(lanes, value, before)
+            if own is not kind:
+                value = value.view(own) if value.itemsize == size(own) else value.astype(own)
+        registers = self.warp.registers
+        if lanes is not ALL and name in registers and not all_of(lanes):
+            value = np.where(lanes, value, registers[name])
+        registers[name] = value
 
     def vector(self, i: int) -> tuple[str, ...]:
         """The registers of operand i."""
