@@ -1,15 +1,27 @@
-"""Processes of several ranks on one machine."""
+"""Processes of several ranks on one machine.
 
+Where there is no GPU they are forked from a process that has imported what they need: those seconds are most of what a
+process costs.
+"""
+
+import multiprocessing
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
-from torch import multiprocessing
+import torch
+
+
+def start_method() -> SpawnContext | ForkServerContext:
+    """How they start."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["workers.worker_process"])
+    return context
 
 
 def run_ranks(main: Callable[..., None], ranks: int, *arguments: Any) -> None:
-    """Call `main(rank, *arguments)` in a process a rank; raises what the first of them raises.
-
-    They are forked from a process that has imported what they need: seconds a process are most of what it costs.
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["workers.models"])
-    multiprocessing.start_processes(main, arguments, ranks, start_method="forkserver")
+    """Call `main(rank, *arguments)` in a process a rank; raises what the first of them raises."""
+    method = start_method().get_start_method()
+    torch.multiprocessing.start_processes(main, arguments, ranks, start_method=method)

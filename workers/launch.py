@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 
 from workers.channel import Addresses, remove_sockets
@@ -35,7 +36,14 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
+def _start_method() -> SpawnContext | ForkServerContext:
+    """Processes of a replica start anew: this one may have threads and CUDA, which do not survive a fork."""
+    return multiprocessing.get_context("spawn")
+
+
 def _scheduler_main(config: EngineConfig, addresses: Connection) -> None:
+    import zmq
+
     from workers.scheduler_process import EngineFailed, SchedulerProcess
 
     _end_with_parent()
@@ -46,6 +54,8 @@ def _scheduler_main(config: EngineConfig, addresses: Connection) -> None:
         process.run()
     except EngineFailed:
         raise SystemExit(1) from None  # the front was told the cause
+    finally:
+        zmq.Context.instance().term()  # when all has left that was told: closed sockets send on beside the process
 
 
 def _worker_main(config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str) -> None:
@@ -90,7 +100,7 @@ class LocalReplica:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads a rank on a busy machine are slower than one
         # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        context = multiprocessing.get_context("spawn")
+        context = _start_method()
         ours, theirs = context.Pipe()
         scheduler = context.Process(target=_scheduler_main, args=(config, theirs), daemon=True, name="scheduler")
         with _interrupts_are_ours():
