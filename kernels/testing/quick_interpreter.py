@@ -1,12 +1,14 @@
-"""Makes Triton's CPU interpreter two to three times faster, without changing what it computes.
+"""Makes Triton's CPU interpreter several times faster, without changing what it computes.
 
 Triton 3.6.0 spends most of an interpreted kernel on things it has already worked out: every call of a device function
 searches the language for functions to patch, every value describes its shape anew, and names types by formatting them.
-`quicken` remembers them. Nothing here touches a number.
+`quicken` remembers them. It also computes whether integers overflow, for an assertion that only a debug build makes,
+and asks at length what two operands of one type have in common. Nothing here touches a number.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -15,7 +17,10 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+_INT32 = range(-(1 << 31), 1 << 31)
 
 
 def quicken() -> None:
@@ -27,6 +32,14 @@ def quicken() -> None:
     core.tuple.type = property(_tuple_type, _set_tuple_type)
     core.block_type.__init__ = _block_type_init
     core.tensor.__init__ = _tensor_init
+    core._unwrap_if_constexpr = _unwrapped(core._unwrap_if_constexpr)
+    core.dtype.__eq__ = _equal(core.dtype.__eq__)
+    TritonSemantic.cast = _cast(TritonSemantic.cast)
+    TritonSemantic.broadcast_impl_value = _broadcast(TritonSemantic.broadcast_impl_value)
+    TritonSemantic.binary_op_type_checking_impl = _operands(TritonSemantic.binary_op_type_checking_impl)
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 class _NumpyTypes:
@@ -77,10 +90,19 @@ def _builtins(package: Any) -> tuple[str, ...]:
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    semantic = TritonSemantic(builder)
     for name in _builtins(package):
         member = getattr(package, name)
         if core.is_builtin(member):
-            interpreter._patch_attr(package, name, member, builder, scope)
+            scope.set_attr(package, name, _given(semantic, member))
+
+
+def _given(semantic: Any, function: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return function(*args, **options)
+
+    return call
 
 
 def _tuple_init(self: Any, values: Any, type: Any = None) -> None:
@@ -126,3 +148,67 @@ def _tensor_init(self: Any, handle: Any, type: Any) -> None:
     self.type = type
     self.dtype = type.scalar
     self.shape, self.numel = _tensor_shape(tuple(type.shape.values) if type.is_block() else ())
+
+
+def _unwrapped(plain: Any) -> Any:
+    several = (list, tuple, core.tuple)
+
+    def unwrap(o: Any) -> Any:
+        if isinstance(o, core.constexpr):
+            return o.value
+        return plain(o) if isinstance(o, several) else o
+
+    return unwrap
+
+
+def _equal(plain: Any) -> Any:
+    def equal(self: Any, other: Any) -> bool:
+        return self is other or plain(self, other)
+
+    return equal
+
+
+def _cast(plain: Any) -> Any:
+    def cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
+        return input if input.dtype is dst_ty.scalar else plain(self, input, dst_ty, fp_downcast_rounding)
+
+    return cast
+
+
+def _broadcast(plain: Any) -> Any:
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        block = left.is_block()
+        if block is right.is_block() and (not block or left.shape is right.shape):  # see `_described`
+            return lhs, rhs
+        return plain(self, lhs, rhs)
+
+    return broadcast
+
+
+def _operands(plain: Any) -> Any:
+    """Of tensors of one type, and of a tensor and a small number, which takes the tensor's type."""
+    integers = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+    kept, takes_int, takes_float = {*integers, "fp32", "fp64"}, {"int32", "int64", "fp32", "fp64"}, {"fp32", "fp64"}
+
+    def like(self: Any, number: Any, tensor: Any) -> Any:
+        """The number as a value of the tensor's type, or None where that takes a closer look."""
+        taken = takes_int if type(number) is int and number in _INT32 else takes_float if type(number) is float else ()
+        return self.scalar_constant(number, dtype=tensor.dtype) if tensor.dtype.name in taken else None
+
+    def operands(
+        self: Any, lhs: Any, rhs: Any, left_pointer: Any = False, right_pointer: Any = False, arithmetic: Any = True,
+        division: Any = False,
+    ) -> Any:  # fmt: skip
+        left, right = type(lhs) is core.tensor, type(rhs) is core.tensor
+        if left and right:
+            if lhs.dtype is rhs.dtype and lhs.dtype.name in kept:
+                return self.broadcast_impl_value(lhs, rhs)
+        elif arithmetic and left:
+            if (value := like(self, rhs, lhs)) is not None:
+                return self.broadcast_impl_value(lhs, value)
+        elif arithmetic and right and (value := like(self, lhs, rhs)) is not None:
+            return self.broadcast_impl_value(value, rhs)
+        return plain(self, lhs, rhs, left_pointer, right_pointer, arithmetic, division)
+
+    return operands
