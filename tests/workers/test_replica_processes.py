@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine, greedy, random_prompts
@@ -195,9 +198,35 @@ async def test_nothing_outlives_a_killed_parent(folder: Path) -> None:
         await asyncio.sleep(0.1)
 
 
-async def test_a_model_that_cannot_load_reports_its_first_cause(folder: Path, tmp_path: Path) -> None:
-    broken = write_tiny(tmp_path / "broken", "v3", seed=3)
-    (broken / "model.safetensors").write_bytes(b"not a checkpoint")
-    with pytest.raises(EngineFault, match="rank 0"):
-        async with local_engine(config(broken)):
+def break_the_file(model: Path) -> tuple[str, dict[str, Any]]:
+    (model / "model.safetensors").write_bytes(b"not a checkpoint")
+    return "rank .: .*model.safetensors", {}
+
+
+def lose_a_tensor(model: Path) -> tuple[str, dict[str, Any]]:
+    tensors = load_file(model / "model.safetensors")
+    name = next(name for name in sorted(tensors) if ".layers.1." in name)
+    del tensors[name]
+    save_file(tensors, model / "model.safetensors")
+    return f"(?s)rank .: .*{re.escape(name)}", {}
+
+
+def be_of_another_type(model: Path) -> tuple[str, dict[str, Any]]:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "llama"}))
+    return "rank .: .*llama", {}
+
+
+def ask_for_too_much_memory(model: Path) -> tuple[str, dict[str, Any]]:
+    return "rank .: .*memory", {"cache_pages": 10**9}
+
+
+@pytest.mark.parametrize("spoil", [break_the_file, lose_a_tensor, be_of_another_type, ask_for_too_much_memory])
+async def test_a_model_that_cannot_be_loaded_is_not_worth_another_try(tmp_path: Path, spoil: Any) -> None:
+    """The first cause is told, and that it lasts. What `serve` makes of that is in e2e/test_failing_start."""
+    model = write_tiny(tmp_path / "spoilt", "v3", seed=3)
+    cause, settings = spoil(model)
+    with pytest.raises(EngineFault, match=cause) as fault:
+        async with local_engine(config(model, tensor_parallel=2, **settings)):
             pass
+    assert fault.value.lasting
