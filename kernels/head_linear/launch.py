@@ -142,14 +142,15 @@ def _merge_tiles(
     if attended_RWHL.dtype != workspace.partial_SQL.dtype:
         raise ValueError(f"attention is {attended_RWHL.dtype}, its pieces are {workspace.partial_SQL.dtype}")
     tokens = shape.rows * shape.width
-    # As many pieces as a row has where rows are about equally long; a product has 64 rows, as wgmma wants it.
-    share = workspace.tiling.workers / shape.rows
+    # As many pieces as a row has where rows are about equally long; a product has 64 rows, as wgmma wants it. All rows
+    # up to a power of two have the kernel of that many, so that no number of them compiles one under load.
+    most = triton.next_power_of_2(shape.rows)
+    share = workspace.tiling.workers / most
     pieces = 1 if share <= 1 else min(16, triton.next_power_of_2(max(2, int(share))))
-    rows = 32 if wide else 64
+    rows, columns = 32 if wide else 64, 64
+    if wide or triton.cdiv(most * shape.width * pieces, rows) * triton.cdiv(value, columns) * heads < 128:
+        columns = 32  # too few programs for the multiprocessors
     tiles = triton.cdiv(tokens * pieces, rows)
-    columns = 64
-    if wide or tiles * triton.cdiv(value, columns) * heads < 128:  # too few programs for the multiprocessors
-        columns = 32
     block_k = min(32 if wide else 64, max(16, triton.next_power_of_2(latent)))
     kernel.merge_tile[(tiles * triton.cdiv(value, columns), heads)](
         workspace.partial_SQL,

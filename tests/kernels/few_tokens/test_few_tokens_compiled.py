@@ -219,6 +219,26 @@ def test_parts_of_logits(name: str, tokens: int) -> None:
     gate(lambda: launch.tiled(x, weight, out, invariant=False, dependent=True))
 
 
+def merged(rows: int, width: int) -> str:
+    """The kernel that merges so many rows of DeepSeek-V2-Lite."""
+    shape = DecodeShape(rows, width, 16, 512, 64, 64)
+    tiling = hopper_tiling(shape, 132)
+    workspace = Workspace.over(
+        torch.empty(Workspace.bytes(shape, tiling, BF16), dtype=torch.uint8), shape, tiling, BF16
+    )
+    attended, out = empty(rows, width, 16, 512), empty(rows * width, 16, 128)
+    with compile_only() as compiled:
+        head_launch.merge_up(attended, workspace, empty(16, 128, 512), out)
+    return str(compiled[0].hash)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_powers_of_two_of_rows_compile_all_merges(width: int) -> None:
+    """Those are what mixed steps are rehearsed with."""
+    for power in (32, 64, 128, 256):
+        assert {merged(rows, width) for rows in range(power // 2 + 1, power, 13)} == {merged(power, width)}
+
+
 def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
     """Token counts, slots and eps are not specialised, so no batch size compiles anything new under load."""
     weight = empty(512, 256)
