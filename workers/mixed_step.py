@@ -18,7 +18,7 @@ import torch
 from kernels import decode_state
 from kernels.verify import accept_drafts
 from workers.batch import Batch, DecodeBatch, PrefillBatch
-from workers.graphs.segments import DRAFT, PER_TOKEN, TARGET, Stage
+from workers.graphs.segments import DRAFT, TARGET, Stage
 from workers.plan import BatchLayout, StepPlan
 from workers.step import StepOutput, StepParts
 
@@ -55,10 +55,10 @@ def _message(plan: StepPlan, stage: Stage) -> torch.Tensor:
     are null pages, if it is suppressed) and the token after it; decode tokens come from the slots' state. Then, of the
     rows: sampled slots, tokens of the logits rows, lengths of final rows, slots of prefill rows.
     """
-    layout, tokens = plan.layout, stage.tokens
+    layout = plan.layout
     pinned = stage.uploaded_X.is_cuda
     message_X = torch.zeros(stage.uploaded_X.shape, dtype=torch.int64, pin_memory=pinned)
-    message_XT = message_X[: PER_TOKEN * tokens].view(PER_TOKEN, tokens)
+    message_XT, rows_X = stage.split(message_X)
     token_T, position_T, live_T, slot_T, write_slot_T, next_T = message_XT
     live_T[: layout.tokens] = 1
     slot_T.fill_(-1)
@@ -77,7 +77,7 @@ def _message(plan: StepPlan, stage: Stage) -> torch.Tensor:
     rows = [*plan.decode_slots, *(row.slot for row in finals), *layout.logits_tokens()]
     rows += [row.start + len(row.tokens) for row in finals]
     rows += [row.slot for row in plan.prefill]
-    message_X[PER_TOKEN * tokens :][: len(rows)] = torch.tensor(rows)
+    rows_X[: len(rows)] = torch.tensor(rows)
     return message_X
 
 

@@ -151,6 +151,22 @@ def test_a_rehearsal_has_no_more_rows_than_slots(folder: Path) -> None:
     rehearse(Stage(parts, 1000, Scratch(parts.device), Scratch(parts.device)))
 
 
+def test_a_rehearsal_has_context_in_several_pieces(folder: Path) -> None:
+    """Which merges them compiles a kernel of its own. With 40 rows a piece holds 64 entries of each."""
+    parts = engine(folder, max_rows=40, max_context=400, token_budget=160).runner.parts
+    begins = [row.start for plan in rehearsals(parts, 160) if len(plan.prefill) == 40 for row in plan.prefill]
+    assert any(begin > 64 for begin in begins)
+
+
+def test_tensors_of_a_stage_are_aligned_whatever_its_tokens(folder: Path) -> None:
+    parts = engine(folder).runner.parts
+    for tokens in (1, 16, 17):
+        stage = Stage(parts, tokens, Scratch(parts.device), Scratch(parts.device))
+        views = [stage.token_T, stage.position_T, stage.live_T, stage.write_slot_T, stage.cache_slot_T, stage.rows_X]
+        assert all(view.data_ptr() % 16 == 0 for view in views)
+        assert {len(view) for view in views[:5]} == {tokens}
+
+
 @torch.inference_mode()
 def test_a_rehearsal_leaves_nothing_behind(folder: Path) -> None:
     parts = engine(folder, width=3, max_rows=5).runner.parts

@@ -13,6 +13,7 @@ from workers.batch import Batch, DecodeBatch
 from workers.graphs.ladder import TokenLadder
 from workers.graphs.segments import Stage
 from workers.mixed_step import MixedStep
+from workers.models.prefill import entries_of_a_row
 from workers.plan import BatchLayout, PrefillRow, StepPlan
 from workers.step import StepParts
 
@@ -32,6 +33,11 @@ def rehearsals(parts: StepParts, budget: int) -> Iterator[StepPlan]:
             room = budget - width * len(decode)
             yield _plan(width, parts.width - 1, decode, _chunks(room, context, longest, slots - len(decode)))
         yield _plan(parts.width, parts.width - 1, (), _chunks(min(_SHORT, budget), context, longest, slots))
+    # Rows with more context than is expanded at once: the more rows, the less of each.
+    rows = min(slots, budget)
+    context = entries_of_a_row(rows) + PAGE_TOKENS
+    if context < longest:
+        yield StepPlan(1, 1, parts.width - 1, (), tuple(next(_chunks(1, context, longest, 1)) for _ in range(rows)))
 
 
 def companies(parts: StepParts, budget: int) -> Iterator[StepPlan]:

@@ -42,10 +42,9 @@ class Stage:
         self.parts, self.tokens, self.scratch, self.inner = parts, tokens, scratch, inner
         model, slots = parts.model, parts.state.slots
         # What the host says about a step arrives in one piece: of every token, then of the rows (see `MixedStep`).
-        self.uploaded_X = scratch.empty(PER_TOKEN * tokens + (5 + parts.width) * slots, dtype=torch.int64)
-        uploaded_XT = self.uploaded_X[: PER_TOKEN * tokens].view(PER_TOKEN, tokens)
+        self.uploaded_X = scratch.empty(PER_TOKEN * self._stride + (5 + parts.width) * slots, dtype=torch.int64)
+        uploaded_XT, self.rows_X = self.split(self.uploaded_X)
         self.token_T, self.position_T, self.live_T, self.slot_T, self.write_slot_T, self.next_T = uploaded_XT
-        self.rows_X = self.uploaded_X[PER_TOKEN * tokens :]
         self.cache_slot_T = scratch.empty(tokens, dtype=torch.int64)
         hidden, dtype = model.config.hidden_size, model.norm_E.dtype
         self.hidden_TE = scratch.empty(tokens, hidden, dtype=dtype) if parts.width > 1 else None
@@ -59,6 +58,16 @@ class Stage:
             self.segments.append(model.draft_segments)
             # The draft layer's inputs replace the target's, and its pass the target's flow.
             self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, flow))
+
+    @property
+    def _stride(self) -> int:
+        """Whole pieces of 16 bytes: kernels are compiled anew where a pointer is less aligned."""
+        return self.tokens + self.tokens % 2
+
+    def split(self, uploaded_X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a tensor like `uploaded_X` holds the numbers of every token, [PER_TOKEN, T], and those of the rows."""
+        end = PER_TOKEN * self._stride
+        return uploaded_X[:end].view(PER_TOKEN, self._stride)[:, : self.tokens], uploaded_X[end:]
 
     def fill(self, byte: int) -> None:
         """Overwrite all memory that steps use: nothing in it outlives one."""

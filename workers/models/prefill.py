@@ -91,10 +91,13 @@ class PrefillGeometry:
         return PrefillGeometry(cu_B1, tokens, (ContextPiece(none_S, cu_B1, entries),))
 
 
+def entries_of_a_row(rows: int) -> int:
+    """Entries of a row that one piece holds where so many rows have context: whole pages."""
+    return max(CONTEXT_ENTRIES // max(rows, 1) // PAGE_TOKENS, 1) * PAGE_TOKENS
+
+
 def _share(prefill: PrefillBatch, first: int) -> int:
-    """Entries of a row that one piece holds, whole pages."""
-    with_context = sum(start > first for start in prefill.start)
-    return max(CONTEXT_ENTRIES // max(with_context, 1) // PAGE_TOKENS, 1) * PAGE_TOKENS
+    return entries_of_a_row(sum(start > first for start in prefill.start))
 
 
 def _piece_counts(prefill: PrefillBatch, first: int) -> list[list[int]]:
