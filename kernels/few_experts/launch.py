@@ -6,15 +6,23 @@ every kernel before waits for its own predecessor, and the four kernels follow o
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor
 
 from kernels.few_experts import kernel, stream
-from kernels.linear.launch import Streaming, columns, options, pieces, stream_linear, streamable
+from kernels.linear.launch import (
+    RESIDENT_BYTES,
+    Streaming,
+    multiprocessors,
+    options,
+    pieces,
+    ring_of,
+    stream_linear,
+    streamable,
+)
 from kernels.linear.stream import ROWS
 from kernels.pending_norm.pieces import PendingNorm
 
@@ -23,8 +31,6 @@ if TYPE_CHECKING:
 
 MOST_PLAIN = 4
 """Most tokens whose router logits are summed on plain cores although tensor cores could."""
-RESIDENT_BYTES = 64 * 1024
-"""Most bytes of tokens that stay in a program's shared memory; more stream beside the weights."""
 
 
 def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bool = False) -> None:
@@ -111,7 +117,6 @@ def gate_up(x: PendingNorm, choice: Choice, weight_XFE: Tensor, act_YI: Tensor, 
     intermediate = act_YI.shape[1]
     shared = _shared(choice, weight_XFE, act_YI)
     cut = Streaming.of(features)
-    resident = 2 * columns(tokens) * cut.warps * cut.width * cut.chunks <= RESIDENT_BYTES
     programs = min((shared + choice.slots) * triton.cdiv(intermediate, ROWS // 2), multiprocessors(x.x_TE.device))
     constants = pieces(x)
     del constants["SCALED"]
@@ -132,9 +137,9 @@ def gate_up(x: PendingNorm, choice: Choice, weight_XFE: Tensor, act_YI: Tensor, 
         SHARED=shared,
         CHOSEN=choice.weight_TK.shape[1],
         X_STRIDE=x.x_TE.stride(0),
-        RESIDENT=resident,
+        RESIDENT=cut.token_bytes(tokens) <= RESIDENT_BYTES,
         **constants,
-        **_ring(cut, tokens, 6 if tokens <= 8 else 5, dependent),
+        **ring_of(cut, tokens, 6 if tokens <= 8 else 5, dependent),
     )
 
 
@@ -173,7 +178,7 @@ def down(
         RESIDUAL_STRIDE=0 if residual_TE is None else residual_TE.stride(0),
         OUT_STRIDE=out_TE.stride(0),
         PIECES=1 if square_TP is None else square_TP.shape[1],
-        **_ring(Streaming.of(intermediate), tokens, 6 if tokens <= 8 else 4, dependent),
+        **ring_of(Streaming.of(intermediate), tokens, 6 if tokens <= 8 else 4, dependent),
     )
 
 
@@ -188,26 +193,3 @@ def _shared(choice: Choice, weight: Tensor, act_YI: Tensor) -> int:
     if not weight.is_contiguous() or not act_YI.is_contiguous():
         raise ValueError("the experts' weights and activations are contiguous")
     return shared
-
-
-def _ring(cut: Streaming, tokens: int, stages: int, dependent: bool) -> dict[str, Any]:
-    """The constants and options of a kernel whose weights stream through a ring of stages.
-
-    So many that they cover the memory's latency, and the kernels that start early find room beside them: as measured
-    by bench/decode_step.py on an H200, 2 % from the best of every number of tokens.
-    """
-    return {
-        "TOKENS": columns(tokens),
-        "WIDTH": cut.width,
-        "STAGES": stages,
-        "WARPS": cut.warps,
-        "DEPENDENT": dependent,
-        "num_warps": cut.warps,
-        **options(dependent),
-    }
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; for tensors that are on none (kernels are only compiled then) an H200's."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

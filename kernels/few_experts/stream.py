@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from kernels.linear.ring import tokens_ring, weights_ring
 from kernels.linear.stream import (
     ROWS,
     add_to_residual,
@@ -28,6 +29,7 @@ from kernels.linear.stream import (
     inverse_rms,
     let_kernel_after_start,
     products_layout,
+    residual_before,
     share,
     shared_tiles,
     sums_layout,
@@ -36,20 +38,6 @@ from kernels.linear.stream import (
 )
 
 _ROWS = gl.constexpr(ROWS)
-
-
-@gluon.jit
-def weights_ring(weight, WIDTH: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for STAGES tiles of weights. Eight lanes read 64 bytes of two rows: of different banks."""
-    halves: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0])
-    return gl.allocate_shared_memory(weight.dtype.element_ty, [STAGES, WARPS, _ROWS, WIDTH], halves)
-
-
-@gluon.jit
-def tokens_ring(x, TOKENS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for STAGES tiles of the tokens."""
-    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    return gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, WARPS, TOKENS, WIDTH], swizzled)
 
 
 @gluon.jit
@@ -260,6 +248,8 @@ def down(
     total = gl.zeros([WARPS, _ROWS, TOKENS], gl.float32, products_layout(WARPS))
     if DEPENDENT:
         wait_for_kernel_before()
+    if RESIDUAL:
+        before = residual_before(residual, f, t, inside, RESIDUAL_STRIDE)
     for stage in gl.static_range(STAGES):
         copy_unit_tokens(x_s.index(stage), act, token, ranks[stage // CHUNKS], stage % CHUNKS, I, WIDTH, WARPS)
         async_copy.commit_group()
@@ -288,7 +278,8 @@ def down(
     y = gl.sum(share(total, WARPS, TOKENS).load(sums.parent), 0)
     if RESIDUAL:
         add_to_residual(
-            y, f, t, inside, tokens, program, residual, factor, out, out_square, RESIDUAL_STRIDE, OUT_STRIDE, PIECES
+            y, before, f, t, inside, tokens, program, residual, factor, out, out_square, RESIDUAL_STRIDE, OUT_STRIDE,
+            PIECES,
         )  # fmt: skip
     else:
         to = out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None]

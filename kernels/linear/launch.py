@@ -7,17 +7,20 @@ every kernel before waits for its own predecessor, as all kernels here do.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from kernels.linear import kernel, stream
+from kernels.linear import kernel, ring, stream
 from kernels.pending_norm.pieces import PendingNorm
 
 MOST_STREAMED = 16
 """Most tokens `stream` is used for."""
+RESIDENT_BYTES = 64 * 1024
+"""Most bytes of tokens that stay in a program's shared memory."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,10 @@ class Streaming:
     def depth(self) -> int:
         """Chunks that are on their way at once."""
         return self.chunks if self.chunks <= 4 else 6
+
+    def token_bytes(self, tokens: int) -> int:
+        """Of all features of the token columns, in shared memory."""
+        return 2 * columns(tokens) * self.warps * self.width * self.chunks
 
     @staticmethod
     def of(features: int) -> Streaming:
@@ -92,6 +99,10 @@ def stream_linear(
     """One product with few tokens; which of the options go together `kernels.linear` says."""
     tokens, features = x_TE.shape
     rows = weight_FE.shape[0]
+    cut = Streaming.of(features)
+    if pending is None and residual_TF is None and next is None and _many_rows(rows, cut, x_TE):
+        _ring_linear(x_TE, weight_FE, out_TF, cut, best, dependent)
+        return
     epilogue, norm_features, out_pieces = stream.STORE, 0, 1
     if residual_TF is not None:
         epilogue, norm_features = stream.RESIDUAL, rows
@@ -106,7 +117,6 @@ def stream_linear(
     elif next is not None:
         square = next.square_TP
         out_pieces = square.shape[1]
-    cut = Streaming.of(features)
     stream.stream_linear[(triton.cdiv(rows, stream.ROWS), 1)](
         x_TE,
         x_TE if pending is None else pending.square_TP,
@@ -133,6 +143,40 @@ def stream_linear(
         EARLY=True,
         **pieces(pending),
         **cut_up(cut, tokens, dependent),
+    )
+
+
+def _many_rows(rows: int, cut: Streaming, x_TE: Tensor) -> bool:
+    """Whether programs that stay serve a product best: each with several blocks of rows, and room for the tokens."""
+    blocks = triton.cdiv(rows, stream.ROWS)
+    return blocks >= 4 * multiprocessors(x_TE.device) and cut.token_bytes(x_TE.shape[0]) <= RESIDENT_BYTES
+
+
+def _ring_linear(
+    x_TE: Tensor,
+    weight_FE: Tensor,
+    out_TF: Tensor,
+    cut: Streaming,
+    best: tuple[Tensor, Tensor] | None,
+    dependent: bool,
+) -> None:
+    rows, features = weight_FE.shape
+    value, index = (out_TF, out_TF) if best is None else best
+    ring.ring_linear[(min(triton.cdiv(rows, stream.ROWS), multiprocessors(x_TE.device)),)](
+        x_TE,
+        weight_FE,
+        out_TF,
+        value,
+        index,
+        x_TE.shape[0],
+        F=rows,
+        K=features,
+        X_STRIDE=x_TE.stride(0),
+        W_STRIDE=weight_FE.stride(0),
+        OUT_STRIDE=out_TF.stride(0),
+        BEST=best is not None,
+        PIECES=1 if best is None else value.stride(0),
+        **ring_of(cut, x_TE.shape[0], 6 if x_TE.shape[0] <= 8 else 5, dependent),
     )
 
 
@@ -194,6 +238,22 @@ def cut_up(cut: Streaming, tokens: int, dependent: bool) -> dict[str, Any]:
         "num_warps": cut.warps,
         **options(dependent),
     }
+
+
+def ring_of(cut: Streaming, tokens: int, stages: int, dependent: bool) -> dict[str, Any]:
+    """The constants and options of a kernel whose weights stream through a ring of so many stages.
+
+    They should cover the memory's latency, and leave the kernels that start early room beside them.
+    """
+    constants = cut_up(cut, tokens, dependent)
+    del constants["DEPTH"]
+    return {**constants, "STAGES": stages}
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; for tensors that are on none (kernels are only compiled then) an H200's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def tiled(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, invariant: bool, dependent: bool = False) -> None:

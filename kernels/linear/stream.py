@@ -208,17 +208,34 @@ def inverse_rms(square_s, eps, FEATURES: gl.constexpr, ROWS: gl.constexpr, WARPS
 
 
 @gluon.jit
+def residual_before(residual, f, t, inside, RESIDUAL_STRIDE: gl.constexpr):
+    """16 columns of the residual: asked for before the products, they are there when the sums are."""
+    place = residual + t.to(gl.int64)[None, :] * RESIDUAL_STRIDE + f[:, None]
+    return gl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
 def add_to_residual(
-    y, f, t, inside, tokens, program, residual, norm, out, out_square,
+    y, before, f, t, inside, tokens, program, residual, norm, out, out_square,
     RESIDUAL_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """residual += y for 16 columns; out = residual * norm, and the sums of the columns' squares, for the next norm."""
-    place = residual + t.to(gl.int64)[None, :] * RESIDUAL_STRIDE + f[:, None]
-    y += gl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
-    gl.store(place, y, mask=inside)
+    """residual = before + y for 16 columns; out = residual * norm, and the sums of the columns' squares, for the next
+    norm."""
+    y += before
+    gl.store(residual + t.to(gl.int64)[None, :] * RESIDUAL_STRIDE + f[:, None], y, mask=inside)
     gl.store(out_square + t * PIECES + program, gl.sum(gl.where(inside, y * y, 0.0), 0), mask=t < tokens)
     y = y * norm[:, None]
     gl.store(out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None], y.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def best_of(y, f, t, tokens, block, out_best, out_index, F: gl.constexpr, PIECES: gl.constexpr):
+    """Each token's largest of the rows `f`, and which it is, the lowest at ties."""
+    y = gl.where((f < F)[:, None], y, float("-inf"))
+    best = gl.max(y, 0)
+    index = gl.min(gl.where((y == best[None, :]) & (f < F)[:, None], f[:, None], _NO_INDEX), 0)
+    gl.store(out_best + t * PIECES + block, best, mask=t < tokens)
+    gl.store(out_index + t * PIECES + block, index, mask=t < tokens)
 
 
 @gluon.jit(do_not_specialize=["tokens", "eps"])
@@ -254,6 +271,8 @@ def stream_linear(
 
     if SCALED:
         square_s = copy_squares(square, tokens, PIECES, PIECE_BLOCK, TOKENS, WARPS)
+    if EPILOGUE == _RESIDUAL:
+        before = residual_before(residual, f, t, inside, RESIDUAL_STRIDE)
     token = gl.arange(0, TOKENS, tokens_layout(WIDTH, WARPS))
     x_at = token.to(gl.int64) * X_STRIDE + head * X_HEAD
     parts_s = products(weight, at, x, x_at, token < tokens, tiles, K, WIDTH, WARPS, TOKENS, DEPTH)
@@ -263,7 +282,8 @@ def stream_linear(
 
     if EPILOGUE == _RESIDUAL:
         add_to_residual(
-            y, f, t, inside, tokens, program, residual, factor, out, out_square, RESIDUAL_STRIDE, OUT_STRIDE, OUT_PIECES
+            y, before, f, t, inside, tokens, program, residual, factor, out, out_square, RESIDUAL_STRIDE, OUT_STRIDE,
+            OUT_PIECES,
         )  # fmt: skip
     else:
         if EPILOGUE == _NORMED:
@@ -276,11 +296,7 @@ def stream_linear(
         to = out + head * OUT_HEAD + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None]
         gl.store(to, y.to(out.dtype.element_ty), mask=inside)
         if EPILOGUE == _BEST:
-            y = gl.where((f < F)[:, None], y, float("-inf"))
-            best = gl.max(y, 0)
-            index = gl.min(gl.where((y == best[None, :]) & (f < F)[:, None], f[:, None], _NO_INDEX), 0)
-            gl.store(out_square + t * OUT_PIECES + program, best, mask=t < tokens)
-            gl.store(out_index + t * OUT_PIECES + program, index, mask=t < tokens)
+            best_of(y, f, t, tokens, program, out_square, out_index, F, OUT_PIECES)
 
 
 @gluon.jit(do_not_specialize=["tokens", "eps"])

@@ -194,8 +194,7 @@ def test_ends(name: str, tokens: int) -> None:
     pieces = -(-m.vocab // 16)
     value, index = empty(tokens, pieces, dtype=FP32), empty(tokens, pieces, dtype=torch.int32)
     logits, head = empty(tokens, m.vocab, dtype=FP32), empty(m.vocab, m.hidden)
-    two = 128 if m.hidden <= 2048 else 255
-    gate(lambda: launch.stream_linear(x.x_TE, head, logits, best=(value, index), dependent=True), two)
+    gate(lambda: launch.stream_linear(x.x_TE, head, logits, best=(value, index), dependent=True))
     gate(lambda: launch.best_token(value, index, ids, dependent=True))
 
 

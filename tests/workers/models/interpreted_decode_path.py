@@ -58,10 +58,9 @@ def plainly(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 def all_experts(x: Any, choice: Any, gate_up: Any, down: Any, residual: Any, norm: Any, out: Any, empty: Any) -> None:
     (tokens, chosen), (stored, _, intermediate) = choice.weight_TK.shape, down.shape
-    act = empty(tokens * chosen, intermediate, dtype=down.dtype)
-    shared_act = empty(tokens, stored - choice.experts, intermediate, dtype=down.dtype)
-    experts.gate_up(x, choice, gate_up, shared_act, act)
-    experts.down(shared_act, act, choice, down, out.x_TE, residual, norm, out.square_TP)
+    act = empty(tokens * (chosen + stored - choice.experts), intermediate, dtype=down.dtype)
+    experts.gate_up(x, choice, gate_up, act)
+    experts.down(act, choice, down, out.x_TE, residual, norm, out.square_TP)
 
 
 CHOSEN: list[torch.Tensor] = []

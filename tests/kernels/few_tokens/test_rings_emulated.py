@@ -1,10 +1,11 @@
-"""The experts of a few tokens as they were compiled, run by the PTX emulator under drawn schedules."""
+"""Kernels whose weights stream through a ring, as they were compiled, run by the PTX emulator under drawn schedules."""
 
 import few_token_cases as cases
 import pytest
 import torch
 
 from kernels.few_experts import launch
+from kernels.linear import launch as linear_launch
 from kernels.testing.ptx import emulated
 
 CPU = cases.Place(torch.device("cpu"))
@@ -32,3 +33,20 @@ def test_tokens_that_stream_beside_the_weights(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "RESIDENT_BYTES", 0)
     with emulated():
         cases.check_experts(CPU, 4, 5, 2, 576, 32, 1, residual=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "features", "programs"),
+    [(1, 400, 192, 3), (8, 131, 2048, 2), (16, 90, 520, 1), (11, 200, 64, 3)],
+)
+@pytest.mark.parametrize("dependent", [False, True])
+def test_many_rows(
+    tokens: int, rows: int, features: int, programs: int, dependent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the output head of few tokens; also with the best of every 16."""
+    monkeypatch.setattr(linear_launch, "multiprocessors", lambda device: programs)
+    place = cases.Place(CPU.device, dependent)
+    with emulated(tokens, consecutive=dependent) as launches:
+        cases.check_linear(place, tokens, rows, features)
+        cases.check_best(place, tokens, rows, features)
+    assert launches.count("ring_linear") == 3
