@@ -115,12 +115,14 @@ class Tiling:
 
 PRODUCTS = {
     0: (Product(4, 2048, 1, 4), Product(8, 1024, 1, 8)),
-    16: (Product(32, 256, 3, 4), Product(128, 128, 3, 4, tma=True)),
-    32: (Product(64, 128, 3, 4, tma=True), Product(128, 64, 5, 4, tma=True)),
-    64: (Product(64, 64, 4, 4, tma=True), Product(128, 64, 4, 4, tma=True)),
+    16: (Product(32, 256, 3, 4, 128), Product(128, 128, 3, 4, 128, tma=True)),
+    32: (Product(64, 128, 3, 4, 128, tma=True), Product(128, 64, 5, 4, 128, tma=True)),
+    64: (Product(64, 64, 4, 4, 128, tma=True), Product(128, 64, 4, 4, 4, tma=True)),
     128: (Product(128, 64, 4, 8, 8, tma=True), Product(256, 64, 4, 8, 8, tma=True)),
 }
 """`gate_up` and `down` of each height of tile: the fastest that bench/moe.py found on one H200."""
+IN_GROUPS = (Product(64, 64, 4, 4, tma=True), Product(128, 64, 4, 4, tma=True))
+"""The same, of 64 pairs, for sums of groups: of any number of tokens, so that tiles of an expert go one by one."""
 
 
 def tiling(shape: ExpertsShape) -> Tiling:
@@ -130,9 +132,9 @@ def tiling(shape: ExpertsShape) -> Tiling:
     Sums of groups have one tile for every number of tokens, and keep what the order of a sum could round.
     """
     if shape.groups:
-        return fitted(Tiling(64, *PRODUCTS[64], torch.float32), shape)
+        return fitted(Tiling(64, *IN_GROUPS, torch.float32), shape)
     mean = shape.mean
-    rows = 16 if mean <= 12 else 32 if mean <= 16 else 64 if mean <= 56 else 128
+    rows = 16 if mean < 12 else 32 if mean <= 16 else 64 if mean <= 56 else 128
     if shape.tokens <= 1:
         rows = 0
     # Of few pairs the results cost nothing beside the weights, so they are kept in fp32.
