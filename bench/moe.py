@@ -264,7 +264,7 @@ def main() -> None:
 
 
 def tilings(shape: ExpertsShape) -> list[Tiling]:
-    """What is chosen, and for many tokens Hopper's own kernels."""
+    """What is chosen where Hopper's own kernels are not, and for many tokens those."""
     found = [schedule.tiling(shape)]
     if shape.tokens >= 256 and not shape.groups and torch.cuda.get_device_capability() == (9, 0):
         found.append(schedule.grouped(shape, torch.cuda.get_device_properties(0).multi_processor_count))

@@ -1,5 +1,4 @@
-"""Ragged flash attention for Hopper: bfloat16, 128 + 64 features a key, 128 a value. Compiled and
-emulated so far (`kernels/testing/ptx`), but not measured: an explicit `Tiling` chooses it, the default stays `kernel`.
+"""Ragged flash attention for Hopper: bfloat16, 128 + 64 features a key, 128 a value.
 
 A program holds 128 queries of one row and head. Two groups of four warps have 64 each, and a softmax of their own; a
 ninth warp fetches tiles of 128 keys by TMA into rings of two. The schedule is FlashAttention-3's (Shah et al., 2024)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Final, Literal
 
 import torch
 import triton
 from torch import Tensor
 
+from kernels.hopper import is_hopper
 from kernels.mla_prefill import kernel
 
 
@@ -70,7 +70,7 @@ def mla_prefill(
     lanes = [max(16, triton.next_power_of_2(size)) for size in (nope, rope, value)]
     tensors = {"q_THD": q_THD, "k_SHN": k_SHN, "k_SO": k_SO, "v_SHV": v_SHV}
     if tiles is None:
-        fast = max_q >= HOPPER_QUERIES and _on_hopper(q_THD.device) and not _not_for_hopper(tensors)
+        fast = max_q >= HOPPER_QUERIES and is_hopper(q_THD.device) and not _not_for_hopper(tensors)
         tiles = HOPPER if fast else tiling(lanes[0] + lanes[1], lanes[2], q_THD.dtype, max_q)
     blocks = triton.cdiv(max_q, tiles.queries)
     grid = (blocks * rows * heads,)
@@ -126,13 +126,6 @@ def mla_prefill(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-
-
-@cache
-def _on_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _not_for_hopper(tensors: dict[str, Tensor]) -> str:

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernels.hopper import is_hopper, multiprocessors
 from kernels.moe import launch, reference, schedule
 from kernels.moe.schedule import ExpertsShape
 
@@ -133,7 +134,10 @@ def _launch(
 def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, groups: int = 0, shared: int = 0) -> ExpertsShape:
     """The sizes of a call of `experts` with so many shared ones, or of `add_experts` with so many groups."""
     experts, hidden, intermediate = down_XEI.shape
-    return ExpertsShape(x_TE.shape[0], id_TK.shape[1], experts, hidden, intermediate, x_TE.dtype, groups, shared)
+    tokens, chosen, dtype = x_TE.shape[0], id_TK.shape[1], x_TE.dtype
+    aligned = x_TE.data_ptr() % 16 == 0 and x_TE.stride(0) % 8 == 0
+    hopper = multiprocessors(x_TE.device) if aligned and is_hopper(x_TE.device) else 0
+    return ExpertsShape(tokens, chosen, experts, hidden, intermediate, dtype, groups, shared, hopper)
 
 
 def workspace_bytes(shape: ExpertsShape) -> int:

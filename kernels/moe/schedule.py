@@ -37,6 +37,8 @@ class ExpertsShape:
     """Equal groups of the intermediate features that are summed apart, bitwise the same in every call; 0: one sum."""
     shared: int = 0
     """The last so many experts are every token's, and among its `chosen`."""
+    hopper: int = 0
+    """Multiprocessors of the GPU, if it is a Hopper and its own kernels may read the tokens; otherwise 0."""
 
     def __post_init__(self) -> None:
         if not (0 < self.chosen <= MOST_CHOSEN and 0 < self.experts <= MOST_EXPERTS):
@@ -69,6 +71,11 @@ class ExpertsShape:
     def mean(self) -> float:
         """Tokens of a routed expert, if as many experts as can get one get equally many."""
         return self.routed_pairs / max(self.routed_wanted, 1)
+
+    @property
+    def for_hopper(self) -> bool:
+        """Whether Hopper's own kernels take these sizes: 16-bit floats, in one sum, no less than their blocks."""
+        return self.dtype.itemsize == 2 and self.hidden >= 64 and self.intermediate >= 32 and not self.groups
 
     @property
     def parts(self) -> int:
@@ -127,7 +134,8 @@ IN_GROUPS = (Product(64, 64, 4, 4, tma=True), Product(128, 64, 4, 4, tma=True))
 
 def tiling(shape: ExpertsShape) -> Tiling:
     """The tiles for a call: as tall as a routed expert's tokens are many on average, so that weights are streamed once.
-    A shared expert, which has all tokens, fills as many tiles as it takes.
+    A shared expert, which has all tokens, fills as many tiles as it takes. For the tallest Hopper has its own kernels;
+    whether they take a call or not, its memory is the same.
 
     Sums of groups have one tile for every number of tokens, and keep what the order of a sum could round.
     """
@@ -137,6 +145,8 @@ def tiling(shape: ExpertsShape) -> Tiling:
     rows = 16 if mean < 12 else 32 if mean <= 16 else 64 if mean <= 56 else 128
     if shape.tokens <= 1:
         rows = 0
+    if rows == 128 and shape.hopper and shape.for_hopper:
+        return grouped(shape, shape.hopper)
     # Of few pairs the results cost nothing beside the weights, so they are kept in fp32.
     partial = torch.float32 if rows < 64 else shape.dtype
     return fitted(Tiling(rows, *PRODUCTS[rows], partial), shape)
@@ -144,7 +154,7 @@ def tiling(shape: ExpertsShape) -> Tiling:
 
 def grouped(shape: ExpertsShape, programs: int) -> Tiling:
     """The tiles of Hopper's own kernels, for many tokens of 16-bit floats; a program for each multiprocessor."""
-    if shape.dtype.itemsize != 2 or shape.hidden < 64 or shape.intermediate < 32 or shape.groups:
+    if not shape.for_hopper:
         raise ValueError(
             f"Hopper's kernels take 16-bit floats, at least 64 hidden and 32 intermediate of them, in one sum: {shape}"
         )

@@ -171,3 +171,12 @@ def test_addresses_past_two_to_the_31_elements(way: object) -> None:
     way(x, ids, weights, gate_up, down, out)  # type: ignore[operator]
     want = naive_experts(x, torch.tensor([[0]]), weights, gate_up[-1:], down[-1:])
     torch.testing.assert_close(out.double(), want, atol=0.05, rtol=0.05)
+
+
+def test_hopper_is_told_of_tokens_that_it_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "is_hopper", lambda device: True)
+    monkeypatch.setattr(moe, "multiprocessors", lambda device: 132)
+    x, id, down = torch.zeros(4, 80, dtype=torch.bfloat16), torch.zeros(4, 1, dtype=torch.int64), torch.zeros(2, 64, 32)
+    assert moe.experts_shape(x[:, 8:72], id, down).hopper == 132
+    assert moe.experts_shape(x[:, 4:68], id, down).hopper == 0
+    assert moe.experts_shape(torch.zeros(4, 68, dtype=torch.bfloat16)[:, :64], id, down).hopper == 0

@@ -186,3 +186,21 @@ def test_shared_experts_do_not_change_the_tiles(tokens: int) -> None:
     """Their pairs are many, those of the others not more for it."""
     routed = schedule.ExpertsShape(tokens, 6, 64, 2048, 1408)
     assert schedule.tiling(replace(routed, chosen=8, experts=66, shared=2)) == schedule.tiling(routed)
+
+
+def test_hopper_takes_the_tallest_tiles_of_what_its_kernels_take() -> None:
+    """And everything else is left to Triton, in the same memory."""
+    many = schedule.ExpertsShape(1024, 8, 66, 2048, 1408, shared=2)
+    portable, own = schedule.tiling(many), schedule.tiling(replace(many, hopper=132))
+    assert (portable.rows, portable.programs) == (128, 0)
+    assert (own.rows, own.programs) == (128, 132)
+    assert Workspace.bytes(many, own) == Workspace.bytes(many, portable)
+    for other in (
+        replace(many, tokens=256),
+        replace(many, tokens=1),
+        replace(many, groups=8),
+        replace(many, dtype=torch.float32),
+        replace(many, hidden=48),
+        replace(many, intermediate=16),
+    ):
+        assert schedule.tiling(replace(other, hopper=132)) == schedule.tiling(other)

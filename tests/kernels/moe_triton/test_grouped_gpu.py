@@ -9,6 +9,7 @@ import torch
 from captured import capture, check_replays, same_bits
 from experts_case import Experts
 
+from kernels import moe
 from kernels.moe import schedule
 from kernels.moe.schedule import Tiling
 
@@ -109,3 +110,18 @@ def test_addresses_past_two_to_the_31_elements() -> None:
     large.tensors["id"].fill_(experts - 1)
     large.run(grouped(large))
     assert same_bits(large.tensors["out"], small.tensors["out"])
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+def test_the_public_function_chooses_them_where_it_can(offset: int) -> None:
+    """Tokens that do not begin at multiples of 16 bytes go through Triton's tiles, in the same memory."""
+    case = make("V2-Lite", 2000)
+    x = torch.zeros(2000, 2056, dtype=torch.bfloat16, device="cuda")[:, offset : offset + 2048]
+    case.tensors["x"] = x.copy_(case.tensors["x"])
+    t = case.tensors
+    assert case.weights is not None
+    shape = moe.experts_shape(t["x"], t["id"], case.weights[1])
+    assert bool(schedule.tiling(shape).programs) == (offset == 0)
+    workspace = torch.full((moe.workspace_bytes(shape),), 0x7F, dtype=torch.uint8, device="cuda")
+    moe.experts(t["x"], t["id"], t["weight"], *case.weights, t["out"], workspace=workspace)
+    case.check()

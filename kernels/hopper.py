@@ -1,0 +1,21 @@
+"""Where the kernels that are written for Hopper alone may run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` is a CUDA GPU of compute capability 9.0: no other has its matrix instructions."""
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
