@@ -44,8 +44,12 @@ _ROUNDING = "rn ftz approx full"
 
 @executes("add sub and or xor neg abs not ex2 lg2 sqrt rcp", _ROUNDING)
 def _simple(step: Step) -> None:
-    name = step.parts[0]
-    if name in _TWO:
+    name, narrow_floats = step.parts[0], step.parts[-1] in ("bf16", "bf16x2", "f16", "f16x2")
+    if name in ("add", "sub") and step.parts[-1] == "bf16x2":
+        step.write(_bf16_pairs(step, _TWO[name]))
+    elif narrow_floats:
+        raise NotImplementedError(f"{name} of {step.parts[-1]}")
+    elif name in _TWO:
         step.write(_TWO[name](step.read(1), step.read(2)))
     else:
         step.write(_ONE[name](step.read(1)))

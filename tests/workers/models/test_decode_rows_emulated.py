@@ -12,8 +12,12 @@ from random_model import V2_LITE_HEADS, decode_step, random_model
 from torch import Tensor
 
 from kernels.head_linear import launch as heads
+from kernels.linear import launch as products
 from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
+from kernels.moe import launch as moe
+from kernels.moe import reference
+from kernels.rms_norm import launch as norms
 from kernels.testing.ptx import Unordered, emulated
 from workers.batch import Batch, LatentCache
 from workers.models import attention
@@ -75,6 +79,37 @@ def check(**how: Any) -> list[str]:
 @pytest.mark.parametrize("seed", range(2))
 def test_attention_is_right_and_in_order(seed: int) -> None:
     assert check(seed=seed) == ["plan_splits"] + 2 * ["rope_absorb", "attend_narrow", "merge_tile"]
+
+
+def routed(**how: Any) -> list[str]:
+    """Norm, router and choice of experts, of two layers in the same memory."""
+    tokens, hidden, experts, chosen, parts = 17, 64, 8, 3, 4
+    torch.manual_seed(3)
+    shapes = ((tokens, hidden), (hidden,), (experts, hidden))
+    layers = [[torch.randn(shape).bfloat16() for shape in shapes] for _ in range(2)]
+    x, residual, normed = (torch.zeros(tokens, hidden, dtype=torch.bfloat16) for _ in range(3))
+    logit_TPX = torch.full((tokens, parts, experts), torch.nan)
+    id_TK, weight_TK = torch.zeros(tokens, chosen, dtype=torch.int64), torch.zeros(tokens, chosen)
+    want_id, want_weight = id_TK.clone(), weight_TK.clone()
+    rule = ("softmax", 1, 1, False, 1.0, 0, None)
+    with emulated(consecutive=True, fences=False, **how) as launches:
+        for x_TE, norm_E, weight_XE in layers:
+            x.copy_(x_TE)
+            want_TE = (residual + x).float()
+            norms.add_rms_norm(x, residual, norm_E, normed, 1e-6, dependent=True)
+            x_groups = normed.unflatten(1, (parts, -1))
+            weight_groups = weight_XE.unflatten(1, (parts, -1)).transpose(0, 1)
+            products.tiled(x_groups, weight_groups, logit_TPX, invariant=False, dependent=True)
+            moe.route(logit_TPX, None, id_TK, weight_TK, *rule, dependent=True)
+            want_TE = (want_TE * want_TE.square().mean(1, keepdim=True).add(1e-6).rsqrt() * norm_E).bfloat16()
+            reference.route(want_TE.float() @ weight_XE.float().T, None, want_id, want_weight, *rule)
+            assert torch.equal(id_TK, want_id)
+            torch.testing.assert_close(weight_TK, want_weight, rtol=1e-2, atol=1e-3)
+    return launches
+
+
+def test_routing_is_right_and_in_order() -> None:
+    assert routed() == 2 * ["norm", "tiled_linear", "route"]
 
 
 @pytest.mark.parametrize(
