@@ -18,7 +18,7 @@ from timed_client import begin, client, until
 
 from workers.config import DEMO_MODEL
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray")]
 
 CODE = "from two_node_program import main; main()"
 
@@ -58,7 +58,6 @@ def node_of(pid: int) -> int:
     raise AssertionError(f"{pid} is no Ray process")
 
 
-@pytest.mark.alone
 def test_each_replica_is_on_a_node_of_its_own(server: Server) -> None:
     fronts = [node_of(pid) for pid in server.pids("ray::ServeReplica:latentserve:engine")]
     ranks = [node_of(pid) for pid in server.pids("ray::WorkerActor")]
@@ -79,7 +78,6 @@ async def settle() -> None:
     await asyncio.sleep(1.5)
 
 
-@pytest.mark.alone
 async def test_a_burst_of_equal_requests_is_split_evenly(server: Server) -> None:
     async with client() as http:
         await settle()
@@ -90,7 +88,6 @@ async def test_a_burst_of_equal_requests_is_split_evenly(server: Server) -> None
     assert len({json.dumps(body["choices"]) for _, body in answers}) == 1
 
 
-@pytest.mark.alone
 async def test_a_long_prompt_sends_the_next_short_ones_to_the_other_replica(server: Server) -> None:
     async with client() as http:
         await settle()
@@ -109,7 +106,6 @@ async def test_a_long_prompt_sends_the_next_short_ones_to_the_other_replica(serv
     assert busy not in others
 
 
-@pytest.mark.alone
 async def test_a_shared_prefix_returns_to_its_pages_unless_they_are_too_busy(server: Server) -> None:
     async with client() as http:
         await settle()
@@ -129,7 +125,6 @@ async def test_a_shared_prefix_returns_to_its_pages_unless_they_are_too_busy(ser
     assert 20 - 3 <= where[home] <= 20 + 10 + 3
 
 
-@pytest.mark.alone
 async def test_a_lost_replica_disturbs_only_its_own_streams(server: Server) -> None:
     """HAProxy is reloaded when replicas come and go: other streams go on, and who is left takes the new requests."""
     async with client() as http:
@@ -145,7 +140,6 @@ async def test_a_lost_replica_disturbs_only_its_own_streams(server: Server) -> N
     assert "front died" in lost.error
 
 
-@pytest.mark.alone
 def test_stopping_leaves_nothing_behind(server: Server) -> None:
     """Last in this module: the application is gone afterwards."""
     pids = server.pids()

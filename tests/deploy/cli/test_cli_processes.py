@@ -44,7 +44,6 @@ def test_the_first_cause_is_said_without_a_traceback():
     assert "not divisible by tensor_parallel = 3" in line
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("number", "moment", "background"),
     [(signal.SIGINT, "loading", False), (signal.SIGTERM, "generating", False), (signal.SIGTERM, "generating", True)],

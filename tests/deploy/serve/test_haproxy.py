@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -167,8 +168,9 @@ def test_haproxy_ends_with_its_parent(proxy: tuple[subprocess.Popen, int]) -> No
         time.sleep(0.02)
 
 
-def test_a_fault_is_told_as_soon_as_it_is_noted(proxy: tuple[subprocess.Popen, int]) -> None:
+def test_a_fault_is_told_as_soon_as_it_is_noted(proxy: tuple[subprocess.Popen, int], serve) -> None:
     """HAProxy runs already: it is reloaded a second or two after a fault, when Serve has noticed."""
+    serve(ROUTER, {"/internal/route": (200, json.dumps({"replica_id": "x"}))})
     for cause in ('rank "1" died', "50% of {x}\n<|ü|> \\ $HOME #1"):
         haproxy.note_fault(cause)
         answers = [ask("/health"), ask("/v1/completions", "POST")]  # a POST goes by the router first
@@ -214,7 +216,8 @@ def test_without_the_router_replicas_share_the_requests(
     while ask("/v1/models").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    answers = [ask("/v1/completions", "POST") for _ in range(5)]
+    with ThreadPoolExecutor(5) as at_once:  # without a router each takes seconds
+        answers = list(at_once.map(lambda _: ask("/v1/completions", "POST"), range(5)))
     assert [answer.text for answer in answers] == ["an answer"] * 5
 
 
