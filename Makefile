@@ -22,14 +22,17 @@ $(READY): pyproject.toml constraints.txt
 serve: $(READY)
 	$(BIN)/latentserve serve --model $(MODEL) --port $(PORT)
 
+# The test files with a mark: pytest would import all of them to find it.
+marked = $(shell grep -rl --include='test_*.py' 'pytest.mark.$(1)\b' tests)
+
 # Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
 	$(BIN)/python -m pytest -m "not alone and not gate" -n 2 --dist loadgroup
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m alone $(call marked,alone)
 
 # Registers, spills, shared memory and instructions of every kernel at the sizes of published models: compilation alone.
 gates: $(READY)
-	$(BIN)/python -m pytest -m gate -n 2
+	$(BIN)/python -m pytest -m gate -n 2 $(call marked,gate)
 
 lint: $(READY)
 	$(BIN)/ruff check .
