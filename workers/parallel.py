@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +20,23 @@ class PeerLost(RuntimeError):
     """A collective failed: another rank is gone, or the link to it."""
 
 
+_GLOO_LOST = re.compile(r"^\[(?!enforce)[^]]*/gloo/transport/|caused pair closure|connectFullMesh failed")
+_NCCL_OURS = re.compile(r"ncclUnhandledCudaError|ncclInvalid(Argument|Usage)")
+
+
 @contextmanager
 def _peers() -> Iterator[None]:
+    """PeerLost for errors of the link to the other ranks. What is wrong with this rank stays what it is: arguments that
+    do not fit, too little memory, or the fault of a kernel, which CUDA tells whoever calls it next."""
     try:
         yield
     except RuntimeError as error:
+        if isinstance(error, dist.DistError):  # NCCL, the rendezvous
+            lost = not _NCCL_OURS.search(str(error))
+        else:  # gloo has no type of its own
+            lost = type(error) is RuntimeError and _GLOO_LOST.search(str(error)) is not None
+        if not lost:
+            raise
         raise PeerLost(f"a collective failed ({error})") from error
 
 
@@ -104,6 +117,7 @@ class TensorParallel:
 
         PeerLost when that fails.
         """
+        symmetric = None
         if size > 1:
             with _peers():  # it fails where a rank that was through first has ended meanwhile
                 dist.init_process_group(
@@ -114,7 +128,7 @@ class TensorParallel:
                     timeout=timedelta(seconds=timeout_s),
                     device_id=device if device.type == "cuda" else None,
                 )
-        symmetric = connect_symmetric(rank, size, device) if size > 1 and device.type == "cuda" else None
+                symmetric = connect_symmetric(rank, size, device) if device.type == "cuda" else None
         return TensorParallel(rank, size, symmetric)
 
     def close(self) -> None:
