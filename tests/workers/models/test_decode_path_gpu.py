@@ -36,7 +36,7 @@ V3: dict[str, Any] = {
 }
 
 
-ATTEMPTS = 4
+ATTEMPTS = 8
 """States on which the comparison is tried: rounding may turn a router's choice over and move a whole token, which
 happens to a token now and then, where a mistake happens in every state."""
 
