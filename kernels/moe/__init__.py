@@ -13,9 +13,11 @@ from torch import Tensor
 
 from kernels.hopper import is_hopper, multiprocessors
 from kernels.moe import launch, reference, schedule
+from kernels.moe.launch import AddNorm
 from kernels.moe.schedule import ExpertsShape
+from kernels.rms_norm import add_rms_norm
 
-__all__ = ["ExpertsShape", "Scoring", "add_experts", "experts", "experts_shape", "route", "workspace_bytes"]
+__all__ = ["AddNorm", "ExpertsShape", "Scoring", "add_experts", "experts", "experts_shape", "route", "workspace_bytes"]
 
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -69,6 +71,7 @@ def experts(
     out_TE: Tensor,
     *,
     shared: int = 0,
+    add_norm: AddNorm | None = None,
     workspace: Tensor | None = None,
     dependent: bool = False,
 ) -> None:
@@ -81,6 +84,8 @@ def experts(
     - `weight_TK`: fp32. The sum over k is taken in fp32, in the order of k, and rounded once.
     - `shared`: the last so many of the X experts are the last of every token's K (see `route`), but for padding. It
       changes nothing but how the work is cut up.
+    - `add_norm`: the sum, rounded as above, is added to a residual instead, and `out_TE` gets the residual's norm: as
+      `kernels.rms_norm.add_rms_norm` of the sum. The residual shares no memory with anything else.
     - `workspace` (GPU): a uint8 tensor of `workspace_bytes` bytes that needs no initialisation; without one the call
       allocates it.
     - `dependent` (GPU): programmatic dependent launch, see `launch`.
@@ -89,9 +94,11 @@ def experts(
     """
     if not x_TE.is_cuda:
         reference.experts_grouped(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE)
+        if add_norm is not None:
+            add_rms_norm(out_TE, add_norm.residual_TE, add_norm.weight_E, out_TE, eps=add_norm.eps)
         return
     shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared)
-    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE), shape, workspace, dependent)
+    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE), shape, workspace, dependent, add_norm)
 
 
 def add_experts(
@@ -114,21 +121,22 @@ def add_experts(
         reference.add_experts(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE)
         return
     shape = experts_shape(x_TE, id_TK, down_XEI, groups=sum_TGE.shape[1])
-    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE), shape, workspace, False)
+    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE), shape, workspace)
 
 
 def _launch(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     shape: ExpertsShape,
     workspace: Tensor | None,
-    dependent: bool,
+    dependent: bool = False,
+    add_norm: AddNorm | None = None,
 ) -> None:
     tiling = schedule.tiling(shape)
     if workspace is None:
         device = tensors[0].device
         workspace = torch.empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8, device=device)
     scratch = schedule.Workspace.over(workspace, shape, tiling)
-    launch.Experts(*tensors, scratch, shape, tiling, dependent).run()
+    launch.Experts(*tensors, scratch, shape, tiling, dependent, add_norm).run()
 
 
 def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, groups: int = 0, shared: int = 0) -> ExpertsShape:

@@ -8,7 +8,7 @@ Memory rules: rows and experts become int64 before they are multiplied; rows pas
 never stored; a program past the tiles of this call ends at once.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 from __future__ import annotations
 
@@ -172,6 +172,39 @@ def down(
 
 
 @triton.jit
+def _exist(ids, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Which of a token's pairs are work."""
+    exist = ()
+    for c in tl.static_range(COLUMNS):
+        id = tl.load(ids + c, cache_modifier=".cg")
+        exist += ((id >= 0) & (id < EXPERTS),)
+    return exist
+
+
+@triton.jit
+def _weighted(sum, result, weight, exist, inside, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, BATCH: tl.constexpr):
+    """`sum` + the results of a token's pairs, STRIDE apart, times their weights: in their order, in fp32.
+
+    BATCH results are on their way at once, with 0 as many as ptxas likes. It would rather save registers: load one or
+    two, add them up, load the next. So the weights to multiply by are read behind a barrier that the loads come
+    before."""
+    step: tl.constexpr = max(BATCH, 1)
+    for begin in tl.static_range(0, COLUMNS, step):
+        values = ()
+        for c in tl.static_range(step):
+            if begin + c < COLUMNS:
+                at = result + (begin + c) * STRIDE
+                values += (tl.load(at, mask=inside & exist[begin + c], other=0.0, cache_modifier=".cg"),)
+        if BATCH > 0:
+            tl.debug_barrier()
+        for c in tl.static_range(step):
+            if begin + c < COLUMNS:
+                factor = tl.load(weight + begin + c, mask=exist[begin + c], other=0.0, cache_modifier=".cg")
+                sum += factor * values[c].to(tl.float32)
+    return sum
+
+
+@triton.jit
 def combine(
     partial,
     ids,
@@ -184,12 +217,14 @@ def combine(
     GROUPS: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    BATCH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """out[token, g] = the sum of its pairs' partial results times their weights, in their order, in fp32; with ADD
     added, in that order, to what stands there. Grid: tokens, blocks of features, groups."""
     token = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = e < FEATURES
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -199,13 +234,53 @@ def combine(
     target = out + token * OUT_STRIDE + group * FEATURES + e
     sum = tl.zeros([BLOCK], tl.float32)
     if ADD:
-        sum = tl.load(target, mask=e < FEATURES, other=0.0, cache_modifier=".cg")
-    for c in tl.static_range(COLUMNS):
-        pair = token * COLUMNS + c
-        id = tl.load(ids + pair, cache_modifier=".cg")
-        exists = (id >= 0) & (id < EXPERTS)
-        factor = tl.load(weight + pair, mask=exists, other=0.0, cache_modifier=".cg")
-        result = partial + (pair * GROUPS + group) * FEATURES + e
-        value = tl.load(result, mask=(e < FEATURES) & exists, other=0.0, cache_modifier=".cg")
-        sum += factor * value.to(tl.float32)
-    tl.store(target, sum.to(out.dtype.element_ty), mask=e < FEATURES)
+        sum = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
+    first = token * COLUMNS
+    exist = _exist(ids + first, COLUMNS, EXPERTS)
+    result = partial + (first * GROUPS + group) * FEATURES + e
+    sum = _weighted(sum, result, weight + first, exist, inside, GROUPS * FEATURES, COLUMNS, BATCH)
+    tl.store(target, sum.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine_norm(
+    partial,
+    ids,
+    weight,
+    residual,
+    norm_weight,
+    out,
+    eps,
+    RESIDUAL_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BATCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """residual[token] += what `combine` makes of the token, rounded to the dtype of `out`; out = its RMS norm. Grid:
+    tokens.
+
+    Residual and ids are read before the wait: they were written before `down`, which lets this kernel start only after
+    its own wait."""
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    inside = e < FEATURES
+    if DEPENDENT:
+        gdc_launch_dependents()
+    first = token * COLUMNS
+    exist = _exist(ids + first, COLUMNS, EXPERTS)
+    at = residual + token * RESIDUAL_STRIDE + e
+    before = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    w = tl.load(norm_weight + e, mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
+    sum = tl.zeros([BLOCK], tl.float32)
+    sum = _weighted(sum, partial + first * FEATURES + e, weight + first, exist, inside, FEATURES, COLUMNS, BATCH)
+    rounded = (sum.to(out.dtype.element_ty).to(tl.float32) + before).to(residual.dtype.element_ty)
+    tl.store(at, rounded, mask=inside)
+    value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / FEATURES + eps)
+    tl.store(out + token * OUT_STRIDE + e, (value * scale * w).to(out.dtype.element_ty), mask=inside)

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.moe import kernel, routing, single, sorting
 from kernels.moe.schedule import SEGMENTS, SPAN, ExpertsShape, Product, Tiling, Workspace
+from kernels.rms_norm import launch as rms_norm
 
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
@@ -76,6 +77,15 @@ def route(
 
 
 @dataclass(frozen=True)
+class AddNorm:
+    """What becomes of a sum x: residual += x, in place and rounded to its dtype, then out = rms_norm(residual)."""
+
+    residual_TE: Tensor
+    weight_E: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """One call of `kernels.moe.experts` or `add_experts`: `run` launches its kernels one after the other."""
 
@@ -91,6 +101,8 @@ class Experts:
     tiling: Tiling
     dependent: bool = False
     """Has no effect on tall tiles: a launch costs nothing beside them, and early starts disturb them."""
+    add_norm: AddNorm | None = None
+    """None: `out_TE` gets the sum itself."""
 
     @property
     def _dependent(self) -> bool:
@@ -103,11 +115,17 @@ class Experts:
         if self.tiling.rows == 0:
             self.gate_up_singly()
             self.down_singly()
+            if self.add_norm is not None:
+                norm = (self.add_norm.residual_TE, self.add_norm.weight_E, self.out_TE, self.add_norm.eps)
+                rms_norm.add_rms_norm(self.out_TE, *norm, dependent=self._dependent)
         else:
             self.sort()
             self.gate_up()
             self.down()
-            self.combine()
+            if self.add_norm is None:
+                self.combine()
+            else:
+                self.combine_norm(self.add_norm)
 
     def sort(self, span: int = SPAN) -> None:
         """Sort the pairs by expert and describe the tiles. `span`: most pairs a program looks at at once."""
@@ -195,10 +213,26 @@ class Experts:
             FEATURES=shape.hidden,
             GROUPS=shape.parts,
             ADD=shape.groups > 0,
-            BLOCK=block,
-            DEPENDENT=self._dependent,
-            num_warps=max(block // 256, 1),
-            **_options(self._dependent),
+            **self._sums(block),
+        )
+
+    def combine_norm(self, norm: AddNorm) -> None:
+        """The weighted sum over every token's pairs, onto the residual, and its norm."""
+        shape = self.shape
+        kernel.combine_norm[(shape.tokens,)](
+            self.scratch.partial_YGE,
+            self.id_TK,
+            self.weight_TK,
+            norm.residual_TE,
+            norm.weight_E,
+            self.out_TE,
+            norm.eps,
+            RESIDUAL_STRIDE=norm.residual_TE.stride(0),
+            OUT_STRIDE=self.out_TE.stride(0),
+            COLUMNS=shape.chosen,
+            EXPERTS=shape.experts,
+            FEATURES=shape.hidden,
+            **self._sums(triton.next_power_of_2(shape.hidden)),
         )
 
     def gate_up_singly(self) -> None:
@@ -262,6 +296,19 @@ class Experts:
             "PRECISION": "ieee" if self.shape.dtype == torch.float32 else "tf32",
             "DEPENDENT": self._dependent,
             "num_warps": product.warps,
+            **_options(self._dependent),
+        }
+
+    def _sums(self, block: int) -> dict[str, Any]:
+        """Of programs that sum up `block` features: as many results at once as 64 registers of a thread hold. Of
+        many tokens it is the many programs on a multiprocessor that keep results on their way."""
+        warps = min(max(block // 256, 1), 16)
+        held = warps * 32 * 256 // (block * self.tiling.partial.itemsize)
+        return {
+            "BLOCK": block,
+            "BATCH": 0 if self.tiling.rows >= 128 else min(max(held, 1), self.shape.chosen),
+            "DEPENDENT": self._dependent,
+            "num_warps": warps,
             **_options(self._dependent),
         }
 

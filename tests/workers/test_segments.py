@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.moe import AddNorm
 from kernels.moe import reference as moe_reference
 from tests.tiny_models import write_tiny
 from tests.workers.recorded import Recording
@@ -119,7 +120,7 @@ def test_the_last_layer_ends_for_the_tokens_that_are_wanted(
 
     def noted(layer: Any, flow: Any, *rest: Any) -> None:
         if layer is last:
-            seen.append(flow.x_TE.shape[0])
+            seen.append(flow.residual_TE.shape[0])
         finish(layer, flow, *rest)
 
     monkeypatch.setattr(type(last), "finish", noted)
@@ -134,9 +135,11 @@ def test_a_small_bucket_may_need_more_memory_than_the_largest(folder: Path, monk
     monkeypatch.setattr(moe_reference, "experts_grouped", moe_reference.experts_gathered)
     experts = Products.experts
 
-    def wasteful(self: Products, x_TE: torch.Tensor, mixture: Experts, out_TE: torch.Tensor, scratch: Scratch) -> None:
+    def wasteful(
+        self: Products, x_TE: torch.Tensor, mixture: Experts, norm: AddNorm, out_TE: torch.Tensor, scratch: Scratch
+    ) -> None:
         scratch.empty(1 << 22 if x_TE.shape[0] == 48 else 0, dtype=torch.uint8)
-        experts(self, x_TE, mixture, out_TE, scratch)
+        experts(self, x_TE, mixture, norm, out_TE, scratch)
 
     monkeypatch.setattr(Products, "experts", wasteful)
     Buckets(engine(folder).runner.parts, 80, RecordedStage)

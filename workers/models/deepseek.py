@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.dependent import launches_dependently
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.moe import AddNorm
+from kernels.rms_norm import rms_norm
 from workers.batch import Batch, LatentCache
 from workers.models.attention import LatentAttention
 from workers.models.config import ModelConfig
@@ -30,7 +31,9 @@ from workers.weights import WeightSource
 
 
 class DecoderLayer:
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each behind a norm and added to the residual stream.
+
+    The first norm is taken where the layer before ends, which its sum and the norm can do in one kernel."""
 
     def __init__(self, source: WeightSource, products: Products, config: ModelConfig, layer: int) -> None:
         prefix, hidden = f"model.layers.{layer}.", config.hidden_size
@@ -41,22 +44,16 @@ class DecoderLayer:
         self.feed_forward = feed_forward(source, products, f"{prefix}mlp.", config, layer)
 
     def project(self, flow: Flow, cache_slot_T: Tensor, cache_PKC: Tensor, scratch: Scratch) -> None:
-        """Token-wise, before attention: adds `flow.x_TE` to the residual; `flow.projected` is what attention reads."""
-        normed_TE = scratch.empty(*flow.x_TE.shape, dtype=flow.x_TE.dtype)
-        self._add_norm(flow, self.attention_norm_E, normed_TE)
-        self.attention.project(normed_TE, flow.rotation_TO, cache_slot_T, cache_PKC, flow.projected, scratch)
+        """Token-wise, before attention: `flow.normed_TE`, of `attention_norm_E`, to what attention reads."""
+        self.attention.project(flow.normed_TE, flow.rotation_TO, cache_slot_T, cache_PKC, flow.projected, scratch)
 
-    def finish(self, flow: Flow, live_R: Tensor | None, scratch: Scratch) -> None:
-        """Token-wise, after attention: adds it to the residual; `flow.x_TE` becomes what the next norm is to add."""
-        x_TE = flow.x_TE
+    def finish(self, flow: Flow, norm_E: Tensor, out_TE: Tensor, live_R: Tensor | None, scratch: Scratch) -> None:
+        """Token-wise, after attention: adds it, then the feed-forward part, to the residual; `out_TE`, which may be
+        `flow.normed_TE`, becomes the residual's norm with weights `norm_E`."""
+        x_TE = scratch.empty(*out_TE.shape, dtype=out_TE.dtype)
         self.attention.output(flow.attended_THV, x_TE, scratch)
-        normed_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
-        self._add_norm(flow, self.feed_forward_norm_E, normed_TE)
-        self.feed_forward(normed_TE, x_TE, scratch, live_R)
-
-    def _add_norm(self, flow: Flow, norm_E: Tensor, out_TE: Tensor) -> None:
-        dependent = self.products.dependent_norm(out_TE)
-        add_rms_norm(flow.x_TE, flow.residual_TE, norm_E, out_TE, eps=self.eps, dependent=dependent)
+        self.products.add_norm(x_TE, AddNorm(flow.residual_TE, self.feed_forward_norm_E, self.eps), x_TE)
+        self.feed_forward(x_TE, AddNorm(flow.residual_TE, norm_E, self.eps), out_TE, scratch, live_R)
 
 
 class DraftLayer:
@@ -226,14 +223,14 @@ class DeepseekModel:
         return out_TE
 
     def _enter(self, tensors: PassTensors, scratch: Scratch) -> None:
-        torch.index_select(self.embedding_YE, 0, tensors.token_T, out=tensors.flow.x_TE)
+        torch.index_select(self.embedding_YE, 0, tensors.token_T, out=tensors.flow.normed_TE)
 
     def _enter_draft(self, tensors: PassTensors, scratch: Scratch) -> None:
         assert self.draft_layer is not None
         assert tensors.source_TE is not None
         embedded_TE = self._hidden(tensors.token_T.shape[0], scratch)
         torch.index_select(self.embedding_YE, 0, tensors.token_T, out=embedded_TE)
-        self.draft_layer.join(embedded_TE, tensors.source_TE, tensors.flow.x_TE, scratch)
+        self.draft_layer.join(embedded_TE, tensors.source_TE, tensors.flow.normed_TE, scratch)
 
     def draft_logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Logits of the draft layer's hidden states, fp32 [N, Y]."""

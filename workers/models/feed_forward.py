@@ -1,6 +1,7 @@
 """The feed-forward part of a layer: a dense SwiGLU network, or routed experts and shared ones.
 
-Every rank holds an equal share of each network's intermediate features, and the output is summed over ranks.
+Every rank holds an equal share of each network's intermediate features, and the output is summed over ranks and added
+to the residual stream, whose norm the next layer reads.
 
 Shape legend: T tokens, E hidden features, I intermediate features of this rank, F = 2 I (gate, then up), X experts,
 K experts a token (both with the shared ones, where those are stored or chosen), R rows.
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from kernels import moe
 from kernels.dependent import launches_dependently
+from kernels.moe import AddNorm
 from kernels.silu_mul import silu_mul
 from workers.models.config import ModelConfig
 from workers.models.products import MOST_DEPENDENT, Experts, Products
@@ -32,14 +34,17 @@ class DenseFeedForward:
         self.down_EI = source.empty(hidden, share)
         source.fill(self.down_EI, f"{prefix}down_proj.weight", shard=1)
 
-    def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> None:
-        """Summed over ranks."""
+    def __call__(
+        self, x_TE: Tensor, norm: AddNorm, out_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None
+    ) -> None:
+        """residual += this network's output, out = rms_norm(residual). `out_TE` shares no memory with `x_TE`."""
         tokens, dtype = x_TE.shape[0], x_TE.dtype
         gate_up_TF = scratch.empty(tokens, self.gate_up_FE.shape[0], dtype=dtype)
         self.products.linear(x_TE, self.gate_up_FE, gate_up_TF)
         act_TI = scratch.empty(tokens, self.down_EI.shape[1], dtype=dtype)
         silu_mul(gate_up_TF, act_TI)
         self.products.summed(act_TI, self.down_EI, out_TE, scratch)
+        self.products.add_norm(out_TE, norm, out_TE)
 
 
 class MixtureOfExperts:
@@ -77,12 +82,14 @@ class MixtureOfExperts:
         source.fill(up_IE, f"{name}up_proj.weight", shard=0, **part)
         source.fill(down_EI, f"{name}down_proj.weight", shard=1, **part)
 
-    def __call__(self, x_TE: Tensor, out_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> None:
-        """Summed over ranks. `live_R` (integers, None: all are live): token t belongs to row t // (T // R), and the
+    def __call__(
+        self, x_TE: Tensor, norm: AddNorm, out_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None
+    ) -> None:
+        """As `DenseFeedForward`. `live_R` (integers, None: all are live): token t belongs to row t // (T // R), and the
         tokens of rows with 0 are padding, for which no expert computes."""
         id_TK, weight_TK = self.route(x_TE, scratch, live_R)
         mixture = Experts(id_TK, weight_TK, self.gate_up_XFE, self.down_XEI, self.routing.shared_experts)
-        self.products.experts(x_TE, mixture, out_TE, scratch)
+        self.products.experts(x_TE, mixture, norm, out_TE, scratch)
 
     def route(self, x_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Expert ids int64 and weights fp32, both [T, K]; the same on every rank. The shared experts come last. Padding

@@ -16,7 +16,9 @@ from kernels import moe
 from kernels.dependent import launches_dependently
 from kernels.head_linear import head_linear
 from kernels.linear import MOST_STREAMED, grouped_linear, linear
+from kernels.moe import AddNorm
 from kernels.ordered_sum import ordered_sum
+from kernels.rms_norm import add_rms_norm
 from workers.parallel import TensorParallel
 from workers.scratch import Scratch
 
@@ -51,12 +53,11 @@ class Products:
     def __init__(self, group: TensorParallel) -> None:
         self.group = group
 
-    def dependent_norm(self, x_TE: Tensor) -> bool:
-        """Whether a norm of what `summed` or `experts` has left is launched dependently.
-
-        Behind many tokens' kernels a launch costs nothing, and behind a collective it is a plain one.
-        """
-        return x_TE.shape[0] <= MOST_DEPENDENT and self.group.size == 1 and launches_dependently(x_TE.device)
+    def add_norm(self, x_TE: Tensor, norm: AddNorm, out_TE: Tensor) -> None:
+        """residual += x, out = rms_norm(residual), of what a sum over ranks has left; `out_TE` may be `x_TE`."""
+        # Behind many tokens' kernels a launch costs nothing, and behind a collective it is a plain one.
+        dependent = x_TE.shape[0] <= MOST_DEPENDENT and self.group.size == 1 and launches_dependently(x_TE.device)
+        add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=dependent)
 
     def linear(self, x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, *, dependent: bool = False) -> None:
         """out = x · weight^T; this rank's rows of the weight give its columns of the output."""
@@ -91,8 +92,8 @@ class Products:
         linear(x_TI, weight_EI, part_TE)
         self.group.all_reduce(part_TE, out_TE)
 
-    def experts(self, x_TE: Tensor, mixture: Experts, out_TE: Tensor, scratch: Scratch) -> None:
-        """out = the weighted sum of a token's experts, summed over ranks."""
+    def experts(self, x_TE: Tensor, mixture: Experts, norm: AddNorm, out_TE: Tensor, scratch: Scratch) -> None:
+        """residual += the weighted sum of a token's experts, summed over ranks; out = rms_norm(residual)."""
         part_TE, workspace = self.group.part(out_TE), None
         if x_TE.is_cuda:
             shape = moe.experts_shape(x_TE, mixture.id_TK, mixture.down_XEI, shared=mixture.shared)
@@ -100,8 +101,20 @@ class Products:
         choice, weights = (mixture.id_TK, mixture.weight_TK), (mixture.gate_up_XFE, mixture.down_XEI)
         # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
         dependent = launches_dependently(x_TE.device)
-        moe.experts(x_TE, *choice, *weights, part_TE, shared=mixture.shared, workspace=workspace, dependent=dependent)
-        self.group.all_reduce(part_TE, out_TE)
+        alone = self.group.size == 1
+        moe.experts(
+            x_TE,
+            *choice,
+            *weights,
+            part_TE,
+            shared=mixture.shared,
+            add_norm=norm if alone else None,
+            workspace=workspace,
+            dependent=dependent,
+        )
+        if not alone:
+            self.group.all_reduce(part_TE, out_TE)
+            self.add_norm(out_TE, norm, out_TE)
 
 
 class InvariantProducts(Products):
@@ -137,7 +150,7 @@ class InvariantProducts(Products):
             grouped_linear(x_TI, weight_EI, part_TGE)
             self._sum(part_TGE, out_TE, scratch)
 
-    def experts(self, x_TE: Tensor, mixture: Experts, out_TE: Tensor, scratch: Scratch) -> None:
+    def experts(self, x_TE: Tensor, mixture: Experts, norm: AddNorm, out_TE: Tensor, scratch: Scratch) -> None:
         """As in `Products`; a group's sum has the token's experts in the order of its choice, the shared ones last."""
         groups = self._groups(mixture.down_XEI.shape[2])
         tokens, hidden = x_TE.shape
@@ -155,6 +168,7 @@ class InvariantProducts(Products):
                 weights = mixture.gate_up_XFE, mixture.down_XEI
                 moe.add_experts(x_TE[part], id_TK, weight_TK, *weights, part_TGE, workspace=workspace)
                 self._sum(part_TGE, out_TE[part], scratch)
+        self.add_norm(out_TE, norm, out_TE)
 
     def _groups(self, features: int) -> int:
         """Groups of this rank, which has `features` of the input features."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.rms_norm import add_rms_norm
+from kernels.moe import AddNorm
 from workers.batch import Batch, LatentCache
 from workers.models.attention import Projected
 from workers.scratch import Scratch
@@ -34,8 +34,8 @@ class Flow:
     """What segments and attention hand on to each other. One for all layers: each part is dead when the next layer
     writes it."""
 
-    x_TE: Tensor
-    """What the next norm is to add to `residual_TE`."""
+    normed_TE: Tensor
+    """The norm of `residual_TE` that the next layer reads."""
     residual_TE: Tensor
     rotation_TO: Tensor | None
     """None in passes of decode rows alone, whose attention rotates."""
@@ -75,7 +75,8 @@ class Segments:
         eps: float,
         cache_layer: int,
     ) -> None:
-        """`enter` turns tokens into `x_TE`; the cache of `layers`[i] is layer `cache_layer` + i."""
+        """`enter` turns tokens into the residual stream, in the place of its norm; the cache of `layers`[i] is layer
+        `cache_layer` + i."""
         self.layers = layers
         self._enter, self._norm_E, self._eps, self._cache_layer = enter, norm_E, eps, cache_layer
         self._rotation_PO = rotation_PO
@@ -92,7 +93,7 @@ class Segments:
         attention, hidden, dtype = self.layers[0].attention, self._norm_E.shape[0], self._norm_E.dtype
         rotation_PO = self._rotation_PO
         return Flow(
-            x_TE=scratch.empty(tokens, hidden, dtype=dtype),
+            normed_TE=scratch.empty(tokens, hidden, dtype=dtype),
             residual_TE=scratch.empty(tokens, hidden, dtype=dtype),
             rotation_TO=None if decode_alone else scratch.empty(tokens, rotation_PO.shape[1], dtype=rotation_PO.dtype),
             projected=attention.projected(tokens, scratch, decode_alone=decode_alone),
@@ -102,19 +103,22 @@ class Segments:
     def run(self, index: int, tensors: PassTensors, cache: LatentCache, scratch: Scratch) -> None:
         """Segment `index`."""
         flow = tensors.flow
+        norm_E, out_TE = self._norm_E, tensors.out_TE
+        if index < len(self.layers):
+            norm_E, out_TE = self.layers[index].attention_norm_E, flow.normed_TE
+        assert out_TE is not None
         with scratch.scope():
             if index:
-                self.layers[index - 1].finish(flow, tensors.live_R, scratch)
+                self.layers[index - 1].finish(flow, norm_E, out_TE, tensors.live_R, scratch)
             else:
                 if flow.rotation_TO is not None:
                     torch.index_select(self._rotation_PO, 0, tensors.position_T, out=flow.rotation_TO)
                 flow.residual_TE.zero_()
                 self._enter(tensors, scratch)
-        with scratch.scope():
-            if index == len(self.layers):
-                assert tensors.out_TE is not None
-                add_rms_norm(flow.x_TE, flow.residual_TE, self._norm_E, tensors.out_TE, eps=self._eps)
-            else:
+                norm = AddNorm(flow.residual_TE, norm_E, self._eps)
+                self.layers[0].products.add_norm(flow.normed_TE, norm, out_TE)
+        if index < len(self.layers):
+            with scratch.scope():
                 self.layers[index].project(flow, tensors.cache_slot_T, self._cache(index, cache), scratch)
 
     def end(self, tensors: PassTensors, token_N: Tensor, out_NE: Tensor, scratch: Scratch) -> None:
@@ -123,14 +127,12 @@ class Segments:
         with scratch.scope():
             flow_N = replace(
                 flow,
-                x_TE=scratch.empty(count, flow.x_TE.shape[1], dtype=flow.x_TE.dtype),
                 residual_TE=scratch.empty(count, flow.residual_TE.shape[1], dtype=flow.residual_TE.dtype),
                 attended_THV=scratch.empty(count, *flow.attended_THV.shape[1:], dtype=flow.attended_THV.dtype),
             )
             torch.index_select(flow.residual_TE, 0, token_N, out=flow_N.residual_TE)
             torch.index_select(flow.attended_THV, 0, token_N, out=flow_N.attended_THV)
-            self.layers[-1].finish(flow_N, None, scratch)
-            add_rms_norm(flow_N.x_TE, flow_N.residual_TE, self._norm_E, out_NE, eps=self._eps)
+            self.layers[-1].finish(flow_N, self._norm_E, out_NE, None, scratch)
 
     def run_pass(
         self,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.moe import launch, schedule
+from kernels.moe.launch import AddNorm
 from kernels.moe.schedule import ExpertsShape, Tiling, Workspace
 
 
@@ -109,15 +110,32 @@ class Experts:
         scratch.act_YI.fill_(torch.nan)
         scratch.partial_YGE.fill_(torch.nan)
 
-    def call(self, tiling: Tiling, workspace: Tensor, dependent: bool = False) -> launch.Experts:
+    def norm(self) -> AddNorm:
+        """Of a residual with rows of its own stride."""
+        random = torch.Generator(self.device).manual_seed(self.seed + 1)
+        wide = torch.randn(self.tokens, self.hidden + 16, generator=random, device=self.device).to(self.dtype)
+        weight = torch.rand(self.hidden, generator=random, device=self.device).to(self.dtype)
+        return AddNorm(wide[:, :-16], weight, 1e-3)
+
+    def check_norm(self, norm: AddNorm, sum: Tensor) -> None:
+        """After a call with `norm`: the residual is what `sum`, rounded as it is, has been added to, bit for bit."""
+        want = (self.norm().residual_TE.float() + sum.float()).to(self.dtype)
+        assert torch.equal(norm.residual_TE, want)
+        normed = F.rms_norm(want.double(), (self.hidden,), norm.weight_E.double(), norm.eps)
+        rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11 * 1.1}[self.dtype]
+        torch.testing.assert_close(self.tensors["out"].double(), normed, atol=1e-6, rtol=rtol)
+
+    def call(
+        self, tiling: Tiling, workspace: Tensor, dependent: bool = False, norm: AddNorm | None = None
+    ) -> launch.Experts:
         assert self.weights is not None
         t, scratch = self.tensors, Workspace.over(workspace, self.shape, tiling)
         tensors = (t["x"], t["id"], t["weight"], *self.weights, t["out"])
-        return launch.Experts(*tensors, scratch, self.shape, tiling, dependent)
+        return launch.Experts(*tensors, scratch, self.shape, tiling, dependent, norm)
 
-    def run(self, tiling: Tiling | None = None, dependent: bool = False) -> Tensor:
+    def run(self, tiling: Tiling | None = None, dependent: bool = False, norm: AddNorm | None = None) -> Tensor:
         tiling = tiling or schedule.tiling(self.shape)
-        self.call(tiling, self.workspace(tiling), dependent).run()
+        self.call(tiling, self.workspace(tiling), dependent, norm).run()
         return self.tensors["out"]
 
     def expected(self) -> Tensor:

@@ -204,3 +204,17 @@ def test_hopper_takes_the_tallest_tiles_of_what_its_kernels_take() -> None:
         replace(many, intermediate=16),
     ):
         assert schedule.tiling(replace(other, hopper=132)) == schedule.tiling(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(64, 32), (80, 48)])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 0), (2, 16), (5, 16), (9, 64)])
+def test_sums_go_onto_the_residual_and_are_normed(
+    tokens: int, rows: int, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """As in a launch for the sum and one for the norm; padding adds nothing."""
+    case = Experts(tokens, 3, 6, *sizes, dtype, shared=1, holes=True, padded=(0,) if tokens > 2 else ())
+    sum, norm = case.run(case.tiling(rows=rows)).clone(), case.norm()
+    case.refill()
+    case.run(case.tiling(rows=rows), norm=norm)
+    case.check_norm(norm, sum)

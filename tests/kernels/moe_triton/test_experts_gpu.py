@@ -71,6 +71,28 @@ def test_replayed_on_other_tokens(tokens: int, dependent: bool) -> None:
     case.check()
 
 
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("tokens", [1, 17, 64, 256, 2000])
+@pytest.mark.parametrize("model", MODELS)
+def test_sums_go_onto_the_residual_and_are_normed(model: str, tokens: int, dependent: bool) -> None:
+    """From a graph, as in a launch for the sum and one for the norm."""
+    if dependent and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("programmatic dependent launch needs compute capability 9.0")
+    case = make(model, tokens, holes=True, padded=(0,) if tokens > 2 else ())
+    sum, norm, begun = case.run().clone(), case.norm(), case.norm().residual_TE
+    tiling = schedule.tiling(case.shape)
+    workspace = case.workspace(tiling)
+    graph = capture(case.call(tiling, workspace, dependent, norm).run)
+
+    def refill() -> None:
+        case.refill()
+        case.poison(workspace, tiling)
+        norm.residual_TE.copy_(begun)
+
+    check_replays(graph, refill, [case.tensors["out"], norm.residual_TE])
+    case.check_norm(norm, sum)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_token_alone_equals_the_token_in_any_batch(model: str, dtype: torch.dtype) -> None:

@@ -30,7 +30,10 @@ def kernels(shape: ExpertsShape) -> list[object]:
     scratch = Workspace.over(buffer, shape, tiling)
     out = torch.empty(shape.tokens, shape.groups, shape.hidden) if shape.groups else torch.empty_like(x)
     with compile_only() as compiled:
-        launch.Experts(x, ids, weight, gate_up, down, out, scratch, shape, tiling, dependent=True).run()
+        call = launch.Experts(x, ids, weight, gate_up, down, out, scratch, shape, tiling, dependent=True)
+        call.run()
+        if tiling.rows and not shape.groups:
+            call.combine_norm(launch.AddNorm(out, torch.empty(shape.hidden, dtype=shape.dtype), 1e-6))
     return compiled
 
 
@@ -78,3 +81,15 @@ def test_one_kernel_sums_the_groups_of_every_number_of_tokens(model: str) -> Non
         found = kernels(shape_of(model, tokens, groups=8))
         products.add(tuple(k.hash for k in found if k.metadata.name in ("gate_up", "down", "combine")))
     assert len(products) == 1
+
+
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_all_results_of_a_token_are_on_their_way_at_once(tokens: int) -> None:
+    """The sums of few tokens wait for memory once."""
+    shape = shape_of("V2-Lite", tokens)
+    sums = {k.metadata.name: machine_code(k) for k in kernels(shape) if k.metadata.name.startswith("combine")}
+    assert len(sums) == 2
+    for code in sums.values():
+        # A thread has 8 features of every pair, in fp32 or in bf16.
+        ahead = code[: code.index("BAR.SYNC")].count("LDG.E.128.STRONG")
+        assert ahead >= shape.chosen * (2 if schedule.tiling(shape).partial == torch.float32 else 1)

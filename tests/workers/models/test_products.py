@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import moe
+from kernels.moe import AddNorm
 from workers.models import products
 from workers.models.products import Experts, Products
 from workers.parallel import TensorParallel
@@ -20,5 +21,6 @@ def test_experts_are_launched_dependently_where_the_device_can(able: bool, monke
     monkeypatch.setattr(moe, "experts", lambda *_, dependent, **__: asked.append(dependent))
     x_TE, id_TK = torch.zeros(2, 16), torch.zeros(2, 1, dtype=torch.int64)
     mixture = Experts(id_TK, torch.ones(2, 1), torch.zeros(1, 32, 16), torch.zeros(1, 16, 16))
-    Products(TensorParallel()).experts(x_TE, mixture, torch.zeros(2, 16), Scratch(x_TE.device))
+    norm = AddNorm(torch.zeros(2, 16), torch.ones(16), 1e-6)
+    Products(TensorParallel()).experts(x_TE, mixture, norm, torch.zeros(2, 16), Scratch(x_TE.device))
     assert asked == [able]

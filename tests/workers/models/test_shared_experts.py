@@ -12,6 +12,7 @@ from paged import CPU
 from random_model import V2_LITE_HEADS
 from torch import Tensor
 
+from kernels.moe import AddNorm
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.products import InvariantProducts, Products
@@ -82,14 +83,18 @@ def wanted(tensors: dict[str, Tensor], x_TE: Tensor) -> Tensor:
 def computed(
     tensors: dict[str, Tensor], x_TE: Tensor, group: TensorParallel, kind: type[Products] = Products, **live: Any
 ) -> tuple[Tensor, Tensors]:
-    """This rank's part of the sum."""
+    """This rank's part of the sum: on an empty residual stream the stream itself, and its norm what is given on."""
     source = Tensors(tensors, group, x_TE.dtype)
     shared = tensors.get("shared_experts.up_proj.weight", torch.empty(0)).shape[0] // WIDTH
     mixture = MixtureOfExperts(source, kind(TensorParallel()), "", config(shared))
     assert mixture.gate_up_XFE.shape == (EXPERTS + shared, 2 * WIDTH // group.size, HIDDEN)
-    out_TE = torch.full_like(x_TE, torch.nan)
-    mixture(x_TE, out_TE, Scratch(CPU), **live)
-    return out_TE, source
+    sum_TE, out_TE = torch.zeros_like(x_TE), torch.full_like(x_TE, torch.nan)
+    norm = AddNorm(sum_TE, torch.linspace(0.5, 2, HIDDEN, dtype=x_TE.dtype), 1e-6)
+    mixture(x_TE, norm, out_TE, Scratch(CPU), **live)
+    torch.testing.assert_close(
+        out_TE, F.rms_norm(sum_TE.float(), (HIDDEN,), norm.weight_E.float(), 1e-6).to(x_TE.dtype)
+    )
+    return sum_TE, source
 
 
 @pytest.mark.parametrize("kind", [Products, InvariantProducts])

@@ -1,0 +1,55 @@
+"""The experts of a few tokens as they were compiled, from the norm before them to the norm behind, run by the PTX
+emulator: their launches are dependent, and follow each other on memory that holds poison."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from experts_case import Experts
+
+from kernels.rms_norm import launch as norms
+from kernels.testing.ptx import Unordered, emulated
+
+
+def check(seed: int = 0, **how: Any) -> list[str]:
+    case = Experts(5, 3, 6, 64, 32, shared=1, holes=True, padded=(2,), seed=seed)
+    with emulated(fences=False):
+        sum = case.run().clone()
+    tiling, norm = case.tiling(), case.norm()
+    assert tiling.rows == 16
+    workspace, begun = case.workspace(tiling), case.norm().residual_TE
+    x, weight, given = (torch.zeros(5, 64).bfloat16() for _ in range(3))
+    with emulated(seed, consecutive=True, fences=False, **how) as launches:
+        for _ in range(2):  # the second finds the first one's lines in L1
+            case.poison(workspace, tiling)
+            norm.residual_TE.zero_()
+            norms.add_rms_norm(x.copy_(begun), norm.residual_TE, weight[0], given, 1e-3, dependent=True)
+            case.call(tiling, workspace, True, norm).run()
+            case.check_norm(norm, sum)
+    return launches
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_experts_and_norm_are_right_and_in_order(seed: int) -> None:
+    assert check(seed) == 2 * ["norm", "place", "gate_up", "down", "combine_norm"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "what", "by"),
+    [
+        ("place|gate_up|down", r"griddepcontrol\.wait", "griddepcontrol.launch_dependents; griddepcontrol.wait"),
+        ("combine_norm", r"griddepcontrol\.wait;", ""),
+        ("combine_norm", r"ld\.global\.cg", "ld.global"),
+    ],
+    ids=["start their successors too early", "does not wait", "reads through L1"],
+)
+def test_planted_faults_are_found(kernel: str, what: str, by: str) -> None:
+    def edit(ptx: str) -> str:
+        if not re.search(rf"\.entry ({kernel})\(", ptx):
+            return ptx
+        assert re.search(what, ptx)
+        return re.sub(what, by, ptx)
+
+    with pytest.raises(Unordered):
+        check(edit=edit)
