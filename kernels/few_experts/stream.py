@@ -248,7 +248,9 @@ def down(
     total = gl.zeros([WARPS, _ROWS, TOKENS], gl.float32, products_layout(WARPS))
     if DEPENDENT:
         wait_for_kernel_before()
-    if RESIDUAL:
+    # With 16 tokens its registers would keep the kernel after from starting beside this one, which costs more.
+    EARLY_RESIDUAL: gl.constexpr = RESIDUAL and TOKENS <= 8
+    if EARLY_RESIDUAL:
         before = residual_before(residual, f, t, inside, RESIDUAL_STRIDE)
     for stage in gl.static_range(STAGES):
         copy_unit_tokens(x_s.index(stage), act, token, ranks[stage // CHUNKS], stage % CHUNKS, I, WIDTH, WARPS)
@@ -276,6 +278,8 @@ def down(
         ranks = ranks[1:] + (later_rank,)
     async_copy.wait_group(0)
     y = gl.sum(share(total, WARPS, TOKENS).load(sums.parent), 0)
+    if RESIDUAL and not EARLY_RESIDUAL:
+        before = residual_before(residual, f, t, inside, RESIDUAL_STRIDE)
     if RESIDUAL:
         add_to_residual(
             y, before, f, t, inside, tokens, program, residual, factor, out, out_square, RESIDUAL_STRIDE, OUT_STRIDE,
