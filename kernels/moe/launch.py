@@ -133,15 +133,16 @@ class Experts:
         span = min(max(triton.next_power_of_2(pairs), 128), span)
         length = triton.cdiv(triton.cdiv(pairs, span), SEGMENTS) * span
         segments = triton.cdiv(pairs, length)
+        several = length < pairs
         sizes: dict[str, Any] = {
             "EXPERTS": self.shape.experts,
             "BINS": max(triton.next_power_of_2(self.shape.experts), 32),
             "SPAN": span,
             "DEPENDENT": self._dependent,
-            "num_warps": max(span // 256, 1),
+            # A program that is alone on its multiprocessor waits for its own instructions: the more warps, the fewer.
+            "num_warps": max(span // (256 if several else 128), 1),
             **_options(self._dependent),
         }
-        several = length < pairs
         if several:
             sorting.count[(segments,)](self.id_TK, scratch.counts, pairs, length, **sizes)
         sorting.place[(self.shape.experts, segments)](

@@ -23,6 +23,14 @@ def _load(ids, at, end, EXPERTS: tl.constexpr):
     return tl.where((id >= 0) & (id < EXPERTS), id, -1).to(tl.int32)
 
 
+@triton.jit
+def _put(id, expert, sorted_out, here, pair):
+    """Write the expert's pairs among `pair` from place `here` on; the place behind them."""
+    mine = (id == expert).to(tl.int32)
+    tl.store(sorted_out + here + tl.cumsum(mine, 0) - 1, pair, mask=mine > 0)
+    return here + tl.sum(mine, 0)
+
+
 @triton.jit(do_not_specialize=_INTS)
 def count(
     ids,
@@ -92,11 +100,12 @@ def place(
     first = tl.sum(tl.where(x < expert, total, 0), 0)
 
     here = first + earlier
-    for at in range(begin, end, SPAN):
-        pair = at + tl.arange(0, SPAN)
-        mine = (_load(ids, pair, end, EXPERTS) == expert).to(tl.int32)
-        tl.store(sorted_out + here + tl.cumsum(mine, 0) - 1, pair, mask=mine > 0)
-        here += tl.sum(mine, 0)
+    if SEGMENTS == 1:
+        _put(id, expert, sorted_out, here, tl.arange(0, SPAN))
+    else:
+        for at in range(begin, end, SPAN):
+            pair = at + tl.arange(0, SPAN)
+            here = _put(_load(ids, pair, end, EXPERTS), expert, sorted_out, here, pair)
 
     if segment == 0:
         tiles = (total + ROWS - 1) // ROWS
