@@ -168,4 +168,4 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (StepParts, "draft", _always("draft loop")),
 )
 """Calls that are a part of a step. What lies in none of them is the rest: the state, the tokens' way to the device,
-embedding, the last norm, gathers."""
+embedding, the first norm, gathers."""

@@ -26,7 +26,7 @@ OPERATIONS = 790e9
 """A millisecond: what large products in bf16 reach there; a multiplication and an addition are two."""
 INPUT, ATTENTION, HEAD = "attention's input side", "attention", "head"
 DENSE, EXPERTS = "output + dense", "output + experts"
-"""Parts of a pass; the last two are attention's last product and the feed-forward part, with the norm between them."""
+"""Parts of a pass; the last two are attention's last product and the feed-forward, each with the norm behind it."""
 V2_LITE: dict[str, Any] = {
     "model_type": "deepseek_v2",
     "vocab_size": 102400,

@@ -225,7 +225,7 @@ def table(rows: list[parts.Row], whole: float, ahead: bool, work: dict[str, Work
             floor = f"{work[name].ms:10.3f}" if name in work else ""
         label = "  " * len(above) + name
         print(f"  {label:44}{row.calls:6}{row.total:9.3f}{row.total / whole:7.1%}{row.each * 1e3:9.1f}{floor}")
-    print(f"  {'rest: state, upload, embedding, last norm':44}{'':6}{rest:9.3f}{rest / whole:7.1%}")
+    print(f"  {'rest: state, upload, embedding, first norm':44}{'':6}{rest:9.3f}{rest / whole:7.1%}")
     note = "" if ahead else "   (the device began before the host had launched everything: gaps may be included)"
     print(f"  {'sum':44}{'':6}{whole:9.3f}{note}")
 
