@@ -27,7 +27,7 @@ marked = $(shell grep -rl --include='test_*.py' 'pytest.mark.$(1)\b' tests)
 
 # Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not alone and not gate" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "not alone and not gate" -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m alone $(call marked,alone)
 
 # Registers, spills, shared memory and instructions of every kernel at the sizes of published models: compilation alone.
