@@ -59,20 +59,8 @@ class DecodeStep:
         parts, layout, scratch = self.parts, self.layout, self._scratch
         rows, width = self.key.rows, self.key.width
         with scratch.scope():
-            fed = self._rows(width)
-            decode_state.feed(
-                parts.state.tensors,
-                self.slot_R,
-                fed.token_RW,
-                fed.position_RW,
-                fed.cache_slot_RW,
-                fed.length_R,
-                fed.page_RP,
-            )
-            token_T = fed.token_RW.flatten()
-            hidden_TE = parts.model.forward(token_T, fed.batch(layout, first=0), parts.cache, scratch)
-            logits_NV = parts.model.logits(hidden_TE, scratch)
-            self._verify(logits_NV, fed)
+            fed = self._feed()
+            hidden_TE, logits_NV = self._target(fed)
             target_RW = self.decided_N[: layout.logits_rows].view(rows, width)
             newest_R = scratch.empty(rows, dtype=torch.int64)
             decode_state.advance(
@@ -93,15 +81,35 @@ class DecodeStep:
                 self._draft(drafted_TE, newest_R, fed)
         return StepOutput(layout, self.decided_N, logits_NV)
 
-    def _rows(self, width: int) -> _Rows:
-        rows, scratch = self.key.rows, self._scratch
-        return _Rows(
+    def _feed(self) -> _Rows:
+        """What the slots' state has the rows feed."""
+        rows, width, scratch = self.key.rows, self.key.width, self._scratch
+        fed = _Rows(
             token_RW=scratch.empty(rows, width, dtype=torch.int64),
             position_RW=scratch.empty(rows, width, dtype=torch.int64),
             cache_slot_RW=scratch.empty(rows, width, dtype=torch.int64),
             length_R=scratch.empty(rows, dtype=torch.int32),
             page_RP=scratch.empty(rows, self.parts.state.pages_per_row, dtype=torch.int32),
         )
+        decode_state.feed(
+            self.parts.state.tensors,
+            self.slot_R,
+            fed.token_RW,
+            fed.position_RW,
+            fed.cache_slot_RW,
+            fed.length_R,
+            fed.page_RP,
+        )
+        return fed
+
+    def _target(self, fed: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's pass, and what it decides: hidden states [T, E] and logits [T, V]."""
+        parts, scratch = self.parts, self._scratch
+        batch = fed.batch(self.layout, first=0)
+        hidden_TE = parts.model.forward(fed.token_RW.flatten(), batch, parts.cache, scratch)
+        logits_NV = parts.model.logits(hidden_TE, scratch)
+        self._verify(logits_NV, fed)
+        return hidden_TE, logits_NV
 
     def _verify(self, logits_NV: torch.Tensor, fed: _Rows) -> None:
         """Target tokens, accepted drafts and faults, decided on rank 0 and given to every rank in one message."""
