@@ -61,7 +61,8 @@ def test_drafts_by_slot() -> None:
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6), flat=st.booleans(), aside=st.sampled_from([16, 64]))
 def test_floors_are_those_of_the_reference(seed: int, flat: bool, aside: int) -> None:
-    """Bit for bit, when few values fit aside and the bracket takes many passes; ties and masked ids among them."""
+    """They keep the same ids, when few values fit aside and the bracket takes many passes; ties and masked ids among
+    them. Where min_p decides, the floor is a logarithm, whose last bit may differ, and no logit."""
     vocab = 900
     case = Case.random(vocab, 5, 1, 0, seed, FILTERED, spread=0.01 if flat else 6.0)
     case.rows.slot_R.copy_(torch.arange(5))
@@ -86,7 +87,9 @@ def test_floors_are_those_of_the_reference(seed: int, flat: bool, aside: int) ->
     top_k, top_p = case.tables.whole_SI[:5, column.TOP_K], case.tables.real_SF[:5, column.TOP_P]
     for row in range(5):
         if 0 < top_k[row] < vocab or top_p[row] < 1:
-            assert memory.floor_N[row] == floor_N[row], row
+            kept_V, want_V = (scaled_NV[row] >= floor for floor in (memory.floor_N[row], floor_N[row]))
+            assert torch.equal(kept_V, want_V), row
+            torch.testing.assert_close(memory.floor_N[row], floor_N[row], rtol=2**-22, atol=0)
 
 
 @settings(max_examples=100, deadline=None)
