@@ -105,6 +105,15 @@ def _socket(kind: int) -> zmq.Socket[bytes]:
     return socket
 
 
+def last_words_have_left(timeout_s: float = 1.0) -> bool:
+    """Wait, before this process ends, for what its closed sockets had still to send: they send on beside it. False when
+    that, or a socket that nobody closed, takes longer than `timeout_s`."""
+    ending = threading.Thread(target=zmq.Context.instance().term, name="last-words", daemon=True)
+    ending.start()
+    ending.join(timeout_s)
+    return not ending.is_alive()
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """msgpack of a message."""
     return _encode(message)

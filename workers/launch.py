@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 
-from workers.channel import Addresses, remove_sockets
+from workers.channel import Addresses, last_words_have_left, remove_sockets
 from workers.client import EngineClient
 from workers.config import EngineConfig
 from workers.engine import EngineFault
@@ -42,8 +42,6 @@ def _start_method() -> SpawnContext | ForkServerContext:
 
 
 def _scheduler_main(config: EngineConfig, addresses: Connection) -> None:
-    import zmq
-
     from workers.scheduler_process import EngineFailed, SchedulerProcess
 
     _end_with_parent()
@@ -55,7 +53,7 @@ def _scheduler_main(config: EngineConfig, addresses: Connection) -> None:
     except EngineFailed:
         raise SystemExit(1) from None  # the front was told the cause
     finally:
-        zmq.Context.instance().term()  # when all has left that was told: closed sockets send on beside the process
+        last_words_have_left()
 
 
 def _worker_main(config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str) -> None:
@@ -65,6 +63,7 @@ def _worker_main(config: EngineConfig, rank: int, addresses: Addresses, rendezvo
     try:
         run_worker(config, rank, addresses, rendezvous, device_index=rank)
     except Exception:
+        last_words_have_left()
         os._exit(1)  # the scheduler was told the cause; an orderly exit can hang on a peer that is gone
 
 

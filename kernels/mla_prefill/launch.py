@@ -31,7 +31,7 @@ class Tiling:
 
 HOPPER: Final = Tiling(128, 128, 9, 2, "hopper")
 """For compute capability 9.0 and bfloat16, 128 + 64 features a key and 128 a value."""
-HOPPER_QUERIES: Final = 128
+HOPPER_QUERIES: Final = 256
 """Fewest queries of the longest row that `hopper` is the faster kernel for (bench/prefill_attention.py)."""
 
 

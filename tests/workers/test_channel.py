@@ -1,10 +1,14 @@
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 from workers.channel import Binding, HeartbeatThread, PeerGone, Receiver, connect_receiver, connect_sender, encode
+from workers.launch import free_port
 from workers.messages import (
     Cancel,
     FromWorker,
@@ -49,6 +53,35 @@ def test_messages_reach_every_end(host: str | None) -> None:
         binding.close()
     if host is None:
         assert not Path(addresses.requests.removeprefix("ipc://")).parent.exists()
+
+
+LAST_WORDS = """
+import os, sys
+from workers.channel import connect_sender, last_words_have_left
+from workers.messages import Cancel
+sender = connect_sender(sys.argv[1])
+sender.send(Cancel("a"))
+sender.close(linger_ms=20_000)
+print("sent", flush=True)
+assert last_words_have_left(20.0)
+os._exit(1)
+"""
+
+
+def test_a_process_that_ends_at_once_has_been_heard() -> None:
+    """Its message leaves only when somebody binds the address, after it has said so."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with subprocess.Popen([sys.executable, "-c", LAST_WORDS, address], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "sent\n"
+        socket = zmq.Context.instance().socket(zmq.PULL)
+        socket.bind(address)
+        receiver = Receiver(socket, ToScheduler)
+        try:
+            assert receiver.receive(10_000) == Cancel("a")
+        finally:
+            receiver.close()
+        assert process.wait(10) == 1
 
 
 def test_order_is_kept_and_nothing_is_dropped() -> None:
