@@ -16,7 +16,7 @@ from served_application import Server, wait_gone
 
 from workers.config import DEMO_MODEL
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.cluster
 
 CODE = """
 import sys

@@ -18,7 +18,7 @@ from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.launch import local_engine
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("openai client")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = "def read_lines(path):"
 CHAT = [{"role": "user", "content": "Write a function is_empty. Return True if the queue is empty."}]

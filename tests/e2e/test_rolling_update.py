@@ -8,7 +8,7 @@ import pytest
 from served_application import Server, wait_gone
 from timed_client import begin, client, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.cluster
 
 CODE = "from updated_program import main; main()"
 CONFIG = {

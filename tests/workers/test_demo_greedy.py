@@ -15,8 +15,6 @@ from tests.workers.harness import InlineEngine
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.plan import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("demo greedy")  # they share what they compare with
-
 PROMPTS = 104
 
 

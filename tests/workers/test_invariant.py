@@ -17,8 +17,6 @@ from tests.workers.harness import InlineEngine
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.plan import SamplingParams, TopLogprobs
 
-pytestmark = pytest.mark.xdist_group("invariant")  # they share what they compare with
-
 KINDS = ["v3-yarn", "v2-no-q-lora", "demo"]
 Outcome = tuple[list[int], list[TopLogprobs]]
 
