@@ -61,6 +61,7 @@ class EngineReplica:
         self.guardian: Guardian | None = None
         self._reporter: asyncio.Task[None] | None = None
         self._serving = False
+        self._forgetting: asyncio.TimerHandle | None = None
         self.processes = self.processes_class(config, group, labels)
         try:
             self.client = await self._bring_up()
@@ -75,7 +76,7 @@ class EngineReplica:
         self.guardian = Guardian(last_words, self.processes.folder, fault_note(FRONT_DIED))
         self._serving = True
         # Until proxies know this replica, the end of the one before it is still what there is to say.
-        asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
+        self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
         self.board.say("serving")
         seats = [f"{seat.ip} device {seat.device}" for seat in self.processes.seats]
         logger.info("serving", extra={FIELDS: {"ranks": seats}})
@@ -109,6 +110,8 @@ class EngineReplica:
             return  # the constructor raises it
         logger.error("engine failed", extra={FIELDS: {"cause": cause}})
         self.board.fail(cause)
+        if self._forgetting is not None:  # the last replica's fault: this one's has just taken its place
+            self._forgetting.cancel()
         note_fault(cause)
         self.processes.kill()
         asyncio.get_running_loop().call_later(self.config.health.flush_s, os._exit, 1)
