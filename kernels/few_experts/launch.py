@@ -13,10 +13,10 @@ import triton
 from torch import Tensor
 
 from kernels.few_experts import kernel, stream
+from kernels.hopper import multiprocessors
 from kernels.linear.launch import (
     RESIDENT_BYTES,
     Streaming,
-    multiprocessors,
     options,
     pieces,
     ring_of,

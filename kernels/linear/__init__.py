@@ -17,8 +17,6 @@ from kernels.pending_norm.pieces import PendingNorm
 __all__ = [
     "MOST_STREAMED",
     "ROWS",
-    "best_linear",
-    "best_token",
     "gated_linear",
     "grouped_linear",
     "linear",
@@ -118,28 +116,6 @@ def gated_linear(x: PendingNorm, weight_FE: Tensor, out_TI: Tensor, *, dependent
         launch.stream_gate_up(x, weight_FE, out_TI, dependent=dependent)
     else:
         reference.gated_linear(x, weight_FE, out_TI)
-
-
-def best_linear(
-    x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, value_TP: Tensor, index_TP: Tensor, *, dependent: bool = False
-) -> None:
-    """As `linear`; also the largest output (fp32) of every 16 columns, and its column (int32), the lowest at ties."""
-    _check_few(x_TE, weight_FE)
-    if x_TE.is_cuda:
-        launch.stream_linear(x_TE, weight_FE, out_TF, best=(value_TP, index_TP), dependent=dependent)
-    else:
-        reference.best_linear(x_TE, weight_FE, out_TF, value_TP, index_TP)
-
-
-def best_token(value_TP: Tensor, index_TP: Tensor, out_T: Tensor, *, dependent: bool = False) -> None:
-    """The column (int64) of every token's largest output, the lowest at ties, from what `best_linear` leaves.
-
-    A row of NaN gives 2147483647, which is no column.
-    """
-    if value_TP.is_cuda:
-        launch.best_token(value_TP, index_TP, out_T, dependent=dependent)
-    else:
-        reference.best_token(value_TP, index_TP, out_T)
 
 
 def _check_few(x_TE: Tensor, weight_FE: Tensor) -> None:

@@ -60,24 +60,3 @@ def tiled_linear(
         y = tl.dot(a, b, y, input_precision=PRECISION)
     to = out + t[:, None] * OUT_TOKEN + head * OUT_HEAD + f[None, :]
     tl.store(to, y.to(out.dtype.element_ty), mask=live & kept)
-
-
-@triton.jit
-def best_token(value, index, out, PIECES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """The index of a token's largest value, the lowest at ties. One program a token."""
-    token = tl.program_id(0).to(tl.int64)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    p = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    at = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
-    for p0 in range(0, PIECES, BLOCK):
-        inside = p0 + p < PIECES
-        v = tl.load(value + token * PIECES + p0 + p, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        i = tl.load(index + token * PIECES + p0 + p, mask=inside, other=0x7FFFFFFF, cache_modifier=".cg")
-        better = (v > best) | ((v == best) & (i < at))
-        best = tl.where(better, v, best)
-        at = tl.where(better, i, at)
-    top = tl.max(best, 0)
-    tl.store(out + token, tl.min(tl.where(best == top, at, 0x7FFFFFFF), 0).to(tl.int64))

@@ -7,13 +7,13 @@ every kernel before waits for its own predecessor, as all kernels here do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from kernels.hopper import multiprocessors
 from kernels.linear import kernel, ring, stream
 from kernels.pending_norm.pieces import PendingNorm
 
@@ -93,7 +93,6 @@ def stream_linear(
     residual_TF: Tensor | None = None,
     norm: Tensor | None = None,
     next: PendingNorm | None = None,
-    best: tuple[Tensor, Tensor] | None = None,
     dependent: bool = False,
 ) -> None:
     """One product with few tokens; which of the options go together `kernels.linear` says."""
@@ -101,20 +100,15 @@ def stream_linear(
     rows = weight_FE.shape[0]
     cut = Streaming.of(features)
     if pending is None and residual_TF is None and next is None and _many_rows(rows, cut, x_TE):
-        _ring_linear(x_TE, weight_FE, out_TF, cut, best, dependent)
+        _ring_linear(x_TE, weight_FE, out_TF, cut, dependent)
         return
     epilogue, norm_features, out_pieces = stream.STORE, 0, 1
     if residual_TF is not None:
         epilogue, norm_features = stream.RESIDUAL, rows
-    elif best is not None:
-        epilogue = stream.BEST
     elif next is not None:
         epilogue, norm_features = stream.NORMED, next.x_TE.shape[1]
-    square, index = out_TF, out_TF
-    if best is not None:
-        square, index = best
-        out_pieces = square.stride(0)
-    elif next is not None:
+    square = out_TF
+    if next is not None:
         square = next.square_TP
         out_pieces = square.shape[1]
     stream.stream_linear[(triton.cdiv(rows, stream.ROWS), 1)](
@@ -125,7 +119,6 @@ def stream_linear(
         out_TF if residual_TF is None else residual_TF,
         weight_FE if norm is None else norm,
         square,
-        index,
         tokens,
         0.0 if pending is None else pending.eps,
         F=rows,
@@ -157,25 +150,19 @@ def _ring_linear(
     weight_FE: Tensor,
     out_TF: Tensor,
     cut: Streaming,
-    best: tuple[Tensor, Tensor] | None,
     dependent: bool,
 ) -> None:
     rows, features = weight_FE.shape
-    value, index = (out_TF, out_TF) if best is None else best
     ring.ring_linear[(min(triton.cdiv(rows, stream.ROWS), multiprocessors(x_TE.device)),)](
         x_TE,
         weight_FE,
         out_TF,
-        value,
-        index,
         x_TE.shape[0],
         F=rows,
         K=features,
         X_STRIDE=x_TE.stride(0),
         W_STRIDE=weight_FE.stride(0),
         OUT_STRIDE=out_TF.stride(0),
-        BEST=best is not None,
-        PIECES=1 if best is None else value.stride(0),
         **ring_of(cut, x_TE.shape[0], 6 if x_TE.shape[0] <= 8 else 5, dependent),
     )
 
@@ -185,7 +172,7 @@ def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependen
     tokens, heads, features = x_THN.shape
     rows = weight_HFN.shape[1]
     stream.stream_linear[(triton.cdiv(rows, stream.ROWS), heads)](
-        *(x_THN, x_THN, weight_HFN, out_THF, out_THF, weight_HFN, out_THF, out_THF),
+        *(x_THN, x_THN, weight_HFN, out_THF, out_THF, weight_HFN, out_THF),
         tokens,
         0.0,
         F=rows,
@@ -250,12 +237,6 @@ def ring_of(cut: Streaming, tokens: int, stages: int, dependent: bool) -> dict[s
     return {**constants, "STAGES": stages}
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; for tensors that are on none (kernels are only compiled then) an H200's."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def tiled(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, invariant: bool, dependent: bool = False) -> None:
     """One product a head, of any number of tokens. `invariant`: the same tile whatever their number."""
     tokens, heads, features = x_THN.shape
@@ -290,21 +271,6 @@ def tiled(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, invariant: bool
         PRECISION="ieee" if wide else "tf32",
         DEPENDENT=dependent,
         num_warps=warps,
-        **options(dependent),
-    )
-
-
-def best_token(value_TP: Tensor, index_TP: Tensor, out_T: Tensor, *, dependent: bool = False) -> None:
-    """See `kernels.linear.best_token`."""
-    tokens, count = value_TP.shape
-    kernel.best_token[(tokens,)](
-        value_TP,
-        index_TP,
-        out_T,
-        PIECES=count,
-        BLOCK=min(2048, triton.next_power_of_2(count)),
-        DEPENDENT=dependent,
-        num_warps=8,
         **options(dependent),
     )
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.linear.stream import ROWS
 from kernels.pending_norm import reference as pending_norm
 from kernels.pending_norm.pieces import PendingNorm
 
@@ -65,20 +64,3 @@ def gated_linear(x: PendingNorm, weight_FE: Tensor, out_TI: Tensor) -> None:
     """See `kernels.linear.gated_linear`."""
     gate_TI, up_TI = (pending_norm.normed(x) @ weight_FE.float().t()).chunk(2, dim=-1)
     out_TI.copy_(F.silu(gate_TI) * up_TI)
-
-
-def best_linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, value_TP: Tensor, index_TP: Tensor) -> None:
-    """See `kernels.linear.best_linear`."""
-    y_TF = x_TE.float() @ weight_FE.float().t()
-    out_TF.copy_(y_TF)
-    missing = -y_TF.shape[1] % ROWS
-    piece_TPR = F.pad(y_TF, (0, missing), value=-torch.inf).view(*value_TP.shape, ROWS)
-    value_TP.copy_(piece_TPR.amax(-1))
-    first_TP = (piece_TPR == value_TP.unsqueeze(-1)).to(torch.int8).argmax(-1)
-    index_TP.copy_(first_TP + ROWS * torch.arange(piece_TPR.shape[1]))
-
-
-def best_token(value_TP: Tensor, index_TP: Tensor, out_T: Tensor) -> None:
-    """See `kernels.linear.best_token`."""
-    best_TP = value_TP == value_TP.amax(1, keepdim=True)
-    out_T.copy_(torch.where(best_TP, index_TP, 2**31 - 1).amin(1))

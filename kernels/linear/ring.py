@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kernels.linear.stream import (
     ROWS,
-    best_of,
     copy_token_tile,
     let_kernel_after_start,
     products_layout,
@@ -57,12 +56,12 @@ def copy_rows(
 
 @gluon.jit(do_not_specialize=["tokens"])
 def ring_linear(
-    x, weight, out, out_best, out_index, tokens,
+    x, weight, out, tokens,
     F: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, W_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
-    BEST: gl.constexpr, PIECES: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    TOKENS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """y = x · weight^T for up to TOKENS tokens, `BEST` as in `stream_linear`. A program takes every grid-th block."""
+    """y = x · weight^T for up to TOKENS tokens. A program takes every grid-th block."""
     CHUNKS: gl.constexpr = (K + WARPS * WIDTH - 1) // (WARPS * WIDTH)
     BLOCKS: gl.constexpr = (F + _ROWS - 1) // _ROWS
     HELD: gl.constexpr = CHUNKS * TOKENS <= 64
@@ -110,6 +109,4 @@ def ring_linear(
         f = block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
         inside = (f < F)[:, None] & (t < tokens)[None, :]
         gl.store(out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None], y.to(out.dtype.element_ty), mask=inside)
-        if BEST:
-            best_of(y, f, t, tokens, block, out_best, out_index, F, PIECES)
     async_copy.wait_group(0)

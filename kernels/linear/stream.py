@@ -28,13 +28,9 @@ RESIDUAL = 1
 """residual += y; out = residual * norm; the sum of squares of each program's columns of the residual."""
 NORMED = 2
 """As STORE; the first `NORM_FEATURES` columns are multiplied by a norm's weight, with their sums of squares."""
-BEST = 3
-"""As STORE, and the largest value of each program's columns with its index, the lowest at ties."""
 
 _RESIDUAL = gl.constexpr(RESIDUAL)
 _NORMED = gl.constexpr(NORMED)
-_BEST = gl.constexpr(BEST)
-_NO_INDEX = gl.constexpr(2**31 - 1)
 
 
 @gluon.jit
@@ -228,19 +224,9 @@ def add_to_residual(
     gl.store(out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None], y.to(out.dtype.element_ty), mask=inside)
 
 
-@gluon.jit
-def best_of(y, f, t, tokens, block, out_best, out_index, F: gl.constexpr, PIECES: gl.constexpr):
-    """Each token's largest of the rows `f`, and which it is, the lowest at ties."""
-    y = gl.where((f < F)[:, None], y, float("-inf"))
-    best = gl.max(y, 0)
-    index = gl.min(gl.where((y == best[None, :]) & (f < F)[:, None], f[:, None], _NO_INDEX), 0)
-    gl.store(out_best + t * PIECES + block, best, mask=t < tokens)
-    gl.store(out_index + t * PIECES + block, index, mask=t < tokens)
-
-
 @gluon.jit(do_not_specialize=["tokens", "eps"])
 def stream_linear(
-    x, square, weight, out, residual, norm, out_square, out_index, tokens, eps,
+    x, square, weight, out, residual, norm, out_square, tokens, eps,
     F: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, X_HEAD: gl.constexpr, W_STRIDE: gl.constexpr,
     W_HEAD: gl.constexpr, OUT_STRIDE: gl.constexpr, OUT_HEAD: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr,
     SCALED: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -295,8 +281,6 @@ def stream_linear(
             y = y * factor[:, None]
         to = out + head * OUT_HEAD + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None]
         gl.store(to, y.to(out.dtype.element_ty), mask=inside)
-        if EPILOGUE == _BEST:
-            best_of(y, f, t, tokens, program, out_square, out_index, F, OUT_PIECES)
 
 
 @gluon.jit(do_not_specialize=["tokens", "eps"])

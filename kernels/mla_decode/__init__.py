@@ -7,12 +7,11 @@ P pages (of the cache, or of a row's page table).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.hopper import is_hopper, multiprocessors
 from kernels.mla_decode import launch, reference
 from kernels.mla_decode.schedule import INVARIANT_UNIT, DecodeShape, Workspace, hopper_tiling, portable_tiling
 
@@ -35,17 +34,12 @@ def plan_decode(
     """
     if not length_R.is_cuda:
         return None
-    device = _properties(length_R.device.index)
-    choose = hopper_tiling if (device.major, device.minor) == (9, 0) and dtype == torch.bfloat16 else portable_tiling
-    tiling = choose(shape, device.multi_processor_count)
+    device = length_R.device
+    choose = hopper_tiling if is_hopper(device) and dtype == torch.bfloat16 else portable_tiling
+    tiling = choose(shape, multiprocessors(device))
     workspace = Workspace.over(empty(Workspace.bytes(shape, tiling, dtype)), shape, tiling, dtype)
     launch.plan(length_R, page_RP, workspace, first=first)
     return workspace
-
-
-@cache
-def _properties(device: int) -> Any:
-    return torch.cuda.get_device_properties(device)
 
 
 def mla_decode(

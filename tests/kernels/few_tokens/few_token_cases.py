@@ -159,24 +159,6 @@ def check_gated(place: Place, tokens: int, intermediate: int, features: int) -> 
     close(out, F.silu(gate) * up)
 
 
-def check_best(place: Place, tokens: int, rows: int, features: int) -> None:
-    """The largest output and its column, the lowest at ties."""
-    torch.manual_seed(tokens)
-    x, weight = place.normal(tokens, features), place.normal(rows, features)
-    weight[rows // 2 :] = weight[: rows - rows // 2].clone()  # every value twice
-    pieces = -(-rows // 16)
-    out, value = place.poison(tokens, rows, dtype=torch.float32), place.poison(tokens, pieces, dtype=torch.float32)
-    index = place.empty(tokens, pieces, dtype=torch.int32)
-    launch.stream_linear(x, weight, out, best=(value, index), dependent=place.dependent)
-    close(out, x.double() @ weight.double().T, 1e-5)
-    best = place.empty(tokens, dtype=torch.int64)
-    launch.best_token(value, index, best, dependent=place.dependent)
-    top = out.amax(1, keepdim=True)
-    first = torch.where(out == top, torch.arange(rows, device=place.device), rows).amin(1)
-    assert torch.equal(best, first)
-    assert (best < rows - rows // 2).all()
-
-
 def check_enter(place: Place, tokens: int, features: int) -> None:
     """Rows into the residual stream, gathered or added."""
     torch.manual_seed(tokens)

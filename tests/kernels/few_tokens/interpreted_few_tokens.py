@@ -54,11 +54,6 @@ def test_gated(tokens: int) -> None:
     cases.check_gated(CPU, tokens, 27, 192)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_best(tokens: int) -> None:
-    cases.check_best(CPU, tokens, 50, 64)
-
-
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("features", [48, 64, 112])
 def test_enter(tokens: int, features: int) -> None:

@@ -191,11 +191,8 @@ def test_ends(name: str, tokens: int) -> None:
     residual, ids = empty(tokens, m.hidden, dtype=FP32), torch.zeros(tokens, dtype=torch.int64)
     gate(lambda: launch_enter(empty(m.vocab, m.hidden), ids, residual, empty(m.hidden), x, dependent=True))
     gate(lambda: launch_enter(empty(tokens, m.hidden), None, residual, empty(m.hidden), x, add=True, dependent=True))
-    pieces = -(-m.vocab // 16)
-    value, index = empty(tokens, pieces, dtype=FP32), empty(tokens, pieces, dtype=torch.int32)
     logits, head = empty(tokens, m.vocab, dtype=FP32), empty(m.vocab, m.hidden)
-    gate(lambda: launch.stream_linear(x.x_TE, head, logits, best=(value, index), dependent=True))
-    gate(lambda: launch.best_token(value, index, ids, dependent=True))
+    gate(lambda: launch.stream_linear(x.x_TE, head, logits, dependent=True))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
