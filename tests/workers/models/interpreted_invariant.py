@@ -6,7 +6,6 @@ from kernels.testing import interpreter
 interpreter.repair()
 
 from pathlib import Path  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -33,7 +32,7 @@ SIZES = {
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel takes tensors on a CPU for tensors on a small GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    monkeypatch.setattr(mla_decode, "_properties", lambda _: SimpleNamespace(major=8, minor=0, multi_processor_count=3))
+    monkeypatch.setattr(mla_decode, "multiprocessors", lambda _: 3)
 
 
 def load(folder: Path, dtype: torch.dtype, invariant: bool = True) -> DeepseekModel:
