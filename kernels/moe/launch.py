@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.moe import kernel, routing, single, sorting
-from kernels.moe.schedule import SEGMENTS, SPAN, ExpertsShape, Product, Tiling, Workspace
+from kernels.moe.schedule import FEW, SEGMENTS, SPAN, ExpertsShape, Product, Tiling, Workspace
 from kernels.rms_norm import launch as rms_norm
 
 MOST_EXPERTS = 512
@@ -127,9 +127,30 @@ class Experts:
             else:
                 self.combine_norm(self.add_norm)
 
-    def sort(self, span: int = SPAN) -> None:
-        """Sort the pairs by expert and describe the tiles. `span`: most pairs a program looks at at once."""
+    def sort(self, span: int = SPAN, few: int = FEW) -> None:
+        """Sort the pairs by expert and describe the tiles. `few`: most choices, times words of a bit an expert,
+        for the kernel for few tokens; `span`: most pairs a program of the others looks at at once."""
         pairs, scratch = self.shape.pairs, self.scratch
+        tokens, columns = max(triton.next_power_of_2(self.shape.tokens), 16), triton.next_power_of_2(self.shape.chosen)
+        words = triton.next_power_of_2(triton.cdiv(self.shape.experts - self.shape.shared, 32))
+        if tokens * columns * words <= few:
+            sorting.sort_few[(self.shape.experts, 2)](
+                self.id_TK,
+                scratch.sorted_Y,
+                scratch.table,
+                self.shape.tokens,
+                EXPERTS=self.shape.experts,
+                SHARED=self.shape.shared,
+                COLUMNS=self.shape.chosen,
+                COLUMN_BLOCK=columns,
+                WORDS=words,
+                TOKENS=tokens,
+                ROWS=self.tiling.rows,
+                DEPENDENT=self._dependent,
+                num_warps=min(max(tokens * columns // 128, 1), 4) if tokens * columns <= 2048 else 8,
+                **_options(self._dependent),
+            )
+            return
         span = min(max(triton.next_power_of_2(pairs), 128), span)
         length = triton.cdiv(triton.cdiv(pairs, span), SEGMENTS) * span
         segments = triton.cdiv(pairs, length)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 MOST_EXPERTS = 1024
 MOST_CHOSEN = 32
+FEW = 8192
+"""Most choices, times words of a bit an expert, that are sorted by programs which look at all of them."""
 SPAN = 2048
 """Pairs a sorting program looks at at once."""
 SEGMENTS = 16

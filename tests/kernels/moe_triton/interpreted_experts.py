@@ -88,12 +88,13 @@ def test_weights_through_the_copy_engine() -> None:
     check(case, boxed)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    tokens=st.integers(1, 60),
+    tokens=st.one_of(st.integers(1, 60), st.sampled_from([127, 129, 256, 300])),
     chosen=st.integers(1, 8),
-    experts=st.sampled_from([8, 9, 13]),
+    experts=st.sampled_from([8, 9, 13, 31, 32, 64, 65, 100]),
     rows=st.sampled_from([16, 32, 64, 128]),
+    few=st.sampled_from([0, schedule.FEW]),
     span=st.sampled_from([32, 128, 2048]),
     holes=st.booleans(),
     skewed=st.booleans(),
@@ -101,14 +102,23 @@ def test_weights_through_the_copy_engine() -> None:
     seed=st.integers(0, 10**6),
 )
 def test_sorting(
-    tokens: int, chosen: int, experts: int, rows: int, span: int, holes: bool, skewed: bool, shared: int, seed: int
+    tokens: int,
+    chosen: int,
+    experts: int,
+    rows: int,
+    few: int,
+    span: int,
+    holes: bool,
+    skewed: bool,
+    shared: int,
+    seed: int,
 ) -> None:
     skewed, shape = skewed and chosen + 1 < experts, (chosen + shared, experts + shared, 16, 16)
     case = Experts(tokens, *shape, shared=shared, holes=holes, skewed=skewed, seed=seed)
     experts = case.experts
     tiling = case.tiling(rows=rows)
     call = case.call(tiling, case.workspace(tiling))
-    call.sort(span)
+    call.sort(span, few)
     scratch = call.scratch
     id = case.tensors["id"].flatten()
     want = [[pair for pair in range(len(id)) if id[pair] == expert] for expert in range(experts)]

@@ -32,13 +32,13 @@ def check(seed: int = 0, **how: Any) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_experts_and_norm_are_right_and_in_order(seed: int) -> None:
-    assert check(seed) == 2 * ["norm", "place", "gate_up", "down", "combine_norm"]
+    assert check(seed) == 2 * ["norm", "sort_few", "gate_up", "down", "combine_norm"]
 
 
 @pytest.mark.parametrize(
     ("kernel", "what", "by"),
     [
-        ("place|gate_up|down", r"griddepcontrol\.wait", "griddepcontrol.launch_dependents; griddepcontrol.wait"),
+        ("gate_up|down", r"griddepcontrol\.wait", "griddepcontrol.launch_dependents; griddepcontrol.wait"),
         ("combine_norm", r"griddepcontrol\.wait;", ""),
         ("combine_norm", r"ld\.global\.cg", "ld.global"),
     ],
