@@ -156,7 +156,7 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (attention, "rope_absorb", _always("absorbing")),
     (Products, "head_linear", _always("absorbing")),
     (DecoderLayer, "finish", _finished),
-    (LatentAttention, "output", _always("attention's output")),
+    (LatentAttention, "output", _always("attention's output, with the norm behind it")),
     (MixtureOfExperts, "route", _always("routing")),
     (Products, "experts", _always("experts, routed and shared")),
     (DeepseekModel, "logits", _always(HEAD)),

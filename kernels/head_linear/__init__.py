@@ -1,7 +1,7 @@
 """Products with one weight matrix a head: W_UK into the query, W_UV out of the attended latent.
 
 Shape legend: T tokens, H heads, N input features, L output features; O rope features, D = N + O, C = L + O, V value
-features, P pages, K = 64 entries a page, R rows, W width.
+features, S parts, P pages, K = 64 entries a page, R rows, W width.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def rope_absorb(
     out[..., :L] = q[..., :N] · weight; out[..., L:] = q[..., N:] rotated. Cache entry of every token: its latent
     `kv_TC`[:, :L] normed with `norm_L`, then its key `kv_TC`[:, L:] rotated. The pairs are features (2i, 2i + 1).
 
+    - `q_THD` and `kv_TC` may both be parts in fp32, [T, S, H, D] and [T, S, C], as `kernels.linear.part_linear` leaves
+      them: they are added in their order, and the sum is rounded to the dtype of the output.
     - `rotation_PO`: fp32, of every position, (cos, sin) of the i-th angle at (2i, 2i + 1).
     - `cache_slot_T`: int64 index into the flattened cache [pages * 64]; padding points into the null page. A slot
       outside the cache is the caller's error and never written (on a CPU it raises).

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.mla_decode.schedule import ROW_FIELDS, WORKER_FIELDS
+from kernels.parts import sum_of_parts
 
 _WORKER = tl.constexpr(WORKER_FIELDS)
 _ROW = tl.constexpr(ROW_FIELDS)
@@ -24,6 +25,16 @@ def _rotate(x, turn, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _projected(at, mask, dtype: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
+    """What a product has left: its result or, with PARTS, as many parts of it."""
+    if PARTS:
+        value = sum_of_parts(at, mask, PART, PARTS).to(dtype)
+    else:
+        value = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+    return value
+
+
+@triton.jit
 def _write_entry(
     source,
     norm,
@@ -35,6 +46,8 @@ def _write_entry(
     LATENT_BLOCK: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """A token's cache entry: the normed latent, then the rotated key."""
     c = tl.arange(0, LATENT_BLOCK)
@@ -42,8 +55,8 @@ def _write_entry(
     o = tl.arange(0, ROPE_BLOCK)
     roped = o < ROPE
     w = tl.load(norm + c, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(source + c, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    key = tl.load(source + LATENT + o, mask=roped, other=0.0, cache_modifier=".cg").to(tl.float32)
+    value = _projected(source + c, inside, entry.dtype.element_ty, PART, PARTS).to(tl.float32)
+    key = _projected(source + LATENT + o, roped, entry.dtype.element_ty, PART, PARTS).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / LATENT + eps) * w
     turned = tl.reshape(_rotate(tl.reshape(key, [1, ROPE_BLOCK]), turn, 1, ROPE_BLOCK), [ROPE_BLOCK])
     tl.store(entry + c, normed.to(entry.dtype.element_ty), mask=inside & exists)
@@ -62,12 +75,15 @@ def _rope_heads(
     GROUP: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Rotate the rope part of GROUP heads of one token."""
     head = first + tl.arange(0, GROUP)
     o = tl.arange(0, ROPE_BLOCK)
     mask = (head < HEADS)[:, None] & (o < ROPE)[None, :]
-    x = tl.load(source + head[:, None] * FROM + o[None, :], mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    at = source + head[:, None] * FROM + o[None, :]
+    x = _projected(at, mask, target.dtype.element_ty, PART, PARTS).to(tl.float32)
     turned = _rotate(x, turn, GROUP, ROPE_BLOCK)
     tl.store(target + head[:, None] * TO + o[None, :], turned.to(target.dtype.element_ty), mask=mask)
 
@@ -87,7 +103,10 @@ def rope_absorb(
     slots,
     eps,
     Q_TOKEN: tl.constexpr,
+    Q_PART: tl.constexpr,
     KV_TOKEN: tl.constexpr,
+    KV_PART: tl.constexpr,
+    PARTS: tl.constexpr,
     CACHE_STRIDE: tl.constexpr,
     W_HEAD: tl.constexpr,
     W_ROW: tl.constexpr,
@@ -107,9 +126,10 @@ def rope_absorb(
     """Programs: for every head, COLUMNS latent features and TOKENS tokens, W_UK into the tokens' queries; then for
     every token its cache entry, and the rope of GROUP heads each. Lets its successor start only after its own wait, so
     attention may read all older cache entries before its own. Reads positions and cache slots before its wait.
+    With PARTS queries and latents are as many parts of sums.
     """
     CHUNKS: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
-    PARTS: tl.constexpr = 1 + (HEADS + GROUP - 1) // GROUP
+    SHARES: tl.constexpr = 1 + (HEADS + GROUP - 1) // GROUP
     C: tl.constexpr = LATENT + ROPE
     D: tl.constexpr = NOPE + ROPE
     program = tl.program_id(0)
@@ -127,31 +147,35 @@ def rope_absorb(
             gdc_launch_dependents()
         inside = (t < tokens)[:, None]
         source = q + t[:, None] * Q_TOKEN + head * D + n[None, :]
-        x = tl.load(source, mask=inside & (n < NOPE)[None, :], other=0.0, cache_modifier=".cg")
-        y = tl.dot(x, tile, input_precision=PRECISION)
+        x = _projected(source, inside & (n < NOPE)[None, :], out.dtype.element_ty, Q_PART, PARTS)
+        if PARTS:
+            # The other way round a few tokens are enough for wgmma, which takes both sides from shared memory.
+            y = tl.trans(tl.dot(tl.trans(tile), tl.trans(x), input_precision=PRECISION))
+        else:
+            y = tl.dot(x, tile, input_precision=PRECISION)
         target = out + (t * HEADS + head)[:, None] * C + c[None, :]
         tl.store(target, y.to(out.dtype.element_ty), mask=inside & (c < LATENT)[None, :])
     else:
         program -= HEADS * CHUNKS * tiles
-        token = (program // PARTS).to(tl.int64)
-        part = program % PARTS
+        token = (program // SHARES).to(tl.int64)
+        share = program % SHARES
         o = tl.arange(0, ROPE_BLOCK)
         turn = tl.load(rotation + tl.load(position + token) * ROPE + o, mask=o < ROPE, other=0.0)
         slot = tl.load(cache_slot + token)
         if DEPENDENT:
             gdc_wait()
             gdc_launch_dependents()
-        if part == 0:
+        if share == 0:
             exists = (slot >= 0) & (slot < slots)
             _write_entry(
                 kv + token * KV_TOKEN, norm, turn, cache + slot * CACHE_STRIDE, exists, eps, LATENT, LATENT_BLOCK, ROPE,
-                ROPE_BLOCK,
+                ROPE_BLOCK, KV_PART, PARTS,
             )  # fmt: skip
         else:
-            first = (part - 1) * GROUP
+            first = (share - 1) * GROUP
             _rope_heads(
                 q + token * Q_TOKEN + NOPE, turn, out + token * HEADS * C + LATENT, first, D, C, HEADS, GROUP, ROPE,
-                ROPE_BLOCK,
+                ROPE_BLOCK, Q_PART, PARTS,
             )  # fmt: skip
 
 

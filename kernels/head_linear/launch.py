@@ -14,6 +14,8 @@ from kernels.page import PAGE_TOKENS
 
 _GROUP = 16
 """Heads a program rotates."""
+_ENOUGH = 96
+"""Programs that keep most of the multiprocessors busy."""
 
 
 def rope_absorb(
@@ -31,20 +33,24 @@ def rope_absorb(
     dependent: bool = False,
 ) -> None:
     """See `kernels.head_linear.rope_absorb`."""
-    tokens, heads, _ = q_THD.shape
+    tokens, *parts, heads, _ = q_THD.shape
     nope, latent = weight_HNL.shape[1:]
     rope = rotation_PO.shape[1]
     if not tokens:
         return
-    if not out_THC.is_contiguous() or not rotation_PO.is_contiguous() or q_THD.stride()[1:] != (nope + rope, 1):
+    if not out_THC.is_contiguous() or not rotation_PO.is_contiguous() or q_THD.stride()[-2:] != (nope + rope, 1):
         raise ValueError("queries have contiguous heads, the absorbed query and the rotations are contiguous")
+    if kv_TC.shape[:-1] != (tokens, *parts):
+        raise ValueError(f"queries {tuple(q_THD.shape)} and latents {tuple(kv_TC.shape)} are not as many parts")
     if not position_T.is_contiguous() or not cache_slot_T.is_contiguous():
         raise ValueError("positions and cache slots are contiguous")
     if weight_HNL.stride(2) != 1 or cache_PKC.stride(0) != PAGE_TOKENS * cache_PKC.stride(1):
         raise ValueError("weight rows are contiguous and cache entries equally spaced")
     group = min(_GROUP, triton.next_power_of_2(heads))
-    wide = q_THD.dtype == torch.float32
-    if tokens <= MOST_STREAMED:
+    wide = out_THC.dtype == torch.float32
+    if parts:
+        tile, columns = 16, _columns_of_parts(tokens, heads, latent)
+    elif tokens <= MOST_STREAMED:
         tile, columns = 16, 64 if heads <= 32 else 128
     else:
         tile, columns = 64, 64
@@ -67,7 +73,10 @@ def rope_absorb(
         cache_PKC.shape[0] * PAGE_TOKENS,
         eps,
         Q_TOKEN=q_THD.stride(0),
+        Q_PART=q_THD.stride(1) if parts else 0,
         KV_TOKEN=kv_TC.stride(0),
+        KV_PART=kv_TC.stride(1) if parts else 0,
+        PARTS=parts[0] if parts else 0,
         CACHE_STRIDE=cache_PKC.stride(1),
         W_HEAD=weight_HNL.stride(0),
         W_ROW=weight_HNL.stride(1),
@@ -83,9 +92,18 @@ def rope_absorb(
         TOKENS=tile,
         PRECISION="ieee" if wide else "tf32",
         DEPENDENT=dependent,
-        num_warps=4,
+        num_warps=8 if parts else 4,  # parts of all features of a token's head are on their way at once
         **options(dependent),
     )
+
+
+def _columns_of_parts(tokens: int, heads: int, latent: int) -> int:
+    """Latent features of a program: every program reads parts of its tokens' queries, 16 bytes a feature or more, so
+    few programs should share a token's head; but they should be enough for the multiprocessors."""
+    columns = 256
+    while columns > 64 and heads * triton.cdiv(latent, columns) * triton.cdiv(tokens, 16) < _ENOUGH:
+        columns //= 2
+    return columns
 
 
 def merge_up(

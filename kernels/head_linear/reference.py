@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.reference import invariant_linear
+from kernels.parts import added
 from kernels.rope_cache import reference as rope_cache
 
 
@@ -34,6 +35,8 @@ def rope_absorb(
 ) -> None:
     """See `kernels.head_linear.rope_absorb`."""
     nope, latent = weight_HNL.shape[1:]
+    if kv_TC.dim() == 3:
+        q_THD, kv_TC = (added(x, out_THC.dtype) for x in (q_THD, kv_TC))
     head_linear(q_THD[..., :nope], weight_HNL, out_THC[..., :latent])
     out_THC[..., latent:] = q_THD[..., nope:]
     rope_cache.rope_cache(

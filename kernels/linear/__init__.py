@@ -1,7 +1,7 @@
 """Products of activations with a weight matrix; for few tokens, in one launch with the norm before and the sum after.
 
 Shape legend: T tokens, E input features, F output features, I intermediate features (F = 2 I: gate, then up),
-A features of the next norm, P pieces of 16 output features.
+A features of the next norm, P parts of a sum (of a pending norm: one for 16 output features).
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.linear import launch, reference
+from kernels.hopper import is_hopper, multiprocessors
+from kernels.linear import launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
+from kernels.linear.parts import Cut
 from kernels.linear.stream import ROWS
 from kernels.pending_norm.pieces import PendingNorm
 
@@ -22,6 +24,8 @@ __all__ = [
     "linear",
     "linear_to_residual",
     "normed_linear",
+    "part_linear",
+    "parts_of",
 ]
 
 
@@ -64,6 +68,39 @@ def grouped_linear(
     else:
         for group, weight_FE in enumerate(weight_GFE):
             reference.invariant_linear(x_TGE[:, group], weight_FE, out_TGF[:, group])
+
+
+def parts_of(tokens: int, weight_FE: Tensor) -> int:
+    """Parts that `part_linear` leaves of products of so many tokens with this matrix; 0 where it does not serve them:
+    on other devices than Hopper GPUs, for tokens that `stream` serves or more than 64, and for sizes of which a program
+    would need more memory than a multiprocessor has for one."""
+    if not is_hopper(weight_FE.device) or not MOST_STREAMED < tokens <= parts.MOST_TOKENS:
+        return 0
+    cut = _cut(weight_FE) if parts.divisible(weight_FE) else None
+    return 0 if cut is None else cut.parts
+
+
+def part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, *, dependent: bool = False) -> None:
+    """Parts of the sums of x · weight^T in fp32, each over some neighbouring input features: the kernel behind adds
+    them up in their order. A token's result does not depend on the other tokens.
+
+    At most 64 tokens and P as `parts_of` says; bf16, in rows of whole 16-byte pieces, else ValueError. Weights are read
+    before the kernel before has ended; this one lets its successor start after its own wait only.
+    """
+    cut = _cut(weight_FE)
+    if cut is None or out_TPF.shape[1] != cut.parts or x_TE.shape[0] > parts.MOST_TOKENS:
+        raise ValueError(f"no {out_TPF.shape[1]} parts of {x_TE.shape[0]} tokens times {tuple(weight_FE.shape)}")
+    if not parts.divisible(x_TE) or not parts.divisible(weight_FE):
+        raise ValueError("tokens and weights must be bf16 in whole 16-byte pieces")
+    if x_TE.is_cuda:
+        parts.part_linear(x_TE, weight_FE, out_TPF, cut, dependent=dependent)
+    else:
+        reference.part_linear(x_TE, weight_FE, out_TPF, cut.group)
+
+
+def _cut(weight_FE: Tensor) -> Cut | None:
+    rows, features = weight_FE.shape
+    return Cut.of(rows, features, multiprocessors(weight_FE.device))
 
 
 def normed_linear(

@@ -41,6 +41,13 @@ def invariant_linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor) -> None:
         into_TF.copy_(part_TFE.sum(-1))
 
 
+def part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, group: int) -> None:
+    """See `kernels.linear.part_linear`; `group`: input features of a part."""
+    groups = zip(torch.split(x_TE, group, dim=1), torch.split(weight_FE, group, dim=1), strict=True)
+    for part, (x_TG, weight_FG) in enumerate(groups):
+        out_TPF[:, part] = x_TG.float() @ weight_FG.float().t()
+
+
 def normed_linear(
     x: PendingNorm, weight_FE: Tensor, out_TF: Tensor, norm_A: Tensor | None, next: PendingNorm | None
 ) -> None:

@@ -1,6 +1,6 @@
 """Root-mean-square layer normalisation, alone and with the residual addition before it.
 
-Shape legend: T tokens, E features.
+Shape legend: T tokens, E features, P parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def add_rms_norm(
 ) -> None:
     """residual += x (in place, rounded to its dtype), then out = rms_norm(residual).
 
-    `out_TE` may be `x_TE`, but not `residual_TE`.
+    `out_TE` may be `x_TE`, but not `residual_TE`. `x_TE` may be parts in fp32, [T, P, E], as `part_linear` leaves them:
+    they are added in their order, and the sum is rounded to the residual's dtype. A dependent launch is safe then when
+    the kernel before has not written the residual and lets its successor start after its own wait only.
     """
     if x_TE.is_cuda:
         launch.add_rms_norm(x_TE, residual_TE, weight_E, out_TE, eps, dependent=dependent)

@@ -26,10 +26,13 @@ def add_rms_norm(
 def _norm(
     x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, out_TE: Tensor, eps: float, dependent: bool
 ) -> None:
-    tokens, features = x_TE.shape
+    tokens, *parts, features = x_TE.shape
     if not tokens:
         return
     block = triton.next_power_of_2(features)
+    warps = min(max(block // 512, 1), 8)
+    if parts:  # a thread holds all parts of its features at once, 32 values or little more
+        warps = min(max(parts[0] * block // 1024, warps), 16)
     kernel.norm[(tokens,)](
         x_TE,
         x_TE if residual_TE is None else residual_TE,
@@ -37,12 +40,14 @@ def _norm(
         out_TE,
         eps,
         X_STRIDE=x_TE.stride(0),
+        X_PART=x_TE.stride(1) if parts else 0,
+        PARTS=parts[0] if parts else 0,
         RESIDUAL_STRIDE=0 if residual_TE is None else residual_TE.stride(0),
         OUT_STRIDE=out_TE.stride(0),
         FEATURES=features,
         BLOCK=block,
         ADD=residual_TE is not None,
         DEPENDENT=dependent,
-        num_warps=min(max(block // 512, 1), 8),
+        num_warps=warps,
         **({"launch_pdl": True} if dependent else {}),
     )

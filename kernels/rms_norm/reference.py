@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.parts import added
+
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float) -> None:
     """See `kernels.rms_norm.rms_norm`."""
@@ -15,5 +17,7 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float) -> None
 
 def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float) -> None:
     """See `kernels.rms_norm.add_rms_norm`."""
+    if x_TE.dim() == 3:
+        x_TE = added(x_TE, residual_TE.dtype)
     residual_TE.add_(x_TE)
     rms_norm(residual_TE, weight_E, out_TE, eps)

@@ -104,7 +104,7 @@ def test_parts_are_nested_and_leave_nothing_behind(bench: ModuleType) -> None:
     outer = ("output + experts",)
     inside = [row for row in rows if row.path[:-1] == outer]
     assert [row.path[-1] for row in inside] == [
-        "attention's output",
+        "attention's output, with the norm behind it",
         "routing",
         "experts, routed and shared",
     ]

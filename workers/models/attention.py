@@ -6,7 +6,7 @@ queries share the keys; in invariant mode they too use the absorbed form.
 
 Shape legend: T tokens, E hidden features, H heads of this rank, N / O non-rope / rope features of a query, D = N + O,
 L latent features, C = L + O cached features, V value features, A features of the query's latent, S cached entries,
-R decode rows, W width, B prefill rows, P pages, K = 64 entries a page.
+R decode rows, W width, B prefill rows, P pages (of `part_TPF` and `part_TPE`: parts of sums), K = 64 entries a page.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kernels.linear import MOST_STREAMED, linear
 from kernels.merge_attention import merge_attention
 from kernels.mla_decode import DecodeShape, launch, mla_decode, plan_decode
 from kernels.mla_prefill import mla_prefill
+from kernels.moe import AddNorm
 from kernels.rms_norm import rms_norm
 from kernels.rope_cache import rope_cache
 from workers.batch import Batch, DecodeBatch
@@ -44,15 +45,23 @@ class Projected:
     """What `project` leaves for attention: memory that all layers of a pass may share."""
 
     down_TF: Tensor
-    """Output of the first product; in models without a query latent its first columns are the queries."""
+    """Output of the first product, or parts of it, [T, P, F] in fp32; in models without a query latent its first
+    columns are the queries."""
     q_THD: Tensor
+    """Parts, [T, P, H, D], where `down_TF` is."""
     latent_TC: Tensor | None
     """None in passes of decode rows alone, whose attention rotates and writes the cache itself: see `Entering`."""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether attention adds up what the product has left."""
+        return self.down_TF.dim() == 3
 
 
 @dataclass(frozen=True)
 class Entering:
-    """What attention reads where queries and latents come to it neither roped nor normed, nor are in the cache."""
+    """What attention reads where queries and latents come to it neither roped nor normed, nor are in the cache; both
+    may be parts of sums, [T, P, H, D] and [T, P, C]."""
 
     q_THD: Tensor
     kv_TC: Tensor
@@ -184,6 +193,11 @@ class LatentAttention:
     def projected(self, tokens: int, scratch: Scratch, *, decode_alone: bool = False) -> Projected:
         """Memory for `project`; `decode_alone`: in a pass of decode rows alone."""
         dtype, width = self.kv_norm_L.dtype, self.latent + self.rope
+        parts = self.products.parts(tokens, self.down_FE) if decode_alone and self.q_up_QA is None else 0
+        if parts:
+            part_TPF = scratch.empty(tokens, parts, self.down_FE.shape[0], dtype=torch.float32)
+            q_TPHD = part_TPF[..., :-width].view(tokens, parts, self.heads, self.nope + self.rope)
+            return Projected(part_TPF, q_TPHD, None)
         down_TF = scratch.empty(tokens, self.down_FE.shape[0], dtype=dtype)
         query_TQ = down_TF[:, :-width]
         if self.q_up_QA is not None:
@@ -203,6 +217,9 @@ class LatentAttention:
         """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache. In
         passes of decode rows alone the products alone, and attention does the rest."""
         down_TF, q_THD = out.down_TF, out.q_THD
+        if out.in_parts:
+            self.products.part_linear(x_TE, self.down_FE, down_TF)
+            return
         self.products.linear(x_TE, self.down_FE, down_TF)
         width = self.latent + self.rope
         if self.q_norm_A is not None and self.q_up_QA is not None:
@@ -247,7 +264,7 @@ class LatentAttention:
             memory = self._decode_memory(batch.layout.decode_rows, batch.layout.width, scratch)
             entering = None
             if projected.latent_TC is None:
-                kv_TC = projected.down_TF[:, -self.latent - self.rope :]
+                kv_TC = projected.down_TF[..., -self.latent - self.rope :]
                 entering = Entering(projected.q_THD, kv_TC, rotation_PO, batch.position_T, batch.cache_slot_T)
             decode = self._attending_decode(
                 projected.q_THD[:split], out_THV[:split], batch.decode, batch.first, *memory, entering=entering
@@ -451,9 +468,21 @@ class LatentAttention:
             max_k=keys.max_k,
         )
 
-    def output(self, attended_THV: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
-        """Token-wise: summed over ranks."""
-        self.products.summed(attended_THV.flatten(1), self.out_EF, out_TE, scratch)
+    def output(
+        self, attended_THV: Tensor, norm: AddNorm, out_TE: Tensor, scratch: Scratch, *, decode_alone: bool = False
+    ) -> None:
+        """Token-wise: residual += the output, summed over ranks; out = rms_norm(residual). `decode_alone`: in a pass of
+        decode rows alone."""
+        tokens = out_TE.shape[0]
+        parts = self.products.parts(tokens, self.out_EF) if decode_alone else 0
+        if parts:
+            with scratch.scope():
+                part_TPE = scratch.empty(tokens, parts, out_TE.shape[1], dtype=torch.float32)
+                self.products.part_linear(attended_THV.flatten(1), self.out_EF, part_TPE)
+                self.products.add_norm(part_TPE, norm, out_TE)
+        else:
+            self.products.summed(attended_THV.flatten(1), self.out_EF, out_TE, scratch)
+            self.products.add_norm(out_TE, norm, out_TE)
 
 
 def _interleave(rows_HOE: Tensor) -> None:

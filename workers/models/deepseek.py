@@ -51,8 +51,9 @@ class DecoderLayer:
         """Token-wise, after attention: adds it, then the feed-forward part, to the residual; `out_TE`, which may be
         `flow.normed_TE`, becomes the residual's norm with weights `norm_E`."""
         x_TE = scratch.empty(*out_TE.shape, dtype=out_TE.dtype)
-        self.attention.output(flow.attended_THV, x_TE, scratch)
-        self.products.add_norm(x_TE, AddNorm(flow.residual_TE, self.feed_forward_norm_E, self.eps), x_TE)
+        norm = AddNorm(flow.residual_TE, self.feed_forward_norm_E, self.eps)
+        decode_alone = flow.projected.latent_TC is None
+        self.attention.output(flow.attended_THV, norm, x_TE, scratch, decode_alone=decode_alone)
         self.feed_forward(x_TE, AddNorm(flow.residual_TE, norm_E, self.eps), out_TE, scratch, live_R)
 
 

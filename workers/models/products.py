@@ -1,7 +1,7 @@
 """How a rank multiplies: the products of all layers and their sums over ranks. Layers ask one object and know no mode.
 
 Shape legend: T tokens, E hidden features, F output features, H heads of this rank, N / L features of a head, I
-intermediate features of this rank, X experts, K experts a token, G groups of this rank, R ranks.
+intermediate features of this rank, X experts, K experts a token, G groups of this rank, R ranks, P parts of a sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import moe
 from kernels.dependent import launches_dependently
 from kernels.head_linear import head_linear
-from kernels.linear import MOST_STREAMED, grouped_linear, linear
+from kernels.linear import MOST_STREAMED, grouped_linear, linear, part_linear, parts_of
 from kernels.moe import AddNorm
 from kernels.ordered_sum import ordered_sum
 from kernels.rms_norm import add_rms_norm
@@ -53,8 +53,19 @@ class Products:
     def __init__(self, group: TensorParallel) -> None:
         self.group = group
 
+    def parts(self, tokens: int, weight_FE: Tensor) -> int:
+        """Parts in which products of decode rows' tokens with this rank's matrix are left for the kernel behind to add
+        up, 0 where they are summed at once: cuBLAS's kernels, which start late and read nothing early, take longer than
+        that costs."""
+        return 0 if self.invariant or self.group.size > 1 else parts_of(tokens, weight_FE)
+
+    def part_linear(self, x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor) -> None:
+        """Parts of x · weight^T, as many as `parts` says."""
+        part_linear(x_TE, weight_FE, out_TPF, dependent=launches_dependently(x_TE.device))
+
     def add_norm(self, x_TE: Tensor, norm: AddNorm, out_TE: Tensor) -> None:
-        """residual += x, out = rms_norm(residual), of what a sum over ranks has left; `out_TE` may be `x_TE`."""
+        """residual += x, out = rms_norm(residual), of what a sum over ranks or `part_linear` has left; `out_TE` may be
+        `x_TE`."""
         # Behind many tokens' kernels a launch costs nothing, and behind a collective it is a plain one.
         dependent = x_TE.shape[0] <= MOST_DEPENDENT and self.group.size == 1 and launches_dependently(x_TE.device)
         add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=dependent)

@@ -252,18 +252,25 @@ def check_experts(
         close(y, want, 2**-7, 1.0)
 
 
-def check_rope_absorb(place: Place, tokens: int, heads: int, nope: int, rope: int, latent: int) -> None:
-    """Absorbed and rotated queries, and cache entries; nothing else in the cache changes."""
+def check_rope_absorb(place: Place, tokens: int, heads: int, nope: int, rope: int, latent: int, parts: int = 0) -> None:
+    """Absorbed and rotated queries, and cache entries; nothing else in the cache changes. With `parts`: of queries and
+    latents that are so many parts of sums, side by side as `part_linear` leaves them."""
     torch.manual_seed(tokens)
     q = place.normal(tokens, heads * (nope + rope) + 16)[:, : heads * (nope + rope)].unflatten(1, (heads, nope + rope))
     kv, norm = place.normal(tokens, latent + rope + 8)[:, : latent + rope], place.normal(latent)
+    given_q, given_kv = q, kv
+    if parts:
+        both = place.normal(tokens, parts, heads * (nope + rope) + latent + rope, dtype=torch.float32)
+        given_q, given_kv = both[..., : -latent - rope].unflatten(2, (heads, -1)), both[..., -latent - rope :]
+        q, kv = (sum(x.unbind(1)[1:], x[:, 0]).to(BF16) for x in (given_q, given_kv))  # in the order of the parts
     weight = place.normal(heads, nope + 16, latent, scale=0.1)[:, :nope]
     angle = torch.randn(300, rope // 2)
     rotation = torch.stack([angle.cos(), angle.sin()], -1).flatten(1).to(place.device)
     position = torch.randint(0, 300, (tokens,)).to(place.device)
     slot = torch.randperm(4 * 64)[:tokens].to(place.device)
     cache, out = place.poison(4, 64, latent + rope), place.poison(tokens, heads, latent + rope)
-    head_launch.rope_absorb(q, kv, weight, norm, rotation, position, slot, out, cache, EPS, dependent=place.dependent)
+    tables = (norm, rotation, position, slot, out, cache)
+    head_launch.rope_absorb(given_q, given_kv, weight, *tables, EPS, dependent=place.dependent)
 
     def turned(x: Tensor) -> Tensor:
         pair = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())

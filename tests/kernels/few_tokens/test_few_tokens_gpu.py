@@ -78,6 +78,13 @@ def test_rope_absorb(tokens: int) -> None:
     cases.check_rope_absorb(place(), tokens, 128, 128, 64, 512)
 
 
+@pytest.mark.parametrize("tokens", [17, 33, 48, 64])
+@pytest.mark.parametrize("parts", [1, 4, 8])
+def test_rope_absorb_of_parts(tokens: int, parts: int) -> None:
+    cases.check_rope_absorb(place(), tokens, 16, 128, 64, 512, parts)
+    cases.check_rope_absorb(place(), tokens, 40, 64, 32, 256, parts)
+
+
 @pytest.mark.parametrize("lengths", [[1], [1024], [64, 0, 700], [30000], [0]])
 @pytest.mark.parametrize("width", [1, 4])
 def test_merge_up(lengths: list[int], width: int) -> None:

@@ -27,6 +27,12 @@ def test_norm(tokens: int, features: int, add: bool, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "features", "parts"), [(1, 8, 1), (5, 24, 8), (3, 192, 4), (17, 2048, 4)])
+def test_norm_of_parts(tokens: int, features: int, parts: int, dtype: torch.dtype) -> None:
+    check(Norm(tokens, dtype, features=features, parts=parts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "features"), [(1, 8), (5, 40), (2, 1408)])
 def test_gate(tokens: int, features: int, dtype: torch.dtype) -> None:
     check(Gate(tokens, dtype, features=features))

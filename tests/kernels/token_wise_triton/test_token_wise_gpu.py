@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MAKERS = {
     "norm": lambda tokens, dtype, seed: Norm(tokens, dtype, "cuda", seed, features=2048),
     "norm of V3": lambda tokens, dtype, seed: Norm(tokens, dtype, "cuda", seed, features=7168),
+    "norm of parts": lambda tokens, dtype, seed: Norm(tokens, dtype, "cuda", seed, features=2048, parts=4),
+    "norm of many parts": lambda tokens, dtype, seed: Norm(tokens, dtype, "cuda", seed, features=2560, parts=8),
     "norm alone": lambda tokens, dtype, seed: Norm(tokens, dtype, "cuda", seed, features=1536, add=False),
     "gate": lambda tokens, dtype, seed: Gate(tokens, dtype, "cuda", seed, features=1408),
     "rope of the demo": lambda tokens, dtype, seed: RopeCache(tokens, dtype, "cuda", seed, heads=8, latent=64),

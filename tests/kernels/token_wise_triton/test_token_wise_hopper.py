@@ -11,6 +11,8 @@ CASES = {
     "norm 192": Norm(2, features=192),
     "norm 2048": Norm(2, features=2048),
     "norm 7168": Norm(2, features=7168),
+    "norm 2048 of 4": Norm(2, features=2048, parts=4),
+    "norm 2560 of 6": Norm(2, features=2560, parts=6),
     "norm 1536 alone": Norm(2, features=1536, add=False),
     "gate 2816": Gate(2, features=2816),
     "gate 18432": Gate(2, features=18432),

@@ -6,6 +6,7 @@ rounding of a value that fp32 may have put on the other side of a rounding bound
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +33,11 @@ def strided(rows: Tensor, device: str, dtype: torch.dtype) -> Tensor:
 def close(got: Tensor, want: Tensor) -> None:
     atol, rtol = TOLERANCE[got.dtype]
     torch.testing.assert_close(got.double().cpu(), want, atol=atol, rtol=rtol)
+
+
+def ordered_sum(parts: list[Tensor]) -> Tensor:
+    """Of all parts, one after the other."""
+    return functools.reduce(torch.add, parts)
 
 
 class Case(Protocol):
@@ -78,11 +84,16 @@ class Norm(_Tensors):
     features: int = 64
     add: bool = True
     eps: float = 1e-3
+    parts: int = 0
+    """Of x, in fp32."""
 
     def __post_init__(self) -> None:
         shape = (self.tokens, self.features)
+        x = strided(self.random(*shape), self.device, self.dtype)
+        if self.parts:
+            x = strided(self.random(self.tokens, self.parts, self.features).float(), self.device, torch.float32)
         self.keep(
-            x=strided(self.random(*shape), self.device, self.dtype),
+            x=x,
             residual=strided(self.random(*shape), self.device, self.dtype),
             weight=(self.random(self.features) * 0.1 + 1).to(self.device),
             out=torch.full(shape, torch.nan, dtype=self.dtype, device=self.device),
@@ -98,6 +109,8 @@ class Norm(_Tensors):
 
     def check(self) -> None:
         x = self.inputs["x"]
+        if self.parts:
+            x = ordered_sum([*x.unbind(1)]).to(self.dtype)
         if self.add:
             x = self.inputs["residual"] + x
         assert torch.equal(self.tensors["residual"], x if self.add else self.inputs["residual"])

@@ -11,17 +11,22 @@ import torch
 from random_model import V2_LITE_HEADS, decode_step, random_model
 from torch import Tensor
 
+from kernels import linear
 from kernels.head_linear import launch as heads
 from kernels.linear import launch as products
+from kernels.linear import parts
+from kernels.linear.parts import Cut
 from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
+from kernels.moe import AddNorm, reference
 from kernels.moe import launch as moe
-from kernels.moe import reference
 from kernels.rms_norm import launch as norms
-from kernels.testing.ptx import Unordered, emulated
+from kernels.testing.ptx import Fault, Unordered, emulated
 from workers.batch import Batch, LatentCache
 from workers.models import attention
+from workers.models import products as models_products
 from workers.models.deepseek import DeepseekModel
+from workers.models.segments import Flow
 from workers.scratch import Scratch
 
 CPU = torch.device("cpu")
@@ -62,6 +67,76 @@ def attended(dtype: torch.dtype, plan: Callable[[DeepseekModel, Batch], Batch]) 
     return flow.attended_THV.float(), cache, batch.cache_slot_T
 
 
+def layered(dtype: torch.dtype, plan: Callable[[DeepseekModel, Batch], Batch]) -> tuple[Flow, LatentCache, Tensor]:
+    """Two layers' attention, from the norm before to the norm behind, in the same memory and with the same weights."""
+    model = random_model(SMALL | {"hidden_size": 136, "v_head_dim": 72}, dtype, CPU)
+    _, batch, cache = decode_step(model, LENGTHS, 1)
+    scratch = Scratch(CPU, torch.full((1 << 21,), 255, dtype=torch.uint8))
+    flow = model.segments.flow(len(LENGTHS), scratch, decode_alone=True)
+    torch.manual_seed(7)
+    for x in (flow.normed_TE, flow.residual_TE):
+        x.copy_(torch.randn(x.shape).bfloat16())
+    own, tensors = model.layers[0].attention, (flow.projected, flow.attended_THV)
+    attending = own.attending(*tensors, plan(model, batch), None, model.rotation_PO, scratch)
+    norm = AddNorm(flow.residual_TE, model.layers[0].feed_forward_norm_E, 1e-6)
+    for _ in range(2):
+        own.project(flow.normed_TE, None, batch.cache_slot_T, cache.layers[0], flow.projected, scratch)
+        own.attend(attending, cache.layers[0])
+        own.output(flow.attended_THV, norm, flow.normed_TE, scratch, decode_alone=True)
+    return flow, cache, batch.cache_slot_T
+
+
+def launch_part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, *, dependent: bool) -> None:
+    """What the model calls, on tensors of a CPU."""
+    cut = Cut.of(*weight_FE.shape, 132)
+    assert cut is not None
+    parts.part_linear(x_TE, weight_FE, out_TPF, cut, dependent=dependent)
+
+
+def check_parts(**how: Any) -> list[str]:
+    want, wide_cache, slot_T = layered(torch.float32, lambda model, batch: batch)
+    with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
+        patch.setattr(linear, "is_hopper", lambda device: True)
+        patch.setattr(attention, "rope_absorb", absorb)
+        patch.setattr(models_products, "part_linear", launch_part_linear)
+        patch.setattr(models_products, "add_rms_norm", lambda *args, eps, dependent: norms.add_rms_norm(
+            *args, eps, dependent=dependent
+        ))  # fmt: skip
+        for module in (attention, models_products):
+            patch.setattr(module, "launches_dependently", lambda device: True)
+        got, cache, _ = layered(torch.bfloat16, planned)
+    assert got.projected.in_parts
+    assert got.projected.down_TF.shape[1] == 3
+    for ours, theirs in ((got.residual_TE, want.residual_TE), (got.normed_TE, want.normed_TE)):
+        assert float((ours.float() - theirs).norm() / theirs.norm()) < 1e-2
+    entries, wide_entries = (x.layers[0].flatten(0, 1)[slot_T[LIVE]].float() for x in (cache, wide_cache))
+    # Of the second layer: its input has been rounded several times.
+    assert float((entries - wide_entries).norm() / wide_entries.norm()) < 1e-2
+    return launches
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_attention_with_products_in_parts_is_right_and_in_order(seed: int) -> None:
+    attention_launches = ["part_linear", "rope_absorb", "attend_narrow", "merge_tile", "part_linear", "norm"]
+    assert check_parts(seed=seed) == ["plan_splits"] + 2 * attention_launches
+
+
+@pytest.mark.parametrize(
+    ("kernel", "what", "by"),
+    [
+        ("part_linear", r"griddepcontrol\.wait;", ""),
+        ("rope_absorb", r"griddepcontrol\.wait;", ""),
+        ("norm", r"griddepcontrol\.wait;", ""),
+        ("norm", r"ld\.global\.cg", "ld.global"),
+        ("rope_absorb", r"ld\.global\.cg", "ld.global"),
+    ],
+    ids=["a product", "rope", "a norm", "a norm through L1", "rope through L1"],
+)
+def test_planted_faults_around_parts_are_found(kernel: str, what: str, by: str) -> None:
+    with pytest.raises((Fault, Unordered)):  # a store before the wait is a fault at once
+        check_parts(edit=lambda ptx: edited(ptx, kernel, what, by))
+
+
 def check(**how: Any) -> list[str]:
     want, wide_cache, slot_T = attended(torch.float32, lambda model, batch: batch)
     with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
@@ -79,6 +154,14 @@ def check(**how: Any) -> list[str]:
 @pytest.mark.parametrize("seed", range(2))
 def test_attention_is_right_and_in_order(seed: int) -> None:
     assert check(seed=seed) == ["plan_splits"] + 2 * ["rope_absorb", "attend_narrow", "merge_tile"]
+
+
+def edited(ptx: str, kernel: str, what: str, by: str) -> str:
+    """The PTX of `kernel` with a planted fault; others as they are."""
+    if not re.search(rf"\.entry {kernel}\(", ptx):
+        return ptx
+    assert re.search(what, ptx)
+    return re.sub(what, by, ptx)
 
 
 def routed(**how: Any) -> list[str]:
@@ -123,11 +206,5 @@ def test_routing_is_right_and_in_order() -> None:
     ids=["starts attention too early", "does not wait", "copies through L1", "reads through L1"],
 )
 def test_planted_faults_are_found(kernel: str, what: str, by: str) -> None:
-    def edit(ptx: str) -> str:
-        if not re.search(rf"\.entry {kernel}\(", ptx):
-            return ptx
-        assert re.search(what, ptx)
-        return re.sub(what, by, ptx)
-
     with pytest.raises(Unordered):
-        check(edit=edit)
+        check(edit=lambda ptx: edited(ptx, kernel, what, by))

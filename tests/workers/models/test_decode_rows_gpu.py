@@ -8,6 +8,7 @@ import pytest
 import torch
 from random_model import V2_LITE_HEADS, decode_step, random_model
 
+from kernels.hopper import is_hopper
 from workers.models.segments import Flow, Segments
 from workers.scratch import Scratch
 
@@ -18,7 +19,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("lengths", [[600], [130, 0, 70, 1], [3000] + [64] * 7], ids=["equal", "ragged", "one long"])
-@pytest.mark.parametrize(("rows", "width"), [(17, 1), (64, 1), (64, 2), (256, 1)])
+@pytest.mark.parametrize(("rows", "width"), [(17, 1), (33, 1), (32, 2), (64, 1), (64, 2), (256, 1)])
 @pytest.mark.parametrize("overrides", [{}, {"q_lora_rank": 64}], ids=["query", "latent query"])
 def test_many_rows_agree_with_mixed_steps(
     rows: int, width: int, lengths: list[int], overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -27,6 +28,9 @@ def test_many_rows_agree_with_mixed_steps(
     model = random_model(V2_LITE_HEADS | overrides, torch.bfloat16, torch.device("cuda"))
     live_T = (torch.tensor(lengths).repeat_interleave(width) > 0).to("cuda")
     flow = Segments.flow
+    own = flow(model.segments, rows * width, Scratch(torch.device("cuda")), decode_alone=True).projected
+    served = is_hopper(torch.device("cuda")) and rows * width <= 64 and not overrides
+    assert own.in_parts == served
 
     def rotated(self: Segments, tokens: int, scratch: Scratch, *, decode_alone: bool = False) -> Flow:
         return flow(self, tokens, scratch)

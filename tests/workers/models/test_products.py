@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from kernels import moe
 from kernels.moe import AddNorm
 from workers.models import products
-from workers.models.products import Experts, Products
+from workers.models.products import Experts, InvariantProducts, Products
 from workers.parallel import TensorParallel
 from workers.scratch import Scratch
 
@@ -24,3 +26,14 @@ def test_experts_are_launched_dependently_where_the_device_can(able: bool, monke
     norm = AddNorm(torch.zeros(2, 16), torch.ones(16), 1e-6)
     Products(TensorParallel()).experts(x_TE, mixture, norm, torch.zeros(2, 16), Scratch(x_TE.device))
     assert asked == [able]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "want"), [(Products, 1, 5), (Products, 2, 0), (InvariantProducts, 1, 0)])
+def test_sums_are_left_in_parts_where_nobody_else_needs_them(
+    kind: type[Products], ranks: int, want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All-reduce needs a sum, and invariant mode has an order of its own."""
+    monkeypatch.setattr(products, "parts_of", lambda tokens, weight_FE: 5)
+    own = kind(TensorParallel())
+    monkeypatch.setattr(own, "group", SimpleNamespace(size=ranks))
+    assert own.parts(17, torch.zeros(2, 2)) == want
