@@ -85,7 +85,8 @@ def _rope_heads(
     at = source + head[:, None] * FROM + o[None, :]
     x = _projected(at, mask, target.dtype.element_ty, PART, PARTS).to(tl.float32)
     turned = _rotate(x, turn, GROUP, ROPE_BLOCK)
-    tl.store(target + head[:, None] * TO + o[None, :], turned.to(target.dtype.element_ty), mask=mask)
+    at = target + head[:, None] * TO + o[None, :]
+    tl.store(at, turned.to(target.dtype.element_ty), mask=mask, eviction_policy="evict_last")
 
 
 @triton.jit(do_not_specialize=["tokens", "slots", "eps"])
@@ -154,7 +155,8 @@ def rope_absorb(
         else:
             y = tl.dot(x, tile, input_precision=PRECISION)
         target = out + (t * HEADS + head)[:, None] * C + c[None, :]
-        tl.store(target, y.to(out.dtype.element_ty), mask=inside & (c < LATENT)[None, :])
+        kept = inside & (c < LATENT)[None, :]
+        tl.store(target, y.to(out.dtype.element_ty), mask=kept, eviction_policy="evict_last")
     else:
         program -= HEADS * CHUNKS * tiles
         token = (program // SHARES).to(tl.int64)
@@ -263,4 +265,4 @@ def merge_tile(
     y = y / tl.where(total > 0, total, 1.0)[:, None]
     t = first + tl.arange(0, TOKENS)
     to = out + t.to(tl.int64)[:, None] * OUT_TOKEN + head * VALUE + v[None, :]
-    tl.store(to, y.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & kept)
+    tl.store(to, y.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & kept, eviction_policy="evict_last")

@@ -105,4 +105,4 @@ def merge_up(
     result = gl.sum(y, 1) / gl.where(weight_sum > 0, weight_sum, 1.0)
     f = program % BLOCKS * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
     to = out + token.to(gl.int64) * OUT_STRIDE + head * F + f
-    gl.store(to, result.to(out.dtype.element_ty), mask=f < F)
+    gl.store(to, result.to(out.dtype.element_ty), mask=f < F, eviction_policy="evict_last")

@@ -59,4 +59,4 @@ def tiled_linear(
             b = tl.load(w_at + k0 * W_COLUMN, mask=kept & (k0 + k < K)[:, None], other=0.0)
         y = tl.dot(a, b, y, input_precision=PRECISION)
     to = out + t[:, None] * OUT_TOKEN + head * OUT_HEAD + f[None, :]
-    tl.store(to, y.to(out.dtype.element_ty), mask=live & kept)
+    tl.store(to, y.to(out.dtype.element_ty), mask=live & kept, eviction_policy="evict_last" if DEPENDENT else "")

@@ -218,10 +218,12 @@ def add_to_residual(
     """residual = before + y for 16 columns; out = residual * norm, and the sums of the columns' squares, for the next
     norm."""
     y += before
-    gl.store(residual + t.to(gl.int64)[None, :] * RESIDUAL_STRIDE + f[:, None], y, mask=inside)
+    at = residual + t.to(gl.int64)[None, :] * RESIDUAL_STRIDE + f[:, None]
+    gl.store(at, y, mask=inside, eviction_policy="evict_last")
     gl.store(out_square + t * PIECES + program, gl.sum(gl.where(inside, y * y, 0.0), 0), mask=t < tokens)
     y = y * norm[:, None]
-    gl.store(out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None], y.to(out.dtype.element_ty), mask=inside)
+    to = out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None]
+    gl.store(to, y.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
 
 
 @gluon.jit(do_not_specialize=["tokens", "eps"])
@@ -280,7 +282,7 @@ def stream_linear(
                 )
             y = y * factor[:, None]
         to = out + head * OUT_HEAD + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None]
-        gl.store(to, y.to(out.dtype.element_ty), mask=inside)
+        gl.store(to, y.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
 
 
 @gluon.jit(do_not_specialize=["tokens", "eps"])
@@ -345,4 +347,4 @@ def gate_up_program(
     f = program * half + gl.arange(0, half, gl.SliceLayout(1, sums))
     t = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
     to = out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None]
-    gl.store(to, value.to(out.dtype.element_ty), mask=(f < I)[:, None] & (t < tokens)[None, :])
+    gl.store(to, value.to(out.dtype.element_ty), mask=(f < I)[:, None] & (t < tokens)[None, :], eviction_policy="evict_last")

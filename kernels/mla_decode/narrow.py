@@ -277,11 +277,13 @@ def attend_narrow(
             inside = (m_stored < queries)[:, None]
             if (begin == 0) & (end == units):
                 base = row.to(gl.int64) * queries
-                gl.store(out + base * LATENT + at_out, result.to(out.dtype.element_ty), mask=inside)
+                to = out + base * LATENT + at_out
+                gl.store(to, result.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
                 gl.store(lse + base + m, log * _LN2, mask=m < queries)
             else:
                 base = gl.where(begin == 0, workers + worker, worker).to(gl.int64) * queries
-                gl.store(partial + base * LATENT + at_out, result.to(partial.dtype.element_ty), mask=inside)
+                to = partial + base * LATENT + at_out
+                gl.store(to, result.to(partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
                 gl.store(partial_lse + base + m, log, mask=m < queries)
         ahead = follows & (stop - start >= AHEAD) & (stop > start)
         slot = (slot + stop - start) % STAGES

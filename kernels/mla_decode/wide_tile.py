@@ -125,7 +125,8 @@ def store_half(
     inside = (m < queries)[:, None]
     if whole:
         base = row.to(gl.int64) * queries
-        gl.store(out + base * (2 * HALF) + at_out, result.to(out.dtype.element_ty), mask=inside)
+        to = out + base * (2 * HALF) + at_out
+        gl.store(to, result.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
         if HALF_INDEX == 0:
             gl.store(lse + base + r, log * LN2, mask=r < queries)
     else:
@@ -133,6 +134,7 @@ def store_half(
         if INVARIANT:
             slot = position
         base = slot.to(gl.int64) * queries
-        gl.store(partial + base * (2 * HALF) + at_out, result.to(partial.dtype.element_ty), mask=inside)
+        to = partial + base * (2 * HALF) + at_out
+        gl.store(to, result.to(partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
         if HALF_INDEX == 0:
             gl.store(partial_lse + base + r, log, mask=r < queries)

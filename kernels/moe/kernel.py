@@ -112,7 +112,7 @@ def gate_up(
             gdc_launch_dependents()
         value = gate * tl.sigmoid(gate) * up
         target = act + (first + m).to(tl.int64)[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
-        tl.store(target, value.to(act.dtype.element_ty), mask=rows)
+        tl.store(target, value.to(act.dtype.element_ty), mask=rows, eviction_policy="evict_last" if DEPENDENT else "")
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def down(
         pair = tl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=".cg")
         result = pair.to(tl.int64) * GROUPS + group
         target = partial + result[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
-        tl.store(target, sum.to(partial.dtype.element_ty), mask=rows)
+        tl.store(target, sum.to(partial.dtype.element_ty), mask=rows, eviction_policy="evict_last" if DEPENDENT else "")
 
 
 @triton.jit
@@ -280,7 +280,8 @@ def combine_norm(
     sum = tl.zeros([BLOCK], tl.float32)
     sum = _weighted(sum, partial + first * FEATURES + e, weight + first, exist, inside, FEATURES, COLUMNS, BATCH)
     rounded = (sum.to(out.dtype.element_ty).to(tl.float32) + before).to(residual.dtype.element_ty)
-    tl.store(at, rounded, mask=inside)
+    tl.store(at, rounded, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")
     value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / FEATURES + eps)
-    tl.store(out + token * OUT_STRIDE + e, (value * scale * w).to(out.dtype.element_ty), mask=inside)
+    normed = (value * scale * w).to(out.dtype.element_ty)
+    tl.store(out + token * OUT_STRIDE + e, normed, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")

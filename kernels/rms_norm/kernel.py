@@ -50,7 +50,8 @@ def norm(
             before = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         value += before
         rounded = value.to(residual.dtype.element_ty)
-        tl.store(at, rounded, mask=inside)
+        tl.store(at, rounded, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / FEATURES + eps)
-    tl.store(out + row * OUT_STRIDE + e, (value * scale * w).to(out.dtype.element_ty), mask=inside)
+    normed = (value * scale * w).to(out.dtype.element_ty)
+    tl.store(out + row * OUT_STRIDE + e, normed, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")
