@@ -221,12 +221,17 @@ def combine(
     DEPENDENT: tl.constexpr,
 ):
     """out[token, g] = the sum of its pairs' partial results times their weights, in their order, in fp32; with ADD
-    added, in that order, to what stands there. Grid: tokens, blocks of features, groups."""
+    added, in that order, to what stands there. Grid: tokens, blocks of features, groups.
+
+    Ids are read before the wait, as in `combine_norm`."""
     token = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = e < FEATURES
     if DEPENDENT:
         gdc_launch_dependents()
+    first = token * COLUMNS
+    exist = _exist(ids + first, COLUMNS, EXPERTS)
+    if DEPENDENT:
         gdc_wait()
     group = 0
     if GROUPS > 1:
@@ -235,8 +240,6 @@ def combine(
     sum = tl.zeros([BLOCK], tl.float32)
     if ADD:
         sum = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
-    first = token * COLUMNS
-    exist = _exist(ids + first, COLUMNS, EXPERTS)
     result = partial + (first * GROUPS + group) * FEATURES + e
     sum = _weighted(sum, result, weight + first, exist, inside, GROUPS * FEATURES, COLUMNS, BATCH)
     tl.store(target, sum.to(out.dtype.element_ty), mask=inside)

@@ -1,5 +1,5 @@
-"""The experts of a few tokens as they were compiled, from the norm before them to the norm behind, run by the PTX
-emulator: their launches are dependent, and follow each other on memory that holds poison."""
+"""The experts of a few tokens as they were compiled, from the norm before them to the norm or the sum behind, run by
+the PTX emulator: their launches are dependent, and follow each other on memory that holds poison."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ from kernels.rms_norm import launch as norms
 from kernels.testing.ptx import Unordered, emulated
 
 
-def check(seed: int = 0, **how: Any) -> list[str]:
+def check(seed: int = 0, normed: bool = True, **how: Any) -> list[str]:
     case = Experts(5, 3, 6, 64, 32, shared=1, holes=True, padded=(2,), seed=seed)
     with emulated(fences=False):
         sum = case.run().clone()
@@ -25,9 +25,16 @@ def check(seed: int = 0, **how: Any) -> list[str]:
             case.poison(workspace, tiling)
             norm.residual_TE.zero_()
             norms.add_rms_norm(x.copy_(begun), norm.residual_TE, weight[0], given, 1e-3, dependent=True)
-            case.call(tiling, workspace, True, norm).run()
-            case.check_norm(norm, sum)
+            case.call(tiling, workspace, True, norm if normed else None).run()
+            if normed:
+                case.check_norm(norm, sum)
+            else:
+                assert torch.equal(case.tensors["out"], sum)
     return launches
+
+
+def test_experts_without_a_norm_are_right_and_in_order() -> None:
+    assert check(normed=False) == 2 * ["norm", "sort_few", "gate_up", "down", "combine"]
 
 
 @pytest.mark.parametrize("seed", range(2))
