@@ -100,6 +100,8 @@ def route(
     x = tl.load(at, mask=exists, other=_CLOSED, cache_modifier=".cg")
     for part in tl.static_range(1, PARTS):
         x += tl.load(at + part * PART_STRIDE, mask=exists, other=0.0, cache_modifier=".cg")
+    if LIVE:
+        x += tl.where(alive, 0.0, 1.0)  # of padding it is all the same; ptxas would read `live` behind the logits
     if SOFTMAX:
         power = tl.exp(x - _score(tl.max(_order(x))))
         score = power / tl.sum(power)
