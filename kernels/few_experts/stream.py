@@ -182,7 +182,8 @@ def gate_up(
         value = gate / (1 + gl.exp(-gate)) * up
         f = block % BLOCKS * half + gl.arange(0, half, gl.SliceLayout(1, sums))
         to = out + (t * (CHOSEN + SHARED) + rank).to(gl.int64)[None, :] * I + f[:, None]
-        gl.store(to, value.to(out.dtype.element_ty), mask=(f < I)[:, None] & (rank >= 0)[None, :], eviction_policy="evict_last")
+        kept = (f < I)[:, None] & (rank >= 0)[None, :]
+        gl.store(to, value.to(out.dtype.element_ty), mask=kept, eviction_policy="evict_last")
         experts = experts[1:] + (later,)
         rank = later_rank
         factor = later_factor

@@ -347,4 +347,5 @@ def gate_up_program(
     f = program * half + gl.arange(0, half, gl.SliceLayout(1, sums))
     t = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
     to = out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None]
-    gl.store(to, value.to(out.dtype.element_ty), mask=(f < I)[:, None] & (t < tokens)[None, :], eviction_policy="evict_last")
+    inside = (f < I)[:, None] & (t < tokens)[None, :]
+    gl.store(to, value.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
