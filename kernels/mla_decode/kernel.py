@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.mla_decode.schedule import MERGED_FIELD, ROW_FIELDS, WORKER_FIELDS
+from kernels.mla_decode.schedule import MERGED_FIELD, PARTS_FIELD, ROW_FIELDS, WORKER_FIELDS
 
 _MASKED = tl.constexpr(-1.0e33)
 _LOWEST = tl.constexpr(-1.0e30)
@@ -27,7 +27,8 @@ _WORKER = tl.constexpr(WORKER_FIELDS)
 _ROW = tl.constexpr(ROW_FIELDS)
 _MERGED = tl.constexpr(MERGED_FIELD)
 _LN2 = tl.constexpr(0.6931471805599453)
-_INTS = ["rows", "workers", "first", "table_stride", "queries", "heads", "blocks"]
+_PARTS = tl.constexpr(PARTS_FIELD)
+_INTS = ["rows", "workers", "first", "table_stride", "short", "parts", "queries", "drafts", "heads", "blocks"]
 
 
 @triton.jit
@@ -48,6 +49,8 @@ def plan_splits(
     workers,
     first,
     table_stride,
+    short,
+    parts,
     UNIT: tl.constexpr,
     ROW_COST: tl.constexpr,
     LEAST: tl.constexpr,
@@ -57,8 +60,12 @@ def plan_splits(
     INVARIANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program places `WORKERS` workers; the first one also lists the rows to merge and where their pieces will
-    lie."""
+    """Each program writes the records of `WORKERS` programs of the attention; the first one also lists the rows to
+    merge and where their pieces will lie.
+
+    A worker has one record, unless no row has more than `short` tokens: then `parts` in turn, one for each block of
+    queries, and as many workers fewer share the rows.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -67,25 +74,27 @@ def plan_splits(
     units = tl.where(tokens > first, tl.cdiv(tokens, UNIT) - first // UNIT, 0)
     span = tl.where(units > 0, units + ROW_COST, 0)
     total = tl.sum(span, 0)
-    share = tl.maximum(tl.cdiv(total, workers), LEAST)
+    parts = tl.where(tl.max(tokens, 0) <= short, parts, 1)
+    dealt = workers // parts
+    share = tl.maximum(tl.cdiv(total, dealt), LEAST)
     room = span
     if not INVARIANT:
         # Shares that start where a row starts save partial results. When all rows are about equally long, slightly
         # larger shares make every row a whole number of shares, or every share a whole number of rows.
         longest = tl.max(span, 0)
         used = tl.sum((span > 0).to(tl.int32), 0)
-        part = tl.maximum(tl.cdiv(longest, tl.maximum(workers // tl.maximum(used, 1), 1)), LEAST)
-        several = tl.cdiv(used, workers)
-        aligned = tl.where(used > workers, longest * several, part)
-        padded = tl.where(used > workers, tl.where(span > 0, longest, 0), tl.cdiv(span, part) * part)
-        if (aligned * 16 <= share * 17) & (tl.sum(padded, 0) <= aligned * workers):
+        part = tl.maximum(tl.cdiv(longest, tl.maximum(dealt // tl.maximum(used, 1), 1)), LEAST)
+        several = tl.cdiv(used, dealt)
+        aligned = tl.where(used > dealt, longest * several, part)
+        padded = tl.where(used > dealt, tl.where(span > 0, longest, 0), tl.cdiv(span, part) * part)
+        if (aligned * 16 <= share * 17) & (tl.sum(padded, 0) <= aligned * dealt):
             share = aligned
             room = padded
     end = tl.cumsum(room, 0)
     begin = end - room
 
-    worker = tl.program_id(0) * WORKERS + tl.arange(0, WORKERS)
-    position = worker * share
+    index = tl.program_id(0) * WORKERS + tl.arange(0, WORKERS)
+    position = index // parts * share
     ended = (end[None, :] <= position[:, None]) & (row < rows)[None, :]
     mine = tl.sum(ended.to(tl.int32), 1)  # the first row that ends after the worker's position
     here = row[None, :] == mine[:, None]
@@ -97,16 +106,17 @@ def plan_splits(
     unit = tl.maximum(offset - ROW_COST, 0) + first // UNIT
     tokens_here = tl.sum(tl.where(here, tokens[None, :], 0), 1)
     entry = tl.minimum((unit * UNIT) // PAGE, tl.maximum(tl.cdiv(tokens_here, PAGE) - 1, 0))
-    alive = (worker < workers) & (left > 0)
+    alive = (index < workers) & (left > 0)
     page = tl.load(table + mine.to(tl.int64) * table_stride + entry, mask=alive, other=0)
-    record = plan + worker * _WORKER
-    inside = worker < workers
+    record = plan + index * _WORKER
+    inside = index < workers
     tl.store(record, mine, mask=inside)
     tl.store(record + 1, offset, mask=inside)
     tl.store(record + 2, left, mask=inside)
     tl.store(record + 3, position, mask=inside)
     tl.store(record + 4, page, mask=inside)
     tl.store(record + 5, tokens_here, mask=inside)
+    tl.store(record + _PARTS, parts, mask=inside)
 
     if tl.program_id(0) == 0:
         if INVARIANT:
@@ -143,6 +153,7 @@ def attend(
     first,
     table_stride,
     queries,
+    drafts,
     heads,
     blocks,
     workers,
@@ -159,7 +170,8 @@ def attend(
     INVARIANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One worker: its units of one or several rows, for one block of queries. `scale` includes log2(e)."""
+    """One worker: its units of one or several rows, for one block of queries. `scale` includes log2(e), `drafts` is
+    the tokens of a row less one."""
     FEATURES: tl.constexpr = LATENT + ROPE
     worker = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -173,7 +185,7 @@ def attend(
     inside = m < queries
     has_latent = _features(inside, LATENT, LATENT_LANES)
     has_rope = _features(inside, ROPE, ROPE_LANES)
-    back = queries // heads - 1 - m // heads  # tokens of the row after this one
+    back = drafts - m // heads  # tokens of the row after this one
     row = tl.load(plan + worker * _WORKER)
     at = tl.load(plan + worker * _WORKER + 1)
     left = tl.load(plan + worker * _WORKER + 2)

@@ -35,6 +35,8 @@ def plan(length_R: Tensor, page_RP: Tensor, workspace: Workspace, *, first: int 
         tiling.workers,
         first,
         page_RP.stride(0),
+        tiling.short,
+        tiling.parts(shape),
         UNIT=tiling.unit,
         ROW_COST=tiling.row_cost,
         LEAST=tiling.least,
@@ -72,9 +74,8 @@ def attend(
         first,
         page_RP.stride(0),
         shape.queries,
+        shape.width - 1,
         shape.heads,
-        blocks,
-        tiling.workers,
     )
     split: dict[str, Any] = {
         "UNIT": tiling.unit,
@@ -90,6 +91,8 @@ def attend(
             cache_PKC,
             *where,
             *numbers,
+            blocks,
+            tiling.workers,
             BLOCK=tiling.block,
             TILE=tiling.tile,
             LATENT=shape.latent,
@@ -110,11 +113,29 @@ def attend(
             cache_PKC,
             *where,
             *numbers,
+            blocks,
+            tiling.workers,
             BLOCK=tiling.block,
             TILE=tiling.tile,
             PAGE=PAGE_TOKENS,
             STAGES=tiling.stages,
             EARLY=early,
+            **split,
+        )
+    elif tiling.path == "either":
+        from kernels.mla_decode.either import attend_either
+        from kernels.mla_decode.wide import boxes
+
+        attend_either[grid](
+            q_RWHC,
+            cache_PKC,
+            *boxes(q_RWHC),
+            *boxes(cache_PKC),
+            *where,
+            *numbers,
+            tiling.workers,
+            EARLY=early,
+            PREFETCH=tiling.stages,
             **split,
         )
     else:
@@ -126,6 +147,8 @@ def attend(
             *boxes(cache_PKC),
             *where,
             *numbers,
+            blocks,
+            tiling.workers,
             INVARIANT=shape.invariant,
             EARLY=early,
             PREFETCH=tiling.stages,

@@ -24,7 +24,7 @@ _MASKED = gl.constexpr(-1.0e33)
 _LOWEST = gl.constexpr(-1.0e30)
 _WORKER = gl.constexpr(WORKER_FIELDS)
 _LN2 = gl.constexpr(0.6931471805599453)
-_INTS = ["first", "table_stride", "queries", "heads", "blocks", "workers"]
+_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
 
 
 @gluon.jit
@@ -78,18 +78,19 @@ def _copy_query(q, row, block, queries, latent_s, rope_s, BLOCK: gl.constexpr, W
     by_latent: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     by_rope: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     base = q + row.to(gl.int64) * queries * (LATENT + ROPE)
-    m = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, by_latent))
+    first = block * BLOCK + unknown_zero()
+    m = first + gl.arange(0, BLOCK, gl.SliceLayout(1, by_latent))
     c = gl.arange(0, LATENT, gl.SliceLayout(0, by_latent))
     inside = (m < queries)[:, None]
     async_copy.async_copy_global_to_shared(latent_s, base + m[:, None] * (LATENT + ROPE) + c[None, :], mask=inside)
-    m = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, by_rope))
+    m = first + gl.arange(0, BLOCK, gl.SliceLayout(1, by_rope))
     c = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, by_rope))
     inside = (m < queries)[:, None]
     async_copy.async_copy_global_to_shared(rope_s, base + m[:, None] * (LATENT + ROPE) + c[None, :], mask=inside)
 
 
-@gluon.jit(do_not_specialize=_INTS)
-def attend_narrow(
+@gluon.jit
+def narrow_worker(
     q,
     cache,
     table,
@@ -98,14 +99,16 @@ def attend_narrow(
     lse,
     partial,
     partial_lse,
-    plan,
+    record,
     scale,
     first,
     table_stride,
     queries,
+    drafts,
     heads,
-    blocks,
     workers,
+    worker,
+    block,
     BLOCK: gl.constexpr,
     TILE: gl.constexpr,
     UNIT: gl.constexpr,
@@ -115,7 +118,8 @@ def attend_narrow(
     DEPENDENT: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """As `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16."""
+    """One worker, whose record in the plan is at `record`: its units of one or several rows, for one block of queries.
+    Waits, and lets the kernel after start, where `EARLY`."""
     LATENT: gl.constexpr = 512
     ROPE: gl.constexpr = 64
     CHUNK: gl.constexpr = 64
@@ -129,12 +133,6 @@ def attend_narrow(
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
 
-    worker = gl.program_id(0) // blocks
-    block = gl.program_id(0) % blocks
-    if DEPENDENT and not EARLY:
-        wait_for_kernel_before()
-        let_kernel_after_start()
-    record = plan + worker * _WORKER
     row = gl.load(record)
     at = gl.load(record + 1)
     left = gl.load(record + 2)
@@ -145,7 +143,6 @@ def attend_narrow(
     q_latent_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, LATENT], swizzled)
     q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, ROPE], swizzled)
     m = block * BLOCK + gl.arange(0, BLOCK, per_query)
-    back = queries // heads - 1 - m // heads
     n = gl.arange(0, TILE, per_column)
     lowest_unit = first // UNIT
     lowest_tile = lowest_unit * UNIT // TILE
@@ -172,7 +169,7 @@ def attend_narrow(
         # query. Everything older, when `EARLY`, before.
         settled = 0
         if DEPENDENT and EARLY:
-            settled = tokens - queries // heads
+            settled = tokens - drafts - 1
         for s in gl.static_range(AHEAD):
             asked = ahead & (s == 0)
             if (start + s < stop) & ((start + s + 1) * TILE <= settled) & (not asked):
@@ -204,6 +201,8 @@ def attend_narrow(
         next_page = gl.load(table + (row + 1).to(gl.int64) * table_stride + first // PAGE, mask=goes_on, other=0)
         follows = goes_on & (next_tokens > first) & (left - take > ROW_COST)
 
+        # Tokens of the row after a query's; kept from row to row they would spill registers.
+        back = drafts - (m + unknown_zero()) // heads
         bound = gl.minimum(tokens - back, tokens)
         top = gl.full([BLOCK], _LOWEST, gl.float32, per_query)
         weights = gl.zeros([BLOCK, TILE], gl.float32, mma)
@@ -294,3 +293,66 @@ def attend_narrow(
         at = at * 0
         tokens = next_tokens
         page = next_page
+
+
+@gluon.jit(do_not_specialize=_INTS)
+def attend_narrow(
+    q,
+    cache,
+    table,
+    length,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    plan,
+    scale,
+    first,
+    table_stride,
+    queries,
+    drafts,
+    heads,
+    blocks,
+    workers,
+    BLOCK: gl.constexpr,
+    TILE: gl.constexpr,
+    UNIT: gl.constexpr,
+    ROW_COST: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+    EARLY: gl.constexpr,
+):
+    """As `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16."""
+    worker = gl.program_id(0) // blocks
+    if DEPENDENT and not EARLY:
+        wait_for_kernel_before()
+        let_kernel_after_start()
+    narrow_worker(
+        q,
+        cache,
+        table,
+        length,
+        out,
+        lse,
+        partial,
+        partial_lse,
+        plan + worker * _WORKER,
+        scale,
+        first,
+        table_stride,
+        queries,
+        drafts,
+        heads,
+        workers,
+        worker,
+        gl.program_id(0) % blocks,
+        BLOCK,
+        TILE,
+        UNIT,
+        ROW_COST,
+        PAGE,
+        STAGES,
+        DEPENDENT,
+        EARLY,
+    )

@@ -9,7 +9,7 @@ position, so that a row's result depends on nothing but the row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,12 +17,25 @@ from kernels.page import PAGE_TOKENS
 
 WORKER_FIELDS = 8
 """int32 a worker in the plan: row, position in the row, units, flat position, first page, row's length; the seventh is
-`MERGED_FIELD`, the eighth spare."""
+`MERGED_FIELD`, the eighth `PARTS_FIELD`."""
 ROW_FIELDS = 4
 """int32 a row in the plan, after those of the workers: slot of its first piece, slot of its second, pieces; the fourth
 of record i is the i-th row to merge, one of several pieces or of none."""
 MERGED_FIELD = 6
 """Where the first worker's record holds how many rows there are to merge."""
+PARTS_FIELD = 7
+"""Where every record holds how many there are of each worker: 1, and for a short row one for each of its blocks."""
+NARROW_BLOCK = 16
+"""Query vectors a program of the narrow kernel holds."""
+NARROW_STAGES = 2
+"""Tiles it has in flight."""
+NARROW_BLOCKS_ALONE = 2
+"""Narrow blocks in which a row alone is always taken. With 32 query vectors attention and merge took on an H200, in
+microseconds, 5.6 / 7.2 / 13.5 / 21.8 in narrow blocks and 8.2 / 10.2 / 17.3 / 20.6 in a wide one, at 1,024 / 4,096 /
+16,384 / 32,768 tokens."""
+SHORT_TOKENS = 8192
+"""Tokens up to which a row alone, of 33 to 64 query vectors, is taken in narrow blocks. With 64 of them, the kernels
+launched apart, those times were 5.7 / 8.6 / 21.1 / 37.5 and 9.0 / 12.4 / 17.8 / 23.2."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +68,9 @@ class Tiling:
     """The static choices of one launch."""
 
     path: str
-    """Which attention kernel: "triton" (portable), "narrow" or "wide" (Hopper)."""
+    """Which attention kernel: "triton" (portable), "narrow", "wide" or "either" (Hopper)."""
     block: int
-    """Query vectors a program holds."""
+    """Query vectors a program holds; on the path "either", where the row is long."""
     tile: int
     """Cache tokens a program works on at a time."""
     unit: int
@@ -70,7 +83,7 @@ class Tiling:
     """Fewest units a worker is given, so that partial results stay cheap beside the cache they stand for."""
     warps: int
     stages: int
-    """Tiles in flight; on the wide path, how many tiles ahead the L2 cache is told of (0: not at all)."""
+    """Tiles in flight; in wide blocks, how many tiles ahead the L2 cache is told of (0: not at all)."""
     merge_queries: int
     """Queries a merge program adds up."""
     merge_columns: int
@@ -78,6 +91,8 @@ class Tiling:
     merge_pieces: int
     """Pieces a merge program loads at once."""
     merge_warps: int
+    short: int = -1
+    """On the path "either": tokens up to which a row is short, taken in narrow blocks by as many workers fewer."""
 
     def __post_init__(self) -> None:
         if self.unit % self.tile:
@@ -88,6 +103,10 @@ class Tiling:
     def blocks(self, shape: DecodeShape) -> int:
         """Blocks of queries a row has."""
         return -(-shape.queries // self.block)
+
+    def parts(self, shape: DecodeShape) -> int:
+        """Blocks of queries a short row has."""
+        return -(-shape.queries // NARROW_BLOCK) if self.path == "either" else 1
 
     def slots(self, shape: DecodeShape) -> int:
         """Partial results the workspace must hold at the worst lengths."""
@@ -118,8 +137,14 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int) -> Tiling:
     """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models."""
     if (shape.latent, shape.rope) != (512, 64):
         return portable_tiling(shape, multiprocessors)
-    if shape.queries <= 16 and not shape.invariant:
-        return _tiling(shape, "narrow", multiprocessors, block=16, tile=PAGE_TOKENS, warps=4, stages=2)
+    narrow_blocks = -(-shape.queries // NARROW_BLOCK)
+    alone = shape.rows == 1
+    if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
+        block, stages = NARROW_BLOCK, NARROW_STAGES
+        return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
+    if not shape.invariant and alone and narrow_blocks <= min(4, multiprocessors):
+        tiling = _tiling(shape, "either", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=0)
+        return replace(tiling, short=SHORT_TOKENS)
     stages = 2 if shape.queries >= 256 else 0
     return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
 

@@ -30,7 +30,7 @@ from kernels.mla_decode.schedule import WORKER_FIELDS
 from kernels.mla_decode.wide_groups import left_group, right_group
 from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE, TILED, next_share
 
-_INTS = ["first", "table_stride", "queries", "heads", "blocks", "workers"]
+_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
 WORKER = gl.constexpr(WORKER_FIELDS)
 
 
@@ -58,7 +58,7 @@ def into_l2(cache, page):
 
 @gluon.jit
 def fetch(
-    cache, q_half, q_rope, kv_half, kv_rope, table, length, plan, first, table_stride, queries, heads, worker, block,
+    cache, q_half, q_rope, kv_half, kv_rope, table, length, plan, first, table_stride, queries, drafts, worker, block,
     q_s, q_rope_s, kv_s, rope_s, q_full, q_empty, full, empty,
     UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
     PREFETCH: gl.constexpr,
@@ -89,7 +89,7 @@ def fetch(
                 next_page = gl.load(pages + gl.minimum(tile + 1, stop - 1))
                 if DEPENDENT and EARLY:
                     # Older tiles were settled before the kernel before began; the newest may be its work.
-                    if (tile + 1) * TILE > tokens - queries // heads:
+                    if (tile + 1) * TILE >= tokens - drafts:
                         wait_for_kernel_before()
                 buffer = tiles & 1
                 phase = ((tiles >> 1) & 1) ^ 1
@@ -120,23 +120,15 @@ def fetch(
         row = gl.where(done, row + 1, row)
 
 
-@gluon.jit(do_not_specialize=_INTS)
-def attend_wide(
+@gluon.jit
+def wide_worker(
     cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
-    table_stride, queries, heads, blocks, workers,
+    table_stride, queries, drafts, heads, workers, worker, block,
     UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):  # fmt: skip
-    """As `kernel.attend`, for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
-
-    `q_half`, `q_rope`, `kv_half`, `kv_rope`: TMA descriptors of the query [vectors, 576] and the cache [entries, 576]
-    with boxes of 64 x 256 and 64 x 64.
-    """
-    worker = gl.program_id(0) // blocks
-    block = gl.program_id(0) % blocks
-    if DEPENDENT and not EARLY:
-        wait_for_kernel_before()
-        let_kernel_after_start()
+    """One worker: its units of one or several rows, for one block of 64 queries. Waits, and lets the kernel after
+    start, where `EARLY`."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED)
     q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, ROPE], TILED)
@@ -167,7 +159,7 @@ def attend_wide(
     fence_async_shared()
     gl.thread_barrier()
     common = (
-        length, out, lse, partial, partial_lse, plan, scale, first, queries, heads, workers, worker, block,
+        length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, worker, block,
         q_s, q_rope_s, kv_s, rope_s, weights_s, top_s, shrink_s, total_s,
         q_full, q_empty, full, empty, first_top, second_top, first_weights, totals,
         UNIT, ROW_COST, INVARIANT, DEPENDENT, EARLY,
@@ -190,7 +182,7 @@ def attend_wide(
                     first,
                     table_stride,
                     queries,
-                    heads,
+                    drafts,
                     worker,
                     block,
                     q_s,
@@ -213,3 +205,25 @@ def attend_wide(
         [4, 1],
         [240, 32],
     )
+
+
+@gluon.jit(do_not_specialize=_INTS)
+def attend_wide(
+    cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
+    table_stride, queries, drafts, heads, blocks, workers,
+    UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):  # fmt: skip
+    """As `kernel.attend`, for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
+
+    `q_half`, `q_rope`, `kv_half`, `kv_rope`: TMA descriptors of the query [vectors, 576] and the cache [entries, 576]
+    with boxes of 64 x 256 and 64 x 64.
+    """
+    if DEPENDENT and not EARLY:
+        wait_for_kernel_before()
+        let_kernel_after_start()
+    wide_worker(
+        cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
+        table_stride, queries, drafts, heads, workers, gl.program_id(0) // blocks, gl.program_id(0) % blocks,
+        UNIT, ROW_COST, INVARIANT, DEPENDENT, EARLY, PREFETCH,
+    )  # fmt: skip

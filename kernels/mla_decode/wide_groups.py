@@ -37,7 +37,7 @@ WORKER = gl.constexpr(WORKER_FIELDS)
 
 @gluon.jit
 def left_group(
-    length, out, lse, partial, partial_lse, plan, scale, first, queries, heads, workers, worker, block,
+    length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, worker, block,
     q_s, q_rope_s, kv_s, rope_s, weights_s, top_s, shrink_s, total_s,
     q_full, q_empty, full, empty, first_top, second_top, first_weights, totals,
     UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
@@ -52,7 +52,7 @@ def left_group(
     if DEPENDENT and EARLY:
         wait_for_kernel_before()
         let_kernel_after_start()
-    back = queries // heads - 1 - (block * BLOCK + gl.arange(0, BLOCK, per_query)) // heads
+    back = drafts - (block * BLOCK + gl.arange(0, BLOCK, per_query)) // heads
     tiles = 0
     rows = 0
     full_pairs = 0
@@ -61,7 +61,7 @@ def left_group(
         take, begin, end, units, start, stop, done = next_share(tokens, at, left, first, UNIT, ROW_COST, INVARIANT)
         if stop > start:
             bound = gl.minimum(tokens - back, tokens)
-            sure = tokens - (queries // heads - 1)
+            sure = tokens - drafts
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
             sums = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
@@ -134,7 +134,7 @@ def left_group(
 
 @gluon.jit
 def right_group(
-    length, out, lse, partial, partial_lse, plan, scale, first, queries, heads, workers, worker, block,
+    length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, worker, block,
     q_s, q_rope_s, kv_s, rope_s, weights_s, top_s, shrink_s, total_s,
     q_full, q_empty, full, empty, first_top, second_top, first_weights, totals,
     UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
@@ -148,7 +148,7 @@ def right_group(
     position = gl.load(record + 3)
     if DEPENDENT and EARLY:
         wait_for_kernel_before()
-    back = queries // heads - 1 - (block * BLOCK + gl.arange(0, BLOCK, per_query)) // heads
+    back = drafts - (block * BLOCK + gl.arange(0, BLOCK, per_query)) // heads
     tiles = 0
     rows = 0
     pairs = 0
@@ -157,7 +157,7 @@ def right_group(
         take, begin, end, units, start, stop, done = next_share(tokens, at, left, first, UNIT, ROW_COST, INVARIANT)
         if stop > start:
             bound = gl.minimum(tokens - back, tokens)
-            sure = tokens - (queries // heads - 1)
+            sure = tokens - drafts
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
             sums = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)

@@ -12,7 +12,7 @@ import torch  # noqa: E402
 from decode_case import Case  # noqa: E402
 
 from kernels.mla_decode import launch  # noqa: E402
-from kernels.mla_decode.schedule import portable_tiling  # noqa: E402
+from kernels.mla_decode.schedule import hopper_tiling, portable_tiling  # noqa: E402
 
 PROCESSORS = 3
 """Few, so that small cases already share rows among workers and give workers several rows."""
@@ -105,6 +105,26 @@ def test_every_unit_is_dealt_once_and_evenly() -> None:
         assert seen == [list(range(u)) for u in units]
         share = max(tiling.least, -(-sum(spans) // tiling.workers))
         assert max((left for _, _, left, *_ in records), default=0) <= share * 17 / 16
+
+
+def test_blocks_of_a_short_row_share_its_units() -> None:
+    """Records of the blocks in turn, then nothing; a row one token longer has a record for every worker."""
+    for length, width, workers in ((700, 4, 9), (700, 3, 11), (64, 4, 132), (0, 4, 9), (1500, 4, 4)):
+        case = Case([length], width, 16, 512, 64, torch.bfloat16, first=int(length == 64))
+        for short in (length, length - 1):
+            tiling = replace(hopper_tiling(case.shape, workers), short=short)
+            assert tiling.path == "either"
+            workspace = case.workspace(tiling)
+            launch.plan(case.tensors["length"], case.tensors["table"], workspace, first=case.first)
+            records = workspace.plan[: workers * 8].view(-1, 8)
+            parts = width if short == length else 1
+            assert records[:, 7].eq(parts).all()
+            shared = records[: workers // parts * parts].view(-1, parts, 8)
+            assert shared[:, :, :6].eq(shared[:, :1, :6]).all()
+            assert records[workers // parts * parts :, 2].eq(0).all()
+            units = [unit for _, at, left, *_ in shared[:, 0].tolist() for unit in range(at, at + left)]
+            assert units == list(range(-(-length // 64)))
+            assert int(shared[:, 0, 2].max()) == -(-len(units) // (workers // parts))
 
 
 def test_the_plan_follows_lengths_and_tables_changed_in_place() -> None:

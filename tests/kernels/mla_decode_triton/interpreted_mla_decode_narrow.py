@@ -52,3 +52,8 @@ def test_several_blocks_of_queries() -> None:
     check(deepseek([200, 0, 65], 1, 16), block=16, workers=5)
     case = Case([130, 7], 3, 16, 512, 64, torch.bfloat16)
     case.check(replace(hopper_tiling(deepseek([1], 1, 16).shape, 3), block=16, workers=2))
+
+
+@pytest.mark.parametrize(("length", "width", "heads", "first"), [(200, 2, 16, 0), (65, 4, 7, 1), (0, 2, 16, 0)])
+def test_one_row_of_two_blocks(length: int, width: int, heads: int, first: int) -> None:
+    check(deepseek([length], width, heads, first))

@@ -44,10 +44,11 @@ def hopper_case(rows: int, width: int, heads: int, invariant: bool = False) -> C
 
 
 @pytest.mark.parametrize(
-    ("rows", "dependent", "early"), [(1, False, False), (1, True, False), (1, True, True), (32, True, True)]
+    ("rows", "width", "dependent", "early"),
+    [(1, 1, False, False), (1, 1, True, False), (1, 1, True, True), (32, 1, True, True), (1, 2, True, True)],
 )
-def test_narrow(rows: int, dependent: bool, early: bool) -> None:
-    case = hopper_case(rows, 1, 16)
+def test_narrow(rows: int, width: int, dependent: bool, early: bool) -> None:
+    case = hopper_case(rows, width, 16)
     kernel = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_narrow"]
     used = instructions(kernel)
     assert used["HMMA"] >= 36 + 4 * 8
@@ -58,8 +59,8 @@ def test_narrow(rows: int, dependent: bool, early: bool) -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "heads", "invariant", "dependent", "early"),
     [
-        (1, 4, 16, False, False, False),
-        (1, 4, 16, False, True, True),
+        (2, 4, 16, False, False, False),
+        (2, 4, 16, False, True, True),
         (64, 4, 128, False, True, True),
         (3, 1, 16, True, True, True),
     ],
@@ -71,6 +72,22 @@ def test_wide(rows: int, width: int, heads: int, invariant: bool, dependent: boo
     assert "HMMA" not in used
     assert used["UTMALDG"] >= 12
     assert used["USETMAXREG"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "dependent", "early"),
+    [(4, 16, False, False), (4, 16, True, False), (4, 16, True, True), (3, 16, True, True), (1, 64, True, True)],
+)
+def test_either(width: int, heads: int, dependent: bool, early: bool) -> None:
+    """Both kernels in one: the narrow part's shared memory lies in the wide part's place, or it would not fit."""
+    case = hopper_case(1, width, heads)
+    kernel = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_either"]
+    used = instructions(kernel)
+    assert used["HMMA"] >= 36 + 4 * 8
+    assert used["LDGSTS"] >= 2 * (16 + 2)
+    assert used["HGMMA"] >= 2 * 36 + 5 * 4
+    assert used["UTMALDG"] >= 12
+    assert resources(kernel).waits == dependent
 
 
 @pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (1, 128)])

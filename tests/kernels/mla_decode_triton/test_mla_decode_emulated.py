@@ -1,5 +1,7 @@
 """Hopper's decode kernels as they were compiled, run by the PTX emulator under drawn schedules."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decode_case import Case
@@ -9,8 +11,8 @@ from kernels.mla_decode.schedule import hopper_tiling
 from kernels.testing.ptx import emulated
 
 
-def check(path: str, case: Case, workers: int, seed: int = 0, dependent: bool = True) -> None:
-    tiling = hopper_tiling(case.shape, workers)
+def check(path: str, case: Case, workers: int, seed: int = 0, dependent: bool = True, **changes: int) -> None:
+    tiling = replace(hopper_tiling(case.shape, workers), **changes)
     assert tiling.path == path
     workspace, t = case.workspace(tiling), case.tensors
     tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))
@@ -28,7 +30,7 @@ def deepseek(lengths: list[int], width: int, heads: int, first: int = 0, invaria
 
 @pytest.mark.parametrize(
     ("lengths", "width", "heads", "workers"),
-    [([70], 2, 16, 1), ([200, 65, 0, 1], 4, 16, 3), ([130, 64], 2, 40, 3), ([300], 8, 3, 1)],
+    [([70, 1], 2, 16, 1), ([200, 65, 0, 1], 4, 16, 3), ([130, 64], 2, 40, 3), ([300], 23, 3, 2)],
 )
 def test_wide(lengths: list[int], width: int, heads: int, workers: int) -> None:
     """One tile and several, whole and not; splits, and queries of more than one block."""
@@ -56,6 +58,13 @@ def test_narrow(lengths: list[int], width: int, heads: int, first: int) -> None:
     check("narrow", deepseek(lengths, width, heads, first), 3, seed=width)
 
 
+@pytest.mark.parametrize(
+    ("length", "width", "heads", "first"), [(200, 2, 16, 0), (0, 2, 16, 0), (64, 4, 8, 1), (71, 10, 3, 70)]
+)
+def test_narrow_with_a_row_of_two_blocks(length: int, width: int, heads: int, first: int) -> None:
+    check("narrow", deepseek([length], width, heads, first), 5, seed=width)
+
+
 @pytest.mark.parametrize("lengths", [[64, 0, 70, 1, 130, 64], [1] * 7, [200, 1, 0, 0, 1]])
 @pytest.mark.parametrize("first", [0, 1])
 def test_narrow_where_workers_go_on_with_other_rows(lengths: list[int], first: int) -> None:
@@ -64,3 +73,41 @@ def test_narrow_where_workers_go_on_with_other_rows(lengths: list[int], first: i
 
 def test_narrow_launched_plainly() -> None:
     check("narrow", deepseek([200, 13], 1, 16), 3, dependent=False)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 64, 128, 129, 200])
+@pytest.mark.parametrize(("width", "heads", "first"), [(4, 16, 0), (3, 16, 1), (11, 3, 0)])
+def test_either(length: int, width: int, heads: int, first: int) -> None:
+    """A row up to the limit, one longer; in four narrow blocks or three, the last whole or not."""
+    check("either", deepseek([length], width, heads, first), 9, seed=length, short=128)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("short", [-1, 500])
+def test_either_under_other_schedules(seed: int, short: int) -> None:
+    check("either", deepseek([390], 4, 16), 4, seed, short=short)
+
+
+@pytest.mark.parametrize("length", [130, 70])
+def test_either_launched_plainly(length: int) -> None:
+    check("either", deepseek([length], 4, 16), 5, dependent=False, short=100)
+
+
+def test_either_follows_lengths_that_change() -> None:
+    """Two layers of one plan in dependent launches; then others of longer and shorter rows, in the same memory."""
+    cases = [Case([length], 4, 16, 512, 64, torch.bfloat16, least_columns=5) for length in (70, 130, 0, 65)]
+    tiling = replace(hopper_tiling(cases[0].shape, 8), short=100)
+    workspace = cases[0].workspace(tiling)
+    out, lse = cases[0].tensors["out"], cases[0].tensors["lse"]
+    with emulated(3, consecutive=True) as launches:
+        for case in cases:
+            t = case.tensors | {"out": out, "lse": lse}
+            launch.plan(t["length"], t["table"], workspace)
+            for layer in range(2):
+                tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))
+                launch.attend(*tensors, workspace, scale=case.scale, dependent=layer > 0, early=layer > 0)
+                launch.merge(out, lse, workspace, dependent=True)
+            case.tensors["out"], case.tensors["lse"] = out.clone(), lse.clone()
+    assert launches == 4 * ["plan_splits", "attend_either", "merge", "attend_either", "merge"]
+    for case in cases:
+        case.compare()

@@ -10,7 +10,8 @@ import torch
 from decode_case import Case
 
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import SHORT_TOKENS, DecodeShape, Tiling, Workspace, hopper_tiling, portable_tiling
+from kernels.page import pages_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -79,9 +80,19 @@ def test_sizes_that_are_no_powers_of_two(choose: Choose, latent: int, rope: int)
 @pytest.mark.parametrize("width", [1, 4])
 def test_split_boundaries(choose: Choose, width: int) -> None:
     """One row dealt to all workers, lengths around every multiple of their shares."""
-    workers = choose(DecodeShape(1, width, 16, 512, 64, 300), 0).workers
-    for length in (workers * 64 - 1, workers * 64, workers * 64 + 1, workers * 128 + 1):
-        case = Case([length], width, 16, **DEEPSEEK)
+    shape = DecodeShape(1, width, 16, 512, 64, 300)
+    tiling = choose(shape, 0)
+    for workers in {tiling.workers, tiling.workers // tiling.parts(shape)}:
+        for length in (workers * 64 - 1, workers * 64, workers * 64 + 1, workers * 128 + 1):
+            case = Case([length], width, 16, **DEEPSEEK)
+            case.check(choose(case.shape, 0))
+
+
+@pytest.mark.parametrize(("width", "heads"), [(2, 16), (3, 16), (4, 16), (4, 9), (1, 64), (5, 16)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_row_up_to_the_limit_and_beyond(choose: Choose, width: int, heads: int, first: int) -> None:
+    for length in (0, 1, width, 65, 1024, SHORT_TOKENS - 1, SHORT_TOKENS, SHORT_TOKENS + 1, 20000):
+        case = Case([length], width, heads, first=first, **DEEPSEEK)
         case.check(choose(case.shape, 0))
 
 
@@ -102,14 +113,22 @@ def test_a_row_alone_equals_the_row_in_a_batch_at_any_width(choose: Choose, head
                 assert torch.equal(got_lse[0], lse[row, token : token + width])
 
 
-@pytest.mark.parametrize(("width", "heads"), [(1, 16), (4, 16), (2, 128)])
+@pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (2, 128)])
 @pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [[4097, 64, 1, 700], [0, 0, 65, 0], [1, 1, 1, 5000], [3000] * 4, [0] * 4],
+        [[1000], [SHORT_TOKENS + 1], [70], [12000], [SHORT_TOKENS], [0], [20000], [3]],
+    ],
+    ids=["several rows", "one row"],
+)
 def test_one_graph_serves_other_lengths_tables_and_queries(
-    choose: Choose, width: int, heads: int, invariant: bool
+    choose: Choose, batches: list[list[int]], width: int, heads: int, invariant: bool
 ) -> None:
-    batches = [[4097, 64, 1, 700], [0, 0, 65, 0], [1, 1, 1, 5000], [3000] * 4, [0] * 4]
+    columns = max(90, *(2 + pages_for(length) for lengths in batches for length in lengths))
     cases = [
-        Case(lengths, width, heads, least_columns=90, invariant=invariant, seed=seed, **DEEPSEEK)
+        Case(lengths, width, heads, least_columns=columns, invariant=invariant, seed=seed, **DEEPSEEK)
         for seed, lengths in enumerate(batches)
     ]
     entries = max(case.tensors["cache"].shape[0] for case in cases)
@@ -140,10 +159,11 @@ def test_one_graph_serves_other_lengths_tables_and_queries(
         case.compare()
 
 
+@pytest.mark.parametrize("lengths", [[4097, 0, 65, 700, 64], [700], [SHORT_TOKENS + 1]])
 @pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (1, 128)])
-def test_dependent_launches_change_nothing(width: int, heads: int) -> None:
+def test_dependent_launches_change_nothing(lengths: list[int], width: int, heads: int) -> None:
     chooser("hopper")
-    case = Case([4097, 0, 65, 700, 64], width, heads, **DEEPSEEK)
+    case = Case(lengths, width, heads, **DEEPSEEK)
     tiling = hopper_tiling(case.shape, torch.cuda.get_device_properties(0).multi_processor_count)
     out, lse = (x.clone() for x in case.run(tiling))
     t, workspace = case.tensors, case.workspace(tiling)

@@ -7,7 +7,7 @@ from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
 
 
 def test_workspaces_lie_over_one_buffer() -> None:
-    shapes = [DecodeShape(rows, width, 16, 512, 64, 64) for rows in (1, 7, 64) for width in (1, 4)]
+    shapes = [DecodeShape(rows, width, 16, 512, 64, 64) for rows in (1, 7, 64) for width in (1, 2, 4)]
     tilings = [hopper_tiling(shape, 132) for shape in shapes]
     need = [Workspace.bytes(shape, tiling, torch.bfloat16) for shape, tiling in zip(shapes, tilings, strict=True)]
     buffer = torch.empty(max(need), dtype=torch.uint8)
@@ -17,3 +17,24 @@ def test_workspaces_lie_over_one_buffer() -> None:
         assert workspace.plan.numel() >= tiling.workers * 8 + shape.rows * 4
         with pytest.raises(ValueError, match=str(size)):
             Workspace.over(buffer[: size - 1], shape, tiling, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "heads", "invariant", "path"),
+    [
+        (1, 1, 16, False, "narrow"),
+        (1, 2, 16, False, "narrow"),
+        (2, 2, 16, False, "wide"),
+        (1, 1, 33, False, "either"),
+        (1, 4, 16, False, "either"),
+        (1, 5, 16, False, "wide"),
+        (1, 2, 16, True, "wide"),
+        (1, 4, 16, True, "wide"),
+    ],
+)
+def test_which_kernel_serves_which_shape(rows: int, width: int, heads: int, invariant: bool, path: str) -> None:
+    shape = DecodeShape(rows, width, heads, 512, 64, 64, invariant)
+    tiling = hopper_tiling(shape, 132)
+    assert tiling.path == path
+    assert tiling.blocks(shape) * tiling.workers <= 132  # all at once on a device of as many multiprocessors
+    assert (tiling.short > 0) == (path == "either")

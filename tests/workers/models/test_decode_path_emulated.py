@@ -24,6 +24,8 @@ from workers.scratch import Scratch
 
 CPU = torch.device("cpu")
 SMALL = V2_LITE_HEADS | {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2, "qk_nope_head_dim": 64}
+SHORT = 128
+"""Tokens up to which attention takes a row alone in narrow blocks."""
 
 
 def planned(self: Any, batch: Batch, scratch: Scratch) -> decode_path.Step:
@@ -32,7 +34,8 @@ def planned(self: Any, batch: Batch, scratch: Scratch) -> decode_path.Step:
     layout = batch.layout
     shape = DecodeShape(layout.decode_rows, layout.width, own.heads, own.latent, own.rope, page_RP.shape[1])
     tiling = hopper_tiling(shape, 3)
-    assert tiling.path == "narrow"
+    assert tiling.path == ("narrow" if shape.queries <= 32 else "either")
+    tiling = replace(tiling, short=min(tiling.short, SHORT))
     buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
     workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
     attention.plan(batch.decode.length_R, page_RP, workspace, first=batch.first)
@@ -79,8 +82,9 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_path.DecodePath, "_step", planned)
 
 
-def check(lengths: list[int], width: int, **how: Any) -> list[str]:
-    model, wide = random_model(SMALL, torch.bfloat16, CPU), random_model(SMALL, torch.float32, CPU)
+def check(lengths: list[int], width: int, heads: int = 2, **how: Any) -> list[str]:
+    small = SMALL | {"num_attention_heads": heads}
+    model, wide = random_model(small, torch.bfloat16, CPU), random_model(small, torch.float32, CPU)
     token_T, batch, cache = decode_step(model, lengths, width)
     _, _, wide_cache = decode_step(wide, lengths, width)
     poisoned = torch.full((1 << 20,), 255, dtype=torch.uint8)
@@ -99,6 +103,13 @@ def test_a_pass_is_right_and_in_order(lengths: list[int], merging: int) -> None:
     assert len(check(lengths, 1)) == 1 + 2 + (4 + merging + 2) + (4 + merging + 4)
 
 
+@pytest.mark.parametrize("length", [70, 150])
+def test_a_row_of_several_tokens(length: int) -> None:
+    """Attention of a row alone, short and long."""
+    launches = check([length], 4, heads=9)
+    assert [name for name in launches if name.startswith("attend")] == 2 * ["attend_either"]
+
+
 @pytest.mark.parametrize(
     ("kernels", "what", "by"),
     [
@@ -113,3 +124,12 @@ def test_planted_faults_are_found(kernels: str, what: str, by: str) -> None:
 
     with pytest.raises(Unordered):
         check([70], 1, edit=edit)
+
+
+@pytest.mark.parametrize("length", [70, 150])
+def test_attention_that_does_not_wait_is_found(length: int) -> None:
+    def edit(ptx: str) -> str:
+        return ptx.replace("griddepcontrol.wait;", "") if re.search(r"\.entry attend_either\(", ptx) else ptx
+
+    with pytest.raises(Unordered):
+        check([length], 4, heads=9, edit=edit)
