@@ -16,7 +16,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.moe import kernel, routing, single, sorting
-from kernels.moe.schedule import FEW, SEGMENTS, SPAN, ExpertsShape, Product, Tiling, Workspace
+from kernels.moe.schedule import (
+    FEW,
+    FEW_EXPERTS,
+    FEW_TOKENS,
+    SEGMENTS,
+    SPAN,
+    ExpertsShape,
+    Product,
+    Tiling,
+    Workspace,
+)
 from kernels.rms_norm import launch as rms_norm
 
 MOST_EXPERTS = 512
@@ -128,12 +138,12 @@ class Experts:
                 self.combine_norm(self.add_norm)
 
     def sort(self, span: int = SPAN, few: int = FEW) -> None:
-        """Sort the pairs by expert and describe the tiles. `few`: most choices, times words of a bit an expert,
-        for the kernel for few tokens; `span`: most pairs a program of the others looks at at once."""
+        """Sort the pairs by expert and describe the tiles. `few`: most choices for the kernel for few tokens;
+        `span`: most pairs a program of the others looks at at once."""
         pairs, scratch = self.shape.pairs, self.scratch
         tokens, columns = max(triton.next_power_of_2(self.shape.tokens), 16), triton.next_power_of_2(self.shape.chosen)
-        words = triton.next_power_of_2(triton.cdiv(self.shape.experts - self.shape.shared, 32))
-        if tokens * columns * words <= few:
+        routed = self.shape.experts - self.shape.shared
+        if tokens * columns <= few and tokens <= FEW_TOKENS and routed <= FEW_EXPERTS:
             sorting.sort_few[(self.shape.experts, 2)](
                 self.id_TK,
                 scratch.sorted_Y,
@@ -143,7 +153,7 @@ class Experts:
                 SHARED=self.shape.shared,
                 COLUMNS=self.shape.chosen,
                 COLUMN_BLOCK=columns,
-                WORDS=words,
+                WORDS=triton.next_power_of_2(triton.cdiv(routed, 32)),
                 TOKENS=tokens,
                 ROWS=self.tiling.rows,
                 DEPENDENT=self._dependent,

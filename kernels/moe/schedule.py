@@ -13,8 +13,9 @@ from torch import Tensor
 
 MOST_EXPERTS = 1024
 MOST_CHOSEN = 32
-FEW = 8192
-"""Most choices, times words of a bit an expert, that are sorted by programs which look at all of them."""
+FEW = 4096
+"""Most choices that are sorted by programs which look at all of them, of at most so many tokens and routed experts:"""
+FEW_TOKENS, FEW_EXPERTS = 512, 128
 SPAN = 2048
 """Pairs a sorting program looks at at once."""
 SEGMENTS = 16

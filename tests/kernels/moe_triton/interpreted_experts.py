@@ -92,7 +92,7 @@ def test_weights_through_the_copy_engine() -> None:
 @given(
     tokens=st.one_of(st.integers(1, 60), st.sampled_from([127, 129, 256, 300])),
     chosen=st.integers(1, 8),
-    experts=st.sampled_from([8, 9, 13, 31, 32, 64, 65, 100]),
+    experts=st.sampled_from([8, 9, 13, 31, 32, 64, 65, 100, 130]),
     rows=st.sampled_from([16, 32, 64, 128]),
     few=st.sampled_from([0, schedule.FEW]),
     span=st.sampled_from([32, 128, 2048]),

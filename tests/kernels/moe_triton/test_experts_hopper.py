@@ -57,6 +57,17 @@ def test_compiles_without_spills(model: str, tokens: int, groups: int) -> None:
             assert "LDG.E.EF.128" in machine_code(kernel)
 
 
+@pytest.mark.parametrize(("tokens", "launches"), [(512, ["sort_few"]), (513, ["count", "place"])])
+def test_few_tokens_are_sorted_by_one_launch(tokens: int, launches: list[str]) -> None:
+    """Without atomics, of which a histogram is made."""
+    found = kernels(shape_of("V2-Lite", tokens))
+    sort = [kernel for kernel in found if kernel.metadata.name in ("sort_few", "count", "place")]
+    assert [kernel.metadata.name for kernel in sort] == launches
+    for kernel in sort:
+        resources(kernel).check(128)
+    assert ("ATOMS" in instructions(sort[0])) == (len(launches) > 1)
+
+
 def test_fp32_compiles_without_spills() -> None:
     for tokens in (1, 5, 300):
         for kernel in kernels(shape_of("demo", tokens, torch.float32)):
