@@ -1,5 +1,5 @@
-"""Decode attention for Hopper when a row has at most 16 query vectors: bound by memory, and by latency in small
-batches.
+"""Decode attention for Hopper when a row has at most 16 query vectors, or a row alone a few blocks of 16: bound by
+memory, and by latency in small batches.
 
 The portable kernel waits three times in a row: for the query, for a page id, for the cache. Here every copy of the
 first tiles is under way before the first wait; page id and length of a worker's first tile come with its plan record.
@@ -78,12 +78,12 @@ def _copy_query(q, row, block, queries, latent_s, rope_s, BLOCK: gl.constexpr, W
     by_latent: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     by_rope: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     base = q + row.to(gl.int64) * queries * (LATENT + ROPE)
-    first = block * BLOCK + unknown_zero()
-    m = first + gl.arange(0, BLOCK, gl.SliceLayout(1, by_latent))
+    begin = block * BLOCK + unknown_zero()  # the addresses of one row's copies, kept for the next's, would spill
+    m = begin + gl.arange(0, BLOCK, gl.SliceLayout(1, by_latent))
     c = gl.arange(0, LATENT, gl.SliceLayout(0, by_latent))
     inside = (m < queries)[:, None]
     async_copy.async_copy_global_to_shared(latent_s, base + m[:, None] * (LATENT + ROPE) + c[None, :], mask=inside)
-    m = first + gl.arange(0, BLOCK, gl.SliceLayout(1, by_rope))
+    m = begin + gl.arange(0, BLOCK, gl.SliceLayout(1, by_rope))
     c = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, by_rope))
     inside = (m < queries)[:, None]
     async_copy.async_copy_global_to_shared(rope_s, base + m[:, None] * (LATENT + ROPE) + c[None, :], mask=inside)
