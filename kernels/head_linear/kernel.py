@@ -94,6 +94,7 @@ def rope_absorb(
     q,
     kv,
     weight,
+    weight_box,
     norm,
     rotation,
     position,
@@ -122,6 +123,7 @@ def rope_absorb(
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Programs: for every head, COLUMNS latent features and TOKENS tokens, W_UK into the tokens' queries; then for
@@ -141,8 +143,11 @@ def rope_absorb(
         head = program // tiles // CHUNKS
         n = tl.arange(0, NOPE_BLOCK)
         c = program // tiles % CHUNKS * COLUMNS + tl.arange(0, COLUMNS)
-        at = weight + head.to(tl.int64) * W_HEAD + n[:, None] * W_ROW + c[None, :]
-        tile = tl.load(at, mask=(n < NOPE)[:, None] & (c < LATENT)[None, :], other=0.0)
+        if TMA:
+            tile = weight_box.load([head * (W_HEAD // W_ROW), program // tiles % CHUNKS * COLUMNS])
+        else:
+            at = weight + head.to(tl.int64) * W_HEAD + n[:, None] * W_ROW + c[None, :]
+            tile = tl.load(at, mask=(n < NOPE)[:, None] & (c < LATENT)[None, :], other=0.0)
         if DEPENDENT:
             gdc_wait()
             gdc_launch_dependents()

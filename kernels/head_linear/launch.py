@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.head_linear import kernel, merge
 from kernels.linear.launch import MOST_STREAMED, Streaming, options
@@ -57,12 +58,14 @@ def rope_absorb(
     if wide:  # larger tiles spill registers
         tile, columns = min(tile, 32), 16
     columns = max(16, min(columns, triton.next_power_of_2(latent)))
+    box = _box(weight_HNL, columns) if parts else None
     products = heads * triton.cdiv(latent, columns) * triton.cdiv(tokens, tile)
     programs = products + tokens * (1 + triton.cdiv(heads, group))
     kernel.rope_absorb[(programs,)](
         q_THD,
         kv_TC,
         weight_HNL,
+        weight_HNL if box is None else box,
         norm_L,
         rotation_PO,
         position_T,
@@ -91,10 +94,22 @@ def rope_absorb(
         GROUP=group,
         TOKENS=tile,
         PRECISION="ieee" if wide else "tf32",
+        TMA=box is not None,
         DEPENDENT=dependent,
         num_warps=8 if parts else 4,  # parts of all features of a token's head are on their way at once
         **options(dependent),
     )
+
+
+def _box(weight_HNL: Tensor, columns: int) -> TensorDescriptor | None:
+    """What the copy engine needs to know to fetch `columns` of a head's weights, None where it cannot."""
+    heads, nope, latent = weight_HNL.shape
+    apart, row, _ = weight_HNL.stride()
+    pieces = weight_HNL.itemsize == 2 and row % 8 == 0 and weight_HNL.data_ptr() % 16 == 0
+    if not pieces or apart % row or nope not in (16, 32, 64, 128, 256):
+        return None
+    rows = (heads - 1) * (apart // row) + nope
+    return TensorDescriptor(weight_HNL, [rows, latent], [row, 1], [nope, columns])
 
 
 def _columns_of_parts(tokens: int, heads: int, latent: int) -> int:

@@ -34,9 +34,9 @@ def check_bounds() -> None:
         _storages[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
         return positional, named
 
-    def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    def load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         _check("load", pointers, mask)
-        return plain_load(self, pointers, mask, *rest)
+        return plain_load(self, pointers, mask, *rest, **named)
 
     def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         _check("store", pointers, mask)

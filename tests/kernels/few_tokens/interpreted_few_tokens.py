@@ -97,6 +97,7 @@ def test_rope_absorb(tokens: int) -> None:
 def test_rope_absorb_of_parts(tokens: int, parts: int) -> None:
     cases.check_rope_absorb(CPU, tokens, 3, 24, 16, 64, parts)
     cases.check_rope_absorb(CPU, tokens, 2, 20, 12, 24, parts)
+    cases.check_rope_absorb(CPU, tokens, 2, 32, 16, 40, parts)
 
 
 @pytest.mark.parametrize("lengths", [[1], [63, 0, 64], [400], [0], [700, 5]])
