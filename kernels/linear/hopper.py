@@ -85,4 +85,4 @@ def part_linear(
     t = gl.arange(0, TOKENS, gl.SliceLayout(1, sums_layout))
     f = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, sums_layout))
     to = out + t.to(gl.int64)[:, None] * OUT_TOKEN + part * OUT_PART + f[None, :]
-    gl.store(to, sums, mask=(t < tokens)[:, None] & (f < F)[None, :])
+    gl.store(to, sums, mask=(t < tokens)[:, None] & (f < F)[None, :], eviction_policy="evict_last")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import REPLAYS
 from random_model import V2_LITE_HEADS, decode_step, random_model
 
 from kernels.hopper import is_hopper
@@ -54,6 +55,36 @@ def test_many_rows_agree_with_mixed_steps(
     # bf16 at every boundary; rounding turns the router's choice over for a token now and then, a mistake for every
     # eighth row at least.
     assert float(errors(got_TE[live_T], want_TE[live_T]).quantile(0.9)) < 2e-2
+
+
+@pytest.mark.parametrize(("rows", "width"), [(17, 1), (64, 1), (256, 1)])
+@pytest.mark.parametrize("overrides", [{}, {"q_lora_rank": 64}], ids=["query", "latent query"])
+def test_replays_equal_eager_steps(rows: int, width: int, overrides: dict[str, Any]) -> None:
+    """On memory that holds poison, the launches dependent."""
+    device, lengths = torch.device("cuda"), ([130, 0, 70, 1] * rows)[:rows]
+    model = random_model(V2_LITE_HEADS | overrides, torch.bfloat16, device)
+    token_T, batch, cache = decode_step(model, lengths, width)
+    fresh = Scratch(device)
+    want_TE = model.forward(token_T, batch, cache, fresh)
+    scratch = Scratch(device, torch.empty(fresh.peak, dtype=torch.uint8, device=device))
+    got_TE = torch.empty_like(want_TE)
+    live_T = (torch.tensor(lengths).repeat_interleave(width) > 0).to(device)
+
+    def step() -> None:
+        with scratch.scope():
+            got_TE.copy_(model.forward(token_T, batch, cache, scratch))
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # cuBLAS has memory for every stream
+        step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    for _ in range(REPLAYS):
+        scratch.fill(255)
+        got_TE.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(got_TE[live_T], want_TE[live_T])
 
 
 def errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
