@@ -187,7 +187,7 @@ def _weighted(sum, result, weight, exist, inside, STRIDE: tl.constexpr, COLUMNS:
 
     BATCH results are on their way at once, with 0 as many as ptxas likes. It would rather save registers: load one or
     two, add them up, load the next. So the weights to multiply by are read behind a barrier that the loads come
-    before."""
+    before, and a second one follows them."""
     step: tl.constexpr = max(BATCH, 1)
     for begin in tl.static_range(0, COLUMNS, step):
         values = ()
@@ -197,10 +197,15 @@ def _weighted(sum, result, weight, exist, inside, STRIDE: tl.constexpr, COLUMNS:
                 values += (tl.load(at, mask=inside & exist[begin + c], other=0.0, cache_modifier=".cg"),)
         if BATCH > 0:
             tl.debug_barrier()
+        factors = ()
         for c in tl.static_range(step):
             if begin + c < COLUMNS:
-                factor = tl.load(weight + begin + c, mask=exist[begin + c], other=0.0, cache_modifier=".cg")
-                sum += factor * values[c].to(tl.float32)
+                factors += (tl.load(weight + begin + c, mask=exist[begin + c], other=0.0, cache_modifier=".cg"),)
+        if BATCH > 0:
+            tl.debug_barrier()
+        for c in tl.static_range(step):
+            if begin + c < COLUMNS:
+                sum += factors[c] * values[c].to(tl.float32)
     return sum
 
 

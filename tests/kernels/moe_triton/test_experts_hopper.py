@@ -102,5 +102,8 @@ def test_all_results_of_a_token_are_on_their_way_at_once(tokens: int) -> None:
     assert len(sums) == 2
     for code in sums.values():
         # A thread has 8 features of every pair, in fp32 or in bf16.
-        ahead = code[: code.index("BAR.SYNC")].count("LDG.E.128.STRONG")
-        assert ahead >= shape.chosen * (2 if schedule.tiling(shape).partial == torch.float32 else 1)
+        ahead, _, behind = code.partition("BAR.SYNC")
+        results = shape.chosen * (2 if schedule.tiling(shape).partial == torch.float32 else 1)
+        assert ahead.count("LDG.E.128.STRONG") >= results
+        # So are the weights to multiply by.
+        assert behind[: behind.index("FFMA")].count("LDG.E.STRONG") == shape.chosen
