@@ -1,0 +1,33 @@
+"""The sort of few tokens' pairs as it was compiled, run by the PTX emulator."""
+
+import pytest
+import torch
+from experts_case import Experts
+
+from kernels.testing.ptx import emulated
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "experts", "shared", "skewed"),
+    [(17, 8, 66, 2, False), (64, 8, 66, 2, True), (300, 8, 66, 2, True), (40, 9, 100, 0, False)],
+)
+def test_pairs_lie_expert_by_expert(tokens: int, chosen: int, experts: int, shared: int, skewed: bool) -> None:
+    holes = not skewed
+    case = Experts(tokens, chosen, experts, 16, 16, shared=shared, holes=holes, skewed=skewed, padded=(0, tokens - 1))
+    tiling = case.tiling()
+    call = case.call(tiling, case.workspace(tiling))
+    with emulated(fences=False) as launches:
+        call.sort()
+    assert launches == ["sort_few"]
+    id = case.tensors["id"].flatten()
+    in_order = torch.cat([(id == expert).nonzero().flatten() for expert in range(experts)])
+    assert torch.equal(call.scratch.sorted_Y[: len(in_order)].long(), in_order)
+    want, begin = [], 0
+    for expert in range(experts):
+        left = int((id == expert).sum())
+        while left > 0:
+            want.append([expert, begin, min(left, tiling.rows)])
+            begin, left = begin + want[-1][2], left - tiling.rows
+    table = call.scratch.table.view(-1, 4)
+    assert table[0, 0] == len(want)
+    assert table[1 : 1 + len(want), :3].tolist() == want
