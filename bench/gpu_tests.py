@@ -1,4 +1,7 @@
-"""Runs every test that needs a GPU and prints one line a file: `python bench/gpu_tests.py [--only WORD] [--timeout S]`.
+"""Runs every test that needs a GPU and prints one line a file.
+
+    python bench/gpu_tests.py                              # all, one after the other
+    python bench/gpu_tests.py --only tests/kernels --jobs 8    # most of their time is compilation
 
 Each file runs in a process of its own, so that a kernel that hangs or crashes the device costs one line, not the run.
 Exit status 0 when all passed. Test files are found by their marker, `pytest.mark.gpu`; none is listed here.
@@ -13,9 +16,12 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+_live: set[int] = set()
+"""Process groups of the files that run."""
 
 
 def gpu_test_files() -> list[Path]:
@@ -29,16 +35,17 @@ def run(path: Path, timeout_s: float) -> tuple[str, str, float]:
     start = time.monotonic()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        _live.add(process.pid)
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
-        except BaseException as error:
+        except subprocess.TimeoutExpired:
             # With its ranks, which would go on waiting for each other on the GPUs.
             os.killpg(process.pid, signal.SIGKILL)
             stdout, stderr = process.communicate()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
             tail = "\n".join([*stdout.splitlines()[-25:], *stderr.splitlines()[-5:]])
             return "TIMEOUT", f"after {timeout_s:.0f} s\n{tail}", time.monotonic() - start
+        finally:
+            _live.discard(process.pid)
     seconds = time.monotonic() - start
     lines = [line for line in stdout.splitlines() if line.strip()]
     counts = r"\d+ (passed|failed|error|skipped)"
@@ -53,18 +60,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run files whose path contains this")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a file may take")
+    parser.add_argument("--jobs", type=int, default=1, help="files that run side by side")
     arguments = parser.parse_args()
+    names = [name for path in gpu_test_files() if arguments.only in (name := str(path.relative_to(ROOT)))]
     failed = 0
-    for path in gpu_test_files():
-        name = str(path.relative_to(ROOT))
-        if arguments.only not in name:
-            continue
-        outcome, text, seconds = run(path, arguments.timeout)
-        failed += outcome != "ok"
-        first, _, rest = text.partition("\n")
-        print(f"{outcome:8} {seconds:6.1f} s  {name}  {first}", flush=True)
-        if rest:
-            print(rest, flush=True)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        running = {pool.submit(run, ROOT / name, arguments.timeout): name for name in names}
+        try:
+            for done in as_completed(running):
+                outcome, text, seconds = done.result()
+                failed += outcome != "ok"
+                first, _, rest = text.partition("\n")
+                print(f"{outcome:8} {seconds:6.1f} s  {running[done]}  {first}", flush=True)
+                if rest:
+                    print(rest, flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for group in tuple(_live):
+                os.killpg(group, signal.SIGKILL)
+            raise
     print("all passed" if not failed else f"{failed} files failed")
     sys.exit(bool(failed))
 
