@@ -150,9 +150,7 @@ def tiling(shape: ExpertsShape) -> Tiling:
         rows = 0
     if rows == 128 and shape.hopper and shape.for_hopper:
         return grouped(shape, shape.hopper)
-    # Of few pairs the results cost nothing beside the weights, so they are kept in fp32.
-    partial = torch.float32 if rows < 64 else shape.dtype
-    return fitted(Tiling(rows, *PRODUCTS[rows], partial), shape)
+    return fitted(Tiling(rows, *PRODUCTS[rows], shape.dtype), shape)
 
 
 def grouped(shape: ExpertsShape, programs: int) -> Tiling:
