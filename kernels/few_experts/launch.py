@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.few_experts import choice as choice_kernel
 from kernels.few_experts import kernel, stream
 from kernels.hopper import multiprocessors
 from kernels.linear.launch import (
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 MOST_PLAIN = 4
 """Most tokens whose router logits are summed on plain cores although tensor cores could."""
+MOST_EXPERTS = 512
+"""Most experts, groups filled up to powers of two, that one token may choose from."""
 
 
 def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bool = False) -> None:
@@ -81,9 +84,13 @@ def choose(
     if not (logit_TX.is_contiguous() and length_R.is_contiguous()) or tokens % length_R.shape[0]:
         raise ValueError("logits and lengths are contiguous, and rows have equally many tokens")
     groups = routing.groups
-    group_block, member_block = triton.next_power_of_2(groups), triton.next_power_of_2(experts // groups)
+    group_block = triton.next_power_of_2(groups)
+    member_block = max(triton.next_power_of_2(experts // groups), 32 // group_block)
+    if group_block > 32 or group_block * member_block > MOST_EXPERTS:
+        raise ValueError(f"{experts} experts in {groups} groups do not fit a warp")
     block = triton.next_power_of_2(tokens)
-    kernel.choose[(1,)](
+    warps = min(block, 16)
+    choice_kernel.choose[(1,)](
         logit_TX,
         logit_TX if bias_X is None else bias_X,
         length_R,
@@ -91,7 +98,7 @@ def choose(
         choice.weight_TK,
         choice.slot_S,
         tokens,
-        tokens // length_R.shape[0],
+        (1 << 16) // (tokens // length_R.shape[0]) + 1,
         choice.slots,
         routing.scale,
         EXPERTS=experts,
@@ -100,13 +107,13 @@ def choose(
         MEMBER_BLOCK=member_block,
         TOP_GROUPS=routing.top_groups,
         CHOSEN=chosen,
-        SLOT_BLOCK=triton.next_power_of_2(min(experts, block * chosen)),
         TOKENS=block,
+        WARPS=warps,
         SOFTMAX=routing.scoring == "softmax",
         BIASED=bias_X is not None,
         NORMALIZE=routing.normalize,
         DEPENDENT=dependent,
-        num_warps=min(max(block * group_block * member_block // 256, 1), 8),
+        num_warps=warps,
         **options(dependent),
     )
 

@@ -8,6 +8,7 @@ rounded on the way, theirs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -188,14 +189,37 @@ def check_router(place: Place, tokens: int, experts: int, features: int, dtype: 
     close(out, normed @ weight.double().T, 1e-5)
 
 
-def check_choose(place: Place, tokens: int, experts: int, chosen: int, routing: Routing, dead: bool = False) -> Choice:
+Equal = Literal["none", "some", "all", "nearly"]
+"""Which scores of a token are equal: also those of logits that differ by less than a rounding of the softmax."""
+EQUAL: tuple[Equal, ...] = get_args(Equal)
+
+
+def check_choose(
+    place: Place,
+    tokens: int,
+    experts: int,
+    chosen: int,
+    routing: Routing,
+    dead: bool = False,
+    rows: int | None = None,
+    equal: Equal = "some",
+) -> Choice:
     """The choice of experts, ties and padding included, equals the reference's."""
     torch.manual_seed(tokens)
     logit = torch.randn(tokens, experts)
-    logit[:, 1] = logit[:, 0]
-    logit[0] = logit[0].round()
     bias = torch.randn(experts) * 0.3 if routing.scoring == "sigmoid" else None
-    length = torch.randint(1, 9, (tokens,), dtype=torch.int32)
+    if equal == "some":
+        logit[:, 1] = logit[:, 0]
+        logit[0] = logit[0].round()
+    elif equal == "all":
+        logit.fill_(0.25)
+        if bias is not None:
+            bias.fill_(0.5)
+    elif equal == "nearly":  # 4 - 0.01 and 4 - (0.01 + 2^-30) are equal in fp32
+        logit[:] = -8 + logit.argsort(1).argsort(1) / experts
+        logit[:, experts // 2] = 4
+        logit[:, 1:3] = torch.tensor([0.01, 0.01 + 2**-30])
+    length = torch.randint(1, 9, (tokens if rows is None else rows,), dtype=torch.int32)
     if dead:
         length[::2] = 0
     want = Choice.empty(tokens, experts, chosen, Place(torch.device("cpu")).empty)
@@ -207,7 +231,7 @@ def check_choose(place: Place, tokens: int, experts: int, chosen: int, routing: 
     experts_launch.choose(on_device[0], on_device[1], on_device[2], got, routing, dependent=place.dependent)
     assert torch.equal(got.slot_S.cpu(), want.slot_S)
     assert torch.equal(got.place_TX.cpu(), want.place_TX)
-    alive = (length > 0).unsqueeze(1)
+    alive = (length > 0).repeat_interleave(tokens // len(length)).unsqueeze(1)
     torch.testing.assert_close(
         torch.where(alive, got.weight_TK.cpu(), 0), torch.where(alive, want.weight_TK, 0), rtol=1e-5, atol=1e-6
     )

@@ -75,10 +75,11 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("equal", cases.EQUAL)
 @pytest.mark.parametrize("model", ROUTINGS)
-def test_choose(tokens: int, model: str) -> None:
+def test_choose(tokens: int, equal: cases.Equal, model: str) -> None:
     experts, chosen, routing = ROUTINGS[model]
-    cases.check_choose(CPU, tokens, experts, chosen, routing, dead=tokens == 5)
+    cases.check_choose(CPU, tokens, experts, chosen, routing, dead=tokens == 5, equal=equal)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

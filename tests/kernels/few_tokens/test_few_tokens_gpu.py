@@ -60,9 +60,11 @@ def test_parts(tokens: int) -> None:
 def test_routers_and_choices(tokens: int) -> None:
     cases.check_router(place(), tokens, 64, 2048, torch.bfloat16)
     cases.check_router(place(), tokens, 256, 7168)
-    cases.check_choose(place(), tokens, 64, 6, Routing("softmax", 1, 1, False, 1.0), dead=tokens == 5)
-    cases.check_choose(place(), tokens, 160, 6, Routing("softmax", 8, 3, False, 16.0))
-    cases.check_choose(place(), tokens, 256, 8, Routing("sigmoid", 8, 4, True, 2.5), dead=tokens == 16)
+    for equal in cases.EQUAL:
+        cases.check_choose(place(), tokens, 64, 6, Routing("softmax", 1, 1, False, 1.0), tokens == 5, equal=equal)
+        cases.check_choose(place(), tokens, 160, 6, Routing("softmax", 8, 3, False, 16.0), equal=equal)
+        cases.check_choose(place(), tokens, 256, 8, Routing("sigmoid", 8, 4, True, 2.5), tokens == 16, equal=equal)
+        cases.check_choose(place(), tokens, 384, 8, Routing("sigmoid", 1, 1, True, 2.827), equal=equal)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
