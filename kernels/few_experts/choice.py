@@ -45,12 +45,8 @@ def _score(order):
 
 @gluon.jit
 def _bits(word):
-    """How many bits are set, in the form that the compiler knows for one instruction."""
-    word = word.to(gl.uint32)
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24).to(gl.int32)
+    """How many bits are set. (Written with shifts the compiler knows it in some places only.)"""
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -190,9 +186,10 @@ def choose(
         score = power / gl.sum(power, 1)[:, None]
         order = gl.where(exists[None, :], _order(score), _NONE)
         last = _score(bests[CHOSEN - 1])
-        right = top - last <= _SPAN
+        apart = gl.zeros_like(top) + _SPAN
         for k in gl.static_range(1, CHOSEN):
-            right = right & (_score(bests[k - 1]) - _score(bests[k]) >= _APART)
+            apart = gl.minimum(apart, _score(bests[k - 1]) - _score(bests[k]))
+        right = (top - last <= _SPAN) & (apart >= _APART)  # the former of finite ones only
         behind = (x <= (last - _APART)[:, None]) | (~exists)[None, :]
         places = gl.sum(gl.where((place >= 0) | behind, place, LANES), 1)
     else:
@@ -214,18 +211,19 @@ def choose(
         places = gl.sum(place, 1)
     # Less it cannot be, and it is more where a place was taken twice.
     right = right & (places == CHOSEN * (CHOSEN - 1) // 2 - (LANES - CHOSEN))
+    wanted = _together(word_s.index(0), place, alive, ~right, WARPS, TOKENS, HELD)
     _store(
         place_out, weight_out, place, score, scale, alive, t, expert, inside, EXPERTS, CHOSEN, NORMALIZE
     )  # fmt: skip
-    wanted = _together(word_s.index(0), place, alive, ~right, WARPS, TOKENS, HELD)
+    _list(slot_out, wanted, slots, EXPERTS, GROUPS, MEMBER_BLOCK, WARPS, HELD)
     if gl.min(wanted, 0) < 0:
-        gl.thread_barrier()  # the stores above are overwritten
+        gl.thread_barrier()  # what was stored is overwritten
         place = _exact_places(order, lane, CHOSEN)
+        wanted = _together(word_s.index(1), place, alive, t < 0, WARPS, TOKENS, HELD)
         _store(
             place_out, weight_out, place, score, scale, alive, t, expert, inside, EXPERTS, CHOSEN, NORMALIZE
         )  # fmt: skip
-        wanted = _together(word_s.index(1), place, alive, t < 0, WARPS, TOKENS, HELD)
-    _list(slot_out, wanted, slots, EXPERTS, GROUPS, MEMBER_BLOCK, WARPS, HELD)
+        _list(slot_out, wanted, slots, EXPERTS, GROUPS, MEMBER_BLOCK, WARPS, HELD)
 
 
 @gluon.jit
@@ -233,6 +231,7 @@ def _list(slot_out, wanted, slots, EXPERTS: gl.constexpr, GROUPS: gl.constexpr, 
     WARPS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """The experts of the bits of `wanted`, then -1, last how many they are."""
+    wanted = wanted & ~_AGAIN
     experts: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [1, 0])
     thread = gl.arange(0, 32, gl.SliceLayout(1, experts))
     wanted = gl.convert_layout(wanted, gl.SliceLayout(1, experts), assert_trivial=True)

@@ -15,7 +15,6 @@ from triton.experimental import gluon  # noqa: E402
 from kernels.mla_decode.schedule import hopper_tiling  # noqa: E402
 
 gluon.language.num_warps = lambda: 4
-gluon.language.inline_asm_elementwise = lambda *_, **__: 0
 
 
 def check(case: Case, **changes: int) -> None:

@@ -33,7 +33,6 @@ from workers.models.config import ModelConfig  # noqa: E402
 from workers.scratch import Scratch  # noqa: E402
 
 gluon.language.num_warps = lambda: 4
-gluon.language.inline_asm_elementwise = lambda *_, **__: 0
 CPU = torch.device("cpu")
 V3_ROUTING = {
     "model_type": "deepseek_v3",
