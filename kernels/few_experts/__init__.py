@@ -83,6 +83,8 @@ def choose(
     """Let every token choose its experts, as `kernels.moe.route` does, and list who was chosen.
 
     Token t belongs to row t // (T // R); the tokens of rows of `length_R` (int32) 0 are padding and choose none.
+    ValueError where a warp cannot hold a token's experts: X, the groups and their members filled up to powers of two,
+    is at most 512, in at most 32 groups.
     """
     if logit_TX.is_cuda:
         launch.choose(logit_TX, bias_X, length_R, choice, routing, dependent=dependent)

@@ -248,3 +248,12 @@ def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
             choice = Choice.empty(tokens, 64, 6, empty)
             experts_launch.choose(empty(tokens, 64, dtype=FP32), None, length, choice, routing, dependent=True)
     assert len({kernel.hash for kernel in compiled}) == 1
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(520, 1), (320, 64)])
+def test_more_experts_than_a_warp_holds_are_refused(experts: int, groups: int) -> None:
+    choice, length = Choice.empty(4, experts, 8, empty), torch.ones(4, dtype=torch.int32)
+    routing = Routing("softmax", groups, 2, False, 1.0)
+    with compile_only() as compiled, pytest.raises(ValueError, match="do not fit a warp"):
+        experts_launch.choose(empty(4, experts, dtype=FP32), None, length, choice, routing)
+    assert not compiled
