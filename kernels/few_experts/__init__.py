@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kernels.few_experts import launch, reference
+from kernels.few_experts.launch import choosable
 from kernels.pending_norm.pieces import PendingNorm
 
-__all__ = ["Choice", "Routing", "choose", "experts", "router"]
+__all__ = ["Choice", "Routing", "choosable", "choose", "experts", "router"]
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,18 @@ def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bo
     )
 
 
+def _blocks(experts: int, groups: int) -> tuple[int, int]:
+    """Groups, and experts of a group, filled up to powers of two and to the lanes of a warp."""
+    group_block = triton.next_power_of_2(groups)
+    return group_block, max(triton.next_power_of_2(experts // groups), 32 // group_block)
+
+
+def choosable(experts: int, groups: int) -> bool:
+    """Whether `choose` serves so many experts in so many groups."""
+    group_block, member_block = _blocks(experts, groups)
+    return group_block <= 32 and group_block * member_block <= MOST_EXPERTS
+
+
 def choose(
     logit_TX: Tensor,
     bias_X: Tensor | None,
@@ -84,10 +96,9 @@ def choose(
     if not (logit_TX.is_contiguous() and length_R.is_contiguous()) or tokens % length_R.shape[0]:
         raise ValueError("logits and lengths are contiguous, and rows have equally many tokens")
     groups = routing.groups
-    group_block = triton.next_power_of_2(groups)
-    member_block = max(triton.next_power_of_2(experts // groups), 32 // group_block)
-    if group_block > 32 or group_block * member_block > MOST_EXPERTS:
+    if not choosable(experts, groups):
         raise ValueError(f"{experts} experts in {groups} groups do not fit a warp")
+    group_block, member_block = _blocks(experts, groups)
     block = triton.next_power_of_2(tokens)
     warps = min(block, 16)
     choice_kernel.choose[(1,)](

@@ -149,16 +149,16 @@ class Experts:
                 scratch.sorted_Y,
                 scratch.table,
                 self.shape.tokens,
+                self.tiling.rows.bit_length() - 1,
                 EXPERTS=self.shape.experts,
                 SHARED=self.shape.shared,
                 COLUMNS=self.shape.chosen,
                 COLUMN_BLOCK=columns,
                 WORDS=triton.next_power_of_2(triton.cdiv(routed, 32)),
                 TOKENS=tokens,
-                ROWS=self.tiling.rows,
-                DEPENDENT=self._dependent,
+                DEPENDENT=self.dependent,
                 num_warps=min(max(tokens * columns // 128, 1), 4) if tokens * columns <= 2048 else 8,
-                **_options(self._dependent),
+                **_options(self.dependent),
             )
             return
         span = min(max(triton.next_power_of_2(pairs), 128), span)

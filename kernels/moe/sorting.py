@@ -124,23 +124,24 @@ def place(
             tl.store(table, tl.sum(tiles, 0))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "shift"])
 def sort_few(
     ids,
     sorted_out,
     table,
     tokens,
+    shift,
     EXPERTS: tl.constexpr,
     SHARED: tl.constexpr,
     COLUMNS: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Programs (x, 0) put the pairs of expert x at their places, programs (x, 1) describe its tiles: each looks at all
-    choices of at most TOKENS tokens, none of which chooses an expert twice."""
+    choices of at most TOKENS tokens, none of which chooses an expert twice. Tiles are of 2**shift pairs, at least 16:
+    not compiled in, so that one kernel serves all numbers of tokens up to a power of two."""
     expert = tl.program_id(0)
     t = tl.arange(0, TOKENS)
     c = tl.arange(0, COLUMN_BLOCK)
@@ -157,7 +158,7 @@ def sort_few(
         has = found & 1
         tl.store(sorted_out + first + tl.cumsum(has, 0) - 1, t * COLUMNS + (found >> 1), mask=has > 0)
     else:
-        _describe(id, expert, table, EXPERTS, SHARED, WORDS, TOKENS, ROWS)
+        _describe(id, expert, table, shift, EXPERTS, SHARED, WORDS, TOKENS)
 
 
 @triton.jit
@@ -165,11 +166,11 @@ def _describe(
     id,
     expert,
     table,
+    shift,
     EXPERTS: tl.constexpr,
     SHARED: tl.constexpr,
     WORDS: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
     """Write the expert's records.
 
@@ -179,7 +180,7 @@ def _describe(
     """
     ROUTED: tl.constexpr = EXPERTS - SHARED
     PART: tl.constexpr = min(TOKENS, 128)
-    SHIFT: tl.constexpr = ROWS.bit_length() - 1
+    rows = 1 << shift
     lower = tl.minimum(expert, ROUTED)
     routed = tl.where(expert < ROUTED, expert, -1)
     counter = tl.arange(0, 8 * WORDS)
@@ -199,7 +200,7 @@ def _describe(
         before = tl.where(low < lower, 0xFFFF, 0) | tl.where(high < lower, -0x10000, 0)
         this = tl.where(low == routed, 0xFFFF, 0) | tl.where(high == routed, -0x10000, 0)
         total = tl.sum((counted >> (8 * odd)) & 0xFF00FF, 0)
-        tiles = ((total + (ROWS - 1) * 0x10001) >> SHIFT) & ((0xFFFF >> SHIFT) * 0x10001)
+        tiles = ((total + (rows - 1) * 0x10001) >> shift) & ((0xFFFF >> shift) * 0x10001)
         first += total & before
         tile += tiles & before
         own += total & this
@@ -211,13 +212,14 @@ def _describe(
     own = (own & 0xFFFF) + (own >> 16)
     for x in range(ROUTED, expert + 1):
         first += own
-        tile += (own + ROWS - 1) // ROWS
+        tile += (own + rows - 1) >> shift
         own = tl.sum((id == x).to(tl.int32))
 
-    row = tl.arange(0, triton.cdiv(TOKENS, ROWS)) * ROWS
-    record = table + 4 * (tile + row // ROWS + 1)
+    index = tl.arange(0, TOKENS // 16)
+    row = index << shift
+    record = table + 4 * (tile + index + 1)
     tl.store(record, expert, mask=row < own)
     tl.store(record + 1, first + row, mask=row < own)
-    tl.store(record + 2, tl.minimum(own - row, ROWS), mask=row < own)
+    tl.store(record + 2, tl.minimum(own - row, rows), mask=row < own)
     if expert == EXPERTS - 1:
-        tl.store(table, tile + (own + ROWS - 1) // ROWS)
+        tl.store(table, tile + ((own + rows - 1) >> shift))

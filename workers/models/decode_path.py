@@ -61,8 +61,9 @@ def unsupported(config: ModelConfig, ranks: int) -> str:
             return f"{name} = {features} is no power of two of at least 16"
     if config.moe_intermediate_size // ranks > 4096:
         return f"moe_intermediate_size on a rank is {config.moe_intermediate_size // ranks}, more than 4096"
-    if config.routing.experts > 512:
-        return f"{config.routing.experts} experts are more than 512"
+    routing = config.routing
+    if not few_experts.choosable(routing.experts, routing.groups):
+        return f"{routing.experts} experts in {routing.groups} groups are more than a warp chooses from"
     return ""
 
 

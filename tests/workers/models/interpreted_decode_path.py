@@ -117,7 +117,12 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, function in replaced.items():
         monkeypatch.setattr(decode_path, name, plainly(function))
     monkeypatch.setattr(decode_path, "pending_norm", SimpleNamespace(enter=plainly(launch_enter)))
-    few = SimpleNamespace(router=plainly(experts.router), choose=plainly(choose), experts=plainly(all_experts))
+    few = SimpleNamespace(
+        router=plainly(experts.router),
+        choose=plainly(choose),
+        experts=plainly(all_experts),
+        choosable=experts.choosable,
+    )
     monkeypatch.setattr(decode_path, "few_experts", few)
     monkeypatch.setattr(moe, "route", route)
     CHOSEN.clear()

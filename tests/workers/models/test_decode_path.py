@@ -108,3 +108,14 @@ def test_unsupported_shapes_are_named(overrides: dict[str, int], ranks: int, wor
     config = ModelConfig.load(write_tiny(tmp_path, "v3", **overrides))
     assert word in unsupported(config, ranks)
     assert bool(word) == bool(unsupported(config, ranks))
+
+
+@pytest.mark.parametrize(
+    ("experts", "groups", "word"), [(480, 5, "480 experts in 5 groups"), (512, 8, ""), (384, 1, "")]
+)
+def test_experts_that_a_warp_cannot_choose_from_are_named(experts: int, groups: int, word: str, tmp_path: Path) -> None:
+    config = ModelConfig.load(write_tiny(tmp_path, "v3", q_lora_rank=32, qk_rope_head_dim=16))
+    routing = dataclasses.replace(config.routing, experts=experts, groups=groups, top_groups=1)
+    reason = unsupported(dataclasses.replace(config, routing=routing), 1)
+    assert word in reason
+    assert bool(word) == bool(reason)
