@@ -3,11 +3,11 @@
     python bench/mla_decode.py                         # all shapes of the documentation's table
     python bench/mla_decode.py --heads 16 --width 1,2 --shape 1x4096,64x16384 --flashmla PATH/_flashmla_C.abi3.so
 
-A graph holds the attention of many layers, each with a cache, query and output of its own, so that by the time a layer
-comes round again the L2 cache has seen far more than it holds. Reported is the time of one layer: attention and merge;
-splits are planned once a step and timed apart. FlashMLA, when its library is given, runs the same tensors the same way,
-with its own split plan made beforehand. "floor" is the bytes that must move over 4.2 TB/s, or the products over
-790 TFLOP/s where that is more.
+A graph holds the attention of many layers, each with a cache and query of its own, so that by the time a layer comes
+round again the L2 cache has seen far more than it holds. All write one output, as the layers of a step do: it stays in
+L2. Reported is the time of one layer: attention and merge; splits are planned once a step and timed apart. FlashMLA,
+when its library is given, runs the same tensors the same way, with its own split plan made beforehand. "floor" is the
+bytes that must move over 4.2 TB/s, or the products over 790 TFLOP/s where that is more.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Problem:
         return max(self.bytes / 4.2e6, products / 790e6)
 
     def layers(self) -> list[dict[str, torch.Tensor]]:
-        """Tensors of enough layers that their caches are four times the L2; tables are scattered and shared."""
+        """Tensors of enough layers that their caches are four times the L2; tables are scattered and shared, as is the
+        output."""
         count = max(2, min(64, int(4 * L2_BYTES / self.bytes) + 1))
         rows, pages = len(self.lengths), [-(-length // PAGE) for length in self.lengths]
         total = sum(pages)
@@ -68,11 +69,14 @@ class Problem:
                 {
                     "q": q,
                     "cache": torch.randn(total, PAGE, LATENT + ROPE, device="cuda", dtype=torch.bfloat16),
-                    "out": torch.empty(rows, self.width, self.heads, LATENT, device="cuda", dtype=torch.bfloat16),
-                    "lse": torch.empty(rows, self.width, self.heads, device="cuda"),
                 }
             )
-        shared = {"table": table.cuda(), "length": torch.tensor(self.lengths, dtype=torch.int32, device="cuda")}
+        shared = {
+            "table": table.cuda(),
+            "length": torch.tensor(self.lengths, dtype=torch.int32, device="cuda"),
+            "out": torch.empty(rows, self.width, self.heads, LATENT, device="cuda", dtype=torch.bfloat16),
+            "lse": torch.empty(rows, self.width, self.heads, device="cuda"),
+        }
         return [layer | shared for layer in made]
 
 
