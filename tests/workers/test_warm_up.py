@@ -68,6 +68,19 @@ def test_few_layers_launch_what_all_launch(
     assert warmed.graphs == 3 * (1 if width == 1 else 4) + 3 * (layers + 2 * (width > 1))
 
 
+def test_a_smaller_step_may_need_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed, extra = DecodeStep._feed, 1 << 24
+
+    def hungry(self: DecodeStep) -> Any:
+        if self.key.rows == ROWS - 1:
+            self._scratch.empty(extra, dtype=torch.uint8)
+        return feed(self)
+
+    monkeypatch.setattr(DecodeStep, "_feed", hungry)
+    parts = engine(write_tiny(tmp_path, "v3"), width=2, max_rows=ROWS, token_budget=BUDGET).runner.parts
+    assert warm_up(parts, ROWS, BUDGET).scratch > extra
+
+
 def test_compiling_ahead_leaves_nothing_behind(tmp_path: Path) -> None:
     parts = engine(write_tiny(tmp_path, "v3"), width=2, max_rows=ROWS, token_budget=BUDGET).runner.parts
     for layer in parts.cache.layers:

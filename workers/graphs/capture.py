@@ -81,11 +81,11 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     that only the null page is touched and no state changes."""
     device, few = parts.device, _shallow(parts)
     keys, tokens = list(Ladder(max_rows, parts.width)), list(TokenLadder(token_budget))
-    for key in keys:
-        DecodeStep(few, key, Scratch(device)).run()
-    # The largest steps of each kind say how much scratch memory all need; they share it. Steps of few tokens may take
-    # another way through the model.
     scratch, inner = Scratch(device), Scratch(device)
+    # All share scratch memory. Fewer tokens may need more: of some numbers of them products are left in parts.
+    for key in keys:
+        DecodeStep(few, key, scratch).run()
+    # On the way of few tokens through the model memory grows with the layers, so the largest steps have all of them.
     for key in {(key.width, key.drafts, key.rows * key.width <= MOST_STREAMED): key for key in reversed(keys)}.values():
         DecodeStep(parts, key, scratch).run()
     rehearse(Stage(few, token_budget, scratch, inner))
