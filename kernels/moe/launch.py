@@ -110,7 +110,8 @@ class Experts:
     shape: ExpertsShape
     tiling: Tiling
     dependent: bool = False
-    """Has no effect on tall tiles: a launch costs nothing beside them, and early starts disturb them."""
+    """Of tall tiles only the sort of few tokens is launched so: a launch costs nothing beside their products, and early
+    starts disturb those."""
     add_norm: AddNorm | None = None
     """None: `out_TE` gets the sum itself."""
 
