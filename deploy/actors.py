@@ -22,7 +22,7 @@ from deploy.config import LogConfig, ServeConfig
 from deploy.observability import logs
 from workers.channel import Addresses, remove_sockets
 from workers.config import EngineConfig
-from workers.launch import free_port
+from workers.ports import free_port
 
 if TYPE_CHECKING:
     from workers.scheduler_process import SchedulerProcess

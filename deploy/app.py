@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from deploy.config import ServeConfig
-from deploy.connection import RayConnection, Say, free_ports, port_problem
+from deploy.connection import RayConnection, Say, port_problem
 from workers.environment import check_environment
+from workers.ports import free_ports
 
 if TYPE_CHECKING:
     from ray.serve import Application

@@ -17,6 +17,7 @@ from pathlib import Path
 from deploy.config import ServeConfig
 from deploy.environment import SidePorts, node_environment, resolve_ingress
 from deploy.quiet import quiet_driver
+from workers.ports import free_ports
 
 Say = Callable[[str], None]
 
@@ -123,15 +124,3 @@ def port_problem(host: str, port: int) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def free_ports(host: str, count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for probe in sockets:
-            probe.bind((host, 0))
-        return [int(probe.getsockname()[1]) for probe in sockets]
-    finally:
-        for probe in sockets:
-            probe.close()

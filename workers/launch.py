@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,18 +21,12 @@ from workers.client import EngineClient
 from workers.config import EngineConfig
 from workers.engine import EngineFault
 from workers.graphs.report import SelfTestReport
+from workers.ports import free_port
 
 logger = logging.getLogger("latentserve.launch")
 
 SHUTDOWN_TIMEOUT_S = 15.0
 FAILED_TIMEOUT_S = 0.5
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A tcp port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _start_method() -> SpawnContext | ForkServerContext:

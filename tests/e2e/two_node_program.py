@@ -7,8 +7,8 @@ from pathlib import Path
 
 from deploy.app import start
 from deploy.config import ServeConfig
-from deploy.connection import free_ports
 from deploy.environment import SidePorts, node_environment
+from workers.ports import free_ports
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ import pytest
 import zmq
 
 from workers.channel import Binding, HeartbeatThread, PeerGone, Receiver, connect_receiver, connect_sender, encode
-from workers.launch import free_port
 from workers.messages import (
     Cancel,
     FromWorker,
@@ -21,6 +20,7 @@ from workers.messages import (
     ToWorker,
 )
 from workers.plan import StepPlan, StepResult
+from workers.ports import free_port
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests.rank_processes import run_ranks
-from workers.launch import free_port
 from workers.parallel import PeerLost, TensorParallel
+from workers.ports import free_port
 
 CPU = torch.device("cpu")
 

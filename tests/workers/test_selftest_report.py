@@ -20,9 +20,10 @@ from workers.graphs import selftest
 from workers.graphs.ladder import Ladder
 from workers.graphs.proof import prove
 from workers.graphs.report import BucketReport, SelfTestReport
-from workers.launch import free_port, local_engine
+from workers.launch import local_engine
 from workers.messages import FromWorker, ToFront
 from workers.parallel import TensorParallel
+from workers.ports import free_port
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.connection import free_ports
 from deploy.guardian import _MESSAGE, WRITE_TIMEOUT_S, end, keep
+from workers.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -18,7 +18,7 @@ from ray.serve._private import haproxy as ray_haproxy
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 
 from deploy import haproxy
-from deploy.connection import free_ports
+from workers.ports import free_ports
 
 PORT, STATS, EXPORTER, REPLICA, ROUTER = free_ports("127.0.0.1", 5)
 BODY_TIMEOUT_S = 1

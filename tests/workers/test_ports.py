@@ -1,0 +1,45 @@
+"""Ports that nobody else is given while a process that will listen at them starts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from workers import ports
+
+
+def outgoing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    """Have the kernel say from where to where it chooses ports of outgoing connections."""
+    (tmp_path / "range").write_text(text)
+    monkeypatch.setattr(ports, "_OUTGOING", tmp_path / "range")
+
+
+def test_ports_are_none_that_outgoing_connections_get(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outgoing(monkeypatch, tmp_path, "21000\t60999\n")
+    found = ports.free_ports("127.0.0.1", 50)
+    assert len(set(found)) == 50
+    assert all(20000 <= port < 21000 for port in found)
+
+
+def test_ports_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outgoing(monkeypatch, tmp_path, "20000\t60999\n")
+    taken = socket.socket()
+    with taken:
+        taken.bind(("127.0.0.1", 0))
+        used = taken.getsockname()[1]
+        monkeypatch.setattr(ports, "_ABOVE_RAYS", used)
+        outgoing(monkeypatch, tmp_path, f"{used + 1}\t{used + 2}")
+        assert ports.free_port() != used
+
+
+@pytest.mark.parametrize("text", ["1024\t65535\n", "", "nonsense"])
+def test_there_are_ports_whatever_the_kernel_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    outgoing(monkeypatch, tmp_path, text)
+    assert len(set(ports.free_ports("127.0.0.1", 5))) == 5
+
+
+def test_a_host_that_is_not_here_is_an_error() -> None:
+    with pytest.raises(OSError, match="assign"):
+        ports.free_port("203.0.113.77")

@@ -1,0 +1,56 @@
+"""Ports to listen at, chosen before the process that will listen has begun."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+from typing import Final
+
+_ABOVE_RAYS: Final = 20000
+"""Ray's workers listen below."""
+_OUTGOING: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_OUTGOING_FROM: Final = 32768
+"""Where the kernel does not say: Linux's own choice, and below others'."""
+_DRAWS: Final = 200
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Ports that were free a moment ago, all different.
+
+    None of those that the kernel gives to outgoing connections, where there are enough others: until somebody listens
+    at a port, which may take seconds, a connection could be given it. OSError when nothing can be bound at `host`.
+    """
+    below = _first_outgoing()
+    candidates = range(_ABOVE_RAYS, below) if below > _ABOVE_RAYS else range(0)
+    sockets: list[socket.socket] = []
+    try:
+        for port in random.sample(candidates, min(_DRAWS, len(candidates))):
+            if len(sockets) == count:
+                break
+            probe = socket.socket()
+            try:
+                probe.bind((host, port))
+            except OSError:
+                probe.close()
+            else:
+                sockets.append(probe)
+        while len(sockets) < count:
+            sockets.append(socket.socket())
+            sockets[-1].bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in sockets]
+    finally:
+        for probe in sockets:
+            probe.close()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """One of `free_ports`."""
+    return free_ports(host, 1)[0]
+
+
+def _first_outgoing() -> int:
+    try:
+        return int(_OUTGOING.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _OUTGOING_FROM
