@@ -10,6 +10,7 @@ Exit status 0 when all passed. Test files are found by their marker, `pytest.mar
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -77,7 +78,8 @@ def main() -> None:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for group in tuple(_live):
-                os.killpg(group, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
             raise
     print("all passed" if not failed else f"{failed} files failed")
     sys.exit(bool(failed))

@@ -114,7 +114,8 @@ class Tiling:
     gate_up: Product
     down: Product
     partial: torch.dtype
-    """Dtype of a pair's result, before weighting."""
+    """Dtype of a pair's result, before weighting: that of the call, so that fewer bytes are written and read between
+    weights; fp32 where groups are summed apart."""
     programs: int = 0
     """Of Hopper's own kernels (`hopper`), which go through all tiles; 0: the Triton kernels."""
 
