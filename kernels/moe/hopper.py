@@ -30,7 +30,6 @@ by 2 at 256 (bench/moe.py prints both side by side): `schedule.tiling` takes the
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -41,20 +40,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.linear.hopper import STEP, TILED
 
 ROWS = gl.constexpr(128)
 """Pairs of a tile."""
 HALF = gl.constexpr(64)
 """Pairs of a multiplying partition."""
-STEP = gl.constexpr(64)
-"""Input features of a stage: 128 bytes, the width of a swizzled row."""
-TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-
-
-def box(matrix: Tensor, rows: int) -> TensorDescriptor:
-    """What the copy engine needs to know to fetch `rows` x 64 elements of a contiguous matrix of 16-bit floats."""
-    return TensorDescriptor.from_tensor(matrix, [rows, STEP.value], TILED.value)
 
 
 @gluon.jit

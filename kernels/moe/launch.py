@@ -298,14 +298,15 @@ class Experts:
         )
 
     def _by_hopper(self, product: Product, weight: Tensor, out: Tensor, sizes: dict[str, int]) -> None:
-        from kernels.moe import hopper  # a machine without Hopper GPUs need not have Gluon
+        from kernels.linear.hopper import box  # a machine without Hopper GPUs need not have Gluon
+        from kernels.moe import hopper
 
         if self.x_TE.data_ptr() % 16 or self.x_TE.stride(0) % 8:
             raise ValueError("rows of x_TE must begin at multiples of 16 bytes")
         hopper.product[(self.tiling.programs,)](
             self.x_TE,
-            hopper.box(self.scratch.act_YI, self.tiling.rows),
-            hopper.box(weight.flatten(0, 1), sizes["WIDTH"]),
+            box(self.scratch.act_YI, self.tiling.rows),
+            box(weight.flatten(0, 1), sizes["WIDTH"]),
             self.scratch.sorted_Y,
             self.scratch.table,
             out,
