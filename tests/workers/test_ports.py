@@ -24,9 +24,7 @@ def test_ports_are_none_that_outgoing_connections_get(monkeypatch: pytest.Monkey
 
 
 def test_ports_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    outgoing(monkeypatch, tmp_path, "20000\t60999\n")
-    taken = socket.socket()
-    with taken:
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         used = taken.getsockname()[1]
         monkeypatch.setattr(ports, "_ABOVE_RAYS", used)
