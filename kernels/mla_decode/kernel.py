@@ -275,7 +275,8 @@ def merge(
 ):
     """Add up the pieces of `QUERIES` queries of listed rows, in order, for `COLUMNS` columns. Grid: rows, queries,
     columns."""
-    # The plan is older than the attention, which let this kernel start only after its own wait: no need to wait for it.
+    # The plan is older than the attention, which let this kernel start only after its own wait (of its two kernels the
+    # one that works did): no need to wait for it.
     count = tl.load(plan + _MERGED)
     rows = plan + workers * _WORKER
     row = tl.load(rows + tl.program_id(0) * _ROW + 3, mask=tl.program_id(0) < count, other=0)

@@ -3,10 +3,10 @@
 Nothing here allocates device memory or waits for the device, so all of it may be captured into a CUDA graph.
 
 `dependent` launches with programmatic dependent launch (compute capability 9.0 and above): the kernel may start while
-the one before it in the stream still runs, and waits for its end where it matters. It is always safe. `early` lets
-the attention go further and fetch cache entries before that wait. It is safe when the kernel launched before writes,
-of all that attention reads, nothing but the query and the last `width` entries of each row, and itself lets its
-successor start only after it has waited for its own predecessor.
+the one before it in the stream still runs, and waits for its end where it matters. It is always safe. `early` allows
+the attention to go further and ask for cache entries before that wait, which it does where it pays (`Tiling.early`). It
+is safe when the kernel launched before writes, of all that attention reads, nothing but the query and the last `width`
+entries of each row, and itself lets its successor start only after it has waited for its own predecessor.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def attend(
     dependent: bool = False,
     early: bool = False,
 ) -> None:
-    """Attention of one layer with the plan in the workspace: outputs of whole rows, pieces of the split ones."""
+    """Attention of one layer with the plan in the workspace: outputs of whole rows, pieces of the split ones. Launches
+    one kernel, or two of which the plan says which works."""
     shape, tiling = workspace.shape, workspace.tiling
     _check(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, shape)
-    blocks = tiling.blocks(shape)
     where = (page_RP, length_R, out_RWHL, lse_RWH, workspace.partial_SQL, workspace.partial_lse_SQ, workspace.plan)
     numbers = (
         scale * math.log2(math.e),
@@ -84,76 +84,63 @@ def attend(
         "num_warps": tiling.warps,
         **_options(dependent),
     }
-    grid = (tiling.workers * blocks,)
-    if tiling.path == "triton":
-        kernel.attend[grid](
-            q_RWHC,
-            cache_PKC,
-            *where,
-            *numbers,
-            blocks,
-            tiling.workers,
-            BLOCK=tiling.block,
-            TILE=tiling.tile,
-            LATENT=shape.latent,
-            LATENT_LANES=max(16, triton.next_power_of_2(shape.latent)),
-            ROPE=shape.rope,
-            ROPE_LANES=max(16, triton.next_power_of_2(shape.rope)),
-            PAGE=PAGE_TOKENS,
-            PRECISION="ieee" if q_RWHC.dtype == torch.float32 else "tf32",
-            INVARIANT=shape.invariant,
-            num_stages=tiling.stages,
-            **split,
-        )
-    elif tiling.path == "narrow":
-        from kernels.mla_decode.narrow import attend_narrow
+    early = early and tiling.early
+    grid = (tiling.workers * tiling.blocks(shape),)
+    ways = tiling.ways()
+    for way in ways:
+        dealt = (way.blocks(shape), way.workers)
+        if way.path == "triton":
+            kernel.attend[grid](
+                q_RWHC,
+                cache_PKC,
+                *where,
+                *numbers,
+                *dealt,
+                BLOCK=way.block,
+                TILE=way.tile,
+                LATENT=shape.latent,
+                LATENT_LANES=max(16, triton.next_power_of_2(shape.latent)),
+                ROPE=shape.rope,
+                ROPE_LANES=max(16, triton.next_power_of_2(shape.rope)),
+                PAGE=PAGE_TOKENS,
+                PRECISION="ieee" if q_RWHC.dtype == torch.float32 else "tf32",
+                INVARIANT=shape.invariant,
+                num_stages=way.stages,
+                **split,
+            )
+        elif way.path == "narrow":
+            from kernels.mla_decode.narrow import attend_narrow
 
-        attend_narrow[grid](
-            q_RWHC,
-            cache_PKC,
-            *where,
-            *numbers,
-            blocks,
-            tiling.workers,
-            BLOCK=tiling.block,
-            TILE=tiling.tile,
-            PAGE=PAGE_TOKENS,
-            STAGES=tiling.stages,
-            EARLY=early,
-            **split,
-        )
-    elif tiling.path == "either":
-        from kernels.mla_decode.either import attend_either
-        from kernels.mla_decode.wide import boxes
+            attend_narrow[grid](
+                q_RWHC,
+                cache_PKC,
+                *where,
+                *numbers,
+                *dealt,
+                BLOCK=way.block,
+                TILE=way.tile,
+                PAGE=PAGE_TOKENS,
+                STAGES=way.stages,
+                EARLY=early,
+                IF_SHORT=len(ways) > 1,
+                **split,
+            )
+        else:
+            from kernels.mla_decode.wide import attend_wide, boxes
 
-        attend_either[grid](
-            q_RWHC,
-            cache_PKC,
-            *boxes(q_RWHC),
-            *boxes(cache_PKC),
-            *where,
-            *numbers,
-            tiling.workers,
-            EARLY=early,
-            PREFETCH=tiling.stages,
-            **split,
-        )
-    else:
-        from kernels.mla_decode.wide import attend_wide, boxes
-
-        attend_wide[grid](
-            cache_PKC,
-            *boxes(q_RWHC),
-            *boxes(cache_PKC),
-            *where,
-            *numbers,
-            blocks,
-            tiling.workers,
-            INVARIANT=shape.invariant,
-            EARLY=early,
-            PREFETCH=tiling.stages,
-            **split,
-        )
+            attend_wide[grid](
+                cache_PKC,
+                *boxes(q_RWHC),
+                *boxes(cache_PKC),
+                *where,
+                *numbers,
+                *dealt,
+                INVARIANT=shape.invariant,
+                EARLY=early,
+                PREFETCH=way.stages,
+                IF_LONG=len(ways) > 1,
+                **split,
+            )
 
 
 def merge(out_RWHL: Tensor, lse_RWH: Tensor, workspace: Workspace, *, dependent: bool = False) -> None:

@@ -18,11 +18,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from kernels.mla_decode.schedule import WORKER_FIELDS
+from kernels.mla_decode.schedule import PARTS_FIELD, WORKER_FIELDS
 
 _MASKED = gl.constexpr(-1.0e33)
 _LOWEST = gl.constexpr(-1.0e30)
 _WORKER = gl.constexpr(WORKER_FIELDS)
+_PARTS = gl.constexpr(PARTS_FIELD)
 _LN2 = gl.constexpr(0.6931471805599453)
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
 
@@ -38,6 +39,16 @@ def let_kernel_after_start():
     """With programmatic dependent launch: let the kernel after start; it still waits for this one where it must."""
     instruction: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
     gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hand_on():
+    """In place of the work, in every program of a kernel launched dependently that has none: let the kernel after start
+    at once. One program waits, so that the kernel's end still proves that all before have ended; the others make room.
+    """
+    if gl.program_id(0) == 0:
+        let_kernel_after_start()
+        wait_for_kernel_before()
 
 
 @gluon.jit
@@ -322,37 +333,48 @@ def attend_narrow(
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
     EARLY: gl.constexpr,
+    IF_SHORT: gl.constexpr,
 ):
-    """As `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16."""
+    """As `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16. `IF_SHORT`: works if
+    the plan says that the row is short."""
     worker = gl.program_id(0) // blocks
     if DEPENDENT and not EARLY:
         wait_for_kernel_before()
         let_kernel_after_start()
-    narrow_worker(
-        q,
-        cache,
-        table,
-        length,
-        out,
-        lse,
-        partial,
-        partial_lse,
-        plan + worker * _WORKER,
-        scale,
-        first,
-        table_stride,
-        queries,
-        drafts,
-        heads,
-        workers,
-        worker,
-        gl.program_id(0) % blocks,
-        BLOCK,
-        TILE,
-        UNIT,
-        ROW_COST,
-        PAGE,
-        STAGES,
-        DEPENDENT,
-        EARLY,
-    )
+    record = plan + worker * _WORKER
+    works = True
+    if IF_SHORT:
+        record = plan + gl.program_id(0) * _WORKER
+        works = gl.load(record + _PARTS) > 1
+    if works:
+        narrow_worker(
+            q,
+            cache,
+            table,
+            length,
+            out,
+            lse,
+            partial,
+            partial_lse,
+            record,
+            scale,
+            first,
+            table_stride,
+            queries,
+            drafts,
+            heads,
+            workers,
+            worker,
+            gl.program_id(0) % blocks,
+            BLOCK,
+            TILE,
+            UNIT,
+            ROW_COST,
+            PAGE,
+            STAGES,
+            DEPENDENT,
+            EARLY,
+        )
+    else:
+        if DEPENDENT and EARLY:
+            hand_on()

@@ -31,11 +31,16 @@ NARROW_STAGES = 2
 """Tiles it has in flight."""
 NARROW_BLOCKS_ALONE = 2
 """Narrow blocks in which a row alone is always taken. With 32 query vectors attention and merge took on an H200, in
-microseconds (`run_tiling` of bench/mla_decode.py with either tiling), 5.6 / 7.2 / 13.5 / 21.8 in narrow blocks and
+microseconds (`run_tiling` of bench/mla_decode.py with either's tiling), 5.6 / 7.2 / 13.5 / 21.8 in narrow blocks and
 8.2 / 10.2 / 17.3 / 20.6 in a wide one, at 1,024 / 4,096 / 16,384 / 32,768 tokens."""
 SHORT_TOKENS = 8192
 """Tokens up to which a row alone, of 33 to 64 query vectors, is taken in narrow blocks. With 64 of them, the kernels
 launched apart, those times were 5.7 / 8.6 / 21.1 / 37.5 and 9.0 / 12.4 / 17.8 / 23.2."""
+LEAST_PLAIN = 4096
+"""Query vectors of all rows from which on wide programs do not ask for cache entries early, which then takes longer.
+Attention and merge took on an H200, early / not, in microseconds, for rows of 4,096 tokens: of 16 heads and width 2,
+32 rows 46.2 / 49.3 and 128 rows 155.7 / 151.6; of width 4, 47.9 / 50.8 and 155.3 / 154.4; of 128 heads and width 1, one
+row 11.6 / 13.9, 32 rows 74.4 / 72.0 and 128 rows 252.0 / 243.1. In narrow programs early was never the slower."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Tiling:
     """The static choices of one launch."""
 
     path: str
-    """Which attention kernel: "triton" (portable), "narrow", "wide" or "either" (Hopper)."""
+    """Which attention kernel: "triton" (portable), "narrow" or "wide" (Hopper); "either": both, one of which works."""
     block: int
     """Query vectors a program holds; on the path "either", where the row is long."""
     tile: int
@@ -91,6 +96,8 @@ class Tiling:
     merge_pieces: int
     """Pieces a merge program loads at once."""
     merge_warps: int
+    early: bool = False
+    """Whether to ask for cache entries before the kernel before has ended, where that is allowed: it pays."""
     short: int = -1
     """On the path "either": tokens up to which a row is short, taken in narrow blocks by as many workers fewer."""
 
@@ -107,6 +114,17 @@ class Tiling:
     def parts(self, shape: DecodeShape) -> int:
         """Blocks of queries a short row has."""
         return -(-shape.queries // NARROW_BLOCK) if self.path == "either" else 1
+
+    def ways(self) -> tuple[Tiling, ...]:
+        """The attention kernels' tilings, in the order of their launches; of two, the plan says which works.
+
+        The narrow one is first, because a short row gains most from programs that start beside those of the kernel
+        before. A wide program starts only on a multiprocessor that nothing else runs on.
+        """
+        if self.path != "either":
+            return (self,)
+        narrow = replace(self, path="narrow", block=NARROW_BLOCK, stages=NARROW_STAGES)
+        return narrow, replace(self, path="wide")
 
     def slots(self, shape: DecodeShape) -> int:
         """Partial results the workspace must hold at the worst lengths."""
@@ -141,12 +159,15 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int) -> Tiling:
     alone = shape.rows == 1
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
         block, stages = NARROW_BLOCK, NARROW_STAGES
-        return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
+        tiling = _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
+        return replace(tiling, early=True)
     if not shape.invariant and alone and narrow_blocks <= min(4, multiprocessors):
         tiling = _tiling(shape, "either", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=0)
-        return replace(tiling, short=SHORT_TOKENS)
+        # A merge for short rows, which have few pieces: at 1,024 tokens it takes 1.8 microseconds, the other one 6.3.
+        return replace(tiling, early=True, short=SHORT_TOKENS, merge_pieces=32, merge_columns=64, merge_warps=1)
     stages = 2 if shape.queries >= 256 else 0
-    return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
+    tiling = _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
+    return replace(tiling, early=shape.rows * shape.queries < LEAST_PLAIN)
 
 
 def _tiling(shape: DecodeShape, path: str, programs: int, *, block: int, tile: int, warps: int, stages: int) -> Tiling:

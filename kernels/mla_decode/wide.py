@@ -25,13 +25,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.mla_decode.narrow import let_kernel_after_start, unknown_zero, wait_for_kernel_before
-from kernels.mla_decode.schedule import WORKER_FIELDS
+from kernels.mla_decode.narrow import hand_on, let_kernel_after_start, unknown_zero, wait_for_kernel_before
+from kernels.mla_decode.schedule import PARTS_FIELD, WORKER_FIELDS
 from kernels.mla_decode.wide_groups import left_group, right_group
 from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE, TILED, next_share
 
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
 WORKER = gl.constexpr(WORKER_FIELDS)
+_PARTS = gl.constexpr(PARTS_FIELD)
 
 
 def boxes(x: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -212,18 +213,25 @@ def attend_wide(
     cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
     table_stride, queries, drafts, heads, blocks, workers,
     UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
-    PREFETCH: gl.constexpr,
+    PREFETCH: gl.constexpr, IF_LONG: gl.constexpr,
 ):  # fmt: skip
     """As `kernel.attend`, for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
 
     `q_half`, `q_rope`, `kv_half`, `kv_rope`: TMA descriptors of the query [vectors, 576] and the cache [entries, 576]
-    with boxes of 64 x 256 and 64 x 64.
+    with boxes of 64 x 256 and 64 x 64. `IF_LONG`: works if the plan does not say that the row is short.
     """
     if DEPENDENT and not EARLY:
         wait_for_kernel_before()
         let_kernel_after_start()
-    wide_worker(
-        cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
-        table_stride, queries, drafts, heads, workers, gl.program_id(0) // blocks, gl.program_id(0) % blocks,
-        UNIT, ROW_COST, INVARIANT, DEPENDENT, EARLY, PREFETCH,
-    )  # fmt: skip
+    works = True
+    if IF_LONG:
+        works = gl.load(plan + gl.program_id(0) * WORKER + _PARTS) == 1
+    if works:
+        wide_worker(
+            cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
+            table_stride, queries, drafts, heads, workers, gl.program_id(0) // blocks, gl.program_id(0) % blocks,
+            UNIT, ROW_COST, INVARIANT, DEPENDENT, EARLY, PREFETCH,
+        )  # fmt: skip
+    else:
+        if DEPENDENT and EARLY:
+            hand_on()

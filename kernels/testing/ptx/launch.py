@@ -16,7 +16,7 @@ import torch
 from kernels.testing.hopper import instead_of_launches
 from kernels.testing.ptx.copies import Box
 from kernels.testing.ptx.machine import Block, Launch, executions
-from kernels.testing.ptx.memory import GlobalMemory, Region
+from kernels.testing.ptx.memory import Fault, GlobalMemory, Region
 from kernels.testing.ptx.order import Order
 from kernels.testing.ptx.parse import Program, parse
 from kernels.testing.ptx.step import Execute
@@ -95,9 +95,14 @@ class _Emulator:
             self.order.begin(program.name, dependent)
         blocks = list(product(*map(range, sizes)))
         self.random.shuffle(blocks)
+        waited = False
         for index in blocks:
+            block = Block(launch, (index[0], index[1], index[2]), self.random)
             with np.errstate(all="ignore"):
-                Block(launch, (index[0], index[1], index[2]), self.random).run()
+                block.run()
+            waited |= block.waited
+        if waits and not waited:
+            raise Fault(f"{program.name} ends without griddepcontrol.wait in any block")
 
     def _region(self, name: str, tensor: torch.Tensor) -> Region:
         storage = tensor.untyped_storage()

@@ -34,7 +34,7 @@ class Launch:
     """Tensor maps, by what stands for their addresses."""
     memory: GlobalMemory
     waits: bool
-    """Whether every program must wait for the launch before."""
+    """Whether one program at least, and all that store, must wait for the launch before."""
     fences: bool
     """Whether products need a fence behind stores."""
 
@@ -63,6 +63,11 @@ class Block:
         self.under_way: list[BoxCopy] = []
         self.laziness = random.choice((0.0, 0.1, 1.0))
         """How probably a wgmma is computed when it is waited for."""
+
+    @property
+    def waited(self) -> bool:
+        """Whether it has waited for the launch before."""
+        return any(warp.waited for warp in self.warps)
 
     def mbarrier(self, address: int) -> MBarrier:
         """The mbarrier at an address of shared memory."""
@@ -117,20 +122,20 @@ class Block:
                 raise type(error)(f"{where}: {instruction.text}: {error}") from None
 
     def gather(self, warp: Warp, barrier: str, threads: int) -> None:
-        """Let a warp wait at a barrier of threads, or let all that wait there go on."""
+        """Let a warp wait at a barrier of threads, or let all that wait there go on. What one of them has waited for is
+        there for all."""
         warp.awaits = barrier
         waiting = [other for other in self.warps if other.awaits == barrier]
         if len(waiting) == threads // LANES:
+            waited = any(other.waited for other in waiting)
             for other in waiting:
-                other.awaits = None
+                other.awaits, other.waited = None, waited
 
     def _check_end(self) -> None:
         if self.under_way or any(any(warp.copy_groups) or warp.copies for warp in self.warps):
             raise Fault(f"{self._name()} ends with copies that nobody waited for")
         if any(any(warp.product_groups) or warp.products for warp in self.warps):
             raise Fault(f"{self._name()} ends with products that nobody waited for")
-        if self.waits and not any(warp.waited for warp in self.warps):
-            raise Fault(f"{self._name()} ends without griddepcontrol.wait")
 
     def _name(self) -> str:
         return f"{self.program.name}, block {self.index}"

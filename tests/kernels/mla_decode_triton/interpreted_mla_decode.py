@@ -5,6 +5,7 @@ from kernels.testing import interpreter
 
 interpreter.repair()
 
+import math  # noqa: E402
 from dataclasses import replace  # noqa: E402
 
 import pytest  # noqa: E402
@@ -125,6 +126,25 @@ def test_blocks_of_a_short_row_share_its_units() -> None:
             units = [unit for _, at, left, *_ in shared[:, 0].tolist() for unit in range(at, at + left)]
             assert units == list(range(-(-length // 64)))
             assert int(shared[:, 0, 2].max()) == -(-len(units) // (workers // parts))
+
+
+@pytest.mark.parametrize(("length", "pieces"), [(128 * 64, 32), (33 * 64 + 1, 17), (9000, 71), (132 * 128, 132)])
+def test_more_pieces_than_are_loaded_at_once(length: int, pieces: int) -> None:
+    """Drawn pieces of a row alone, short or long, of the sizes that a step merges them with."""
+    case = Case([length], 4, 16, 512, 64, torch.bfloat16)
+    tiling = hopper_tiling(case.shape, 132)
+    assert (tiling.path, tiling.merge_pieces) == ("either", 32)
+    workspace, t = case.workspace(tiling), case.tensors
+    launch.plan(t["length"], t["table"], workspace)
+    slots = [132, *range(1, pieces)]  # a row's first piece lies behind those of all workers
+    part, log = torch.randn(pieces, 64, 512).bfloat16(), 4 * torch.randn(pieces, 64)
+    workspace.partial_SQL[slots], workspace.partial_lse_SQ[slots] = part, log
+    launch.merge(t["out"], t["lse"], workspace)
+    weight = torch.softmax(log.double() * math.log(2), 0)
+    want = (weight[:, :, None] * part.double()).sum(0)
+    got = t["out"].view(64, 512).double()
+    assert torch.all((got - want).norm(dim=1) <= 2**-8 * want.norm(dim=1))  # the output is rounded once
+    torch.testing.assert_close(t["lse"].view(64).double(), torch.logsumexp(log.double() * math.log(2), 0))
 
 
 def test_the_plan_follows_lengths_and_tables_changed_in_place() -> None:

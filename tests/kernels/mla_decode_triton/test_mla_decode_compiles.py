@@ -61,6 +61,7 @@ def test_narrow(rows: int, width: int, dependent: bool, early: bool) -> None:
     [
         (2, 4, 16, False, False, False),
         (2, 4, 16, False, True, True),
+        (4, 4, 128, False, True, True),
         (64, 4, 128, False, True, True),
         (3, 1, 16, True, True, True),
     ],
@@ -74,20 +75,31 @@ def test_wide(rows: int, width: int, heads: int, invariant: bool, dependent: boo
     assert used["USETMAXREG"] >= 4
 
 
+@pytest.mark.parametrize(("rows", "same"), [(31, False), (32, True)])
+def test_wide_asks_early_where_it_pays(rows: int, same: bool) -> None:
+    case = hopper_case(rows, 1, 128)
+    tiling = hopper_tiling(case.shape, PROCESSORS)
+    allowed, not_allowed = (compiled(case, tiling, True, early)["attend_wide"].hash for early in (True, False))
+    assert (allowed == not_allowed) == same
+
+
 @pytest.mark.parametrize(
     ("width", "heads", "dependent", "early"),
     [(4, 16, False, False), (4, 16, True, False), (4, 16, True, True), (3, 16, True, True), (1, 64, True, True)],
 )
 def test_either(width: int, heads: int, dependent: bool, early: bool) -> None:
-    """Both kernels in one: the narrow part's shared memory lies in the wide part's place, or it would not fit."""
     case = hopper_case(1, width, heads)
-    kernel = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_either"]
-    used = instructions(kernel)
+    kernels = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)
+    narrow, wide = kernels["attend_narrow"], kernels["attend_wide"]
+    used = instructions(narrow)
     assert used["HMMA"] >= 36 + 4 * 8
     assert used["LDGSTS"] >= 2 * (16 + 2)
+    assert "HGMMA" not in used
+    used = instructions(wide)
     assert used["HGMMA"] >= 2 * 36 + 5 * 4
     assert used["UTMALDG"] >= 12
-    assert resources(kernel).waits == dependent
+    assert resources(narrow).waits == resources(narrow).releases == dependent
+    assert resources(wide).waits == resources(wide).releases == dependent
 
 
 @pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (1, 128)])

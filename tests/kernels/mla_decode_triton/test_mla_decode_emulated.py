@@ -1,5 +1,6 @@
 """Hopper's decode kernels as they were compiled, run by the PTX emulator under drawn schedules."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,19 +9,29 @@ from decode_case import Case
 
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import hopper_tiling
-from kernels.testing.ptx import emulated
+from kernels.testing.ptx import Fault, emulated
+
+BOTH = ["attend_narrow", "attend_wide"]
 
 
-def check(path: str, case: Case, workers: int, seed: int = 0, dependent: bool = True, **changes: int) -> None:
+def check(
+    path: str,
+    case: Case,
+    workers: int,
+    seed: int = 0,
+    dependent: bool = True,
+    edit: Callable[[str], str] = str,
+    **changes: int,
+) -> None:
     tiling = replace(hopper_tiling(case.shape, workers), **changes)
     assert tiling.path == path
     workspace, t = case.workspace(tiling), case.tensors
     tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))
-    with emulated(seed) as launches:
+    with emulated(seed, edit=edit) as launches:
         launch.plan(t["length"], t["table"], workspace, first=case.first)
         launch.attend(*tensors, workspace, scale=case.scale, first=case.first, dependent=dependent, early=dependent)
         launch.merge(t["out"], t["lse"], workspace, dependent=dependent)
-    assert launches[1] == f"attend_{path}"
+    assert launches[1:-1] == (BOTH if path == "either" else [f"attend_{path}"])
     case.compare()
 
 
@@ -44,6 +55,11 @@ def test_wide_under_other_schedules(seed: int) -> None:
 
 def test_wide_from_a_later_entry_on() -> None:
     check("wide", deepseek([2, 100], 4, 16, first=1), 2)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_wide_where_it_may_ask_early_but_need_not(early: bool) -> None:
+    check("wide", deepseek([130, 64], 4, 16), 2, early=early)
 
 
 def test_wide_in_invariant_mode() -> None:
@@ -88,9 +104,22 @@ def test_either_under_other_schedules(seed: int, short: int) -> None:
     check("either", deepseek([390], 4, 16), 4, seed, short=short)
 
 
-@pytest.mark.parametrize("length", [130, 70])
-def test_either_launched_plainly(length: int) -> None:
-    check("either", deepseek([length], 4, 16), 5, dependent=False, short=100)
+@pytest.mark.parametrize("length", [128, 129])
+@pytest.mark.parametrize("how", [{"dependent": False}, {"early": False}], ids=["plainly", "not early"])
+def test_either_launched_otherwise(length: int, how: dict[str, bool]) -> None:
+    check("either", deepseek([length], 4, 16), 5, **how, short=128)
+
+
+@pytest.mark.parametrize("length", [128, 129])
+@pytest.mark.parametrize("kernel", BOTH)
+def test_either_that_does_not_wait_is_found(length: int, kernel: str) -> None:
+    """Whether it works or not."""
+
+    def edit(ptx: str) -> str:
+        return ptx.replace("griddepcontrol.wait;", "") if f".entry {kernel}(" in ptx else ptx
+
+    with pytest.raises(Fault, match=f"{kernel}.* (before|without) griddepcontrol.wait"):
+        check("either", deepseek([length], 4, 16), 5, edit=edit, short=128)
 
 
 def test_either_follows_lengths_that_change() -> None:
@@ -108,6 +137,6 @@ def test_either_follows_lengths_that_change() -> None:
                 launch.attend(*tensors, workspace, scale=case.scale, dependent=layer > 0, early=layer > 0)
                 launch.merge(out, lse, workspace, dependent=True)
             case.tensors["out"], case.tensors["lse"] = out.clone(), lse.clone()
-    assert launches == 4 * ["plan_splits", "attend_either", "merge", "attend_either", "merge"]
+    assert launches == 4 * ["plan_splits", *BOTH, "merge", *BOTH, "merge"]
     for case in cases:
         case.compare()

@@ -159,7 +159,11 @@ def test_one_graph_serves_other_lengths_tables_and_queries(
         case.compare()
 
 
-@pytest.mark.parametrize("lengths", [[4097, 0, 65, 700, 64], [700], [SHORT_TOKENS + 1]])
+@pytest.mark.parametrize(
+    "lengths",
+    [[4097, 0, 65, 700, 64], [700], [SHORT_TOKENS], [SHORT_TOKENS + 1], [65, 200] * 35],
+    ids=["five rows", "one short row", "one at the limit", "one long row", "many rows"],
+)
 @pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (1, 128)])
 def test_dependent_launches_change_nothing(lengths: list[int], width: int, heads: int) -> None:
     chooser("hopper")

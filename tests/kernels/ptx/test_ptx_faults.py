@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ptx_kernels import TILED, double, ring_sum
+from ptx_kernels import TILED, double, relay, ring_sum
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.testing.ptx import Fault, Unordered, emulated
@@ -110,6 +110,23 @@ def test_an_early_trigger_lets_launches_begin_beside_the_one_before_the_last() -
     chain(("", 0, 1), ("", 0, 2), ("reads before the wait", 1, 0))
     with pytest.raises(Unordered, match="before it waits"):
         chain(("", 0, 1), (TRIGGERS, 0, 2), ("reads before the wait", 1, 0))
+
+
+def test_a_launch_without_work_hands_on_its_place() -> None:
+    """It lets the next begin at once, and ends when one of its programs has waited."""
+    x, y = torch.ones(32), torch.zeros(32)
+
+    def links(source: torch.Tensor) -> None:
+        double[(1,)](x, y, 32, "", num_warps=1, launch_pdl=True)
+        relay[(3,)](2, num_warps=1, launch_pdl=True)
+        double[(1,)](source, torch.zeros(32), 32, "reads before the wait", num_warps=1, launch_pdl=True)
+
+    with emulated(consecutive=True):
+        links(x)
+    with emulated(consecutive=True), pytest.raises(Unordered, match="before it waits, which double writes"):
+        links(y)
+    with emulated(), pytest.raises(Fault, match="relay ends without"):
+        relay[(3,)](3, num_warps=1, launch_pdl=True)
 
 
 def test_stale_lines_of_l1() -> None:
