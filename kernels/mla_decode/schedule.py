@@ -31,7 +31,7 @@ NARROW_STAGES = 2
 """Tiles it has in flight."""
 NARROW_BLOCKS_ALONE = 2
 """Narrow blocks in which a row alone is always taken. With 32 query vectors attention and merge took on an H200, in
-microseconds (`run_tiling` of bench/mla_decode.py with either's tiling), 5.6 / 7.2 / 13.5 / 21.8 in narrow blocks and
+microseconds (`run_tiling` of bench/mla_decode.py with either tiling), 5.6 / 7.2 / 13.5 / 21.8 in narrow blocks and
 8.2 / 10.2 / 17.3 / 20.6 in a wide one, at 1,024 / 4,096 / 16,384 / 32,768 tokens."""
 SHORT_TOKENS = 8192
 """Tokens up to which a row alone, of 33 to 64 query vectors, is taken in narrow blocks. With 64 of them, the kernels

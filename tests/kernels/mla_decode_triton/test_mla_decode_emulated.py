@@ -122,6 +122,28 @@ def test_either_that_does_not_wait_is_found(length: int, kernel: str) -> None:
         check("either", deepseek([length], 4, 16), 5, edit=edit, short=128)
 
 
+@pytest.mark.parametrize(("length", "works"), [(128, "attend_narrow"), (129, "attend_wide")])
+def test_either_is_one_of_two_kernels(length: int, works: str) -> None:
+    """Without the one that works nothing is written."""
+    case = deepseek([length], 4, 16)
+    tiling = replace(hopper_tiling(case.shape, 9), short=128)
+    workspace, t = case.workspace(tiling), case.tensors
+    pieces = workspace.partial_SQL.view(torch.uint8), workspace.partial_lse_SQ.view(torch.uint8)
+
+    def edit(ptx: str) -> str:
+        return ptx.replace("// %bb.0:", "ret;\n", 1) if f".entry {works}(" in ptx else ptx
+
+    for without, written in ((str, True), (edit, False)):
+        with emulated(edit=without):
+            launch.plan(t["length"], t["table"], workspace)
+            tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))
+            launch.attend(*tensors, workspace, scale=case.scale)
+        assert t["out"].isnan().all()
+        assert any(bool(x.ne(255).any()) for x in pieces) == written
+        for x in pieces:
+            x.fill_(255)
+
+
 def test_either_follows_lengths_that_change() -> None:
     """Two layers of one plan in dependent launches; then others of longer and shorter rows, in the same memory."""
     cases = [Case([length], 4, 16, 512, 64, torch.bfloat16, least_columns=5) for length in (70, 130, 0, 65)]
