@@ -205,7 +205,7 @@ def _merge_tiles(
         PIECES=pieces,
         COLUMNS=columns,
         BLOCK_K=block_k,
-        STAGES=3 if wide else 4,
+        STAGES=3 if wide else min(8, triton.cdiv(latent, block_k)),
         PRECISION="ieee" if wide else "tf32",
         DEPENDENT=dependent,
         num_warps=4,

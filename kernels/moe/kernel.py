@@ -99,14 +99,15 @@ def gate_up(
         gate = tl.zeros([ROWS, BLOCK], tl.float32)
         up = tl.zeros([ROWS, BLOCK], tl.float32)
         for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            # Weights first: inputs wait for the tile's pairs.
+            g = _weights(gate_row, weight_box, row.to(tl.int32), 0, k0, K, K, BLOCK, BLOCK_K, TMA)
+            u = _weights(up_row, weight_box, row.to(tl.int32) + FEATURES, 0, k0, K, K, BLOCK, BLOCK_K, TMA)
             if K % BLOCK_K == 0:
                 a = tl.load(source + k0, mask=rows, other=0.0, cache_modifier=".cg")
             else:
                 inside = rows & (k0 + k < K)[None, :]
                 a = tl.load(source + k0, mask=inside, other=0.0, cache_modifier=".cg")
-            g = _weights(gate_row, weight_box, row.to(tl.int32), 0, k0, K, K, BLOCK, BLOCK_K, TMA)
             gate = tl.dot(a, g, gate, input_precision=PRECISION)
-            u = _weights(up_row, weight_box, row.to(tl.int32) + FEATURES, 0, k0, K, K, BLOCK, BLOCK_K, TMA)
             up = tl.dot(a, u, up, input_precision=PRECISION)
         if DEPENDENT:
             gdc_launch_dependents()
@@ -136,12 +137,15 @@ def down(
     DEPENDENT: tl.constexpr,
 ):
     """partial[pair, g] = down[expert] · act[i] over the g-th of GROUPS equal groups of features, for every sorted pair
-    i. Grid: tiles, groups."""
+    i. Grid: tiles, groups.
+
+    The tile is looked up before the wait: the table was written before `gate_up`, which lets this kernel start only
+    after its own wait."""
     COUNT: tl.constexpr = K // GROUPS
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
+    expert, first, pairs, block = _tile(table, blocks, GROUP)
     if DEPENDENT:
         gdc_wait()
-    expert, first, pairs, block = _tile(table, blocks, GROUP)
     if pairs > 0:
         group = 0
         if GROUPS > 1:
