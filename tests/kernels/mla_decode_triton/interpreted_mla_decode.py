@@ -133,7 +133,7 @@ def test_more_pieces_than_are_loaded_at_once(length: int, pieces: int) -> None:
     """Drawn pieces of a row alone, short or long, of the sizes that a step merges them with."""
     case = Case([length], 4, 16, 512, 64, torch.bfloat16)
     tiling = hopper_tiling(case.shape, 132)
-    assert (tiling.path, tiling.merge_pieces) == ("either", 32)
+    assert (tiling.path, tiling.merge_pieces) == ("either", 64)
     workspace, t = case.workspace(tiling), case.tensors
     launch.plan(t["length"], t["table"], workspace)
     slots = [132, *range(1, pieces)]  # a row's first piece lies behind those of all workers
