@@ -134,8 +134,8 @@ PRODUCTS = {
 stages that three programs stand on a multiprocessor. With one stage more and two programs `gate_up` and `down` of 256
 tokens of DeepSeek-V2-Lite took 180 and 98 us in place of 176 and 93."""
 MOST_SHORT = 4096
-"""Input features up to which three programs are the better for `gate_up`, too: with 7168 of an eighth of DeepSeek-V3 and
-512 tokens they took 472 us, two 464."""
+"""Input features up to which three programs are the better for `gate_up`, too: with 7168, of an eighth of DeepSeek-V3
+and 512 tokens, they took 472 us, two 464."""
 IN_GROUPS = (Product(64, 64, 3, 4, tma=True), Product(128, 64, 3, 4, tma=True))
 """The same, of 64 pairs, for sums of groups: of any number of tokens, so that tiles of an expert go one by one."""
 
