@@ -9,13 +9,15 @@ L2. Reported is the time of one layer: attention and merge; splits are planned o
 begins when the kernel before it has ended; "early" asks for cache entries before that where it pays (`Tiling.early`),
 as a step does, and so does "invariant", with invariant mode's splits. FlashMLA, when its library is given, runs the
 same tensors the same way, with its own split plan made beforehand. "floor" is the bytes that must move over 4.2 TB/s,
-or the products over 790 TFLOP/s where that is more.
+or the products over 790 TFLOP/s where that is more. Before each measurement the GPU rests: one that has just computed
+bears less power, and what came second would be the slower for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,6 +34,7 @@ from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace, hopper_t
 LATENT, ROPE, PAGE = 512, 64, 64
 SHAPES = ((1, 4096), (1, 32768), (32, 4096), (128, 4096), (64, 16384))
 L2_BYTES = 60e6
+REST_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def graph_microseconds(run: Callable[[int], None], layers: int, target_us: float
                 run(call % layers)
         return graph
 
-    def time(graph: torch.cuda.CUDAGraph, calls: int, repeats: int) -> float:
+    def measured(graph: torch.cuda.CUDAGraph, calls: int, repeats: int) -> float:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         graph.replay()
         for event in events:
@@ -103,9 +106,11 @@ def graph_microseconds(run: Callable[[int], None], layers: int, target_us: float
         torch.cuda.synchronize()
         return median(a.elapsed_time(b) for a, b in pairwise(events)) / calls * 1e3
 
-    rough = time(capture(layers), layers, 3)
+    rough = measured(capture(layers), layers, 3)
     calls = layers * max(1, round(target_us / (rough * layers)))
-    return time(capture(calls), calls, 7)
+    graph = capture(calls)
+    time.sleep(REST_S)
+    return measured(graph, calls, 7)
 
 
 def shape_of(problem: Problem, layers: list[dict[str, torch.Tensor]], invariant: bool = False) -> DecodeShape:
