@@ -72,7 +72,9 @@ def peak(
         gdc_launch_dependents()
         gdc_wait()
     n = tl.program_id(0)
-    first = tl.program_id(1) * BLOCK
+    # Backwards: of many rows the L2 cache holds what the product has written last.
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    first = block * BLOCK
     v = first + tl.arange(0, BLOCK)
     at_logit = logits + n.to(tl.int64) * STRIDE + v
     x = tl.load(at_logit, mask=v < VOCAB, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
@@ -86,7 +88,7 @@ def peak(
             VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
         )  # fmt: skip
     top, best = lowest_of_largest(x, v)
-    at = n * tl.num_programs(1) + tl.program_id(1)
+    at = n * tl.num_programs(1) + block
     tl.store(peak_out + at, top)
     tl.store(peak_id_out + at, best)
 
