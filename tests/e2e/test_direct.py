@@ -87,11 +87,17 @@ def test_a_body_larger_than_haproxy_s_buffer_reaches_the_front(server: Server, m
     assert answer.json()["error"]["message"]
 
 
-def test_logs_are_json_with_the_request_id(server: Server) -> None:
+async def test_logs_are_json_with_the_request_id(server: Server) -> None:
+    """The line is written behind the answer, which may be here first."""
     httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "find-me-1"}, trust_env=False)
     session = server.find(r"logs in (\S+)")
-    written = [line for file in Path(session).glob("worker-*.err") for line in file.read_text().splitlines()]
-    (line,) = [json.loads(line) for line in written if "find-me-1" in line]
+
+    async def written() -> list[str]:
+        lines = [line for file in Path(session).glob("worker-*.err") for line in file.read_text().splitlines(True)]
+        return [line for line in lines if "find-me-1" in line and line.endswith("\n")]
+
+    (text,) = await until(written, 5.0)
+    line = json.loads(text)
     expected = {"request_id": "find-me-1", "process": "front", "application": "latentserve", "status": 200}
     assert expected.items() <= line.items()
     assert line["replica"]
