@@ -34,7 +34,7 @@ class Launch:
     """Tensor maps, by what stands for their addresses."""
     memory: GlobalMemory
     waits: bool
-    """Whether one program at least, and all that store, must wait for the launch before."""
+    """Whether programs must wait for the launch before: all of them, or one if none stores anything."""
     fences: bool
     """Whether products need a fence behind stores."""
 

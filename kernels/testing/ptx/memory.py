@@ -42,6 +42,8 @@ class GlobalMemory:
 
     def __init__(self, regions: list[Region], order: Order | None) -> None:
         self.regions, self.order = regions, order
+        self.stored = False
+        """Whether anything was."""
 
     def load(self, address: Lanes, width: int, *, waited: bool, cached: bool) -> Lanes:
         """Bytes [n, width] at n addresses.
@@ -57,6 +59,7 @@ class GlobalMemory:
 
     def store(self, address: Lanes, values: Lanes) -> None:
         """Write bytes [n, width]."""
+        self.stored |= address.size > 0
         for chosen, region, offset in self._places(address, values.shape[1], "store"):
             region.bytes[offset[:, None] + np.arange(values.shape[1])] = values[chosen]
             if self.order is not None:

@@ -42,7 +42,7 @@ class Warp:
         self._together: int | None = 0  # the place in the code where all lanes are, unless each has one of its own
         self._at = np.zeros(LANES, np.int64)
         self.waited = False
-        """Whether it has executed griddepcontrol.wait."""
+        """Whether it has executed griddepcontrol.wait, or met one that has at a barrier of threads."""
         self.awaits: Any = None
         """What it cannot go on without: a barrier of threads, or (mbarrier, parity)."""
         self.copies: list[tuple[Lanes, Lanes]] = []

@@ -88,11 +88,13 @@ def double(x, out, SIZE: tl.constexpr, FAULT: tl.constexpr):
 
 
 @triton.jit
-def relay(waiting):
-    """A link without work: lets the next begin at once. One of its programs waits, or none."""
+def relay(waiting, out, WORKS: tl.constexpr):
+    """A link that lets the next begin at once. One of its programs waits, or none, and stores if it works."""
     tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(0) == waiting:
         tl.extra.cuda.gdc_wait()
+        if WORKS:
+            tl.store(out, 1.0)
 
 
 @gluon.jit

@@ -118,15 +118,20 @@ def test_a_launch_without_work_hands_on_its_place() -> None:
 
     def links(source: torch.Tensor) -> None:
         double[(1,)](x, y, 32, "", num_warps=1, launch_pdl=True)
-        relay[(3,)](2, num_warps=1, launch_pdl=True)
+        relay[(3,)](2, y, False, num_warps=1, launch_pdl=True)
         double[(1,)](source, torch.zeros(32), 32, "reads before the wait", num_warps=1, launch_pdl=True)
 
     with emulated(consecutive=True):
         links(x)
     with emulated(consecutive=True), pytest.raises(Unordered, match="before it waits, which double writes"):
         links(y)
-    with emulated(), pytest.raises(Fault, match="relay ends without"):
-        relay[(3,)](3, num_warps=1, launch_pdl=True)
+
+
+@pytest.mark.parametrize(("waiting", "works", "blocks"), [(3, False, 3), (2, True, 2)], ids=["nobody", "who works"])
+def test_a_launch_of_which_too_few_wait(waiting: int, works: bool, blocks: int) -> None:
+    """One is enough where there is no work."""
+    with emulated(), pytest.raises(Fault, match=f"relay ends without .* in {blocks} blocks"):
+        relay[(3,)](waiting, torch.zeros(1), works, num_warps=1, launch_pdl=True)
 
 
 def test_stale_lines_of_l1() -> None:
