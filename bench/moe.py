@@ -195,8 +195,9 @@ def sweep(case: Problem, tries: Iterable[tuple[str, int, Product]]) -> None:
 
 
 def with_product(shape: ExpertsShape, name: str, rows: int, product: Product) -> Tiling:
-    """A tiling in which one product is `product`."""
-    both = dict(zip(("gate_up", "down"), schedule.PRODUCTS[rows], strict=True)) | {name: product}
+    """A tiling in which one product is `product`. The other is that of tiles of 64 where none has this height."""
+    own = schedule.PRODUCTS.get(rows, schedule.PRODUCTS[64])
+    both = dict(zip(("gate_up", "down"), own, strict=True)) | {name: product}
     return schedule.fitted(Tiling(rows, both["gate_up"], both["down"], schedule.tiling(shape).partial), shape)
 
 

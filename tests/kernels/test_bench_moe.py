@@ -1,4 +1,4 @@
-"""The routings that the benchmark of the experts times; times need a GPU."""
+"""The routings that the benchmark of the experts times, and the tiles it can try; times need a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.moe.schedule import ExpertsShape
+from kernels.moe.schedule import PRODUCTS, ExpertsShape, Product
+
+
+@pytest.mark.parametrize(("rows", "others"), [(16, 16), (32, 64), (128, 128)])
+def test_tiles_of_any_height_can_be_tried(rows: int, others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import moe as bench
+
+    product = Product(64, 32, 2, 4)
+    tiling = bench.with_product(ExpertsShape(40, 3, 16, 2048, 1408), "down", rows, product)
+    assert (tiling.rows, tiling.gate_up, tiling.down) == (rows, PRODUCTS[others][0], product)
 
 
 @pytest.mark.parametrize("shared", [0, 1, 2])
