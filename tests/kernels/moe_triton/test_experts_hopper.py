@@ -73,7 +73,7 @@ def test_three_programs_of_tiles_of_64_stand_on_a_multiprocessor(
     assert schedule.tiling(shape).rows == 64
     found = {kernel.name: kernel for kernel in map(resources, kernels(shape))}
     for name in three:
-        found[name].check(65536 // (3 * 32 * found[name].warps))
+        found[name].check(65536 // (3 * 32 * found[name].warps) // 8 * 8)  # a warp gets them by eights
         assert 3 * (found[name].shared + 1024) <= 228 * 1024  # of each program 1 KiB is the system's
 
 
@@ -99,7 +99,7 @@ def test_one_sort_serves_all_numbers_of_tokens_up_to_a_power_of_two() -> None:
 
 
 def test_fp32_compiles_without_spills() -> None:
-    for tokens in (1, 5, 300):
+    for tokens in (1, 5, 120, 300):
         for kernel in kernels(shape_of("demo", tokens, torch.float32)):
             resources(kernel).check()
 

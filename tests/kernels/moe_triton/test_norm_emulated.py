@@ -46,11 +46,12 @@ def test_experts_and_norm_are_right_and_in_order(seed: int) -> None:
 @pytest.mark.parametrize(
     ("kernel", "what", "by"),
     [
-        ("gate_up|down", r"griddepcontrol\.wait", "griddepcontrol.launch_dependents; griddepcontrol.wait"),
+        ("gate_up", r"griddepcontrol\.wait", "griddepcontrol.launch_dependents; griddepcontrol.wait"),
+        ("gate_up|down", r"// %bb\.0:", "griddepcontrol.launch_dependents;\ngriddepcontrol.wait;\n"),
         ("combine_norm", r"griddepcontrol\.wait;", ""),
         ("combine_norm", r"ld\.global\.cg", "ld.global"),
     ],
-    ids=["start their successors too early", "does not wait", "reads through L1"],
+    ids=["starts down too early", "start the norm too early", "does not wait", "reads through L1"],
 )
 def test_planted_faults_are_found(kernel: str, what: str, by: str) -> None:
     def edit(ptx: str) -> str:
