@@ -34,8 +34,8 @@ NARROW_BLOCKS_ALONE = 2
 microseconds (`run_tiling` of bench/mla_decode.py with either tiling), 5.6 / 7.2 / 13.5 / 21.8 in narrow blocks and
 8.2 / 10.2 / 17.3 / 20.6 in a wide one, at 1,024 / 4,096 / 16,384 / 32,768 tokens."""
 SHORT_TOKENS = 8192
-"""Tokens up to which a row alone, of 33 to 64 query vectors, is taken in narrow blocks. With 64 of them, the kernels
-launched apart, those times were 5.7 / 8.6 / 21.1 / 37.5 and 9.0 / 12.4 / 17.8 / 23.2."""
+"""Tokens up to which a row alone, of 33 to 64 query vectors, is taken in narrow blocks. With 64 of them, and only the
+kernel that works launched, those times were 5.7 / 8.6 / 21.1 / 37.5 and 9.0 / 12.4 / 17.8 / 23.2."""
 LEAST_PLAIN = 4096
 """Query vectors of all rows from which on wide programs do not ask for cache entries early, which then takes longer.
 Attention and merge took on an H200, early / not, in microseconds, for rows of 4,096 tokens: of 16 heads and width 2,

@@ -9,7 +9,7 @@ from decode_case import Case
 
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import hopper_tiling
-from kernels.testing.ptx import Fault, emulated
+from kernels.testing.ptx import Fault, Unordered, emulated
 
 BOTH = ["attend_narrow", "attend_wide"]
 
@@ -142,6 +142,28 @@ def test_either_is_one_of_two_kernels(length: int, works: str) -> None:
         assert any(bool(x.ne(255).any()) for x in pieces) == written
         for x in pieces:
             x.fill_(255)
+
+
+@pytest.mark.parametrize(("length", "works"), [(128, "attend_narrow"), (129, "attend_wide")])
+def test_merge_that_does_not_wait_for_the_one_that_works_is_found(length: int, works: str) -> None:
+    """Which may be two launches before it."""
+    case = deepseek([length], 4, 16)
+    tiling = replace(hopper_tiling(case.shape, 9), short=128)
+    workspace, t = case.workspace(tiling), case.tensors
+
+    def edit(ptx: str) -> str:
+        return ptx.replace("griddepcontrol.wait;", "") if ".entry merge(" in ptx else ptx
+
+    def layer(dependent: bool) -> None:
+        tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))
+        launch.attend(*tensors, workspace, scale=case.scale, dependent=dependent, early=dependent)
+        launch.merge(t["out"], t["lse"], workspace, dependent=dependent)
+
+    with emulated(consecutive=True, edit=edit):
+        launch.plan(t["length"], t["table"], workspace)
+        layer(dependent=False)
+        with pytest.raises(Unordered, match=f"^merge, .* which {works} writes"):
+            layer(dependent=True)
 
 
 def test_either_follows_lengths_that_change() -> None:
