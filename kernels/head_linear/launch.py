@@ -17,6 +17,8 @@ _GROUP = 16
 """Heads a program rotates."""
 _ENOUGH = 96
 """Programs that keep most of the multiprocessors busy."""
+_APART = 128
+"""Programs that have a multiprocessor each."""
 
 
 def rope_absorb(
@@ -181,8 +183,11 @@ def _merge_tiles(
     share = workspace.tiling.workers / most
     pieces = 1 if share <= 1 else min(16, triton.next_power_of_2(max(2, int(share))))
     rows, columns = 32 if wide else 64, 64
-    if wide or triton.cdiv(most * shape.width * pieces, rows) * triton.cdiv(value, columns) * heads < 128:
+    products = triton.cdiv(most * shape.width * pieces, rows) * heads
+    if wide or products * triton.cdiv(value, columns) < _APART:
         columns = 32  # too few programs for the multiprocessors
+    # Programs that share a multiprocessor should leave each other shared memory.
+    stages = 8 if products * triton.cdiv(value, columns) <= _APART else 4
     tiles = triton.cdiv(tokens * pieces, rows)
     block_k = min(32 if wide else 64, max(16, triton.next_power_of_2(latent)))
     kernel.merge_tile[(tiles * triton.cdiv(value, columns), heads)](
@@ -205,7 +210,7 @@ def _merge_tiles(
         PIECES=pieces,
         COLUMNS=columns,
         BLOCK_K=block_k,
-        STAGES=3 if wide else min(8, triton.cdiv(latent, block_k)),
+        STAGES=3 if wide else min(stages, triton.cdiv(latent, block_k)),
         PRECISION="ieee" if wide else "tf32",
         DEPENDENT=dependent,
         num_warps=4,

@@ -133,7 +133,7 @@ PRODUCTS = {
 """`gate_up` and `down` of each height of tile: the fastest that bench/moe.py found on one H200. Tiles of 64 have so few
 stages that three programs stand on a multiprocessor. With one stage more and two programs `gate_up` and `down` of 256
 tokens of DeepSeek-V2-Lite took 180 and 98 us in place of 176 and 93."""
-MOST_SHORT = 4096
+MOST_HIDDEN = 4096
 """Input features up to which three programs are the better for `gate_up`, too: with 7168, of an eighth of DeepSeek-V3
 and 512 tokens, they took 472 us, two 464."""
 IN_GROUPS = (Product(64, 64, 3, 4, tma=True), Product(128, 64, 3, 4, tma=True))
@@ -156,7 +156,7 @@ def tiling(shape: ExpertsShape) -> Tiling:
     if rows == 128 and shape.hopper and shape.for_hopper:
         return grouped(shape, shape.hopper)
     gate_up, down = PRODUCTS[rows]
-    if rows == 64 and shape.hidden > MOST_SHORT:
+    if rows == 64 and shape.hidden > MOST_HIDDEN:
         gate_up = replace(gate_up, stages=4)
     return fitted(Tiling(rows, gate_up, down, shape.dtype), shape)
 
