@@ -6,11 +6,11 @@
 A graph holds the attention of many layers, each with a cache and query of its own, so that by the time a layer comes
 round again the L2 cache has seen far more than it holds. All write one output, as the layers of a step do: it stays in
 L2. Reported is the time of one layer: attention and merge; splits are planned once a step and timed apart. "ours"
-begins when the kernel before it has ended; "early" asks for cache entries before that where it pays (`Tiling.early`),
-as a step does, and so does "invariant", with invariant mode's splits. FlashMLA, when its library is given, runs the
-same tensors the same way, with its own split plan made beforehand. "floor" is the bytes that must move over 4.2 TB/s,
-or the products over 790 TFLOP/s where that is more. Before each measurement the GPU rests: one that has just computed
-bears less power, and what came second would be the slower for it.
+begins when the kernel before it has ended; "early" asks for cache entries before that, as a step does, and so does
+"invariant", with invariant mode's splits. FlashMLA, when its library is given, runs the same tensors the same way, with
+its own split plan made beforehand. "floor" is the bytes that must move over 4.2 TB/s, or the products over 790 TFLOP/s
+where that is more. Before each measurement the GPU rests: one that has just computed bears less power, and what came
+second would be the slower for it.
 """
 
 from __future__ import annotations

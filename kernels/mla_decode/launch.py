@@ -3,10 +3,10 @@
 Nothing here allocates device memory or waits for the device, so all of it may be captured into a CUDA graph.
 
 `dependent` launches with programmatic dependent launch (compute capability 9.0 and above): the kernel may start while
-the one before it in the stream still runs, and waits for its end where it matters. It is always safe. `early` allows
-the attention to go further and ask for cache entries before that wait, which it does where it pays (`Tiling.early`). It
-is safe when the kernel launched before writes, of all that attention reads, nothing but the query and the last `width`
-entries of each row, and itself lets its successor start only after it has waited for its own predecessor.
+the one before it in the stream still runs, and waits for its end where it matters. It is always safe. `early` lets
+the attention go further and ask for cache entries before that wait. It is safe when the kernel launched before writes,
+of all that attention reads, nothing but the query and the last `width` entries of each row, and itself lets its
+successor start only after it has waited for its own predecessor.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ def attend(
         "num_warps": tiling.warps,
         **_options(dependent),
     }
-    early = early and tiling.early
     grid = (tiling.workers * tiling.blocks(shape),)
     ways = tiling.ways()
     for way in ways:

@@ -36,11 +36,6 @@ microseconds (`run_tiling` of bench/mla_decode.py with either tiling), 5.6 / 7.2
 SHORT_TOKENS = 8192
 """Tokens up to which a row alone, of 33 to 64 query vectors, is taken in narrow blocks. With 64 of them, and only the
 kernel that works launched, those times were 5.7 / 8.6 / 21.1 / 37.5 and 9.0 / 12.4 / 17.8 / 23.2."""
-LEAST_PLAIN = 4096
-"""Query vectors of all rows from which on wide programs do not ask for cache entries early, which then takes longer.
-Attention and merge took on an H200, early / not, in microseconds, for rows of 4,096 tokens: of 16 heads and width 2,
-32 rows 46.2 / 49.3 and 128 rows 155.7 / 151.6; of width 4, 47.9 / 50.8 and 155.3 / 154.4; of 128 heads and width 1, one
-row 11.6 / 13.9, 32 rows 74.4 / 72.0 and 128 rows 252.0 / 243.1. In narrow programs early was never the slower."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +91,6 @@ class Tiling:
     merge_pieces: int
     """Pieces a merge program loads at once."""
     merge_warps: int
-    early: bool = False
-    """Whether to ask for cache entries before the kernel before has ended, where that is allowed: it pays."""
     short: int = -1
     """On the path "either": tokens up to which a row is short, taken in narrow blocks by as many workers fewer."""
 
@@ -159,16 +152,14 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int) -> Tiling:
     alone = shape.rows == 1
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
         block, stages = NARROW_BLOCK, NARROW_STAGES
-        tiling = _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
-        return replace(tiling, early=True)
+        return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
     if not shape.invariant and alone and narrow_blocks <= min(4, multiprocessors):
         tiling = _tiling(shape, "either", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=0)
         # A merge for short rows, which have few pieces: at 1,024 tokens it takes 2.1 microseconds, one of 128 pieces at
         # a time 6.3. With 32 at a time it takes 1.8, but 1.4 more at 32,768 tokens.
-        return replace(tiling, early=True, short=SHORT_TOKENS, merge_pieces=64, merge_columns=64, merge_warps=1)
+        return replace(tiling, short=SHORT_TOKENS, merge_pieces=64, merge_columns=64, merge_warps=1)
     stages = 2 if shape.queries >= 256 else 0
-    tiling = _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
-    return replace(tiling, early=shape.rows * shape.queries < LEAST_PLAIN)
+    return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
 
 
 def _tiling(shape: DecodeShape, path: str, programs: int, *, block: int, tile: int, warps: int, stages: int) -> Tiling:

@@ -75,14 +75,6 @@ def test_wide(rows: int, width: int, heads: int, invariant: bool, dependent: boo
     assert used["USETMAXREG"] >= 4
 
 
-@pytest.mark.parametrize(("rows", "same"), [(31, False), (32, True)])
-def test_wide_asks_early_where_it_pays(rows: int, same: bool) -> None:
-    case = hopper_case(rows, 1, 128)
-    tiling = hopper_tiling(case.shape, PROCESSORS)
-    allowed, not_allowed = (compiled(case, tiling, True, early)["attend_wide"].hash for early in (True, False))
-    assert (allowed == not_allowed) == same
-
-
 @pytest.mark.parametrize(
     ("width", "heads", "dependent", "early"),
     [(4, 16, False, False), (4, 16, True, False), (4, 16, True, True), (3, 16, True, True), (1, 64, True, True)],

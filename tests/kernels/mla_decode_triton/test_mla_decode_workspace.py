@@ -20,29 +20,23 @@ def test_workspaces_lie_over_one_buffer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "heads", "invariant", "path", "early"),
+    ("rows", "width", "heads", "invariant", "path"),
     [
-        (1, 1, 16, False, "narrow", True),
-        (1, 2, 16, False, "narrow", True),
-        (256, 1, 16, False, "narrow", True),
-        (2, 2, 16, False, "wide", True),
-        (127, 2, 16, False, "wide", True),
-        (128, 2, 16, False, "wide", False),
-        (31, 1, 128, False, "wide", True),
-        (32, 1, 128, False, "wide", False),
-        (1, 1, 33, False, "either", True),
-        (1, 4, 16, False, "either", True),
-        (1, 5, 16, False, "wide", True),
-        (1, 2, 16, True, "wide", True),
-        (1, 4, 16, True, "wide", True),
+        (1, 1, 16, False, "narrow"),
+        (1, 2, 16, False, "narrow"),
+        (256, 1, 16, False, "narrow"),
+        (2, 2, 16, False, "wide"),
+        (32, 1, 128, False, "wide"),
+        (1, 1, 33, False, "either"),
+        (1, 4, 16, False, "either"),
+        (1, 5, 16, False, "wide"),
+        (1, 2, 16, True, "wide"),
+        (1, 4, 16, True, "wide"),
     ],
 )
-def test_which_kernel_serves_which_shape(
-    rows: int, width: int, heads: int, invariant: bool, path: str, early: bool
-) -> None:
+def test_which_kernel_serves_which_shape(rows: int, width: int, heads: int, invariant: bool, path: str) -> None:
     shape = DecodeShape(rows, width, heads, 512, 64, 64, invariant)
     tiling = hopper_tiling(shape, 132)
     assert tiling.path == path
-    assert tiling.early == early
     assert tiling.blocks(shape) * tiling.workers <= 132  # all at once on a device of as many multiprocessors
     assert (tiling.short > 0) == (path == "either")
