@@ -1,10 +1,11 @@
 """Runs every test that needs a GPU and prints one line a file.
 
     python bench/gpu_tests.py                              # all, one after the other
-    python bench/gpu_tests.py --only tests/kernels --jobs 8    # most of their time is compilation
+    python bench/gpu_tests.py --jobs 8 --workers 4         # most of their time is compilation
 
-Each file runs in a process of its own, so that a kernel that hangs or crashes the device costs one line, not the run.
-Exit status 0 when all passed. Test files are found by their marker, `pytest.mark.gpu`; none is listed here.
+Each file runs in processes of its own, so that a kernel that hangs or crashes the device costs one line, not the run.
+Exit status 0 when all passed that the GPUs here are enough for; the last line says how many were skipped. Test files
+are found by their marker, `pytest.mark.gpu`; none is listed here.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 _live: set[int] = set()
@@ -30,9 +34,11 @@ def gpu_test_files() -> list[Path]:
     return sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
 
 
-def run(path: Path, timeout_s: float) -> tuple[str, str, float]:
+def run(path: Path, timeout_s: float, workers: int) -> tuple[str, str, float]:
     """(outcome, pytest's summary or the last lines of output, seconds) of one file's GPU tests."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", str(path)]
+    if workers > 1:
+        command += ["-n", str(workers), "--dist", "load"]
     start = time.monotonic()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
@@ -62,16 +68,24 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run files whose path contains this")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a file may take")
     parser.add_argument("--jobs", type=int, default=1, help="files that run side by side")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share a file's tests")
     arguments = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        sys.exit("no GPU here that torch can use: every test would be skipped")
     names = [name for path in gpu_test_files() if arguments.only in (name := str(path.relative_to(ROOT)))]
-    failed = 0
+    failed, counts = 0, Counter[str]()
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        running = {pool.submit(run, ROOT / name, arguments.timeout): name for name in names}
+        options = (arguments.timeout, arguments.workers)
+        running = {pool.submit(run, ROOT / name, *options): name for name in names}
         try:
             for done in as_completed(running):
                 outcome, text, seconds = done.result()
                 failed += outcome != "ok"
                 first, _, rest = text.partition("\n")
+                counts.update(
+                    {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|skipped)", first)}
+                )
                 print(f"{outcome:8} {seconds:6.1f} s  {running[done]}  {first}", flush=True)
                 if rest:
                     print(rest, flush=True)
@@ -81,7 +95,8 @@ def main() -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)
             raise
-    print("all passed" if not failed else f"{failed} files failed")
+    total = ", ".join(f"{counts[what]} {what}" for what in ("passed", "failed", "skipped"))
+    print(f"{'all passed' if not failed else f'{failed} files failed'} on {gpus} GPU{'s' * (gpus > 1)}: {total}")
     sys.exit(bool(failed))
 
 
