@@ -17,9 +17,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shapes import BANDWIDTH, V2_LITE, Case, Tokens, model_of, target_work
+from timing import captured, milliseconds
 
 from workers.models.decode_path import DecodePath
 from workers.scratch import Scratch
@@ -41,11 +40,11 @@ def replayed(case: Case) -> list[float]:
     case.step(measured).run()
     scratch = Scratch(case.device, torch.empty(measured.peak, dtype=torch.uint8, device=case.device))
     step = case.step(scratch)
-    graph = capture(lambda: step.run())
+    graph = captured([step.run])
     times = []
     for _ in range(3):
         case.rewind()
-        times.append(milliseconds(graph))
+        times.append(milliseconds(graph, REPEATS, warm=3))
     case.rewind()
     return times
 
@@ -59,28 +58,6 @@ def plain_layers() -> Iterator[None]:
         yield
     finally:
         DecodePath.takes = takes
-
-
-def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
-    """Median of one replay; a stream of replays, so that the host's gaps do not count."""
-    for _ in range(3):
-        graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return median(a.elapsed_time(b) for a, b in pairwise(events))
 
 
 def chosen_experts(case: Case) -> float:
@@ -140,7 +117,7 @@ def by_kernel(case: Case, experts: float) -> None:
             for kernel, grid, args, kwargs in own:
                 kernel.run(*args, grid=grid, warmup=False, **kwargs)
 
-        ms = milliseconds(capture(run))
+        ms = milliseconds(captured([run]), REPEATS, warm=3)
         case.rewind()
         total += ms
         size = streamed_bytes(own[0], experts)

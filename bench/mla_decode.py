@@ -9,24 +9,23 @@ L2. Reported is the time of one layer: attention and merge; splits are planned o
 begins when the kernel before it has ended; "early" asks for cache entries before that, as a step does, and so does
 "invariant", with invariant mode's splits. FlashMLA, when its library is given, runs the same tensors the same way, with
 its own split plan made beforehand. "floor" is the bytes that must move over 4.2 TB/s, or the products over 790 TFLOP/s
-where that is more. Before each measurement the GPU rests: one that has just computed bears less power, and what came
-second would be the slower for it.
+where that is more.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import timing
 
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace, hopper_tiling, portable_tiling
@@ -34,7 +33,6 @@ from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace, hopper_t
 LATENT, ROPE, PAGE = 512, 64, 64
 SHAPES = ((1, 4096), (1, 32768), (32, 4096), (128, 4096), (64, 16384))
 L2_BYTES = 60e6
-REST_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -85,32 +83,9 @@ class Problem:
         return [layer | shared for layer in made]
 
 
-def graph_microseconds(run: Callable[[int], None], layers: int, target_us: float = 3000.0) -> float:
+def microseconds(run: Callable[[int], None], layers: int, target_us: float = 3000.0) -> float:
     """Median time of one call of `run(layer)` inside a graph that calls it for all layers in turn."""
-    run(0)
-    torch.cuda.synchronize()
-
-    def capture(calls: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in range(calls):
-                run(call % layers)
-        return graph
-
-    def measured(graph: torch.cuda.CUDAGraph, calls: int, repeats: int) -> float:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        graph.replay()
-        for event in events:
-            event.record()
-            graph.replay()
-        torch.cuda.synchronize()
-        return median(a.elapsed_time(b) for a, b in pairwise(events)) / calls * 1e3
-
-    rough = measured(capture(layers), layers, 3)
-    calls = layers * max(1, round(target_us / (rough * layers)))
-    graph = capture(calls)
-    time.sleep(REST_S)
-    return measured(graph, calls, 7)
+    return timing.microseconds([partial(run, layer) for layer in range(layers)], target_us, 7)
 
 
 def shape_of(problem: Problem, layers: list[dict[str, torch.Tensor]], invariant: bool = False) -> DecodeShape:
@@ -155,7 +130,7 @@ def run_tiling(shape: DecodeShape, tiling: Tiling, layers: list[dict[str, torch.
         )
         launch.merge(x["out"], x["lse"], workspace, dependent=True)
 
-    return graph_microseconds(run, len(layers))
+    return microseconds(run, len(layers))
 
 
 def flashmla(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
@@ -170,7 +145,7 @@ def flashmla(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
         result = decode(x["q"], cache, LATENT, x["length"], x["table"], 0.04, causal, plan[0], plan[1], None)
         plan[:] = result[2:]
 
-    return graph_microseconds(run, len(layers))
+    return microseconds(run, len(layers))
 
 
 def plan_time(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
@@ -179,7 +154,7 @@ def plan_time(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
     tiling = hopper_tiling(shape, torch.cuda.get_device_properties(0).multi_processor_count)
     buffer = torch.empty(Workspace.bytes(shape, tiling, torch.bfloat16), dtype=torch.uint8, device="cuda")
     workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
-    return graph_microseconds(
+    return microseconds(
         lambda _: launch.plan(layers[0]["length"], layers[0]["table"], workspace, dependent=True), 64, 500.0
     )
 

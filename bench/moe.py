@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from timing import microseconds
 from verdict import MOST_ERROR, error, verdict
 
 from kernels.moe import launch, reference, schedule
@@ -96,32 +95,6 @@ def problem(shape: ExpertsShape, gate_up: torch.Tensor, down: torch.Tensor) -> P
     weights = [torch.rand(id.shape, device=device) for id in ids]
     x = torch.randn(shape.tokens, shape.hidden, device=device, dtype=shape.dtype)
     return Problem(shape, gate_up, down, x, ids, weights)
-
-
-def microseconds(runs: list[Callable[[], None]], target_us: float = 4000.0, repeats: int = 5) -> float:
-    """Median time of one of `runs` inside a graph that goes through them in turn."""
-    runs[0]()
-    torch.cuda.synchronize()
-
-    def capture(calls: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in range(calls):
-                runs[call % len(runs)]()
-        return graph
-
-    def time(graph: torch.cuda.CUDAGraph, calls: int, repeats: int) -> float:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        graph.replay()
-        for event in events:
-            event.record()
-            graph.replay()
-        torch.cuda.synchronize()
-        return median(a.elapsed_time(b) for a, b in pairwise(events)) / calls * 1e3
-
-    rough = time(capture(len(runs)), len(runs), 2)
-    calls = len(runs) * max(1, round(target_us / (rough * len(runs))))
-    return time(capture(calls), calls, repeats)
 
 
 def name_of(tiling: Tiling) -> str:

@@ -16,12 +16,12 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import timing
 from verdict import MOST_ERROR, error, verdict
 
 from kernels.mla_prefill import launch, reference
@@ -93,23 +93,9 @@ class Case:
         out = error(self.out_THV, self.want_THV)
         return out if (self.lse_TH - self.want_lse_TH).abs().max() <= MOST_ERROR else torch.nan
 
-    def milliseconds(self, tiles: Tiling) -> float:
-        """Median time of one launch, several in a row in a graph: the host's time for a launch does not count."""
-        repeats = 8
-        self.run(tiles)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                self.run(tiles)
-        times = []
-        for _ in range(9):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) / repeats)
-        return median(times[2:])
+    def microseconds(self, tiles: Tiling) -> float:
+        """Median time of one launch."""
+        return timing.microseconds([lambda: self.run(tiles)])
 
 
 def choices(text: str) -> list[Tiling]:
@@ -134,11 +120,11 @@ def main() -> None:
         results = {}
         for tiles in choices(arguments.tiles):
             wrong_by = case.error(tiles)
-            time = case.milliseconds(tiles)
-            rate = shape.operations(arguments.heads) / time / 1e9
+            time = case.microseconds(tiles)
+            rate = shape.operations(arguments.heads) / time / 1e6
             about = f"{tiles.path} {tiles.queries}x{tiles.keys}x{tiles.warps}x{tiles.stages}"
             print(
-                text.ljust(16) + about.ljust(22) + f"{time * 1000:9.1f}{rate:9.0f}{rate / 790:8.0%}{wrong_by:9.1e}",
+                text.ljust(16) + about.ljust(22) + f"{time:9.1f}{rate:9.0f}{rate / 790:8.0%}{wrong_by:9.1e}",
                 flush=True,
             )
             results[about] = time, wrong_by

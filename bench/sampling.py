@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import timing
 
 from kernels.sampling import ALL_FEATURES, SampledRows, SampleWorkspace, SlotTables, launch
 from kernels.sampling import tables as column
@@ -55,24 +57,10 @@ def microseconds(rows: int, vocab: int, kind: str, dependent: bool) -> float:
     memory = SampleWorkspace.allocate(rows, vocab, lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="cuda"))
     token_N, fault_1 = torch.zeros_like(place), torch.zeros(1, dtype=torch.int64, device="cuda")
 
-    def run() -> None:
-        for tensor in logits:
-            launch.sample(tensor, sampled, tables, token_N, fault_1, ALL_FEATURES, memory, dependent=dependent)
+    def run(tensor: torch.Tensor) -> None:
+        launch.sample(tensor, sampled, tables, token_N, fault_1, ALL_FEATURES, memory, dependent=dependent)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / copies)
-    return median(times[2:])
+    return timing.microseconds([partial(run, tensor) for tensor in logits], repeats=9)
 
 
 def main() -> None:
