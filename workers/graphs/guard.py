@@ -48,8 +48,8 @@ def _storages(values: Any, device_type: str) -> set[int]:
     return found
 
 
-class _NoAllocation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises when an operator's result lies in memory that none of its operands owns."""
+class _OnDeviceAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises when an operator's result lies in memory that none of its operands owns, or when it waits."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,7 +57,14 @@ class _NoAllocation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == self._device_type:
+            raise CaptureViolation(f"the host waits for a value during a capture, at {_line()}")
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "synchronizing CUDA operation" not in str(error):  # as torch.cuda.set_sync_debug_mode has it say
+                raise
+            raise CaptureViolation(f"{func} waits for the device during a capture, at {_line()}") from error
         owned = _storages((args, kwargs), self._device_type)
         if _storages(result, self._device_type) - owned:
             raise CaptureViolation(f"{func} allocates during a capture, at {_line()}")
@@ -79,9 +86,10 @@ def _no_compilation() -> Iterator[None]:
 
 @contextmanager
 def capture_guard(device: torch.device) -> Iterator[None]:
-    """Within this context allocating on `device`, compiling a kernel, or waiting for a GPU raises CaptureViolation (the
-    last as CUDA's own error, whose traceback names the line)."""
-    with _NoAllocation(device.type), _no_compilation():
+    """Within this context allocating on `device`, compiling a kernel, or an operator that waits for the device raises
+    CaptureViolation. Waiting without an operator, as torch.cuda.synchronize does, is refused by CUDA itself, and the
+    traceback of its error names the line."""
+    with _OnDeviceAlone(device.type), _no_compilation():
         if device.type != "cuda":
             yield
             return
