@@ -1,9 +1,11 @@
 """The self-test finds planted faults, and passes on what is right. Here a replay is a second run of the same step; on a
-GPU it is a graph (tests/workers/test_graphs.py)."""
+GPU it is a graph (tests/workers/test_gpu_engine.py)."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from kernels import decode_state
 from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine
+from workers.batch import DecodeBatch
 from workers.decode_step import DecodeStep
 from workers.graphs.ladder import Ladder
 from workers.graphs.report import BucketReport
@@ -115,6 +118,54 @@ def test_page_tables_frozen_at_capture_are_caught(folder: Path, monkeypatch: pyt
     parts = parts_of(folder)
     replay = frozen_at_capture(monkeypatch, parts, KEY, "feed", 6)
     assert "logits differ" in report(parts, KEY, replay).problems
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Stands in for a plan of a GPU: what it dealt out, lengths [R], is all that attention works on."""
+
+    length_R: torch.Tensor
+
+
+def attention_by_plan(monkeypatch: pytest.MonkeyPatch, plan: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Decode rows attend to what `plan` makes of their lengths, within their own bounds."""
+    from workers.models import attention
+
+    honest = attention.mla_decode
+
+    def deal(self: Any, rows: DecodeBatch, *rest: Any) -> DecodeBatch:
+        return replace(rows, workspace=Dealt(plan(rows.length_R)))  # type: ignore[arg-type]
+
+    def dealt(
+        q: Any, cache: Any, page: Any, length: Any, out: Any, lse: Any, *, workspace: Any, **options: Any
+    ) -> None:
+        honest(q, cache, page, torch.minimum(length, workspace.length_R), out, lse, **options)
+
+    monkeypatch.setattr(attention.LatentAttention, "_dealt", deal)
+    monkeypatch.setattr(attention, "mla_decode", dealt)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_split_plans_frozen_at_capture_are_caught(frozen: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of(folder)
+    made: list[torch.Tensor] = []
+    stale: deque[torch.Tensor] = deque()
+
+    def plan(length_R: torch.Tensor) -> torch.Tensor:
+        made.append(length_R.clone())
+        return stale.popleft() if stale else made[-1]
+
+    attention_by_plan(monkeypatch, plan)
+    step_of(parts, KEY).run()  # the capture, on padding
+    captured = tuple(made)
+    assert len(captured) == 3  # the target's pass, and the draft layer's two
+
+    def replay(step: DecodeStep) -> StepOutput:
+        stale.extend(captured if frozen else ())
+        return step.run()
+
+    problems = report(parts, KEY, replay).problems
+    assert problems == () if not frozen else "logits differ" in problems
 
 
 def test_a_graph_of_width_one_replayed_at_two_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
