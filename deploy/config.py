@@ -82,8 +82,8 @@ class ServeConfig(BaseModel):
     """direct: HAProxy in front of the replicas, whose tokens cross no second hop. proxy: Serve's own proxy. auto:
     direct wherever an HAProxy binary is found (on a running cluster: where its processes were started for it)."""
     proxies: Literal["every_node", "head"] = "every_node"
-    """Nodes of a cluster that take requests: every one that runs a replica (behind a load balancer), or the head alone.
-    Each has a router of its own, which learns what the others sent from the replicas' next report."""
+    """Nodes of a cluster that take requests: the head and all that run a replica (behind a load balancer), or the head
+    alone. Each has a router of its own, which learns what the others sent from the replicas' next report."""
     ray_address: str | None = None
     """Cluster to join (`auto`, host:port). None: the one RAY_ADDRESS names, else one of its own on this machine."""
     ray_auth: Literal["token", "disabled"] = "token"

@@ -138,7 +138,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Says that a process lives, sent every half second by a thread of its own."""
+    """Says that a process lives, sent a few times a second: by a rank from a thread of its own."""
 
     rank: int
     figures: Figures = {}
