@@ -1,6 +1,6 @@
 """Times the mixture of experts on this machine's GPU: one layer inside a CUDA graph, every weight from memory.
 
-    python bench/moe.py                                   # DeepSeek-V2-Lite, the table of the documentation
+    python bench/moe.py                                   # DeepSeek-V2-Lite's routed experts
     python bench/moe.py --tokens 256,512,1024,2048,4096,8192    # Hopper's own kernels (rows 128*) against the others
     python bench/moe.py --model v2-lite+shared            # with the shared experts, as models run them
     python bench/moe.py --model v3 --tokens 1,16,256

@@ -1,6 +1,6 @@
 """Times sampling on this machine's GPU: one call inside a CUDA graph, logits out of the L2 cache.
 
-    python bench/sampling.py                                   # the documentation's table
+    python bench/sampling.py                                   # all kinds of rows
     python bench/sampling.py --vocab 102400 --rows 1,64,256 --kind greedy,top_p
 
 A graph holds the calls of several logits tensors in turn, together several times the L2 cache. All four kernels run,
