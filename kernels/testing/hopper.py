@@ -27,6 +27,9 @@ SHARED_MEMORY_LIMIT = 227 * 1024
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/ +(?:@!?\w+ +)?([A-Z0-9]+)", re.MULTILINE)
 _disassembled: dict[str, str] = {}
 
+read: set[str] = set()
+"""Names, `qualified`, of the kernels whose resources this process has read."""
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -107,6 +110,7 @@ def compile_only(capability: int = 90) -> Iterator[list[Any]]:
 
 def resources(kernel: Any) -> Resources:
     """Read the resources of a compiled kernel from its machine code."""
+    read.add(qualified(kernel.src.fn))
     usage = _cuobjdump(kernel, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, f"cuobjdump printed no resource usage:\n{usage}"
@@ -119,6 +123,11 @@ def resources(kernel: Any) -> Resources:
         waits="griddepcontrol.wait" in kernel.asm["ptx"],
         releases="griddepcontrol.launch_dependents" in kernel.asm["ptx"],
     )
+
+
+def qualified(function: JITFunction[Any]) -> str:
+    """A kernel's module and name."""
+    return f"{function.fn.__module__}.{function.fn.__name__}"
 
 
 def instructions(kernel: Any) -> Counter[str]:
