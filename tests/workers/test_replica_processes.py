@@ -156,6 +156,21 @@ async def test_a_stopped_rank_ends_every_stream_within_five_seconds(folder: Path
 
 
 @pytest.mark.alone
+async def test_a_step_that_hangs_ends_every_stream(folder: Path) -> None:
+    """Also where nobody is silent: here the other rank, which waits in the step for the stopped one, goes on to send
+    heartbeats, and silence would be noticed much later."""
+    async with busy_replica(folder, heartbeat_timeout_s=60.0, step_timeout_s=3.0) as (replica, _client, streams):
+        pid = replica.workers[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        causes = await asyncio.wait_for(fail_all(streams), 10)
+        assert 3 < time.monotonic() - begin < 6
+        assert len(set(causes)) == 1
+        assert re.search(r"step \d+ made no progress for 3 s", causes[0])
+
+
+@pytest.mark.alone
 async def test_a_killed_scheduler_ends_every_stream(folder: Path) -> None:
     async with busy_replica(folder) as (replica, _client, streams):
         pid = replica.processes[0].pid
