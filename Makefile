@@ -33,7 +33,7 @@ test: $(READY)
 # Registers, spills, shared memory and instructions of every kernel at the sizes of published models: compilation alone.
 # The plugin fails the run if a kernel was left out.
 gates: $(READY)
-	$(BIN)/python -m pytest -p kernels.testing.gated -m gate -n 2 $(call marked,gate)
+	$(BIN)/python -m pytest -p tests.gated -m gate -n 2 $(call marked,gate)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -23,7 +23,9 @@ def check(case: Case, **changes: int) -> None:
     case.check(replace(portable_tiling(case.shape, PROCESSORS), **changes))
 
 
-@pytest.mark.parametrize("lengths", [[1], [63], [64], [65], [200, 0, 1, 129], [0, 0], [30] * 7, [300, 2, 2, 2, 2]])
+@pytest.mark.parametrize(
+    "lengths", [[1], [63], [64], [65], [200, 0, 1, 129], [0, 0], [30] * 7, [300, 2, 2, 2, 2], [4097]]
+)
 @pytest.mark.parametrize("width", [1, 3])
 def test_lengths(lengths: list[int], width: int) -> None:
     check(Case(lengths, width))
@@ -34,7 +36,7 @@ def test_widths(width: int) -> None:
     check(Case([width - 1, 70, 129], width, heads=3))
 
 
-@pytest.mark.parametrize("heads", [1, 3, 16, 63, 128])
+@pytest.mark.parametrize("heads", [1, 3, 16, 32, 63, 64, 126, 128])
 def test_heads(heads: int) -> None:
     check(Case([100, 40], 1, heads))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.testing.gated import launched
+from tests.gated import launched
 
 ROOT = Path(__file__).resolve().parents[3]
 BOOKKEEPING = {f"kernels.decode_state.kernel.{name}" for name in ("feed", "advance", "feed_draft")}
@@ -22,7 +22,7 @@ def test_launched_are_kernels_and_not_what_they_call() -> None:
 @pytest.mark.parametrize("processes", [0, 2])
 def test_gates_of_some_kernels_alone_fail_and_name_the_others(processes: int) -> None:
     gates = ROOT / "tests/kernels/decode_state_triton/test_decode_state_hopper.py"
-    command = [sys.executable, "-m", "pytest", "-p", "kernels.testing.gated", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gated", "-p", "no:cacheprovider"]
     ran = subprocess.run(
         [*command, "-m", "gate", "-n", str(processes), "-k", "without_spills and (3 or 8)", str(gates)],
         cwd=ROOT,

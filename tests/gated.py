@@ -1,6 +1,6 @@
 """A pytest plugin for a run of all gates: it fails when a launcher launches a kernel whose resources no test has read.
 
-    python -m pytest -p kernels.testing.gated -m gate
+    python -m pytest -p tests.gated -m gate
 
 So a new kernel cannot be left out. A kernel counts however few of its variants are read.
 """
