@@ -56,7 +56,6 @@ def _worker_main(config: EngineConfig, rank: int, addresses: Addresses, rendezvo
     try:
         run_worker(config, rank, addresses, rendezvous, device_index=rank)
     except Exception:
-        last_words_have_left()
         os._exit(1)  # the scheduler was told the cause; an orderly exit can hang on a peer that is gone
 
 

@@ -131,7 +131,13 @@ class TensorParallel:
                 symmetric = connect_symmetric(rank, size, device) if device.type == "cuda" else None
         return TensorParallel(rank, size, symmetric)
 
-    def close(self) -> None:
-        """Leave the group."""
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+    @staticmethod
+    def close(abort: bool = False) -> None:
+        """Leave the group, if there is one. That waits for collectives under way, which may be for ever where a peer is
+        lost; `abort` breaks them off."""
+        group = dist.group.WORLD
+        if group is not None:
+            if abort:
+                group.abort()
+            else:
+                dist.destroy_process_group()

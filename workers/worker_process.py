@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import logging
 import time
+import traceback
 from collections import deque
 
 import torch
 
-from workers.channel import Addresses, HeartbeatThread, Receiver, Sender, connect_receiver, connect_sender
+from workers.channel import (
+    Addresses,
+    HeartbeatThread,
+    Receiver,
+    Sender,
+    connect_receiver,
+    connect_sender,
+    last_words_have_left,
+)
 from workers.config import EngineConfig
 from workers.environment import check_environment
 from workers.messages import Fault, Progress, Shutdown, ToWorker
@@ -15,7 +27,11 @@ from workers.parallel import PeerLost, TensorParallel
 from workers.replica import Replica, pick_device
 from workers.runner import Launched, Runner
 
+logger = logging.getLogger(__name__)
+
 COLLECTIVE_TIMEOUT_S = 120.0
+CLOSING_LIMIT_S = 10.0
+"""Seconds for graphs and group to close; whoever ends a replica in order waits longer (`launch.SHUTDOWN_TIMEOUT_S`)."""
 
 
 def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int) -> None:
@@ -35,17 +51,52 @@ def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int) -> None:
                 results.send(result)
 
 
+def _close(rank: int, runner: Runner | None, device: torch.device | None, error: BaseException | None = None) -> None:
+    """Destroy the graphs, then leave the group: NCCL lets nobody leave, nor abort, while a graph holds its collectives.
+
+    Each of the two may wait for ever, for a device or for a peer, and some of it while it holds Python's lock. So past
+    `CLOSING_LIMIT_S` the process exits, code 1, and says on stderr where it stood. After an `error` what fails here is
+    only logged, and collectives under way are broken off: peers may never come to them.
+    """
+    faulthandler.dump_traceback_later(CLOSING_LIMIT_S, exit=True, file=2)
+    try:
+        if device is not None and device.type == "cuda":
+            # Raises if the device is lost, and then all that follows would fail or wait, each graph with a warning.
+            torch.cuda.current_stream(device).query()
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # they hold the graphs of a replica that was never completed
+            gc.collect()
+        if runner is not None:
+            runner.close()
+        TensorParallel.close(abort=error is not None)
+    except Exception as failure:
+        logger.warning("rank %d ends with live graphs or group: %s: %s", rank, type(failure).__name__, failure)
+        if error is None:
+            raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def run_worker(
     config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str, device_index: int | None = None
 ) -> None:
     """Main loop of one rank; returns after a Shutdown. On an error reports the cause to the scheduler and raises it.
+    Before either, graphs and group are closed; where that takes too long the process exits instead (`_close`).
 
     `rendezvous` is a torch.distributed URL (tcp://host:port) all ranks share; unused with one rank.
     """
     results = connect_sender(addresses.results)
     plans = connect_receiver(addresses.plans[rank], ToWorker)
     heartbeat = HeartbeatThread(addresses, rank, silence_s=2 * config.heartbeat_timeout_s)
+    device: torch.device | None = None
+    runner: Runner | None = None
     loading = False
+
+    def hang_up() -> None:
+        heartbeat.close()
+        results.close()
+        plans.close()
+
     try:
         check_environment()
         torch.set_num_threads(1)
@@ -59,17 +110,17 @@ def run_worker(
         loading = True
         replica = Replica(config, group, device, progress, results.send)
         loading = False
+        runner = replica.runner
         if rank == 0:
-            heartbeat.figures = replica.runner.stats.figures
+            heartbeat.figures = runner.stats.figures
         results.send(replica.ready)
-        _serve(replica.runner, plans, results, rank)
-        replica.runner.close()
-        group.close()
+        _serve(runner, plans, results, rank)
     except BaseException as error:
         lost = isinstance(error, PeerLost)
         results.send(Fault(f"rank {rank}: {type(error).__name__}: {error}", rank, lost, loading and not lost))
+        hang_up()
+        last_words_have_left()  # before anything that could end this process
+        _close(rank, runner, device, error)
         raise
-    finally:
-        heartbeat.close()
-        results.close()
-        plans.close()
+    hang_up()
+    _close(rank, runner, device)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from workers import worker_process
-from workers.channel import Addresses, Receiver, Sender
-from workers.config import EngineConfig
+from workers.channel import Receiver, Sender
 from workers.messages import Shutdown
 from workers.runner import Runner
 from workers.worker_process import _serve
@@ -99,19 +96,3 @@ def test_every_step_is_launched_and_collected_in_order(device: str) -> None:
         assert [plan for kind, plan in world.events if kind == what] == list(range(1, 21))
     if device == "cpu":
         assert [plan for _, plan in world.events] == [plan for plan in range(1, 21) for _ in range(2)]
-
-
-def test_graphs_are_destroyed_before_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their collectives would wait for ever for ranks that have left it."""
-    world = Mock()
-    world.connect_receiver.return_value.receive.return_value = Shutdown()
-    world.Replica.return_value.runner.device = torch.device("cpu")
-    for name in ("connect_sender", "connect_receiver", "HeartbeatThread", "check_environment", "pick_device"):
-        monkeypatch.setattr(worker_process, name, getattr(world, name))
-    monkeypatch.setattr(worker_process, "TensorParallel", world.TensorParallel)
-    monkeypatch.setattr(worker_process, "Replica", world.Replica)
-    addresses = cast(Addresses, Mock(plans=["ipc://0", "ipc://1"]))
-    worker_process.run_worker(EngineConfig(model="demo", tensor_parallel=2), 1, addresses, "tcp://127.0.0.1:1")
-    called = [name for name, *_ in world.mock_calls]
-    graphs, group = "Replica().runner.close", "TensorParallel.connect().close"
-    assert [name for name in called if name in (graphs, group)] == [graphs, group]
