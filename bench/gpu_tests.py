@@ -5,7 +5,8 @@
 
 Each file runs in processes of its own, so that a kernel that hangs or crashes the device costs one line, not the run.
 Exit status 0 when all passed that the GPUs here are enough for; the last line says how many were skipped. Test files
-are found by their marker, `pytest.mark.gpu`; none is listed here.
+are found by their marker, `pytest.mark.gpu`; none is listed here. A file sees one GPU, the one with the fewest files;
+if it also has the marker `pytest.mark.gpus` it sees all that this program does.
 """
 
 from __future__ import annotations
@@ -19,29 +20,71 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _live: set[int] = set()
 """Process groups of the files that run."""
 
 
 def gpu_test_files() -> list[Path]:
     """Test files that use the `gpu` marker."""
-    return sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+    return sorted(path for path in (ROOT / "tests").rglob("test_*.py") if has_marker(path, "gpu"))
 
 
-def run(path: Path, timeout_s: float, workers: int) -> tuple[str, str, float]:
+def has_marker(path: Path, name: str) -> bool:
+    """Whether a test file uses the marker."""
+    return re.search(rf"\bmark\.{name}\b", path.read_text()) is not None
+
+
+class Gpus:
+    """The GPUs that this program sees, and how many files run on each alone."""
+
+    def __init__(self, count: int) -> None:
+        visible = os.environ.get(VISIBLE)
+        names = [str(gpu) for gpu in range(count)] if visible is None else visible.split(",")[:count]
+        names = [name.strip() for name in names]
+        self._files, self._lock = dict.fromkeys(names, 0), Lock()
+
+    @contextmanager
+    def for_file(self, path: Path) -> Iterator[dict[str, str]]:
+        """The environment of a file's tests while they run: one GPU, or all."""
+        if has_marker(path, "gpus"):
+            yield {**os.environ}
+            return
+        with self._lock:
+            name = min(self._files, key=lambda name: self._files[name])
+            self._files[name] += 1
+        try:
+            yield {**os.environ, VISIBLE: name}
+        finally:
+            with self._lock:
+                self._files[name] -= 1
+
+
+def run(path: Path, timeout_s: float, workers: int, gpus: Gpus) -> tuple[str, str, float]:
     """(outcome, pytest's summary or the last lines of output, seconds) of one file's GPU tests."""
+    with gpus.for_file(path) as environment:
+        return run_in(environment, path, timeout_s, workers)
+
+
+def run_in(environment: dict[str, str], path: Path, timeout_s: float, workers: int) -> tuple[str, str, float]:
+    """`run`, with these environment variables."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", str(path)]
     if workers > 1:
         command += ["-n", str(workers), "--dist", "load"]
     start = time.monotonic()
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
         _live.add(process.pid)
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
@@ -76,7 +119,7 @@ def main() -> None:
     names = [name for path in gpu_test_files() if arguments.only in (name := str(path.relative_to(ROOT)))]
     failed, counts = 0, Counter[str]()
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        options = (arguments.timeout, arguments.workers)
+        options = (arguments.timeout, arguments.workers, Gpus(gpus))
         running = {pool.submit(run, ROOT / name, *options): name for name in names}
         try:
             for done in as_completed(running):

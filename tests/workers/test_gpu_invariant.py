@@ -84,6 +84,7 @@ async def _served(settings: EngineConfig) -> list[Outcome]:
         return await asyncio.gather(*(one(client, f"r{i}", *job) for i, job in enumerate(jobs("demo"))))
 
 
+@pytest.mark.gpus
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_give_the_bits_of_one(ranks: int, graphs: bool, dtype: str, alone: list[Outcome]) -> None:

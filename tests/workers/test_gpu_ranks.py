@@ -26,6 +26,7 @@ async def generate(config: EngineConfig, texts: list[list[int]], sampling: list[
         return await asyncio.gather(*jobs)
 
 
+@pytest.mark.gpus
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -110,6 +110,7 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_sums_of_several_gpus(ranks: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < ranks:

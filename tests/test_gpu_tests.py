@@ -1,0 +1,86 @@
+"""The runner of the GPU tests: which files it finds, and which GPUs each sees. Its tests' tests need no GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ONE, SEVERAL = "pytest.mark." + "gpu", "pytest.mark." + "gpus"  # in pieces: this file is none that it should find
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import gpu_tests
+
+    return gpu_tests
+
+
+def write(folder: Path, name: str, markers: str, body: str) -> None:
+    file = folder / "tests" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"import os, time\nfrom pathlib import Path\nimport pytest\n\n{markers}\ndef test():\n{body}")
+
+
+def visible(folder: Path, name: str) -> str:
+    return (folder / name).read_text()
+
+
+def test_files_side_by_side_have_a_gpu_each(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of two waits for the other to have begun; one that needs several sees what the program sees."""
+    say = f"    Path('{tmp_path}', '{{0}}').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    wait = f"    while not Path('{tmp_path}', '{{0}}').exists(): time.sleep(0.01)\n"
+    write(tmp_path, "test_a.py", f"@{ONE}", say.format("a") + wait.format("b"))
+    write(tmp_path, "test_b.py", f"@{ONE}", say.format("b") + wait.format("a"))
+    write(tmp_path, "test_c.py", f"@{ONE}\n@{SEVERAL}", say.format("c"))
+    write(tmp_path, "test_d.py", "", "    raise AssertionError('needs no GPU')\n")
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("sys.argv", ["gpu_tests.py", "--jobs", "3", "--timeout", "60"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-12, 5")
+    with pytest.raises(SystemExit) as exited:
+        runner.main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert not exited.value.code, lines
+    assert sorted(line.split()[3] for line in lines) == ["tests/test_a.py", "tests/test_b.py", "tests/test_c.py"]
+    assert last == "all passed on 2 GPUs: 3 passed, 0 failed, 0 skipped"
+    assert {visible(tmp_path, "a"), visible(tmp_path, "b")} == {"GPU-12", "5"}
+    assert visible(tmp_path, "c") == "GPU-12, 5"
+
+
+def test_the_gpu_with_the_fewest_files_is_next(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    write(tmp_path, "test_one.py", f"@{ONE}", "    pass\n")
+    write(tmp_path, "test_several.py", f"@{ONE}\n@{SEVERAL}", "    pass\n")
+    gpus = runner.Gpus(2)
+
+    def lent(name: str = "test_one.py") -> str | None:
+        contexts.append(gpus.for_file(tmp_path / "tests" / name))
+        environment = contexts[-1].__enter__()
+        assert {**environment, "CUDA_VISIBLE_DEVICES": ""} == {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        return environment.get("CUDA_VISIBLE_DEVICES")
+
+    contexts: list = []
+    assert [lent() for _ in range(3)] == ["0", "1", "0"]
+    assert lent("test_several.py") is None
+    contexts[0].__exit__(None, None, None)
+    contexts[2].__exit__(None, None, None)
+    assert [lent() for _ in range(2)] == ["0", "0"]
+
+
+def test_the_files_here(runner: ModuleType) -> None:
+    """Those that ask how many GPUs there are have the marker of several, and this file has none."""
+    files = runner.gpu_test_files()
+    assert Path(__file__) not in files
+    assert len(files) > 10
+    several = [path for path in files if runner.has_marker(path, "gpus")]
+    assert several == [path for path in files if "device_count()" in path.read_text()]
+    assert several
