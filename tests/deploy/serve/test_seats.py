@@ -1,10 +1,18 @@
 """Who stands where: ranks by node and device, devices as Ray names them."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.actors import Seat, device_index, seat_order
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def seat(node: str, device: int = -1, bundle: int = 1) -> Seat:
@@ -58,3 +66,25 @@ def test_the_device_is_counted_among_the_visible_ones(assigned: list[str], visib
 def test_a_device_nobody_shows_is_an_error_that_says_so() -> None:
     with pytest.raises(RuntimeError, match="assigned GPU 7, which CUDA_VISIBLE_DEVICES = 0,1 does not show"):
         device_index(["7"], "0,1")
+
+
+@pytest.mark.cluster
+def test_a_rank_with_a_gpu_of_its_own_still_sees_all_of_its_node(tmp_path: Path) -> None:
+    """Also on a Ray that was started without our settings. Symmetric memory needs its neighbours' GPUs."""
+    program, seen = Path(__file__).with_name("visible_gpus_program.py"), tmp_path / "seen"
+    # Ray's own processes must not keep a pipe open.
+    with (tmp_path / "said").open("w") as said:
+        done = subprocess.run(
+            [sys.executable, program, seen],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=said,
+            stderr=said,
+            timeout=120,
+        )
+    assert done.returncode == 0, (tmp_path / "said").read_text()
+    assert json.loads(seen.read_text()) == [
+        [None, "0", 0],
+        [None, "1", 1],
+        ["2,3", "2", 0],
+        ["2,3", "3", 1],
+    ]
