@@ -1,4 +1,5 @@
-"""The proof of replayed segments finds planted faults, and passes on what is right. On a CPU a graph is emulated."""
+"""The proof of replayed segments finds planted faults, and passes on what is right. On a CPU a graph is emulated;
+tests/workers/test_gpu_faults.py has the real ones."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from kernels.moe import reference as moe_reference
 from tests.tiny_models import write_tiny
+from tests.workers.faults import SEGMENT_FAULTS, ForgottenPadding, captured_with
 from tests.workers.test_engine import engine
 from tests.workers.test_segments import Buckets, RecordedStage
 from workers.graphs.report import BucketReport
@@ -58,50 +60,15 @@ def test_a_pool_of_two_pages_is_enough(folder: Path) -> None:
     assert all(r.passed for r in report(parts, RecordedStage))
 
 
-class StaleAttention(RecordedStage):
-    """A segment reads what attention gave the one before."""
-
-    def run_segment(self, which: int, index: int) -> None:
-        attended_THV = self.tensors[which].flow.attended_THV
-        before_THV = attended_THV.clone()
-        if index > 1:
-            attended_THV.copy_(self._before_THV)
-        super().run_segment(which, index)
-        self._before_THV = before_THV
-
-
-class FrozenPositions(RecordedStage):
-    """The positions of the capture, for ever."""
-
-    def run_segment(self, which: int, index: int) -> None:
-        self.position_T.fill_(0)
-        super().run_segment(which, index)
-
-
-class ForgottenPadding(RecordedStage):
-    """What the memory held before stands where a padded token's cache index belongs."""
-
-    def run_segment(self, which: int, index: int) -> None:
-        self.cache_slot_T.copy_(torch.where(self.live_T > 0, self.cache_slot_T, 64 * (self.parts.cache.pages - 1)))
-        super().run_segment(which, index)
-
-
-class ForgottenResidual(RecordedStage):
-    """The residual of a former step is not cleared."""
-
-    def run_segment(self, which: int, index: int) -> None:
-        super().run_segment(which, index)
-        if not index:
-            self.tensors[which].flow.residual_TE.add_(1e-3)
-
-
-@pytest.mark.parametrize("fault", [StaleAttention, FrozenPositions, ForgottenResidual])
+@pytest.mark.parametrize("fault", SEGMENT_FAULTS)
 def test_planted_faults_are_caught(folder: Path, fault: type[Stage]) -> None:
-    reports = report(parts_of(folder), fault)
-    assert all("logits differ" in r.problems for r in reports)
+    reports = report(parts_of(folder), captured_with(RecordedStage, fault))
+    assert len(reports) == 5
+    assert all(any(SEGMENT_FAULTS[fault] in text for text in r.problems) for r in reports)
 
 
 def test_padding_written_to_a_row_is_caught(folder: Path) -> None:
     """The last page of a pool so small that rows have it."""
-    reports = [r for seed in range(4) for r in report(parts_of(folder, pages=8), ForgottenPadding, seed)]
+    stage = captured_with(RecordedStage, ForgottenPadding)
+    reports = [r for seed in range(4) for r in report(parts_of(folder, pages=8), stage, seed)]
     assert any("changed outside" in text or "differs" in text for r in reports for text in r.problems)

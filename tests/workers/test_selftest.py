@@ -1,22 +1,20 @@
 """The self-test finds planted faults, and passes on what is right. Here a replay is a second run of the same step; on a
-GPU it is a graph (tests/workers/test_gpu_engine.py)."""
+GPU it is a graph (tests/workers/test_gpu_faults.py)."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kernels import decode_state
 from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
+from tests.workers.faults import FAULTS, KEY, GroupedBounds, SplitPlans, bucket
 from tests.workers.test_engine import engine
-from workers.batch import DecodeBatch
 from workers.decode_step import DecodeStep
 from workers.graphs.ladder import Ladder
 from workers.graphs.report import BucketReport
@@ -67,187 +65,25 @@ def test_a_pool_of_two_pages_is_enough(folder: Path) -> None:
     assert all(r.passed for r in SelfTest(parts).run([Candidate(step, step.run) for step in steps]))
 
 
-class Frozen:
-    """Calls a function, and the next time answers with what the first call wrote."""
-
-    def __init__(self, function: Callable[..., None], *outputs: int) -> None:
-        self._function, self._outputs = function, outputs
-        self._first: list[torch.Tensor] | None = None
-
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
-        if self._first is None:
-            self._first = [args[index].clone() for index in self._outputs]
-        for index, value in zip(self._outputs, self._first, strict=True):
-            args[index].copy_(value)
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_caught(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[name].check(monkeypatch, parts_of(folder))
 
 
-def faulty(
-    monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., None]
-) -> Callable[[DecodeStep], StepOutput]:
-    """A replay during which one of the bookkeeping kernels is replaced."""
-
-    def replay(step: DecodeStep) -> StepOutput:
-        with monkeypatch.context() as patch:
-            patch.setattr(decode_state, name, function)
-            return step.run()
-
-    return replay
-
-
-def frozen_at_capture(
-    monkeypatch: pytest.MonkeyPatch, parts: StepParts, key: GraphKey, name: str, outputs: int
-) -> Callable[[DecodeStep], StepOutput]:
-    """What the kernel `name` writes to its argument `outputs` is frozen at a capture on padding."""
-    frozen = Frozen(getattr(decode_state, name), outputs)
-    replay = faulty(monkeypatch, name, frozen)
-    replay(step_of(parts, key))
-    return replay
-
-
-KEY = GraphKey(4, 3, 2)
-
-
-def test_lengths_frozen_at_capture_are_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = parts_of(folder)
-    replay = frozen_at_capture(monkeypatch, parts, KEY, "feed", 5)
-    assert "logits differ" in report(parts, KEY, replay).problems
-
-
-def test_page_tables_frozen_at_capture_are_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = parts_of(folder)
-    replay = frozen_at_capture(monkeypatch, parts, KEY, "feed", 6)
-    assert "logits differ" in report(parts, KEY, replay).problems
-
-
-@dataclass(frozen=True)
-class Dealt:
-    """Stands in for a plan of a GPU: what it dealt out, lengths [R], is all that attention works on."""
-
-    length_R: torch.Tensor
-
-
-def attention_by_plan(monkeypatch: pytest.MonkeyPatch, plan: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Decode rows attend to what `plan` makes of their lengths, within their own bounds."""
-    from workers.models import attention
-
-    honest = attention.mla_decode
-
-    def deal(self: Any, rows: DecodeBatch, *rest: Any) -> DecodeBatch:
-        return replace(rows, workspace=Dealt(plan(rows.length_R)))  # type: ignore[arg-type]
-
-    def dealt(
-        q: Any, cache: Any, page: Any, length: Any, out: Any, lse: Any, *, workspace: Any, **options: Any
-    ) -> None:
-        honest(q, cache, page, torch.minimum(length, workspace.length_R), out, lse, **options)
-
-    monkeypatch.setattr(attention.LatentAttention, "_dealt", deal)
-    monkeypatch.setattr(attention, "mla_decode", dealt)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_split_plans_frozen_at_capture_are_caught(frozen: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = parts_of(folder)
-    made: list[torch.Tensor] = []
-    stale: deque[torch.Tensor] = deque()
-
-    def plan(length_R: torch.Tensor) -> torch.Tensor:
-        made.append(length_R.clone())
-        return stale.popleft() if stale else made[-1]
-
-    attention_by_plan(monkeypatch, plan)
-    step_of(parts, KEY).run()  # the capture, on padding
-    captured = tuple(made)
-    assert len(captured) == 3  # the target's pass, and the draft layer's two
-
-    def replay(step: DecodeStep) -> StepOutput:
-        stale.extend(captured if frozen else ())
-        return step.run()
-
-    problems = report(parts, KEY, replay).problems
-    assert problems == () if not frozen else "logits differ" in problems
-
-
-def test_a_graph_of_width_one_replayed_at_two_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, feed = parts_of(folder), decode_state.feed
-
-    def one_token(
-        state: Any, slot_R: Any, token_RW: Any, position_RW: Any, cache_RW: Any, length_R: Any, page: Any
-    ) -> None:
-        feed(state, slot_R, token_RW, position_RW, cache_RW, length_R, page)
-        length_R.sub_((slot_R >= 0) * (token_RW.shape[1] - 1))
-
-    problems = report(parts, GraphKey(4, 2, 1), faulty(monkeypatch, "feed", one_token)).problems
-    assert "logits differ" in problems
+def test_a_split_plan_that_is_not_frozen_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, plans = parts_of(folder), SplitPlans(frozen=False)
+    [found] = SelfTest(parts).run([bucket(monkeypatch, parts, KEY, plans)])
+    assert found.problems == ()
+    assert len(plans.memory.tensors) == 3  # of the target's pass, and of the draft layer's two
 
 
 def test_bounds_grouped_per_request_are_caught_even_when_eager_has_them_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.models import attention
-
-    parts, honest = parts_of(folder), attention.mla_decode
-
-    def grouped(q: Any, cache: Any, page: Any, length: Any, out: Any, lse: Any, **options: Any) -> None:
-        for token in range(q.shape[1]):  # every token sees what the last one may see
-            part = slice(token, token + 1)
-            honest(q[:, part], cache, page, length, out[:, part], lse[:, part], **options)
-
-    monkeypatch.setattr(attention, "mla_decode", grouped)
+    parts = parts_of(folder)
+    GroupedBounds()(monkeypatch, parts)
     problems = report(parts, KEY, lambda step: step.run()).problems
     assert any("away from the prefill path" in problem for problem in problems)
-
-
-def test_padding_that_writes_slot_zero_is_caught(folder: Path) -> None:
-    parts = parts_of(folder)
-
-    def replay(step: DecodeStep) -> StepOutput:
-        step.slot_R.masked_fill_(step.slot_R < 0, 0)
-        return step.run()
-
-    # The bucket must have padding, and slot 0 no row: whichever seed gives that.
-    found = [report(parts, GraphKey(3, 3, 2), replay, seed).problems for seed in range(6)]
-    assert any("a slot without a row changed" in problems for problems in found)
-    # Its former tenant's page belongs to somebody else by now.
-    assert any("cache of layer 0 changed outside the rows' own entries" in problems for problems in found)
-
-
-def test_a_tensor_stashed_across_segments_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = parts_of(folder)
-    model, stash = parts.model, []
-    honest = model.draft
-
-    def stale(token_T: Any, hidden_TE: Any, *rest: Any) -> Any:
-        stash.append(hidden_TE.clone())
-        first = next(old for old in stash if old.shape == hidden_TE.shape)
-        return honest(token_T, first, *rest)
-
-    def replay(step: DecodeStep) -> StepOutput:
-        with monkeypatch.context() as patch:
-            patch.setattr(model, "draft", stale)
-            return step.run()
-
-    replay(step_of(parts, KEY))
-    assert any(what in p for p in report(parts, KEY, replay).problems for what in ("cache of layer", "drafts differ"))
-
-
-def test_a_frozen_random_offset_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = parts_of(folder)
-    assert parts.sampling is not None
-    sampling, kept = parts.sampling, []
-    honest = sampling.target_tokens
-
-    def frozen(logits: Any, layout: Any, slot: Any, fed: Any, position: Any, *rest: Any, **options: Any) -> Any:
-        kept.append(position.clone())
-        return honest(logits, layout, slot, fed, kept[0], *rest, **options)
-
-    def replay(step: DecodeStep) -> StepOutput:
-        with monkeypatch.context() as patch:
-            patch.setattr(sampling, "target_tokens", frozen)
-            return step.run()
-
-    replay(step_of(parts, KEY))
-    assert "target tokens differ" in report(parts, KEY, replay).problems
 
 
 def test_a_page_table_whose_tail_is_not_scrubbed_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,14 +161,4 @@ def test_what_both_runs_change_wrongly_is_caught(folder: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_seed_catches_a_frozen_random_offset(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    parts = parts_of(folder)
-    frozen = torch.zeros(KEY.rows * KEY.width, dtype=torch.int64)
-    assert parts.sampling is not None
-    honest = parts.sampling.target_tokens
-
-    def replay(step: DecodeStep) -> StepOutput:
-        with monkeypatch.context() as patch:
-            patch.setattr(parts.sampling, "target_tokens", lambda *a, **o: honest(*a[:4], frozen, *a[5:], **o))
-            return step.run()
-
-    assert "target tokens differ" in report(parts, KEY, replay, seed).problems
+    replace(FAULTS["a frozen random offset"], seeds=range(seed, seed + 1)).check(monkeypatch, parts_of(folder))

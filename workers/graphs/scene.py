@@ -211,6 +211,7 @@ class Scene:
         state.grant([PageGrant(row.slot, 0, row.pages) for row in rows])
         if parts.sampling is not None:
             parts.sampling.admit(admissions)
+            parts.sampling.fault_1.zero_()  # of the bucket before: a fault there is none here
         row_RT = tensors.page_SP[self.slot_R]
         count_R, length_R = self._tensor([[len(row.pages) for row in rows], [row.length for row in rows]])
         past_RT = torch.arange(row_RT.shape[1], device=parts.device) >= count_R.unsqueeze(1)

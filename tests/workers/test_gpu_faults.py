@@ -1,0 +1,128 @@
+"""The self-test finds mistakes in real graphs: each is captured into one (tests/workers/faults.py), and eager steps are
+right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from tests.workers.faults import (
+    FAULTS,
+    KEY,
+    SEGMENT_FAULTS,
+    ForgottenPadding,
+    GroupedBounds,
+    SplitPlans,
+    bucket,
+    captured_with,
+)
+from tests.workers.test_gpu_engine import engine
+from workers.batch import LatentCache
+from workers.graphs.capture import Warmed
+from workers.graphs.ladder import TokenLadder
+from workers.graphs.record import no_garbage_collection
+from workers.graphs.report import BucketReport
+from workers.graphs.segment_proof import SegmentProof
+from workers.graphs.segments import CapturedStage, Stage
+from workers.graphs.selftest import SelfTest
+from workers.plan import Admission
+from workers.scratch import Scratch
+from workers.step import StepParts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BUDGET = 80
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank's graphs are captured with."""
+
+    parts: StepParts
+    warmed: Warmed
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def rank(request: pytest.FixtureRequest) -> Rank:
+    settings = {"dtype": request.param, "max_rows": 6, "token_budget": BUDGET, "cache_pages": 60, "max_context": 200}
+    runner = engine("cuda", width=3, graphs=True, **settings).runner
+    return Rank(runner.parts, runner.warm_up())
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_caught(name: str, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[name].check(monkeypatch, rank.parts)
+
+
+def test_a_split_plan_that_is_not_frozen_passes(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = SplitPlans(frozen=False)
+    [found] = SelfTest(rank.parts).run([bucket(monkeypatch, rank.parts, KEY, plans)])
+    assert found.problems == ()
+    assert len(plans.memory.tensors) == 3  # of the target's pass, and of the draft layer's two
+
+
+def test_bounds_grouped_per_request_are_caught_even_when_eager_has_them_too(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, fault = rank.parts, GroupedBounds()
+    if parts.cache.layers[0].dtype != torch.float32:
+        pytest.skip("a neighbour or two in a long row are within what bfloat16 rounds")
+    both = bucket(monkeypatch, parts, KEY, fault)
+    fault(monkeypatch, parts)
+    [found] = SelfTest(parts).run([both])
+    assert [text for text in found.problems if "away from the prefill path" in text], found.problems
+    assert "logits differ" not in found.problems
+
+
+def test_a_page_table_whose_tail_is_not_scrubbed_is_caught(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(admissions: list[Admission]) -> None:
+        pass
+
+    candidate = bucket(monkeypatch, rank.parts, KEY)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.parts.state, "admit", forget)
+        [forgotten] = SelfTest(rank.parts).run([candidate])
+    assert forgotten.problems == ("a newcomer's page table keeps former pages",)
+    [scrubbed] = SelfTest(rank.parts).run([candidate])
+    assert scrubbed.problems == ()
+
+
+@torch.inference_mode()
+def reports(rank: Rank, fault: type[Stage] | None = None, seeds: range = range(1)) -> list[BucketReport]:
+    """Of every token bucket, captured with the fault."""
+    parts, warmed, device = rank.parts, rank.warmed, rank.parts.device
+    stage: Callable[[StepParts, int, Scratch, Scratch], CapturedStage] = CapturedStage
+    if fault is not None:
+        stage = captured_with(CapturedStage, fault)  # type: ignore[assignment]
+        eager = fault(parts, BUDGET, Scratch(device), Scratch(device))  # loads the fault's own kernels
+        eager.clear()
+        for which in range(len(eager.segments)):
+            for index in eager.indices(which):
+                eager.run_segment(which, index)
+    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in (warmed.scratch, warmed.inner)]
+    with no_garbage_collection():
+        stages = [
+            stage(parts, key.tokens, *(Scratch(device, buffer) for buffer in buffers)) for key in TokenLadder(BUDGET)
+        ]
+    return [report for seed in seeds for report in SegmentProof(parts, seed).run(stages)]
+
+
+@pytest.mark.parametrize("fault", SEGMENT_FAULTS)
+def test_faults_in_segments_are_caught_in_every_bucket(fault: type[Stage], rank: Rank) -> None:
+    assert [found.problems for found in reports(rank)] == [()] * 5
+    found = reports(rank, fault)
+    assert [found.bucket for found in found] == [f"{tokens} tokens" for tokens in (80, 64, 48, 32, 16)]
+    for one in found:
+        assert any(SEGMENT_FAULTS[fault] in text for text in one.problems), one
+
+
+def test_padding_of_segments_that_is_written_to_a_row_is_caught(rank: Rank) -> None:
+    """The last page of a pool so small that rows have it."""
+    few = LatentCache([layer[:8] for layer in rank.parts.cache.layers])
+    rank, seeds = replace(rank, parts=replace(rank.parts, cache=few)), range(4)
+    assert [found.problems for found in reports(rank, seeds=seeds)] == [()] * 20
+    found = reports(rank, ForgottenPadding, seeds)
+    assert any("changed outside" in text or "differs" in text for one in found for text in one.problems)
