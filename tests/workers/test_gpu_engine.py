@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from functools import cache
@@ -17,6 +18,7 @@ from kernels.ahead import Compiled
 from tests.captured import same_bits
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
+from workers.graphs.capture import GraphRunner, Warmed
 from workers.graphs.scene import Ground
 from workers.graphs.segment_proof import SegmentProof
 from workers.graphs.selftest import Candidate, SelfTest
@@ -82,6 +84,81 @@ def test_every_graph_passes_the_self_test(width: int, dtype: str) -> None:
         reports = SelfTest(run.runner.parts, seed).run([Candidate(c.step, c.replay) for c in graphs.all()])
         reports += SegmentProof(run.runner.parts, seed).run(graphs.stages())
         assert [(str(r), r.problems) for r in reports if not r.passed] == []
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@torch.inference_mode()
+def test_a_pool_of_two_pages_is_enough_for_a_capture(width: int) -> None:
+    """Warming up, the capture and replays of padding write the null page alone, and nothing next to the pool. With the
+    pool's one other page every graph passes the self-test."""
+    runner = engine("cuda", width=width, max_rows=4, cache_pages=2, dtype="bfloat16", graphs=False).runner
+    parts = runner.parts
+    runner.compile(threads=8)
+    around = [layer.new_full((6, *layer.shape[1:]), torch.nan) for layer in parts.cache.layers]
+    parts.cache.layers[:] = [layer[2:4] for layer in around]
+    for layer in parts.cache.layers:
+        layer[0].zero_()
+    graphs = runner.capture()
+    for captured in graphs.all():
+        captured.replay()
+    for stage in graphs.stages():
+        stage.clear()
+        for which in range(len(stage.segments)):
+            for index in stage.indices(which):
+                stage.run_segment(which, index)
+    assert all(layer[[0, 1, 3, 4, 5]].isnan().all() for layer in around)
+    assert not parts.state.tensors.length_S.any()
+    reports = SelfTest(parts).run([Candidate(c.step, c.replay) for c in graphs.all()])
+    reports += SegmentProof(parts).run(graphs.stages())
+    assert [(str(r), r.problems) for r in reports if not r.passed] == []
+    assert all(layer[[0, 1, 4, 5]].isnan().all() for layer in around)
+
+
+def test_a_capture_takes_no_more_memory_than_was_reserved_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a start keeps from the cache for its graphs, before it knows how large the cache is, covers what they take
+    of the device: torch's tensors, and the driver's share. What torch's allocator has and does not use is left out: it
+    is a matter of 20 MiB a buffer, which is much only for a model as small as this one.
+
+    The driver's share is measured on the whole device, so other processes that take memory there meanwhile are measured
+    too: then it is tried again, with the former graphs still alive."""
+    warm_up, capture = Runner.warm_up, Runner.capture
+    reserved: list[Warmed] = []
+    taken: list[int] = []
+    tensors: list[int] = []
+
+    def reserve(self: Runner) -> Warmed:
+        reserved.append(warm_up(self))
+        return reserved[-1]
+
+    def in_use() -> tuple[int, int]:
+        """Bytes of the device without what torch's allocator has but does not use, and of torch's tensors."""
+        gc.collect()  # former engines
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        allocated = torch.cuda.memory_allocated()
+        return total - free - (torch.cuda.memory_reserved() - allocated), allocated
+
+    def measured(self: Runner, *rest: Any) -> GraphRunner:
+        device, allocated = in_use()
+        graphs = capture(self, *rest)
+        device_after, allocated_after = in_use()
+        taken.append(device_after - device)
+        tensors.append(allocated_after - allocated)
+        return graphs
+
+    monkeypatch.setattr(Runner, "warm_up", reserve)
+    monkeypatch.setattr(Runner, "capture", measured)
+    runs: list[InlineEngine] = []
+    for _ in range(4):
+        runs.append(engine("cuda", max_rows=32, token_budget=512, dtype="bfloat16", graphs=True))
+        if taken[-1] <= reserved[-1].bytes:
+            break
+    graphs, warmed = runs[-1].runner.graphs, reserved[-1]
+    assert graphs is not None
+    assert graphs.count == warmed.graphs
+    assert tensors[-1] >= warmed.scratch + warmed.inner
+    assert taken[-1] <= warmed.bytes, (taken, reserved)
 
 
 @pytest.mark.parametrize("width", [1, 3])
