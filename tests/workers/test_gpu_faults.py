@@ -68,11 +68,9 @@ def test_bounds_grouped_per_request_are_caught_even_when_eager_has_them_too(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, fault = rank.parts, GroupedBounds()
-    if parts.cache.layers[0].dtype != torch.float32:
-        pytest.skip("a neighbour or two in a long row are within what bfloat16 rounds")
     both = bucket(monkeypatch, parts, KEY, fault)
     fault(monkeypatch, parts)
-    [found] = SelfTest(parts).run([both])
+    [found] = SelfTest(parts, seed=2).run([both])  # rows so short that a neighbour counts, in bfloat16, too
     assert [text for text in found.problems if "away from the prefill path" in text], found.problems
     assert "logits differ" not in found.problems
 
