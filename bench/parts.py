@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from shapes import ATTENTION, DENSE, EXPERTS, HEAD, INPUT
 
+from kernels.repeat import nothing_repeated
 from workers.graphs.segments import DRAFT, Stage
 from workers.models import attention
 from workers.models.attention import LatentAttention
@@ -123,7 +124,8 @@ def visits() -> Iterator[list[Visit]]:
     for owner, attribute, name in PARTS:
         setattr(owner, attribute, noting(getattr(owner, attribute), name))
     try:
-        yield found
+        with nothing_repeated():
+            yield found
     finally:
         for owner, attribute, call in plain:
             setattr(owner, attribute, call)

@@ -14,6 +14,9 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ROOT = Path(__file__).resolve().parents[2]
+_WAITS = ("synchronizing CUDA operation", "CUDA graph capture", "stream is capturing")
+"""What torch and CUDA say of an operator that waits: in the debug mode that is on here, of a copy between a device and
+memory that is not pinned, and otherwise."""
 
 
 class CaptureViolation(RuntimeError):
@@ -62,7 +65,7 @@ class _OnDeviceAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            if "synchronizing CUDA operation" not in str(error):  # as torch.cuda.set_sync_debug_mode has it say
+            if not any(said in str(error) for said in _WAITS):
                 raise
             raise CaptureViolation(f"{func} waits for the device during a capture, at {_line()}") from error
         owned = _storages((args, kwargs), self._device_type)

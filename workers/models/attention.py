@@ -388,6 +388,10 @@ class LatentAttention:
         ]
         return PrefillAttending(geometry, q_THD, (own, *context), out_THV)
 
+    def tensors(self, cache_PKC: Tensor) -> tuple[Tensor, ...]:
+        """What `attend` reads or writes of this layer alone; all else is in its `attending`."""
+        return cache_PKC, self.kv_up_HFL, self.kv_norm_L
+
     def attend(self, attending: Attending, cache_PKC: Tensor) -> None:
         """Attention of all rows into the output that `attending` was made for."""
         if attending.decode is not None:

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kernels.moe import AddNorm
+from kernels.repeat import Repeat
 from workers.batch import Batch, LatentCache
 from workers.models.attention import Projected
 from workers.scratch import Scratch
@@ -156,13 +158,15 @@ class Segments:
             with nullcontext() if inner is None else inner.scope():
                 where = (flow.projected, flow.attended_THV, batch, geometry, rotation_PO)
                 attending = attention.attending(*where, scratch if inner is None else inner)
+            repeat = Repeat(len(self.layers))
             for index in range(len(self) if tensors.out_TE is not None else len(self.layers)):
                 if segment is None:
                     self.run(index, tensors, cache, scratch)
                 else:
                     segment(index)
                 if index < len(self.layers):
-                    self.layers[index].attention.attend(attending, self._cache(index, cache))
+                    own, cache_PKC = self.layers[index].attention, self._cache(index, cache)
+                    repeat(own.tensors(cache_PKC), partial(own.attend, attending, cache_PKC))
 
     def _cache(self, index: int, cache: LatentCache) -> Tensor:
         return cache.layers[self._cache_layer + index]

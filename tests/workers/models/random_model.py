@@ -46,11 +46,14 @@ class RandomWeights(WeightSource):
         """Says nothing."""
 
 
-def random_model(values: dict[str, Any], dtype: torch.dtype, device: torch.device) -> DeepseekModel:
+def random_model(
+    values: dict[str, Any], dtype: torch.dtype, device: torch.device, *, invariant: bool = False
+) -> DeepseekModel:
     """A model of these config values."""
     torch.manual_seed(5)
     source = RandomWeights(TensorParallel(), dtype, device)
-    return DeepseekModel(source, ModelConfig.parse(values), draft_layer=False, max_positions=4096)
+    config = ModelConfig.parse(values)
+    return DeepseekModel(source, config, draft_layer=False, max_positions=4096, invariant=invariant)
 
 
 def decode_step(

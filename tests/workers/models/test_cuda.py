@@ -1,14 +1,18 @@
-"""The same steps on a GPU and on the CPU."""
+"""The same steps on a GPU and on the CPU, and with every layer launching for itself."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from oracle import random_tokens
 from paged import CPU, Paged, load_fp32
+from random_model import V2_LITE_HEADS, random_model
 from tiny_models import KINDS, VOCAB, write_tiny
+
+from kernels.repeat import Repeat, nothing_repeated
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,3 +41,56 @@ def test_mixed_steps_agree_with_the_cpu(kind: str, tmp_path: Path) -> None:
         results.append(outputs)
     for cpu, gpu in zip(*results, strict=True):
         torch.testing.assert_close(gpu, cpu, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("overrides", [{}, {"q_lora_rank": 64}], ids=["query", "latent query"])
+@pytest.mark.parametrize(("rows", "width"), [(3, 1), (3, 4), (20, 1), (70, 2)])
+def test_repeated_layers_give_the_bits_of_their_own_launches(
+    rows: int,
+    width: int,
+    overrides: dict[str, Any],
+    dtype: torch.dtype,
+    invariant: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decode rows alone; beside chunks, short and long, with and without context; chunks alone."""
+    values = V2_LITE_HEADS | {"num_hidden_layers": 4} | overrides
+    model = random_model(values, dtype, torch.device("cuda"), invariant=invariant)
+    sequences = [random_tokens(80, row, 160) for row in range(rows)]
+    sequences += [random_tokens(700, 1000, 160), random_tokens(300, 1001, 160)]
+    long, other, some = rows, rows + 1, list(range(rows))
+    ran = 0
+
+    def counted(self: Repeat, own: Any, call: Any) -> None:
+        nonlocal ran
+
+        def layer() -> None:
+            nonlocal ran
+            ran += 1
+            call()
+
+        plain(self, own, layer)
+
+    def results() -> list[torch.Tensor]:
+        paged = Paged(model, sequences)
+        found = []
+        for decode, tokens, chunks in [
+            ([], 1, [(row, 60) for row in some]),
+            (some, width, [(long, 300)]),
+            (some, width, [(long, 17), (other, 280)]),
+            (some, width, []),
+            ([], 1, [(long, 350)]),
+        ]:
+            found += paged.forward(paged.plan(decode, tokens, chunks)).values()
+        return [*found, *paged.cache.layers]
+
+    plain = Repeat.__call__
+    monkeypatch.setattr(Repeat, "__call__", counted)
+    got, first = results(), ran
+    with nothing_repeated():
+        wanted = results()
+    assert ran - first == 4 * first  # every layer ran, where only the first did
+    for one, other_one in zip(got, wanted, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other_one.nan_to_num(7.0))

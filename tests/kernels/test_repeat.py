@@ -1,0 +1,195 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What is repeated for a layer is what the layer itself would have launched."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels import repeat
+from kernels.mla_prefill.hopper import box
+from kernels.repeat import Repeat, nothing_repeated
+
+STREAM = 77
+
+
+@triton.jit
+def scaled(x, weight, out, box, number, scale, N: tl.constexpr, FLAG: tl.constexpr = False):
+    pass
+
+
+class Launched:
+    """Stands for a compiled kernel: remembers how it was launched."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, log: list[tuple[Any, ...]]) -> None:
+        self.log = log
+
+    def run(self, *args: Any) -> None:
+        self.log.append(tuple(map(plainly, args)))
+
+
+def plainly(value: Any) -> Any:
+    """Addresses instead of tensors, as a device would see them."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if hasattr(value, "base"):
+        return value.base.data_ptr(), tuple(value.shape), tuple(value.strides), value.padding
+    return value
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Every launch, whether Triton is asked for it or it is repeated."""
+    launches: list[tuple[Any, ...]] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, num_warps: int = 4, **named: Any) -> Launched:
+        values = [*args, *(named.get(p.name, p.default) for p in kernel.params[len(args) :])]
+        sizes = (*grid, 1, 1)[:3]
+        compiled = Launched(launches)
+        compiled.run(*sizes, STREAM, "function", "metadata", None, None, None, *values)
+        return compiled
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(repeat, "_RUN", run)
+    monkeypatch.setattr(repeat, "_possible", lambda own: not repeat._off)
+    monkeypatch.setattr(repeat, "_stream", lambda device: STREAM)
+    return launches
+
+
+def layers(count: int, shape: tuple[int, ...] = (4, 16, 64)) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return [(torch.randn(shape), torch.randn(2, 64)) for _ in range(count)]
+
+
+def test_launches_get_the_tensors_of_each_layer(log: list[tuple[Any, ...]]) -> None:
+    x, out = torch.randn(8, 64), torch.empty(8, 64)
+
+    def layer(weight: Tensor, cache: Tensor) -> None:
+        boxes = TensorDescriptor(weight, [64, 64], [64, 1], [16, 64])
+        scaled[(3, 2)](x, weight[1:, 2], out, boxes, 7, 0.5, N=64, num_warps=8)
+        scaled[(1,)](cache, weight.transpose(1, 2), x, box(cache, 1, 64), 1, 2.0, 16, FLAG=True)
+        scaled[(5,)](cache[1:], x, out, box(x, 8, 64), 9, 1.0, 16)
+
+    own = layers(4)
+    for tensors in own:
+        layer(*tensors)
+    wanted, log[:] = list(log), []
+    repeated, calls = Repeat(len(own)), 0
+
+    def counted(tensors: tuple[Tensor, Tensor]) -> None:
+        nonlocal calls
+        calls += 1
+        layer(*tensors)
+
+    for tensors in own:
+        repeated(tensors, partial(counted, tensors))
+    assert calls == 1
+    assert log == wanted
+    assert len(set(wanted)) == len(wanted) == 12
+    assert JITFunction.run is repeat._RUN
+
+
+def test_operators_write_what_each_layer_would(log: list[tuple[Any, ...]]) -> None:
+    x, gathered, out = torch.randn(5, 64), torch.empty(3, 64), torch.empty(2, 5, 16)
+    index = torch.tensor([3, 0, 9])
+
+    def layer(weight: Tensor, cache: Tensor) -> None:
+        torch.mm(x, weight[1].t(), out=out[0])
+        torch.index_select(weight.view(-1, 64), 0, index, out=gathered)
+        out[1].copy_(weight[2, :, 8:13].t())
+        cache[1].add_(gathered[0])
+
+    wanted = []
+    for weight, cache in layers(3):
+        layer(weight, cache)
+        wanted.append([tensor.clone() for tensor in (gathered, out, cache)])
+    repeated = Repeat(3)
+    for (weight, cache), results in zip(layers(3), wanted, strict=True):
+        gathered.fill_(torch.nan)
+        out.fill_(torch.nan)
+        repeated((weight, cache), partial(layer, weight, cache))
+        for got, result in zip((gathered, out, cache), results, strict=True):
+            assert torch.equal(got, result)
+
+
+def test_layers_in_one_memory_are_told_apart(log: list[tuple[Any, ...]]) -> None:
+    weights, out = torch.randn(3, 4, 64), torch.empty(64)
+    repeated = Repeat(3)
+    for weight in weights:
+        repeated((weight,), partial(torch.add, weight[3], 0, out=out))
+        assert torch.equal(out, weight[3])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda x: x + 1, id="a new tensor"),
+        pytest.param(lambda x: torch.empty(3), id="new memory"),
+        pytest.param(lambda x: x.sum().item(), id="a value for the host"),
+        pytest.param(lambda x: x.view(torch.int32).zero_(), id="another dtype"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused(log: list[tuple[Any, ...]], call: Callable[[Tensor], object]) -> None:
+    x = torch.ones(4)
+    with pytest.raises(RuntimeError, match="cannot be repeated"):
+        Repeat(2)((x,), lambda: call(x))
+    assert JITFunction.run is repeat._RUN
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param(lambda: torch.ones(5, 8), id="shape"),
+        pytest.param(lambda: torch.ones(8, 4).t(), id="strides"),
+        pytest.param(lambda: torch.ones(4, 8, dtype=torch.float64), id="dtype"),
+        pytest.param(lambda: torch.ones(33)[1:].view(4, 8), id="alignment"),
+    ],
+)
+def test_a_layer_that_differs_runs_itself(log: list[tuple[Any, ...]], second: Callable[[], Tensor]) -> None:
+    ran, repeated = 0, Repeat(3)
+
+    def layer(own: Tensor) -> None:
+        nonlocal ran
+        ran += 1
+        own.add_(1)
+
+    for own in (torch.ones(4, 8), second(), torch.ones(4, 8)):
+        repeated((own,), partial(layer, own))
+        assert (own == 2).all()
+    assert ran == 2
+
+
+def test_nothing_is_noted_of_one_layer_or_where_told(log: list[tuple[Any, ...]]) -> None:
+    x, sums = torch.ones(4), []
+
+    def layer() -> None:
+        sums.append(x.sum().item())
+
+    Repeat(1)((x,), layer)
+    repeated = Repeat(2)
+    with nothing_repeated():
+        repeated((x,), layer)
+        repeated((x,), layer)
+    assert sums == [4.0] * 3
+
+
+def test_a_cpu_repeats_nothing() -> None:
+    x, sums, repeated = torch.ones(4), [], Repeat(3)
+    for _ in range(3):
+        repeated((x,), lambda: sums.append(x.sum().item()))
+    assert sums == [4.0] * 3
+
+
+def test_descriptors_of_both_kinds_say_what_a_repeated_one_does() -> None:
+    for kind in (TensorDescriptor, GluonDescriptor):
+        assert {"base", "shape", "strides", "padding"} <= set(kind.__dataclass_fields__)
