@@ -8,6 +8,7 @@ again with the next layer's tensors in the place of its own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
 _RUN: Final = JITFunction.run
@@ -23,35 +25,53 @@ _RUN: Final = JITFunction.run
 _off = 0
 
 
-class Repeat:
-    """What a layer does, done again for the layers after it."""
+class Layers:
+    """The tensors that are each layer's own: the n-th of one layer is to it what the n-th of another is to that."""
 
-    def __init__(self, layers: int) -> None:
-        """`layers`: how many there are. Of one alone nothing is noted."""
+    def __init__(self, own: Sequence[Sequence[Tensor]]) -> None:
+        self.own = own
+        self.addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in own]
+        first = own[0]
+        self.alike = [all(map(_alike, first, tensors)) for tensors in own]
+        """Whether kernels take a layer's tensors as they take the first layer's."""
+        self._spans = [
+            (which, tensor.data_ptr(), tensor.data_ptr() + _span(tensor)) for which, tensor in enumerate(first)
+        ]
+
+    def place(self, tensor: Tensor) -> _Place | None:
+        """Where in the first layer's own tensors `tensor` begins."""
+        address = tensor.data_ptr()
+        for which, begin, end in self._spans:
+            if begin <= address < end:
+                return _Place(which, address - begin)
+        return None
+
+
+class Repeat:
+    """What the first layer does in a pass, done again for the layers after it."""
+
+    def __init__(self, layers: Layers) -> None:
         self._layers = layers
-        self._own: tuple[Tensor, ...] = ()
         self._noted: list[_Again] = []
 
-    def __call__(self, own: Sequence[Tensor], call: Callable[[], None]) -> None:
-        """Do what `call` does for the layer whose own tensors are `own`.
+    def __call__(self, index: int, call: Callable[[], None]) -> None:
+        """Do what `call` does for layer `index`.
 
-        `call` is run for the first layer, on a CPU, where `nothing_repeated` says so, and for layers whose tensors are
-        of another shape, dtype or alignment than the first's. Apart from `own` it reads and writes the same tensors
-        and numbers for every layer. It makes no new tensor; RuntimeError if it does.
+        `call` is run for the first layer, for one whose tensors differ from the first's in shape, dtype or alignment,
+        and for all on a CPU or where `nothing_repeated` says so. It reads and writes the same tensors and numbers for
+        every layer, but for those that are the layer's own. It makes no new tensor; RuntimeError if it does.
         """
-        if self._layers == 1 or not _possible(own):
-            call()
-        elif not self._noted:
-            with _noting(own) as noted:
-                call()
-            self._own, self._noted = tuple(own), noted
-        elif all(map(_alike, self._own, own)):
-            addresses = [tensor.data_ptr() for tensor in own]
-            stream = _stream(own[0].device)
+        layers = self._layers
+        if index and self._noted and layers.alike[index]:
+            own, addresses, stream = layers.own[index], layers.addresses[index], _stream(layers.own[0][0].device)
             for again in self._noted:
                 again(own, addresses, stream)
-        else:
+        elif index or not _possible(layers):
             call()
+        else:
+            with _noting(layers) as noted:
+                call()
+            self._noted = noted
 
 
 @contextmanager
@@ -65,12 +85,12 @@ def nothing_repeated() -> Iterator[None]:
         _off -= 1
 
 
-def _possible(own: Sequence[Tensor]) -> bool:
-    return not _off and own[0].is_cuda and JITFunction.run is _RUN
+def _possible(layers: Layers) -> bool:
+    return len(layers.own) > 1 and layers.own[0][0].is_cuda and not _off and JITFunction.run is _RUN
 
 
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 class _Again(Protocol):
@@ -110,7 +130,7 @@ class _Kernel:
     """One launch of a Triton kernel."""
 
     def __init__(
-        self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any], options: dict[str, Any], own: Sequence[Tensor]
+        self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any], options: dict[str, Any], layers: Layers
     ) -> None:
         named = [
             args[i] if i < len(args) else options.get(param.name, param.default)
@@ -118,92 +138,114 @@ class _Kernel:
         ]
         if callable(grid):
             grid = grid(dict(zip(kernel.arg_names, named, strict=True)))
-        self._run, self._grid = compiled.run, (*grid, 1, 1)[:3]
-        self._head = (compiled.function, compiled.packed_metadata, None, None, None)
-        self._args: list[Any] = []
-        self._own: list[tuple[int, _Place]] = []
         self._boxes: list[tuple[int, _Place, Any]] = []
         for position, value in enumerate(named):
             base = getattr(value, "base", None)  # a descriptor's
-            tensor = base if isinstance(base, Tensor) else value
-            if not isinstance(tensor, Tensor):
-                self._args.append(value)
-                continue
-            place = _place(tensor, own)
-            if tensor is base:
-                self._args.append(value)
-                if place is not None:
-                    self._boxes.append((position, place, value))
-            else:
+            if isinstance(value, Tensor):
                 # An address alone: of a tensor Triton would ask the driver whether it lies on the device.
-                self._args.append(tensor.data_ptr())
-                if place is not None:
-                    self._own.append((position, place))
+                named[position] = layers.place(value) or value.data_ptr()
+            elif isinstance(base, Tensor) and (place := layers.place(base)) is not None:
+                named[position] = place
+                self._boxes.append((position, place, value))
+        sizes, hooks = (*grid, 1, 1)[:3], (None, None, None)
+        head = (*sizes, 0, compiled.function, compiled.packed_metadata, *hooks)
+        self._launch, self._args = compiled.run, [*head, *named]
+        self._boxes = [(position + len(head), place, like) for position, place, like in self._boxes]
+        if not self._boxes and (direct := _direct(compiled)) is not None:
+            self._launch, self._args = direct[0], direct[1](*self._args)
+        boxes = {position for position, _, _ in self._boxes}
+        self._own = [(i, x) for i, x in enumerate(self._args) if isinstance(x, _Place) and i not in boxes]
 
     def __call__(self, own: Sequence[Tensor], addresses: Sequence[int], stream: int) -> None:
         args = self._args
+        args[_STREAM] = stream
         for position, place in self._own:
             args[position] = addresses[place.which] + place.offset
         for position, place, like in self._boxes:
             base = _Address(addresses[place.which] + place.offset)
             args[position] = _Box(base, like.shape, like.strides, like.padding)
-        self._run(*self._grid, stream, *self._head, *args)
+        self._launch(*args)
+
+
+_STREAM: Final = 3
+"""Which of a launcher's arguments is the stream."""
+_LAUNCHER: Final = "iiiKKppOOOOOO"
+"""The arguments before a kernel's own that Triton 3.6 hands to what it compiled: the grid, the stream, the kernel, two
+flags, two pieces of memory, what is known about the kernel and the launch, two hooks."""
+
+
+def _direct(compiled: Any) -> tuple[Callable[..., None], Callable[..., list[Any]]] | None:
+    """What a compiled kernel's `run` calls in the end, and what makes that one's arguments of `run`'s, descriptors
+    encoded: most of the time of `run` is spent on that. None where this Triton has it otherwise."""
+    run, signature = compiled.run, compiled.src.signature
+    if getattr(nvidia, "_BASE_ARGS_FORMAT", "") != _LAUNCHER or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launch, fixed = run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    described = getattr(compiled.metadata, "tensordesc_meta", None)
+    encode = nvidia.wrap_handle_tensordesc(lambda *args: args, signature, described)
+    if any(str(kind).startswith("tensordesc") for kind in signature.values()):
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+
+    def arguments(*args: Any) -> list[Any]:
+        return list(encode(*args[: _STREAM + 2], *fixed, *args[_STREAM + 2 :]))
+
+    return launch, arguments
 
 
 class _Operation:
     """One operator of torch that writes into given memory."""
 
-    def __init__(self, function: Any, args: Sequence[Any], options: dict[str, Any], own: Sequence[Tensor]) -> None:
+    def __init__(self, function: Any, args: Sequence[Any], options: dict[str, Any], layers: Layers) -> None:
         self._function, self._args, self._options = function, list(args), dict(options)
-        self._own: list[tuple[Any, Any, _Place, Tensor]] = []
+        self._own: list[tuple[Any, Any, _Place, torch.Size, tuple[int, ...]]] = []
         for holder in (self._args, self._options):
             items = holder.items() if isinstance(holder, dict) else enumerate(holder)
             for key, value in list(items):
-                place = _place(value, own) if isinstance(value, Tensor) else None
+                place = layers.place(value) if isinstance(value, Tensor) else None
                 if place is None:
                     continue
-                if value.dtype != own[place.which].dtype:
+                if value.dtype != layers.own[0][place.which].dtype:
                     raise RuntimeError(f"{function} reads a layer's tensor as {value.dtype}: cannot be repeated")
-                self._own.append((holder, key, place, value))
+                self._own.append((holder, key, place, value.shape, value.stride()))
 
     def __call__(self, own: Sequence[Tensor], addresses: Sequence[int], stream: int) -> None:
-        for holder, key, place, like in self._own:
+        for holder, key, place, shape, strides in self._own:
             tensor = own[place.which]
             begin = tensor.storage_offset() + place.offset // tensor.itemsize
-            holder[key] = tensor.as_strided(like.shape, like.stride(), begin)
+            holder[key] = tensor.as_strided(shape, strides, begin)
         self._function(*self._args, **self._options)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operators that write; refuses those whose result is new."""
 
-    def __init__(self, noted: list[_Again], own: Sequence[Tensor]) -> None:
+    def __init__(self, noted: list[_Again], layers: Layers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._noted, self._own = noted, own
+        self._noted, self._layers = noted, layers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._noted.append(_Operation(func, args, kwargs, self._own))
+            self._noted.append(_Operation(func, args, kwargs, self._layers))
         elif not func.is_view:
             raise RuntimeError(f"{func} makes something new: what does that cannot be repeated for another layer")
         return result
 
 
 @contextmanager
-def _noting(own: Sequence[Tensor]) -> Iterator[list[_Again]]:
+def _noting(layers: Layers) -> Iterator[list[_Again]]:
     """Within this context everything that is launched is also noted."""
     noted: list[_Again] = []
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled = _RUN(kernel, *args, grid=grid, warmup=warmup, **options)
-        noted.append(_Kernel(kernel, compiled, grid, args, options, own))
+        noted.append(_Kernel(kernel, compiled, grid, args, options, layers))
         return compiled
 
     JITFunction.run = run
     try:
-        with _Operations(noted, own):
+        with _Operations(noted, layers):
             yield noted
     finally:
         JITFunction.run = _RUN
@@ -213,14 +255,6 @@ def _span(tensor: Tensor) -> int:
     """Bytes from its first element to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize
-
-
-def _place(tensor: Tensor, own: Sequence[Tensor]) -> _Place | None:
-    for which, owned in enumerate(own):
-        offset = tensor.data_ptr() - owned.data_ptr()
-        if tensor.numel() and 0 <= offset < _span(owned):
-            return _Place(which, offset)
-    return None
 
 
 def _alike(first: Tensor, other: Tensor) -> bool:

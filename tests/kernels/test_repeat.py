@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import repeat
 from kernels.mla_prefill.hopper import box
-from kernels.repeat import Repeat, nothing_repeated
+from kernels.repeat import Layers, Repeat, nothing_repeated
 
 STREAM = 77
 
@@ -29,7 +31,7 @@ def scaled(x, weight, out, box, number, scale, N: tl.constexpr, FLAG: tl.constex
 class Launched:
     """Stands for a compiled kernel: remembers how it was launched."""
 
-    function, packed_metadata = "function", "metadata"
+    function, packed_metadata, src = "function", "metadata", None
 
     def __init__(self, log: list[tuple[Any, ...]]) -> None:
         self.log = log
@@ -61,8 +63,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(repeat, "_RUN", run)
-    monkeypatch.setattr(repeat, "_possible", lambda own: not repeat._off)
+    monkeypatch.setattr(repeat, "_possible", lambda layers: len(layers.own) > 1 and not repeat._off)
     monkeypatch.setattr(repeat, "_stream", lambda device: STREAM)
+    monkeypatch.setattr(repeat, "_direct", lambda compiled: None)
     return launches
 
 
@@ -84,15 +87,15 @@ def test_launches_get_the_tensors_of_each_layer(log: list[tuple[Any, ...]]) -> N
     for tensors in own:
         layer(*tensors)
     wanted, log[:] = list(log), []
-    repeated, calls = Repeat(len(own)), 0
+    repeated, calls = Repeat(Layers(own)), 0
 
     def counted(tensors: tuple[Tensor, Tensor]) -> None:
         nonlocal calls
         calls += 1
         layer(*tensors)
 
-    for tensors in own:
-        repeated(tensors, partial(counted, tensors))
+    for index, tensors in enumerate(own):
+        repeated(index, partial(counted, tensors))
     assert calls == 1
     assert log == wanted
     assert len(set(wanted)) == len(wanted) == 12
@@ -101,11 +104,11 @@ def test_launches_get_the_tensors_of_each_layer(log: list[tuple[Any, ...]]) -> N
 
 def test_operators_write_what_each_layer_would(log: list[tuple[Any, ...]]) -> None:
     x, gathered, out = torch.randn(5, 64), torch.empty(3, 64), torch.empty(2, 5, 16)
-    index = torch.tensor([3, 0, 9])
+    chosen = torch.tensor([3, 0, 9])
 
     def layer(weight: Tensor, cache: Tensor) -> None:
         torch.mm(x, weight[1].t(), out=out[0])
-        torch.index_select(weight.view(-1, 64), 0, index, out=gathered)
+        torch.index_select(weight.view(-1, 64), 0, chosen, out=gathered)
         out[1].copy_(weight[2, :, 8:13].t())
         cache[1].add_(gathered[0])
 
@@ -113,20 +116,21 @@ def test_operators_write_what_each_layer_would(log: list[tuple[Any, ...]]) -> No
     for weight, cache in layers(3):
         layer(weight, cache)
         wanted.append([tensor.clone() for tensor in (gathered, out, cache)])
-    repeated = Repeat(3)
-    for (weight, cache), results in zip(layers(3), wanted, strict=True):
+    own = layers(3)
+    repeated = Repeat(Layers(own))
+    for index, (weight, cache) in enumerate(own):
         gathered.fill_(torch.nan)
         out.fill_(torch.nan)
-        repeated((weight, cache), partial(layer, weight, cache))
-        for got, result in zip((gathered, out, cache), results, strict=True):
+        repeated(index, partial(layer, weight, cache))
+        for got, result in zip((gathered, out, cache), wanted[index], strict=True):
             assert torch.equal(got, result)
 
 
 def test_layers_in_one_memory_are_told_apart(log: list[tuple[Any, ...]]) -> None:
     weights, out = torch.randn(3, 4, 64), torch.empty(64)
-    repeated = Repeat(3)
-    for weight in weights:
-        repeated((weight,), partial(torch.add, weight[3], 0, out=out))
+    repeated = Repeat(Layers([(weight,) for weight in weights]))
+    for index, weight in enumerate(weights):
+        repeated(index, partial(torch.add, weight[3], 0, out=out))
         assert torch.equal(out, weight[3])
 
 
@@ -142,7 +146,7 @@ def test_layers_in_one_memory_are_told_apart(log: list[tuple[Any, ...]]) -> None
 def test_what_cannot_be_repeated_is_refused(log: list[tuple[Any, ...]], call: Callable[[Tensor], object]) -> None:
     x = torch.ones(4)
     with pytest.raises(RuntimeError, match="cannot be repeated"):
-        Repeat(2)((x,), lambda: call(x))
+        Repeat(Layers([(x,), (x,)]))(0, lambda: call(x))
     assert JITFunction.run is repeat._RUN
 
 
@@ -156,16 +160,17 @@ def test_what_cannot_be_repeated_is_refused(log: list[tuple[Any, ...]], call: Ca
     ],
 )
 def test_a_layer_that_differs_runs_itself(log: list[tuple[Any, ...]], second: Callable[[], Tensor]) -> None:
-    ran, repeated = 0, Repeat(3)
+    own, ran = [(torch.ones(4, 8),), (second(),), (torch.ones(4, 8),)], 0
+    repeated = Repeat(Layers(own))
 
-    def layer(own: Tensor) -> None:
+    def layer(x: Tensor) -> None:
         nonlocal ran
         ran += 1
-        own.add_(1)
+        x.add_(1)
 
-    for own in (torch.ones(4, 8), second(), torch.ones(4, 8)):
-        repeated((own,), partial(layer, own))
-        assert (own == 2).all()
+    for index, (x,) in enumerate(own):
+        repeated(index, partial(layer, x))
+        assert (x == 2).all()
     assert ran == 2
 
 
@@ -175,21 +180,64 @@ def test_nothing_is_noted_of_one_layer_or_where_told(log: list[tuple[Any, ...]])
     def layer() -> None:
         sums.append(x.sum().item())
 
-    Repeat(1)((x,), layer)
-    repeated = Repeat(2)
+    Repeat(Layers([(x,)]))(0, layer)
+    repeated = Repeat(Layers([(x,), (x,)]))
     with nothing_repeated():
-        repeated((x,), layer)
-        repeated((x,), layer)
+        repeated(0, layer)
+        repeated(1, layer)
     assert sums == [4.0] * 3
 
 
 def test_a_cpu_repeats_nothing() -> None:
-    x, sums, repeated = torch.ones(4), [], Repeat(3)
-    for _ in range(3):
-        repeated((x,), lambda: sums.append(x.sum().item()))
+    x, sums = torch.ones(4), []
+    repeated = Repeat(Layers([(x,)] * 3))
+    for index in range(3):
+        repeated(index, lambda: sums.append(x.sum().item()))
     assert sums == [4.0] * 3
 
 
 def test_descriptors_of_both_kinds_say_what_a_repeated_one_does() -> None:
     for kind in (TensorDescriptor, GluonDescriptor):
         assert {"base", "shape", "strides", "padding"} <= set(kind.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_the_inner_launcher_gets_what_the_outer_one_would_hand_it(
+    monkeypatch: pytest.MonkeyPatch, described: bool
+) -> None:
+    """Triton's own code but for what it compiles in C, and for encoding descriptors, which asks the driver."""
+    calls: list[tuple[Any, ...]] = []
+
+    def inner(*args: Any) -> None:
+        calls.append(args)
+
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda box, metadata: [metadata, *plainly(box)])
+    signature = {"x": "*fp32", "box": "tensordesc<fp32[16, 64]>", "N": "constexpr", "other": "tensordesc<fp32[16, 64]>"}
+    boxes, x = [TensorDescriptor(torch.ones(16, 64), [16, 64], [64, 1], [16, 64]) for _ in range(2)], 4096
+    values = [x, boxes[0], 64, boxes[1]]
+    metadata = ["swizzled", "plain"]
+    if not described:
+        signature, values, metadata = {"x": "*fp32", "N": "constexpr"}, [x, 64], []
+    launcher = object.__new__(nvidia.CudaLauncher)
+    launcher.launch = nvidia.wrap_handle_tensordesc(inner, signature, metadata)
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    launcher.global_scratch_align = launcher.profile_scratch_align = 1
+    launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
+    compiled = SimpleNamespace(
+        run=launcher, src=SimpleNamespace(signature=signature), metadata=SimpleNamespace(tensordesc_meta=metadata)
+    )
+    args = [3, 2, 1, STREAM, "function", "metadata", None, None, None, *values]
+    direct = repeat._direct(compiled)
+    assert direct is not None
+    launch, encode = direct
+    launcher(*args)
+    launch(*encode(*args))
+    assert launch is inner
+    assert len(calls) == 2
+    assert calls[0] == calls[1]
+    assert len(calls[0]) == len(args) + 4 + 8 * described
+    launcher.global_scratch_size = 128
+    assert repeat._direct(compiled) is None
+    launcher.global_scratch_size = 0
+    monkeypatch.setattr(nvidia, "_BASE_ARGS_FORMAT", "another Triton's")
+    assert repeat._direct(compiled) is None

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe import AddNorm
-from kernels.repeat import Repeat
+from kernels.repeat import Layers, Repeat
 from workers.batch import Batch, LatentCache
 from workers.models.attention import Projected
 from workers.scratch import Scratch
@@ -82,6 +82,7 @@ class Segments:
         self.layers = layers
         self._enter, self._norm_E, self._eps, self._cache_layer = enter, norm_E, eps, cache_layer
         self._rotation_PO = rotation_PO
+        self._layers_of: tuple[LatentCache, Layers] | None = None
 
     def of(self, layers: Sequence[DecoderLayer]) -> Segments:
         """The segments of a pass over other layers."""
@@ -158,15 +159,21 @@ class Segments:
             with nullcontext() if inner is None else inner.scope():
                 where = (flow.projected, flow.attended_THV, batch, geometry, rotation_PO)
                 attending = attention.attending(*where, scratch if inner is None else inner)
-            repeat = Repeat(len(self.layers))
+            repeat = Repeat(self._own(cache))
             for index in range(len(self) if tensors.out_TE is not None else len(self.layers)):
                 if segment is None:
                     self.run(index, tensors, cache, scratch)
                 else:
                     segment(index)
                 if index < len(self.layers):
-                    own, cache_PKC = self.layers[index].attention, self._cache(index, cache)
-                    repeat(own.tensors(cache_PKC), partial(own.attend, attending, cache_PKC))
+                    repeat(index, partial(self.layers[index].attention.attend, attending, self._cache(index, cache)))
+
+    def _own(self, cache: LatentCache) -> Layers:
+        """What attention of each layer has for itself; the cache is nearly always the one it was the last time."""
+        if self._layers_of is None or self._layers_of[0] is not cache:
+            own = [layer.attention.tensors(self._cache(i, cache)) for i, layer in enumerate(self.layers)]
+            self._layers_of = cache, Layers(own)
+        return self._layers_of[1]
 
     def _cache(self, index: int, cache: LatentCache) -> Tensor:
         return cache.layers[self._cache_layer + index]
