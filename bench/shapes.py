@@ -134,11 +134,13 @@ class Tokens:
     experts: float
     """Routed experts that some token chose, in each layer that has them."""
     cached: int = 0
-    """Entries of cached context, which decode rows read once each."""
-    pairs: int = 0
-    """(Query, key) pairs of attention."""
-    absorbed: bool = True
-    """Whether attention is that of decode rows, or the expanded one of prefill rows."""
+    """Entries of cached context, read once each."""
+    absorbed: int = 0
+    """(Query, key) pairs of decode rows' attention."""
+    expanded: int = 0
+    """Pairs of prefill rows' attention."""
+    recalled: int = 0
+    """Cached entries that prefill rows expand to keys and values again."""
 
     @staticmethod
     def decode(rows: int, width: int, context: int, experts: float) -> Tokens:
@@ -149,7 +151,15 @@ class Tokens:
     @staticmethod
     def prefill(rows: int, length: int, experts: float) -> Tokens:
         """Of whole prompts, each token of which attends to itself and those before it."""
-        return Tokens(rows * length, rows, experts, 0, rows * length * (length + 1) // 2, absorbed=False)
+        return Tokens(rows * length, rows, experts, expanded=rows * length * (length + 1) // 2)
+
+    @staticmethod
+    def mixed(rows: int, width: int, context: int, length: int, start: int, experts: float) -> Tokens:
+        """Of decode rows and the last `length` tokens of one prompt, `start` of which are cached."""
+        tokens = rows * width
+        pairs = length * start + length * (length + 1) // 2
+        cached = rows * context + start
+        return Tokens(tokens + length, tokens + 1, experts, cached, tokens * context, pairs, start)
 
 
 def woken(model: DeepseekModel, tokens: int) -> float:
@@ -172,8 +182,11 @@ def target_work(model: DeepseekModel, tokens: Tokens) -> dict[str, Work]:
         count = tokens.count
         attention, network = layer.attention, layer.feed_forward
         latent, rope = attention.latent, attention.rope
-        features = 2 * latent + rope if tokens.absorbed else attention.nope + rope + attention.value
-        attending = Work(tokens.cached * model.cache_width * size, 2 * tokens.pairs * attention.heads * features)
+        products = tokens.absorbed * (2 * latent + rope)
+        products += tokens.expanded * (attention.nope + rope + attention.value)
+        products *= attention.heads
+        products += tokens.recalled * attention.kv_up_HFL.numel()
+        attending = Work(tokens.cached * model.cache_width * size, 2 * products)
         parts[INPUT] += product(attention.down_FE, attention.q_up_QA)
         parts[ATTENTION] += product(attention.kv_up_HFL) + attending
         woken_here = tokens.experts

@@ -1,8 +1,9 @@
-"""Says where the time of a step goes: prefill, and decode steps of many rows, of the DeepSeek-V2-Lite shape on this
-machine's GPU.
+"""Says where the time of a step goes: prefill, mixed steps, and decode steps of many rows, of the DeepSeek-V2-Lite
+shape on this machine's GPU.
 
     python bench/step_parts.py                                # 1x1024, 8x1024 and 1x8192 prompts; 64 and 256 rows
     python bench/step_parts.py --prefill 1x1024 --kernels     # one prompt, with a table of kernels
+    python bench/step_parts.py --mixed 16+512,64+512          # decode rows beside 512 tokens of a prompt
     python bench/step_parts.py --decode 64,256 --width 2      # rows that verify and draft one token
 
 Prompts are prefilled in one step, whatever their length (a replica cuts them at its token budget, 2048 unless told).
@@ -115,21 +116,42 @@ def prefill(model: DeepseekModel, rows: int, length: int, width: int) -> Measure
     """Whole prompts in one step, whose segments are replayed."""
     budget = next(budget for budget in BUDGETS if rows * length <= budget)
     case = Case(model, rows, width, length, 2 * width, budget)
-    tokens = torch.randint(0, model.config.vocab_size, (rows, length)).tolist()
-    pages = case.state.tensors.page_SP[:rows].tolist()
+    tokens = Tokens.prefill(rows, length, woken(model, rows * length))
+    return beside(f"prefill {rows}x{length}, width {width}", case, tokens, (), range(rows), length, 0)
+
+
+def mixed(model: DeepseekModel, rows: int, length: int, width: int, context: int, start: int) -> Measured:
+    """Decode rows, and the last `length` tokens of one prompt, `start` of which are cached."""
+    longest = max(context, start + length)
+    case = Case(model, rows + 1, width, longest, 8 * width, rows * width + length)
+    case.context = context  # that the rows are given again; the prompt's row says its own
+    tokens = Tokens.mixed(rows, width, context, length, start, woken(model, rows * width + length))
+    title = f"{rows} decode rows, context {context}, + {length} tokens behind {start} cached, width {width}"
+    return beside(title, case, tokens, tuple(range(rows)), range(rows, rows + 1), length, start)
+
+
+def beside(
+    title: str, case: Case, work: Tokens, decode: tuple[int, ...], prompts: range, length: int, start: int
+) -> Measured:
+    """A step that prefills `length` tokens of each of the slots `prompts` from `start` on, beside decode rows."""
+    model, width = case.model, case.width
+    tokens = torch.randint(0, model.config.vocab_size, (len(prompts), length)).tolist()
+    pages = case.state.tensors.page_SP.tolist()
     greedy = SamplingParams(max_tokens=2, temperature=0.0)
+    rows = tuple(PrefillRow(slot, start, tuple(fed), start, True) for slot, fed in zip(prompts, tokens, strict=True))
 
     def plan(step: int) -> StepPlan:
         return StepPlan(
             step,
             width,
             width - 1,
-            prefill=tuple(PrefillRow(row, 0, tuple(tokens[row]), 0, True) for row in range(rows)),
-            admissions=tuple(Admission(row, greedy) for row in range(rows)),
-            grants=tuple(PageGrant(row, 0, tuple(pages[row])) for row in range(rows)),
+            decode,
+            prefill=rows,
+            admissions=tuple(Admission(slot, greedy) for slot in prompts),
+            grants=tuple(PageGrant(slot, 0, tuple(pages[slot])) for slot in prompts),
         )
 
-    key = TokenLadder(budget).key(plan(1).layout)
+    key = TokenLadder(max(BUDGETS)).key(plan(1).layout)
     kinds = [Scratch(case.device) for _ in range(2)]
     step, example = MixedStep(case.parts), plan(1)
     step.run(example, Stage(case.parts, key.tokens, *kinds))
@@ -142,9 +164,9 @@ def prefill(model: DeepseekModel, rows: int, length: int, width: int) -> Measure
         stage = CapturedStage(case.parts, key.tokens, *scratch())
     plain = Stage(case.parts, key.tokens, *scratch())
     return Measured(
-        f"prefill {rows}x{length}, width {width}: {rows * length} tokens in a bucket of {key.tokens}",
+        f"{title}: {plan(1).layout.tokens} tokens in a bucket of {key.tokens}",
         case,
-        Tokens.prefill(rows, length, woken(model, rows * length)),
+        work,
         plan,
         Only(stage=stage),
         lambda: step.run(example, plain),
@@ -278,6 +300,17 @@ def prompts(text: str) -> list[tuple[int, int]]:
     return [(rows, length) for rows, length in pairs]
 
 
+def mixtures(text: str) -> list[tuple[int, int]]:
+    """ "64+512" -> 64 decode rows beside 512 tokens of a prompt, separated by commas."""
+    pairs = [tuple(map(int, part.split("+"))) for part in text.split(",") if part]
+    for pair in pairs:
+        if len(pair) != 2 or min(pair) < 1 or sum(pair) > BUDGETS[-1]:
+            raise argparse.ArgumentTypeError(
+                f"mixed steps are ROWS+TOKENS, at most {BUDGETS[-1]} tokens a step: {text}"
+            )
+    return [(rows, length) for rows, length in pairs]
+
+
 def many(text: str) -> list[int]:
     """Numbers, separated by commas."""
     return [int(part) for part in text.split(",") if part]
@@ -287,13 +320,17 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line; everything is measured when nothing is named."""
     parser = argparse.ArgumentParser(description="Where the time of a step goes.")
     parser.add_argument("--prefill", type=prompts, help="prompts of a step: 1x1024,8x1024")
+    parser.add_argument("--mixed", type=mixtures, help="decode rows and tokens of a prompt: 16+512,64+512")
+    parser.add_argument("--start", type=int, default=0, help="cached tokens of that prompt")
     parser.add_argument("--decode", type=many, help="rows of a step: 64,256")
     parser.add_argument("--width", type=int, default=1, help="tokens that a decode row verifies; above 1 with drafts")
     parser.add_argument("--context", type=int, default=1024, help="cached tokens of a decode row")
     parser.add_argument("--kernels", action="store_true", help="a table of kernels, from torch's profiler")
     found = parser.parse_args(given)
-    if found.prefill is None and found.decode is None:
+    if found.prefill is None and found.mixed is None and found.decode is None:
         found.prefill, found.decode = [(1, 1024), (8, 1024), (1, 8192)], [64, 256]
+    if found.start < 0:
+        parser.error("--start is a number of tokens")
     if found.width < 1 or found.context <= found.width:
         parser.error("--width must be positive, and smaller than --context")
     for rows in found.decode or ():
@@ -308,6 +345,8 @@ def steps(model: DeepseekModel, given: argparse.Namespace) -> Iterator[Measured]
     """What was asked for, one after the other."""
     for rows, length in given.prefill or ():
         yield prefill(model, rows, length, given.width)
+    for rows, length in given.mixed or ():
+        yield mixed(model, rows, length, given.width, given.context, given.start)
     for rows in given.decode or ():
         yield decode(model, rows, given.width, given.context)
 

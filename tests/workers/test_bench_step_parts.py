@@ -91,6 +91,22 @@ def test_a_decode_step_is_cut_into_parts(bench: ModuleType, width: int, capsys: 
     assert "    decode rows   " in printed
 
 
+@pytest.mark.parametrize(("width", "start"), [(1, 0), (2, 70)])
+@torch.inference_mode()
+def test_a_mixed_step_is_cut_into_parts(
+    bench: ModuleType, width: int, start: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = bench.mixed(small_model(bench, width), 5, 30, width, 100, start)
+    bench.report(step)
+    printed = capsys.readouterr().out
+    title = f"5 decode rows, context 100, + 30 tokens behind {start} cached, width {width}"
+    assert f"{title}: {5 * width + 30} tokens in a bucket of " in printed
+    assert LAYERS.items() <= calls(printed).items()
+    assert "    decode rows   " in printed
+    assert "    prefill rows   " in printed
+    assert step.case.state.tensors.length_S[5] == start + 30
+
+
 @torch.inference_mode()
 def test_parts_are_nested_and_leave_nothing_behind(bench: ModuleType) -> None:
     from workers.models.deepseek import DecoderLayer
@@ -183,6 +199,12 @@ def test_the_floor_of_a_small_shape(bench: ModuleType) -> None:
     assert work["attention"].bytes == 4 * 2 * (kv_up + 3 * 100 * 48)
     assert work["attention"].operations == 2 * (2 * 6 * kv_up + 2 * 6 * 100 * 2 * (2 * 32 + 16))
     assert work["head"].operations == 2 * 6 * head
+    # Both; the chunk's context is read, expanded, and attended to by each of its tokens.
+    work = bench.target_work(model, Tokens.mixed(3, 2, 100, 5, 70, experts=8))
+    assert work["attention"].bytes == 4 * 2 * (kv_up + (3 * 100 + 70) * 48)
+    pairs = 2 * 6 * 100 * 2 * (2 * 32 + 16) + 2 * (5 * 70 + 15) * 2 * (32 + 16)
+    assert work["attention"].operations == 2 * (2 * (11 + 70) * kv_up + pairs)
+    assert work["head"].operations == 2 * 7 * head
     assert bench.woken(model, 1) == pytest.approx(6)
     assert bench.woken(model, 2) == pytest.approx(8 * (1 - 0.25**2))
 

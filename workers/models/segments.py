@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.moe import AddNorm
 from kernels.repeat import Layers, Repeat
 from workers.batch import Batch, LatentCache
-from workers.models.attention import Projected
+from workers.models.attention import Attending, Projected
 from workers.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -153,18 +153,25 @@ class Segments:
         then."""
         flow = tensors.flow
         attention = self.layers[0].attention
-        geometry = attention.geometry(batch)
         with scratch.scope():
-            batch, rotation_PO = attention.planned(batch, scratch), self._rotation_PO
-            with nullcontext() if inner is None else inner.scope():
-                where = (flow.projected, flow.attended_THV, batch, geometry, rotation_PO)
-                attending = attention.attending(*where, scratch if inner is None else inner)
+            attending: Attending | None = None
             repeat = Repeat(self._own(cache))
+
+            def prepare() -> Attending:
+                planned = attention.planned(batch, scratch)
+                with nullcontext() if inner is None else inner.scope():
+                    where = (flow.projected, flow.attended_THV, planned, attention.geometry(batch), self._rotation_PO)
+                    return attention.attending(*where, scratch if inner is None else inner)
+
+            if batch.prefill is None:
+                attending = prepare()
             for index in range(len(self) if tensors.out_TE is not None else len(self.layers)):
                 if segment is None:
                     self.run(index, tensors, cache, scratch)
                 else:
                     segment(index)
+                # Where prefill rows lie takes the host a while: the device has the first segment meanwhile.
+                attending = attending or prepare()
                 if index < len(self.layers):
                     repeat(index, partial(self.layers[index].attention.attend, attending, self._cache(index, cache)))
 
