@@ -41,9 +41,11 @@ def no_fault(patch: pytest.MonkeyPatch, parts: StepParts) -> None:
 @torch.inference_mode()
 def bucket(monkeypatch: pytest.MonkeyPatch, parts: StepParts, key: GraphKey, fault: Fault = no_fault) -> Candidate:
     """A bucket whose replay has the fault; its eager step has not, unless it is planted there too."""
+    measured = Scratch(parts.device)
+    if parts.device.type == "cuda":
+        DecodeStep(parts, key, measured).run()  # eager runs are right, and may need more memory
     with monkeypatch.context() as patch:
         fault(patch, parts)
-        measured = Scratch(parts.device)
         DecodeStep(parts, key, measured).run()  # freezes, and on a GPU compiles and measures
         if parts.device.type == "cuda":
             buffer = torch.empty(measured.peak, dtype=torch.uint8, device=parts.device)
