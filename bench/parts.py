@@ -150,6 +150,7 @@ def _always(name: str) -> Name:
 PARTS: tuple[tuple[Any, str, Name], ...] = (
     (DecoderLayer, "project", _always(INPUT)),
     (LatentAttention, "attend", _always(ATTENTION)),
+    (attention, "gather_context", _always("context of prefill rows")),
     (attention, "linear", _always("keys and values of prefill rows")),
     (attention, "mla_prefill", _always("prefill rows")),
     (attention, "mla_decode", _always("decode rows")),

@@ -19,6 +19,8 @@ from kernels import decode_state, few_experts, pending_norm
 from kernels.few_experts import Choice, Routing
 from kernels.few_experts import launch as choice_launch
 from kernels.few_experts import reference as choice_reference
+from kernels.gather_context import launch as context_launch
+from kernels.gather_context import reference as context_reference
 from kernels.head_linear import launch as head_launch
 from kernels.head_linear import reference as head_reference
 from kernels.hopper import is_hopper, multiprocessors
@@ -146,7 +148,7 @@ def calls(
     """Every kernel at every number of tokens, or of rows and their width, at which a step has it."""
     for kernel in (embedding, enter, add_pending, norm, add_norm, add_norm_of_parts):
         yield from (call for count in tokens if (call := kernel(sizes, count, device)))
-    for kernel in (rope_cache, absorb, absorb_parts, merge_up, merge_attention):
+    for kernel in (rope_cache, absorb, absorb_parts, merge_up, merge_attention, gather_context):
         yield from (call for count in tokens if (call := kernel(sizes, count, device)))
     for kernel in (gate, choose, route, combine_norm):
         yield from (call for count in tokens if (call := kernel(sizes, count, device)))
@@ -401,16 +403,35 @@ def merge_attention(sizes: Sizes, tokens: int, device: torch.device) -> Call:
     def make() -> Tensors:
         shape = (tokens, sizes.heads, sizes.value)
         logs = {name: torch.randn(shape[:2]) for name in ("a_lse", "b_lse")}
-        return {"a": sizes.normal(*shape), "b": sizes.normal(*shape)} | logs
+        return {"a": torch.randn(shape), "b": torch.randn(shape), "out": sizes.zeros(*shape)} | logs
 
     def run(t: Tensors, dependent: bool) -> None:
-        merge_launch.merge_attention(t["a"], t["a_lse"], t["b"], t["b_lse"], t["a"], t["a_lse"])
+        merge_launch.merge_attention(t["a"], t["a_lse"], t["b"], t["b_lse"], t["out"], t["a_lse"])
 
     def reference(t: Tensors) -> None:
-        merge_reference.merge_attention(t["a"], t["a_lse"], t["b"], t["b_lse"], t["a"], t["a_lse"])
+        merge_reference.merge_attention(t["a"], t["a_lse"], t["b"], t["b_lse"], t["out"], t["a_lse"])
 
-    moved = ("a", "a_lse", "b", "b_lse", "a", "a_lse")
+    moved = ("a", "a_lse", "b", "b_lse", "out", "a_lse")
     return Call("merge_attention", str(tokens), make, run, reference, moved)
+
+
+def gather_context(sizes: Sizes, entries: int, device: torch.device) -> Call:
+    """Of a prefill row, from pages all over the cache."""
+    pages = -(-entries // PAGE_TOKENS)
+
+    def make() -> Tensors:
+        cache = sizes.normal(pages + 1, PAGE_TOKENS, sizes.width)
+        table = (torch.randperm(pages) + 1).to(torch.int32).view(1, pages)
+        cu = torch.tensor([0, entries], dtype=torch.int32)
+        return {"cache": cache, "table": table, "cu": cu, "out": sizes.zeros(entries, cache.shape[2])}
+
+    def run(t: Tensors, dependent: bool) -> None:
+        context_launch.gather_context(t["cache"], t["table"], t["cu"], t["out"], 0)
+
+    def reference(t: Tensors) -> None:
+        context_reference.gather_context(t["cache"], t["table"], t["cu"], t["out"], 0)
+
+    return Call("gather_context", str(entries), make, run, reference, ("out", "out"))
 
 
 def gate(sizes: Sizes, tokens: int, device: torch.device) -> Call:

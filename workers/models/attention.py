@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.dependent import launches_dependently
+from kernels.gather_context import gather_context
 from kernels.head_linear import merge_up, rope_absorb
 from kernels.linear import MOST_STREAMED, linear
 from kernels.merge_attention import merge_attention
@@ -364,11 +365,11 @@ class LatentAttention:
             ]
 
         def expansion(
-            source_SC: Tensor, cu_k_B1: Tensor, max_k: int, sum: tuple[Tensor, Tensor], slot_S: Tensor | None
+            source_SC: Tensor, cu_k_B1: Tensor, max_k: int, sum: tuple[Tensor, Tensor], begin: int | None
         ) -> Expansion:
             own_SHF = kv_SHF[: source_SC.shape[0]]
             return Expansion(
-                slot_S=slot_S,
+                begin=begin,
                 source_SC=source_SC,
                 latent_SL=source_SC[:, : self.latent],
                 kv_SF=own_SHF.flatten(1),
@@ -383,8 +384,7 @@ class LatentAttention:
 
         own = expansion(latent_TC, geometry.cu_q_B1, geometry.max_q, sums[0], None)
         context = [
-            expansion(context_SC[: piece.entries], piece.cu_k_B1, piece.max_k, sums[1], piece.slot_S)
-            for piece in pieces
+            expansion(context_SC[: piece.entries], piece.cu_k_B1, piece.max_k, sums[1], piece.begin) for piece in pieces
         ]
         return PrefillAttending(geometry, q_THD, (own, *context), out_THV)
 
@@ -447,10 +447,9 @@ class LatentAttention:
         """Expanded form, the chunk's own tokens causally, then cached context piece by piece."""
         own, *context = rows.expansions
         self._attend_expanded(rows, own, causal=True)
-        cache_SC = cache_PKC.view(-1, cache_PKC.shape[-1])
         for piece in context:
-            assert piece.slot_S is not None
-            torch.index_select(cache_SC, 0, piece.slot_S, out=piece.source_SC)
+            assert piece.begin is not None
+            gather_context(cache_PKC, rows.geometry.page_BP, piece.cu_k_B1, piece.source_SC, begin=piece.begin)
             self._attend_expanded(rows, piece, causal=False)
             into_THV = rows.out_THV if piece is context[-1] else own.out_THV
             merge_attention(own.out_THV, own.lse_TH, piece.out_THV, piece.lse_TH, into_THV, own.lse_TH)

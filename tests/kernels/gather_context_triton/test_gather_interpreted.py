@@ -1,0 +1,9 @@
+"""Runs interpreted_gather.py in a process whose Triton interprets."""
+
+from pathlib import Path
+
+from kernels.testing.interpreter import interpreted_pytest
+
+
+def test_the_gather_in_the_interpreter() -> None:
+    interpreted_pytest(Path(__file__).with_name("interpreted_gather.py"))
