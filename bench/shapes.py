@@ -139,8 +139,10 @@ class Tokens:
     """(Query, key) pairs of decode rows' attention."""
     expanded: int = 0
     """Pairs of prefill rows' attention."""
+    prefilled: int = 0
+    """Tokens of prefill rows, whose latents are expanded to keys and values."""
     recalled: int = 0
-    """Cached entries that prefill rows expand to keys and values again."""
+    """Cached entries of theirs that are expanded again."""
 
     @staticmethod
     def decode(rows: int, width: int, context: int, experts: float) -> Tokens:
@@ -151,7 +153,7 @@ class Tokens:
     @staticmethod
     def prefill(rows: int, length: int, experts: float) -> Tokens:
         """Of whole prompts, each token of which attends to itself and those before it."""
-        return Tokens(rows * length, rows, experts, expanded=rows * length * (length + 1) // 2)
+        return Tokens(rows * length, rows, experts, expanded=rows * length * (length + 1) // 2, prefilled=rows * length)
 
     @staticmethod
     def mixed(rows: int, width: int, context: int, length: int, start: int, experts: float) -> Tokens:
@@ -159,7 +161,7 @@ class Tokens:
         tokens = rows * width
         pairs = length * start + length * (length + 1) // 2
         cached = rows * context + start
-        return Tokens(tokens + length, tokens + 1, experts, cached, tokens * context, pairs, start)
+        return Tokens(tokens + length, tokens + 1, experts, cached, tokens * context, pairs, length, start)
 
 
 def woken(model: DeepseekModel, tokens: int) -> float:
@@ -185,10 +187,12 @@ def target_work(model: DeepseekModel, tokens: Tokens) -> dict[str, Work]:
         products = tokens.absorbed * (2 * latent + rope)
         products += tokens.expanded * (attention.nope + rope + attention.value)
         products *= attention.heads
-        products += tokens.recalled * attention.kv_up_HFL.numel()
-        attending = Work(tokens.cached * model.cache_width * size, 2 * products)
-        parts[INPUT] += product(attention.down_FE, attention.q_up_QA)
-        parts[ATTENTION] += product(attention.kv_up_HFL) + attending
+        up = attention.kv_up_HFL
+        products += (count - tokens.prefilled + tokens.recalled) * up.numel()
+        parts[INPUT] += product(attention.down_FE, attention.q_up_QA) + Work(0, 2 * tokens.prefilled * up.numel())
+        parts[ATTENTION] += Work(tokens.cached * model.cache_width * size, 2 * products)
+        # Read once, whichever part does it first.
+        parts[INPUT if tokens.prefilled else ATTENTION] += Work(up.nbytes)
         woken_here = tokens.experts
         if layer is model.layers[-1] and not model.has_draft_layer and tokens.logits < count:
             # Behind its attention nobody wants the others.

@@ -184,10 +184,10 @@ def test_the_floor_of_a_small_shape(bench: ModuleType) -> None:
     head = 160 * 64
     pairs = 2 * (5 * 6 // 2)
     work = bench.target_work(model, Tokens.prefill(2, 5, experts=7.5))
-    assert work["attention's input side"].bytes == 4 * 2 * down
-    assert work["attention's input side"].operations == 2 * 10 * 2 * down
-    assert work["attention"].bytes == 4 * 2 * kv_up
-    assert work["attention"].operations == 2 * (2 * 10 * kv_up + 2 * pairs * 2 * (32 + 16))
+    assert work["attention's input side"].bytes == 4 * 2 * (down + kv_up)
+    assert work["attention's input side"].operations == 2 * 10 * 2 * (down + kv_up)
+    assert work["attention"].bytes == 0
+    assert work["attention"].operations == 2 * 2 * pairs * 2 * (32 + 16)
     assert work["output + dense"].bytes == 4 * (out + dense)
     assert work["output + dense"].operations == 2 * 10 * (out + dense)
     assert work["output + experts"].bytes == 4 * (out + router + 7.5 * expert + 2 * expert)
@@ -201,9 +201,11 @@ def test_the_floor_of_a_small_shape(bench: ModuleType) -> None:
     assert work["head"].operations == 2 * 6 * head
     # Both; the chunk's context is read, expanded, and attended to by each of its tokens.
     work = bench.target_work(model, Tokens.mixed(3, 2, 100, 5, 70, experts=8))
-    assert work["attention"].bytes == 4 * 2 * (kv_up + (3 * 100 + 70) * 48)
+    assert work["attention's input side"].bytes == 4 * 2 * (down + kv_up)
+    assert work["attention's input side"].operations == 2 * 2 * (11 * down + 5 * kv_up)
+    assert work["attention"].bytes == 4 * 2 * (3 * 100 + 70) * 48
     pairs = 2 * 6 * 100 * 2 * (2 * 32 + 16) + 2 * (5 * 70 + 15) * 2 * (32 + 16)
-    assert work["attention"].operations == 2 * (2 * (11 + 70) * kv_up + pairs)
+    assert work["attention"].operations == 2 * (2 * (6 + 70) * kv_up + pairs)
     assert work["head"].operations == 2 * 7 * head
     assert bench.woken(model, 1) == pytest.approx(6)
     assert bench.woken(model, 2) == pytest.approx(8 * (1 - 0.25**2))

@@ -52,6 +52,8 @@ class Projected:
     """Parts, [T, P, H, D], where `down_TF` is."""
     latent_TC: Tensor | None
     """None in passes of decode rows alone, whose attention rotates and writes the cache itself: see `Entering`."""
+    kv_THF: Tensor | None = None
+    """Keys without their roped part, and values, of prefill rows; None where no row attends to such."""
 
     @property
     def in_parts(self) -> bool:
@@ -204,7 +206,13 @@ class LatentAttention:
         if self.q_up_QA is not None:
             query_TQ = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
         q_THD = query_TQ.view(tokens, self.heads, self.nope + self.rope)
-        return Projected(down_TF, q_THD, None if decode_alone else scratch.empty(tokens, width, dtype=dtype))
+        if decode_alone:
+            return Projected(down_TF, q_THD, None)
+        latent_TC = scratch.empty(tokens, width, dtype=dtype)
+        if self.products.invariant:
+            return Projected(down_TF, q_THD, latent_TC)
+        kv_THF = scratch.empty(tokens, self.heads, self.nope + self.value, dtype=dtype)
+        return Projected(down_TF, q_THD, latent_TC, kv_THF)
 
     def project(
         self,
@@ -215,8 +223,8 @@ class LatentAttention:
         out: Projected,
         scratch: Scratch,
     ) -> None:
-        """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache. In
-        passes of decode rows alone the products alone, and attention does the rest."""
+        """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache, and
+        expanded to keys and values. In passes of decode rows alone the products alone, and attention does the rest."""
         down_TF, q_THD = out.down_TF, out.q_THD
         if out.in_parts:
             self.products.part_linear(x_TE, self.down_FE, down_TF)
@@ -239,6 +247,12 @@ class LatentAttention:
             cache_PKC,
             eps=LATENT_NORM_EPS,
         )
+        if out.kv_THF is not None:
+            self._expand(out.latent_TC[:, : self.latent], out.kv_THF.flatten(1))
+
+    def _expand(self, latent_SL: Tensor, kv_SF: Tensor) -> None:
+        """Keys without their roped part, and values, of all heads."""
+        linear(latent_SL, self.kv_up_HFL.flatten(0, 1), kv_SF)
 
     def attended(self, tokens: int, scratch: Scratch) -> Tensor:
         """Memory for the output of `attend`, [T, H, V]."""
@@ -272,8 +286,14 @@ class LatentAttention:
             )
         if geometry is not None:
             assert projected.latent_TC is not None  # a pass of decode rows alone has no prefill rows
-            tensors = projected.q_THD[split:end], projected.latent_TC[split:end], out_THV[split:end]
-            prefill = self._attending_prefill(*tensors, geometry, batch.first, scratch)
+            own = slice(split, end)
+            if isinstance(geometry, AbsorbedRows):
+                tensors = projected.q_THD[own], out_THV[own]
+                prefill = self._attending_absorbed(*tensors, geometry, batch.first, scratch)
+            else:
+                assert projected.kv_THF is not None
+                kv = projected.latent_TC[own], projected.kv_THF[own]
+                prefill = self._attending_prefill(projected.q_THD[own], *kv, out_THV[own], geometry, scratch)
         return Attending(decode, prefill)
 
     def _decode_memory(self, rows: int, width: int, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
@@ -341,21 +361,19 @@ class LatentAttention:
         self,
         q_THD: Tensor,
         latent_TC: Tensor,
+        kv_THF: Tensor,
         out_THV: Tensor,
-        geometry: PrefillGeometry | AbsorbedRows,
-        first: int,
+        geometry: PrefillGeometry,
         scratch: Scratch,
-    ) -> PrefillAttending | AbsorbedAttending:
-        if isinstance(geometry, AbsorbedRows):
-            return self._attending_absorbed(q_THD, out_THV, geometry, first, scratch)
+    ) -> PrefillAttending:
         (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
-        most = max((piece.entries for piece in pieces), default=0)
-        features = self.nope + self.value
-        # One set of keys exists at a time. Partial results stay in fp32 until the last merge.
-        kv_SHF = scratch.empty(max(tokens, most), heads, features, dtype=dtype)
+        # Partial results stay in fp32 until the last merge.
         sums = [(out_THV, scratch.empty(tokens, heads, dtype=torch.float32))]
+        most = max((piece.entries for piece in pieces), default=0)
         if pieces:
+            # One piece's keys exist at a time.
             context_SC = scratch.empty(most, latent_TC.shape[1], dtype=dtype)
+            kv_SHF = scratch.empty(most, *kv_THF.shape[1:], dtype=dtype)
             sums = [
                 (
                     scratch.empty(tokens, heads, self.value, dtype=torch.float32),
@@ -363,30 +381,39 @@ class LatentAttention:
                 )
                 for _ in range(2)
             ]
-
-        def expansion(
-            source_SC: Tensor, cu_k_B1: Tensor, max_k: int, sum: tuple[Tensor, Tensor], begin: int | None
-        ) -> Expansion:
-            own_SHF = kv_SHF[: source_SC.shape[0]]
-            return Expansion(
-                begin=begin,
-                source_SC=source_SC,
-                latent_SL=source_SC[:, : self.latent],
-                kv_SF=own_SHF.flatten(1),
-                key_SHN=own_SHF[..., : self.nope],
-                key_SO=source_SC[:, self.latent :],
-                value_SHV=own_SHF[..., self.nope :],
-                cu_k_B1=cu_k_B1,
-                max_k=max_k,
-                out_THV=sum[0],
-                lse_TH=sum[1],
-            )
-
-        own = expansion(latent_TC, geometry.cu_q_B1, geometry.max_q, sums[0], None)
+        own = self._expansion(latent_TC, kv_THF, geometry.cu_q_B1, geometry.max_q, sums[0])
         context = [
-            expansion(context_SC[: piece.entries], piece.cu_k_B1, piece.max_k, sums[1], piece.begin) for piece in pieces
+            self._expansion(
+                *(context_SC[: piece.entries], kv_SHF[: piece.entries], piece.cu_k_B1, piece.max_k, sums[1]),
+                begin=piece.begin,
+            )
+            for piece in pieces
         ]
         return PrefillAttending(geometry, q_THD, (own, *context), out_THV)
+
+    def _expansion(
+        self,
+        source_SC: Tensor,
+        kv_SHF: Tensor,
+        cu_k_B1: Tensor,
+        max_k: int,
+        sum: tuple[Tensor, Tensor],
+        *,
+        begin: int | None = None,
+    ) -> Expansion:
+        return Expansion(
+            begin=begin,
+            source_SC=source_SC,
+            latent_SL=source_SC[:, : self.latent],
+            kv_SF=kv_SHF.flatten(1),
+            key_SHN=kv_SHF[..., : self.nope],
+            key_SO=source_SC[:, self.latent :],
+            value_SHV=kv_SHF[..., self.nope :],
+            cu_k_B1=cu_k_B1,
+            max_k=max_k,
+            out_THV=sum[0],
+            lse_TH=sum[1],
+        )
 
     def tensors(self, cache_PKC: Tensor) -> tuple[Tensor, ...]:
         """What `attend` reads or writes of this layer alone; all else is in its `attending`."""
@@ -450,12 +477,12 @@ class LatentAttention:
         for piece in context:
             assert piece.begin is not None
             gather_context(cache_PKC, rows.geometry.page_BP, piece.cu_k_B1, piece.source_SC, begin=piece.begin)
+            self._expand(piece.latent_SL, piece.kv_SF)
             self._attend_expanded(rows, piece, causal=False)
             into_THV = rows.out_THV if piece is context[-1] else own.out_THV
             merge_attention(own.out_THV, own.lse_TH, piece.out_THV, piece.lse_TH, into_THV, own.lse_TH)
 
     def _attend_expanded(self, rows: PrefillAttending, keys: Expansion, *, causal: bool) -> None:
-        linear(keys.latent_SL, self.kv_up_HFL.flatten(0, 1), keys.kv_SF)
         mla_prefill(
             rows.q_THD,
             keys.key_SHN,

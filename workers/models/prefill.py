@@ -35,7 +35,8 @@ class ContextPiece:
 
 @dataclass(frozen=True)
 class Expansion:
-    """One set of keys of the prefill rows, expanded from their latents: memory and the views that kernels read."""
+    """One set of keys of the prefill rows, expanded from their latents: memory and the views that kernels read. Those
+    of the chunk's own tokens are there before attention begins."""
 
     begin: int | None
     """The first of a row's cached entries; None when they are the chunk's own."""
