@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Protocol
 
 import torch
@@ -174,6 +175,7 @@ _LAUNCHER: Final = "iiiKKppOOOOOO"
 flags, two pieces of memory, what is known about the kernel and the launch, two hooks."""
 
 
+@cache
 def _direct(compiled: Any) -> tuple[Callable[..., None], Callable[..., list[Any]]] | None:
     """What a compiled kernel's `run` calls in the end, and what makes that one's arguments of `run`'s, descriptors
     encoded: most of the time of `run` is spent on that. None where this Triton has it otherwise."""

@@ -2,6 +2,7 @@
 """What is repeated for a layer is what the layer itself would have launched."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -201,6 +202,15 @@ def test_descriptors_of_both_kinds_say_what_a_repeated_one_does() -> None:
         assert {"base", "shape", "strides", "padding"} <= set(kind.__dataclass_fields__)
 
 
+@dataclass(eq=False)
+class Compiled:
+    """What is asked of a compiled kernel."""
+
+    run: Any
+    src: Any
+    metadata: Any
+
+
 @pytest.mark.parametrize("described", [False, True])
 def test_the_inner_launcher_gets_what_the_outer_one_would_hand_it(
     monkeypatch: pytest.MonkeyPatch, described: bool
@@ -223,11 +233,9 @@ def test_the_inner_launcher_gets_what_the_outer_one_would_hand_it(
     launcher.global_scratch_size = launcher.profile_scratch_size = 0
     launcher.global_scratch_align = launcher.profile_scratch_align = 1
     launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
-    compiled = SimpleNamespace(
-        run=launcher, src=SimpleNamespace(signature=signature), metadata=SimpleNamespace(tensordesc_meta=metadata)
-    )
+    src, described_as = SimpleNamespace(signature=signature), SimpleNamespace(tensordesc_meta=metadata)
     args = [3, 2, 1, STREAM, "function", "metadata", None, None, None, *values]
-    direct = repeat._direct(compiled)
+    direct = repeat._direct(Compiled(launcher, src, described_as))
     assert direct is not None
     launch, encode = direct
     launcher(*args)
@@ -237,7 +245,7 @@ def test_the_inner_launcher_gets_what_the_outer_one_would_hand_it(
     assert calls[0] == calls[1]
     assert len(calls[0]) == len(args) + 4 + 8 * described
     launcher.global_scratch_size = 128
-    assert repeat._direct(compiled) is None
+    assert repeat._direct(Compiled(launcher, src, described_as)) is None
     launcher.global_scratch_size = 0
     monkeypatch.setattr(nvidia, "_BASE_ARGS_FORMAT", "another Triton's")
-    assert repeat._direct(compiled) is None
+    assert repeat._direct(Compiled(launcher, src, described_as)) is None
