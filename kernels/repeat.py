@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from threading import get_ident
 from typing import Any, Final, Protocol
 
 import torch
@@ -47,6 +48,14 @@ class Layers:
                 return _Place(which, address - begin)
         return None
 
+    def hold(self, value: Any) -> bool:
+        """Whether one of the first layer's own tensors is in a list, a tuple or a dictionary."""
+        if isinstance(value, Tensor):
+            return self.place(value) is not None
+        if isinstance(value, dict):
+            value = list(value.values())
+        return isinstance(value, (list, tuple)) and any(map(self.hold, value))
+
 
 class Repeat:
     """What the first layer does in a pass, done again for the layers after it."""
@@ -60,7 +69,8 @@ class Repeat:
 
         `call` is run for the first layer, for one whose tensors differ from the first's in shape, dtype or alignment,
         and for all on a CPU or where `nothing_repeated` says so. It reads and writes the same tensors and numbers for
-        every layer, but for those that are the layer's own. It makes no new tensor; RuntimeError if it does.
+        every layer, but for those that are the layer's own. RuntimeError if it makes a new tensor, or hands a layer's
+        own on in a list. It launches from one thread; what others launch meanwhile is theirs.
         """
         layers = self._layers
         if index and self._noted and layers.alike[index]:
@@ -148,6 +158,8 @@ class _Kernel:
             elif isinstance(base, Tensor) and (place := layers.place(base)) is not None:
                 named[position] = place
                 self._boxes.append((position, place, value))
+            elif layers.hold(value):
+                raise RuntimeError(f"{kernel.fn.__name__} takes a layer's tensor among others: cannot be repeated")
         sizes, hooks = (*grid, 1, 1)[:3], (None, None, None)
         head = (*sizes, 0, compiled.function, compiled.packed_metadata, *hooks)
         self._launch, self._args = compiled.run, [*head, *named]
@@ -205,6 +217,8 @@ class _Operation:
             for key, value in list(items):
                 place = layers.place(value) if isinstance(value, Tensor) else None
                 if place is None:
+                    if layers.hold(value):
+                        raise RuntimeError(f"{function} takes a layer's tensor among others: cannot be repeated")
                     continue
                 if value.dtype != layers.own[0][place.which].dtype:
                     raise RuntimeError(f"{function} reads a layer's tensor as {value.dtype}: cannot be repeated")
@@ -230,7 +244,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
             self._noted.append(_Operation(func, args, kwargs, self._layers))
-        elif not func.is_view:
+        elif not func.is_view or _storages(result) - _storages(args):  # what copies only where it must is a "view", too
             raise RuntimeError(f"{func} makes something new: what does that cannot be repeated for another layer")
         return result
 
@@ -239,10 +253,12 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _noting(layers: Layers) -> Iterator[list[_Again]]:
     """Within this context everything that is launched is also noted."""
     noted: list[_Again] = []
+    thread = get_ident()
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled = _RUN(kernel, *args, grid=grid, warmup=warmup, **options)
-        noted.append(_Kernel(kernel, compiled, grid, args, options, layers))
+        if get_ident() == thread:
+            noted.append(_Kernel(kernel, compiled, grid, args, options, layers))
         return compiled
 
     JITFunction.run = run
@@ -251,6 +267,13 @@ def _noting(layers: Layers) -> Iterator[list[_Again]]:
             yield noted
     finally:
         JITFunction.run = _RUN
+
+
+def _storages(value: Any) -> set[int]:
+    """Of a tensor, or of those in a list or tuple."""
+    if isinstance(value, Tensor):
+        return {value.untyped_storage().data_ptr()}
+    return {at for item in value for at in _storages(item)} if isinstance(value, (list, tuple)) else set()
 
 
 def _span(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +150,59 @@ def test_what_cannot_be_repeated_is_refused(log: list[tuple[Any, ...]], call: Ca
     with pytest.raises(RuntimeError, match="cannot be repeated"):
         Repeat(Layers([(x,), (x,)]))(0, lambda: call(x))
     assert JITFunction.run is repeat._RUN
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda x: x.t().flatten(), id="flatten"),
+        pytest.param(lambda x: x.t().contiguous(), id="contiguous"),
+        pytest.param(lambda x: x.to(torch.float64), id="to"),
+        pytest.param(lambda x: x.view(2, 2, 3).transpose(0, 2).reshape(3, 4), id="reshape"),
+    ],
+)
+@torch.inference_mode()
+def test_copies_that_torch_calls_views_are_refused(
+    log: list[tuple[Any, ...]], call: Callable[[Tensor], object]
+) -> None:
+    """In inference mode it shows an operator that copies only where it must, not what that is made of."""
+    x = torch.ones(4, 3)
+    with pytest.raises(RuntimeError, match="cannot be repeated"):
+        Repeat(Layers([(x,), (x,)]))(0, lambda: call(x))
+    Repeat(Layers([(x,), (x,)]))(0, lambda: x.flatten().contiguous().to(torch.float32).view(2, 6).split(2, 1))
+
+
+def test_tensors_in_lists_are_refused(log: list[tuple[Any, ...]]) -> None:
+    """Only what is an argument itself gets the next layer's tensor."""
+    x, other, out = torch.ones(4), torch.ones(4), torch.empty(8)
+    both = Layers([(x,), (x.clone(),)])
+    with pytest.raises(RuntimeError, match=r"cat.* cannot be repeated"):
+        Repeat(both)(0, lambda: torch.cat([other, x[1:]], out=out[:7]))
+    with pytest.raises(RuntimeError, match=r"scaled .*cannot be repeated"):
+        Repeat(both)(0, lambda: scaled[(1,)](other, (other, (1, x)), out, None, 7, 0.5, N=64))
+    Repeat(both)(0, lambda: torch.cat([other, other], out=out))
+    Repeat(both)(0, lambda: scaled[(1,)](other, (other, 1), out, None, 7, 0.5, N=64))
+
+
+def test_what_other_threads_launch_is_not_repeated(log: list[tuple[Any, ...]]) -> None:
+    x, out = torch.randn(8, 64), torch.empty(8, 64)
+
+    def launched(number: int, weight: Tensor) -> None:
+        scaled[(1,)](x, weight, out, None, number, 0.5, N=64)
+
+    def layer(weight: Tensor) -> None:
+        if not log:
+            other = Thread(target=launched, args=(1, x))
+            other.start()
+            other.join()
+        launched(2, weight)
+
+    own = [(torch.randn(64),) for _ in range(3)]
+    repeated = Repeat(Layers(own))
+    for index, (weight,) in enumerate(own):
+        repeated(index, partial(layer, weight))
+    numbers = [launch[13] for launch in log]
+    assert numbers == [1, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,7 +83,7 @@ class Segments:
         self.layers = layers
         self._enter, self._norm_E, self._eps, self._cache_layer = enter, norm_E, eps, cache_layer
         self._rotation_PO = rotation_PO
-        self._layers_of: tuple[LatentCache, Layers] | None = None
+        self._layers_of: tuple[list[Tensor], Layers] | None = None
 
     def of(self, layers: Sequence[DecoderLayer]) -> Segments:
         """The segments of a pass over other layers."""
@@ -177,10 +178,13 @@ class Segments:
 
     def _own(self, cache: LatentCache) -> Layers:
         """What attention of each layer has for itself; the cache is nearly always the one it was the last time."""
-        if self._layers_of is None or self._layers_of[0] is not cache:
+        tensors = cache.layers[self._cache_layer : self._cache_layer + len(self.layers)]
+        before = self._layers_of
+        # Not the cache's identity: somebody may have given it other tensors.
+        if before is None or len(tensors) != len(before[0]) or not all(map(is_, tensors, before[0])):
             own = [layer.attention.tensors(self._cache(i, cache)) for i, layer in enumerate(self.layers)]
-            self._layers_of = cache, Layers(own)
-        return self._layers_of[1]
+            before = self._layers_of = tensors, Layers(own)
+        return before[1]
 
     def _cache(self, index: int, cache: LatentCache) -> Tensor:
         return cache.layers[self._cache_layer + index]
