@@ -333,6 +333,7 @@ def absorb(sizes: Sizes, tokens: int, device: torch.device, parts: int = 0) -> C
             "rotation": _rotation(sizes.positions, sizes.rope),
             "position": torch.randint(sizes.positions, (tokens,)),
             "entry": sizes.zeros(tokens, sizes.width),
+            "angles": torch.zeros(tokens, sizes.rope),
             "out": sizes.zeros(tokens, sizes.heads, sizes.width),
         }
 
@@ -347,7 +348,8 @@ def absorb(sizes: Sizes, tokens: int, device: torch.device, parts: int = 0) -> C
     def reference(t: Tensors) -> None:
         head_reference.rope_absorb(*arguments(t), EPS)
 
-    moved = ("down", "key", "weight", "position", "slot", "out", "entry")
+    # `angles` are as large as the tokens' share of `rotation`, and `entry` as theirs of the cache.
+    moved = ("down", "key", "weight", "angles", "position", "slot", "out", "entry")
     name = f"rope_absorb, {parts} parts" if parts else "rope_absorb"
     return Call(name, str(tokens), make, run, reference, moved, dependent=True)
 
@@ -398,7 +400,7 @@ def merge_up(sizes: Sizes, tokens: int, device: torch.device) -> Call:
 
 
 def merge_attention(sizes: Sizes, tokens: int, device: torch.device) -> Call:
-    """Of prefill rows over cached context, a piece of it."""
+    """Of prefill rows over cached context: its last piece, onto what is still in fp32."""
 
     def make() -> Tensors:
         shape = (tokens, sizes.heads, sizes.value)

@@ -141,6 +141,10 @@ def test_bytes_that_must_move() -> None:
     assert moved("silu_mul") == 3 * 17 * 64 * 2
     # Two heads of 16 roped features there and back, 48 of an entry in, twice out, a norm, angles and slots.
     assert moved("rope_cache") == 17 * (2 * 2 * 16 * 2 + 3 * 48 * 2 + 16 * 4 + 8) + 32 * 2
+    # Tokens' queries and latents of two heads, W_UK, a norm, angles, a position and a slot in; queries and entries out.
+    assert moved("rope_absorb") == 17 * (2 * (2 * 32 + 48) + 16 * 4 + 16 + 2 * (2 * 48 + 48)) + 2 * (2 * 16 * 32 + 32)
+    # Two heads of 16 features, in fp32 as attention leaves pieces of context, with their sums; rounded at the end.
+    assert moved("merge_attention") == 17 * 2 * (16 * (4 + 4 + 2) + 3 * 4)
     assert moved("ordered_sum, 4 parts") == 17 * 64 * (4 * 4 + 2)
     # Slot, length and four tokens in; tokens, positions, cache slots and a length out; the pages there and back.
     assert moved("decode_state.feed") == 3 * (8 * (1 + 4 + 3 * 4) + 4 + 2 * 256 * 4) + 4 * 8
