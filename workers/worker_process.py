@@ -51,6 +51,18 @@ def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int) -> None:
                 results.send(result)
 
 
+def _forget_frames(error: BaseException) -> None:
+    """Clear the frames that `error`, and all that led to it, went through."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            left += one.__cause__, one.__context__
+
+
 def _close(rank: int, runner: Runner | None, device: torch.device | None, error: BaseException | None = None) -> None:
     """Destroy the graphs, then leave the group: NCCL lets nobody leave, nor abort, while a graph holds its collectives.
 
@@ -64,7 +76,7 @@ def _close(rank: int, runner: Runner | None, device: torch.device | None, error:
             # Raises if the device is lost, and then all that follows would fail or wait, each graph with a warning.
             torch.cuda.current_stream(device).query()
         if error is not None:
-            traceback.clear_frames(error.__traceback__)  # they hold the graphs of a replica that was never completed
+            _forget_frames(error)  # they hold the graphs of a replica that was never completed
             gc.collect()
         if runner is not None:
             runner.close()

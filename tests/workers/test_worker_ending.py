@@ -78,7 +78,8 @@ def test_after_an_error_the_cause_leaves_first_and_the_group_last(world: Mock) -
     assert world.TensorParallel.close.call_args == call(abort=True)  # the peers may never come to what is under way
 
 
-def test_graphs_of_a_replica_that_never_came_to_be_are_destroyed_too(world: Mock) -> None:
+@pytest.mark.parametrize("known_to", ["the error", "its cause", "what it was raised after"])
+def test_graphs_of_a_replica_that_never_came_to_be_are_destroyed_too(world: Mock, known_to: str) -> None:
     """Such as those of one that failed its self-test: only the error still knows them."""
     events: list[str] = []
 
@@ -89,9 +90,17 @@ def test_graphs_of_a_replica_that_never_came_to_be_are_destroyed_too(world: Mock
         def __del__(self) -> None:
             events.append("graphs")
 
-    def fail(*_: Any) -> None:
+    def capture() -> None:
         graphs = Graphs()
         raise RuntimeError(f"the cause {graphs is None}")
+
+    def fail(*_: Any) -> None:
+        try:
+            capture()
+        except RuntimeError as error:
+            if known_to == "the error":
+                raise
+            raise RuntimeError("the cause") from (error if known_to == "its cause" else None)
 
     world.Replica.side_effect = fail
     world.TensorParallel.close.side_effect = lambda **_: events.append("group")
