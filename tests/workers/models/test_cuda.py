@@ -73,6 +73,7 @@ def test_repeated_layers_give_the_bits_of_their_own_launches(
 
         plain(self, own, layer)
 
+    @torch.inference_mode()  # as steps run: to watch operators from within Python shows others there
     def results() -> list[torch.Tensor]:
         paged = Paged(model, sequences)
         found = []
