@@ -1,4 +1,4 @@
-"""Times the all-reduce of decode steps inside a graph: symmetric memory beside NCCL, on this machine's GPUs.
+"""Times the all-reduce of steps inside a graph: symmetric memory beside NCCL, on this machine's GPUs.
 
     python bench/all_reduce.py --ranks 4
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from workers.parallel import TensorParallel
 from workers.symmetric import fits
 
-SIZES = (4 << 10, 14 << 10, 56 << 10, 256 << 10, 1 << 20, 4 << 20)
+SIZES = (4 << 10, 14 << 10, 56 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 32 << 20)
 IN_A_ROW = 50
 REPLAYS = 20
 
@@ -62,7 +62,7 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
     for size in SIZES:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
         over_nccl = time_us(nccl, x)
-        shared = f"{time_us(both, x):13.1f}" if both.symmetric is not None and fits(x) else f"{'-':>13}"
+        shared = f"{time_us(both, x):13.1f}" if both.symmetric is not None and fits(x, ranks) else f"{'-':>13}"
         if rank == 0:
             print(f"{size:9}  {over_nccl:9.1f}  {shared}", flush=True)
     both.close()

@@ -47,12 +47,12 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     symmetric: SymmetricSum | None = field(default=None, compare=False)
-    """For small sums, where all ranks are GPUs of one node."""
+    """For sums that are not very large, where all ranks are GPUs of one node."""
 
     def part(self, out: torch.Tensor) -> torch.Tensor:
         """Where this rank's part of a sum into `out` is to be written: `out` itself, or memory that other ranks read.
         There is one such place, so the sum comes before the next part is written."""
-        return self.symmetric.part(out) if self.symmetric is not None and fits(out) else out
+        return self.symmetric.part(out) if self.symmetric is not None and fits(out, self.size) else out
 
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor) -> None:
         """Sum over ranks of what was written to `part`, which `part` gave for `out`."""

@@ -1,9 +1,10 @@
-"""All-reduce of small tensors over memory that every rank of a node maps (torch symmetric memory, one-shot).
+"""All-reduce over memory that every rank of a node maps (torch symmetric memory).
 
-Every rank writes its part where the others can read it and sums all parts itself: one exchange instead of a ring's
-2 (n - 1), which is what counts for the few rows of a decode step (`bench/all_reduce.py`). Whoever computes a part
-writes it there (`part`), which saves a copy. torch's kernel that copies a part there itself is not used: it tells the
-others before all of its warps have copied. NVLink multicast is not used and stays off.
+Every rank writes its part where the others can read it. Small sums take one shot: every rank sums all parts itself, one
+exchange instead of a ring's 2 (n - 1), which is what counts for the few rows of a decode step. Larger ones take two:
+every rank sums its share of the elements, then reads the others' sums, which is less to read (`bench/all_reduce.py`).
+Whoever computes a part writes it there (`part`), which saves a copy. torch's kernel that copies a part there itself is
+not used: it tells the others before all of its warps have copied. NVLink multicast is not used and stays off.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 1 << 20
-"""Largest part that is summed this way: beyond, reading every rank's whole part costs more than NCCL's ring."""
+MOST_BYTES = 1 << 24
+"""Largest part that is summed this way: beyond, NCCL's ring is as good, and the memory better used."""
+
+_ONE_SHOT_BYTES = {2: 1 << 20}
+"""Largest part that is summed in one shot, by the number of ranks."""
+_ONE_SHOT_BYTES_OF_MANY = 1 << 19
+_TWO_SHOT_RANKS = (2, 4, 8)
+"""What torch's kernel is compiled for."""
 
 _ALIGNMENT = 16
 """Bytes a part must be a multiple of, and begin at a multiple of."""
@@ -27,10 +34,16 @@ _ALIGNMENT = 16
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-def fits(x: torch.Tensor) -> bool:
-    """Whether `SymmetricSum` can sum into tensors like `x`."""
+def one_shot_bytes(ranks: int) -> int:
+    """Largest part of which every rank reads everyone's whole."""
+    return _ONE_SHOT_BYTES.get(ranks, _ONE_SHOT_BYTES_OF_MANY)
+
+
+def fits(x: torch.Tensor, ranks: int) -> bool:
+    """Whether `SymmetricSum` of so many ranks can sum into tensors like `x`."""
     aligned = x.nbytes % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
-    return x.dtype in _DTYPES and x.is_contiguous() and 0 < x.nbytes <= MOST_BYTES and aligned
+    most = MOST_BYTES if ranks in _TWO_SHOT_RANKS else one_shot_bytes(ranks)
+    return x.dtype in _DTYPES and x.is_contiguous() and 0 < x.nbytes <= most and aligned
 
 
 class SymmetricSum:
@@ -44,7 +57,7 @@ class SymmetricSum:
 
         group = dist.group.WORLD
         assert group is not None
-        self._name = group.group_name
+        self._name, self._one_shot_bytes = group.group_name, one_shot_bytes(group.size())
         self._buffer = symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(self._buffer, self._name)
 
@@ -55,9 +68,11 @@ class SymmetricSum:
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor) -> None:
         """Sum what every rank wrote to its `part`; all add in the order of ranks and get the same bits.
 
-        It begins when every rank is here, and ends when every rank has read `part`, which may then be overwritten.
+        It begins when every rank is here, and ends when every rank has read `part`, whose contents are arbitrary then.
         """
-        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._name, out)
+        ops = torch.ops.symm_mem
+        one_shot = part.nbytes <= self._one_shot_bytes
+        (ops.one_shot_all_reduce_out if one_shot else ops.two_shot_all_reduce_out)(part, "sum", self._name, out)
 
 
 def connect(rank: int, size: int, device: torch.device) -> SymmetricSum | None:
