@@ -49,7 +49,7 @@ from kernels.linear import MOST_STREAMED
 from workers.graphs.capture import CapturedStep
 from workers.graphs.ladder import TokenLadder
 from workers.graphs.record import no_garbage_collection
-from workers.graphs.segments import CapturedStage, Stage
+from workers.graphs.segments import CapturedEnding, CapturedStage, Stage
 from workers.mixed_step import MixedStep
 from workers.models.deepseek import DeepseekModel
 from workers.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan
@@ -161,7 +161,9 @@ def beside(
         return [Scratch(case.device, buffer) for buffer in buffers]
 
     with no_garbage_collection():
-        stage = CapturedStage(case.parts, key.tokens, *scratch())
+        keys = TokenLadder(key.tokens).endings(case.parts.state.slots)
+        endings = {key: CapturedEnding(case.parts, key.tokens, scratch()[1]) for key in keys}
+        stage = CapturedStage(case.parts, key.tokens, *scratch(), endings)
     plain = Stage(case.parts, key.tokens, *scratch())
     return Measured(
         f"{title}: {plan(1).layout.tokens} tokens in a bucket of {key.tokens}",

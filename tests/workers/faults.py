@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from workers.batch import DecodeBatch
 from workers.decode_step import DecodeStep
 from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
-from workers.graphs.segments import DRAFT, Stage
+from workers.graphs.segments import DRAFT, Ending, Stage
 from workers.graphs.selftest import Candidate, SelfTest
 from workers.models import attention
 from workers.plan import GraphKey
@@ -411,6 +411,55 @@ SEGMENT_FAULTS: dict[type[Stage], str] = {
 """Of mixed steps, and what the proof must say of every bucket."""
 
 
-def captured_with(base: type[Stage], fault: type[Stage]) -> type[Stage]:
-    """A stage that captures, or records, its segments as `base` does, with the fault in them."""
+class StaleEnding(Ending):
+    """The last layer ends with what attention gave the tokens of the run before."""
+
+    def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
+        super().__init__(parts, tokens, inner)
+        attended_NHV = self.flow.attended_THV
+        self._before_NHV, self._now_NHV = torch.zeros_like(attended_NHV), torch.zeros_like(attended_NHV)
+
+    def run(self) -> None:
+        attended_NHV = self.flow.attended_THV
+        _write(self._now_NHV, attended_NHV)
+        _write(attended_NHV, self._before_NHV)
+        super().run()
+        _write(self._before_NHV, self._now_NHV)
+
+
+class GatheredOnce(Ending):
+    """The gathers are in the graph, of a flow that lies where the capture's did."""
+
+    def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
+        super().__init__(parts, tokens, inner)
+        flow = self.flow
+        self._residual_NE, self._attended_NHV = torch.zeros_like(flow.residual_TE), torch.ones_like(flow.attended_THV)
+
+    def run(self) -> None:
+        _write(self.flow.residual_TE, self._residual_NE)
+        _write(self.flow.attended_THV, self._attended_NHV)
+        super().run()
+
+
+class KeptResidual(Ending):
+    """Something of the residual of the run before is still there."""
+
+    def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
+        super().__init__(parts, tokens, inner)
+        self._before_NE = torch.full_like(self.flow.residual_TE, 0.25)
+
+    def run(self) -> None:
+        self.flow.residual_TE.add_(self._before_NE)
+        super().run()
+        _write(self._before_NE, self.flow.residual_TE)
+
+
+ENDING_FAULTS: tuple[type[Ending], ...] = (StaleEnding, GatheredOnce, KeptResidual)
+"""Of mixed steps' last pass."""
+
+T = TypeVar("T")
+
+
+def captured_with(base: type[T], fault: type[Any]) -> type[T]:
+    """A stage that captures, or records, its segments as `base` does, with the fault in them; or an ending."""
     return type(f"{base.__name__}With{fault.__name__}", (base, fault), {})

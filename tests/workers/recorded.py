@@ -8,10 +8,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from kernels import steady
+from kernels.linear import grouped_linear, linear
+from kernels.moe import reference as moe_reference
+
+
+def no_host_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts whose references look at no value on the host, as the kernels do not."""
+    monkeypatch.setattr(moe_reference, "experts_grouped", moe_reference.experts_gathered)
+    monkeypatch.setattr(moe_reference, "add_experts", add_experts_of_all)
+
+
+def add_experts_of_all(
+    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, sum_TGE: Tensor
+) -> None:
+    """As the reference; every expert computes every token."""
+    tokens, compute = x_TE.shape[0], torch.promote_types(x_TE.dtype, torch.float32)
+    part_TKGE = torch.zeros(*id_TK.shape, *sum_TGE.shape[1:], dtype=compute)
+    for expert, (gate_up_FE, down_EI) in enumerate(zip(gate_up_XFE, down_XEI, strict=True)):
+        gate_up_TF = torch.empty(tokens, gate_up_FE.shape[0], dtype=compute)
+        linear(x_TE.to(compute), gate_up_FE.to(compute), gate_up_TF, invariant=True)
+        gate_TI, up_TI = gate_up_TF.chunk(2, dim=-1)
+        part_TGE = torch.empty(tokens, *sum_TGE.shape[1:], dtype=compute)
+        grouped_linear((steady.silu(gate_TI) * up_TI).to(x_TE.dtype), down_EI, part_TGE)
+        weighed_TKGE = part_TGE.unsqueeze(1) * weight_TK[..., None, None]
+        part_TKGE = weighed_TKGE.where((id_TK == expert)[..., None, None], part_TKGE)
+    for part_TGE in part_TKGE.unbind(1):
+        sum_TGE += part_TGE
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity
 
 from tests.workers.bench_shapes import SMALL
 from workers.decode_step import DecodeStep
-from workers.graphs.segments import Stage
+from workers.graphs.segments import Ending, Stage
 from workers.step import StepOutput
 
 
@@ -46,7 +46,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(parts, "event", Event)
     monkeypatch.setattr(parts, "hold", lambda ms: None)
     monkeypatch.setattr(parts, "wait", lambda: None)
-    monkeypatch.setattr(step_parts, "CapturedStage", Stage)
+    monkeypatch.setattr(step_parts, "CapturedEnding", Ending)
+    monkeypatch.setattr(step_parts, "CapturedStage", lambda *place: Stage(*place[:4]))
     monkeypatch.setattr(step_parts, "CapturedStep", EagerStep)
     return step_parts
 

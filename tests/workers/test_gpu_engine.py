@@ -19,6 +19,7 @@ from tests.captured import same_bits
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.graphs.capture import GraphRunner, Warmed
+from workers.graphs.ending_proof import prove_endings
 from workers.graphs.scene import Ground
 from workers.graphs.segment_proof import SegmentProof
 from workers.graphs.selftest import Candidate, SelfTest
@@ -86,6 +87,27 @@ def test_every_graph_passes_the_self_test(width: int, dtype: str) -> None:
         assert [(str(r), r.problems) for r in reports if not r.passed] == []
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_captured_ending_computes_what_eager_computes(dtype: str, width: int, invariant: bool) -> None:
+    run = engine(
+        "cuda",
+        width=width,
+        dtype=dtype,
+        invariant=invariant,
+        max_rows=40,
+        token_budget=160,
+        graphs=True,
+        selftest=False,
+    )
+    graphs = run.runner.graphs
+    assert graphs is not None
+    for seed in range(4):
+        reports = prove_endings(run.runner.parts, graphs.endings(), seed=seed)
+        assert [(r.bucket, r.problems) for r in reports] == [(f"{tokens} tokens", ()) for tokens in (48, 32, 16)]
+
+
 @pytest.mark.parametrize("width", [1, 3])
 @torch.inference_mode()
 def test_a_pool_of_two_pages_is_enough_for_a_capture(width: int) -> None:
@@ -101,6 +123,9 @@ def test_a_pool_of_two_pages_is_enough_for_a_capture(width: int) -> None:
     graphs = runner.capture()
     for captured in graphs.all():
         captured.replay()
+    for ending in graphs.endings():
+        ending.fill(0)
+        ending.run()
     for stage in graphs.stages():
         stage.clear()
         for which in range(len(stage.segments)):
@@ -109,7 +134,7 @@ def test_a_pool_of_two_pages_is_enough_for_a_capture(width: int) -> None:
     assert all(layer[[0, 1, 3, 4, 5]].isnan().all() for layer in around)
     assert not parts.state.tensors.length_S.any()
     reports = SelfTest(parts).run([Candidate(c.step, c.replay) for c in graphs.all()])
-    reports += SegmentProof(parts).run(graphs.stages())
+    reports += SegmentProof(parts).run(graphs.stages()) + prove_endings(parts, graphs.endings())
     assert [(str(r), r.problems) for r in reports if not r.passed] == []
     assert all(layer[[0, 1, 4, 5]].isnan().all() for layer in around)
 

@@ -3,13 +3,13 @@ right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from tests.workers.faults import (
+    ENDING_FAULTS,
     FAULTS,
     KEY,
     SEGMENT_FAULTS,
@@ -22,11 +22,12 @@ from tests.workers.faults import (
 from tests.workers.test_gpu_engine import engine
 from workers.batch import LatentCache
 from workers.graphs.capture import Warmed
+from workers.graphs.ending_proof import prove_endings
 from workers.graphs.ladder import TokenLadder
 from workers.graphs.record import no_garbage_collection
 from workers.graphs.report import BucketReport
 from workers.graphs.segment_proof import SegmentProof
-from workers.graphs.segments import CapturedStage, Stage
+from workers.graphs.segments import CapturedEnding, CapturedStage, Ending, Stage
 from workers.graphs.selftest import SelfTest
 from workers.plan import Admission
 from workers.scratch import Scratch
@@ -91,21 +92,55 @@ def test_a_page_table_whose_tail_is_not_scrubbed_is_caught(rank: Rank, monkeypat
 @torch.inference_mode()
 def reports(rank: Rank, fault: type[Stage] | None = None, seeds: range = range(1)) -> list[BucketReport]:
     """Of every token bucket, captured with the fault."""
-    parts, warmed, device = rank.parts, rank.warmed, rank.parts.device
-    stage: Callable[[StepParts, int, Scratch, Scratch], CapturedStage] = CapturedStage
+    parts, device, stage = rank.parts, rank.parts.device, CapturedStage
     if fault is not None:
-        stage = captured_with(CapturedStage, fault)  # type: ignore[assignment]
+        stage = captured_with(CapturedStage, fault)
         eager = fault(parts, BUDGET, Scratch(device), Scratch(device))  # loads the fault's own kernels
         eager.clear()
         for which in range(len(eager.segments)):
             for index in eager.indices(which):
                 eager.run_segment(which, index)
-    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in (warmed.scratch, warmed.inner)]
-    with no_garbage_collection():
-        stages = [
-            stage(parts, key.tokens, *(Scratch(device, buffer) for buffer in buffers)) for key in TokenLadder(BUDGET)
-        ]
+    stages, _ = captured(rank, stage, CapturedEnding)
     return [report for seed in seeds for report in SegmentProof(parts, seed).run(stages)]
+
+
+def captured(
+    rank: Rank, stage: type[CapturedStage], ending: type[CapturedEnding]
+) -> tuple[list[CapturedStage], list[CapturedEnding]]:
+    """Stages of every token bucket, and the endings that they share."""
+    parts, warmed, device, ladder = rank.parts, rank.warmed, rank.parts.device, TokenLadder(BUDGET)
+    outer, inner = (torch.empty(size, dtype=torch.uint8, device=device) for size in (warmed.scratch, warmed.inner))
+    with no_garbage_collection():
+        keys = ladder.endings(parts.state.slots)
+        endings = {key: ending(parts, key.tokens, Scratch(device, inner)) for key in keys}
+        stages = [stage(parts, key.tokens, Scratch(device, outer), Scratch(device, inner), endings) for key in ladder]
+    return stages, list(endings.values())
+
+
+@torch.inference_mode()
+def ending_reports(rank: Rank, fault: type[Ending] | None = None) -> tuple[list[BucketReport], list[BucketReport]]:
+    """Of every ending, captured with the fault, and of every token bucket."""
+    parts, device, ending = rank.parts, rank.parts.device, CapturedEnding
+    if fault is not None:
+        ending = captured_with(CapturedEnding, fault)
+        for key in TokenLadder(BUDGET).endings(parts.state.slots):
+            eager = fault(parts, key.tokens, Scratch(device))  # loads the fault's own kernels
+            for gathered in (eager.flow.residual_TE, eager.flow.attended_THV):
+                gathered.zero_()
+            eager.run()
+    stages, endings = captured(rank, CapturedStage, ending)
+    return prove_endings(parts, endings), SegmentProof(parts).run(stages)
+
+
+@pytest.mark.parametrize("fault", ENDING_FAULTS)
+def test_faults_in_endings_are_caught_in_every_ending_and_bucket(fault: type[Ending], rank: Rank) -> None:
+    for found in ending_reports(rank):
+        assert [one.problems for one in found] == [()] * len(found)
+    endings, buckets = ending_reports(rank, fault)
+    assert [(one.bucket, one.problems) for one in endings] == [("16 tokens", ("hidden states differ",))]
+    assert [one.bucket for one in buckets] == [f"{tokens} tokens" for tokens in (80, 64, 48, 32, 16)]
+    for one in buckets:
+        assert any("cache of layer" in text for text in one.problems), one  # where it was drafted
 
 
 @pytest.mark.parametrize("fault", SEGMENT_FAULTS)

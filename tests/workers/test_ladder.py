@@ -63,6 +63,22 @@ def test_every_number_of_tokens_finds_segments_that_hold_it(budget: int, data: s
         ladder.key(BatchLayout(1, budget, (1,), (True,)))
 
 
+@given(st.integers(1, 20000), st.integers(1, 600), st.data())
+def test_every_number_of_sampled_rows_finds_an_ending_in_every_bucket(
+    budget: int, slots: int, data: st.DataObject
+) -> None:
+    ladder = TokenLadder(budget)
+    endings = list(ladder.endings(slots))
+    tokens = data.draw(st.integers(1, budget))
+    bucket = ladder.key(BatchLayout(1, tokens)).tokens
+    sampled = data.draw(st.integers(1, min(slots, tokens)))
+    key = TokenLadder(bucket).key(BatchLayout(1, sampled))
+    assert sampled <= key.tokens
+    assert key in endings
+    # None that no step asks for.
+    assert endings == [key for key in ladder if key.tokens <= ladder.key(BatchLayout(1, min(slots, budget))).tokens]
+
+
 def test_token_keys_are_unique_and_come_largest_first() -> None:
     for budget in (1, 16, 17, 128, 129, 2048, 8192):
         keys = [key.tokens for key in TokenLadder(budget)]

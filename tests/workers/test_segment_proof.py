@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.moe import reference as moe_reference
 from tests.tiny_models import write_tiny
-from tests.workers.faults import SEGMENT_FAULTS, ForgottenPadding, captured_with
+from tests.workers.faults import ENDING_FAULTS, SEGMENT_FAULTS, ForgottenPadding, captured_with
+from tests.workers.recorded import no_host_values
 from tests.workers.test_engine import engine
-from tests.workers.test_segments import Buckets, RecordedStage
+from tests.workers.test_segments import Buckets, RecordedEnding, RecordedStage
+from workers.graphs.ending_proof import prove_endings
 from workers.graphs.report import BucketReport
 from workers.graphs.segment_proof import SegmentProof
-from workers.graphs.segments import Stage
+from workers.graphs.segments import Ending, Stage
 from workers.step import StepParts
 
 BUDGET = 80
@@ -27,19 +28,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_host_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference of the experts that looks at no value on the host, as a kernel does not."""
-    monkeypatch.setattr(moe_reference, "experts_grouped", moe_reference.experts_gathered)
+def recordable(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_host_values(monkeypatch)
 
 
-def parts_of(folder: Path, width: int = 3, pages: int = 60) -> StepParts:
-    return engine(folder, width=width, max_rows=6, cache_pages=pages, max_context=200, selftest=False).runner.parts
+def parts_of(folder: Path, width: int = 3, pages: int = 60, rows: int = 6, invariant: bool = False) -> StepParts:
+    settings = {"max_rows": rows, "token_budget": 160, "cache_pages": pages, "max_context": 200, "selftest": False}
+    return engine(folder, width=width, invariant=invariant, **settings).runner.parts
 
 
 @torch.inference_mode()
-def report(parts: StepParts, stage_class: type[Stage], seed: int = 0) -> list[BucketReport]:
-    stages = Buckets(parts, BUDGET, stage_class).stages
+def report(
+    parts: StepParts, stage_class: type[Stage], seed: int = 0, ending_class: type[Ending] = RecordedEnding
+) -> list[BucketReport]:
+    stages = Buckets(parts, BUDGET, stage_class, ending_class).stages
     return SegmentProof(parts, seed).run(list(stages.values()))
+
+
+@torch.inference_mode()
+def ending_report(parts: StepParts, ending_class: type[Ending] = RecordedEnding, seed: int = 0) -> list[BucketReport]:
+    endings = Buckets(parts, BUDGET, RecordedStage, ending_class).endings
+    return prove_endings(parts, list(endings.values()), seed=seed)
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -72,3 +81,26 @@ def test_padding_written_to_a_row_is_caught(folder: Path) -> None:
     stage = captured_with(RecordedStage, ForgottenPadding)
     reports = [r for seed in range(4) for r in report(parts_of(folder, pages=8), stage, seed)]
     assert any("changed outside" in text or "differs" in text for r in reports for text in r.problems)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("width", [1, 3])
+def test_every_ending_passes(folder: Path, width: int, invariant: bool) -> None:
+    parts = parts_of(folder, width, rows=40, invariant=invariant)
+    for seed in range(4):
+        reports = ending_report(parts, seed=seed)
+        assert [r.problems for r in reports] == [()] * 3
+        assert [r.bucket for r in reports] == [f"{tokens} tokens" for tokens in (48, 32, 16)]
+        assert max(r.logits_error or 0.0 for r in reports) < 1e-4
+
+
+@pytest.mark.parametrize("fault", ENDING_FAULTS)
+@pytest.mark.parametrize("width", [1, 3])
+def test_planted_faults_of_endings_are_caught(folder: Path, fault: type[Ending], width: int) -> None:
+    """In each ending, and in every bucket of tokens whose steps it ends: by the logits, or where it was drafted."""
+    wrong = captured_with(RecordedEnding, fault)
+    reports = ending_report(parts_of(folder, width, rows=40), wrong)
+    assert [r.problems for r in reports] == [("hidden states differ",)] * 3
+    reports = report(parts_of(folder, width), RecordedStage, ending_class=wrong)
+    said = "logits differ" if width == 1 else "cache of layer"
+    assert all(any(said in text for text in r.problems) for r in reports), reports

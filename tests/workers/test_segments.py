@@ -3,7 +3,7 @@ a graph is emulated (`recorded`); tests/workers/test_gpu_engine.py has the real 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from kernels.moe import AddNorm
-from kernels.moe import reference as moe_reference
 from tests.tiny_models import write_tiny
-from tests.workers.recorded import Recording
+from tests.workers.recorded import Recording, no_host_values
 from tests.workers.test_engine import engine, greedy, random_prompts
 from workers.graphs.ladder import TokenLadder
 from workers.graphs.rehearsal import rehearsals, rehearse
-from workers.graphs.segments import Stage
+from workers.graphs.segments import Ending, Stage
 from workers.mixed_step import MixedStep
 from workers.models.products import Experts, Products
 from workers.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
@@ -34,11 +33,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("v3"), "v3", seed=3)
 
 
+class RecordedEnding(Ending):
+    """As `CapturedEnding`."""
+
+    def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
+        super().__init__(parts, tokens, inner)
+        for gathered in (self.flow.residual_TE, self.flow.attended_THV):
+            gathered.zero_()  # a recording runs
+        self._recording = Recording(super().run)
+        self.replays = 0
+
+    def run(self) -> None:
+        self._recording.replay()
+        self.replays += 1
+
+
 class RecordedStage(Stage):
     """As `CapturedStage`: segments are recorded on padding alone."""
 
-    def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
+    def __init__(
+        self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch, endings: Mapping[TokenKey, Ending]
+    ) -> None:
         super().__init__(parts, tokens, scratch, inner)
+        self._endings = endings
         self.uploaded_X.zero_()
         self.cache_slot_T.zero_()
         run = super().run_segment
@@ -50,22 +67,29 @@ class RecordedStage(Stage):
     def run_segment(self, which: int, index: int) -> None:
         self._recordings[which][index].replay()
 
+    def ending(self, key: TokenKey) -> Ending:
+        return self._endings[key]
+
 
 class Buckets:
-    """As `GraphRunner`, of mixed steps alone: stages that share memory, which is poison before each step."""
+    """As `GraphRunner`, of mixed steps alone: stages that share memory, which is poison before each step, and endings,
+    those of `RecordedStage`."""
 
     def __init__(
-        self, parts: StepParts, budget: int, stage: Callable[[StepParts, int, Scratch, Scratch], Stage]
+        self, parts: StepParts, budget: int, stage: type[Stage], ending: type[Ending] = RecordedEnding
     ) -> None:
         self.ladder = TokenLadder(budget)
         self.used: set[TokenKey] = set()
         measured = [Scratch(parts.device) for _ in range(2)]
         rehearse(Stage(parts, budget, *measured))
         self.buffers = [torch.empty(scratch.peak, dtype=torch.uint8) for scratch in measured]
+        keys = self.ladder.endings(parts.state.slots) if issubclass(stage, RecordedStage) else ()
+        self.endings = {key: ending(parts, key.tokens, Scratch(parts.device, self.buffers[1])) for key in keys}
         self.stages = {}
         for key in self.ladder:
             scratch, inner = (Scratch(parts.device, buffer) for buffer in self.buffers)
-            self.stages[key] = stage(parts, key.tokens, scratch, inner)
+            shared = (self.endings,) if issubclass(stage, RecordedStage) else ()
+            self.stages[key] = stage(parts, key.tokens, scratch, inner, *shared)
 
     def stage(self, layout: BatchLayout) -> Stage:
         key = self.ladder.key(layout)
@@ -78,15 +102,14 @@ class Buckets:
         assert not plan.prefill
 
 
-@pytest.mark.parametrize("kind", ["v3", "v2-no-q-lora"])
+@pytest.mark.parametrize(("kind", "width"), [("v3", 3), ("v3", 1), ("v2-no-q-lora", 3)])
 def test_replayed_segments_give_the_tokens_of_eager_steps(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The reference of the experts that looks at no value on the host, as a kernel does not.
-    monkeypatch.setattr(moe_reference, "experts_grouped", moe_reference.experts_gathered)
+    no_host_values(monkeypatch)
     folder = write_tiny(tmp_path, kind, seed=3)
     prompts = random_prompts(14, 150, seed=4)
-    settings = {"width": 3, "max_rows": 6, "token_budget": 80, "cache_pages": 60, "prefix_cache": True}
+    settings = {"width": width, "max_rows": 6, "token_budget": 80, "cache_pages": 60, "prefix_cache": True}
     params = [SamplingParams(12 + i % 9, temperature=0.7 * (i % 2), seed=i) for i in range(len(prompts))]
     expected = engine(folder, **settings).generate(prompts, params)
     run = engine(folder, **settings)
@@ -95,6 +118,29 @@ def test_replayed_segments_give_the_tokens_of_eager_steps(
     run.runner.graphs = buckets  # type: ignore[assignment]
     assert run.generate(prompts, params) == expected
     assert len(buckets.used) >= 4
+    assert [key.tokens for key in buckets.endings] == [16]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("width", [1, 2])
+def test_stages_of_all_buckets_share_their_endings(
+    folder: Path, width: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 40 rows, each of which wants one token's hidden states."""
+    no_host_values(monkeypatch)
+    prompts = random_prompts(70, 30, seed=6)
+    settings = {"width": width, "max_rows": 40, "token_budget": 112, "cache_pages": 90, "invariant": invariant}
+    params = [SamplingParams(14 + i % 9, temperature=0.7 * (i % 2), seed=i) for i in range(len(prompts))]
+    expected = engine(folder, **settings).generate(prompts, params)
+    run = engine(folder, **settings)
+    with torch.inference_mode():
+        buckets = Buckets(run.runner.parts, 112, RecordedStage)
+    run.runner.graphs = buckets  # type: ignore[assignment]
+    assert run.generate(prompts, params) == expected
+    replays = {key.tokens: ending.replays for key, ending in buckets.endings.items()}  # type: ignore[attr-defined]
+    assert list(replays) == [48, 32, 16]
+    assert all(replays.values())
+    assert len(buckets.used) >= 2
 
 
 def test_the_memory_of_the_rehearsal_is_enough_for_any_step(folder: Path) -> None:
@@ -132,7 +178,7 @@ def test_the_last_layer_ends_for_the_tokens_that_are_wanted(
 @torch.inference_mode()
 def test_a_small_bucket_may_need_more_memory_than_the_largest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the experts' workspace on a GPU does: it holds results in fp32 while there are few."""
-    monkeypatch.setattr(moe_reference, "experts_grouped", moe_reference.experts_gathered)
+    no_host_values(monkeypatch)
     experts = Products.experts
 
     def wasteful(

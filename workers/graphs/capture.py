@@ -1,4 +1,4 @@
-"""Captures decode steps, and the segments of mixed steps, into CUDA graphs: warm up, capture, replay, drop."""
+"""Captures decode steps, and what mixed steps have of graphs, into CUDA graphs: warm up, capture, replay, drop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.decode_step import DecodeStep
 from workers.graphs.ladder import Ladder, TokenLadder
 from workers.graphs.record import no_garbage_collection, record
 from workers.graphs.rehearsal import rehearse
-from workers.graphs.segments import CapturedStage, Stage
+from workers.graphs.segments import CapturedEnding, CapturedStage, Stage
 from workers.graphs.stats import GraphStats
 from workers.plan import BatchLayout, GraphKey, StepPlan, TokenKey
 from workers.scratch import Scratch
@@ -55,7 +55,7 @@ class Warmed:
     scratch: int
     """Bytes for decode steps, and for what mixed steps hand on."""
     inner: int
-    """Bytes for what the segments of mixed steps, or attention between them, need on their way."""
+    """Bytes for what the segments and endings of mixed steps, or attention between them, need on their way."""
     graphs: int
 
     @property
@@ -80,7 +80,7 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     """Launch for real what steps of all shapes launch, and measure how much memory they need. The rows are padding, so
     that only the null page is touched and no state changes."""
     device, few = parts.device, _shallow(parts)
-    keys, tokens = list(Ladder(max_rows, parts.width)), list(TokenLadder(token_budget))
+    keys, ladder = list(Ladder(max_rows, parts.width)), TokenLadder(token_budget)
     scratch, inner = Scratch(device), Scratch(device)
     # All share scratch memory. Fewer tokens may need more: of some numbers of them products are left in parts.
     for key in keys:
@@ -91,8 +91,9 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     rehearse(Stage(few, token_budget, scratch, inner))
     model = parts.model
     passes = [one for one in (model.segments, model.draft_segments if parts.width > 1 else None) if one is not None]
-    segments = sum(map(len, passes)) - 1  # the last pass ends eagerly
-    return Warmed(scratch.peak, inner.peak, len(keys) + segments * len(tokens))
+    segments = sum(map(len, passes)) - 1  # the last one's are the endings
+    graphs = len(keys) + segments * len(list(ladder)) + len(list(ladder.endings(max_rows)))
+    return Warmed(scratch.peak, inner.peak, graphs)
 
 
 def _shallow(parts: StepParts) -> StepParts:
@@ -116,6 +117,7 @@ class GraphRunner:
         self.stats = stats
         self._parts = parts
         self._graphs: dict[GraphKey, CapturedStep] = {}
+        self._endings: dict[TokenKey, CapturedEnding] = {}
         self._stages: dict[TokenKey, CapturedStage] = {}
         self._capture(progress)
 
@@ -131,9 +133,13 @@ class GraphRunner:
         with no_garbage_collection():
             for key in keys:
                 self._graphs[key] = CapturedStep(DecodeStep(self._parts, key, Scratch(device, buffer)))
+            for ending_key in self.token_ladder.endings(self.ladder.max_rows):
+                inner = Scratch(device, inner_buffer)
+                self._endings[ending_key] = CapturedEnding(self._parts, ending_key.tokens, inner)
             for token_key in self.token_ladder:
                 scratch, inner = Scratch(device, buffer), Scratch(device, inner_buffer)
-                self._stages[token_key] = CapturedStage(self._parts, token_key.tokens, scratch, inner)
+                stage = CapturedStage(self._parts, token_key.tokens, scratch, inner, self._endings)
+                self._stages[token_key] = stage
         torch.cuda.synchronize(device)
         after, _ = torch.cuda.mem_get_info(device)
         stats = self.stats
@@ -142,8 +148,8 @@ class GraphRunner:
         if progress is not None:
             segments = sum(stage.graphs for stage in self._stages.values())
             progress(
-                f"captured {len(keys)} decode steps and {segments} segments of {len(self._stages)} token buckets in "
-                f"{stats.capture_seconds:.1f} s, {stats.bytes / 2**20:.0f} MiB"
+                f"captured {len(keys)} decode steps, {segments} segments of {len(self._stages)} token buckets and "
+                f"{len(self._endings)} endings in {stats.capture_seconds:.1f} s, {stats.bytes / 2**20:.0f} MiB"
             )
 
     def stage(self, layout: BatchLayout) -> CapturedStage:
@@ -178,16 +184,18 @@ class GraphRunner:
         """The captured segments of every token bucket, in ladder order."""
         return list(self._stages.values())
 
+    def endings(self) -> list[CapturedEnding]:
+        """The captured endings, which all token buckets share, in ladder order."""
+        return list(self._endings.values())
+
     @property
     def count(self) -> int:
         """Graphs there are."""
-        return len(self._graphs) + sum(stage.graphs for stage in self._stages.values())
+        return len(self._graphs) + len(self._endings) + sum(stage.graphs for stage in self._stages.values())
 
     def close(self) -> None:
         """Destroy the graphs. Before the process group, or its last collectives wait for ever."""
-        for graph in self._graphs.values():
-            graph.drop()
-        for stage in self._stages.values():
-            stage.drop()
-        self._graphs.clear()
-        self._stages.clear()
+        for ladder in (self._graphs, self._stages, self._endings):
+            for captured in ladder.values():
+                captured.drop()
+            ladder.clear()

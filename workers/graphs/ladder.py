@@ -1,6 +1,7 @@
 """The ladders: every graph that is captured, enumerated once; capture, dispatch and tests take their keys from here.
 
-Decode steps are whole graphs, by rows. Of mixed steps the token-wise segments are graphs, by tokens.
+Decode steps are whole graphs, by rows. Of mixed steps the token-wise segments are graphs, by tokens, and the ending of
+the last pass is one, by the tokens whose hidden states are wanted.
 """
 
 from __future__ import annotations
@@ -68,6 +69,12 @@ class TokenLadder:
         if place == len(buckets):
             raise ValueError(f"a step of {layout.tokens} tokens exceeds the budget of {self.budget}")
         return layout.token_key(buckets[place])
+
+    def endings(self, rows: int) -> Iterator[TokenKey]:
+        """Keys of the endings of steps that sample up to so many rows, largest first: of each row one token's hidden
+        states are wanted of the last pass."""
+        most = self.key(BatchLayout(1, min(rows, self.budget)))
+        return (key for key in self if key.tokens <= most.tokens)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from workers.decode_step import DecodeStep
 from workers.graphs.capture import GraphRunner
+from workers.graphs.ending_proof import prove_endings
 from workers.graphs.ladder import Ladder
 from workers.graphs.report import BucketReport, SelfTestReport
 from workers.graphs.segment_proof import SegmentProof
@@ -41,6 +42,9 @@ def prove(
     found = SelfTest(parts).run(candidates, progress)
     if graphs is not None:
         found += SegmentProof(parts).run(graphs.stages(), progress)
+        found += prove_endings(parts, graphs.endings(), progress)
+        # The memory of eager steps, which serving does not need.
+        torch.cuda.empty_cache()
     buckets = _of_all_ranks(found, parts)
     return SelfTestReport(
         device=torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else parts.device.type,

@@ -68,10 +68,11 @@ def _plan(width: int, drafts: int, decode: tuple[int, ...], prefill: Iterator[Pr
 
 
 def rehearse(stage: Stage) -> None:
-    """Run every kind of mixed step in `stage`, and take the memory that the largest context needs, and that segments of
-    any smaller bucket do. No slot's state changes, and of the cache only the null page."""
+    """Run every kind of mixed step in `stage`, and take the memory that the largest context needs, and that segments
+    and endings of any smaller bucket do. No slot's state changes, and of the cache only the null page."""
     parts, ladder = stage.parts, TokenLadder(stage.tokens)
-    most = BatchLayout(1, min(stage.tokens, parts.state.slots * parts.width))  # whose hidden states are wanted
+    # More than are wanted of any step: the self-test's prefill path, too, has no padding, and a token for each of a row.
+    endings = set(ladder.endings(parts.state.slots * parts.width))
     for key in ladder:
         # Fewer tokens may need more: their products are cut up another way.
         bucket = Stage(parts, key.tokens, stage.scratch.another(), stage.inner)
@@ -79,7 +80,7 @@ def rehearse(stage: Stage) -> None:
         for which in range(len(bucket.segments)):
             for index in bucket.indices(which):
                 bucket.run_segment(which, index)
-        if key.tokens <= ladder.key(most).tokens:
+        if key in endings:
             bucket.end(bucket.token_T)
     step = MixedStep(parts)
     for plan in rehearsals(parts, stage.tokens):

@@ -12,7 +12,7 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     """The verdict on one graph, or on one eager step where there are no graphs."""
 
     kind: str
-    """What kind of step it is, such as `decode`."""
+    """What it is: a `decode` or a `mixed` step, or the `ending` of mixed steps."""
     bucket: str
     """Its shape, such as `16 x 3`: rows x tokens of a row."""
     seconds: float
@@ -21,11 +21,12 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     drafts: int | None = None
     """Drafts it makes for the next step; None where that says nothing, here and below."""
     rows: int | None = None
-    """Rows that were live; the others were padding."""
+    """Rows, or tokens of an ending, that were live; the others were padding."""
     accepted: int | None = None
     """Drafts that stood, all rows together."""
     logits_error: float | None = None
-    """Relative norm of the difference from the prefill path: the median over rows, of the worst position."""
+    """Relative norm of the difference from the prefill path, or from the same without padding: the median over rows, of
+    the worst position. Of an ending's hidden states, over its tokens."""
 
     @property
     def passed(self) -> bool:

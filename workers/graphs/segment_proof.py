@@ -70,9 +70,6 @@ class SegmentProof:
             reports.append(self._bucket(stage))
             if progress is not None and not reports[-1].passed:
                 progress(f"self-test: {reports[-1]}: {'; '.join(reports[-1].problems)}")
-        if self._parts.device.type == "cuda":
-            # The memory of eager steps, which serving does not need.
-            torch.cuda.empty_cache()
         return reports
 
     def _bucket(self, stage: Stage) -> BucketReport:

@@ -6,11 +6,16 @@ their outputs are never read. Attention and all else that depends on rows runs e
 across segments lies in one memory; what a segment, or attention, needs on its way in another, of which each has all
 while it runs.
 
-Shape legend: T tokens, padding included, E hidden size.
+The last pass ends for the few tokens alone whose hidden states are wanted. They are gathered eagerly, for where they
+lie depends on the stage, into an `Ending`, which lies in the second memory at the same place for all stages: so one
+graph a number of tokens serves them all.
+
+Shape legend: T tokens, padding included, N tokens that are wanted, padding included, E hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -18,8 +23,8 @@ import torch
 from workers.batch import Batch
 from workers.graphs.ladder import TokenLadder
 from workers.graphs.record import record
-from workers.models.segments import PassTensors
-from workers.plan import BatchLayout
+from workers.models.segments import Flow, PassTensors
+from workers.plan import BatchLayout, TokenKey
 from workers.scratch import Scratch
 from workers.step import StepParts
 
@@ -28,6 +33,51 @@ TARGET, DRAFT = 0, 1
 
 PER_TOKEN = 6
 """Numbers a token that come from the host, see `Stage`."""
+
+
+class Ending:
+    """The last segment of the last pass, for `tokens` tokens that are wanted; here it runs eagerly. Padding is live:
+    it repeats a token of the step."""
+
+    def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
+        """All memory comes from `inner`: when a pass ends, nothing else in it is in use."""
+        self.tokens, self._inner = tokens, inner
+        segments = parts.model.segments if parts.width == 1 else parts.model.draft_segments
+        assert segments is not None
+        self._segments = segments
+        hidden, dtype = parts.model.config.hidden_size, parts.model.norm_E.dtype
+        self.out_NE = inner.empty(tokens, hidden, dtype=dtype)
+        """Final hidden states."""
+        self.flow = segments.flow_to_end(tokens, inner)
+
+    def gather(self, flow: Flow, token_N: torch.Tensor) -> None:
+        """Take the tokens `token_N` (int64) out of a stage's flow."""
+        self._segments.gather(flow, token_N, self.flow)
+
+    def run(self) -> None:
+        """Of what was gathered, make `out_NE`."""
+        self._segments.end(self.flow, self.out_NE, self._inner)
+
+    def fill(self, byte: int) -> None:
+        """Overwrite all memory that an ending uses, the stages' inner one with it."""
+        self._inner.fill(byte)
+
+
+class CapturedEnding(Ending):
+    """An ending that is a graph, replayed for the stages of all buckets."""
+
+    def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
+        """Captures at once. `inner` is this ending's alone, out of the buffer that the stages' inner memory is."""
+        super().__init__(parts, tokens, inner)
+        self._graph, _ = record(parts.device, super().run)
+
+    def run(self) -> None:
+        """Replay it."""
+        self._graph.replay()
+
+    def drop(self) -> None:
+        """Destroy the graph; its process group must still live."""
+        self._graph.reset()
 
 
 class Stage:
@@ -95,15 +145,22 @@ class Stage:
         )
 
     def end(self, token_N: torch.Tensor) -> torch.Tensor:
-        """Final hidden states [N, E] of some tokens of the last pass, one at least; in `scratch`."""
-        # As many tokens as a bucket has: that is what memory was measured for, and kernels were compiled.
-        count, model = token_N.shape[0], self.parts.model
-        padded = TokenLadder(self.tokens).key(BatchLayout(1, count)).tokens
-        token_X = self.scratch.empty(padded, dtype=torch.int64).zero_()
-        token_X[:count] = token_N
-        out_XE = self.scratch.empty(padded, model.config.hidden_size, dtype=model.norm_E.dtype)
-        self.segments[-1].end(self.tensors[-1], token_X, out_XE, self.inner)
-        return out_XE[:count]
+        """Final hidden states of some tokens of the last pass, one at least, as many rows as `token_N` has; in `inner`,
+        which nothing uses behind the last pass."""
+        # As many tokens as a bucket has: that is what memory was measured for, and kernels were compiled or captured.
+        count = token_N.shape[0]
+        key = TokenLadder(self.tokens).key(BatchLayout(1, count))
+        padded_N = self.scratch.empty(key.tokens, dtype=torch.int64).zero_()
+        padded_N[:count] = token_N
+        with self.inner.scope():
+            ending = self.ending(key)
+            ending.gather(self.tensors[-1].flow, padded_N)
+            ending.run()
+        return ending.out_NE[:count]
+
+    def ending(self, key: TokenKey) -> Ending:
+        """Where the last pass ends for so many tokens."""
+        return Ending(self.parts, key.tokens, self.inner)
 
     def run_segment(self, which: int, index: int) -> None:
         """Segment `index` of a pass."""
@@ -113,9 +170,12 @@ class Stage:
 class CapturedStage(Stage):
     """A stage whose segments are graphs, replayed. They hold no state from one step to the next."""
 
-    def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
-        """Captures at once, on padding alone."""
+    def __init__(
+        self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch, endings: Mapping[TokenKey, Ending]
+    ) -> None:
+        """Captures its segments at once, on padding alone; `endings` are all stages'."""
         super().__init__(parts, tokens, scratch, inner)
+        self._endings = endings
         self.clear()
         self._graphs: list[list[torch.cuda.CUDAGraph]] = []
         for which in range(len(self.segments)):
@@ -124,12 +184,16 @@ class CapturedStage(Stage):
 
     @property
     def graphs(self) -> int:
-        """How many there are."""
+        """How many there are, endings aside."""
         return sum(map(len, self._graphs))
 
     def run_segment(self, which: int, index: int) -> None:
         """Replay segment `index` of a pass."""
         self._graphs[which][index].replay()
+
+    def ending(self, key: TokenKey) -> Ending:
+        """That of all stages."""
+        return self._endings[key]
 
     def drop(self) -> None:
         """Destroy the graphs; their process group must still live."""

@@ -4,7 +4,7 @@ Segment 0 leads from tokens to the first layer's queries, segment i from the att
 layer i, the last one to the final norm. A segment is a function of tensors: what it reads and writes is in
 `PassTensors` and in the cache, it keeps nothing, and it needs to know of no row. So it can be captured for a number of
 tokens and replayed for any step that has no more, whatever its rows are. Where the hidden states of few tokens are
-wanted, the last segment runs for those alone (`end`).
+wanted, the last segment runs for those alone (`gather`, then `end`).
 
 Shape legend: T tokens, padding included, N tokens that are wanted, E hidden features, H heads of this rank, V value
 features, O rope features, R rows, C cached features, P pages, K = 64 entries a page.
@@ -62,7 +62,7 @@ class PassTensors:
     source_TE: Tensor | None
     """Hidden states that the draft layer reads beside the tokens."""
     out_TE: Tensor | None
-    """Hidden states after the final norm; None where `end` takes the last segment's place."""
+    """Hidden states after the final norm; None where `gather` and `end` take the last segment's place."""
     flow: Flow
 
 
@@ -125,17 +125,20 @@ class Segments:
             with scratch.scope():
                 self.layers[index].project(flow, tensors.cache_slot_T, self._cache(index, cache), scratch)
 
-    def end(self, tensors: PassTensors, token_N: Tensor, out_NE: Tensor, scratch: Scratch) -> None:
-        """The last segment for tokens `token_N` alone (int64), none of them padding."""
-        count, flow = token_N.shape[0], tensors.flow
+    def flow_to_end(self, tokens: int, scratch: Scratch) -> Flow:
+        """Memory for so many tokens that are wanted: what `end` reads, and nothing else of a flow."""
+        residual_NE = scratch.empty(tokens, self._norm_E.shape[0], dtype=self._norm_E.dtype)
+        attended_NHV = self.layers[0].attention.attended(tokens, scratch)
+        return replace(self.flow(0, scratch), residual_TE=residual_NE, attended_THV=attended_NHV)
+
+    def gather(self, flow: Flow, token_N: Tensor, flow_N: Flow) -> None:
+        """Of a pass whose last attention has run, what `end` reads of the tokens `token_N` (int64)."""
+        torch.index_select(flow.residual_TE, 0, token_N, out=flow_N.residual_TE)
+        torch.index_select(flow.attended_THV, 0, token_N, out=flow_N.attended_THV)
+
+    def end(self, flow_N: Flow, out_NE: Tensor, scratch: Scratch) -> None:
+        """The last segment for the tokens that `flow_N` holds, none of them padding."""
         with scratch.scope():
-            flow_N = replace(
-                flow,
-                residual_TE=scratch.empty(count, flow.residual_TE.shape[1], dtype=flow.residual_TE.dtype),
-                attended_THV=scratch.empty(count, *flow.attended_THV.shape[1:], dtype=flow.attended_THV.dtype),
-            )
-            torch.index_select(flow.residual_TE, 0, token_N, out=flow_N.residual_TE)
-            torch.index_select(flow.attended_THV, 0, token_N, out=flow_N.attended_THV)
             self.layers[-1].finish(flow_N, self._norm_E, out_NE, None, scratch)
 
     def run_pass(
