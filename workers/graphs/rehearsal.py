@@ -71,7 +71,7 @@ def rehearse(stage: Stage) -> None:
     """Run every kind of mixed step in `stage`, and take the memory that the largest context needs, and that segments
     and endings of any smaller bucket do. No slot's state changes, and of the cache only the null page."""
     parts, ladder = stage.parts, TokenLadder(stage.tokens)
-    # More than are wanted of any step: the self-test's prefill path, too, has no padding, and a token for each of a row.
+    # More than any step wants: the self-test's prefill path has no padding either, and feeds all tokens of its rows.
     endings = set(ladder.endings(parts.state.slots * parts.width))
     for key in ladder:
         # Fewer tokens may need more: their products are cut up another way.
