@@ -1,0 +1,146 @@
+"""What is launched again for a layer is what the layer itself would launch, in every form of attention.
+
+Kernels compute nothing here: what they and torch's operators are given is compared, addresses and numbers, on a CPU
+that passes for a GPU. tests/workers/models/test_cuda.py compares results on a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import random_tokens
+from paged import CPU, Paged
+from random_model import V2_LITE_HEADS, random_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from kernels import linear, mla_decode, repeat
+from kernels.mla_prefill import launch as prefill_launch
+from kernels.repeat import Repeat
+from workers.models import deepseek
+from workers.scratch import Scratch
+
+Launch = tuple[Any, ...]
+
+
+def plainly(value: Any) -> Any:
+    """What a device would see of an argument."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if hasattr(value, "base"):
+        return value.base.data_ptr(), tuple(value.shape), tuple(value.strides), value.padding
+    return value
+
+
+class Launched:
+    """Stands for a compiled kernel."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, name: str, log: list[Launch]) -> None:
+        self.name, self.log = name, log
+
+    def run(self, *args: Any) -> None:
+        self.log.append((self.name, *map(plainly, args)))
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Logs operators that write: the function, then where and how each tensor lies."""
+
+    def __init__(self, log: list[Launch]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            values = (*args, *(kwargs or {}).values())
+            seen = [(x.data_ptr(), x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else x for x in values]
+            self.log.append((str(func), *seen))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every launch, whether Triton is asked for it or it is repeated."""
+    launches: list[Launch] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Launched:
+        values = [*args, *(named.get(p.name, p.default) for p in kernel.params[len(args) :])]
+        compiled = Launched(kernel.fn.__name__, launches)
+        compiled.run(*(*grid, 1, 1)[:3], 0, "function", "metadata", None, None, None, *values)
+        return compiled
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(repeat, "_RUN", run)
+    monkeypatch.setattr(repeat, "_stream", lambda device: 0)
+    monkeypatch.setattr(repeat, "_direct", lambda compiled: None)
+    return launches
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize(
+    ("dtype", "hopper"),
+    [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)],
+    ids=["hopper", "bfloat16", "float32"],
+)
+@pytest.mark.parametrize(
+    "overrides", [{}, {"q_lora_rank": 64}, {"num_attention_heads": 32}], ids=["query", "latent query", "many heads"]
+)
+@pytest.mark.parametrize(("rows", "width"), [(3, 1), (3, 4), (20, 1)])
+@torch.inference_mode()
+def test_a_repeated_layer_launches_what_it_would_itself(
+    rows: int,
+    width: int,
+    overrides: dict[str, Any],
+    dtype: torch.dtype,
+    invariant: bool,
+    hopper: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    log: list[Launch],
+) -> None:
+    """Decode rows alone; beside chunks, short and long, with and without context; chunks alone."""
+    layers = 3
+    model = random_model(V2_LITE_HEADS | {"num_hidden_layers": layers} | overrides, dtype, CPU, invariant=invariant)
+    buffer = torch.zeros(1 << (29 if invariant else 26), dtype=torch.uint8)
+    monkeypatch.setattr(deepseek, "Scratch", lambda device: Scratch(device, buffer))
+    for module in (linear, mla_decode, prefill_launch):
+        monkeypatch.setattr(module, "is_hopper", lambda device: hopper)
+    compared: list[tuple[list[Launch], list[Launch]]] = []
+    plain = Repeat.__call__
+
+    def twice(self: Repeat, index: int, call: Callable[[], None]) -> None:
+        def asked() -> None:
+            assert index == 0
+            call()
+
+        begin = len(log)
+        plain(self, index, asked)
+        middle = len(log)
+        if index:
+            call()
+            compared.append((log[begin:middle], log[middle:]))
+
+    monkeypatch.setattr(Repeat, "__call__", twice)
+    sequences = [random_tokens(80, row, 160) for row in range(rows)]
+    sequences += [random_tokens(700, 1000, 160), random_tokens(300, 1001, 160)]
+    long, other, some = rows, rows + 1, list(range(rows))
+    paged = Paged(model, sequences)
+    for decode, tokens, chunks in [
+        ([], 1, [(row, 60) for row in some]),
+        (some, width, [(long, 300)]),
+        (some, width, [(long, 17), (other, 280)]),
+        (some, width, []),
+        ([], 1, [(long, 350)]),
+    ]:
+        step = paged.plan(decode, tokens, chunks)
+        with monkeypatch.context() as patch, Operators(log):
+            patch.setattr(Tensor, "is_cuda", True)
+            paged.forward(step)
+    assert len(compared) == 5 * (layers - 1)
+    for repeated, own in compared:
+        assert repeated == own
+        assert repeated
