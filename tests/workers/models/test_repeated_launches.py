@@ -105,7 +105,7 @@ def test_a_repeated_layer_launches_what_it_would_itself(
     """Decode rows alone; beside chunks, short and long, with and without context; chunks alone."""
     layers = 3
     model = random_model(V2_LITE_HEADS | {"num_hidden_layers": layers} | overrides, dtype, CPU, invariant=invariant)
-    buffer = torch.zeros(1 << (29 if invariant else 26), dtype=torch.uint8)
+    buffer = torch.zeros(1 << (29 if invariant else 27), dtype=torch.uint8)
     monkeypatch.setattr(deepseek, "Scratch", lambda device: Scratch(device, buffer))
     for module in (linear, mla_decode, prefill_launch):
         monkeypatch.setattr(module, "is_hopper", lambda device: hopper)
