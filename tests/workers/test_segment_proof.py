@@ -8,15 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.rank_processes import run_ranks
 from tests.tiny_models import write_tiny
 from tests.workers.faults import ENDING_FAULTS, SEGMENT_FAULTS, ForgottenPadding, captured_with
 from tests.workers.recorded import no_host_values
 from tests.workers.test_engine import engine
 from tests.workers.test_segments import Buckets, RecordedEnding, RecordedStage
+from workers.config import EngineConfig
 from workers.graphs.ending_proof import prove_endings
+from workers.graphs.ladder import TokenLadder
 from workers.graphs.report import BucketReport
 from workers.graphs.segment_proof import SegmentProof
 from workers.graphs.segments import Ending, Stage
+from workers.parallel import TensorParallel
+from workers.replica import Replica
+from workers.scratch import Scratch
 from workers.step import StepParts
 
 BUDGET = 80
@@ -104,3 +110,25 @@ def test_planted_faults_of_endings_are_caught(folder: Path, fault: type[Ending],
     reports = report(parts_of(folder, width), RecordedStage, ending_class=wrong)
     said = "logits differ" if width == 1 else "cache of layer"
     assert all(any(said in text for text in r.problems) for r in reports), reports
+
+
+def prove_rank(rank: int, folder: Path, meeting: Path) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    group = TensorParallel.connect(rank, 2, f"file://{meeting}/rendezvous", device, timeout_s=60)
+    try:
+        settings = {"max_rows": 40, "token_budget": 160, "cache_pages": 60, "max_context": 200, "selftest": False}
+        config = EngineConfig(model=str(folder), width=2, device="cpu", **settings)
+        parts = Replica(config, group, device).runner.parts
+        endings = [Ending(parts, key.tokens, Scratch(device)) for key in TokenLadder(160).endings(40)]
+        stages = [Stage(parts, key.tokens, Scratch(device), Scratch(device)) for key in TokenLadder(BUDGET)]
+        for seed in range(2):
+            reports = prove_endings(parts, endings, seed=seed) + SegmentProof(parts, seed).run(stages)
+            assert [r.problems for r in reports] == [()] * 8
+    finally:
+        group.close()
+
+
+def test_two_ranks_prove_together(folder: Path, tmp_path: Path) -> None:
+    """Eagerly; a recording holds no collective."""
+    run_ranks(prove_rank, 2, folder, tmp_path)
