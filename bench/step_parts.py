@@ -57,8 +57,8 @@ from workers.scratch import Scratch
 
 REPEATS, TABLES = 20, 5
 """Steps that are timed whole, and by parts."""
-BUDGETS = (8192, 16384)
-"""Token budgets: the smallest that holds the prompts is taken, and its ladder of buckets."""
+BUDGETS = (2048, 8192, 16384)
+"""Token budgets: the smallest that holds the step is taken, and its ladder of buckets."""
 MOST_KERNELS = 30
 
 
@@ -112,10 +112,14 @@ class Measured:
         return found
 
 
+def budget_of(tokens: int) -> int:
+    """The budget of a step of so many."""
+    return next(budget for budget in BUDGETS if tokens <= budget)
+
+
 def prefill(model: DeepseekModel, rows: int, length: int, width: int) -> Measured:
     """Whole prompts in one step, whose segments are replayed."""
-    budget = next(budget for budget in BUDGETS if rows * length <= budget)
-    case = Case(model, rows, width, length, 2 * width, budget)
+    case = Case(model, rows, width, length, 2 * width, budget_of(rows * length))
     tokens = Tokens.prefill(rows, length, woken(model, rows * length))
     return beside(f"prefill {rows}x{length}, width {width}", case, tokens, (), range(rows), length, 0)
 
@@ -123,7 +127,7 @@ def prefill(model: DeepseekModel, rows: int, length: int, width: int) -> Measure
 def mixed(model: DeepseekModel, rows: int, length: int, width: int, context: int, start: int) -> Measured:
     """Decode rows, and the last `length` tokens of one prompt, `start` of which are cached."""
     longest = max(context, start + length)
-    case = Case(model, rows + 1, width, longest, 8 * width, rows * width + length)
+    case = Case(model, rows + 1, width, longest, 8 * width, budget_of(rows * width + length))
     case.context = context  # that the rows are given again; the prompt's row says its own
     tokens = Tokens.mixed(rows, width, context, length, start, woken(model, rows * width + length))
     title = f"{rows} decode rows, context {context}, + {length} tokens behind {start} cached, width {width}"
@@ -151,7 +155,8 @@ def beside(
             grants=tuple(PageGrant(slot, 0, tuple(pages[slot])) for slot in prompts),
         )
 
-    key = TokenLadder(max(BUDGETS)).key(plan(1).layout)
+    layout = plan(1).layout
+    key = TokenLadder(budget_of(layout.tokens)).key(layout)
     kinds = [Scratch(case.device) for _ in range(2)]
     step, example = MixedStep(case.parts), plan(1)
     step.run(example, Stage(case.parts, key.tokens, *kinds))
@@ -166,7 +171,7 @@ def beside(
         stage = CapturedStage(case.parts, key.tokens, *scratch(), endings)
     plain = Stage(case.parts, key.tokens, *scratch())
     return Measured(
-        f"{title}: {plan(1).layout.tokens} tokens in a bucket of {key.tokens}",
+        f"{title}: {layout.tokens} tokens in a bucket of {key.tokens}",
         case,
         work,
         plan,
@@ -306,10 +311,8 @@ def mixtures(text: str) -> list[tuple[int, int]]:
     """ "64+512" -> 64 decode rows beside 512 tokens of a prompt, separated by commas."""
     pairs = [tuple(map(int, part.split("+"))) for part in text.split(",") if part]
     for pair in pairs:
-        if len(pair) != 2 or min(pair) < 1 or sum(pair) > BUDGETS[-1]:
-            raise argparse.ArgumentTypeError(
-                f"mixed steps are ROWS+TOKENS, at most {BUDGETS[-1]} tokens a step: {text}"
-            )
+        if len(pair) != 2 or min(pair) < 1:
+            raise argparse.ArgumentTypeError(f"mixed steps are ROWS+TOKENS: {text}")
     return [(rows, length) for rows, length in pairs]
 
 
@@ -335,6 +338,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error("--start is a number of tokens")
     if found.width < 1 or found.context <= found.width:
         parser.error("--width must be positive, and smaller than --context")
+    for rows, length in found.mixed or ():
+        if rows * found.width + length > BUDGETS[-1]:
+            parser.error(f"at most {BUDGETS[-1]} tokens a step: {rows} rows of {found.width} and {length} are more")
     for rows in found.decode or ():
         if rows * found.width <= MOST_STREAMED:
             parser.error(

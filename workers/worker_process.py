@@ -72,7 +72,7 @@ def _close(rank: int, runner: Runner | None, device: torch.device | None, error:
     """
     faulthandler.dump_traceback_later(CLOSING_LIMIT_S, exit=True, file=2)
     try:
-        if device is not None and device.type == "cuda":
+        if device is not None and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             # Raises if the device is lost, and then all that follows would fail or wait, each graph with a warning.
             torch.cuda.current_stream(device).query()
         if error is not None:

@@ -13,6 +13,8 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels import repeat
+
 _ROOT = Path(__file__).resolve().parents[2]
 _WAITS = ("synchronizing CUDA operation", "CUDA graph capture", "stream is capturing")
 """What torch and CUDA say of an operator that waits: in the debug mode that is on here, of a copy between a device and
@@ -24,9 +26,10 @@ class CaptureViolation(RuntimeError):
 
 
 def _line() -> str:
-    """The innermost line of the project's own code that led here, this file aside."""
+    """The innermost line of the project's own code that led here, those aside that only stand between."""
     ours = [str(_ROOT / room) + "/" for room in ("workers", "kernels", "tests")]
-    frames = [f for f in traceback.extract_stack() if f.filename.startswith(tuple(ours)) and f.filename != __file__]
+    between = __file__, repeat.__file__
+    frames = [f for f in traceback.extract_stack() if f.filename.startswith(tuple(ours)) and f.filename not in between]
     if not frames:
         return "unknown line"
     frame = frames[-1]

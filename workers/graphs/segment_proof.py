@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
+from kernels.repeat import nothing_repeated
 from workers.graphs.report import BucketReport
 from workers.graphs.scene import HUGE_PAGE, differ
 from workers.graphs.segments import Stage
@@ -80,8 +81,9 @@ class SegmentProof:
             plan, rows = self._plan(stage.tokens)
             scene = _Scene(parts, rows, self._host, self._noise)
             try:
-                eager = scene.outcome(plan, self._fresh(stage.tokens))
-                exact = scene.outcome(plan, self._fresh(plan.layout.tokens))
+                with nothing_repeated():  # what is repeated is to be proven
+                    eager = scene.outcome(plan, self._fresh(stage.tokens))
+                    exact = scene.outcome(plan, self._fresh(plan.layout.tokens))
                 stage.fill(POISON)
                 problems += scene.problems(plan, eager, scene.outcome(plan, stage))
             except IndexError as oops:

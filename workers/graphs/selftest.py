@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.repeat import nothing_repeated
 from workers.batch import Batch, LatentCache, PrefillBatch
 from workers.decode_step import DecodeStep
 from workers.graphs.report import BucketReport
@@ -119,7 +120,8 @@ class SelfTest:
             step.slot_R.fill_(-1)
             step.slot_R[: len(scene.rows)] = scene.slot_R
             self._plausible_drafts(candidate, scene)
-            eager = scene.outcome(step.run())
+            with nothing_repeated():  # what is repeated is the graph's, and to be proven
+                eager = scene.outcome(step.run())
             scene.restore()
             error = self._distance_from_prefill(scene, eager.logits_NV)
             scene.restore()
