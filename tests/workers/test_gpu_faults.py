@@ -3,11 +3,14 @@ right."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from kernels import repeat
+from kernels.repeat import Repeat
 from tests.workers.faults import (
     ENDING_FAULTS,
     FAULTS,
@@ -29,7 +32,7 @@ from workers.graphs.report import BucketReport
 from workers.graphs.segment_proof import SegmentProof
 from workers.graphs.segments import CapturedEnding, CapturedStage, Ending, Stage
 from workers.graphs.selftest import SelfTest
-from workers.plan import Admission
+from workers.plan import Admission, GraphKey
 from workers.scratch import Scratch
 from workers.step import StepParts
 
@@ -150,6 +153,32 @@ def test_faults_in_segments_are_caught_in_every_bucket(fault: type[Stage], rank:
     assert [found.bucket for found in found] == [f"{tokens} tokens" for tokens in (80, 64, 48, 32, 16)]
     for one in found:
         assert any(SEGMENT_FAULTS[fault] in text for text in one.problems), one
+
+
+def test_layers_launched_with_anothers_tensors_are_caught(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In graphs of decode steps, and between the segments of mixed ones."""
+    plain, key = Repeat.__call__, GraphKey(6, 3, 2)
+
+    def wrong(self: Repeat, index: int, call: Callable[[], None]) -> None:
+        """Every layer but the first attends with what is the own of the one before."""
+        layers = self._layers
+        if index and self._noted:
+            for again in self._noted:
+                again(layers.own[index - 1], layers.addresses[index - 1], repeat._stream(rank.parts.device))
+        else:
+            plain(self, index, call)
+
+    def plant(patch: pytest.MonkeyPatch, parts: StepParts) -> None:
+        patch.setattr(Repeat, "__call__", wrong)
+
+    buckets = [bucket(monkeypatch, rank.parts, key), bucket(monkeypatch, rank.parts, key, plant)]
+    right, found = SelfTest(rank.parts).run(buckets)
+    assert right.problems == ()
+    assert "logits differ" in found.problems
+    with monkeypatch.context() as patch:
+        plant(patch, rank.parts)
+        mixed = reports(rank)
+    assert all("logits differ" in one.problems for one in mixed), mixed
 
 
 def test_padding_of_segments_that_is_written_to_a_row_is_caught(rank: Rank) -> None:

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import repeat
+from kernels.repeat import Layers
 from kernels.testing.hopper import compile_only
 from workers.graphs.guard import CaptureViolation, capture_guard
 from workers.graphs.record import record
@@ -40,6 +42,13 @@ def test_an_allocation_is_refused_and_its_line_named() -> None:
             x[torch.tensor([0, 1])]
     assert out.tolist() == [4.0] * 4
     torch.add(x, x)
+
+
+def test_the_line_is_that_of_the_layer_where_its_launches_are_noted() -> None:
+    x = torch.ones(4)
+    with capture_guard(CPU), repeat._noting(Layers([(x,), (x,)])):
+        with pytest.raises(CaptureViolation, match=r"test_guard\.py:\d+: torch\.add\(x, x\)"):
+            torch.add(x, x)
 
 
 def test_views_and_results_in_given_memory_pass() -> None:
