@@ -46,9 +46,9 @@ def test_an_allocation_is_refused_and_its_line_named() -> None:
 
 def test_the_line_is_that_of_the_layer_where_its_launches_are_noted() -> None:
     x = torch.ones(4)
-    with capture_guard(CPU), repeat._noting(Layers([(x,), (x,)])):
-        with pytest.raises(CaptureViolation, match=r"test_guard\.py:\d+: torch\.add\(x, x\)"):
-            torch.add(x, x)
+    refused = pytest.raises(CaptureViolation, match=r"test_guard\.py:\d+: torch\.add\(x, x\)")
+    with capture_guard(CPU), repeat._noting(Layers([(x,), (x,)])), refused:
+        torch.add(x, x)
 
 
 def test_views_and_results_in_given_memory_pass() -> None:

@@ -122,10 +122,20 @@ def test_graphs_that_stay_keep_the_group_and_hide_no_cause(world: Mock, caplog: 
 def test_on_a_lost_device_nothing_is_closed(world: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = torch.AcceleratorError("the cause: an illegal memory access")
     world.pick_device.return_value = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", Mock(return_value=Mock(query=Mock(side_effect=lost))))
     world.Replica.return_value.runner.launch.side_effect = lost
     run(torch.AcceleratorError)
     assert order(world, GRAPHS, GROUP) == []
+
+
+def test_a_device_that_was_never_used_is_left_alone(world: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.pick_device.return_value = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock(side_effect=AssertionError("a context for nothing")))
+    world.TensorParallel.connect.side_effect = ValueError("the cause")
+    run(ValueError)
+    assert order(world, GRAPHS, GROUP) == [GROUP]
 
 
 LIMIT_S = 1.0
