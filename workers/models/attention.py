@@ -31,7 +31,7 @@ from kernels.rope_cache import rope_cache
 from workers.batch import Batch, DecodeBatch
 from workers.models.absorbed import AbsorbedRows
 from workers.models.config import ModelConfig
-from workers.models.prefill import Expansion, PrefillGeometry
+from workers.models.prefill import PrefillGeometry, PrefillKeys, RecalledContext
 from workers.models.products import Products
 from workers.models.rope import softmax_scale
 from workers.scratch import Scratch
@@ -39,6 +39,9 @@ from workers.weights import WeightSource
 
 LATENT_NORM_EPS: Final = 1e-6
 """Of the norms inside attention; the published models do not take it from rms_norm_eps."""
+FEWEST_EXPANDED: Final = MOST_STREAMED + 1
+"""Fewest latents of cached context that are expanded at once: fewer have kernels of their own for every few of them, to
+be compiled when they first come."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,9 @@ class PrefillAttending:
 
     geometry: PrefillGeometry
     q_THD: Tensor
-    expansions: tuple[Expansion, ...]
-    """The chunk's own tokens, then the pieces of cached context."""
+    own: PrefillKeys
+    """Of the chunk's own tokens; they are there when attention begins."""
+    context: tuple[RecalledContext, ...]
     out_THV: Tensor
 
 
@@ -369,9 +373,9 @@ class LatentAttention:
         (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
         # Partial results stay in fp32 until the last merge.
         sums = [(out_THV, scratch.empty(tokens, heads, dtype=torch.float32))]
-        most = max((piece.entries for piece in pieces), default=0)
         if pieces:
             # One piece's keys exist at a time.
+            most = max(FEWEST_EXPANDED, *(piece.entries for piece in pieces))
             context_SC = scratch.empty(most, latent_TC.shape[1], dtype=dtype)
             kv_SHF = scratch.empty(most, *kv_THF.shape[1:], dtype=dtype)
             sums = [
@@ -381,39 +385,27 @@ class LatentAttention:
                 )
                 for _ in range(2)
             ]
-        own = self._expansion(latent_TC, kv_THF, geometry.cu_q_B1, geometry.max_q, sums[0])
-        context = [
-            self._expansion(
-                *(context_SC[: piece.entries], kv_SHF[: piece.entries], piece.cu_k_B1, piece.max_k, sums[1]),
-                begin=piece.begin,
+        own = self._keys(latent_TC, kv_THF, geometry.cu_q_B1, geometry.max_q, sums[0])
+        context = []
+        for piece in pieces:
+            source_SC, own_SHF = context_SC[: piece.entries], kv_SHF[: piece.entries]
+            expanded = max(piece.entries, FEWEST_EXPANDED)
+            context.append(
+                RecalledContext(
+                    begin=piece.begin,
+                    source_SC=source_SC,
+                    latent_XL=context_SC[:expanded, : self.latent],
+                    kv_XF=kv_SHF[:expanded].flatten(1),
+                    keys=self._keys(source_SC, own_SHF, piece.cu_k_B1, piece.max_k, sums[1]),
+                )
             )
-            for piece in pieces
-        ]
-        return PrefillAttending(geometry, q_THD, (own, *context), out_THV)
+        return PrefillAttending(geometry, q_THD, own, tuple(context), out_THV)
 
-    def _expansion(
-        self,
-        source_SC: Tensor,
-        kv_SHF: Tensor,
-        cu_k_B1: Tensor,
-        max_k: int,
-        sum: tuple[Tensor, Tensor],
-        *,
-        begin: int | None = None,
-    ) -> Expansion:
-        return Expansion(
-            begin=begin,
-            source_SC=source_SC,
-            latent_SL=source_SC[:, : self.latent],
-            kv_SF=kv_SHF.flatten(1),
-            key_SHN=kv_SHF[..., : self.nope],
-            key_SO=source_SC[:, self.latent :],
-            value_SHV=kv_SHF[..., self.nope :],
-            cu_k_B1=cu_k_B1,
-            max_k=max_k,
-            out_THV=sum[0],
-            lse_TH=sum[1],
-        )
+    def _keys(
+        self, source_SC: Tensor, kv_SHF: Tensor, cu_k_B1: Tensor, max_k: int, sum: tuple[Tensor, Tensor]
+    ) -> PrefillKeys:
+        key_SHN, value_SHV = kv_SHF[..., : self.nope], kv_SHF[..., self.nope :]
+        return PrefillKeys(key_SHN, source_SC[:, self.latent :], value_SHV, cu_k_B1, max_k, *sum)
 
     def tensors(self, cache_PKC: Tensor) -> tuple[Tensor, ...]:
         """What `attend` reads or writes of this layer alone; all else is in its `attending`."""
@@ -472,17 +464,17 @@ class LatentAttention:
 
     def prefill(self, rows: PrefillAttending, cache_PKC: Tensor) -> None:
         """Expanded form, the chunk's own tokens causally, then cached context piece by piece."""
-        own, *context = rows.expansions
+        own, context = rows.own, rows.context
         self._attend_expanded(rows, own, causal=True)
         for piece in context:
-            assert piece.begin is not None
-            gather_context(cache_PKC, rows.geometry.page_BP, piece.cu_k_B1, piece.source_SC, begin=piece.begin)
-            self._expand(piece.latent_SL, piece.kv_SF)
-            self._attend_expanded(rows, piece, causal=False)
+            keys = piece.keys
+            gather_context(cache_PKC, rows.geometry.page_BP, keys.cu_k_B1, piece.source_SC, begin=piece.begin)
+            self._expand(piece.latent_XL, piece.kv_XF)
+            self._attend_expanded(rows, keys, causal=False)
             into_THV = rows.out_THV if piece is context[-1] else own.out_THV
-            merge_attention(own.out_THV, own.lse_TH, piece.out_THV, piece.lse_TH, into_THV, own.lse_TH)
+            merge_attention(own.out_THV, own.lse_TH, keys.out_THV, keys.lse_TH, into_THV, own.lse_TH)
 
-    def _attend_expanded(self, rows: PrefillAttending, keys: Expansion, *, causal: bool) -> None:
+    def _attend_expanded(self, rows: PrefillAttending, keys: PrefillKeys, *, causal: bool) -> None:
         mla_prefill(
             rows.q_THD,
             keys.key_SHN,

@@ -34,25 +34,30 @@ class ContextPiece:
 
 
 @dataclass(frozen=True)
-class Expansion:
-    """One set of keys of the prefill rows, expanded from their latents: memory and the views that kernels read. Those
-    of the chunk's own tokens are there before attention begins."""
+class PrefillKeys:
+    """One set of keys and values of the prefill rows, and where attention over these alone goes."""
 
-    begin: int | None
-    """The first of a row's cached entries; None when they are the chunk's own."""
-    source_SC: Tensor
-    """The latents and roped keys. `latent_SL` and `key_SO` are its columns."""
-    latent_SL: Tensor
-    kv_SF: Tensor
-    """What a latent expands to, all heads side by side. `key_SHN` and `value_SHV` are parts of it."""
     key_SHN: Tensor
     key_SO: Tensor
     value_SHV: Tensor
     cu_k_B1: Tensor
     max_k: int
     out_THV: Tensor
-    """Attention over these keys alone, with its log-sum-exp."""
     lse_TH: Tensor
+
+
+@dataclass(frozen=True)
+class RecalledContext:
+    """A piece of cached context on its way back to keys: the memory it takes, which the pieces share."""
+
+    begin: int
+    source_SC: Tensor
+    """Its latents and roped keys, row after row."""
+    latent_XL: Tensor
+    """The latents, and arbitrary ones behind them where they are few."""
+    kv_XF: Tensor
+    """What each expands to, all heads side by side."""
+    keys: PrefillKeys
 
 
 @dataclass(frozen=True)
