@@ -47,6 +47,7 @@ from kernels.silu_mul import launch as gate_launch
 from kernels.silu_mul import reference as gate_reference
 from kernels.verify import launch as verify_launch
 from kernels.verify import reference as verify_reference
+from workers.models.decode_path import MOST_MERGED
 from workers.models.products import MOST_DEPENDENT, ROUTER_PARTS
 
 EPS = 1e-6
@@ -360,9 +361,11 @@ def absorb_parts(sizes: Sizes, tokens: int, device: torch.device) -> Call | None
     return absorb(sizes, tokens, device, parts) if parts else None
 
 
-def merge_up(sizes: Sizes, tokens: int, device: torch.device) -> Call:
+def merge_up(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
     """Decode rows' pieces of attention and W_UV: rows of one token over 1,024. All have the same pages, which it does
     not read; what must move is counted as of one piece a row."""
+    if MOST_MERGED < tokens <= MOST_STREAMED:
+        return None
     shape = DecodeShape(tokens, 1, sizes.heads, sizes.latent, sizes.rope, CONTEXT_PAGES)
     choose = hopper_tiling if is_hopper(device) else portable_tiling
     tiling, scale = choose(shape, multiprocessors(device)), sizes.width**-0.5
