@@ -23,10 +23,11 @@ TOKENS = tiny().size
 
 @given(st.text(max_size=60))
 @example("👩‍🚀 e\u0301 \ufffd \ufffd")
+@example("<|assistant|> is a token of its own")
 def test_encoded_text_comes_back_piece_by_piece(text: str) -> None:
     tokenizer = tiny()
-    stream = tokenizer.detokenizer()
-    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+    stream = tokenizer.detokenizer(False)
+    pieces = [stream.push(token) for token in tokenizer.encode(text, add_special_tokens=False)]
     assert "".join(pieces) == text  # nothing is left for flush: the text ends with a whole character
     assert stream.flush() == ""
 
