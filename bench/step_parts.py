@@ -166,8 +166,9 @@ def beside(
         return [Scratch(case.device, buffer) for buffer in buffers]
 
     with no_garbage_collection():
-        keys = TokenLadder(key.tokens).endings(case.parts.state.slots)
-        endings = {key: CapturedEnding(case.parts, key.tokens, scratch()[1]) for key in keys}
+        # The step's own alone: of the others nothing has run, and a capture would have to compile them.
+        ending = TokenLadder(key.tokens).key(BatchLayout(1, layout.sampled_rows))
+        endings = {ending: CapturedEnding(case.parts, ending.tokens, scratch()[1])}
         stage = CapturedStage(case.parts, key.tokens, *scratch(), endings)
     plain = Stage(case.parts, key.tokens, *scratch())
     return Measured(

@@ -4,6 +4,7 @@ device need one."""
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from torch.profiler import ProfilerActivity
 from tests.workers.bench_shapes import SMALL
 from workers.decode_step import DecodeStep
 from workers.graphs.segments import Ending, Stage
-from workers.step import StepOutput
+from workers.plan import TokenKey
+from workers.scratch import Scratch
+from workers.step import StepOutput, StepParts
 
 
 @pytest.fixture
@@ -43,11 +46,34 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         def replay(self) -> StepOutput:
             return self.step.run()
 
+    ran: set[int] = set()
+    run_ending = Ending.run
+
+    def run(self: Ending) -> None:
+        ran.add(self.tokens)
+        run_ending(self)
+
+    class EagerEnding(Ending):
+        def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
+            super().__init__(parts, tokens, inner)
+            assert tokens in ran, "a capture refuses what never ran for real"
+
+    class EagerStage(Stage):
+        def __init__(
+            self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch, endings: Mapping[TokenKey, Ending]
+        ) -> None:
+            super().__init__(parts, tokens, scratch, inner)
+            self._endings = endings
+
+        def ending(self, key: TokenKey) -> Ending:
+            return self._endings[key]
+
+    monkeypatch.setattr(Ending, "run", run)
     monkeypatch.setattr(parts, "event", Event)
     monkeypatch.setattr(parts, "hold", lambda ms: None)
     monkeypatch.setattr(parts, "wait", lambda: None)
-    monkeypatch.setattr(step_parts, "CapturedEnding", Ending)
-    monkeypatch.setattr(step_parts, "CapturedStage", lambda *place: Stage(*place[:4]))
+    monkeypatch.setattr(step_parts, "CapturedEnding", EagerEnding)
+    monkeypatch.setattr(step_parts, "CapturedStage", EagerStage)
     monkeypatch.setattr(step_parts, "CapturedStep", EagerStep)
     return step_parts
 
@@ -92,20 +118,20 @@ def test_a_decode_step_is_cut_into_parts(bench: ModuleType, width: int, capsys: 
     assert "    decode rows   " in printed
 
 
-@pytest.mark.parametrize(("width", "start"), [(1, 0), (2, 70)])
+@pytest.mark.parametrize(("rows", "width", "start"), [(5, 1, 0), (5, 2, 70), (16, 1, 0), (16, 2, 70)])
 @torch.inference_mode()
 def test_a_mixed_step_is_cut_into_parts(
-    bench: ModuleType, width: int, start: int, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType, rows: int, width: int, start: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = bench.mixed(small_model(bench, width), 5, 30, width, 100, start)
+    step = bench.mixed(small_model(bench, width), rows, 30, width, 100, start)
     bench.report(step)
     printed = capsys.readouterr().out
-    title = f"5 decode rows, context 100, + 30 tokens behind {start} cached, width {width}"
-    assert f"{title}: {5 * width + 30} tokens in a bucket of " in printed
+    title = f"{rows} decode rows, context 100, + 30 tokens behind {start} cached, width {width}"
+    assert f"{title}: {rows * width + 30} tokens in a bucket of " in printed
     assert LAYERS.items() <= calls(printed).items()
     assert "    decode rows   " in printed
     assert "    prefill rows   " in printed
-    assert step.case.state.tensors.length_S[5] == start + 30
+    assert step.case.state.tensors.length_S[rows] == start + 30
 
 
 @torch.inference_mode()
