@@ -100,6 +100,39 @@ def check_row_of_sums(group: TensorParallel, device: torch.device, shape: tuple[
     graph.reset()
 
 
+def check_both_ways_in_turns(group: TensorParallel, device: torch.device, dtype: torch.dtype) -> None:
+    """Sums in one shot and in two, one behind the other, eager and in a graph: they share the memory and the signals,
+    but not the number of blocks that signal. On another rank every replay begins late."""
+    shapes = [(1, 2048), (1100, 2048), (16, 2048), (515, 2056)] * 3
+    every = [parts_of(group.size, shape, dtype, seed=index) for index, shape in enumerate(shapes)]
+    xs = [parts[group.rank].to(device) for parts in every]
+    sums = [torch.empty_like(x) for x in xs]
+
+    def run() -> None:
+        for x, sum in zip(xs, sums, strict=True):
+            part = group.part(sum)
+            part.copy_(x)
+            group.all_reduce(part, sum)
+
+    run()
+    for sum, parts in zip(sums, every, strict=True):
+        check(sum, parts)
+    expected = [sum.clone() for sum in sums]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    for replay in range(REPLAYS):
+        if replay % group.size == group.rank:
+            torch.cuda._sleep(1_000_000)  # cycles, about half a millisecond
+        graph.replay()
+        replayed = [sum.clone() for sum in sums]
+        run()
+        assert all(map(torch.equal, replayed, expected))
+        assert all(map(torch.equal, sums, expected))
+    graph.reset()
+
+
 def rank_main(rank: int, ranks: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -113,6 +146,7 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
             assert (x.nbytes <= one_shot_bytes(ranks)) == (shape[0] <= 64)
             check_sums(group, device, shape, dtype)
             check_row_of_sums(group, device, shape, dtype)
+        check_both_ways_in_turns(group, device, dtype)
     group.close()
 
 
