@@ -13,6 +13,7 @@ from random_model import V2_LITE_HEADS, random_model
 from tiny_models import KINDS, VOCAB, write_tiny
 
 from kernels.repeat import Repeat, nothing_repeated
+from workers.models import prefill
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +56,9 @@ def test_repeated_layers_give_the_bits_of_their_own_launches(
     invariant: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decode rows alone; beside chunks, short and long, with and without context; chunks alone."""
+    """Decode rows alone; beside chunks, short and long, with and without context; chunks alone. Context comes in two
+    pieces, once in one of 14 entries."""
+    monkeypatch.setattr(prefill, "CONTEXT_ENTRIES", 256)
     values = V2_LITE_HEADS | {"num_hidden_layers": 4} | overrides
     model = random_model(values, dtype, torch.device("cuda"), invariant=invariant)
     sequences = [random_tokens(80, row, 160) for row in range(rows)]
@@ -79,7 +82,7 @@ def test_repeated_layers_give_the_bits_of_their_own_launches(
         found = []
         for decode, tokens, chunks in [
             ([], 1, [(row, 60) for row in some]),
-            (some, width, [(long, 300)]),
+            (some, width, [(long, 270)]),
             (some, width, [(long, 17), (other, 280)]),
             (some, width, []),
             ([], 1, [(long, 350)]),
