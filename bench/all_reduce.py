@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from workers.parallel import TensorParallel
 from workers.symmetric import fits
 
-SIZES = (4 << 10, 14 << 10, 56 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 32 << 20)
+SIZES = (4 << 10, 14 << 10, 56 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
 IN_A_ROW = 50
 REPLAYS = 20
 

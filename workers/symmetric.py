@@ -86,10 +86,14 @@ def connect(rank: int, size: int, device: torch.device) -> SymmetricSum | None:
     shared, problem = None, ""
     try:
         shared = SymmetricSum(device)
-        probe_4 = torch.empty(4, device=device)
-        shared.all_reduce(shared.part(probe_4).fill_(rank + 1.0), probe_4)
-        if probe_4.tolist() != [size * (size + 1) / 2] * 4:
-            problem = f"a sum of {size} ranks came out as {probe_4.tolist()}"
+        # In one shot, and in two.
+        for nbytes in (_ALIGNMENT, one_shot_bytes(size) + _ALIGNMENT):
+            probe = torch.empty(nbytes // 4, device=device)
+            if fits(probe, size):
+                shared.all_reduce(shared.part(probe).fill_(rank + 1.0), probe)
+                wrong = probe[probe != size * (size + 1) / 2].tolist()
+                if wrong and not problem:
+                    problem = f"a sum of {nbytes} bytes over {size} ranks came out as {wrong[0]}"
     except (RuntimeError, ImportError) as error:
         problem = f"{type(error).__name__}: {error}"
     problems: list[str | None] = [None] * size

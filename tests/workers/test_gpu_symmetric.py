@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
+from workers import symmetric
 from workers.parallel import TensorParallel
 from workers.symmetric import MOST_BYTES, fits, one_shot_bytes
 
@@ -38,6 +39,43 @@ def test_only_what_the_kernels_can_sum_goes_there(
 def test_strided_and_misaligned_parts_go_over_nccl() -> None:
     assert not fits(torch.empty(8, 16)[:, :8], 2)
     assert not fits(torch.empty(9)[1:], 2)
+
+
+@pytest.mark.parametrize(("ranks", "largest"), [(2, (1 << 20) + 16), (4, (1 << 19) + 16), (3, 16)])
+@pytest.mark.parametrize("wrong", [None, 16, "largest"])
+def test_no_way_to_sum_is_trusted_untried(
+    ranks: int,
+    largest: int,
+    wrong: int | str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In two shots only where there are as many ranks as its kernel serves. A rank tries all, whatever came out: the
+    others do, too, and would wait for it."""
+    tried: list[int] = []
+
+    class Sums:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def part(self, out: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(out)
+
+        def all_reduce(self, part: torch.Tensor, out: torch.Tensor) -> None:
+            tried.append(part.nbytes)
+            out.fill_(float(part[0]) * ranks * (ranks + 1) / 2)
+            if part.nbytes == (largest if wrong == "largest" else wrong):
+                out[-1] = 0.5
+
+    def gather(everyone: list[object], own: object) -> None:
+        everyone[:] = [own] * len(everyone)
+
+    monkeypatch.setattr(symmetric, "SymmetricSum", Sums)
+    monkeypatch.setattr(symmetric.dist, "all_gather_object", gather)
+    found = symmetric.connect(0, ranks, torch.device("cpu"))
+    assert tried == sorted({16, largest})
+    assert (found is None) == (wrong is not None)
+    assert ("came out as 0.5" in caplog.text) == (wrong is not None)
 
 
 def parts_of(ranks: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:

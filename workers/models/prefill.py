@@ -2,6 +2,10 @@
 
 Cached context is attended to in bounded pieces, all rows side by side: its keys and values, expanded from the latent,
 are many times the latent's size and never exist for a whole long context at once.
+
+Shape legend: T tokens of the prefill rows, H heads of this rank, N / O non-rope / rope features of a key, V value
+features, L latent features, C = L + O cached features, F = H (N + V), B rows, P pages a row may hold, S entries of all
+rows, X >= S latents that are expanded at once.
 """
 
 from __future__ import annotations
