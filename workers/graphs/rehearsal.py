@@ -4,10 +4,11 @@ compile what runs between the segments. Their rows are of slot -1, whose pages a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
 from workers.batch import Batch, DecodeBatch
 from workers.graphs.ladder import TokenLadder
@@ -19,41 +20,68 @@ from workers.step import StepParts
 
 NOBODY = -1
 _SHORT = 16
-"""Tokens of a short chunk, for which attention has a kernel of its own."""
+"""Tokens of the shortest chunk: fewer take no other kernels."""
 
 
 def rehearsals(parts: StepParts, budget: int) -> Iterator[StepPlan]:
-    """Plans of every kind of mixed step: all but one slot decoding, at either width, or none; long chunks and short
-    ones, with cached context and without."""
-    longest = min(parts.model.max_positions, parts.state.pages_per_row * PAGE_TOKENS) - parts.width
-    slots, widths = parts.state.slots, sorted({1, parts.width}, reverse=True)
-    for context in (0, min(PAGE_TOKENS, longest - 1)):
+    """Plans of every kind of mixed step: all but one slot decoding, at either width, or none; chunks of every length
+    for which attention may have a kernel of its own, with cached context and without."""
+    slots, widths, drafts = parts.state.slots, sorted({1, parts.width}, reverse=True), parts.width - 1
+    longest = _longest(parts)
+    for context in (0, PAGE_TOKENS):
         for width in widths:
             decode = (NOBODY,) * min(slots - 1, (budget - 1) // width)
             room = budget - width * len(decode)
-            yield _plan(width, parts.width - 1, decode, _chunks(room, context, longest, slots - len(decode)))
-        yield _plan(parts.width, parts.width - 1, (), _chunks(min(_SHORT, budget), context, longest, slots))
-    # Rows with more context than is expanded at once: the more rows, the less of each.
+            yield _plan(width, drafts, decode, _chunks(room, context, longest, slots - len(decode)))
+        for tokens in _doubled(_SHORT, budget):
+            yield _plan(parts.width, drafts, (), _chunks(tokens, context, longest, slots))
+    # Rows with more context than is expanded at once: the more rows, the less of each. One entry more, for rows may not
+    # have room for a page.
     rows = min(slots, budget)
-    context = entries_of_a_row(rows) + PAGE_TOKENS
+    context = entries_of_a_row(rows) + 1
     if context < longest:
-        yield StepPlan(1, 1, parts.width - 1, (), tuple(next(_chunks(1, context, longest, 1)) for _ in range(rows)))
+        yield _plan(1, drafts, (), _single(rows, context))
 
 
 def companies(parts: StepParts, budget: int) -> Iterator[StepPlan]:
-    """Plans of a short chunk beside every power of two of decode rows, at either width: how attention deals them out
-    and merges them is compiled in."""
-    rows = 1
-    while rows < parts.state.slots:
-        for width in {1, parts.width}:
-            if rows * width < budget:
-                yield _plan(width, parts.width - 1, (NOBODY,) * rows, _chunks(1, 0, 1, 1))
-        rows *= 2
+    """Plans of a short chunk beside every power of two of decode rows, and beside the most whose products are streamed,
+    at either width: how attention deals them out and merges them is compiled in. And of as many chunks, alone and
+    beside one that fills the step: to invariant mode's attention they are decode rows, too."""
+    slots, drafts = parts.state.slots, parts.width - 1
+    for width in sorted({1, parts.width}):
+        for rows in sorted({*_doubled(1, slots), MOST_STREAMED // width}):
+            if 0 < rows < slots and rows * width < budget:
+                yield _plan(width, drafts, (NOBODY,) * rows, _single(1, 0))
+    for rows in _doubled(1, min(slots, budget)):
+        yield _plan(1, drafts, (), _single(rows, 0))
+        if rows < slots:
+            filling = _chunks(budget - rows, 0, _longest(parts), slots - rows)
+            yield _plan(1, drafts, (), (*_single(rows, 0), *filling))
+
+
+def _longest(parts: StepParts) -> int:
+    """Tokens a row may have behind which there is room for a step's own."""
+    return min(parts.model.max_positions, parts.state.pages_per_row * PAGE_TOKENS) - parts.width
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    """`first` times every power of two, below `last`, and `last`."""
+    counts = []
+    while first < last:
+        counts.append(first)
+        first *= 2
+    return [*counts, last]
+
+
+def _single(rows: int, context: int) -> Iterator[PrefillRow]:
+    """So many chunks of one token, each the end of a prompt."""
+    return (PrefillRow(NOBODY, context, (0,), 0, True) for _ in range(rows))
 
 
 def _chunks(tokens: int, context: int, longest: int, rows: int) -> Iterator[PrefillRow]:
-    """Rows that feed so many tokens behind `context` cached ones, or what so many rows can; the first ends its
-    prompt."""
+    """Rows that feed so many tokens, or what so many rows can; the first ends its prompt. Behind `context` cached ones,
+    or what so many tokens leave room for, one at least."""
+    context = min(context, max(longest - tokens, 1), longest - 1)
     begun = 0
     while begun < tokens and rows:
         rows -= 1
@@ -63,7 +91,7 @@ def _chunks(tokens: int, context: int, longest: int, rows: int) -> Iterator[Pref
         begun += count
 
 
-def _plan(width: int, drafts: int, decode: tuple[int, ...], prefill: Iterator[PrefillRow]) -> StepPlan:
+def _plan(width: int, drafts: int, decode: tuple[int, ...], prefill: Iterable[PrefillRow]) -> StepPlan:
     return StepPlan(1, width, drafts, decode, tuple(prefill))
 
 
