@@ -1,0 +1,170 @@
+"""Whatever a step launches was compiled before: else a request waits for the compiler. By Triton's rule for what it
+compiles anew, on a CPU that passes for a Hopper GPU; tests/workers/test_gpu_engine.py has a real one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kernels.page import PAGE_TOKENS
+from tests.tiny_models import write_tiny
+from tests.workers.pretended import pretend
+from workers.batch import LatentCache
+from workers.config import EngineConfig
+from workers.graphs import capture, ending_proof, segment_proof, selftest
+from workers.graphs.proof import prove
+from workers.models import load_model
+from workers.parallel import TensorParallel
+from workers.plan import Admission, PrefillRow, SamplingParams, StepPlan
+from workers.replica import max_context
+from workers.runner import Runner
+from workers.scheduler import max_entries_per_row, max_pages_per_row
+
+PUBLISHED = {
+    "hidden_size": 256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 2048,
+}
+"""Head sizes of the published models, for which Hopper has kernels of its own."""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny(tmp_path_factory.mktemp("published"), "v3-no-q-lora", **PUBLISHED))
+
+
+class Start:
+    """What a replica on a GPU does before it serves, see `workers.replica.Replica`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, config: EngineConfig, ranks: int = 1, pages: int = 120) -> None:
+        self._config, self._pages, self._group = config, pages, TensorParallel(0, ranks)
+        self._context = max_context(config)
+        self._model = load_model(
+            config.folder,
+            group=self._group,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            max_positions=max_entries_per_row(self._context, config.width),
+            draft_layer=config.width > 1,
+            invariant=config.invariant,
+        )
+        for proof in (selftest, segment_proof, ending_proof):
+            patch.setattr(proof, "ATTEMPTS", 1)  # none succeeds where nothing is computed
+        self.variants = pretend(patch)
+
+    def compiled(self) -> list[tuple[str, str]]:
+        """What is compiled ahead: on a pool of two pages."""
+        trial = self._runner(2)
+        trial.compile(threads=1)
+        before = list(self.variants)
+        trial.warm_up()
+        return before
+
+    def ready(self) -> Runner:
+        """A runner with its own pool, captured and tested."""
+        runner = self._runner(self._pages)
+        runner.capture()
+        prove(runner.parts, runner.graphs)
+        return runner
+
+    def _runner(self, pages: int) -> Runner:
+        config, model, device = self._config, self._model, torch.device("cpu")
+        layers = model.config.num_layers + (config.width > 1)
+        cache = LatentCache.allocate(layers, pages, PAGE_TOKENS, model.cache_width, torch.bfloat16, device)
+        pages_per_row = max_pages_per_row(self._context, config.width)
+        sizes = (config.max_rows, config.width, pages_per_row, config.token_budget)
+        return Runner(model, cache, *sizes, self._group)
+
+
+def random_plans(runner: Runner, budget: int, seed: int) -> Iterator[StepPlan]:
+    """Steps as a scheduler may ask for: few tokens and many, chunks that end their prompt and that do not, behind no
+    context, a few entries, whole pages, as many as a row may have."""
+    rng, parts = random.Random(seed), runner.parts
+    rows, width = parts.state.slots, parts.width
+    longest = min(parts.model.max_positions, parts.state.pages_per_row * PAGE_TOKENS) - 2 * width
+    for step in range(1, 401):
+        slots = rng.sample(range(rows), rows)
+        feeds, drafts = rng.choice([1, width]), rng.choice([0, width - 1])
+        if step % 10 == 0:
+            yield StepPlan(step, feeds, drafts, tuple(slots[: rng.randint(1, rows)]))
+            continue
+        left = rng.choice([budget, rng.randint(1, budget), rng.randint(1, 20)])
+        most = min(rows - 1, (left - 1) // feeds)
+        decode = tuple(slots.pop() for _ in range(rng.choice([0, most, rng.randint(0, most)])))
+        left -= feeds * len(decode)
+        chunks: list[PrefillRow] = []
+        while (left and slots and rng.random() < 0.9) or not chunks:
+            count = min(rng.choice([left, rng.randint(1, left), rng.randint(1, min(left, 18))]), longest)
+            room = longest - count
+            start = min(
+                room, rng.choice([0, rng.randint(0, 20), PAGE_TOKENS * rng.randint(0, 5), rng.randint(0, room)])
+            )
+            write_from, final = start + rng.choice([0, rng.randrange(count)]), rng.random() < 0.5
+            chunks.append(PrefillRow(slots.pop(), start, (0,) * count, write_from, final, -1 if final else 0))
+            left -= count
+        params = SamplingParams(10, rng.choice([0.0, 1.0]), presence_penalty=rng.choice([0.0, 1.0]))
+        admissions = tuple(Admission(chunk.slot, params, history=(1, 2)) for chunk in chunks if not chunk.start)
+        yield StepPlan(step, feeds, drafts, decode, tuple(chunks), admissions, logprobs=rng.choice([-1, 0, 3]))
+
+
+def late(start: Start, budget: int, seed: int) -> list[tuple[str, str]]:
+    """The variants that are not compiled ahead."""
+    ahead = start.compiled()
+    assert len(ahead) > 30
+    runner = start.ready()
+    for plan in random_plans(runner, budget, seed):
+        runner.execute(plan)
+    assert not runner.stats.eager
+    return start.variants[len(ahead) :]
+
+
+def settings(model: str, width: int, **others: Any) -> EngineConfig:
+    defaults = {"max_rows": 8, "token_budget": 96, "max_context": None}
+    return EngineConfig(model=model, device="cpu", width=width, **{**defaults, **others})
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize("context", [None, 540, 70], ids=["", "just two pieces of context", "just two pages"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_demo_compiles_nothing_late(
+    width: int, context: int | None, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings("demo", width, max_context=context, invariant=invariant)
+    assert late(Start(monkeypatch, config), 96, seed=width) == []
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_published_heads_compile_nothing_late(
+    width: int, invariant: bool, published: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention has kernels of its own for chunks of up to 64 tokens, of fewer than 256, and of more."""
+    config = settings(published, width, token_budget=300, max_context=700, invariant=invariant)
+    assert late(Start(monkeypatch, config), 300, seed=width) == []
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_one_of_two_ranks_compiles_nothing_late(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for collective in ("all_reduce", "broadcast", "all_gather_into_tensor"):
+        monkeypatch.setattr(dist, collective, lambda *args, **options: None)
+    monkeypatch.setattr(TensorParallel, "gather_bytes", lambda self, payload, device: [payload] * self.size)
+    assert late(Start(monkeypatch, settings("demo", width), ranks=2), 96, seed=width) == []
+
+
+def test_what_is_not_rehearsed_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch, settings("demo", 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "rehearse", lambda stage: None)
+        ahead = start.compiled()
+    start.ready()
+    assert {"gather", "rope_cache"} <= {kernel for kernel, _ in start.variants[len(ahead) :]}
