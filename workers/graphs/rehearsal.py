@@ -45,13 +45,15 @@ def rehearsals(parts: StepParts, budget: int) -> Iterator[StepPlan]:
 
 def companies(parts: StepParts, budget: int) -> Iterator[StepPlan]:
     """Plans of a short chunk beside every power of two of decode rows, and beside the most whose products are streamed,
-    at either width: how attention deals them out and merges them is compiled in. And of as many chunks, alone and
-    beside one that fills the step: to invariant mode's attention they are decode rows, too."""
+    at either width: how attention deals them out and merges them is compiled in. In invariant mode, to whose attention
+    they are decode rows, too, of as many chunks, alone and beside one that fills the step."""
     slots, drafts = parts.state.slots, parts.width - 1
     for width in sorted({1, parts.width}):
         for rows in sorted({*_doubled(1, slots), MOST_STREAMED // width}):
             if 0 < rows < slots and rows * width < budget:
                 yield _plan(width, drafts, (NOBODY,) * rows, _single(1, 0))
+    if not parts.model.products.invariant:
+        return
     for rows in _doubled(1, min(slots, budget)):
         yield _plan(1, drafts, (), _single(rows, 0))
         if rows < slots:
