@@ -20,7 +20,7 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 24
-"""Largest part that is summed this way: beyond, NCCL's ring is as good, and the memory better used."""
+"""Largest part that is summed this way: beyond, NCCL's ring is little slower, and the memory better used."""
 
 _ONE_SHOT_BYTES = {2: 1 << 20}
 """Largest part that is summed in one shot, by the number of ranks."""

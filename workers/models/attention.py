@@ -31,7 +31,7 @@ from kernels.rope_cache import rope_cache
 from workers.batch import Batch, DecodeBatch
 from workers.models.absorbed import AbsorbedRows
 from workers.models.config import ModelConfig
-from workers.models.prefill import PrefillGeometry, PrefillKeys, RecalledContext
+from workers.models.prefill import PrefillAttending, PrefillGeometry, PrefillKeys
 from workers.models.products import Products
 from workers.models.rope import softmax_scale
 from workers.scratch import Scratch
@@ -39,9 +39,6 @@ from workers.weights import WeightSource
 
 LATENT_NORM_EPS: Final = 1e-6
 """Of the norms inside attention; the published models do not take it from rms_norm_eps."""
-FEWEST_EXPANDED: Final = MOST_STREAMED + 1
-"""Fewest latents of cached context that are expanded at once: fewer have kernels of their own for every few of them, to
-be compiled when they first come."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +88,6 @@ class DecodeAttending:
     roped_THO: Tensor
     attended_RWHL: Tensor
     lse_RWH: Tensor
-    out_THV: Tensor
-
-
-@dataclass(frozen=True)
-class PrefillAttending:
-    """Views of the prefill rows' tokens, and memory, for the expanded form."""
-
-    geometry: PrefillGeometry
-    q_THD: Tensor
-    own: PrefillKeys
-    """Of the chunk's own tokens; they are there when attention begins."""
-    context: tuple[RecalledContext, ...]
     out_THV: Tensor
 
 
@@ -297,7 +282,7 @@ class LatentAttention:
             else:
                 assert projected.kv_THF is not None
                 kv = projected.latent_TC[own], projected.kv_THF[own]
-                prefill = self._attending_prefill(projected.q_THD[own], *kv, out_THV[own], geometry, scratch)
+                prefill = PrefillAttending.of(projected.q_THD[own], *kv, out_THV[own], geometry, self.nope, scratch)
         return Attending(decode, prefill)
 
     def _decode_memory(self, rows: int, width: int, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
@@ -360,52 +345,6 @@ class LatentAttention:
             for part, some in parts
         )
         return AbsorbedAttending(rows, q_THD, q_UHD, attending, workspace, out_UHV, out_THV)
-
-    def _attending_prefill(
-        self,
-        q_THD: Tensor,
-        latent_TC: Tensor,
-        kv_THF: Tensor,
-        out_THV: Tensor,
-        geometry: PrefillGeometry,
-        scratch: Scratch,
-    ) -> PrefillAttending:
-        (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
-        # Partial results stay in fp32 until the last merge.
-        sums = [(out_THV, scratch.empty(tokens, heads, dtype=torch.float32))]
-        if pieces:
-            # One piece's keys exist at a time.
-            most = max(FEWEST_EXPANDED, *(piece.entries for piece in pieces))
-            context_SC = scratch.empty(most, latent_TC.shape[1], dtype=dtype)
-            kv_SHF = scratch.empty(most, *kv_THF.shape[1:], dtype=dtype)
-            sums = [
-                (
-                    scratch.empty(tokens, heads, self.value, dtype=torch.float32),
-                    scratch.empty(tokens, heads, dtype=torch.float32),
-                )
-                for _ in range(2)
-            ]
-        own = self._keys(latent_TC, kv_THF, geometry.cu_q_B1, geometry.max_q, sums[0])
-        context = []
-        for piece in pieces:
-            source_SC, own_SHF = context_SC[: piece.entries], kv_SHF[: piece.entries]
-            expanded = max(piece.entries, FEWEST_EXPANDED)
-            context.append(
-                RecalledContext(
-                    begin=piece.begin,
-                    source_SC=source_SC,
-                    latent_XL=context_SC[:expanded, : self.latent],
-                    kv_XF=kv_SHF[:expanded].flatten(1),
-                    keys=self._keys(source_SC, own_SHF, piece.cu_k_B1, piece.max_k, sums[1]),
-                )
-            )
-        return PrefillAttending(geometry, q_THD, own, tuple(context), out_THV)
-
-    def _keys(
-        self, source_SC: Tensor, kv_SHF: Tensor, cu_k_B1: Tensor, max_k: int, sum: tuple[Tensor, Tensor]
-    ) -> PrefillKeys:
-        key_SHN, value_SHV = kv_SHF[..., : self.nope], kv_SHF[..., self.nope :]
-        return PrefillKeys(key_SHN, source_SC[:, self.latent :], value_SHV, cu_k_B1, max_k, *sum)
 
     def tensors(self, cache_PKC: Tensor) -> tuple[Tensor, ...]:
         """What `attend` reads or writes of this layer alone; all else is in its `attending`."""

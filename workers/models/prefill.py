@@ -1,4 +1,4 @@
-"""The geometry of a step's prefill rows, computed once and read by every layer.
+"""The geometry of a step's prefill rows, and what their attention reads and writes: made once, read by every layer.
 
 Cached context is attended to in bounded pieces, all rows side by side: its keys and values, expanded from the latent,
 are many times the latent's size and never exist for a whole long context at once.
@@ -17,12 +17,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
 from workers.batch import Batch
 from workers.pinned import on_device
+from workers.scratch import Scratch
 
 CONTEXT_ENTRIES: Final = 4096
 """Cached entries expanded at once, all rows together (at least one page a row)."""
+FEWEST_EXPANDED: Final = MOST_STREAMED + 1
+"""Fewest latents of cached context that are expanded at once: fewer have kernels of their own for every few of them, to
+be compiled when they first come."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,68 @@ class PrefillGeometry:
         entries = max(CONTEXT_ENTRIES, rows * PAGE_TOKENS)
         cu_B1 = torch.zeros(2, dtype=torch.int32, device=device)
         return PrefillGeometry(cu_B1, tokens, cu_B1.view(1, 2), (ContextPiece(0, cu_B1, entries, entries),))
+
+
+@dataclass(frozen=True)
+class PrefillAttending:
+    """Views of the prefill rows' tokens, and memory, for the expanded form."""
+
+    geometry: PrefillGeometry
+    q_THD: Tensor
+    own: PrefillKeys
+    """Of the chunk's own tokens; they are there when attention begins."""
+    context: tuple[RecalledContext, ...]
+    out_THV: Tensor
+
+    @staticmethod
+    def of(
+        q_THD: Tensor,
+        latent_TC: Tensor,
+        kv_THF: Tensor,
+        out_THV: Tensor,
+        geometry: PrefillGeometry,
+        nope: int,
+        scratch: Scratch,
+    ) -> PrefillAttending:
+        """Of the prefill rows' tokens alone: queries, latents with their roped keys, the other `nope` features of their
+        keys with their values, and where the output goes."""
+        (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
+        # Partial results stay in fp32 until the last merge.
+        sums = [(out_THV, scratch.empty(tokens, heads, dtype=torch.float32))]
+        latent = latent_TC.shape[1] - (q_THD.shape[2] - nope)
+
+        def keys(
+            source_SC: Tensor, kv_SHF: Tensor, cu_k_B1: Tensor, max_k: int, sum: tuple[Tensor, Tensor]
+        ) -> PrefillKeys:
+            return PrefillKeys(kv_SHF[..., :nope], source_SC[:, latent:], kv_SHF[..., nope:], cu_k_B1, max_k, *sum)
+
+        if pieces:
+            # One piece's keys exist at a time.
+            most = max(FEWEST_EXPANDED, *(piece.entries for piece in pieces))
+            context_SC = scratch.empty(most, latent_TC.shape[1], dtype=dtype)
+            kv_SHF = scratch.empty(most, *kv_THF.shape[1:], dtype=dtype)
+            sums = [
+                (
+                    scratch.empty(*out_THV.shape, dtype=torch.float32),
+                    scratch.empty(tokens, heads, dtype=torch.float32),
+                )
+                for _ in range(2)
+            ]
+        context = []
+        for piece in pieces:
+            source_SC, own_SHF = context_SC[: piece.entries], kv_SHF[: piece.entries]
+            expanded = max(piece.entries, FEWEST_EXPANDED)
+            context.append(
+                RecalledContext(
+                    begin=piece.begin,
+                    source_SC=source_SC,
+                    latent_XL=context_SC[:expanded, :latent],
+                    kv_XF=kv_SHF[:expanded].flatten(1),
+                    keys=keys(source_SC, own_SHF, piece.cu_k_B1, piece.max_k, sums[1]),
+                )
+            )
+        own = keys(latent_TC, kv_THF, geometry.cu_q_B1, geometry.max_q, sums[0])
+        return PrefillAttending(geometry, q_THD, own, tuple(context), out_THV)
 
 
 def entries_of_a_row(rows: int) -> int:
