@@ -18,9 +18,10 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
+
+from kernels.operators import OperatorMode
 
 _RUN: Final = JITFunction.run
 """How Triton launches. Whoever puts another function there, to compile alone for example, sees every launch."""
@@ -232,7 +233,7 @@ class _Operation:
         self._function(*self._args, **self._options)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(OperatorMode):
     """Notes operators that write; refuses those whose result is new."""
 
     def __init__(self, noted: list[_Again], layers: Layers) -> None:

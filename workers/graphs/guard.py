@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import repeat
+from kernels.operators import OperatorMode
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WAITS = ("synchronizing CUDA operation", "CUDA graph capture", "stream is capturing")
@@ -54,7 +54,7 @@ def _storages(values: Any, device_type: str) -> set[int]:
     return found
 
 
-class _OnDeviceAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OnDeviceAlone(OperatorMode):
     """Raises when an operator's result lies in memory that none of its operands owns, or when it waits."""
 
     def __init__(self, device_type: str) -> None:

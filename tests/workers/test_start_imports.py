@@ -1,0 +1,58 @@
+"""What a rank imports while it starts and runs: torch's compiler alone would take it seconds, and is never used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "transformers", "ray")
+PROGRAM = """
+import sys
+import torch
+import workers.worker_process
+from harness import InlineEngine
+from kernels.repeat import Layers, _noting
+from workers.config import EngineConfig
+from workers.graphs.guard import capture_guard
+from workers.plan import SamplingParams
+
+device, *heavy = sys.argv[1:]
+own = [[torch.zeros(8)], [torch.zeros(8)]]
+with _noting(Layers(own)) as noted, capture_guard(torch.device("cpu")):
+    own[0][0].add_(1)
+assert len(noted) == 1
+settings = {"max_rows": 2, "token_budget": 64, "max_context": 128, "cache_pages": 9}
+engine = InlineEngine(EngineConfig(model="demo", **settings), torch.device(device))
+engine.add("one", [3, 14, 15], SamplingParams(max_tokens=4))
+assert len(engine.run()["one"].tokens) == 4
+engine.runner.close()
+print([name for name in heavy if name in sys.modules])
+"""
+
+
+def imported(device: str) -> str:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, device, *HEAVY],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_rank_does_not_import_torchs_compiler() -> None:
+    assert imported("cpu") == "[]"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_rank_with_graphs_does_not_either() -> None:
+    assert imported("cuda") == "[]"
