@@ -6,7 +6,8 @@
 Each file runs in processes of its own, so that a kernel that hangs or crashes the device costs one line, not the run.
 Exit status 0 when all passed that the GPUs here are enough for; the last line says how many were skipped. Test files
 are found by their marker, `pytest.mark.gpu`; none is listed here. A file sees one GPU, the one with the fewest files;
-if it also has the marker `pytest.mark.gpus` it sees all that this program does.
+if it also has the marker `pytest.mark.gpus` it sees all that this program does. A file waits while the processes of the
+others may take the GPU's memory.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import Condition
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+PROCESS_BYTES = 3 << 30
+"""Of a GPU's memory, for each process that shares a file's tests. A few take several times as much for a moment."""
 _live: set[int] = set()
 """Process groups of the files that run."""
 
@@ -45,28 +48,41 @@ def has_marker(path: Path, name: str) -> bool:
 
 
 class Gpus:
-    """The GPUs that this program sees, and how many files run on each alone."""
+    """The GPUs that this program sees, and how many files run on each."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, files: int) -> None:
+        """At most so many `files` on one GPU."""
         visible = os.environ.get(VISIBLE)
         names = [str(gpu) for gpu in range(count)] if visible is None else visible.split(",")[:count]
-        names = [name.strip() for name in names]
-        self._files, self._lock = dict.fromkeys(names, 0), Lock()
+        self._files, self._most = {name.strip(): 0 for name in names}, files
+        self._changed = Condition()
 
     @contextmanager
     def for_file(self, path: Path) -> Iterator[dict[str, str]]:
-        """The environment of a file's tests while they run: one GPU, or all."""
-        if has_marker(path, "gpus"):
-            yield {**os.environ}
-            return
-        with self._lock:
-            name = min(self._files, key=lambda name: self._files[name])
-            self._files[name] += 1
+        """The environment of a file's tests while they run: one GPU, or all. Waits until there is room."""
+        environment = {**os.environ}
+        with self._changed:
+            if has_marker(path, "gpus"):
+                names = tuple(self._files)
+                self._changed.wait_for(lambda: max(self._files.values()) < self._most)
+            else:
+                self._changed.wait_for(lambda: min(self._files.values()) < self._most)
+                names = (environment[VISIBLE],) = (min(self._files, key=lambda name: self._files[name]),)
+            for name in names:
+                self._files[name] += 1
         try:
-            yield {**os.environ, VISIBLE: name}
+            yield environment
         finally:
-            with self._lock:
-                self._files[name] -= 1
+            with self._changed:
+                for name in names:
+                    self._files[name] -= 1
+                self._changed.notify_all()
+
+
+def files_at_once(workers: int) -> int:
+    """Files whose tests, shared by so many processes each, find memory on the smallest GPU here together."""
+    least = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count()))
+    return max(1, least // (workers * PROCESS_BYTES))
 
 
 def run(path: Path, timeout_s: float, workers: int, gpus: Gpus) -> tuple[str, str, float]:
@@ -119,7 +135,7 @@ def main() -> None:
     names = [name for path in gpu_test_files() if arguments.only in (name := str(path.relative_to(ROOT)))]
     failed, counts = 0, Counter[str]()
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        options = (arguments.timeout, arguments.workers, Gpus(gpus))
+        options = (arguments.timeout, arguments.workers, Gpus(gpus, files_at_once(arguments.workers)))
         running = {pool.submit(run, ROOT / name, *options): name for name in names}
         try:
             for done in as_completed(running):

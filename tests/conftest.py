@@ -19,3 +19,13 @@ def quickly_started_ranks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_start_method", start_method)
         yield
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Other processes test on the same GPU, and some tests need a good part of its memory for a moment."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        import torch
+
+        torch.cuda.empty_cache()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import ModuleType
+from threading import Thread
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,7 @@ def test_files_side_by_side_have_a_gpu_each(
     write(tmp_path, "test_d.py", "", "    raise AssertionError('needs no GPU')\n")
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(runner.torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=1 << 37))
     monkeypatch.setattr("sys.argv", ["gpu_tests.py", "--jobs", "3", "--timeout", "60"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-12, 5")
     with pytest.raises(SystemExit) as exited:
@@ -60,7 +62,7 @@ def test_the_gpu_with_the_fewest_files_is_next(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     write(tmp_path, "test_one.py", f"@{ONE}", "    pass\n")
     write(tmp_path, "test_several.py", f"@{ONE}\n@{SEVERAL}", "    pass\n")
-    gpus = runner.Gpus(2)
+    gpus = runner.Gpus(2, 3)
 
     def lent(name: str = "test_one.py") -> str | None:
         contexts.append(gpus.for_file(tmp_path / "tests" / name))
@@ -74,6 +76,36 @@ def test_the_gpu_with_the_fewest_files_is_next(
     contexts[0].__exit__(None, None, None)
     contexts[2].__exit__(None, None, None)
     assert [lent() for _ in range(2)] == ["0", "0"]
+
+
+def test_files_wait_for_each_others_memory(runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 2)
+    size = {0: 139 << 30, 1: 79 << 30}
+    monkeypatch.setattr(runner.torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=size[gpu]))
+    assert [runner.files_at_once(workers) for workers in (1, 4, 100)] == [26, 6, 1]
+    write(tmp_path, "test_one.py", f"@{ONE}", "    pass\n")
+    write(tmp_path, "test_several.py", f"@{ONE}\n@{SEVERAL}", "    pass\n")
+    gpus, ran = runner.Gpus(2, 1), list[str]()
+
+    def run(name: str) -> None:
+        with gpus.for_file(tmp_path / "tests" / name):
+            ran.append(name)
+
+    with gpus.for_file(tmp_path / "tests" / "test_one.py") as first:
+        several = Thread(target=run, args=("test_several.py",), daemon=True)
+        several.start()
+        run("test_one.py")  # on the other GPU
+        with gpus.for_file(tmp_path / "tests" / "test_one.py") as second:
+            assert {first[runner.VISIBLE], second[runner.VISIBLE]} == set(gpus._files)
+            third = Thread(target=run, args=("test_one.py",), daemon=True)
+            third.start()
+            third.join(0.05)
+            assert ran == ["test_one.py"]
+        third.join(10)
+        several.join(0.05)
+        assert ran == ["test_one.py"] * 2
+    several.join(10)
+    assert ran[2:] == ["test_several.py"]
 
 
 def test_the_files_here(runner: ModuleType) -> None:
