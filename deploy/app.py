@@ -122,6 +122,7 @@ def launch(config: ServeConfig, say: Say = tell, engine_class: type | None = Non
     there_before = True
     try:
         running = Running(config, connection)
+        _check_room(config, connection, say)
         there_before = _deploy(running, engine_class)
         _wait(running, say)
     except BaseException:
@@ -157,6 +158,17 @@ def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _check_room(config: ServeConfig, connection: RayConnection, say: Say) -> None:
+    """A Ray of our own never grows: StartFailed when it is too small. To another nodes may come, so Serve waits."""
+    from deploy.application import shortage
+
+    if not (short := shortage(config)):
+        return
+    if connection.own:
+        raise StartFailed(f"{short} on this machine; give fewer ranks with --tensor-parallel, or --device cpu")
+    say(f"{short}: waiting for nodes that have them")
 
 
 def _deploy(running: Running, engine_class: type | None) -> bool:

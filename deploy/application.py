@@ -48,6 +48,19 @@ def bundles(config: ServeConfig) -> list[dict[str, float]]:
     return [{"CPU": 2 * cpus}, *({**rank} for _ in range(config.engine.tensor_parallel))]
 
 
+def shortage(config: ServeConfig) -> str:
+    """What all replicas together need and the nodes of this Ray do not have; empty when they have it."""
+    config = config.model_copy(update={"gpus_per_rank": gpus_per_rank(config)})
+    there, short = ray.cluster_resources(), []
+    for name in ("GPU", "CPU"):
+        needed, found = config.replicas * sum(bundle.get(name, 0) for bundle in bundles(config)), there.get(name, 0)
+        if needed > found:
+            short.append(f"{needed:g} {name}s where there are {found:g}")
+    if not short:
+        return ""
+    return f"replicas = {config.replicas}, tensor_parallel = {config.engine.tensor_parallel} take {', '.join(short)}"
+
+
 def build_application(config: ServeConfig, engine_class: type = replica_class) -> serve.Application:
     """The application for `serve.run`."""
     config = config.model_copy(update={"gpus_per_rank": gpus_per_rank(config)})
@@ -87,4 +100,4 @@ def build_application(config: ServeConfig, engine_class: type = replica_class) -
     return engine._with_ingress_request_router(router.bind(engine, config))
 
 
-__all__ = ["ENGINE", "ROUTER", "EngineReplica", "build_application", "bundles", "running_ingress"]
+__all__ = ["ENGINE", "ROUTER", "EngineReplica", "build_application", "bundles", "running_ingress", "shortage"]

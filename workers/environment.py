@@ -1,7 +1,9 @@
-"""Checks of the installation that have to come before anything else starts."""
+"""What has to be known of the installation and the machine before anything else starts."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from importlib import metadata
 
 
@@ -23,3 +25,21 @@ def check_environment() -> None:
         f"the distribution `kernels` {found} is installed and hides latentserve's package of the same name; "
         "run `pip uninstall kernels`, then reinstall latentserve"
     )
+
+
+def visible_gpus() -> int:
+    """NVIDIA GPUs of this machine, those that CUDA_VISIBLE_DEVICES hides left out; 0 where there is no driver.
+
+    The driver's library is asked. Torch and Ray know, too, but take seconds to import, and Ray reads its settings from
+    the environment when it is imported: before `serve` has set them.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return 0
+    nvml.nvmlShutdown()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return count.value if visible is None else min(count.value, len(list(filter(str.strip, visible.split(",")))))

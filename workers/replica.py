@@ -23,13 +23,19 @@ from workers.scheduler import max_entries_per_row, max_pages_per_row
 
 
 def pick_device(config: EngineConfig, device_index: int | None) -> torch.device:
-    """The device of one rank; RuntimeError when `cuda` is asked for and there is none."""
+    """The device of one rank; RuntimeError when `cuda` is asked for and there is none, or none for this rank."""
     wanted = config.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("device = cuda, but torch sees no CUDA device; use --device cpu or auto")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", device_index or 0)
+    index, count = device_index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise RuntimeError(
+            f"there is no GPU {index}: each rank needs one of its own, and torch sees {count} here; give "
+            f"--tensor-parallel {count}, or --device cpu"
+        )
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

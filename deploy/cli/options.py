@@ -74,7 +74,7 @@ GivenTensorParallel = Annotated[
         "--tensor-parallel",
         min=1,
         help="Ranks (GPUs) of each replica.",
-        show_default="1; 2 for the demo model",
+        show_default="1; 2 for the demo model, unless there is one GPU",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -21,7 +21,6 @@ EPILOG = options.examples(
 
 _PLACE = "Where it runs"
 _ACCESS = "Access"
-_DEMO_RANKS = 2
 
 # Flags and the settings they replace; a message about a setting names its flag.
 _FLAGS = {
@@ -180,6 +179,7 @@ def serve_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
     from pydantic import ValidationError
 
     from deploy.config import ServeConfig, merged
+    from workers.environment import visible_gpus
 
     data: dict[str, Any] = {}
     if file is not None:
@@ -197,7 +197,8 @@ def serve_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
     data = merged(data, flags)
     engine = data.setdefault("engine", {})
     if engine.setdefault("model", "demo") == "demo":
-        engine.setdefault("tensor_parallel", _DEMO_RANKS)
+        alone = engine.get("device") != "cpu" and visible_gpus() == 1
+        engine.setdefault("tensor_parallel", 1 if alone else 2)
     try:
         settings = ServeConfig.model_validate(data)
         _ = settings.engine.folder

@@ -26,6 +26,19 @@ main()
 """
 
 
+def test_more_gpus_than_there_are(launch) -> None:
+    """Nobody waits for GPUs that this machine will never have."""
+    engine = {"model": "demo", "tensor_parallel": 4096}
+    settings = {"engine": engine, "port": 0, "ingress": "direct", "dashboard": False}
+    server: Server = launch({**settings, "gpus_per_rank": 1, "cpus_per_process": 0.001}, CODE)
+    server.process.wait(60)
+    server._reader.join(10)
+    assert server.process.returncode == 1
+    [error] = [line for line in server.lines if line.startswith("error: ")]
+    assert error.startswith("error: replicas = 1, tensor_parallel = 4096 take 4096 GPUs where there are ")
+    assert "--tensor-parallel" in error
+
+
 def test_a_model_that_cannot_be_loaded_is_tried_once(launch, tmp_path: Path) -> None:
     folder = tmp_path / "spoilt"
     shutil.copytree(DEMO_MODEL, folder)

@@ -26,7 +26,24 @@ def started(monkeypatch):
     return calls
 
 
-def test_demo_by_default_on_two_ranks(started, command):
+@pytest.fixture
+def gpus(monkeypatch):
+    """How many GPUs this machine has."""
+    return lambda count: monkeypatch.setattr("workers.environment.visible_gpus", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("count", "flags", "ranks"),
+    [(1, (), 1), (1, ("--device", "cpu"), 2), (1, ("--tensor-parallel", "3"), 3), (2, (), 2), (8, (), 2)],
+)
+def test_demo_takes_no_more_gpus_than_there_are(started, command, gpus, count, flags, ranks):
+    gpus(count)
+    assert command("serve", *flags).code == 0
+    assert started[0].engine.tensor_parallel == ranks
+
+
+def test_demo_by_default_on_two_ranks(started, command, gpus):
+    gpus(0)
     assert command("serve").code == 0
     (config,) = started
     assert (config.engine.model, config.engine.tensor_parallel, config.replicas, config.port) == ("demo", 2, 1, 8000)

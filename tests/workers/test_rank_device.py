@@ -1,0 +1,24 @@
+"""The device each rank takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workers.config import EngineConfig
+from workers.replica import pick_device
+
+
+def test_a_rank_without_a_gpu_of_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    config = EngineConfig(model="demo", tensor_parallel=3)
+    assert [pick_device(config, index) for index in (None, 0, 1)] == [
+        torch.device("cuda", index) for index in (0, 0, 1)
+    ]
+    with pytest.raises(RuntimeError, match=r"no GPU 2.*--tensor-parallel 2"):
+        pick_device(config, 2)
+    assert len(taken) == 3
+    assert pick_device(EngineConfig(model="demo", device="cpu"), 2) == torch.device("cpu")
