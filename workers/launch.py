@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -34,13 +34,15 @@ def _start_method() -> SpawnContext | ForkServerContext:
     return multiprocessing.get_context("spawn")
 
 
-def _scheduler_main(config: EngineConfig, addresses: Connection) -> None:
+def _scheduler_main(config: EngineConfig, parent: Connection) -> None:
+    _end_with_parent()
     from workers.scheduler_process import EngineFailed, SchedulerProcess
 
-    _end_with_parent()
     process = SchedulerProcess(config)
-    addresses.send(process.addresses)
-    addresses.close()
+    parent.send(process.addresses)
+    # Until the ranks may start: they are given `start_timeout_s` from then on. The end of the pipe tells.
+    parent.poll(None)
+    parent.close()
     try:
         process.run()
     except EngineFailed:
@@ -49,10 +51,15 @@ def _scheduler_main(config: EngineConfig, addresses: Connection) -> None:
         last_words_have_left()
 
 
-def _worker_main(config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str) -> None:
-    from workers.worker_process import run_worker
-
+def _worker_main(config: EngineConfig, rank: int, parent: Connection) -> None:
     _end_with_parent()
+    from workers.worker_process import run_worker  # takes seconds; the scheduler binds meanwhile
+
+    try:
+        addresses, rendezvous = parent.recv()
+    except EOFError:
+        raise SystemExit(1) from None  # the start was given up
+    parent.close()
     try:
         run_worker(config, rank, addresses, rendezvous, device_index=rank)
     except Exception:
@@ -84,34 +91,67 @@ def _end_with_parent() -> None:
 
 
 class LocalReplica:
-    """The child processes of one replica."""
+    """The child processes of one replica. Those left at the end of a `with` block are killed."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Starts them all; they load in parallel."""
+        """Starts them all. They import what they need, which takes ranks seconds, and wait for `connect`."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads a rank on a busy machine are slower than one
         # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         context = _start_method()
-        ours, theirs = context.Pipe()
-        scheduler = context.Process(target=_scheduler_main, args=(config, theirs), daemon=True, name="scheduler")
-        with _interrupts_are_ours():
-            scheduler.start()
-        theirs.close()
+        self._addresses: Addresses | None = None
+        self._pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        """The scheduler, then the ranks."""
+
+        def start(name: str, main: Callable[..., None], *arguments: object) -> None:
+            ours, theirs = context.Pipe()
+            self._pipes.append(ours)
+            process = context.Process(target=main, args=(config, *arguments, theirs), daemon=True, name=name)
+            process.start()
+            theirs.close()  # the end of the process is the end of the pipe
+            self.processes.append(process)
+
         try:
-            self.addresses: Addresses = ours.recv()
-        except EOFError:
+            with _interrupts_are_ours():
+                start("scheduler", _scheduler_main)
+                for rank in range(config.tensor_parallel):
+                    start(f"rank {rank}", _worker_main, rank)
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> LocalReplica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def workers(self) -> list[BaseProcess]:
+        """The ranks."""
+        return self.processes[1:]
+
+    def connect(self) -> Addresses:
+        """Wait until the scheduler listens, and let the ranks load; they do so in parallel. Returns where the front
+        connects, which it must do soon. EngineFault if the scheduler ended instead."""
+        scheduler, *ranks = self._pipes
+        try:
+            addresses: Addresses = scheduler.recv()
+        except (EOFError, ConnectionError):
             raise EngineFault("the scheduler ended while it started") from None
+        self._addresses = addresses
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
-        self.workers: list[BaseProcess] = [
-            context.Process(
-                target=_worker_main, args=(config, rank, self.addresses, rendezvous), daemon=True, name=f"rank {rank}"
-            )
-            for rank in range(config.tensor_parallel)
-        ]
-        with _interrupts_are_ours():
-            for worker in self.workers:
-                worker.start()
-        self.processes = [scheduler, *self.workers]
+        for pipe in ranks:
+            with suppress(ConnectionError):  # one that ended already: `dead` tells
+                pipe.send((addresses, rendezvous))
+        self._close_pipes()
+        return addresses
+
+    def _close_pipes(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
 
     def dead(self) -> str:
         """Which process is gone, with its exit code; empty while all live."""
@@ -125,12 +165,24 @@ class LocalReplica:
         deadline = time.monotonic() + (FAILED_TIMEOUT_S if failed else SHUTDOWN_TIMEOUT_S)
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0.0))
+            if process.exitcode is None and not failed:
+                logger.warning("%s did not end by itself and is killed", process.name)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes that have not ended; harmless when repeated."""
+        # A scheduler that begins to listen makes files. It is about to tell where.
+        told = bool(self._pipes) and self._pipes[0].poll(FAILED_TIMEOUT_S)
+        for process in self.processes:
             if process.exitcode is None:
-                if not failed:
-                    logger.warning("%s did not end by itself and is killed", process.name)
                 process.kill()
                 process.join()
-        remove_sockets(self.addresses)
+        if told:
+            with suppress(EOFError, ConnectionError):
+                self._addresses = self._pipes[0].recv()
+        self._close_pipes()
+        if self._addresses is not None:
+            remove_sockets(self._addresses)
 
 
 async def _watch_processes(replica: LocalReplica, client: EngineClient) -> None:
@@ -146,21 +198,23 @@ async def local_engine(
     progress: Callable[[str], None] | None = None,
     name: str | None = None,
     on_selftest: Callable[[SelfTestReport], None] | None = None,
+    replica: LocalReplica | None = None,
 ) -> AsyncIterator[EngineClient]:
     """A ready engine on this machine; everything it started has ended when the block is left. `on_selftest` hears what
-    the self-test found, before EngineFault is raised if it failed."""
-    replica = LocalReplica(config)
-    client = EngineClient(config, replica.addresses, name or config.model)
-    if progress is not None:
-        client.on_progress.append(progress)
-    if on_selftest is not None:
-        client.on_selftest.append(on_selftest)
-    watcher = asyncio.create_task(_watch_processes(replica, client))
-    try:
-        await client.ready(config.start_timeout_s)
-        yield client
-    finally:
-        watcher.cancel()
-        failed = client.fault is not None
-        await client.close()
-        await asyncio.to_thread(replica.stop, failed)
+    the self-test found, before EngineFault is raised if it failed. `replica`: one of `config` that was started already
+    and is not connected yet."""
+    with replica or LocalReplica(config) as replica:
+        client = EngineClient(config, replica.connect(), name or config.model)
+        if progress is not None:
+            client.on_progress.append(progress)
+        if on_selftest is not None:
+            client.on_selftest.append(on_selftest)
+        watcher = asyncio.create_task(_watch_processes(replica, client))
+        try:
+            await client.ready(config.start_timeout_s)
+            yield client
+        finally:
+            watcher.cancel()
+            failed = client.fault is not None
+            await client.close()
+            await asyncio.to_thread(replica.stop, failed)

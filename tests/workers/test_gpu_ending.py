@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 
 from tests.workers.test_gpu_engine import params, prompts
 from workers import launch
-from workers.channel import Addresses
 from workers.config import EngineConfig
 from workers.engine import EngineFault
 from workers.launch import local_engine
@@ -42,7 +42,7 @@ CONFIG = EngineConfig(
 FAILING_STEP = 5
 
 
-def failing_main(config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str) -> None:
+def failing_main(config: EngineConfig, rank: int, parent: Connection) -> None:
     """A rank's process; rank 1 fails in a step, in the host's code or on the device."""
     folder, failure = os.environ["FAILING_RANK"].split("\n")
     launch_step = Runner.launch
@@ -57,7 +57,7 @@ def failing_main(config: EngineConfig, rank: int, addresses: Addresses, rendezvo
 
     setattr(Runner, "launch", fail)  # noqa: B010
     os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    main(config, rank, addresses, rendezvous)
+    main(config, rank, parent)
 
 
 main = launch._worker_main

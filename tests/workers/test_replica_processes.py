@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine, greedy, random_prompts
+from workers import launch
 from workers.client import EngineClient
 from workers.config import EngineConfig
 from workers.engine import EngineFault, Refused
 from workers.launch import LocalReplica, local_engine
 from workers.messages import Figures, Request
 from workers.plan import SamplingParams
+from workers.scheduler_process import SchedulerProcess
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,8 @@ async def busy_replica(folder: Path, **settings: Any) -> AsyncIterator[tuple[Loc
     """A replica with streams under way; all its processes are gone afterwards."""
     settings = {"heartbeat_timeout_s": 2.0, "tensor_parallel": 2, **settings}
     replica = LocalReplica(config(folder, **settings))
-    client = EngineClient(config(folder, **settings), replica.addresses, "tiny")
+    addresses = replica.connect()
+    client = EngineClient(config(folder, **settings), addresses, "tiny")
     try:
         await client.ready(120)
         streams = [client.generate(Request(f"r{i}", (1 + i, 2), greedy(450))) for i in range(4)]
@@ -112,7 +117,7 @@ async def busy_replica(folder: Path, **settings: Any) -> AsyncIterator[tuple[Loc
         await client.close()
         await asyncio.to_thread(replica.stop, 0.5)
         assert not any(process.is_alive() for process in replica.processes)
-        assert not Path(replica.addresses.requests.removeprefix("ipc://")).parent.exists()
+        assert not Path(addresses.requests.removeprefix("ipc://")).parent.exists()
 
 
 async def fail_all(streams: list[Any]) -> list[str]:
@@ -186,11 +191,13 @@ async def test_a_killed_scheduler_ends_every_stream(folder: Path) -> None:
             assert worker.exitcode == 1
 
 
-async def test_nothing_outlives_a_killed_parent(folder: Path) -> None:
+@pytest.mark.parametrize("connected", [False, True])
+async def test_nothing_outlives_a_killed_parent(folder: Path, connected: bool) -> None:
     code = (
         "import sys, time; from workers.launch import LocalReplica; from workers.config import EngineConfig\n"
         "if __name__ == '__main__':\n"
         "    replica = LocalReplica(EngineConfig.model_validate_json(sys.argv[1]))\n"
+        f"    {connected} and replica.connect()\n"
         "    print(*[p.pid for p in replica.processes], flush=True); time.sleep(60)"
     )
     script = folder / "parent.py"
@@ -211,6 +218,70 @@ async def test_nothing_outlives_a_killed_parent(folder: Path) -> None:
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
+
+
+def dies(*_: Any) -> None:
+    os._exit(3)
+
+
+worker_main = launch._worker_main
+
+
+def one_rank_dies(settings: EngineConfig, rank: int, parent: Connection) -> None:
+    if rank == 1:
+        os._exit(3)
+    worker_main(settings, rank, parent)
+
+
+def tells_and_dies(settings: EngineConfig, parent: Connection) -> None:
+    parent.send(SchedulerProcess(settings).addresses)
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("main", "failing", "cause"),
+    [
+        ("_scheduler_main", dies, "the scheduler ended while it started"),
+        ("_scheduler_main", tells_and_dies, "scheduler exited with code 3"),
+        ("_worker_main", one_rank_dies, "rank 1 exited with code 3"),
+    ],
+)
+async def test_a_process_that_dies_early_is_named_and_takes_the_others_along(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, main: str, failing: Any, cause: str
+) -> None:
+    monkeypatch.setattr(launch, main, failing)
+    with LocalReplica(config(folder, tensor_parallel=2)) as replica:
+        with pytest.raises(EngineFault) as fault:
+            async with local_engine(config(folder, tensor_parallel=2), replica=replica):
+                pass
+        assert str(fault.value) == cause
+    assert all(process.exitcode is not None for process in replica.processes)
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1.0])
+def test_a_start_that_is_given_up_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    """Whether or not the scheduler listens already."""
+    # Processes that start as those of commands do have this process's environment.
+    monkeypatch.setattr(launch, "_start_method", lambda: multiprocessing.get_context("spawn"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with LocalReplica(config(folder, tensor_parallel=2)) as replica:
+        assert [process.name for process in replica.processes] == ["scheduler", "rank 0", "rank 1"]
+        time.sleep(wait_s)
+        assert not replica.dead()
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 2  # torch's import alone takes as long
+    assert [process.exitcode for process in replica.processes] == [-signal.SIGKILL] * 3
+    assert not list(tmp_path.iterdir())
+
+
+async def test_the_time_to_start_counts_from_the_connection_on(folder: Path) -> None:
+    settings = config(folder, start_timeout_s=3.0, selftest=False)
+    with LocalReplica(settings) as replica:
+        await asyncio.sleep(4.0)
+        async with local_engine(settings, replica=replica) as client:
+            assert await collect(client, "a", [1, 2, 3], greedy(2))
 
 
 def break_the_file(model: Path) -> tuple[str, dict[str, Any]]:

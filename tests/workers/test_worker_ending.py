@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,7 +180,7 @@ class PretendedReplica:
             ctypes.PyDLL(None).sleep(60)
 
 
-def rank_process(rank: int, addresses: Addresses, rendezvous: str, folder: Path, closing: str) -> None:
+def rank_process(rank: int, parent: Connection, folder: Path, closing: str) -> None:
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
 
     def replica(_config: EngineConfig, group: TensorParallel, *_: Any) -> PretendedReplica:
@@ -187,7 +188,7 @@ def rank_process(rank: int, addresses: Addresses, rendezvous: str, folder: Path,
 
     setattr(worker_process, "Replica", replica)  # noqa: B010
     worker_process.CLOSING_LIMIT_S = LIMIT_S
-    _worker_main(CONFIG, rank, addresses, rendezvous)
+    _worker_main(CONFIG, rank, parent)
 
 
 @contextmanager
@@ -196,13 +197,13 @@ def two_ranks(folder: Path, closing: str) -> Iterator[tuple[Binding, list[BasePr
     binding = Binding(2, None, ToScheduler, FromWorker)
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
     context = start_method()
-    ranks: list[BaseProcess] = [
-        context.Process(target=rank_process, args=(rank, binding.addresses, rendezvous, folder, closing))
-        for rank in range(2)
-    ]
+    ranks: list[BaseProcess] = []
     try:
-        for process in ranks:
-            process.start()
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            ranks.append(context.Process(target=rank_process, args=(rank, theirs, folder, closing)))
+            ranks[-1].start()
+            ours.send((binding.addresses, rendezvous))
         for _ in range(2):
             receive(binding, Ready)
         yield binding, ranks
