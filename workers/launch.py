@@ -99,6 +99,7 @@ class LocalReplica:
         # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         context = _start_method()
+        self.begin = time.perf_counter()
         self._addresses: Addresses | None = None
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -11,9 +12,11 @@ from deploy.cli import options
 from deploy.cli.console import UsageMistake, int_list, reported, result_stream
 
 if TYPE_CHECKING:
+    from deploy.cli.generation import Generation
     from deploy.text.tokenizer import Tokenizer
     from workers.config import EngineConfig
-    from workers.plan import SamplingParams
+    from workers.launch import LocalReplica
+    from workers.messages import Request
 
 EPILOG = options.examples(
     'latentserve generate --prompt "def read_lines(path):"',
@@ -48,9 +51,12 @@ def generate(
     result and nothing else; progress goes to stderr.
     """
     import asyncio
+    import json
     import secrets
 
     from deploy.cli.local import engine_config, tokenizer_of
+    from workers.launch import LocalReplica
+    from workers.messages import Request
     from workers.plan import SamplingParams
 
     with reported():
@@ -65,15 +71,7 @@ def generate(
             device=device,
             max_rows=1,
         )
-        tokenizer = tokenizer_of(config)
-        if prompt_ids is not None:
-            ids = int_list(prompt_ids, "--prompt-ids")
-        elif tokenizer is None:
-            raise UsageMistake(f"{config.folder} has no tokenizer; give --prompt-ids instead of --prompt")
-        else:
-            ids = tuple(tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt or ""))
-            if not ids:
-                raise UsageMistake("--prompt is empty")
+        given = None if prompt_ids is None else int_list(prompt_ids, "--prompt-ids")
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
@@ -81,60 +79,81 @@ def generate(
             top_k=top_k,
             seed=secrets.randbits(63) if seed is None else seed & (2**64 - 1),
         )
-        asyncio.run(_generate(config, tokenizer, ids, sampling, ignore_eos, json_output, quiet))
+        # The tokenizer takes part of the time that ranks take to import what they need. A mistake in it, or in the
+        # prompt, ends them.
+        with result_stream() as stdout, LocalReplica(config) as replica:
+            tokenizer = tokenizer_of(config)
+            ids = given or _encoded(prompt or "", tokenizer, config)
+            shown = _Shown(tokenizer, None if json_output else stdout)
+            request = Request("generate", ids, sampling)
+            result = asyncio.run(_generate(config, replica, request, ignore_eos, quiet, shown.add))
+            shown.finish()
+            if json_output:
+                text = None if tokenizer is None else "".join(shown.pieces)
+                json.dump(result.report(config.model, sampling.seed, text), stdout)
+            stdout.write("\n")
+        if not quiet:
+            print(result.summary(), file=sys.stderr)
+
+
+def _encoded(prompt: str, tokenizer: Tokenizer | None, config: EngineConfig) -> tuple[int, ...]:
+    if tokenizer is None:
+        raise UsageMistake(f"{config.folder} has no tokenizer; give --prompt-ids instead of --prompt")
+    ids = tuple(tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt))
+    if not ids:
+        raise UsageMistake("--prompt is empty")
+    return ids
+
+
+class _Shown:
+    """What was generated, in pieces of text, or of ids where there is no tokenizer; written as it comes."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stdout: TextIO | None) -> None:
+        self._stream = None if tokenizer is None else tokenizer.stream()
+        self._stdout = stdout
+        self.pieces: list[str] = []
+
+    def add(self, tokens: tuple[int, ...]) -> None:
+        if self._stream is not None:
+            self._show("".join(self._stream.push(token) for token in tokens))
+        else:
+            self._show(("," if self.pieces else "") + ",".join(map(str, tokens)))
+
+    def finish(self) -> None:
+        if self._stream is not None:
+            self._show(self._stream.finish())
+
+    def _show(self, text: str) -> None:
+        self.pieces.append(text)
+        if self._stdout is not None:
+            self._stdout.write(text)
+            self._stdout.flush()
 
 
 async def _generate(
     config: EngineConfig,
-    tokenizer: Tokenizer | None,
-    ids: tuple[int, ...],
-    sampling: SamplingParams,
+    replica: LocalReplica,
+    request: Request,
     ignore_eos: bool,
-    json_output: bool,
     quiet: bool,
-) -> None:
-    import json
+    on_tokens: Callable[[tuple[int, ...]], None],
+) -> Generation:
     import time
 
-    import msgspec
+    from msgspec.structs import replace
 
     from deploy.cli.generation import run_generation
     from deploy.cli.local import engine_of
-    from workers.messages import Request
 
-    pieces: list[str] = []
-    stream = tokenizer.stream() if tokenizer is not None else None
-    with result_stream() as stdout:
-
-        def show(text: str) -> None:
-            pieces.append(text)
-            if not json_output:
-                stdout.write(text)
-                stdout.flush()
-
-        def on_tokens(tokens: tuple[int, ...]) -> None:
-            if stream is not None:
-                show("".join(stream.push(token) for token in tokens))
-            else:
-                show(("," if pieces else "") + ",".join(map(str, tokens)))
-
-        begin = time.perf_counter()
-        async with engine_of(config, quiet) as engine:
-            load = time.perf_counter() - begin
-            info = engine.info
-            _check(ids, sampling.max_tokens, info.vocab_size, info.max_context)
-            if not ignore_eos:
-                sampling = msgspec.structs.replace(sampling, stop_ids=info.eos_ids)
-            result = await run_generation(engine, Request("generate", ids, sampling), on_tokens)
-        result.load = load
-        if stream is not None:
-            show(stream.finish())
-        if json_output:
-            text = "".join(pieces) if stream is not None else None
-            json.dump(result.report(config.model, sampling.seed, text), stdout)
-        stdout.write("\n")
-    if not quiet:
-        print(result.summary(), file=sys.stderr)
+    async with engine_of(config, quiet, replica=replica) as engine:
+        load = time.perf_counter() - replica.begin
+        info, sampling = engine.info, request.sampling
+        _check(request.prompt, sampling.max_tokens, info.vocab_size, info.max_context)
+        if not ignore_eos:
+            request = replace(request, sampling=replace(sampling, stop_ids=info.eos_ids))
+        result = await run_generation(engine, request, on_tokens)
+    result.load = load
+    return result
 
 
 def _check(ids: tuple[int, ...], max_tokens: int, vocab_size: int, max_context: int) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from deploy.text.tokenizer import Tokenizer
+    from workers.launch import LocalReplica
 
 STATS_TIMEOUT_S = 1.0
 
@@ -50,13 +51,16 @@ def tokenizer_of(config: EngineConfig) -> Tokenizer | None:
 
 @asynccontextmanager
 async def engine_of(
-    config: EngineConfig, quiet: bool, on_selftest: Callable[[SelfTestReport], None] | None = None
+    config: EngineConfig,
+    quiet: bool,
+    on_selftest: Callable[[SelfTestReport], None] | None = None,
+    replica: LocalReplica | None = None,
 ) -> AsyncIterator[EngineClient]:
     """A ready engine; CommandFailure with the first cause when it cannot start or fails meanwhile. `on_selftest` hears
-    what the self-test found, also when that is why it cannot start."""
+    what the self-test found, also when that is why it cannot start. `replica`: see `local_engine`."""
     progress = _Progress(quiet)
     try:
-        async with local_engine(config, progress.say, on_selftest=on_selftest) as engine:
+        async with local_engine(config, progress.say, on_selftest=on_selftest, replica=replica) as engine:
             progress.stop()
             yield engine
     except EngineFault as fault:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from deploy.cli.app import app
+from workers.config import EngineConfig
 from workers.engine import ModelInfo
 from workers.messages import EngineStats, Request, RequestOutput
 
@@ -69,19 +70,44 @@ class FakeEngine:
                 return
 
 
+@dataclass
+class FakeReplica:
+    """The processes of one engine, which speak to stdout as soon as they start."""
+
+    config: EngineConfig
+    begin: float = 0.0
+    alive: bool = False
+
+    def __enter__(self) -> FakeReplica:
+        os.write(1, b"noise of a child\n")
+        self.alive = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.alive = False
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """Stands for every engine a command starts; `engine.configs` are the settings asked for."""
+    """Stands for every engine a command starts; `engine.configs` are the settings asked for, `engine.replicas` what was
+    started beforehand."""
     fake = FakeEngine()
     fake.configs = []
+    fake.replicas = []
+
+    def replica_of(config):
+        fake.replicas.append(FakeReplica(config))
+        return fake.replicas[-1]
 
     @asynccontextmanager
-    async def engine_of(config, quiet):
+    async def engine_of(config, quiet, replica=None):
+        assert replica is None or (replica.config == config and replica.alive)
         fake.configs.append(config)
         print("noise")
         os.write(1, b"noise of a child\n")
         yield fake
 
+    monkeypatch.setattr("workers.launch.LocalReplica", replica_of)
     monkeypatch.setattr("deploy.cli.local.engine_of", engine_of)
     monkeypatch.setattr("deploy.cli.latency.time.perf_counter", fake.clock)
     return fake

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 
 import psutil
 import pytest
+
+from workers.config import DEMO_MODEL
 
 LATENTSERVE = [sys.executable, "-c", "from deploy.cli import main; main()"]
 
@@ -71,6 +76,59 @@ def test_an_interrupt_ends_everything_in_order(number, moment, background):
     assert b"is killed" not in said
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def session_of(leader: int) -> list[psutil.Process]:
+    """What is left of the processes of a session, once they had time to end."""
+    deadline = time.monotonic() + 5
+    while True:
+        left = []
+        for pid in psutil.pids():
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getsid(pid) == leader and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    left.append(psutil.Process(pid))
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_before_the_engine_is_up(tmp_path):
+    model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (model / "tokenizer.json").write_text("{}")
+    command = subprocess.Popen(
+        [*LATENTSERVE, "generate", "--model", str(model), "--prompt", "x"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    out, said = command.communicate(timeout=60)
+    assert (command.returncode, out) == (1, "")
+    assert said.startswith(f"error: the tokenizer in {model} cannot be read: ")
+    assert "rank 0" not in said
+    assert "Traceback" not in said
+    assert session_of(command.pid) == []
+
+
+def test_an_interrupt_while_the_prompt_is_awaited_ends_everything():
+    command = subprocess.Popen(
+        [*LATENTSERVE, "generate", "--prompt", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    # Besides the command and its scheduler and rank there is Python's resource tracker.
+    while len(psutil.Process(command.pid).children(recursive=True)) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.killpg(command.pid, signal.SIGINT)
+    command.wait(timeout=30)
+    assert command.stderr is not None
+    assert (command.returncode, command.stderr.read()) == (130, b"")
+    assert session_of(command.pid) == []
 
 
 def test_latency_of_a_context_of_one_page():

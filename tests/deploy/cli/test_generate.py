@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deploy.text.detok import byte_alphabet
+from deploy.text.tokenizer import Tokenizer as ModelTokenizer
 
 
 @pytest.fixture
@@ -119,6 +121,30 @@ def test_mistakes_are_said_and_exit_2(engine, command, model_folder, args, said)
     assert (ran.code, ran.out) == (2, "")
     assert said in ran.err
     assert "Traceback" not in ran.err
+    assert not any(replica.alive for replica in engine.replicas)
+
+
+def test_the_engine_starts_before_the_tokenizer_is_read(engine, command, byte_folder, monkeypatch):
+    read = ModelTokenizer.load
+    alive = []
+
+    def load(folder):
+        alive.append([replica.alive for replica in engine.replicas])
+        return read(folder)
+
+    monkeypatch.setattr(ModelTokenizer, "load", load)
+    assert command("generate", "--model", byte_folder, "--prompt", "abc", "--max-tokens", "5").out == "defgh\n"
+    assert alive == [[True]]
+    assert not engine.replicas[0].alive
+
+
+@pytest.mark.parametrize(("prompt", "typed"), [("", ""), ("-", "")])
+def test_an_empty_prompt(engine, command, byte_folder, monkeypatch, prompt, typed):
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    ran = command("generate", "--model", byte_folder, "--prompt", prompt)
+    assert (ran.code, ran.out, engine.configs) == (2, "", [])
+    assert "--prompt is empty" in ran.err
+    assert not any(replica.alive for replica in engine.replicas)
 
 
 def test_a_folder_that_is_no_model(command, tmp_path):
