@@ -67,10 +67,10 @@ def device_index(assigned: Sequence[str], visible: str | None) -> int:
         return -1
     if visible is None or not visible.strip():
         return int(assigned[0])
-    names = [name.strip() for name in visible.split(",")]
-    if assigned[0] not in names:
-        raise RuntimeError(f"Ray assigned GPU {assigned[0]}, which CUDA_VISIBLE_DEVICES = {visible} does not show")
-    return names.index(assigned[0])
+    names, name = [name.strip() for name in visible.split(",")], assigned[0].strip()
+    if name not in names:
+        raise RuntimeError(f"Ray assigned GPU {name}, which CUDA_VISIBLE_DEVICES = {visible} does not show")
+    return names.index(name)
 
 
 class SchedulerActor:

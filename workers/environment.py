@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from importlib import metadata
+from itertools import takewhile
 
 
 class EnvironmentProblem(RuntimeError):
@@ -30,6 +31,9 @@ def check_environment() -> None:
 def visible_gpus() -> int:
     """NVIDIA GPUs of this machine, those that CUDA_VISIBLE_DEVICES hides left out; 0 where there is no driver.
 
+    CUDA reads that list up to the first name of no device (-1 is often written to hide all), and shows none where one
+    comes twice.
+
     The driver's library is asked. Torch and Ray know, too, but take seconds to import, and Ray reads its settings from
     the environment when it is imported: before `serve` has set them.
     """
@@ -42,4 +46,12 @@ def visible_gpus() -> int:
         return 0
     nvml.nvmlShutdown()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count.value if visible is None else min(count.value, len(list(filter(str.strip, visible.split(",")))))
+    if visible is None:
+        return count.value
+    names = [name.strip() for name in visible.split(",")]
+    shown = list(takewhile(lambda name: _names_gpu(name, count.value), names))
+    return min(count.value, len(shown)) if len(set(shown)) == len(shown) else 0
+
+
+def _names_gpu(name: str, count: int) -> bool:
+    return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)

@@ -19,7 +19,18 @@ def test_a_distribution_named_kernels_is_refused(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("count", "visible", "seen"),
-    [(4, None, 4), (4, "0,3", 2), (4, "GPU-1f", 1), (4, "", 0), (1, "0,1", 1), (0, None, 0)],
+    [
+        *((4, None, 4), (4, "0,3", 2), (4, "2, 0", 2), (4, "", 0), (1, "0,1", 1), (0, None, 0)),
+        *((4, "GPU-1f", 1), (4, "GPU-1f,GPU-2e", 2), (1, "MIG-1f,MIG-2e", 1)),
+        *(
+            (4, "-1", 0),
+            (4, "NoDevFiles", 0),
+            (4, "1,-1,2", 1),
+            (4, "0,7,1", 1),
+            (4, "0,0", 0),
+            (4, "GPU-1f,GPU-1f", 0),
+        ),
+    ],
 )
 def test_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None, seen: int) -> None:
     def device_count(into: object) -> int:

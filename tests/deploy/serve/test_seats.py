@@ -57,6 +57,7 @@ def test_every_seat_gets_one_rank_and_no_node_is_torn_apart(places: list[tuple[s
         (["3"], "3", 0),
         (["5"], "4,5,6", 1),
         (["GPU-b"], "GPU-a, GPU-b", 1),
+        ([" 5"], "4, 5", 1),  # Ray splits the list at commas alone
     ],
 )
 def test_the_device_is_counted_among_the_visible_ones(assigned: list[str], visible: str | None, index: int) -> None:
