@@ -13,6 +13,7 @@ import torch
 from kernels.page import PAGE_TOKENS
 from workers.batch import LatentCache
 from workers.config import EngineConfig
+from workers.environment import visible_gpus
 from workers.graphs.proof import prove
 from workers.graphs.report import SelfTestReport
 from workers.messages import Ready
@@ -38,6 +39,16 @@ def pick_device(config: EngineConfig, device_index: int | None) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def passed_over(config: EngineConfig, device: torch.device) -> str:
+    """What to say where `auto` came to be the CPU of a machine with GPUs; empty elsewhere."""
+    if device.type != "cpu" or config.device != "auto" or not (count := visible_gpus()):
+        return ""
+    return (
+        f"running on the CPU: the driver shows {count} GPUs, but torch {torch.__version__} cannot use them (it has "
+        f"CUDA {torch.version.cuda or 'support for none'})"
+    )
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

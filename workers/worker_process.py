@@ -24,7 +24,7 @@ from workers.config import EngineConfig
 from workers.environment import check_environment
 from workers.messages import Fault, Progress, Shutdown, ToWorker
 from workers.parallel import PeerLost, TensorParallel
-from workers.replica import Replica, pick_device
+from workers.replica import Replica, passed_over, pick_device
 from workers.runner import Launched, Runner
 
 logger = logging.getLogger(__name__)
@@ -112,12 +112,16 @@ def run_worker(
     try:
         check_environment()
         torch.set_num_threads(1)
+        loading = True
         device = pick_device(config, device_index)
+        loading = False
         begin = time.perf_counter()
 
         def progress(text: str) -> None:
             results.send(Progress(rank, f"[{time.perf_counter() - begin:5.1f} s] {text}"))
 
+        if note := passed_over(config, device):
+            progress(note)
         group = TensorParallel.connect(rank, config.tensor_parallel, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
         replica = Replica(config, group, device, progress, results.send)

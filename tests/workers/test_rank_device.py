@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from workers import replica
 from workers.config import EngineConfig
-from workers.replica import pick_device
+from workers.replica import passed_over, pick_device
 
 
 def test_a_rank_without_a_gpu_of_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +23,15 @@ def test_a_rank_without_a_gpu_of_its_own_says_so(monkeypatch: pytest.MonkeyPatch
         pick_device(config, 2)
     assert len(taken) == 3
     assert pick_device(EngineConfig(model="demo", device="cpu"), 2) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "gpus", "said"),
+    [("cpu", "auto", 2, True), ("cpu", "auto", 0, False), ("cpu", "cpu", 2, False), ("cuda", "auto", 2, False)],
+)
+def test_gpus_that_torch_cannot_use_are_not_passed_over_in_silence(
+    monkeypatch: pytest.MonkeyPatch, device: str, wanted: str, gpus: int, said: bool
+) -> None:
+    monkeypatch.setattr(replica, "visible_gpus", lambda: gpus)
+    note = passed_over(EngineConfig(model="demo", device=wanted), torch.device(device))
+    assert ("shows 2 GPUs" in note) == said == bool(note)

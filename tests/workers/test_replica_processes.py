@@ -316,3 +316,11 @@ async def test_a_model_that_cannot_be_loaded_is_not_worth_another_try(tmp_path: 
         async with local_engine(config(model, tensor_parallel=2, **settings)):
             pass
     assert fault.value.lasting
+
+
+async def test_gpus_that_are_not_there_are_not_worth_another_try(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(EngineFault, match=r"rank .: .*torch sees no CUDA device") as fault:
+        async with local_engine(config(folder, tensor_parallel=2, device="cuda")):
+            pass
+    assert fault.value.lasting
