@@ -5,6 +5,7 @@ Ray Serve reads its settings from the environment when it is imported, so nothin
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from deploy.config import ServeConfig
-from deploy.connection import RayConnection, Say, port_problem
+from deploy.connection import CannotJoin, RayConnection, Say, cluster_to_join, port_problem
 from workers.environment import check_environment
 from workers.ports import free_ports
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 APPLICATION = "latentserve"
 POLL_S = 0.2
 NEWS_PERIOD_S = 1.0
+ANSWER_PATIENCE_S = 5.0
+"""Seconds that the entrance may take to find out about replicas that serve."""
 END_TIMEOUT_S = 30.0
 """Seconds beyond the drain times until a deleted application must be gone."""
 
@@ -58,18 +61,25 @@ class Running:
 
     def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
         from deploy.progress import Reader
+        from deploy.room import WaitingReplicas
 
         self.config, self._connection = config, connection
-        self._reader = Reader(APPLICATION)
+        self._reader, self._waiting = Reader(APPLICATION), WaitingReplicas(APPLICATION, config)
+        self._address = connection.head_address if config.host == "0.0.0.0" else config.host
 
     @property
     def url(self) -> str:
         """Where it serves."""
-        return f"http://{'127.0.0.1' if self.config.host == '0.0.0.0' else self.config.host}:{self.config.port}"
+        return f"http://{self._address}:{self.config.port}"
+
+    @property
+    def waits_for(self) -> str:
+        """What replicas that have no place wait for; empty while there are none."""
+        return self._waiting.line
 
     def news(self) -> list[str]:
-        """What replicas reported since the last call: progress while they start, failures."""
-        return self._reader.new_lines()
+        """What there is to say since the last call: progress while replicas start, failures, what they wait for."""
+        return [*self._reader.new_lines(), *self._waiting.news()]
 
     def failures(self) -> list[str]:
         """Causes of every replica that failed so far, oldest first."""
@@ -116,11 +126,16 @@ def launch(config: ServeConfig, say: Say = tell, engine_class: type | None = Non
     _ = config.engine.folder
     if config.port == 0:
         config = config.model_copy(update={"port": free_ports(config.host, 1)[0]})
-    elif problem := port_problem(config.host, config.port):
-        raise StartFailed(f"port {config.port} of {config.host} cannot be used: {problem}; choose another with --port")
-    connection = RayConnection(config, say)
+    if not cluster_to_join(config):
+        _check_port(config)
+    try:
+        connection = RayConnection(config, say)
+    except CannotJoin as error:
+        raise StartFailed(str(error)) from None
     there_before = True
     try:
+        if not connection.own:
+            _check_entrance(config, say)
         running = Running(config, connection)
         _check_room(config, connection, say)
         there_before = _deploy(running, engine_class)
@@ -160,14 +175,43 @@ def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None
             signal.signal(number, handler)
 
 
+def _check_port(config: ServeConfig) -> None:
+    if problem := port_problem(config.host, config.port):
+        raise StartFailed(f"port {config.port} of {config.host} cannot be used: {problem}; choose another with --port")
+
+
+def _check_entrance(config: ServeConfig, say: Say) -> None:
+    """StartFailed where Ray Serve runs and listens elsewhere: it goes on to, whatever it is told."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        _check_port(config)
+    elif (client.http_config.host, client.http_config.port) != (config.host, config.port):
+        host, port = client.http_config.host, client.http_config.port
+        raise StartFailed(
+            f"Ray Serve runs on this cluster and listens on {host}:{port}, not on {config.host}:{config.port}; give "
+            f"--host {host} --port {port}, which replaces its application {APPLICATION}, or end it (`serve shutdown`)"
+        )
+    elif APPLICATION in serve.status().applications:
+        say(f"replacing the application {APPLICATION} that runs there")
+
+
 def _check_room(config: ServeConfig, connection: RayConnection, say: Say) -> None:
     """A Ray of our own never grows: StartFailed when it is too small. To another nodes may come, so Serve waits."""
-    from deploy.application import shortage
+    from deploy.application import settled
+    from deploy.room import shortage
 
+    if config.engine.device != settled(config).engine.device and config.gpus_per_rank is None:
+        nobody = "the NVIDIA driver shows no GPU here" if connection.own else "no node of this cluster has a GPU yet"
+        say(f"device = auto, and {nobody}: ranks run on CPUs" + ("" if connection.own else "; cuda waits for GPUs"))
     if not (short := shortage(config)):
         return
     if connection.own:
-        raise StartFailed(f"{short} on this machine; give fewer ranks with --tensor-parallel, or --device cpu")
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        where = "on this machine" if hidden is None else f"on this machine with CUDA_VISIBLE_DEVICES = {hidden}"
+        raise StartFailed(f"{short} {where}; give fewer --replicas or ranks (--tensor-parallel), or --device cpu")
     say(f"{short}: waiting for nodes that have them")
 
 
@@ -192,7 +236,9 @@ def _wait(running: Running, say: Say) -> None:
     """Until the application answers; StartFailed with the first cause once it never will."""
     from ray import serve
 
-    deadline = time.monotonic() + running.config.engine.start_timeout_s
+    begin = time.monotonic()
+    ready: float | None = None
+    told = False
     while True:
         if cause := running.lasting_failure():
             raise StartFailed(cause)  # Serve would try again
@@ -200,17 +246,27 @@ def _wait(running: Running, say: Say) -> None:
             say(line)
         status = serve.status().applications[APPLICATION]
         whole = status.deployments and all(d.status == "HEALTHY" for d in status.deployments.values())
-        if status.status == "RUNNING" and whole and _healthy(running.url):
-            return
+        problem = ""
+        if status.status == "RUNNING" and whole:
+            if not (problem := _health_problem(running.url)):
+                return
+            ready = ready or time.monotonic()
+            if not told and time.monotonic() - ready > ANSWER_PATIENCE_S:
+                told = True
+                hint = "" if running.config.host == "0.0.0.0" else "; replicas on other nodes need --host 0.0.0.0"
+                say(f"all replicas serve, but {running.url}/health does not answer well: {problem}{hint}")
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise StartFailed((running.failures() or [status.message])[0])
-        if time.monotonic() > deadline:
-            raise StartFailed(f"not ready within {running.config.engine.start_timeout_s:.0f} s: {status.message}")
+        if time.monotonic() - begin > running.config.engine.start_timeout_s:
+            cause = problem or running.waits_for or status.message or "replicas still start"
+            raise StartFailed(f"not ready within {running.config.engine.start_timeout_s:.0f} s: {cause}")
         time.sleep(POLL_S)
 
 
-def _healthy(url: str) -> bool:
+def _health_problem(url: str) -> str:
+    """What is wrong with the answer of /health; empty when nothing is."""
     try:
-        return httpx.get(f"{url}/health", timeout=10.0, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
+        status = httpx.get(f"{url}/health", timeout=10.0, trust_env=False).status_code
+    except httpx.HTTPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if status == 200 else f"HTTP status {status}"

@@ -13,6 +13,7 @@ from ray.serve.schema import LoggingConfig
 from deploy.config import Ingress, ServeConfig
 from deploy.replica import EngineReplica, replica_class
 from deploy.router import LoadRouter, picker_class
+from workers.environment import EnvironmentProblem
 
 ENGINE = "engine"
 ROUTER = "router"
@@ -21,49 +22,52 @@ ONGOING_REQUESTS = 1 << 20
 
 
 def running_ingress(config: ServeConfig) -> Ingress:
-    """What this cluster's processes were started for; RuntimeError when the settings ask for something else."""
+    """What this cluster's processes were started for; EnvironmentProblem when the settings ask for something else."""
     if config.ingress == "direct" and not RAY_SERVE_ENABLE_HA_PROXY:
-        raise RuntimeError(
+        raise EnvironmentProblem(
             "ingress = direct, but Ray was started without RAY_SERVE_ENABLE_HA_PROXY=1: evaluate "
             '`eval "$(python -m deploy.environment)"` before `ray start` on every node, or set ingress to proxy'
         )
     if config.ingress == "proxy" and RAY_SERVE_ENABLE_HA_PROXY:
-        raise RuntimeError("ingress = proxy, but Ray was started with RAY_SERVE_ENABLE_HA_PROXY=1; use auto or direct")
+        raise EnvironmentProblem(
+            "ingress = proxy, but Ray was started with RAY_SERVE_ENABLE_HA_PROXY=1; use auto or direct"
+        )
     return "direct" if RAY_SERVE_ENABLE_HA_PROXY else "proxy"
 
 
-def gpus_per_rank(config: ServeConfig) -> float:
-    """GPUs to reserve for each rank."""
-    if config.gpus_per_rank is not None:
-        return config.gpus_per_rank
-    if config.engine.device == "auto":
-        return 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
-    return 1.0 if config.engine.device == "cuda" else 0.0
+def settled(config: ServeConfig) -> ServeConfig:
+    """`config` with `gpus_per_rank` decided for the nodes of this Ray; EnvironmentProblem where it cannot be yet.
+
+    Without GPUs `device: auto` becomes the CPU here: ranks decide by what they see, and one that Ray reserved no GPU
+    for may see GPUs that it reserved for others, or that came later.
+    """
+    gpus, device = config.gpus_per_rank, config.engine.device
+    if gpus is None:
+        gpus = 1.0 if device == "cuda" or (device == "auto" and _has_gpus()) else 0.0
+    engine = config.engine if gpus else config.engine.model_copy(update={"device": "cpu"})
+    return config.model_copy(update={"gpus_per_rank": gpus, "engine": engine})
+
+
+def _has_gpus() -> bool:
+    there = ray.cluster_resources()
+    if not there.get("GPU") and not there.get("CPU"):
+        raise EnvironmentProblem(
+            "device = auto, but this cluster has no node yet that ranks could run on, so nobody knows whether they get "
+            "GPUs; set device to cuda or cpu"
+        )
+    return bool(there.get("GPU"))
 
 
 def bundles(config: ServeConfig) -> list[dict[str, float]]:
-    """Placement-group bundles of one replica: front and scheduler, then one a rank."""
+    """Placement-group bundles of one replica of `settled` settings: front and scheduler, then one a rank."""
     cpus, gpus = config.cpus_per_process, config.gpus_per_rank
     rank = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
     return [{"CPU": 2 * cpus}, *({**rank} for _ in range(config.engine.tensor_parallel))]
 
 
-def shortage(config: ServeConfig) -> str:
-    """What all replicas together need and the nodes of this Ray do not have; empty when they have it."""
-    config = config.model_copy(update={"gpus_per_rank": gpus_per_rank(config)})
-    there, short = ray.cluster_resources(), []
-    for name in ("GPU", "CPU"):
-        needed, found = config.replicas * sum(bundle.get(name, 0) for bundle in bundles(config)), there.get(name, 0)
-        if needed > found:
-            short.append(f"{needed:g} {name}s where there are {found:g}")
-    if not short:
-        return ""
-    return f"replicas = {config.replicas}, tensor_parallel = {config.engine.tensor_parallel} take {', '.join(short)}"
-
-
 def build_application(config: ServeConfig, engine_class: type = replica_class) -> serve.Application:
     """The application for `serve.run`."""
-    config = config.model_copy(update={"gpus_per_rank": gpus_per_rank(config)})
+    config = settled(config)
     logging = LoggingConfig(encoding="JSON", log_level=config.log.level, enable_access_log=False)
     options: dict[str, Any] = {
         "num_replicas": config.replicas,
@@ -100,4 +104,4 @@ def build_application(config: ServeConfig, engine_class: type = replica_class) -
     return engine._with_ingress_request_router(router.bind(engine, config))
 
 
-__all__ = ["ENGINE", "ROUTER", "EngineReplica", "build_application", "bundles", "running_ingress", "shortage"]
+__all__ = ["ENGINE", "ROUTER", "EngineReplica", "build_application", "bundles", "running_ingress", "settled"]

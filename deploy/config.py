@@ -94,8 +94,9 @@ class ServeConfig(BaseModel):
     """Ray's dashboard, on the cluster that `serve` starts by itself."""
     cpus_per_process: Annotated[float, Field(gt=0)] = 1.0
     """Cores reserved for each of a replica's front, scheduler and ranks."""
-    gpus_per_rank: Annotated[float, Field(ge=0)] | None = None
-    """GPUs reserved for a rank. None: 1 where the engine runs on GPUs, else 0."""
+    gpus_per_rank: Annotated[float, Field(ge=0, le=1)] | None = None
+    """GPUs reserved for a rank. None: 1 where the engine runs on GPUs, else 0. Replicas of one rank may share a GPU,
+    with `engine.cache_pages` given; a rank for which none is reserved runs on a CPU."""
     routing: RoutingConfig = RoutingConfig()
     drain: DrainConfig = DrainConfig()
     health: HealthConfig = HealthConfig()
@@ -109,6 +110,22 @@ class ServeConfig(BaseModel):
             raise ValueError(
                 f"host = {self.host}: HAProxy reaches replicas of its own node over 127.0.0.1, so listen on 127.0.0.1 "
                 "or 0.0.0.0 (and let a firewall choose the interface), or set ingress to proxy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_have_gpus_of_their_own(self) -> Self:
+        gpus, ranks = self.gpus_per_rank, self.engine.tensor_parallel
+        if gpus is None or self.engine.device == "cpu":
+            return self
+        if gpus == 0 and self.engine.device == "cuda":
+            raise ValueError(
+                "gpus_per_rank = 0 reserves no GPU, but device = cuda: leave gpus_per_rank out, or set device to cpu"
+            )
+        if 0 < gpus <= 0.5 and ranks > 1:
+            raise ValueError(
+                f"gpus_per_rank = {gpus:g} puts ranks of one replica on the same GPU, and tensor_parallel = {ranks} "
+                "needs one for each: leave gpus_per_rank out, or set tensor_parallel to 1"
             )
         return self
 

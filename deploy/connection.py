@@ -17,21 +17,34 @@ from pathlib import Path
 from deploy.config import ServeConfig
 from deploy.environment import SidePorts, node_environment, resolve_ingress
 from deploy.quiet import quiet_driver
+from workers.environment import visible_gpus
 from workers.ports import free_ports
 
 Say = Callable[[str], None]
+KNOCK_TIMEOUT_S = 10.0
+
+
+class CannotJoin(RuntimeError):
+    """There is no Ray at the address that was given, or none that lets us in; the message says which and why."""
+
+
+def cluster_to_join(config: ServeConfig) -> str | None:
+    """Address of the Ray that is asked for; None for one of our own."""
+    return config.ray_address or os.environ.get("RAY_ADDRESS") or None
 
 
 class RayConnection:
     """A driver's connection to Ray, until `close`."""
 
     def __init__(self, config: ServeConfig, say: Say) -> None:
-        """Join the Ray that is asked for, or start one: `own` tells."""
+        """Join the Ray that is asked for, or start one: `own` tells. CannotJoin when there is none to join."""
         self._folder: Path | None = None
         self._before: dict[str, str | None] = {}
         self._quiet = ExitStack()
-        address = config.ray_address or os.environ.get("RAY_ADDRESS")
+        address = cluster_to_join(config)
         self.own = not address
+        self.head_address = "127.0.0.1"
+        """Of the head node, which always takes requests, as this process reaches it."""
         try:
             if address:
                 self._join(address, say)
@@ -47,9 +60,24 @@ class RayConnection:
         with _our_signal_handlers():
             import ray
 
-            ray.init(address=address, log_to_driver=False)
+            try:
+                _knock(address)
+                ray.init(address=address, log_to_driver=False)
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                raise CannotJoin(
+                    f"cannot join Ray at {address}: {error}; give the address of one that runs and has this machine "
+                    "as a node (`ray start`), or neither --ray-address nor RAY_ADDRESS to start one"
+                ) from error
         # Ray Serve decides by the environment what it supports, here as there: see it as the cluster's processes do.
-        self._export(ray.get(ray.remote(_serve_environment).options(num_cpus=0).remote()))
+        try:
+            self._export(ray.get(ray.remote(_serve_environment).options(num_cpus=0).remote()))
+        except ray.exceptions.RayTaskError as error:
+            raise CannotJoin(
+                f"a node of the Ray at {address} cannot run latentserve: {error.cause}; install the same on all nodes"
+            ) from error
+        (head,) = (node for node in ray.nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"])
+        if head["NodeID"] != ray.get_runtime_context().get_node_id():
+            self.head_address = head["NodeManagerAddress"]
 
     def _start(self, config: ServeConfig, say: Say) -> None:
         ingress = resolve_ingress(config)
@@ -67,6 +95,7 @@ class RayConnection:
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, math.ceil(processes * config.cpus_per_process)),
+                num_gpus=visible_gpus(),  # Ray would count the names in CUDA_VISIBLE_DEVICES, such as -1
                 object_store_memory=config.object_store_bytes,
                 include_dashboard=config.dashboard,
                 dashboard_host="127.0.0.1",
@@ -101,6 +130,13 @@ class RayConnection:
                 os.environ[name] = value
 
 
+def _knock(address: str) -> None:
+    """OSError where nobody listens at host:port; Ray itself tries for minutes. Other addresses are Ray's to judge."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+
+
 def _serve_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
 
@@ -109,10 +145,12 @@ def _serve_environment() -> dict[str, str]:
 def _our_signal_handlers() -> Iterator[None]:
     """Ray installs handlers of its own when a driver connects: put ours back."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in kept.items():
+                signal.signal(number, handler)
 
 
 def port_problem(host: str, port: int) -> str:

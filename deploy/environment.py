@@ -15,6 +15,7 @@ from pathlib import Path
 
 from deploy.config import Ingress, ServeConfig
 from deploy.haproxy import find_binary, install
+from workers.environment import EnvironmentProblem
 
 DASHBOARD_FILE = Path(__file__).resolve().parent / "observability" / "grafana_dashboard.json"
 
@@ -32,13 +33,13 @@ class SidePorts:
 
 
 def resolve_ingress(config: ServeConfig) -> Ingress:
-    """The ingress for a cluster that we start ourselves; RuntimeError when `direct` is asked for and cannot be had."""
+    """The ingress for a cluster that we start ourselves; EnvironmentProblem when `direct` cannot be had."""
     if config.ingress == "proxy":
         return "proxy"
     if find_binary() is not None:
         return "direct"
     if config.ingress == "direct":
-        raise RuntimeError(
+        raise EnvironmentProblem(
             "ingress = direct, but no HAProxy binary is found: install ray[serve] or haproxy, or use proxy"
         )
     return "proxy"

@@ -85,6 +85,8 @@ class EngineReplica:
         config = self.config
         self.board.say(f"starting {config.engine.tensor_parallel} ranks of {config.model_name}")
         addresses = await self.processes.start()
+        if (nodes := len({seat.node for seat in self.processes.seats})) > 1:
+            self.board.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
         client = EngineClient(config.engine, addresses, config.model_name)
         client.on_progress.append(self.board.say)
         client.on_fault.append(self._failed)

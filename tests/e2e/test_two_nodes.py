@@ -155,6 +155,7 @@ async def test_a_replica_may_span_nodes(launch) -> None:
     server = launch({**CONFIG, "engine": engine}, CODE).wait()
     ranks = [node_of(pid) for pid in server.pids("ray::WorkerActor")]
     assert len(set(ranks)) == 2
+    assert server.find("(ranks are on 2 nodes)")
     async with client() as http:
         _, body = await ask(http, server, prompt="def f(x):", max_tokens=24)
         assert body["usage"]["completion_tokens"] == 24

@@ -64,6 +64,28 @@ def test_a_replica_gets_one_bundle_for_itself_and_one_a_rank() -> None:
     assert bundles(config(engine=engine, gpus_per_rank=0)) == [{"CPU": 2}, {"CPU": 1}, {"CPU": 1}]
 
 
+@pytest.mark.parametrize(
+    ("device", "ranks", "gpus", "said"),
+    [
+        ("cuda", 1, 0, "gpus_per_rank = 0 reserves no GPU"),
+        ("cuda", 2, 0.5, "on the same GPU, and tensor_parallel = 2 needs one for each"),
+        ("auto", 3, 0.3, "on the same GPU"),
+        ("cuda", 1, 2, "less than or equal to 1"),
+        ("cuda", 1, 0.5, None),
+        ("cuda", 2, 0.6, None),
+        ("auto", 1, 0, None),
+        ("cpu", 2, 0.5, None),
+    ],
+)
+def test_ranks_that_would_share_a_gpu_are_refused(device: str, ranks: int, gpus: float, said: str | None) -> None:
+    engine = {"model": "demo", "device": device, "tensor_parallel": ranks}
+    if said is None:
+        assert config(engine=engine, gpus_per_rank=gpus).gpus_per_rank == gpus
+        return
+    with pytest.raises(ValidationError, match=said):
+        config(engine=engine, gpus_per_rank=gpus)
+
+
 def test_drain_times_reach_ray(tmp_path: Path) -> None:
     settings = config(drain={"deregister_s": 3, "timeout_s": 77})
     found = node_environment(settings, "direct", tmp_path, SidePorts(1, 2, 3))

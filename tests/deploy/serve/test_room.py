@@ -1,0 +1,138 @@
+"""What replicas take, what a Ray has, and what is said of the difference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from deploy import app, room
+from deploy.app import StartFailed
+from deploy.application import settled
+from deploy.config import ServeConfig
+from deploy.room import PATIENCE_S, WaitingReplicas, shortage
+from workers.environment import EnvironmentProblem
+
+
+def config(ranks: int = 1, device: str = "auto", **fields: object) -> ServeConfig:
+    engine = {"model": "demo", "tensor_parallel": ranks, "device": device}
+    return ServeConfig.model_validate({"engine": engine, **fields})
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch):
+    """Says what all nodes of the pretended Ray have together."""
+
+    def have(**resources: float) -> None:
+        monkeypatch.setattr("ray.cluster_resources", lambda: resources)
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "there", "found"),
+    [
+        ("auto", None, {"GPU": 2, "CPU": 8}, ("auto", 1)),
+        ("auto", None, {"CPU": 8}, ("cpu", 0)),
+        ("auto", 0.5, {"CPU": 8}, ("auto", 0.5)),
+        # A rank that no GPU is reserved for may still see some, which belong to others.
+        ("auto", 0, {"GPU": 2, "CPU": 8}, ("cpu", 0)),
+        ("cuda", None, {}, ("cuda", 1)),
+        ("cpu", None, {"GPU": 2}, ("cpu", 0)),
+        ("cpu", 1, {}, ("cpu", 1)),
+    ],
+)
+def test_device_and_gpus_are_decided_together(nodes, device: str, given: float | None, there: dict, found) -> None:
+    nodes(**there)
+    result = settled(config(device=device, gpus_per_rank=given))
+    assert (result.engine.device, result.gpus_per_rank) == found
+
+
+def test_nothing_is_decided_by_a_head_that_takes_no_ranks(nodes) -> None:
+    """An autoscaler brings the GPUs when somebody asks for some."""
+    nodes(memory=1e9)
+    with pytest.raises(EnvironmentProblem, match="set device to cuda or cpu"):
+        settled(config())
+
+
+@pytest.mark.parametrize(
+    ("settings", "there", "said"),
+    [
+        ({"ranks": 2}, {"GPU": 2, "CPU": 4}, ""),
+        ({"ranks": 2}, {"GPU": 1, "CPU": 4}, "replicas = 1, tensor_parallel = 2 take 2 GPUs where there are 1"),
+        ({"ranks": 2, "replicas": 2}, {"GPU": 4, "CPU": 7}, "take 8 CPUs where there are 7"),
+        ({"device": "cuda"}, {"CPU": 4}, "take 1 GPU where there are 0"),
+        # Two halves of different GPUs are of no use to a rank.
+        ({"ranks": 3, "gpus_per_rank": 0.6}, {"GPU": 2, "CPU": 9}, "take 3 GPUs where there are 2"),
+        ({"replicas": 3, "gpus_per_rank": 0.4}, {"GPU": 1.0, "CPU": 9}, "take 2 GPUs where there are 1"),
+        ({"replicas": 4, "gpus_per_rank": 0.5}, {"GPU": 2, "CPU": 12}, ""),
+        ({"replicas": 10, "gpus_per_rank": 0.1}, {"GPU": 1, "CPU": 30}, ""),
+    ],
+)
+def test_what_is_short(nodes, settings: dict, there: dict, said: str) -> None:
+    nodes(**there)
+    found = shortage(config(**settings))
+    assert found == said if not said else said in found
+
+
+@pytest.mark.parametrize("hidden", [None, "0"])
+def test_a_ray_of_our_own_that_is_too_small_is_an_error_with_advice(nodes, monkeypatch, hidden: str | None) -> None:
+    nodes(GPU=1, CPU=64)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    lines: list[str] = []
+    with pytest.raises(StartFailed, match=r"2 GPUs where there are 1 on this machine.*--replicas") as error:
+        app._check_room(config(replicas=2), SimpleNamespace(own=True), lines.append)
+    assert ("CUDA_VISIBLE_DEVICES = 0" in str(error.value)) == (hidden is not None)
+    app._check_room(config(replicas=2), SimpleNamespace(own=False), lines.append)
+    assert len(lines) == 1
+    assert "waiting for nodes" in lines[0]
+
+
+def test_replicas_without_a_place_are_news_once(nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes(GPU=8, CPU=64)
+    groups: dict[str, dict] = {}
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(room.time, "monotonic", lambda: clock.now)
+    free = {"GPU": 3.0, "CPU": 60.0}
+    monkeypatch.setattr("ray.available_resources", lambda: free)
+    monkeypatch.setattr("ray.util.placement_group_table", lambda: groups)
+    waiting = WaitingReplicas("ours", config(4, replicas=2))
+
+    def news(after_s: float, *pending: str) -> list[str]:
+        clock.now += after_s
+        groups.clear()
+        groups.update({name: {"name": name, "state": "PENDING"} for name in pending})
+        groups["placed"] = {"name": "SERVE_REPLICA::ours#engine#a", "state": "CREATED"}
+        return waiting.news()
+
+    ours, other = "SERVE_REPLICA::ours#engine#b", "SERVE_REPLICA::ours2#engine#b"
+    assert news(0.0, ours, other) == []
+    assert news(PATIENCE_S / 2, ours, other) == []
+    assert news(PATIENCE_S, other) == []  # found a place in time
+    assert news(1.0, ours, other) == []
+    [line] = news(PATIENCE_S, ours, other)
+    assert line.startswith(
+        "1 of 2 replicas wait for room: one takes 4 GPUs and 6 CPUs, free are 3 of 8 GPUs, 60 of 64 CPUs"
+    )
+    assert waiting.line == line
+    assert news(60.0, ours, other) == []
+    assert news(1.0) == []
+    assert waiting.line == ""
+    free["GPU"] = 8.0  # but every node has too few cores
+    assert news(1.0, ours) == []
+    [line] = news(PATIENCE_S, ours)
+    assert "no node has 2 CPUs for its front, or enough have not 1 GPU and 1 CPU for a rank" in line
+
+
+@pytest.mark.parametrize(("own", "said"), [(True, "driver shows no GPU"), (False, "cluster has a GPU yet")])
+def test_running_on_cpus_because_there_are_no_gpus_is_said(nodes, own: bool, said: str) -> None:
+    nodes(CPU=8)
+    lines: list[str] = []
+    app._check_room(config(device="cpu"), SimpleNamespace(own=own), lines.append)
+    app._check_room(config(gpus_per_rank=0), SimpleNamespace(own=own), lines.append)
+    assert lines == []
+    app._check_room(config(), SimpleNamespace(own=own), lines.append)
+    [line] = lines
+    assert said in line
