@@ -21,6 +21,7 @@ from workers.client import EngineClient
 from workers.config import EngineConfig
 from workers.engine import EngineFault
 from workers.graphs.report import SelfTestReport
+from workers.libraries import load_libraries
 from workers.ports import free_port
 
 logger = logging.getLogger("latentserve.launch")
@@ -53,7 +54,8 @@ def _scheduler_main(config: EngineConfig, parent: Connection) -> None:
 
 def _worker_main(config: EngineConfig, rank: int, parent: Connection) -> None:
     _end_with_parent()
-    from workers.worker_process import run_worker  # takes seconds; the scheduler binds meanwhile
+    load_libraries()  # the scheduler binds meanwhile
+    from workers.worker_process import run_worker
 
     try:
         addresses, rendezvous = parent.recv()

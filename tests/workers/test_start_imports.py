@@ -1,4 +1,5 @@
-"""What a rank imports while it starts and runs: torch's compiler alone would take it seconds, and is never used."""
+"""What a rank imports while it starts and runs, and how: torch's compiler alone would take it seconds, and is never
+used."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ import torch
 HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "transformers", "ray")
 PROGRAM = """
 import sys
+from workers.libraries import load_libraries
+load_libraries()
 import torch
-import workers.worker_process
 from harness import InlineEngine
 from kernels.repeat import Layers, _noting
 from workers.config import EngineConfig
@@ -35,11 +37,28 @@ print([name for name in heavy if name in sys.modules])
 """
 
 
-def imported(device: str) -> str:
+COLLECTIONS = """
+import gc
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(phase))
+from workers.libraries import load_libraries
+before = gc.get_freeze_count(), len(collections)
+load_libraries()
+import torch, workers.worker_process
+print(before[0], len(collections) - before[1], gc.isenabled(), gc.is_tracked(vars(torch)))
+print(any(one is vars(torch) for one in gc.get_objects()))
+cycle = [object()]
+cycle.append(cycle)
+del cycle
+print(gc.collect())
+"""
+
+
+def run(program: str, *arguments: str) -> str:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, device, *HEAVY],
+        [sys.executable, "-c", program, *arguments],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -49,10 +68,17 @@ def imported(device: str) -> str:
 
 
 def test_a_rank_does_not_import_torchs_compiler() -> None:
-    assert imported("cpu") == "[]"
+    assert run(PROGRAM, "cpu", *HEAVY) == "[]"
+
+
+def test_what_a_rank_imports_is_not_searched_for_garbage_and_all_else_is() -> None:
+    imports, searched, found = run(COLLECTIONS).splitlines()
+    assert imports == "0 0 True True"
+    assert searched == "False"
+    assert int(found) >= 1
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_rank_with_graphs_does_not_either() -> None:
-    assert imported("cuda") == "[]"
+    assert run(PROGRAM, "cuda", *HEAVY) == "[]"
