@@ -11,6 +11,7 @@ HAProxy's place (see `install`) changes the configuration it was given, then bec
   clients whose request met the end of a replica would find their own connection closed without a word;
 - what HAProxy itself answers is OpenAI's error envelope. While no replica is ready it is a 503 at once, with the cause
   that was noted last (`note_fault`), read when somebody asks;
+- a body may take BODY_S to arrive: Serve gives it no longer than the router to answer, which refuses slow clients;
 - HAProxy ends with the process that started it. One whose manager was killed would keep the port for ever.
 """
 
@@ -26,6 +27,8 @@ from pathlib import Path
 
 FAULT_FILE = "fault.txt"
 """Beside the configuration: why the last replica of this node failed; absent while one serves."""
+BODY_S = 60
+"""Seconds in which a request's body, or as much of it as the router sees, must arrive; then it is answered 408."""
 
 _SIDE_DOOR = re.compile(r"^(\s*bind\s+)(?:\*|0\.0\.0\.0)?:(\d+)\s*$")
 _SECTION = re.compile(r"^(frontend|listen|backend|global|defaults)\b\s*(\S*)")
@@ -36,6 +39,7 @@ _ROUTER_FAILED = re.compile(r'^\s*http-request return status 503 .* lf-string "I
 _NO_ROUTE = re.compile(r"^\s*http-request return status 404 .* lf-string \"Path ")
 _POOL = re.compile(r"^(\s*)http-reuse always$")
 _HEALTHY = re.compile(r"^(\s*http-check expect) status 200$")
+_BODY = re.compile(r"^(\s*http-request wait-for-body time) \S+")
 _PR_SET_PDEATHSIG = 1
 
 _ERRORS = {
@@ -64,7 +68,7 @@ end)
 """
 
 
-def adapt(config: str, folder: Path) -> str:
+def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
     """The configuration as described above; `folder`: where `install` wrote what it refers to."""
     section, errors, lines = "", _error_lines(folder), []
     for line in config.split("\n"):
@@ -73,6 +77,7 @@ def adapt(config: str, folder: Path) -> str:
         if section in _SIDE_SECTIONS:
             line = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:\2", line)
         line = _POOL.sub(r"\g<1>option http-server-close", line)
+        line = _BODY.sub(rf"\g<1> {body_s}s", line)
         line = _HEALTHY.sub(r"\g<1> rstring ^(success|DRAINING)$", line)
         if _ERROR_FILE.match(line):
             lines += errors  # once, in place of the first of three
@@ -133,7 +138,7 @@ def find_binary() -> str | None:
         return None
 
 
-def install(folder: Path, binary: str) -> Path:
+def install(folder: Path, binary: str, body_s: int = BODY_S) -> Path:
     """Write the command for RAY_SERVE_HAPROXY_BINARY_PATH, and what it needs, into `folder`; returns its path."""
     for status, (kind, code, message) in _ERRORS.items():
         error = {"message": message, "type": kind, "param": None, "code": code}
@@ -146,18 +151,18 @@ def install(folder: Path, binary: str) -> Path:
         "import sys\n"
         f"sys.path.insert(0, {str(root)!r})\n"
         "from deploy.haproxy import become\n"
-        f"become({binary!r}, {str(folder)!r}, sys.argv[1:])\n"
+        f"become({binary!r}, {str(folder)!r}, {body_s}, sys.argv[1:])\n"
     )
     command.chmod(0o755)
     return command
 
 
-def become(binary: str, folder: str, arguments: list[str]) -> None:
+def become(binary: str, folder: str, body_s: int, arguments: list[str]) -> None:
     """Replace this process by HAProxy. Never returns."""
     parent = os.getppid()
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])
-        file.write_text(adapt(file.read_text(), Path(folder)))
+        file.write_text(adapt(file.read_text(), Path(folder), body_s))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # it died before the kernel knew

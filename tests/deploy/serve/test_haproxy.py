@@ -21,14 +21,15 @@ from deploy import haproxy
 from workers.ports import free_ports
 
 PORT, STATS, EXPORTER, REPLICA, ROUTER = free_ports("127.0.0.1", 5)
-BODY_TIMEOUT_S = 1
+ROUTER_TIMEOUT_S = 1
+BODY_TIMEOUT_S = 2
 
 
 @pytest.fixture
 def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As Serve writes it for one replica, its router and the fallback proxy; health checks come more often."""
     monkeypatch.setattr(ray_haproxy, "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY", True)
-    monkeypatch.setattr(ray_haproxy, "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_TIMEOUT_S", BODY_TIMEOUT_S)
+    monkeypatch.setattr(ray_haproxy, "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_TIMEOUT_S", ROUTER_TIMEOUT_S)
     config = HAProxyConfig(
         socket_path=str(tmp_path / "node" / "admin.sock"),
         server_state_base=str(tmp_path / "node"),
@@ -62,7 +63,7 @@ def proxy(rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(tmp_path / "haproxy.cfg"))
     binary = haproxy.find_binary()
     assert binary is not None
-    command = haproxy.install(tmp_path, binary)
+    command = haproxy.install(tmp_path, binary, BODY_TIMEOUT_S)
     code = "import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); p.wait()"
     arguments = [sys.executable, "-c", code, str(command), "-f", str(rendered)]
     parent = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
@@ -142,16 +143,17 @@ def test_side_doors_are_closed_and_the_rest_is_left(rendered: Path) -> None:
         f"bind 127.0.0.1:{STATS}",
     ]
     dropped = [line.strip() for line in before if line not in after]
-    # Two listeners, three error files, two answers in plain text, a health check, the pools of idle connections; the
-    # fallback server in both backends and its pin.
-    expected = ["bind"] * 2 + ["errorfile"] * 3 + ["http-check"] + ["http-request"] * 2 + ["http-reuse"] * 2
+    # Two listeners, three error files, two answers in plain text, a short wait, a health check, the pools of idle
+    # connections; the fallback server in both backends and its pin.
+    expected = ["bind"] * 2 + ["errorfile"] * 3 + ["http-check"] + ["http-request"] * 3 + ["http-reuse"] * 2
     expected += ["server"] * 2 + ["use-server"]
     assert sorted(line.split()[0] for line in dropped) == expected
     assert all("fallback" in line for line in dropped if "server" in line.split()[0])
     added = [line.strip().split()[0] for line in after if line not in before]
     errors = ["http-error"] * 7
     close = ["option"] * 2
-    assert sorted(added) == ["bind", "bind", "http-check", *errors, "http-request", "lua-load-per-thread", *close]
+    requests = ["http-request"] * 2
+    assert sorted(added) == ["bind", "bind", "http-check", *errors, *requests, "lua-load-per-thread", *close]
 
 
 def test_the_front_door_stays_on_every_interface_when_asked(rendered: Path) -> None:
@@ -287,6 +289,12 @@ def test_a_request_to_a_replica_that_just_ended_is_answered(proxy: tuple[subproc
         replica.shutdown(socket.SHUT_RDWR)
         for each in clients:
             assert each.get("/v1/models").json()["error"]["code"] == "no_replica"
+
+
+def test_a_slow_body_has_longer_than_the_router(rendered: Path) -> None:
+    before, after = rendered.read_text(), haproxy.adapt(rendered.read_text(), Path("/x"))
+    assert "http-request wait-for-body time 1s if METH_POST" in before
+    assert "http-request wait-for-body time 60s if METH_POST" in after
 
 
 def test_every_error_is_in_the_envelope(tmp_path: Path) -> None:
