@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 
 class ApiConfig(BaseModel):
@@ -41,18 +41,24 @@ class ApiConfig(BaseModel):
 
     @field_validator("served_model_names", "api_keys")
     @classmethod
-    def _no_empty(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+    def _no_empty(cls, values: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if not all(values):
-            raise ValueError("empty strings are not allowed")
+            raise ValueError(f"{info.field_name} must not hold an empty string")
         return values
 
     @field_validator("chat_template")
     @classmethod
     def _read_template(cls, value: str | None) -> str | None:
         # A template is never a single short line without Jinja's braces; a path never holds them.
-        if value is None or "{" in value:
-            return value
-        path = Path(value)
-        if not path.is_file():
-            raise ValueError(f"chat_template is neither a Jinja template nor a file: {value!r}")
-        return path.read_text(encoding="utf-8")
+        if value is None:
+            return None
+        if "{" not in value:
+            path = Path(value)
+            if not path.is_file():
+                raise ValueError(f"chat_template is neither a Jinja template nor a file: {value!r}")
+            value = path.read_text(encoding="utf-8")
+        from deploy.text.template import syntax_problem  # most starts need no Jinja
+
+        if problem := syntax_problem(value):
+            raise ValueError(f"chat_template is not valid Jinja, {problem}")
+        return value

@@ -79,11 +79,15 @@ def result_stream() -> Iterator[TextIO]:
         os.close(kept)
 
 
+_PLAINER = {"tuple_type": "Input should be a list", "model_type": "Input should hold settings by name"}
+"""What pydantic says in Python's terms, in those of a settings file."""
+
+
 def explain(error: ValidationError, label: Callable[[str], str]) -> str:
     """A pydantic error for people, a line a field; `label` gives what the user calls a field (its dotted name)."""
     lines = []
     for item in error.errors(include_url=False):
-        message = item["msg"].removeprefix("Value error, ")
+        message = _PLAINER.get(item["type"]) or item["msg"].removeprefix("Value error, ")
         name = ".".join(str(part) for part in item["loc"])
         # A mistake between fields is reported on what holds them, and its text names them.
         lines.append(message if not name or item["type"] == "value_error" else f"{label(name)}: {message}")

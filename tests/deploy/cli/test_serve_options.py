@@ -105,6 +105,10 @@ def test_an_empty_file_is_no_settings(started, command, tmp_path):
         ("port: many", "--port: Input should be a valid integer"),
         ("host: 10.0.0.7", "HAProxy reaches replicas"),
         ("engine: {model: demo, token_budget: 3}", "is too small for max_rows"),
+        ("api: {api_keys: sesame}", "Input should be a list"),
+        ("api: {api_keys: ['']}", "api_keys must not hold an empty string"),
+        ("health:", "health: Input should hold settings by name"),
+        ("api: {chat_template: '{% for m in messages %}{{ m'}", "chat_template is not valid Jinja, line 1: "),
         (None, "cannot read"),
     ],
 )

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deploy.text.detok import ByteDetokenizer, WindowDetokenizer, byte_alphabet
 from deploy.text.stop import StopMatcher
+from deploy.text.template import syntax_problem
 from deploy.text.tokenizer import INLINE_CHARS, ChatTemplateError, Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "assets" / "demo"
@@ -192,6 +193,29 @@ def test_chat_template_and_its_rejections() -> None:
         tokenizer.render_chat(messages, extra={"tokenize": True})
     with pytest.raises(ChatTemplateError, match="rejects"):
         tokenizer.render_chat(messages, template="{{ nothing.at.all }}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ x }}",
+        "{% for m in messages %}{% if m.x %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
+        "{% generation %}{{ x }}{% endgeneration %}{{ raise_exception('no') if x }}",
+        "{% generation %}{{ x }}",
+        "{{ x",
+        "{% for m in messages %}{{ m }}",
+        "{% nonsense %}",
+        "{{ x | no_filter_of_this_name }}",
+    ],
+)
+def test_template_syntax_is_as_transformers_reads_it(template: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    try:
+        tiny().render_chat(messages, template=template, extra={"x": ""})
+    except ChatTemplateError:
+        assert syntax_problem(template)
+    else:
+        assert syntax_problem(template) is None
 
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
