@@ -243,11 +243,23 @@ def test_unknown_model_paths(http: httpx.Client) -> None:
         check(http.get(f"/v1/models/{name}"), 404, "model", "model_not_found")
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/tiny", "/v1/models/other", "/health", "/metrics", "/selftest"]
+)
+def test_head_is_get_without_the_body(http: httpx.Client, path: str) -> None:
+    got, head = http.get(path), http.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    assert head.headers["content-type"] == got.headers["content-type"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "PATCH"])
 def test_wrong_methods(http: httpx.Client, method: str) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
         answer = http.request(method, path)
-        check(answer, 405, None, "method_not_allowed")
+        if method == "HEAD":
+            assert (answer.status_code, answer.content) == (405, b"")
+        else:
+            check(answer, 405, None, "method_not_allowed")
         assert answer.headers["allow"] == "POST"
     check(http.post("/v1/models"), 405, None, "method_not_allowed")
 
