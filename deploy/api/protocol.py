@@ -74,7 +74,8 @@ class GenerationBody(Body):
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     """0 is greedy."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
+    """0 keeps the most probable token."""
     n: int = Field(default=1, ge=1)
     seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)

@@ -109,7 +109,7 @@ TABLE = [
     completion("n", "2", TYPE),
     *[completion("temperature", value) for value in (-0.1, 2.1)],
     *[completion("temperature", value, TYPE) for value in ("1", True, [1])],
-    *[completion("top_p", value) for value in (0, -0.1, 1.1)],
+    *[completion("top_p", value) for value in (-0.1, 1.1)],
     *[completion("top_k", value) for value in (-2,)],
     completion("top_k", 2.5, TYPE),
     *[completion("min_p", value) for value in (-0.1, 1.1)],

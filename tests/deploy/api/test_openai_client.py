@@ -246,6 +246,11 @@ def test_stop_ids(client: openai.OpenAI, engine: FakeEngine) -> None:
         assert answer.choices[0].stop_reason == fox
 
 
+def test_a_top_p_of_zero_reaches_the_engine(client: openai.OpenAI, engine: FakeEngine) -> None:
+    client.completions.create(model="tiny", prompt="x", top_p=0)
+    assert engine.requests[-1].sampling.top_p == 0.0
+
+
 def test_sampling_fields_reach_the_engine(client: openai.OpenAI, engine: FakeEngine) -> None:
     client.completions.create(
         model="tiny",
