@@ -212,13 +212,14 @@ def _check_room(config: ServeConfig, connection: RayConnection, say: Say) -> Non
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         where = "on this machine" if hidden is None else f"on this machine with CUDA_VISIBLE_DEVICES = {hidden}"
         raise StartFailed(f"{short} {where}; give fewer --replicas or ranks (--tensor-parallel), or --device cpu")
-    say(f"{short}: waiting for nodes that have them")
+    say(f"{short}: waiting for nodes that have them; fewer --replicas or ranks (--tensor-parallel) take less")
 
 
 def _deploy(running: Running, engine_class: type | None) -> bool:
     """Hand the application to Serve; returns whether there was one in its place."""
     from ray import serve
     from ray.serve.api import RunTarget
+    from ray.serve.exceptions import RayServeException
 
     from deploy import progress
 
@@ -228,7 +229,11 @@ def _deploy(running: Running, engine_class: type | None) -> bool:
     serve.start(proxy_location=location, http_options={"host": config.host, "port": config.port})
     there_before = APPLICATION in serve.status().applications
     target = RunTarget(build_app(config, engine_class), name=APPLICATION, route_prefix="/")
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    try:
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    except RayServeException as error:  # such as another application at the same place
+        cause = getattr(error, "cause", error)  # Ray's own account of it holds a traceback
+        raise StartFailed(f"Ray Serve refuses the application: {cause}") from None
     return there_before
 
 
@@ -244,7 +249,9 @@ def _wait(running: Running, say: Say) -> None:
             raise StartFailed(cause)  # Serve would try again
         for line in running.news():
             say(line)
-        status = serve.status().applications[APPLICATION]
+        status = serve.status().applications.get(APPLICATION)
+        if status is None:
+            raise StartFailed("somebody else deleted the application while it started")
         whole = status.deployments and all(d.status == "HEALTHY" for d in status.deployments.values())
         problem = ""
         if status.status == "RUNNING" and whole:

@@ -92,8 +92,8 @@ class ServeConfig(BaseModel):
     """Ray's shared memory on a cluster that `serve` starts by itself; requests and tokens never go through it."""
     dashboard: bool = True
     """Ray's dashboard, on the cluster that `serve` starts by itself."""
-    cpus_per_process: Annotated[float, Field(gt=0)] = 1.0
-    """Cores reserved for each of a replica's front, scheduler and ranks."""
+    cpus_per_process: Annotated[float, Field(ge=0.0001)] = 1.0
+    """Cores reserved for each of a replica's front, scheduler and ranks. Ray knows no less than a ten-thousandth."""
     gpus_per_rank: Annotated[float, Field(ge=0, le=1)] | None = None
     """GPUs reserved for a rank. None: 1 where the engine runs on GPUs, else 0. Replicas of one rank may share a GPU,
     with `engine.cache_pages` given; a rank for which none is reserved runs on a CPU."""

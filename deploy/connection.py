@@ -65,8 +65,9 @@ class RayConnection:
                 ray.init(address=address, log_to_driver=False)
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise CannotJoin(
-                    f"cannot join Ray at {address}: {error}; give the address of one that runs and has this machine "
-                    "as a node (`ray start`), or neither --ray-address nor RAY_ADDRESS to start one"
+                    f"cannot join Ray at {address}: {error}; give the address of one that runs, has this machine as a "
+                    "node (`ray start`) and knows its token (`ray get-auth-token`), or neither --ray-address nor "
+                    "RAY_ADDRESS to start one"
                 ) from error
         # Ray Serve decides by the environment what it supports, here as there: see it as the cluster's processes do.
         try:

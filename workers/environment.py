@@ -31,8 +31,8 @@ def check_environment() -> None:
 def visible_gpus() -> int:
     """NVIDIA GPUs of this machine, those that CUDA_VISIBLE_DEVICES hides left out; 0 where there is no driver.
 
-    CUDA reads that list up to the first name of no device (-1 is often written to hide all), and shows none where one
-    comes twice.
+    CUDA reads that list up to the first name of no device (-1 is often written to hide all), shows none where one comes
+    twice, and of parts of GPUs (MIG) one to a process.
 
     The driver's library is asked. Torch and Ray know, too, but take seconds to import, and Ray reads its settings from
     the environment when it is imported: before `serve` has set them.
@@ -50,7 +50,10 @@ def visible_gpus() -> int:
         return count.value
     names = [name.strip() for name in visible.split(",")]
     shown = list(takewhile(lambda name: _names_gpu(name, count.value), names))
-    return min(count.value, len(shown)) if len(set(shown)) == len(shown) else 0
+    if len(set(shown)) < len(shown):
+        return 0
+    most = 1 if visible.strip().startswith("MIG-") else count.value
+    return min(most, len(shown))
 
 
 def _names_gpu(name: str, count: int) -> bool:

@@ -16,8 +16,18 @@ from workers.ports import free_port, free_ports
 SERVE = "from deploy.cli import main; main()"
 
 
+class Other:
+    """Somebody else's application."""
+
+
+def command(*flags: str) -> None:
+    """`latentserve serve` that must not come up; its last line."""
+    done = subprocess.run([sys.executable, "-c", SERVE, "serve", *flags], capture_output=True, text=True, timeout=60)
+    tell(f"exit code {done.returncode}: {done.stderr.splitlines()[-1]}")
+
+
 def main() -> None:
-    """Free the GPU once somebody says that it is waited for. When all serves, try what cannot work on this cluster."""
+    """Free the GPU once somebody says that it is waited for. Before and after, try what cannot work on this cluster."""
     config = ServeConfig.load(sys.argv[1])
     ended = threading.Event()
     with tempfile.TemporaryDirectory(prefix="nodes-") as folder:
@@ -33,6 +43,13 @@ def main() -> None:
             other = ray.remote(num_gpus=1)(threading.Event).options(name="other", lifetime="detached", namespace="them")
             holder = other.remote()
             ray.get(holder.is_set.remote())
+            from ray import serve
+
+            port = free_port()
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            serve.run(serve.deployment(ray_actor_options={"num_cpus": 0})(Other).bind(), name="other")
+            command("--ray-address", cluster.address, "--port", str(port), "--device", "cpu")
+            serve.delete("other")
             ray.shutdown()
             signal.signal(signal.SIGTERM, lambda number, frame: ended.set())  # now, as Ray installs its own
 
@@ -41,16 +58,10 @@ def main() -> None:
                 if "wait for room" in line:
                     ray.kill(ray.get_actor("other", namespace="them"))
 
-            running = launch(config.model_copy(update={"ray_address": cluster.address}), say)
-            for flags in (
-                ["--ray-address", cluster.address, "--port", str(free_port())],
-                ["--ray-address", cluster.address, "--port", str(running.config.port), "--ingress", "proxy"],
-                ["--ray-address", f"127.0.0.1:{free_port()}", "--port", "0"],
-            ):
-                done = subprocess.run(
-                    [sys.executable, "-c", SERVE, "serve", *flags], capture_output=True, text=True, timeout=60
-                )
-                tell(f"exit code {done.returncode}: {done.stderr.splitlines()[-1]}")
+            running = launch(config.model_copy(update={"ray_address": cluster.address, "port": port}), say)
+            command("--ray-address", cluster.address, "--port", str(free_port()))
+            command("--ray-address", cluster.address, "--port", str(port), "--ingress", "proxy")
+            command("--ray-address", f"127.0.0.1:{free_port()}", "--port", "0")
             tell(f"serving {config.model_name} at {running.url}/v1")
             ended.wait()
             running.stop()

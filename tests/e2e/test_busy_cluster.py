@@ -22,7 +22,8 @@ def test_who_waits_for_a_gpu_reads_so(launch) -> None:
     assert line.startswith("1 of 1 replicas wait for room: one takes 1 GPU and 3 CPUs, free are 0 of 1 GPUs, ")
     assert server.lines.index(line) < server.lines.index("starting 1 ranks of demo")
     # Ray Serve goes on to listen where it was first told to; what runs there is left alone.
-    elsewhere, otherwise, nowhere = [line for line in server.lines if line.startswith("exit code ")]
+    taken, elsewhere, otherwise, nowhere = [line for line in server.lines if line.startswith("exit code ")]
+    assert taken.startswith("exit code 1: error: Ray Serve refuses the application: Prefix / is being used by ")
     assert elsewhere.startswith(
         f"exit code 1: error: Ray Serve runs on this cluster and listens on {server.url[7:]}, not "
     )

@@ -21,7 +21,7 @@ def test_a_distribution_named_kernels_is_refused(monkeypatch: pytest.MonkeyPatch
     ("count", "visible", "seen"),
     [
         *((4, None, 4), (4, "0,3", 2), (4, "2, 0", 2), (4, "", 0), (1, "0,1", 1), (0, None, 0)),
-        *((4, "GPU-1f", 1), (4, "GPU-1f,GPU-2e", 2), (1, "MIG-1f,MIG-2e", 1)),
+        *((4, "GPU-1f", 1), (4, "GPU-1f,GPU-2e", 2), (4, "MIG-1f,MIG-2e", 1)),
         *(
             (4, "-1", 0),
             (4, "NoDevFiles", 0),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deploy import app, room
+from deploy import app, connection, room
 from deploy.app import StartFailed
 from deploy.application import settled
 from deploy.config import ServeConfig
@@ -136,3 +136,46 @@ def test_running_on_cpus_because_there_are_no_gpus_is_said(nodes, own: bool, sai
     app._check_room(config(), SimpleNamespace(own=own), lines.append)
     [line] = lines
     assert said in line
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch):
+    """Says which node this process is on, of a pretended Ray to join: the head is 10.0.0.1."""
+
+    def on(node: str) -> connection.RayConnection:
+        nodes = [("dead", "10.0.0.9", False), ("other", "10.0.0.2", True), ("head", "10.0.0.1", True)]
+        heads = {"dead": {"node:__internal_head__": 1.0}, "head": {"node:__internal_head__": 1.0}}
+        found = [
+            {"NodeID": name, "NodeManagerAddress": ip, "Alive": alive, "Resources": heads.get(name, {})}
+            for name, ip, alive in nodes
+        ]
+        monkeypatch.setattr("ray.init", lambda **options: None)
+        monkeypatch.setattr(
+            "ray.remote", lambda task: SimpleNamespace(options=lambda **options: SimpleNamespace(remote=task))
+        )
+        monkeypatch.setattr("ray.get", lambda result: result)
+        monkeypatch.setattr("ray.nodes", lambda: found)
+        monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: node))
+        return connection.RayConnection(config(ray_address="auto"), lambda line: None)
+
+    return on
+
+
+@pytest.mark.parametrize(("node", "address"), [("head", "127.0.0.1"), ("other", "10.0.0.1")])
+def test_a_cluster_is_asked_at_its_head(joined, node: str, address: str) -> None:
+    """Of the other nodes only those with a replica take requests."""
+    connected = joined(node)
+    connected.close()
+    assert (connected.own, connected.head_address) == (False, address)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no Ray"), RuntimeError("Version mismatch"), ValueError("bad address")]
+)
+def test_a_cluster_that_cannot_be_joined_is_an_error_with_its_cause(monkeypatch, error: Exception) -> None:
+    def init(**options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(StartFailed, match=f"cannot join Ray at auto: {error}; give the address"):
+        app.launch(config(ray_address="auto", port=0), lambda line: None)

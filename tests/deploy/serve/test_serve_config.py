@@ -35,6 +35,7 @@ def test_merging_leaves_the_original_alone() -> None:
         {"port": 70000},
         {"ingress": "sideways"},
         {"replicas": 0},
+        {"cpus_per_process": 0.00001},
         {"drain": {"timeout_s": 0}},
     ],
 )
