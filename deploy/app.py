@@ -203,15 +203,15 @@ def _check_room(config: ServeConfig, connection: RayConnection, say: Say) -> Non
     from deploy.application import settled
     from deploy.room import shortage
 
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    here = "this machine" if hidden is None else f"this machine with CUDA_VISIBLE_DEVICES = {hidden}"
     if config.engine.device != settled(config).engine.device and config.gpus_per_rank is None:
-        nobody = "the NVIDIA driver shows no GPU here" if connection.own else "no node of this cluster has a GPU yet"
-        say(f"device = auto, and {nobody}: ranks run on CPUs" + ("" if connection.own else "; cuda waits for GPUs"))
+        where, more = (here, "") if connection.own else ("the nodes that are there", "; cuda waits for GPUs")
+        say(f"device = auto, and no GPU on {where}: ranks run on CPUs{more}")
     if not (short := shortage(config)):
         return
     if connection.own:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        where = "on this machine" if hidden is None else f"on this machine with CUDA_VISIBLE_DEVICES = {hidden}"
-        raise StartFailed(f"{short} {where}; give fewer --replicas or ranks (--tensor-parallel), or --device cpu")
+        raise StartFailed(f"{short} on {here}; give fewer --replicas or ranks (--tensor-parallel), or --device cpu")
     say(f"{short}: waiting for nodes that have them; fewer --replicas or ranks (--tensor-parallel) take less")
 
 

@@ -46,8 +46,8 @@ def passed_over(config: EngineConfig, device: torch.device) -> str:
     if device.type != "cpu" or config.device != "auto" or not (count := visible_gpus()):
         return ""
     return (
-        f"running on the CPU: the driver shows {count} GPUs, but torch {torch.__version__} cannot use them (it has "
-        f"CUDA {torch.version.cuda or 'support for none'})"
+        f"running on the CPU: torch {torch.__version__} can use none of this machine's GPUs, of which the driver shows "
+        f"{count} (built for CUDA: {torch.version.cuda or 'no'})"
     )
 
 
@@ -164,9 +164,14 @@ class Replica:
     ) -> int:
         if config.cache_pages is not None:
             return config.cache_pages
+        advice = ""
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             room = free - graph_bytes - int(total * (1 - config.memory_fraction))
+            advice = (
+                f"; {free / 2**20:.0f} of the GPU's {total / 2**20:.0f} MiB are free: give a larger memory_fraction or "
+                "more ranks, or end what else uses it"
+            )
         else:
             room = min(config.cpu_cache_bytes, int(psutil.virtual_memory().available * 0.5))
         # More than every slot at full context is never used.
@@ -175,6 +180,7 @@ class Replica:
         if pages < 2:
             raise RuntimeError(
                 f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"
+                f"{advice}"
             )
         return pages
 

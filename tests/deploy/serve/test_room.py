@@ -126,7 +126,9 @@ def test_replicas_without_a_place_are_news_once(nodes, monkeypatch: pytest.Monke
     assert "no node has 2 CPUs for its front, or enough have not 1 GPU and 1 CPU for a rank" in line
 
 
-@pytest.mark.parametrize(("own", "said"), [(True, "driver shows no GPU"), (False, "cluster has a GPU yet")])
+@pytest.mark.parametrize(
+    ("own", "said"), [(True, "no GPU on this machine"), (False, "no GPU on the nodes that are there")]
+)
 def test_running_on_cpus_because_there_are_no_gpus_is_said(nodes, own: bool, said: str) -> None:
     nodes(CPU=8)
     lines: list[str] = []

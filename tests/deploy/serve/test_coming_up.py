@@ -1,0 +1,82 @@
+"""What is said, and when it is over, while an application comes up that does not get there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from deploy import app
+from deploy.app import APPLICATION, StartFailed
+from deploy.config import ServeConfig
+
+
+class Pretended:
+    """An application of which nobody reports anything."""
+
+    def __init__(self, host: str = "127.0.0.1", waits_for: str = "", start_timeout_s: float = 60.0) -> None:
+        engine = {"model": "demo", "start_timeout_s": start_timeout_s}
+        self.config = ServeConfig.model_validate({"engine": engine, "host": host})
+        self.url, self.waits_for = "http://10.0.0.1:8000", waits_for
+
+    def news(self) -> list[str]:
+        return []
+
+    def failures(self) -> list[str]:
+        return []
+
+    def lasting_failure(self) -> str:
+        return ""
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch):
+    """Says how Ray Serve counts the application, and what /health answers each time; None: nobody listens."""
+
+    def state(status: str, deployment: str, *answers: int | None) -> None:
+        left = list(answers)
+
+        def get(url: str, **options: object) -> SimpleNamespace:
+            if (code := left.pop(0) if len(left) > 1 else left[0]) is None:
+                raise httpx.ConnectError("refused")
+            return SimpleNamespace(status_code=code)
+
+        found = SimpleNamespace(status=status, deployments={"engine": SimpleNamespace(status=deployment)}, message="")
+        applications = {APPLICATION: found} if status else {}
+        monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications=applications))
+        monkeypatch.setattr(httpx, "get", get)
+        monkeypatch.setattr(app, "POLL_S", 0.001)
+        monkeypatch.setattr(app, "ANSWER_PATIENCE_S", 0.0)
+
+    return state
+
+
+@pytest.mark.parametrize(("host", "hint"), [("127.0.0.1", True), ("0.0.0.0", False)])
+def test_replicas_that_serve_behind_an_entrance_that_does_not(serve, host: str, hint: bool) -> None:
+    serve("RUNNING", "HEALTHY", 503, 503, 503, 200)
+    lines: list[str] = []
+    app._wait(Pretended(host), lines.append)
+    [line] = lines  # once
+    assert line.startswith("all replicas serve, but http://10.0.0.1:8000/health does not answer well: HTTP status 503")
+    assert ("--host 0.0.0.0" in line) == hint
+
+
+@pytest.mark.parametrize(
+    ("state", "waits_for", "cause"),
+    [
+        (("DEPLOYING", "UPDATING"), "1 of 1 replicas wait for room", "1 of 1 replicas wait for room"),
+        (("DEPLOYING", "UPDATING"), "", "replicas still start"),
+        (("RUNNING", "HEALTHY", None), "", "ConnectError: refused"),
+    ],
+)
+def test_when_time_is_over_the_error_says_what_was_missing(serve, state: tuple, waits_for: str, cause: str) -> None:
+    serve(*state)
+    with pytest.raises(StartFailed, match=f"not ready within 0 s: {cause}"):
+        app._wait(Pretended(waits_for=waits_for, start_timeout_s=0.02), lambda line: None)
+
+
+def test_an_application_that_somebody_deletes(serve) -> None:
+    serve("", "")
+    with pytest.raises(StartFailed, match="somebody else deleted"):
+        app._wait(Pretended(), lambda line: None)
