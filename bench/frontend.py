@@ -30,7 +30,8 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deploy.api import ApiConfig, create_app
+from deploy.api.app import create_app
+from deploy.api.config import ApiConfig
 from deploy.text.tokenizer import Tokenizer
 from workers.engine import ModelInfo, OutputMailbox
 from workers.messages import EngineStats, Request, RequestOutput

@@ -1,7 +1,1 @@
-"""The OpenAI-compatible HTTP front of a replica."""
-
-from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
-from deploy.api.logs import configure_logging
-
-__all__ = ["ApiConfig", "configure_logging", "create_app"]
+"""The OpenAI-compatible HTTP front of a replica. Import-light: every process of an application reads its settings."""

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import uvicorn
 
-from deploy.api import create_app
+from deploy.api.app import create_app
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.launch import local_engine

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny
 
-from deploy.api import ApiConfig, create_app
+from deploy.api.app import create_app
+from deploy.api.config import ApiConfig
 from workers.messages import EngineStats
 
 LIMIT = 64 * 1024

@@ -9,7 +9,8 @@ import pytest
 from fake_engine import INFO, EngineFault, FakeEngine, Refused, out, say, serving
 from tiny_tokenizer import tiny
 
-from deploy.api import ApiConfig, create_app
+from deploy.api.app import create_app
+from deploy.api.config import ApiConfig
 from workers.plan import TopLogprobs
 
 TEXT = "the quick brown fox — Köln 東京 👩‍🚀 jumps over"

@@ -6,7 +6,8 @@ import httpx
 from fake_engine import FakeEngine, say, serving
 from tiny_tokenizer import tiny
 
-from deploy.api import ApiConfig, create_app
+from deploy.api.app import create_app
+from deploy.api.config import ApiConfig
 from workers.graphs.report import BucketReport, SelfTestReport
 
 BUCKETS = (BucketReport("decode", "4 x 3", 0.5, drafts=2, rows=3, accepted=1, logits_error=1e-6),)

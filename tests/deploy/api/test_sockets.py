@@ -14,7 +14,8 @@ import pytest
 from fake_engine import FakeEngine, PushEngine, out, say, serving
 from tiny_tokenizer import tiny
 
-from deploy.api import ApiConfig, create_app
+from deploy.api.app import create_app
+from deploy.api.config import ApiConfig
 
 FOX = tiny().encode(" fox", add_special_tokens=False)[-1]
 LIMIT = 256 * 1024

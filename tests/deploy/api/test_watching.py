@@ -13,7 +13,9 @@ from fake_engine import FakeEngine, Refused, say, serving
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_tokenizer import tiny
 
-from deploy.api import ApiConfig, configure_logging, create_app
+from deploy.api.app import create_app
+from deploy.api.config import ApiConfig
+from deploy.api.logs import configure_logging
 from deploy.metrics import COUNTERS, GAUGES, HISTOGRAMS, WORKER_COUNTERS, WORKER_GAUGES, FrontMetrics
 from workers.graphs.stats import GraphStats
 from workers.messages import EngineStats
