@@ -47,6 +47,7 @@ class Job:
     """All that one HTTP request asks of the engine, and how its answer is to be written."""
 
     model: str
+    """The name that the answer carries."""
     prompts: tuple[Prompt, ...]
     sequences: tuple[Branch, ...]
     priority: int
@@ -220,7 +221,7 @@ def build_job(
             seed = derive_seed(drawn, index) if body.seed is None else derive_seed(body.seed, choice)
             sequences.append(Branch(index, number, msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)))
     return Job(
-        model=body.model,
+        model=(config.served_model_names or (info.name,))[0],
         prompts=tuple(prompts),
         sequences=tuple(sequences),
         priority=body.priority,

@@ -46,6 +46,14 @@ def test_models(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
+def test_answers_carry_the_first_name(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert client.completions.create(model="other/name", prompt="x").model == "tiny"
+    assert client.chat.completions.create(model="other/name", messages=messages).model == "tiny"
+    events = list(client.completions.create(model="other/name", prompt="x", stream=True))
+    assert {event.model for event in events} == {"tiny"}
+
+
 def test_completion(client: openai.OpenAI, engine: FakeEngine) -> None:
     answer = client.completions.create(model="tiny", prompt="def f", max_tokens=100)
     choice = answer.choices[0]
