@@ -79,7 +79,10 @@ def latency(
             tokenizer = tokenizer_of(base)
             if tokenizer is None:
                 raise UsageMistake(f"{base.folder} has no tokenizer; leave --prompt out")
-            fixed = tuple(tokenizer.encode(prompt))
+            try:
+                fixed = tuple(tokenizer.encode(prompt))
+            except ValueError as error:
+                raise UsageMistake(f"--prompt: {error}") from None
             if not fixed:
                 raise UsageMistake("--prompt is empty")
             input_tokens = len(fixed)

@@ -101,8 +101,12 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`, with the begin-of-sequence id and the like if the tokenizer adds them."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Ids of `text`, with the begin-of-sequence id and the like if the tokenizer adds them. ValueError where it is
+        no Unicode text, as Python makes of arguments and files with bytes that are not UTF-8."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise ValueError("the text holds bytes that are not UTF-8") from None
         return ids
 
     async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:

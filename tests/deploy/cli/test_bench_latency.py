@@ -76,6 +76,12 @@ def test_prompts_are_seeded(engine, command, model_folder):
     assert runs[0] == runs[1] != runs[2]
 
 
+def test_a_prompt_that_is_not_utf_8(engine, command):
+    ran = command("bench", "latency", "--prompt", b"a\xff".decode("utf-8", "surrogateescape"))
+    assert (ran.code, engine.configs) == (2, [])
+    assert "--prompt: the text holds bytes that are not UTF-8" in ran.err
+
+
 def test_acceptance_counts_the_measured_runs_only(engine, command, model_folder):
     engine.drafts_a_step = 2
     ran = command(

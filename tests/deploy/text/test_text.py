@@ -179,6 +179,11 @@ async def test_long_and_many_texts_are_encoded_aside() -> None:
     assert await tokenizer.decode_async(long) == "the fox " * 4000
 
 
+def test_bytes_that_are_not_utf_8_are_no_text() -> None:
+    with pytest.raises(ValueError, match="not UTF-8"):
+        tiny().encode(b"the \xff fox".decode("utf-8", "surrogateescape"))
+
+
 def test_chat_template_and_its_rejections() -> None:
     tokenizer = tiny()
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
