@@ -30,7 +30,8 @@ class CannotJoin(RuntimeError):
 
 def cluster_to_join(config: ServeConfig) -> str | None:
     """Address of the Ray that is asked for; None for one of our own."""
-    return config.ray_address or os.environ.get("RAY_ADDRESS") or None
+    address = config.ray_address or os.environ.get("RAY_ADDRESS")
+    return None if address in ("", "local") else address  # `local` is Ray's own word for one of our own
 
 
 class RayConnection:
@@ -61,8 +62,7 @@ class RayConnection:
             import ray
 
             try:
-                _knock(address)
-                ray.init(address=address, log_to_driver=False)
+                ray.init(address=_knock(address), log_to_driver=False)
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise CannotJoin(
                     f"cannot join Ray at {address}: {error}; give the address of one that runs, has this machine as a "
@@ -131,11 +131,15 @@ class RayConnection:
                 os.environ[name] = value
 
 
-def _knock(address: str) -> None:
-    """OSError where nobody listens at host:port; Ray itself tries for minutes. Other addresses are Ray's to judge."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "/" not in host:
+def _knock(address: str) -> str:
+    """The address that Ray takes it for; OSError where nobody listens there, which Ray itself tries for minutes."""
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+
+    if "://" not in address:  # of the cluster that was started last, or with an address of this machine for localhost
+        address = canonicalize_bootstrap_address_or_die(address)
+        host, _, port = address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+    return address
 
 
 def _serve_environment() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -151,6 +152,7 @@ def joined(monkeypatch: pytest.MonkeyPatch):
             {"NodeID": name, "NodeManagerAddress": ip, "Alive": alive, "Resources": heads.get(name, {})}
             for name, ip, alive in nodes
         ]
+        monkeypatch.setattr(connection, "_knock", lambda address: address)
         monkeypatch.setattr("ray.init", lambda **options: None)
         monkeypatch.setattr(
             "ray.remote", lambda task: SimpleNamespace(options=lambda **options: SimpleNamespace(remote=task))
@@ -178,6 +180,35 @@ def test_a_cluster_that_cannot_be_joined_is_an_error_with_its_cause(monkeypatch,
     def init(**options: object) -> None:
         raise error
 
+    monkeypatch.setattr(connection, "_knock", lambda address: address)
     monkeypatch.setattr("ray.init", init)
     with pytest.raises(StartFailed, match=f"cannot join Ray at auto: {error}; give the address"):
         app.launch(config(ray_address="auto", port=0), lambda line: None)
+
+
+def test_an_address_is_tried_as_ray_understands_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` may be a cluster that is gone, and a head may not listen on 127.0.0.1."""
+    with socket.socket() as there, socket.socket() as gone:
+        there.bind(("127.0.0.1", 0))
+        there.listen()
+        gone.bind(("127.0.0.1", 0))  # nobody listens
+        for listening, means in ((True, there), (False, gone)):
+            found = f"127.0.0.1:{means.getsockname()[1]}"
+            monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address_or_die", lambda _, f=found: f)
+            if listening:
+                assert connection._knock("auto") == found
+            else:
+                with pytest.raises(ConnectionRefusedError):
+                    connection._knock("localhost:6379")
+    assert connection._knock("ray://10.0.0.1:10001") == "ray://10.0.0.1:10001"
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable", "joins"),
+    [(None, None, None), (None, "", None), ("local", None, None), (None, "local", None), ("auto", "local", "auto")],
+)
+def test_which_ray_is_meant(monkeypatch, setting: str | None, variable: str | None, joins: str | None) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert connection.cluster_to_join(config(ray_address=setting)) == joins
