@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from deploy.api.config import ApiConfig
-from deploy.api.errors import ApiError, invalid
+from deploy.api.errors import ApiError, invalid, unsupported
 from deploy.api.protocol import ChatBody, CompletionBody, GenerationBody
 from deploy.text.tokenizer import Tokenizer
 from workers.engine import ModelInfo
@@ -181,7 +181,7 @@ def requested_logprobs(body: CompletionBody | ChatBody, config: ApiConfig) -> in
     if isinstance(body, CompletionBody):
         field, wanted = "logprobs", -1 if body.logprobs is None else body.logprobs
         if body.echo and wanted >= 0:
-            raise invalid("logprobs: not supported together with echo (log-probabilities of the prompt)", "logprobs")
+            raise unsupported("logprobs together with echo (log-probabilities of the prompt)", "logprobs")
     else:
         field, wanted = "top_logprobs", body.top_logprobs if body.logprobs else -1
         if body.top_logprobs and not body.logprobs:

@@ -125,7 +125,7 @@ TABLE = [
     completion("logprobs", -1),
     completion("logprobs", 6, None, says="at most 5"),
     completion("logprobs", True, TYPE),
-    Bad({**BASE, "logprobs": 1, "echo": True}, "logprobs", None),
+    Bad({**BASE, "logprobs": 1, "echo": True}, "logprobs", UNSUPPORTED),
     # stops
     completion("stop", ["x"] * 17, None, says="16"),
     *[completion("stop", value, None) for value in ("", ["a", ""], "x" * 513)],
