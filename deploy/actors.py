@@ -101,9 +101,9 @@ class WorkerActor:
 
     def load_libraries(self) -> None:
         """Import what `run` needs, which takes seconds, while others still start."""
-        import workers.worker_process
+        from workers.libraries import load_libraries
 
-        assert workers.worker_process
+        load_libraries()
 
     def seat(self, bundle: int) -> Seat:
         """Where this actor found itself."""

@@ -164,7 +164,7 @@ class LocalReplica:
         return ""
 
     def stop(self, failed: bool = False) -> None:
-        """Wait for the processes to end by themselves, not long where one `failed`; then end them."""
+        """Wait for the processes to end by themselves, not long where one or the start `failed`; then end them."""
         deadline = time.monotonic() + (FAILED_TIMEOUT_S if failed else SHUTDOWN_TIMEOUT_S)
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0.0))
@@ -213,11 +213,14 @@ async def local_engine(
         if on_selftest is not None:
             client.on_selftest.append(on_selftest)
         watcher = asyncio.create_task(_watch_processes(replica, client))
+        ready = False
         try:
             await client.ready(config.start_timeout_s)
+            ready = True
             yield client
         finally:
             watcher.cancel()
-            failed = client.fault is not None
+            # While they start there is nothing to end in order, and a rank may not listen yet.
+            failed = client.fault is not None or not ready
             await client.close()
             await asyncio.to_thread(replica.stop, failed)

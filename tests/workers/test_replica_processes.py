@@ -276,6 +276,29 @@ def test_a_start_that_is_given_up_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def never_connects(settings: EngineConfig, rank: int, parent: Connection) -> None:
+    parent.recv()
+    time.sleep(60)
+
+
+async def test_a_rank_that_does_not_listen_yet_keeps_nobody_from_giving_the_start_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_worker_main", never_connects)
+
+    async def start() -> None:
+        async with local_engine(config(folder)):
+            pass
+
+    starting = asyncio.create_task(start())
+    await asyncio.sleep(1.0)
+    starting.cancel()
+    begin = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert time.monotonic() - begin < 6  # as long as a rank that serves has to end in order: 15 s
+
+
 async def test_the_time_to_start_counts_from_the_connection_on(folder: Path) -> None:
     settings = config(folder, start_timeout_s=3.0, selftest=False)
     with LocalReplica(settings) as replica:
