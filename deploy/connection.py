@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -117,9 +118,10 @@ class RayConnection:
 
     def close(self) -> None:
         """Leave; end a Ray of our own with every process and file of it."""
-        import ray
-
-        ray.shutdown()
+        # Where a signal came while it was imported, there is none yet, nor can it be imported once more.
+        ray = sys.modules.get("ray")
+        if ray is not None and hasattr(ray, "shutdown"):
+            ray.shutdown()
         self._quiet.close()
         if self._folder is not None:
             for _ in range(2):  # a guardian may just be noting its front's end there
@@ -152,6 +154,10 @@ def _our_signal_handlers() -> Iterator[None]:
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except SystemExit as exit:
+        if exit.code == signal.SIGTERM:  # by Ray's handler
+            raise KeyboardInterrupt from None
+        raise
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in kept.items():

@@ -99,7 +99,10 @@ def generate(
 def _encoded(prompt: str, tokenizer: Tokenizer | None, config: EngineConfig) -> tuple[int, ...]:
     if tokenizer is None:
         raise UsageMistake(f"{config.folder} has no tokenizer; give --prompt-ids instead of --prompt")
-    ids = tuple(tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt))
+    try:
+        ids = tuple(tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt))
+    except ValueError as error:
+        raise UsageMistake(f"--prompt: {error}") from None
     if not ids:
         raise UsageMistake("--prompt is empty")
     return ids

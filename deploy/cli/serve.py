@@ -192,8 +192,16 @@ def serve_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
         if not isinstance(data, dict):
             raise UsageMistake(f"--config: {file} must hold settings by name, such as `port: 8000`")
     for section in ("engine", "api"):
+        if data.get(section, {}) is None:  # its name alone
+            del data[section]
         if not isinstance(data.get(section, {}), dict):
             raise UsageMistake(f"--config: {section} in {file} must hold settings by name")
+    given = {name for name, value in flags.items() if value is not None}
+
+    def label(name: str) -> str:
+        """What the user called it: a flag, or a setting in the file."""
+        return _FLAGS.get(name, name) if file is None or name in given else name
+
     data = merged(data, flags)
     engine = data.setdefault("engine", {})
     if engine.setdefault("model", "demo") == "demo":
@@ -203,7 +211,7 @@ def serve_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
         settings = ServeConfig.model_validate(data)
         _ = settings.engine.folder
     except ValidationError as error:
-        raise UsageMistake(explain(error, lambda name: _FLAGS.get(name, name))) from None
+        raise UsageMistake(explain(error, label)) from None
     except FileNotFoundError as error:
         raise UsageMistake(str(error)) from None
     return settings

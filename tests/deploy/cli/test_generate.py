@@ -147,6 +147,13 @@ def test_an_empty_prompt(engine, command, byte_folder, monkeypatch, prompt, type
     assert not any(replica.alive for replica in engine.replicas)
 
 
+def test_a_prompt_that_is_not_utf_8(engine, command, byte_folder):
+    text = b"a\xff".decode("utf-8", "surrogateescape")
+    ran = command("generate", "--model", byte_folder, "--prompt", text)
+    assert ran.code == 2
+    assert "--prompt: the text holds bytes that are not UTF-8" in ran.err
+
+
 def test_a_folder_that_is_no_model(command, tmp_path):
     ran = command("generate", "--model", str(tmp_path), "--prompt-ids", "1")
     assert ran.code == 2

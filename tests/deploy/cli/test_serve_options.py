@@ -102,7 +102,7 @@ def test_an_empty_file_is_no_settings(started, command, tmp_path):
         ("engine: demo", "engine in"),
         ("ports: 1", "ports: Extra inputs are not permitted"),
         ("engine: {model: demo, widht: 2}", "engine.widht: Extra inputs are not permitted"),
-        ("port: many", "--port: Input should be a valid integer"),
+        ("port: many", "port: Input should be a valid integer"),
         ("host: 10.0.0.7", "HAProxy reaches replicas"),
         ("engine: {model: demo, token_budget: 3}", "is too small for max_rows"),
         ("api: {api_keys: sesame}", "Input should be a list"),
@@ -120,6 +120,24 @@ def test_mistakes_in_the_file(started, command, tmp_path, content, said):
     assert (ran.code, started) == (2, [])
     assert said in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_a_mistake_is_named_as_the_user_wrote_it(started, command, tmp_path):
+    """In the file by its setting, even one that a flag could set."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("engine: {max_rows: abc}\nport: 70000\n")
+    ran = command("serve", "--config", str(file), "--memory-fraction", "2")
+    assert (ran.code, started) == (2, [])
+    assert "engine.max_rows: Input should be a valid integer" in ran.err
+    assert "--port" not in ran.err
+    assert "--memory-fraction: Input should be less than or equal to 1" in ran.err
+
+
+def test_a_section_without_settings_is_as_if_it_were_not_there(started, command, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("engine:\napi:\nport: 8001\n")
+    assert command("serve", "--config", str(file)).code == 0
+    assert (started[0].engine.model, started[0].port) == ("demo", 8001)
 
 
 @pytest.mark.parametrize(
