@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition
@@ -55,18 +55,27 @@ class Gpus:
         visible = os.environ.get(VISIBLE)
         names = [str(gpu) for gpu in range(count)] if visible is None else visible.split(",")[:count]
         self._files, self._most = {name.strip(): 0 for name in names}, files
-        self._changed = Condition()
+        self._changed, self._closed = Condition(), False
+
+    def close(self) -> None:
+        """Let no further file begin."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     @contextmanager
     def for_file(self, path: Path) -> Iterator[dict[str, str]]:
-        """The environment of a file's tests while they run: one GPU, or all. Waits until there is room."""
+        """The environment of a file's tests while they run: one GPU, or all. Waits until there is room; CancelledError
+        after `close`."""
         environment = {**os.environ}
+        several = has_marker(path, "gpus")
+        most_or_least = max if several else min
         with self._changed:
-            if has_marker(path, "gpus"):
-                names = tuple(self._files)
-                self._changed.wait_for(lambda: max(self._files.values()) < self._most)
-            else:
-                self._changed.wait_for(lambda: min(self._files.values()) < self._most)
+            self._changed.wait_for(lambda: self._closed or most_or_least(self._files.values()) < self._most)
+            if self._closed:
+                raise CancelledError
+            names = tuple(self._files)
+            if not several:
                 names = (environment[VISIBLE],) = (min(self._files, key=lambda name: self._files[name]),)
             for name in names:
                 self._files[name] += 1
@@ -135,7 +144,8 @@ def main() -> None:
     names = [name for path in gpu_test_files() if arguments.only in (name := str(path.relative_to(ROOT)))]
     failed, counts = 0, Counter[str]()
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        options = (arguments.timeout, arguments.workers, Gpus(gpus, files_at_once(arguments.workers)))
+        lent = Gpus(gpus, files_at_once(arguments.workers))
+        options = (arguments.timeout, arguments.workers, lent)
         running = {pool.submit(run, ROOT / name, *options): name for name in names}
         try:
             for done in as_completed(running):
@@ -150,6 +160,7 @@ def main() -> None:
                     print(rest, flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            lent.close()
             for group in tuple(_live):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread, Timer
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -106,6 +108,35 @@ def test_files_wait_for_each_others_memory(runner: ModuleType, tmp_path: Path, m
         assert ran == ["test_one.py"] * 2
     several.join(10)
     assert ran[2:] == ["test_several.py"]
+
+
+def test_files_that_wait_do_not_begin_after_an_interrupt(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("test_a.py", "test_b.py"):
+        write(tmp_path, name, f"@{ONE}", "    pass\n")
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(runner.torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=1))
+    monkeypatch.setattr("sys.argv", ["gpu_tests.py", "--jobs", "2"])
+    began, ended = list[Path](), Event()
+
+    def run_in(environment: dict[str, str], path: Path, *_: object) -> tuple[str, str, float]:
+        began.append(path)
+        ended.wait(60)
+        return "FAILED", "killed", 0.0
+
+    def interrupted(running: dict[Future[object], str]) -> None:
+        while not began or not all(file.running() for file in running):
+            time.sleep(0.01)
+        Timer(0.2, ended.set).start()  # as of a file that was killed
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run_in", run_in)
+    monkeypatch.setattr(runner, "as_completed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.main()
+    assert len(began) == 1
 
 
 def test_the_files_here(runner: ModuleType) -> None:
