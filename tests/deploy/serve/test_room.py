@@ -68,6 +68,7 @@ def test_nothing_is_decided_by_a_head_that_takes_no_ranks(nodes) -> None:
         ({"replicas": 3, "gpus_per_rank": 0.4}, {"GPU": 1.0, "CPU": 9}, "take 2 GPUs where there are 1"),
         ({"replicas": 4, "gpus_per_rank": 0.5}, {"GPU": 2, "CPU": 12}, ""),
         ({"replicas": 10, "gpus_per_rank": 0.1}, {"GPU": 1, "CPU": 30}, ""),
+        ({"gpus_per_rank": 0.5}, {"CPU": 3}, "take 0.5 GPUs where there are 0"),
     ],
 )
 def test_what_is_short(nodes, settings: dict, there: dict, said: str) -> None:
@@ -125,6 +126,20 @@ def test_replicas_without_a_place_are_news_once(nodes, monkeypatch: pytest.Monke
     assert news(1.0, ours) == []
     [line] = news(PATIENCE_S, ours)
     assert "no node has 2 CPUs for its front, or enough have not 1 GPU and 1 CPU for a rank" in line
+
+
+def test_a_replica_that_shares_a_gpu_waits_for_its_share(nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes(GPU=1, CPU=64)
+    group = {"name": "SERVE_REPLICA::ours#engine#a", "state": "PENDING"}
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(room.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr("ray.available_resources", lambda: {"GPU": 0.5, "CPU": 2.0})
+    monkeypatch.setattr("ray.util.placement_group_table", lambda: {"a": group})
+    waiting = WaitingReplicas("ours", config(gpus_per_rank=0.5))
+    assert waiting.news() == []
+    clock.now = PATIENCE_S
+    [line] = waiting.news()
+    assert "one takes 0.5 GPUs and 3 CPUs, free are 0.5 of 1 GPUs, 2 of 64 CPUs" in line
 
 
 @pytest.mark.parametrize(
