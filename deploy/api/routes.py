@@ -182,9 +182,10 @@ def build_router(front: Front) -> APIRouter:
 
     def add(path: str, method: str, route: Any, *bodies: type[Body]) -> None:
         extra = body_schema(*bodies) if bodies else None
-        router.add_api_route(path, route, methods=[method], response_model=None, openapi_extra=extra)
         if method == "GET":  # HTTP asks for both (RFC 9110, 9.1); the server sends no body
-            router.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
+            # First, as it is what a 405 lists as allowed. The schema has the other alone.
+            router.add_api_route(path, route, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
+        router.add_api_route(path, route, methods=[method], response_model=None, openapi_extra=extra)
 
     add("/v1/completions", "POST", completions, CompletionBody)
     add("/v1/chat/completions", "POST", chat, ChatBody)

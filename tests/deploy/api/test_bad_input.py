@@ -262,7 +262,10 @@ def test_wrong_methods(http: httpx.Client, method: str) -> None:
         else:
             check(answer, 405, None, "method_not_allowed")
         assert answer.headers["allow"] == "POST"
-    check(http.post("/v1/models"), 405, None, "method_not_allowed")
+    for path in ("/v1/models", "/health"):
+        answer = http.post(path)
+        check(answer, 405, None, "method_not_allowed")
+        assert sorted(answer.headers["allow"].split(", ")) == ["GET", "HEAD"]
 
 
 def test_huge_bodies(http: httpx.Client, url: str) -> None:
