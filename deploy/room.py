@@ -45,7 +45,9 @@ class WaitingReplicas:
     def __init__(self, application: str, config: ServeConfig) -> None:
         self._prefix = f"SERVE_REPLICA::{application}#"
         self._config = settled(config)
+        self._takes = {name: needed for name, needed in needs(self._config, 1).items() if needed}
         self._since: dict[str, float] = {}
+        self._room_since = math.inf
         self._told, self._looked = 0, -math.inf
         self.line = ""
         """What is waited for; empty while every replica has its place."""
@@ -59,18 +61,21 @@ class WaitingReplicas:
         waiting = [g["name"] for g in groups if g["state"] == "PENDING" and g["name"].startswith(self._prefix)]
         self._since = {name: self._since.get(name, now) for name in waiting}
         count = sum(now - since >= PATIENCE_S for since in self._since.values())
-        changed, self._told = count != self._told, count
-        if not changed:
+        free = ray.available_resources() if waiting else {}
+        # Room that has just come, from replicas that are replaced for example, is about to be given out.
+        room = bool(waiting) and all(needed <= free.get(name, 0) for name, needed in self._takes.items())
+        self._room_since = min(self._room_since, now) if room else math.inf
+        if count == self._told or (room and now - self._room_since < PATIENCE_S):
             return []
-        self.line = self._describe(count) if count else ""
+        self._told = count
+        self.line = self._describe(count, free, room) if count else ""
         return [self.line] if count else []
 
-    def _describe(self, count: int) -> str:
-        free, there = ray.available_resources(), ray.cluster_resources()
-        takes = {name: needed for name, needed in needs(self._config, 1).items() if needed}
+    def _describe(self, count: int, free: dict[str, float], room: bool) -> str:
+        takes, there = self._takes, ray.cluster_resources()
         have = ", ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}s" for name in takes)
         line = f"{count} of {self._config.replicas} replicas wait for room: one takes {_all(takes)}, free are {have}"
-        if all(needed <= free.get(name, 0) for name, needed in takes.items()):
+        if room:
             front, rank = bundles(self._config)[:2]
             return f"{line}, but no node has {_all(front)} for its front, or enough have not {_all(rank)} for a rank"
         return f"{line} (`ray status` shows what the nodes have)"

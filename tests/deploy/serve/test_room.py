@@ -128,6 +128,29 @@ def test_replicas_without_a_place_are_news_once(nodes, monkeypatch: pytest.Monke
     assert "no node has 2 CPUs for its front, or enough have not 1 GPU and 1 CPU for a rank" in line
 
 
+def test_room_that_has_just_come_is_not_said_to_be_in_pieces(nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that was replaced has ended: Ray takes a moment to place the one that waits for its GPU."""
+    nodes(GPU=1, CPU=64)
+    clock = SimpleNamespace(now=0.0)
+    free = {"GPU": 0.0, "CPU": 61.0}
+    groups = {"a": {"name": "SERVE_REPLICA::ours#engine#a", "state": "PENDING"}}
+    monkeypatch.setattr(room.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr("ray.available_resources", lambda: free)
+    monkeypatch.setattr("ray.util.placement_group_table", lambda: groups)
+    waiting = WaitingReplicas("ours", config())
+
+    def news(after_s: float) -> list[str]:
+        clock.now += after_s
+        return waiting.news()
+
+    assert news(0.0) == []
+    free.update(GPU=1.0, CPU=64.0)
+    assert news(PATIENCE_S) == []
+    groups["a"]["state"] = "CREATED"
+    assert news(1.0) == []
+    assert waiting.line == ""
+
+
 def test_a_replica_that_shares_a_gpu_waits_for_its_share(nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes(GPU=1, CPU=64)
     group = {"name": "SERVE_REPLICA::ours#engine#a", "state": "PENDING"}
