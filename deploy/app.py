@@ -138,7 +138,8 @@ def launch(config: ServeConfig, say: Say = tell, engine_class: type | None = Non
             _check_entrance(config, say)
         running = Running(config, connection)
         _check_room(config, connection, say)
-        there_before = _deploy(running, engine_class)
+        there_before = _enter(config)
+        _deploy(running, engine_class)
         _wait(running, say)
     except BaseException:
         if there_before:
@@ -215,26 +216,30 @@ def _check_room(config: ServeConfig, connection: RayConnection, say: Say) -> Non
     say(f"{short}: waiting for nodes that have them; fewer --replicas or ranks (--tensor-parallel) take less")
 
 
-def _deploy(running: Running, engine_class: type | None) -> bool:
-    """Hand the application to Serve; returns whether there was one in its place."""
+def _enter(config: ServeConfig) -> bool:
+    """Have Serve run; returns whether there is an application already where this one goes."""
+    from ray import serve
+
+    location = "HeadOnly" if config.proxies == "head" else "EveryNode"
+    serve.start(proxy_location=location, http_options={"host": config.host, "port": config.port})
+    return APPLICATION in serve.status().applications
+
+
+def _deploy(running: Running, engine_class: type | None) -> None:
+    """Hand the application to Serve; StartFailed where it refuses."""
     from ray import serve
     from ray.serve.api import RunTarget
     from ray.serve.exceptions import RayServeException
 
     from deploy import progress
 
-    config = running.config
     progress.clear(APPLICATION)
-    location = "HeadOnly" if config.proxies == "head" else "EveryNode"
-    serve.start(proxy_location=location, http_options={"host": config.host, "port": config.port})
-    there_before = APPLICATION in serve.status().applications
-    target = RunTarget(build_app(config, engine_class), name=APPLICATION, route_prefix="/")
+    target = RunTarget(build_app(running.config, engine_class), name=APPLICATION, route_prefix="/")
     try:
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except RayServeException as error:  # such as another application at the same place
         cause = getattr(error, "cause", error)  # Ray's own account of it holds a traceback
         raise StartFailed(f"Ray Serve refuses the application: {cause}") from None
-    return there_before
 
 
 def _wait(running: Running, say: Say) -> None:

@@ -1,13 +1,14 @@
-"""A signal that comes while the driver connects to Ray."""
+"""A signal that comes while the driver connects to Ray, or hands the application over."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from deploy import connection
+from deploy import app, connection
 from deploy.config import ServeConfig
 from deploy.connection import RayConnection
 
@@ -37,3 +38,33 @@ def test_rays_handler_of_sigterm_ends_a_start_as_ours_does(code: int, raised: ty
     with pytest.raises(raised):
         connect()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """Unless there was one before, which goes on."""
+    calls: list[str] = []
+
+    class Running(app.Running):
+        def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
+            self.config, self._connection = config, connection
+
+    def hand_over(*_: object, **options: object) -> None:
+        calls.append("handed over")
+        raise KeyboardInterrupt
+
+    joined = SimpleNamespace(own=False, close=lambda: calls.append("left"))
+    status = SimpleNamespace(applications=[app.APPLICATION] if there else [])
+    monkeypatch.setattr(app, "RayConnection", lambda config, say: joined)
+    monkeypatch.setattr(app, "Running", Running)
+    for name in ("_check_entrance", "_check_room", "build_app"):
+        monkeypatch.setattr(app, name, lambda *_: None)
+    monkeypatch.setattr("deploy.progress.clear", lambda application: None)
+    monkeypatch.setattr("ray.serve.start", lambda **options: None)
+    monkeypatch.setattr("ray.serve.status", lambda: status)
+    monkeypatch.setattr("ray.serve.run_many", hand_over)
+    monkeypatch.setattr("ray.serve.delete", lambda application, **options: calls.append(f"deleted {application}"))
+    config = ServeConfig.model_validate({"engine": {"model": "demo"}, "ray_address": "auto"})
+    with pytest.raises(KeyboardInterrupt):
+        app.launch(config, lambda line: None)
+    assert calls == ["handed over", *([] if there else [f"deleted {app.APPLICATION}"]), "left"]
