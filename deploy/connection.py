@@ -12,8 +12,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from deploy.config import ServeConfig
 from deploy.environment import SidePorts, node_environment, resolve_ingress
@@ -43,7 +45,7 @@ class RayConnection:
         self._folder: Path | None = None
         self._before: dict[str, str | None] = {}
         self._quiet = ExitStack()
-        address = cluster_to_join(config)
+        address, before = cluster_to_join(config), _descendants()
         self.own = not address
         self.head_address = "127.0.0.1"
         """Of the head node, which always takes requests, as this process reaches it."""
@@ -54,7 +56,12 @@ class RayConnection:
                 self._start(config, say)
             self._quiet.enter_context(quiet_driver())
         except BaseException:
+            started = _descendants() - before if self.own else set()
             self.close()
+            # A Ray that had not come up forgets its processes: some end soon, its agents after a minute.
+            for process in started:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             raise
 
     def _join(self, address: str, say: Say) -> None:
@@ -142,6 +149,11 @@ def _knock(address: str) -> str:
         host, _, port = address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
     return address
+
+
+def _descendants() -> set[psutil.Process]:
+    """Processes that this one started, and that those did."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def _serve_environment() -> dict[str, str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from deploy import app, connection
@@ -22,6 +26,33 @@ def test_a_start_ends_without_ray_where_its_import_was_interrupted(monkeypatch: 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(KeyboardInterrupt):
         RayConnection(ServeConfig.model_validate({"engine": {"model": "demo"}}), lambda line: None)
+
+
+def test_a_start_that_is_interrupted_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what it started nor what that did; what this process started before stays."""
+    nested = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    earlier = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started: list[psutil.Process] = []
+
+    def interrupted(self: RayConnection, *_: object) -> None:
+        process = psutil.Process(subprocess.Popen([sys.executable, "-c", nested + "time.sleep(60)"]).pid)
+        while not process.children():
+            time.sleep(0.01)
+        started.extend([process, *process.children()])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RayConnection, "_start", interrupted)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RayConnection(ServeConfig.model_validate({"engine": {"model": "demo"}}), lambda line: None)
+        assert len(psutil.wait_procs(started, 10)[0]) == 2
+        assert earlier.poll() is None
+    finally:
+        for process in [earlier, *started]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        earlier.wait()
 
 
 @pytest.mark.parametrize(("code", "raised"), [(signal.SIGTERM, KeyboardInterrupt), (1, SystemExit)])
