@@ -167,7 +167,9 @@ def main() -> None:
     parser.add_argument(
         "--shape", default=",".join(f"{b}x{n}" for b, n in SHAPES), help="BATCHxCONTEXT, several by commas"
     )
-    parser.add_argument("--ragged", action="store_true", help="add a batch of 32 rows of 1k and 32 of 32k")
+    parser.add_argument(
+        "--ragged", action="store_true", help="add 32 rows of 1k with 32 of 32k, over 64 rows of their mean"
+    )
     parser.add_argument("--portable", action="store_true", help="the portable Triton kernel also on Hopper")
     parser.add_argument("--flashmla", metavar="PATH", help="FlashMLA's _flashmla_C library, to measure beside")
     arguments = parser.parse_args()
@@ -176,12 +178,14 @@ def main() -> None:
     torch.manual_seed(0)
     batches = [tuple(map(int, item.split("x"))) for item in arguments.shape.split(",")]
     named = [(f"{rows} x {length}", (length,) * rows) for rows, length in batches]
+    ragged, balanced = "32x1k + 32x32k", "64 x 16896"
     if arguments.ragged:
-        named += [("32x1k + 32x32k", (1024, 32768) * 32), ("64 x 16896", (16896,) * 64)]
+        named += [(ragged, (1024, 32768) * 32), (balanced, (16896,) * 64)]
     columns = ("heads", "width", "batch x context", "floor", "ours", "early", "invariant", "plan", "FlashMLA")
     print("{:>5} {:>5} {:>16} {:>8} {:>8} {:>8} {:>9} {:>6} {:>9}   µs a layer".format(*columns))
     for heads in map(int, arguments.heads.split(",")):
         for width in map(int, arguments.width.split(",")):
+            early: dict[str, float] = {}
             for name, lengths in named:
                 problem = Problem(lengths, width, heads)
                 layers = problem.layers()
@@ -191,9 +195,12 @@ def main() -> None:
                     ours(problem, layers, early=True, portable=portable),
                     ours(problem, layers, early=True, portable=portable, invariant=True),
                 ]
+                early[name] = times[1]
                 ours_us = "{:8.1f} {:8.1f} {:9.1f} {:6.1f}".format(*times, plan_time(problem, layers))
                 peer = f"{flashmla(problem, layers):9.1f}" if arguments.flashmla else f"{'-':>9}"
                 print(f"{heads:5} {width:5} {name:>16} {problem.floor:8.1f} {ours_us} {peer}", flush=True)
+            if arguments.ragged:
+                print(f"-> {ragged} takes {early[ragged] / early[balanced]:.3f} of the time of {balanced}", flush=True)
 
 
 if __name__ == "__main__":
