@@ -168,7 +168,7 @@ def main() -> None:
         "--shape", default=",".join(f"{b}x{n}" for b, n in SHAPES), help="BATCHxCONTEXT, several by commas"
     )
     parser.add_argument(
-        "--ragged", action="store_true", help="add 32 rows of 1k with 32 of 32k, over 64 rows of their mean"
+        "--ragged", action="store_true", help="add 32 rows of 1k with 32 of 32k, 64 rows of their mean, and the ratio"
     )
     parser.add_argument("--portable", action="store_true", help="the portable Triton kernel also on Hopper")
     parser.add_argument("--flashmla", metavar="PATH", help="FlashMLA's _flashmla_C library, to measure beside")
