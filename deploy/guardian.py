@@ -21,6 +21,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 _MESSAGE = struct.Struct("<BQ")
 _HOLD, _RELEASE = 1, 2
@@ -38,6 +42,9 @@ class Guardian:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._next = 0
+        self._loop: AbstractEventLoop | None = None
+        self._unsent: dict[int, int | None] = {}
+        """Messages that the channel has no room for yet: by number a descriptor to hold, or None to release it."""
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -60,26 +67,60 @@ class Guardian:
         None when it cannot be guarded: then nothing is lost but the last words.
         """
         self._next += 1
-        descriptors = array.array("i", [connection])
-        try:
-            self._socket.sendmsg(
-                [_MESSAGE.pack(_HOLD, self._next)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-            )
-        except OSError:
-            return None
+        if self._unsent or not self._send(_HOLD, self._next, connection):
+            try:
+                self._keep(self._next, os.dup(connection))  # it may be closed, and its number another's, by then
+            except OSError:
+                return None
         return self._next
 
     def release(self, held: int | None) -> None:
         """The body is complete, or the client left."""
-        if held is not None:
-            try:
-                self._socket.send(_MESSAGE.pack(_RELEASE, held))
-            except OSError:
+        if held is None:
+            return
+        if (unsent := self._unsent.pop(held, None)) is not None:
+            os.close(unsent)
+        elif self._unsent or not self._send(_RELEASE, held):
+            self._keep(held, None)
+
+    def _send(self, kind: int, number: int, descriptor: int | None = None) -> bool:
+        """False when there is no room: the guardian is given the processor after everybody else."""
+        rights = [] if descriptor is None else [array.array("i", [descriptor])]
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right) for right in rights]
+        try:
+            self._socket.sendmsg([_MESSAGE.pack(kind, number)], ancillary)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # it is gone, and nobody is waited for
+        return True
+
+    def _keep(self, number: int, descriptor: int | None) -> None:
+        if self._loop is None:
+            from asyncio import get_running_loop  # the guardian itself, which runs this file, does without
+
+            self._loop = get_running_loop()
+        if not self._unsent:
+            self._loop.add_writer(self._socket, self._send_kept)
+        self._unsent[number] = descriptor
+
+    def _send_kept(self) -> None:
+        """There is room again."""
+        while self._unsent:
+            number, descriptor = next(iter(self._unsent.items()))
+            if not self._send(_RELEASE if descriptor is None else _HOLD, number, descriptor):
                 return
+            del self._unsent[number]
+            if descriptor is not None:
+                os.close(descriptor)
+        assert self._loop is not None
+        self._loop.remove_writer(self._socket)
 
     def close(self) -> None:
         """End it; no stream is left. Its end is not waited for."""
         self._process.kill()
+        if self._loop is not None:
+            self._loop.remove_writer(self._socket)
         self._socket.close()
 
 

@@ -1,5 +1,6 @@
 """A front that dies without a word, as its clients see it."""
 
+import asyncio
 import contextlib
 import http.client
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.guardian import _MESSAGE, WRITE_TIMEOUT_S, end, keep
+from deploy.guardian import _MESSAGE, WRITE_TIMEOUT_S, Guardian, end, keep
 from workers.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -159,6 +160,39 @@ def test_a_client_that_leaves_is_let_go_of(server) -> None:
     while len(os.listdir(f"/proc/{guardian}/fd")) > before:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+async def test_what_a_guardian_has_no_time_for_yet_is_told_later() -> None:
+    """All of a busy front's streams begin in one moment, and most of them end before it is given the processor."""
+    guardian = Guardian(b"data: 1\n\n")
+
+    def sockets() -> int:
+        count, folder = 0, f"/proc/{guardian.pid}/fd"
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                count += os.readlink(f"{folder}/{name}").startswith("socket")
+        return count
+
+    async def until(wanted: int) -> None:
+        deadline = time.monotonic() + 5
+        while (found := sockets()) != wanted:
+            assert time.monotonic() < deadline, f"{found} sockets, not {wanted}"
+            await asyncio.sleep(0.01)
+
+    before = sockets()
+    stream, client = socket.socketpair()
+    with stream, client:
+        os.kill(guardian.pid, signal.SIGSTOP)
+        held = [guardian.hold(stream.fileno()) for _ in range(600)]
+        assert None not in held
+        for number in held[100:]:
+            guardian.release(number)
+        os.kill(guardian.pid, signal.SIGCONT)
+        await until(before + 100)
+        for number in held[:100]:
+            guardian.release(number)
+        await until(before)
+    guardian.close()
 
 
 @pytest.mark.alone
