@@ -46,13 +46,12 @@ class DecodeStep:
 
     def __init__(self, parts: StepParts, key: GraphKey, scratch: Scratch) -> None:
         """`scratch` may be shared by all steps of a rank: they run one after the other."""
-        if key.width > parts.width or key.drafts >= max(parts.width, 1):
+        if key.width > parts.width or key.drafts >= parts.width:
             raise ValueError(f"{key} exceeds a width of {parts.width}")
         self.parts, self.key, self._scratch = parts, key, scratch
         self.layout = BatchLayout(key.width, key.rows)
         self.slot_R = torch.full((key.rows,), -1, dtype=torch.int64, device=parts.device)
-        decided = self.layout.logits_rows + key.rows + 1
-        self.decided_N = torch.zeros(decided, dtype=torch.int64, device=parts.device)
+        self.decided_N = torch.zeros(self.layout.decision_size, dtype=torch.int64, device=parts.device)
 
     def run(self) -> StepOutput:
         """Everything, from the slots' state to the slots' next state."""
@@ -61,13 +60,13 @@ class DecodeStep:
         with scratch.scope():
             fed = self._feed()
             hidden_TE, logits_NV = self._target(fed)
-            target_RW = self.decided_N[: layout.logits_rows].view(rows, width)
+            target_RW = self.decided_N[layout.target_slice].view(rows, width)
             newest_R = scratch.empty(rows, dtype=torch.int64)
             decode_state.advance(
                 parts.state.tensors,
                 self.slot_R,
                 target_RW,
-                self.decided_N[layout.logits_rows : -1],
+                self.decided_N[layout.accepted_slice],
                 fed.position_RW,
                 fed.cache_slot_RW,
                 fed.length_R,
@@ -116,7 +115,7 @@ class DecodeStep:
         parts, layout, decided_N = self.parts, self.layout, self.decided_N
         rows, width = self.key.rows, self.key.width
         if parts.sampling is not None:
-            target_N, accepted_R = decided_N[: layout.logits_rows], decided_N[layout.logits_rows : -1]
+            target_N, accepted_R = decided_N[layout.target_slice], decided_N[layout.accepted_slice]
             parts.sampling.target_tokens(
                 logits_NV,
                 layout,

@@ -150,7 +150,7 @@ class MixedStep:
         sampling saw. And the logits, None if no row is sampled."""
         parts, layout, scratch = self._parts, rows.layout, stage.scratch
         count = layout.logits_rows
-        decided_N = torch.zeros(count + layout.decode_rows + 1, dtype=torch.int64, device=parts.device)
+        decided_N = torch.zeros(layout.decision_size, dtype=torch.int64, device=parts.device)
         if not count:
             return decided_N, None
         if stage.hidden_TE is None:
@@ -160,7 +160,7 @@ class MixedStep:
             torch.index_select(stage.hidden_TE, 0, rows.end_N, out=hidden_NE)
         logits_NV = parts.model.logits(hidden_NE, scratch)
         if parts.sampling is not None:
-            target_N, accepted_D = decided_N[:count], decided_N[count:-1]
+            target_N, accepted_D = decided_N[layout.target_slice], decided_N[layout.accepted_slice]
             position_N = scratch.empty(count, dtype=torch.int64)
             torch.index_select(stage.position_T, 0, rows.end_N, out=position_N)
             parts.sampling.target_tokens(
@@ -170,7 +170,7 @@ class MixedStep:
             fault_1, vocab = parts.sampling.fault_1, parts.model.config.vocab_size
             if layout.decode_rows:
                 accept_drafts(target_DW, rows.token_DW[:, 1:], accepted_D, vocab, fault_1)
-            self._commit(rows, target_DW, accepted_D, target_N[layout.decode_tokens :])
+            self._commit(rows, target_DW, accepted_D, decided_N[layout.final_slice])
             decided_N[-1:].copy_(fault_1)
         return parts.group.broadcast(decided_N), logits_NV
 
@@ -193,7 +193,7 @@ class MixedStep:
                 state,
                 rows.slot_R[:decode],
                 decided_N[:split].view_as(rows.token_DW),
-                decided_N[layout.logits_rows : -1],
+                decided_N[layout.accepted_slice],
                 rows.position_DW,
                 rows.cache_slot_DW,
                 rows.length_D,
@@ -203,7 +203,7 @@ class MixedStep:
             newest_R[decode:] = rows.end_F
             slot_F = rows.slot_R[decode:]
             state.length_S[slot_F] = rows.length_F
-            state.last_S[slot_F] = decided_N[split : layout.logits_rows]
+            state.last_S[slot_F] = decided_N[layout.final_slice]
         return newest_R
 
     def _draft(self, drafts: int, rows: _Rows, decided_N: torch.Tensor, newest_R: torch.Tensor, stage: Stage) -> None:
@@ -214,7 +214,7 @@ class MixedStep:
         # their cache entries are rewritten before they are attended to.
         stage.token_T[:split] = decided_N[:split]
         stage.token_T[split:] = stage.next_T[split:]
-        stage.token_T.index_copy_(0, rows.end_F, decided_N[split : layout.logits_rows])
+        stage.token_T.index_copy_(0, rows.end_F, decided_N[layout.final_slice])
         stage.position_T[split:] += 1
         self._place(stage, split, stage.slot_T)
         stage.run_pass(DRAFT, self._batch(rows, stage, first=1))

@@ -193,8 +193,29 @@ class BatchLayout:
         """(sampled row, position) pairs that need logits."""
         return self.decode_tokens + sum(self.prefill_final)
 
+    @property
+    def decision_size(self) -> int:
+        """Numbers in what a step decides: the target's token of every logits row, the accepted drafts of every decode
+        row, then the count of faults."""
+        return self.logits_rows + self.decode_rows + 1
+
+    @property
+    def target_slice(self) -> slice:
+        """The tokens in a decision."""
+        return slice(0, self.logits_rows)
+
+    @property
+    def final_slice(self) -> slice:
+        """Of them those of final prefill rows; what precedes are decode rows', `width` each."""
+        return slice(self.decode_tokens, self.logits_rows)
+
+    @property
+    def accepted_slice(self) -> slice:
+        """The decode rows' accepted drafts in a decision."""
+        return slice(self.logits_rows, self.logits_rows + self.decode_rows)
+
     def decode_slice(self, row: int) -> slice:
-        """Token range of decode row `row`."""
+        """Token range of decode row `row`; in a decision, too."""
         return slice(row * self.width, (row + 1) * self.width)
 
     def prefill_offsets(self) -> tuple[int, ...]:
@@ -214,10 +235,6 @@ class BatchLayout:
         if position or sampled_row >= self.sampled_rows:
             raise IndexError(f"position {position} of sampled row {sampled_row} of {self.sampled_rows}")
         return self.decode_tokens + sampled_row - self.decode_rows
-
-    def final_prefill_rows(self) -> list[int]:
-        """Indices into the plan's prefill rows of those that end their prompt, in order."""
-        return [index for index, final in enumerate(self.prefill_final) if final]
 
     def _final_ends(self) -> Iterator[int]:
         ends = accumulate(self.prefill_tokens, initial=self.decode_tokens)

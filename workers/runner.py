@@ -133,7 +133,7 @@ class Runner:
         output = self._run_mixed(plan) if plan.prefill else self._run_decode(plan)
         logprobs = None
         if plan.logprobs >= 0 and parts.sampling is not None and output.logits_NV is not None:
-            token_N = output.decided_N[: output.layout.logits_rows]
+            token_N = output.decided_N[output.layout.target_slice]
             top = parts.sampling.top_logprobs(output.logits_NV, token_N, plan.logprobs)
             logprobs = (_to_host(top[0]), _to_host(top[1]), _to_host(top[2]))
         decided_N = _to_host(output.decided_N)
@@ -172,11 +172,9 @@ class Runner:
         if faults:
             raise SamplingFault(faults, self.parts.model.config.vocab_size)
         # Rows past the plan's own are a bucket's padding.
-        accepted = decided[layout.logits_rows :][: len(launched.plan.decode_slots)]
-        tokens = [
-            tuple(decided[row * layout.width : row * layout.width + count + 1]) for row, count in enumerate(accepted)
-        ]
-        tokens += [(token,) for token in decided[layout.decode_tokens : layout.logits_rows]]
+        accepted = decided[layout.accepted_slice][: len(launched.plan.decode_slots)]
+        tokens = [tuple(decided[layout.decode_slice(row)][: count + 1]) for row, count in enumerate(accepted)]
+        tokens += [(token,) for token in decided[layout.final_slice]]
         logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
         if launched.logprobs is not None:
             chosen, ids, values = (tensor.tolist() for tensor in launched.logprobs)

@@ -89,6 +89,6 @@ class StepOutput:
 
     layout: BatchLayout
     decided_N: torch.Tensor
-    """int64: the target token of every logits row, the accepted drafts of every decode row, the count of faults."""
+    """int64, laid out as `BatchLayout.decision_size` says."""
     logits_NV: torch.Tensor | None
     """Logits of every logits row; None when nothing is sampled."""

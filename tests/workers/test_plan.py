@@ -44,12 +44,21 @@ def test_every_sampled_position_has_one_logits_row_and_its_token(layout: BatchLa
             seen.append(layout.logits_row(row, position))
             assert tokens[seen[-1]] == row * layout.width + position
     offsets = layout.prefill_offsets()
-    for count, index in enumerate(layout.final_prefill_rows()):
-        assert layout.prefill_final[index]
+    finals = [index for index, final in enumerate(layout.prefill_final) if final]
+    for count, index in enumerate(finals):
         seen.append(layout.logits_row(layout.decode_rows + count))
         assert tokens[seen[-1]] == offsets[index + 1] - 1
     assert seen == list(range(layout.logits_rows))
-    assert layout.sampled_rows == layout.decode_rows + len(layout.final_prefill_rows())
+    assert layout.sampled_rows == layout.decode_rows + len(finals)
+
+
+@given(layouts)
+def test_a_decision_is_tokens_then_counts_then_faults(layout: BatchLayout) -> None:
+    places = range(layout.decision_size)
+    windows = [place for row in range(layout.decode_rows) for place in places[layout.decode_slice(row)]]
+    assert [*windows, *places[layout.final_slice]] == list(places[layout.target_slice])
+    assert [*places[layout.target_slice], *places[layout.accepted_slice], places[-1]] == list(places)
+    assert len(places[layout.accepted_slice]) == layout.decode_rows
 
 
 def test_positions_outside_a_row_are_refused() -> None:
@@ -63,6 +72,10 @@ def test_a_bucket_smaller_than_its_rows_has_no_key() -> None:
     assert BatchLayout(3, 5).graph_key(8, drafts=2) == (8, 3, 2)
     with pytest.raises(ValueError, match="do not fit"):
         BatchLayout(3, 5).graph_key(4, drafts=2)
+    mixed = BatchLayout(3, 5, (4, 2), (False, True))
+    assert mixed.token_key(32) == (32,)
+    with pytest.raises(ValueError, match="do not fit"):
+        mixed.token_key(20)
 
 
 @pytest.mark.parametrize(

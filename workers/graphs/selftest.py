@@ -91,8 +91,8 @@ class SelfTest:
             scene, eager, error, problems = self._eager(candidate)
             replay = scene.outcome(candidate.replay())
             problems += _problems(scene, eager, replay)
-            rows, count = len(scene.rows), candidate.step.layout.logits_rows
-            accepted = int(eager.decided_N[count : count + rows].sum())
+            rows = len(scene.rows)
+            accepted = int(eager.decided_N[candidate.step.layout.accepted_slice][:rows].sum())
         except IndexError as oops:
             # A CPU notices what would read or write anywhere on a GPU.
             problems.append(f"indexed out of bounds: {oops}")
@@ -140,7 +140,7 @@ class SelfTest:
         reach, reach_R = int(reach_R.max()), reach_R.to(self._parts.device)
         for index in range(reach):
             output = candidate.replay()
-            target_RW = output.decided_N[: step.layout.logits_rows].view(-1, width)[: len(scene.rows)]
+            target_RW = output.decided_N[step.layout.target_slice].view(-1, width)[: len(scene.rows)]
             scene.propose(index, target_RW[:, index], reach_R > index)
             scene.restore()
 
@@ -174,11 +174,11 @@ class SelfTest:
 def _problems(scene: Scene, eager: Outcome, replay: Outcome) -> list[str]:
     """What differs between the two runs, and what either should not have changed."""
     layout = BatchLayout(scene.key.width, scene.key.rows)
-    live, count = len(scene.rows) * layout.width, layout.logits_rows
-    accepted = slice(count, count + len(scene.rows))
+    rows, live = len(scene.rows), len(scene.rows) * layout.width
+    eager_R, replay_R = eager.decided_N[layout.accepted_slice][:rows], replay.decided_N[layout.accepted_slice][:rows]
     found = [
         ("target tokens differ", differ(eager.decided_N[:live], replay.decided_N[:live])),
-        ("accepted counts differ", differ(eager.decided_N[accepted], replay.decided_N[accepted])),
+        ("accepted counts differ", differ(eager_R, replay_R)),
         ("logits or ids were out of range", (eager.decided_N[-1] != 0) | (replay.decided_N[-1] != 0)),
         ("logits differ", differ(eager.logits_NV[:live], replay.logits_NV[:live])),
         ("a slot without a row changed", eager.foreign | replay.foreign),
