@@ -57,7 +57,8 @@ class SamplingState:
         # One row more than slots: index -1 finds neutral parameters there.
         self.tables = SlotTables.allocate(slots + 1, MAX_STOP_IDS, MAX_LOGIT_BIAS, device)
         self.fault_1 = torch.zeros(1, dtype=torch.int64, device=device)
-        """Faults since `raise_on_fault` last looked; `kernels.verify.accept_drafts` may add to it too."""
+        """Rows and ids that were broken so far; `kernels.verify.accept_drafts` adds to it too. The first ends the
+        replica (`SamplingFault`)."""
         self.dependent = launches_dependently(device)
         """Launch with programmatic dependent launch."""
         self._features = [Feature(0)] * slots
@@ -143,19 +144,17 @@ class SamplingState:
         logits_RV: torch.Tensor,
         slot_R: torch.Tensor,
         position_R: torch.Tensor,
-        drafted_RX: torch.Tensor | None = None,
-        *,
         drafted_SX: torch.Tensor | None = None,
+        *,
         out: torch.Tensor | None = None,
         scratch: Scratch | None = None,
     ) -> torch.Tensor:
         """int64 [R]: the draft of every sampled row from the draft layer's logits, with the parameters and the noise
-        that will choose the target's token at `position_R`. `drafted_RX`: this step's drafts before it (all X of
-        them), which penalties and min_tokens then count as generated; or `drafted_SX`, the same by slot. `out` and
-        `scratch` as in `target_tokens`."""
-        drafted, by_slot = (drafted_RX, False) if drafted_SX is None else (drafted_SX, True)
-        before = 0 if drafted is None else drafted.shape[1]
-        rows = SampledRows(slot_R, position_R, draft=drafted, by_slot=by_slot, before=before)
+        that will choose the target's token at `position_R`. `drafted_SX`: this step's drafts before it (all X of
+        them), by slot, which penalties and min_tokens then count as generated. `out` and `scratch` as in
+        `target_tokens`."""
+        before = 0 if drafted_SX is None else drafted_SX.shape[1]
+        rows = SampledRows(slot_R, position_R, draft=drafted_SX, by_slot=drafted_SX is not None, before=before)
         return self._sample(logits_RV, rows, out, scratch)
 
     def commit(self, slot_R: torch.Tensor, token_RW: torch.Tensor, count_R: torch.Tensor, more: int = 0) -> None:
@@ -184,13 +183,6 @@ class SamplingState:
         chosen_N = logprob_NV.gather(1, token_N.unsqueeze(1)).squeeze(1)
         ids_NK = _largest_ids(logits_NV.to(torch.float32), k)
         return chosen_N, ids_NK, logprob_NV.gather(1, ids_NK)
-
-    def raise_on_fault(self) -> None:
-        """Raise SamplingFault if a fault was counted since the last call. Waits for the device."""
-        count = int(self.fault_1.item())
-        if count:
-            self.fault_1.zero_()
-            raise SamplingFault(count, self.vocab)
 
     def _sample(
         self, logits_NV: torch.Tensor, rows: SampledRows, out: torch.Tensor | None, scratch: Scratch | None
