@@ -168,9 +168,7 @@ class ReplicaProcesses:
     @property
     def folder(self) -> Path | None:
         """Where the channel's socket files are; None before `start`, and when the channel goes over TCP."""
-        if self._addresses is None or not self._addresses.requests.startswith("ipc://"):
-            return None
-        return Path(self._addresses.requests.removeprefix("ipc://")).parent
+        return None if self._addresses is None else self._addresses.folder
 
     def _actor(self, cls: type, bundle: int, gpus: float) -> Any:
         options = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)

@@ -44,6 +44,11 @@ class Addresses(msgspec.Struct, frozen=True):
     pulse: str
     """Scheduler -> workers, published: it lives."""
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the socket files are; None over tcp."""
+        return Path(self.requests.removeprefix("ipc://")).parent if self.requests.startswith("ipc://") else None
+
 
 class PeerGone(RuntimeError):
     """There is nobody at the other end; the message says who should be."""
@@ -134,9 +139,9 @@ def connect_receiver(address: str, kind: Any) -> Receiver:
 
 
 def remove_sockets(addresses: Addresses) -> None:
-    """Remove the socket files of a scheduler that has ended: one that was killed leaves them."""
-    if addresses.requests.startswith("ipc://"):
-        shutil.rmtree(Path(addresses.requests.removeprefix("ipc://")).parent, ignore_errors=True)
+    """Remove the socket files of a scheduler that ends, or that was killed."""
+    if addresses.folder is not None:
+        shutil.rmtree(addresses.folder, ignore_errors=True)
 
 
 class Binding:
@@ -175,10 +180,7 @@ class Binding:
             sender.close()
         self.requests.close()
         self.results.close()
-        if self._folder is not None:
-            for file in self._folder.iterdir():
-                file.unlink(missing_ok=True)
-            self._folder.rmdir()
+        remove_sockets(self.addresses)
 
 
 class HeartbeatThread:
