@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 
 from deploy.actors import ReplicaProcesses
 from deploy.api.errors import engine_down
-from deploy.api.logs import FIELDS
 from deploy.arrivals import Arrivals, load_to_report
 from deploy.config import ServeConfig
 from deploy.guardian import Guardian
@@ -79,7 +78,7 @@ class EngineReplica:
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
         self.board.say("serving")
         seats = [f"{seat.ip} device {seat.device}" for seat in self.processes.seats]
-        logger.info("serving", extra={FIELDS: {"ranks": seats}})
+        logger.info("serving", extra={logs.FIELDS: {"ranks": seats}})
 
     async def _bring_up(self) -> EngineClient:
         config = self.config
@@ -110,7 +109,7 @@ class EngineReplica:
         """The engine's first fault. By now every stream has been told."""
         if not self._serving:
             return  # the constructor raises it
-        logger.error("engine failed", extra={FIELDS: {"cause": cause}})
+        logger.error("engine failed", extra={logs.FIELDS: {"cause": cause}})
         self.board.fail(cause)
         if self._forgetting is not None:  # the last replica's fault: this one's has just taken its place
             self._forgetting.cancel()

@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.api.logs import FIELDS
 from deploy.metrics import FrontMetrics
+from deploy.observability.logs import FIELDS
 
 log = logging.getLogger("latentserve.access")
 

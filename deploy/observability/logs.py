@@ -1,15 +1,41 @@
-"""Structured logs of every process of an application: JSON lines that say which application and process wrote them."""
+"""Structured logs: one JSON object a line, with request ids and without a word of any prompt. Every process of an
+application writes them, and says which application and process it is."""
 
 from __future__ import annotations
 
+import datetime
 import logging
 import sys
 from typing import Any, TextIO
 
-from deploy.api.logs import FIELDS, JsonFormatter
+import orjson
+
 from deploy.config import LogConfig
 
+FIELDS = "fields"
+"""Log calls give structured fields as `extra={FIELDS: {...}}`."""
+
 LOGGERS = ("latentserve", "deploy", "workers")
+
+
+class JsonFormatter(logging.Formatter):
+    """time, level, logger, message, then the record's fields; a traceback as `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line of JSON."""
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, object] = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields = getattr(record, FIELDS, None)
+        if isinstance(fields, dict):
+            line |= fields
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def configure(config: LogConfig, stream: TextIO | None = None, **context: Any) -> None:

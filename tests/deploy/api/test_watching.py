@@ -15,8 +15,9 @@ from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
 from deploy.api.config import ApiConfig
-from deploy.api.logs import configure_logging
+from deploy.config import LogConfig
 from deploy.metrics import COUNTERS, GAUGES, HISTOGRAMS, WORKER_COUNTERS, WORKER_GAUGES, FrontMetrics
+from deploy.observability.logs import LOGGERS, configure
 from workers.graphs.stats import GraphStats
 from workers.messages import EngineStats
 from workers.scheduler.counters import Counters
@@ -27,13 +28,14 @@ BODY = {"model": "tiny", "prompt": "a very secret prompt", "max_tokens": 50}
 
 @pytest.fixture
 def logs() -> Iterator[io.StringIO]:
-    logger = logging.getLogger("latentserve")
-    before = (logger.handlers, logger.propagate, logger.level)
+    loggers = [logging.getLogger(name) for name in (*LOGGERS, "latentserve.access")]
+    before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
     stream = io.StringIO()
-    configure_logging(stream=stream)
+    configure(LogConfig(access=True), stream)
     yield stream
-    logger.handlers, logger.propagate = before[0], before[1]
-    logger.setLevel(before[2])
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 def samples(text: str) -> dict[str, float]:
