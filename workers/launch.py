@@ -36,10 +36,17 @@ def _start_method() -> SpawnContext | ForkServerContext:
 
 
 def _scheduler_main(config: EngineConfig, parent: Connection) -> None:
-    _end_with_parent()
+    bound: list[Addresses] = []
+
+    def remove() -> None:
+        for addresses in bound:
+            remove_sockets(addresses)
+
+    _end_with_parent(remove)
     from workers.scheduler_process import EngineFailed, SchedulerProcess
 
     process = SchedulerProcess(config)
+    bound.append(process.addresses)
     parent.send(process.addresses)
     # Until the ranks may start: they are given `start_timeout_s` from then on. The end of the pipe tells.
     parent.poll(None)
@@ -80,13 +87,14 @@ def _interrupts_are_ours() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_with_parent() -> None:
-    """Exit when the parent is gone, however it went."""
+def _end_with_parent(last: Callable[[], object] = lambda: None) -> None:
+    """Exit when the parent is gone, however it went; `last` is called before."""
     parent = multiprocessing.parent_process()
     if parent is not None:
 
         def follow() -> None:
             parent.join()
+            last()
             os._exit(1)
 
         threading.Thread(target=follow, name="follow-parent", daemon=True).start()

@@ -7,9 +7,11 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -203,9 +205,10 @@ async def test_nothing_outlives_a_killed_parent(folder: Path, connected: bool) -
     script = folder / "parent.py"
     script.write_text(code)
     root = Path(__file__).resolve().parents[2]
+    sockets = Path(tempfile.mkdtemp())  # short: a socket's path has at most 107 characters
     parent = subprocess.Popen(
         [sys.executable, script, config(folder).model_dump_json()],
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(sockets)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -218,6 +221,8 @@ async def test_nothing_outlives_a_killed_parent(folder: Path, connected: bool) -
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
+    assert not [*sockets.glob("latentserve-*")]
+    shutil.rmtree(sockets)
 
 
 def dies(*_: Any) -> None:
