@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,10 +20,14 @@ from deploy.config import ServeConfig
 from deploy.environment import SidePorts, node_environment, resolve_ingress
 from deploy.quiet import quiet_driver
 from workers.environment import visible_gpus
-from workers.ports import free_ports
+from workers.ports import fits_sockets, free_ports, socket_folder
 
 Say = Callable[[str], None]
 KNOCK_TIMEOUT_S = 10.0
+HAPROXY_SOCKETS = len(f"/{'node':->56}/metrics.sock") + 10
+"""What the path of its longest socket has behind our folder; it keeps ten characters of what a path may have."""
+RAY_SOCKETS = len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""The same of Ray's, behind the folder for temporary files."""
 
 
 class CannotJoin(RuntimeError):
@@ -91,7 +94,9 @@ class RayConnection:
     def _start(self, config: ServeConfig, say: Say) -> None:
         ingress = resolve_ingress(config)
         stats, exporter, fallback, dashboard, figures = free_ports("127.0.0.1", 5)
-        self._folder = Path(tempfile.mkdtemp(prefix="latentserve-"))
+        self._folder = socket_folder(HAPROXY_SOCKETS)
+        if not fits_sockets(os.environ.get("TMPDIR", ""), RAY_SOCKETS):
+            self._export({"RAY_TMPDIR": os.environ.get("RAY_TMPDIR", "/tmp")})
         self._export(node_environment(config, ingress, self._folder, SidePorts(stats, exporter, fallback)))
         if config.ray_auth == "token" and not os.access(Path.home(), os.W_OK):
             # Ray keeps its token under the home directory, where `ray` and `serve` find it; here they cannot.

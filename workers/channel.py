@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import time
 import uuid
@@ -21,6 +20,7 @@ import msgspec
 import zmq
 
 from workers.messages import Figures, Heartbeat
+from workers.ports import socket_folder
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Binding:
 
     def __init__(self, ranks: int, host: str | None, to_scheduler: Any, from_worker: Any) -> None:
         """`host` None: ipc in a fresh folder of this node; otherwise tcp on free ports of that ip address."""
-        self._folder = None if host else Path(tempfile.mkdtemp(prefix="latentserve-"))
+        self._folder = None if host else socket_folder(below=len("/12345678"))
         self._host = host
         requests, outputs, results = _socket(zmq.PULL), _socket(zmq.PUSH), _socket(zmq.PULL)
         pulse = _socket(zmq.PUB)

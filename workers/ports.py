@@ -1,9 +1,11 @@
-"""Ports to listen at, chosen before the process that will listen has begun."""
+"""Ports to listen at, chosen before the process that will listen has begun; and folders for sockets that have none."""
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +15,10 @@ _OUTGOING: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _OUTGOING_FROM: Final = 32768
 """Where the kernel does not say: Linux's own choice, and below others'."""
 _DRAWS: Final = 200
+_SOCKET_PATH: Final = 107
+"""Most bytes of a socket's path on Linux, see unix(7)."""
+_SHORT: Final = "/tmp"
+_FOLDER: Final = "latentserve-"
 
 
 def free_ports(host: str, count: int) -> list[int]:
@@ -47,6 +53,19 @@ def free_ports(host: str, count: int) -> list[int]:
 def free_port(host: str = "127.0.0.1") -> int:
     """One of `free_ports`."""
     return free_ports(host, 1)[0]
+
+
+def socket_folder(below: int) -> Path:
+    """A fresh folder for sockets, whose paths go on for `below` characters: where temporary files go, or in /tmp where
+    that is too deep for them."""
+    usual = tempfile.gettempdir()
+    name = len("/") + len(_FOLDER) + len("12345678")
+    return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=usual if fits_sockets(usual, name + below) else _SHORT))
+
+
+def fits_sockets(folder: str, below: int) -> bool:
+    """Whether there can be sockets whose paths go on for `below` characters there."""
+    return len(os.fsencode(folder)) + below <= _SOCKET_PATH
 
 
 def _first_outgoing() -> int:

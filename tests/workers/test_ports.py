@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,21 @@ def test_there_are_ports_whatever_the_kernel_says(monkeypatch: pytest.MonkeyPatc
 def test_a_host_that_is_not_here_is_an_error() -> None:
     with pytest.raises(OSError, match="assign"):
         ports.free_port("203.0.113.77")
+
+
+@pytest.mark.parametrize("room", [0, -1])
+def test_a_folder_for_sockets_is_not_too_deep_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room: int
+) -> None:
+    """The deepest place for temporary files that serves, and one a character deeper."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    name = "/" + "x" * (107 - len(os.fsencode(tmp_path)) - len("/latentserve-12345678") - 1 - room)
+    folder = ports.socket_folder(len(name))
+    try:
+        assert folder.parent == (tmp_path if room == 0 else Path("/tmp"))
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(f"{folder}{name}")
+    finally:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
