@@ -13,8 +13,9 @@ from typing import Any
 _HARMLESS = (
     # Of every process of a replica that failed or was ended; the board names the cause.
     "A worker died or was killed while executing a task",
-    # The controller ends itself when Serve is shut down.
+    # The controller ends itself when Serve is shut down, or is ended where that takes it too long.
     "Task ServeController.graceful_shutdown failed",
+    "Task ServeController.listen_for_change failed",
 )
 
 
