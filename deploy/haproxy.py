@@ -12,6 +12,7 @@ HAProxy's place (see `install`) changes the configuration it was given, then bec
 - what HAProxy itself answers is OpenAI's error envelope. While no replica is ready it is a 503 at once, with the cause
   that was noted last (`note_fault`), read when somebody asks;
 - a body may take BODY_S to arrive: Serve gives it no longer than the router to answer, which refuses slow clients;
+- so may a request's head, for which Serve gives an hour: connections on which none came would keep all others out;
 - HAProxy ends with the process that started it. One whose manager was killed would keep the port for ever.
 """
 
@@ -28,7 +29,7 @@ from pathlib import Path
 FAULT_FILE = "fault.txt"
 """Beside the configuration: why the last replica of this node failed; absent while one serves."""
 BODY_S = 60
-"""Seconds in which a request's body, or as much of it as the router sees, must arrive; then it is answered 408."""
+"""Seconds in which a request's head must arrive, then its body, or as much of it as the router sees; else 408."""
 
 _SIDE_DOOR = re.compile(r"^(\s*bind\s+)(?:\*|0\.0\.0\.0)?:(\d+)\s*$")
 _SECTION = re.compile(r"^(frontend|listen|backend|global|defaults)\b\s*(\S*)")
@@ -39,6 +40,7 @@ _ROUTER_FAILED = re.compile(r'^\s*http-request return status 503 .* lf-string "I
 _NO_ROUTE = re.compile(r"^\s*http-request return status 404 .* lf-string \"Path ")
 _POOL = re.compile(r"^(\s*)http-reuse always$")
 _HEALTHY = re.compile(r"^(\s*http-check expect) status 200$")
+_KEEP_ALIVE = re.compile(r"^(\s*)timeout http-keep-alive ")
 _BODY = re.compile(r"^(\s*http-request wait-for-body time) \S+")
 _PR_SET_PDEATHSIG = 1
 
@@ -86,6 +88,8 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
             lines.append("    http-request deny deny_status 503")
         elif not _FALLBACK.match(line) and not _ROUTER_FAILED.match(line):
             lines.append(line)
+        if found := _KEEP_ALIVE.match(line):
+            lines.append(f"{found[1]}timeout http-request {body_s}s")
         if line == "global":
             lines.append(f"    lua-load-per-thread {folder / 'cause.lua'}")
     return "\n".join(lines)

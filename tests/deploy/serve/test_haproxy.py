@@ -153,7 +153,7 @@ def test_side_doors_are_closed_and_the_rest_is_left(rendered: Path) -> None:
     errors = ["http-error"] * 7
     close = ["option"] * 2
     requests = ["http-request"] * 2
-    assert sorted(added) == ["bind", "bind", "http-check", *errors, *requests, "lua-load-per-thread", *close]
+    assert sorted(added) == ["bind", "bind", "http-check", *errors, *requests, "lua-load-per-thread", *close, "timeout"]
 
 
 def test_the_front_door_stays_on_every_interface_when_asked(rendered: Path) -> None:
@@ -295,6 +295,14 @@ def test_a_slow_body_has_longer_than_the_router(rendered: Path) -> None:
     before, after = rendered.read_text(), haproxy.adapt(rendered.read_text(), Path("/x"))
     assert "http-request wait-for-body time 1s if METH_POST" in before
     assert "http-request wait-for-body time 60s if METH_POST" in after
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"])
+def test_a_request_that_does_not_come_holds_no_connection(proxy: tuple[subprocess.Popen, int], begun: bytes) -> None:
+    begin = time.monotonic()
+    answer = raw(begun)
+    assert BODY_TIMEOUT_S - 0.5 < time.monotonic() - begin < BODY_TIMEOUT_S + 3
+    assert answer.split()[1] == b"408"
 
 
 def test_every_error_is_in_the_envelope(tmp_path: Path) -> None:
