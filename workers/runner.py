@@ -191,9 +191,9 @@ class Runner:
 
     def _check(self, plan: StepPlan) -> None:
         """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""
-        state, width = self.parts.state, self.parts.width
-        slots, pages, capacity = state.slots, self.parts.cache.pages, state.pages_per_row * PAGE_TOKENS
-        vocab = self.parts.model.config.vocab_size
+        state, model, width = self.parts.state, self.parts.model, self.parts.width
+        slots, pages, vocab = state.slots, self.parts.cache.pages, model.config.vocab_size
+        capacity = min(state.pages_per_row * PAGE_TOKENS, model.max_positions)
         if plan.step != self._steps + 1:
             raise PlanError(f"plan of step {plan.step} follows step {self._steps}")
         if not 1 <= plan.width <= width or not 0 <= plan.drafts < width:

@@ -1,0 +1,115 @@
+"""What a runner refuses before it launches anything, what broken numbers come to, and how it times steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from kernels.page import pages_for
+from tests.tiny_models import VOCAB, write_tiny
+from tests.workers.harness import InlineEngine
+from workers import runner as module
+from workers.config import EngineConfig
+from workers.plan import Admission, PageGrant, PrefillRow, SamplingParams, StepPlan
+from workers.runner import PlanError, Runner
+from workers.sampling import SamplingFault
+from workers.scheduler import max_entries_per_row
+
+SLOTS, WIDTH, BUDGET, PAGES, CONTEXT = 4, 3, 40, 9, 200
+ROW = PrefillRow(0, 0, (1, 2, 3), 0, True)
+GOOD = StepPlan(1, WIDTH, WIDTH - 1, (), (ROW,), (Admission(0, SamplingParams(9)),), (PageGrant(0, 0, (1,)),))
+REACH = max_entries_per_row(CONTEXT, WIDTH)
+LAST = pages_for(REACH) - 1
+"""Last entry of a page table."""
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    settings = {"max_rows": SLOTS, "width": WIDTH, "token_budget": BUDGET, "cache_pages": PAGES, "max_context": CONTEXT}
+    folder = write_tiny(tmp_path, "v3", seed=3, num_hidden_layers=1)
+    return InlineEngine(EngineConfig(model=str(folder), device="cpu", selftest=False, **settings)).runner
+
+
+def row(**fields: Any) -> dict[str, Any]:
+    return {"prefill": (replace(ROW, **fields),)}
+
+
+def grant(**fields: Any) -> dict[str, Any]:
+    return {"grants": (replace(GOOD.grants[0], **fields),)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"step": 2}, "plan of step 2 follows step 0"),
+        ({"width": 0}, "width 0 / 2 drafts on a runner of width 3"),
+        ({"width": 4}, "width 4 / 2 drafts"),
+        ({"drafts": 3}, "width 3 / 3 drafts"),
+        ({"drafts": -1}, "width 3 / -1 drafts"),
+        (row(tokens=(1,) * (BUDGET + 1)), "41 tokens on a runner of at most 40"),
+        ({"prefill": (ROW, ROW)}, "two rows"),
+        ({"decode_slots": (0,)}, "two rows"),
+        ({"prefill": ()}, "without rows"),
+        ({"decode_slots": (SLOTS,)}, "slot 4 of 4"),
+        ({"decode_slots": (-1,)}, "slot -1 of 4"),
+        (row(slot=SLOTS), "slot 4 of 4"),
+        ({"admissions": (replace(GOOD.admissions[0], slot=-1),)}, "slot -1 of 4"),
+        (grant(slot=SLOTS), "slot 4 of 4"),
+        (grant(first=-1), "entries -1"),
+        (grant(first=LAST, pages=(1, 2)), r"entries 3 \+ 2"),
+        (grant(pages=(1, 0)), "granted pages"),
+        (grant(pages=(PAGES,)), "granted pages"),
+        (row(start=-1), "prefill of 3 tokens at -1"),
+        (row(start=REACH - 2), "prefill of 3 tokens at 203 exceeds 205"),
+        (row(next_token=7), "never both"),
+        (row(final=False), "never both"),
+        (row(tokens=(1, -1)), "vocabulary"),
+        (row(tokens=(1, VOCAB)), "vocabulary"),
+        (row(final=False, next_token=VOCAB), "vocabulary"),
+    ],
+)
+def test_a_plan_that_reaches_outside_is_refused_and_leaves_no_trace(
+    runner: Runner, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        runner.launch(replace(GOOD, **wrong))
+    assert not runner.parts.state.tensors.page_SP.any()
+    assert len(runner.execute(GOOD).tokens) == 1
+
+
+def test_what_just_fits_is_taken(runner: Runner) -> None:
+    runner.execute(replace(GOOD, **row(slot=SLOTS - 1, tokens=(VOCAB - 1,) * BUDGET)))
+    table = grant(slot=SLOTS - 1, first=LAST, pages=(PAGES - 1,))
+    last = row(slot=SLOTS - 1, start=REACH - 3, final=False, next_token=VOCAB - 1)
+    assert runner.execute(replace(GOOD, step=2, admissions=(), **table, **last)).tokens == ()
+
+
+@torch.inference_mode()
+def test_broken_numbers_are_a_fault_and_no_tokens(runner: Runner) -> None:
+    runner.parts.model.norm_E.fill_(torch.nan)
+    with pytest.raises(SamplingFault, match=rf"1 rows had NaN.* vocabulary of {VOCAB}"):
+        runner.execute(GOOD)
+
+
+def test_a_step_launched_behind_another_begins_when_that_one_ends(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def at(now: float, what: Any) -> Any:
+        clock.now = now
+        return what()
+
+    decode = StepPlan(2, WIDTH, WIDTH - 1, (0,))
+    first = at(100.0, lambda: runner.launch(GOOD))
+    second = at(101.0, lambda: runner.launch(decode))
+    assert at(110.0, lambda: runner.collect(first)).duration == 10.0
+    assert at(114.0, lambda: runner.collect(second)).duration == 4.0
+    third = at(120.0, lambda: runner.launch(replace(decode, step=3)))
+    assert at(121.0, lambda: runner.collect(third)).duration == 1.0
