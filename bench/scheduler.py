@@ -40,8 +40,8 @@ def measure(rows: int, width: int, steps: int, context: int) -> tuple[list[float
     scheduler, rng = Scheduler(config), random.Random(0)
     for index in range(rows):
         prompt = tuple(rng.randrange(1000) for _ in range(rng.randrange(100, 400)))
-        refused = scheduler.add(Request(f"r{index}", prompt, SamplingParams(max_tokens=context, stop_ids=(1000,))))
-        assert not refused, refused
+        refusal = scheduler.add(Request(f"r{index}", prompt, SamplingParams(max_tokens=context, stop_ids=(1000,))))
+        assert refusal is None, refusal
     flights: list[StepPlan] = []
     planning: list[float] = []
     applying: list[float] = []

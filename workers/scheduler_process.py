@@ -17,7 +17,6 @@ from workers.config import EngineConfig
 from workers.graphs.report import SelfTestReport
 from workers.messages import (
     Cancel,
-    EngineStats,
     Fault,
     Figures,
     FromWorker,
@@ -31,7 +30,7 @@ from workers.messages import (
     ToScheduler,
 )
 from workers.plan import StepResult
-from workers.scheduler import QUEUE_FULL, Scheduler, SchedulerConfig
+from workers.scheduler import Scheduler, SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +132,8 @@ class SchedulerProcess:
             while (message := requests.receive(timeout_ms=0)) is not None:
                 match message:
                     case Request():
-                        if refused := scheduler.add(message):
-                            overloaded = refused.startswith(QUEUE_FULL)
-                            items.append(RequestOutput(message.request_id, (), refused=refused, overloaded=overloaded))
+                        if (refusal := scheduler.add(message)) is not None:
+                            items.append(refusal)
                     case Cancel():
                         items += scheduler.cancel(message.request_id)
                     case Shutdown():
@@ -205,6 +203,3 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         prefix_cache=config.prefix_cache,
         vocab_size=ready.vocab_size,
     )
-
-
-__all__ = ["EngineFailed", "EngineStats", "SchedulerProcess", "scheduler_config"]

@@ -35,8 +35,8 @@ class InlineEngine:
         self._queue: deque[StepPlan] = deque()
 
     def add(self, request_id: str, prompt: list[int], sampling: SamplingParams, priority: int = 0) -> None:
-        refused = self.scheduler.add(Request(request_id, tuple(prompt), sampling, priority))
-        assert not refused, refused
+        refusal = self.scheduler.add(Request(request_id, tuple(prompt), sampling, priority))
+        assert refusal is None, refusal
         self.finished[request_id] = Finished()
 
     def step(self) -> bool:

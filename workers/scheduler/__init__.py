@@ -6,6 +6,6 @@
 
 from workers.scheduler.config import SchedulerConfig, max_entries_per_row, max_pages_per_row
 from workers.scheduler.prefix import page_keys
-from workers.scheduler.scheduler import QUEUE_FULL, Scheduler
+from workers.scheduler.scheduler import Scheduler
 
-__all__ = ["QUEUE_FULL", "Scheduler", "SchedulerConfig", "max_entries_per_row", "max_pages_per_row", "page_keys"]
+__all__ = ["Scheduler", "SchedulerConfig", "max_entries_per_row", "max_pages_per_row", "page_keys"]

@@ -16,9 +16,6 @@ from workers.scheduler.intake import why_impossible
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence
 
-QUEUE_FULL = "queue full"
-"""Refusals that begin so are for lack of room now; all others are final."""
-
 
 class Scheduler:
     """Decides which rows run in the next step, on which slots and pages.
@@ -51,15 +48,16 @@ class Scheduler:
         """Nothing waits, runs or is in flight."""
         return not self._live and not self._flights
 
-    def add(self, request: Request) -> str:
-        """Queue a request. Returns why it is refused, or "". Nothing a user can send raises."""
+    def add(self, request: Request) -> RequestOutput | None:
+        """Queue a request, or return the output that refuses it. Nothing a user can send raises."""
         prompt, sampling, config = request.prompt, request.sampling, self.config
         if request.request_id in self._live:
-            return f"request id {request.request_id!r} is in use by a request that has not ended"
+            return _refusal(request, f"request id {request.request_id!r} is in use by a request that has not ended")
         if reason := why_impossible(request, config):
-            return reason
+            return _refusal(request, reason)
         if len(self._live) >= config.slots + config.queue_limit:
-            return f"{QUEUE_FULL}: {config.slots} requests can run and {config.queue_limit} wait, and all do"
+            full = f"queue full: {config.slots} requests can run and {config.queue_limit} wait, and all do"
+            return _refusal(request, full, overloaded=True)
         sequence = Sequence(
             request=request,
             rank=(request.priority, next(self._arrivals)),
@@ -72,7 +70,7 @@ class Scheduler:
         )
         self._live[request.request_id] = sequence
         self._rows.enqueue(sequence)
-        return ""
+        return None
 
     def cancel(self, request_id: str) -> tuple[RequestOutput, ...]:
         """End a request now, whatever its state; its last output is returned. Unknown and ended ids are ignored."""
@@ -289,6 +287,10 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id]
         self._rows.end(sequence)
+
+
+def _refusal(request: Request, reason: str, overloaded: bool = False) -> RequestOutput:
+    return RequestOutput(request.request_id, (), refused=reason, overloaded=overloaded)
 
 
 def _admission(sequence: Sequence) -> Admission:

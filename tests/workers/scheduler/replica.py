@@ -29,13 +29,17 @@ class Replica:
         self.finish: dict[str, str] = {}
         self.outputs: dict[str, list[RequestOutput]] = {}
 
-    def add(self, request_id: str, prompt: list[int] | tuple[int, ...], priority: int = 0, **sampling: object) -> str:
+    def add(
+        self, request_id: str, prompt: list[int] | tuple[int, ...], priority: int = 0, **sampling: object
+    ) -> RequestOutput | None:
         request = Request(request_id, tuple(prompt), SamplingParams(**sampling), priority)  # type: ignore[arg-type]
-        refused = self.scheduler.add(request)
-        if not refused:
-            self.requests[request_id] = request
-            self.tokens[request_id], self.outputs[request_id] = [], []
-        return refused
+        refusal = self.scheduler.add(request)
+        if refusal is not None:
+            assert (refusal.request_id, refusal.tokens, refusal.finish) == (request_id, (), None)
+            return refusal
+        self.requests[request_id] = request
+        self.tokens[request_id], self.outputs[request_id] = [], []
+        return None
 
     def cancel(self, request_id: str) -> None:
         self._deliver(self.scheduler.cancel(request_id))

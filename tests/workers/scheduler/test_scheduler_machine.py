@@ -48,12 +48,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def submit(self, prompt: list[int], **sampling: object) -> None:
         self.names += 1
-        refused = self.replica.add(f"request {self.names}", prompt, **sampling)
+        refusal = self.replica.add(f"request {self.names}", prompt, **sampling)
         fits = 0 < len(prompt) < self.replica.config.max_context
-        assert bool(refused) <= (not fits or refused.startswith("queue full") or "pages of cache" in refused), (
-            f"refused without need: {refused}"
-        )
-        assert fits or refused
+        if refusal is None:
+            assert fits
+        else:
+            assert not fits or refusal.overloaded or "pages of cache" in refusal.refused, f"without need: {refusal}"
 
     @precondition(lambda self: self.replica.scheduler._live)
     @rule(data=st.data())

@@ -10,7 +10,7 @@ from workload import config, tokens
 
 from workers.messages import Request
 from workers.plan import SamplingParams
-from workers.scheduler import QUEUE_FULL, Scheduler, max_pages_per_row
+from workers.scheduler import Scheduler, max_pages_per_row
 
 
 @pytest.mark.parametrize(
@@ -45,15 +45,17 @@ from workers.scheduler import QUEUE_FULL, Scheduler, max_pages_per_row
             {"logit_bias": ((7, float("-inf")),)},
             "logit_bias of token 7 must be between -10000 and 10000, not -inf",
         ),
+        ((1,), {"logit_bias": ((7, 10001.0),)}, "logit_bias of token 7 must be between -10000 and 10000, not 10001"),
     ],
 )
 def test_impossible_requests_are_refused_with_the_reason(
     prompt: tuple[int, ...], sampling: dict[str, Any], reason: str
 ) -> None:
     scheduler = Scheduler(config(vocab_size=500))
-    refused = scheduler.add(Request("a", prompt, SamplingParams(**({"max_tokens": 1} | sampling))))
-    assert reason in refused
-    assert not refused.startswith(QUEUE_FULL)
+    refusal = scheduler.add(Request("a", prompt, SamplingParams(**({"max_tokens": 1} | sampling))))
+    assert refusal is not None
+    assert reason in refusal.refused
+    assert not refusal.overloaded
     assert scheduler.idle
     assert scheduler.cancel("a") == ()
 
@@ -74,14 +76,14 @@ def test_what_is_just_possible_is_taken() -> None:
         frequency_penalty=100.0,
         repetition_penalty=0.01,
     )
-    assert scheduler.add(Request("a", prompt, sampling)) == ""
-    assert scheduler.add(Request("b", (1,), SamplingParams(max_tokens=1, stop_ids=tuple(range(65))))) == ""
+    assert scheduler.add(Request("a", prompt, sampling)) is None
+    assert scheduler.add(Request("b", (1,), SamplingParams(max_tokens=1, stop_ids=tuple(range(65))))) is None
 
 
 def test_a_request_that_never_fits_the_pool_is_refused() -> None:
     replica = Replica(config(pages=5, max_context=1000))
-    refused = replica.add("a", tokens(100), max_tokens=800)
-    assert "100 prompt tokens and 800 to generate need 15 pages of cache, and there are 4" in refused
+    refusal = replica.add("a", tokens(100), max_tokens=800)
+    assert "100 prompt tokens and 800 to generate need 15 pages of cache, and there are 4" in refusal.refused
     assert not replica.add("b", tokens(100), max_tokens=100)
     replica.run()
     replica.check_tokens()
@@ -112,12 +114,12 @@ def test_a_pool_of_two_pages_serves() -> None:
 def test_the_queue_has_a_limit_beyond_the_slots() -> None:
     replica = Replica(config(slots=2, queue_limit=3))
     refusals = [replica.add(str(i), tokens(5, seed=i), max_tokens=3) for i in range(6)]
-    assert refusals[:5] == [""] * 5
-    assert refusals[5].startswith(QUEUE_FULL)
+    assert refusals[:5] == [None] * 5
+    assert refusals[5].overloaded
     replica.plan()
-    assert replica.add("6", tokens(5), max_tokens=3).startswith(QUEUE_FULL)
+    assert replica.add("6", tokens(5), max_tokens=3).overloaded
     replica.run()
-    assert replica.add("7", tokens(5), max_tokens=3) == ""
+    assert replica.add("7", tokens(5), max_tokens=3) is None
     replica.run()
     assert len(replica.finish) == 6
     assert replica.scheduler.stats().queue_limit == 3
@@ -130,7 +132,7 @@ def test_a_full_replica_takes_one_more_the_moment_one_ends() -> None:
     while not replica.tokens["a"]:
         replica.step()
     replica.plan()
-    assert replica.add("b", tokens(5), max_tokens=3).startswith(QUEUE_FULL)
+    assert replica.add("b", tokens(5), max_tokens=3).overloaded
     replica.cancel("a")
     assert not replica.add("b", tokens(5), max_tokens=3)
     replica.run()
@@ -139,11 +141,13 @@ def test_a_full_replica_takes_one_more_the_moment_one_ends() -> None:
 def test_a_live_id_is_refused_and_a_finished_one_may_come_again() -> None:
     replica = Replica(config())
     replica.add("a", tokens(5), max_tokens=3)
-    assert "in use" in replica.add("a", tokens(6), max_tokens=3)
+    refusal = replica.add("a", tokens(6), max_tokens=3)
+    assert "in use" in refusal.refused
+    assert not refusal.overloaded
     replica.run()
     first = replica.tokens["a"]
     del replica.finish["a"]
-    assert replica.add("a", tokens(5), max_tokens=3) == ""
+    assert replica.add("a", tokens(5), max_tokens=3) is None
     replica.run()
     assert replica.tokens["a"] == first
 
@@ -210,6 +214,20 @@ def test_a_newcomer_leaves_a_page_for_the_growth_of_each_running_row(spare: int,
     replica.run()
     replica.check_tokens()
     assert replica.scheduler.stats().preemptions == 0
+
+
+def test_pages_of_a_preempted_request_go_to_nobody_behind_it() -> None:
+    # When b loses its pages a step of it is in flight: it is not in the queue yet, and c alone is.
+    replica = Replica(config(pages=9, max_context=500, slots=3), agree=0.5)
+    replica.add("a", tokens(100), max_tokens=300)
+    replica.add("b", tokens(100, seed=1), max_tokens=300)
+    while replica.scheduler.stats().pages_free > 2:
+        replica.step()
+    replica.add("c", tokens(10, seed=2), max_tokens=5)
+    replica.run()
+    replica.check_tokens()
+    admitted = [admission for plan in replica.plans for admission in plan.admissions]
+    assert [bool(admission.generated) for admission in admitted] == [False, False, True, False]
 
 
 def test_a_preempted_request_resumes_with_what_it_generated() -> None:
