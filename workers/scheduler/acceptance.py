@@ -50,10 +50,9 @@ class AcceptanceWatch:
             self._idle_steps += 1
             if self._idle_steps >= self._retry:
                 self._drafts, self._idle_steps = self._most, 0
-                self._offered = self._accepted = 0
 
     def observe(self, offered: int, accepted: int) -> None:
-        """Figures of an applied step."""
+        """Figures of an applied step. What was on its way when drafts were given up is no part of the next window."""
         if not offered or self.given_up:
             return
         self._offered += offered

@@ -86,8 +86,6 @@ class RowPages:
     has another page."""
     duplicates: bool = False
     """Whether `chain` names pages that are not the row's."""
-    closed: bool = False
-    """A key collided: nothing behind it can be cached."""
 
     @property
     def capacity(self) -> int:
@@ -168,7 +166,7 @@ class PrefixCache:
         """Make the first `full` pages of the row, complete with `tokens`, findable."""
         if not self._enabled:
             return
-        while len(row.chain) < full and not row.closed:
+        while len(row.chain) < full:
             index = len(row.chain)
             parent = row.chain[-1] if row.chain else None
             packed = pack_tokens(tokens[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
@@ -178,8 +176,7 @@ class PrefixCache:
                 entry = Entry(key, packed, parent, row.pages[index])
                 self._remember(entry)
             elif entry.parent is not parent or entry.tokens != packed:
-                row.closed = True
-                return
+                return  # a key collided: nothing behind it can be cached while the other is
             else:
                 row.duplicates = True
             row.chain.append(entry)

@@ -60,13 +60,13 @@ class Rows:
         # At least the last token is computed: its logits are wanted.
         most = (len(tokens) - 1) // PAGE_TOKENS
         found = cache.match(pack_tokens(tokens), sequence.keys, most)
-        coming = takewhile(self._filled.__contains__, sequence.keys[len(found) : most])
+        coming = list(takewhile(self._filled.__contains__, sequence.keys[len(found) : most]))
         pages = pages_for(len(tokens) + self._config.draft_margin)
-        needed = cache.needed(found, pages) - (shared := len(list(coming)))
+        needed = cache.needed(found, pages) - len(coming)
         growth = len(self.decoding) + len(self.prefilling) + len(self._aside)
         if needed + self._kept + growth > cache.available:
             return None
-        if shared:
+        if coming:
             self._aside.append(self.queue.set_aside())
             self._kept += needed
             return sequence

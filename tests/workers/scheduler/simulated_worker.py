@@ -96,6 +96,7 @@ class SimulatedWorker:
         assert used
         assert len(set(used)) == len(used)
         assert list(plan.decode_slots) == sorted(plan.decode_slots)
+        assert {grant.slot for grant in plan.grants} <= set(used), "pages for a row that is not run"
         self._admit(plan)
         self._grant(plan)
         self._check_written_pages_are_exclusive(plan, used)

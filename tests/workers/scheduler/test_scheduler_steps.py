@@ -13,6 +13,7 @@ from workload import config, tokens
 from workers.messages import STEP_BUCKETS, Request
 from workers.plan import SamplingParams, StepResult
 from workers.scheduler import Scheduler, max_entries_per_row, max_pages_per_row
+from workers.scheduler.acceptance import AcceptanceWatch
 
 
 def test_a_prompt_is_cut_into_chunks_of_the_budget() -> None:
@@ -323,6 +324,27 @@ def test_drafting_stops_when_too_few_stand_and_is_tried_again(caplog: pytest.Log
     replica.check_tokens()
     assert replica.scheduler.stats().drafting
     assert replica.plans[-1].width == 3
+
+
+def test_a_floor_of_zero_never_gives_drafts_up() -> None:
+    replica = Replica(config(acceptance_floor=0.0, acceptance_window=10), agree=0.0)
+    replica.add("a", tokens(10), max_tokens=100)
+    replica.run()
+    stats = replica.scheduler.stats()
+    assert stats.drafts_offered > 100 > 20 * stats.drafts_accepted, "in most windows not one stood"
+    assert {(plan.width, plan.drafts) for plan in replica.plans} == {(3, 2)}
+
+
+def test_what_was_on_its_way_when_drafting_stopped_is_no_part_of_the_next_window() -> None:
+    watch = AcceptanceWatch(config(acceptance_floor=0.6, acceptance_window=20, acceptance_retry=1))
+    watch.observe(20, 0)
+    assert watch.given_up
+    watch.observe(10, 0)
+    watch.planned()
+    assert not watch.given_up
+    watch.observe(10, 10)
+    watch.observe(10, 10)
+    assert not watch.given_up
 
 
 def test_good_drafts_are_kept() -> None:
