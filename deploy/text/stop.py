@@ -8,6 +8,7 @@ alone, never on how it was cut: the stop string that *ends* first wins, among th
 from __future__ import annotations
 
 import re
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,44 +16,71 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class _Automaton:
-    stops: tuple[str, ...]
-    step: list[dict[str, int]]
-    fail: list[int]
-    depth: list[int]
-    match: list[int]
+    """A trie of the stop strings, whose states have numbers in the order of their making. Nearly all of its edges lead
+    to the next number, and are kept as no more than a character: requests may bring thousands of them."""
+
+    chain: list[str]
+    """By state: the character that leads to the next number, "" if none does."""
+    branches: dict[int, dict[str, int]]
+    """By state: where other characters lead."""
+    fail: array[int]
+    depth: array[int]
+    match: array[int]
     """Length of the longest stop string that ends in this state, 0 for none."""
     first: re.Pattern[str] = field(repr=False)
     """Finds a character that begins a stop string."""
 
+    def follow(self, state: int, char: str) -> int:
+        """The state that `char` leads to, 0 for none."""
+        if self.chain[state] == char:
+            return state + 1
+        branches = self.branches.get(state)
+        return branches.get(char, 0) if branches is not None else 0
+
+    def onward(self, state: int, char: str) -> int:
+        """The state after `char`: where the longest suffix that goes on with it leads."""
+        while not (after := self.follow(state, char)) and state:
+            state = self.fail[state]
+        return after
+
 
 @lru_cache(maxsize=256)
 def _automaton(stops: tuple[str, ...]) -> _Automaton:
-    step: list[dict[str, int]] = [{}]
-    fail, depth, match = [0], [0], [0]
+    chain = [""]
+    branches: dict[int, dict[str, int]] = {}
+    fail, depth, match = array("I", [0]), array("I", [0]), array("I", [0])
+    first = re.compile("[" + "".join(re.escape(char) for char in sorted({stop[0] for stop in stops})) + "]")
+    machine = _Automaton(chain, branches, fail, depth, match, first)
+    same: dict[str, str] = {}
     for stop in stops:
         state = 0
         for char in stop:
-            if char not in step[state]:
-                step[state][char] = len(step)
-                step.append({})
+            after = machine.follow(state, char)
+            if not after:
+                after = len(chain)
+                if after == state + 1:
+                    chain[state] = same.setdefault(char, char)
+                else:
+                    branches.setdefault(state, {})[char] = after
+                chain.append("")
                 fail.append(0)
                 depth.append(depth[state] + 1)
                 match.append(0)
-            state = step[state][char]
+            state = after
         match[state] = len(stop)
-    queue = deque(step[0].values())
+    queue = deque([0])
     while queue:  # breadth first: a state's fail link is shallower, so it is complete
         state = queue.popleft()
-        for char, child in step[state].items():
-            back = fail[state]
-            while back and char not in step[back]:
-                back = fail[back]
-            fail[child] = step[back].get(char, 0)
+        edges = [*branches.get(state, {}).items()]
+        if chain[state]:
+            edges.append((chain[state], state + 1))
+        for char, child in edges:
+            if state:
+                fail[child] = machine.onward(fail[state], char)
             # The path spells the longest match if it is a stop string itself.
             match[child] = match[child] or match[fail[child]]
             queue.append(child)
-    first = re.compile("[" + "".join(re.escape(char) for char in sorted(step[0])) + "]")
-    return _Automaton(stops, step, fail, depth, match, first)
+    return machine
 
 
 class StopMatcher:
@@ -73,20 +101,17 @@ class StopMatcher:
 
     def feed(self, text: str) -> str:
         """Add `text`; returns what may be shown now. Sets `matched` and drops what follows when a stop string ends."""
-        machine, state, begin = self._automaton, self._state, 0
+        machine, chain, state, begin = self._automaton, self._automaton.chain, self._state, 0
         if not state:
             start = machine.first.search(text)
             if start is None:
                 return text
             begin = start.start()
-        step, fail = machine.step, machine.fail
         buffer = self._held + text
         offset = len(self._held)
         for index in range(begin, len(text)):
             char = text[index]
-            while state and char not in step[state]:
-                state = fail[state]
-            state = step[state].get(char, 0)
+            state = state + 1 if chain[state] == char else machine.onward(state, char)
             if length := machine.match[state]:
                 end = offset + index + 1
                 self.matched = buffer[end - length : end]

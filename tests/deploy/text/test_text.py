@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import example, given, settings
@@ -143,6 +145,21 @@ def test_many_long_stop_strings_cost_linear_time() -> None:
     matcher = StopMatcher(stops)
     shown = "".join(matcher.feed("a") for _ in range(20_000)) + matcher.flush()
     assert shown == "a" * 20_000
+
+
+def test_long_stop_strings_take_little_memory() -> None:
+    """What is made of them is kept for the next request, and a client may bring other ones each time."""
+    drawn = Random(1)
+    stops = tuple("".join(drawn.choices("abcdeföü東京", k=512)) for _ in range(16))
+    tracemalloc.start()
+    try:
+        matcher = StopMatcher(stops)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 40 * 16 * 512
+    assert matcher.feed("a" + stops[3]) == "a"
+    assert matcher.matched == stops[3]
 
 
 def test_text_stream_holds_back_across_tokens() -> None:
