@@ -17,6 +17,9 @@ INLINE_CHARS = 4_000
 """Texts up to this length are encoded in the event loop (about 1 ms); longer ones in a thread."""
 INLINE_IDS = 4_000
 """The same for ids to decode."""
+LONG_CHARS = 2**18
+"""Texts longer than this are encoded one after another. While it is encoded a text takes up to 250 bytes a character:
+the longest of a few requests at once would be more memory than there is."""
 
 RESERVED_TEMPLATE_NAMES = frozenset(
     (
@@ -64,6 +67,8 @@ class Tokenizer:
         self._tokens = [""] * self.size
         for token, index in vocabulary.items():
             self._tokens[index] = token
+        self._long = asyncio.Lock()
+        """Held while a text of more than `LONG_CHARS` is encoded."""
         self._bytes: list[bytes] | None = None
         self._shown_bytes: list[bytes] = []
         if is_byte_level(self._backend):
@@ -120,9 +125,21 @@ class Tokenizer:
         def encode_all() -> list[list[int]]:
             return [self.encode(text, add_special_tokens) for text in texts]
 
-        if sum(map(len, texts)) <= INLINE_CHARS:
+        characters = sum(map(len, texts))
+        if characters <= INLINE_CHARS:
             return encode_all()
-        return await asyncio.to_thread(encode_all)
+        if characters <= LONG_CHARS:
+            return await asyncio.to_thread(encode_all)
+
+        def ended(encoding: asyncio.Task[list[list[int]]]) -> None:
+            self._long.release()
+            if not encoding.cancelled():
+                encoding.exception()  # read here: the caller may have been cancelled
+
+        await self._long.acquire()
+        encoding = asyncio.create_task(asyncio.to_thread(encode_all))
+        encoding.add_done_callback(ended)
+        return await asyncio.shield(encoding)  # a thread goes on when its caller is cancelled
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of all ids at once; incomplete UTF-8 becomes U+FFFD."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from deploy.text.detok import ByteDetokenizer, WindowDetokenizer, byte_alphabet
 from deploy.text.stop import StopMatcher
 from deploy.text.template import syntax_problem
-from deploy.text.tokenizer import INLINE_CHARS, ChatTemplateError, Tokenizer
+from deploy.text.tokenizer import INLINE_CHARS, LONG_CHARS, ChatTemplateError, Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "assets" / "demo"
 TOKENS = tiny().size
@@ -173,6 +174,35 @@ def test_text_stream_holds_back_across_tokens() -> None:
             break
     assert "".join(shown) == "the fox "
     assert stream.stop == "STOP"
+
+
+async def test_the_longest_texts_are_encoded_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a lot of memory meanwhile, also when its client's time is over; others pass them by."""
+    tokenizer = Tokenizer.load(DEMO)
+    assert tokenizer is not None
+    go, running = threading.Semaphore(0), []
+
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > LONG_CHARS:
+            running.append(text)
+            go.acquire()
+        return [len(text)]
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    sizes = [LONG_CHARS + 1 + number for number in range(4)]
+    tasks = [asyncio.create_task(tokenizer.encode_async("x" * size)) for size in sizes]
+    for number, task in enumerate(tasks):
+        while len(running) <= number:
+            await asyncio.sleep(0.01)
+        assert await tokenizer.encode_async("x" * LONG_CHARS) == [LONG_CHARS]
+        if number == 1:
+            task.cancel()
+            assert (await asyncio.gather(task, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+            await asyncio.sleep(0.05)
+        assert len(running) == number + 1
+        go.release()
+        if number != 1:
+            assert await task == [sizes[number]]
 
 
 async def test_long_and_many_texts_are_encoded_aside() -> None:
