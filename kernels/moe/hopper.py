@@ -1,10 +1,12 @@
 """The experts' products on Hopper for many tokens: tiles of 128 pairs by two blocks of WIDTH weight rows, on wgmma.
 
-A fixed number of programs take the work items (tile, block of features) of a call in turn. In each, one partition
-fetches and two multiply. The fetching one fills a ring of stages, each of 64 input features of the tile's pairs and of
-the two blocks of weights, and runs ahead into the next item. The multiplying ones are four warps of 64 pairs each; a
-tile of at most 64 pairs costs only one of them products. Neither waits for the other, only for the ring: while one
-stores its results, the other has the tensor cores.
+A call's work items (tile, block of features) are dealt out to a fixed number of programs: one each, and whenever a
+program is about to end one it claims the next from a counter, so that nobody waits for the slowest and items that share
+weights or inputs in L2 are under way at the same time. In each program one partition fetches and two multiply. The
+fetching one claims items and fills a ring of stages, each of 64 input features of the tile's pairs and of the two
+blocks of weights, and runs ahead into the next item. The multiplying ones are four warps of 64 pairs each; a tile of
+at most 64 pairs costs only one of them products. Neither waits for the other, only for the ring: while one stores its
+results, the other has the tensor cores.
 
 The two blocks are WIDTH rows of gate and the same of up, or neighbours of `down`: one wgmma multiplies with both, and
 both results of a gate and its up lie in one thread.
@@ -15,15 +17,17 @@ cp.async belongs to another proxy than wgmma: the fetching threads wait for thei
 fence, and only then report a stage as full. Weights always come through the copy engine.
 
 Memory rules as in `kernel`: rows become int64 before they are multiplied (the copy engine's coordinates are rows); rows
-past a tile's pairs are zero or other pairs' and never stored; the table of tiles is read on the device.
+past a tile's pairs are zero or other pairs' and never stored; the table of tiles is read on the device. Which program
+computes an item changes nothing of the result.
 
-No deadlock: all partitions walk the same items, and for each of an item's steps the fetching one fills a stage once and
-either multiplying one hands it back once, whether it has pairs or not. They hold at most the stage they multiply and
-the one before it, so STAGES - 2 more can always be filled, and that many after it a stage is reported full; the last
-ones at the end.
+No deadlock: the fetching partition announces every item before its first stage, and for each of an item's steps it
+fills a stage once and either multiplying one hands it back once, whether it has pairs or not. They hold at most the
+stage they multiply and the one before it, so STAGES - 2 more can always be filled, and that many after it a stage is
+reported full; the last ones at the end. An announcement's slot is written again STAGES + 1 items later: as an item has
+at least one stage, the item that stood there has been handed back, so it has been read.
 
-On one H200 these are the faster ones by 1 to 5 hundredths at 1024 tokens of DeepSeek-V2-Lite and more, the slower ones
-by 2 at 256 (bench/moe.py prints both side by side): `schedule.tiling` takes them in place of Triton's tallest tiles.
+On one H200 these are faster than Triton's by about a tenth at 1024 tokens of DeepSeek-V2-Lite and more, slower by as
+much at 256 (bench/moe.py prints both side by side): `schedule.tiling` takes them in place of Triton's tallest tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -47,21 +51,69 @@ ROWS = gl.constexpr(128)
 """Pairs of a tile."""
 HALF = gl.constexpr(64)
 """Pairs of a multiplying partition."""
+LEAD = gl.constexpr(8)
+"""So many stages before the end of an item a program claims its next."""
 
 
 @gluon.jit
-def work_item(table, tiles, item, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
-    """(expert, first pair, pairs, block) of a work item, no pairs past the last. Items go through the blocks of GROUP
-    tiles at a time, tile by tile within a block, so that what runs together shares weights and inputs in L2."""
-    begin = item // (GROUP * BLOCKS) * GROUP
-    size = gl.maximum(gl.minimum(tiles - begin, GROUP), 1)
-    place = item % (GROUP * BLOCKS)
+def _spread_before(item, spread, tiles):
+    """How many of the items before `item` are those of the tiles to spread."""
+    return (item.to(gl.int64) * spread // gl.maximum(tiles, 1)).to(gl.int32)
+
+
+@gluon.jit
+def work_item(table, tiles, settled, item, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
+    """(expert, first pair, pairs, block) of a work item; past the last, block -1.
+
+    Items go through the blocks of GROUP tiles at a time, tile by tile within a block, so that what runs together shares
+    weights and inputs in L2. Those of the tiles behind the first `settled` have such an order of their own, and are
+    spread evenly among the others.
+    """
     exists = item < tiles * BLOCKS
-    record = table + 4 * (begin + place % size + 1)
+    spread = tiles - settled
+    before = _spread_before(item, spread, tiles)
+    is_spread = _spread_before(item + 1, spread, tiles) > before
+    index = gl.where(is_spread, before, item - before)
+    begin = index // (GROUP * BLOCKS) * GROUP
+    size = gl.maximum(gl.minimum(gl.where(is_spread, spread, settled) - begin, GROUP), 1)
+    place = index % (GROUP * BLOCKS)
+    record = table + 4 * (gl.where(is_spread, settled, 0) + begin + place % size + 1)
     expert = gl.load(record, mask=exists, other=0)
     first = gl.load(record + 1, mask=exists, other=0)
     pairs = gl.load(record + 2, mask=exists, other=0)
-    return expert, first, pairs, place // size
+    return expert, first, pairs, gl.where(exists, place // size, -1)
+
+
+@gluon.jit
+def claim(counter, items):
+    """The program's next item. Every item brings one claim, and the last of all puts the counter back to 0."""
+    claimed = gl.atomic_add(counter, 1, sem="relaxed")
+    if claimed == items - 1:
+        gl.store(counter, 0)
+    return claimed + gl.num_programs(0)
+
+
+@gluon.jit
+def announce(first, pairs, block, work_s, announced, turn, SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Tell the multiplying partitions the program's item number `turn`."""
+    slot = turn % SLOTS
+    i = gl.arange(0, 4, LAYOUT)
+    work_s.index(slot).store(gl.where(i == 0, first, gl.where(i == 1, pairs, block)))
+    gl.thread_barrier()
+    mbarrier.arrive(announced.index(slot), count=1)
+
+
+@gluon.jit
+def announcement(work_s, announced, turn, SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """(first pair, pairs, block) of the program's item number `turn`."""
+    slot = turn % SLOTS
+    mbarrier.wait(announced.index(slot), turn // SLOTS & 1)
+    i = gl.arange(0, 4, LAYOUT)
+    work = work_s.index(slot).load(LAYOUT)
+    first = gl.sum(gl.where(i == 0, work, 0), 0)
+    pairs = gl.sum(gl.where(i == 1, work, 0), 0)
+    block = gl.sum(gl.where(i == 2, work, 0), 0)
+    return first, pairs, block
 
 
 @gluon.jit
@@ -88,29 +140,44 @@ def fetch_weights(
 
 @gluon.jit
 def fetch_sorted(
-    act_box, weight_box, table, a_s, b_s, full, empty,
+    act_box, weight_box, table, a_s, b_s, work_s, full, empty, announced,
     K: gl.constexpr, FEATURES: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The fetching partition of `down`: everything through the copy engine."""
+    words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    steps: gl.constexpr = (K + STEP - 1) // STEP
+    claimed_at: gl.constexpr = max(steps - LEAD, 0)
     tiles = gl.load(table)
+    settled = gl.load(table + 1)
     step = 0
+    turn = 0
     item = gl.program_id(0)
-    expert, first, _pairs, block = work_item(table, tiles, item, BLOCKS, GROUP)
-    while item < tiles * BLOCKS:
-        item += gl.num_programs(0)
-        next_expert, next_first, _pairs, next_block = work_item(table, tiles, item, BLOCKS, GROUP)
-        for k in range(0, K, STEP):
+    expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
+    next_expert = expert
+    next_first = first
+    next_pairs = pairs
+    next_block = block
+    while block >= 0:
+        announce(first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+        turn += 1
+        for i in range(steps):
             stage = step % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(bar, 2 * weight_box.block_type.nbytes + act_box.block_type.nbytes)
-            tma.async_copy_global_to_shared(act_box, [first, k], bar, a_s.index(stage))
-            fetch_weights(weight_box, expert, block, k, bar, b_s, stage, False, FEATURES, WIDTH)
+            tma.async_copy_global_to_shared(act_box, [first, i * STEP], bar, a_s.index(stage))
+            fetch_weights(weight_box, expert, block, i * STEP, bar, b_s, stage, False, FEATURES, WIDTH)
             step += 1
+            if i == claimed_at:
+                item = claim(table + 3, tiles * BLOCKS)
+            if i == min(claimed_at + 1, steps - 1):
+                next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
         expert = next_expert
         first = next_first
+        pairs = next_pairs
         block = next_block
+    announce(first, pairs, block, work_s, announced, turn, STAGES + 1, words)
 
 
 @gluon.jit
@@ -124,52 +191,63 @@ def report_full(full, step, STAGES: gl.constexpr, OUTSTANDING: gl.constexpr):
 
 @gluon.jit
 def fetch_gathered(
-    x, weight_box, sorted_pair, table, a_s, b_s, full, empty,
+    x, weight_box, sorted_pair, table, a_s, b_s, work_s, full, empty, announced,
     X_STRIDE: gl.constexpr, COLUMNS: gl.constexpr,
     K: gl.constexpr, FEATURES: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The fetching partition of `gate_up`: four warps that copy the tokens of a tile's pairs 16 bytes a thread."""
     lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, lanes))
     column = gl.arange(0, STEP, gl.SliceLayout(0, lanes))
     lag: gl.constexpr = STAGES - 2
+    steps: gl.constexpr = (K + STEP - 1) // STEP
+    claimed_at: gl.constexpr = max(steps - LEAD, 0)
     tiles = gl.load(table)
+    settled = gl.load(table + 1)
     step = 0
+    turn = 0
     item = gl.program_id(0)
-    # What the next item needs is under way during an item: its pairs, and the record of the one after.
-    expert, first, pairs, block = work_item(table, tiles, item, BLOCKS, GROUP)
+    expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
     pair = gl.load(sorted_pair + first + m, mask=m < pairs, other=0)
-    next_expert, next_first, next_pairs, next_block = work_item(table, tiles, item + gl.num_programs(0), BLOCKS, GROUP)
-    while item < tiles * BLOCKS:
-        item += gl.num_programs(0)
-        next_pair = gl.load(sorted_pair + next_first + m, mask=m < next_pairs, other=0)
-        after_expert, after_first, after_pairs, after_block = work_item(
-            table, tiles, item + gl.num_programs(0), BLOCKS, GROUP
-        )
+    next_expert = expert
+    next_first = first
+    next_pairs = pairs
+    next_block = block
+    next_pair = pair
+    while block >= 0:
+        announce(first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+        turn += 1
         source = x + (pair // COLUMNS).to(gl.int64)[:, None] * X_STRIDE + column[None, :]
-        for k in range(0, K, STEP):
+        for i in range(steps):
             stage = step % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(bar, 2 * weight_box.block_type.nbytes)
-            fetch_weights(weight_box, expert, block, k, bar, b_s, stage, True, FEATURES, WIDTH)
+            fetch_weights(weight_box, expert, block, i * STEP, bar, b_s, stage, True, FEATURES, WIDTH)
             inside = (m < pairs)[:, None]
             if K % STEP != 0:
-                inside = inside & (k + column < K)[None, :]
-            async_copy.async_copy_global_to_shared(a_s.index(stage), source + k, mask=inside, cache_modifier=".cg")
+                inside = inside & (i * STEP + column < K)[None, :]
+            async_copy.async_copy_global_to_shared(
+                a_s.index(stage), source + i * STEP, mask=inside, cache_modifier=".cg"
+            )
             async_copy.commit_group()
             if step >= lag:
                 report_full(full, step - lag, STAGES, lag)
             step += 1
-        pair = next_pair
+            if i == claimed_at:
+                item = claim(table + 2, tiles * BLOCKS)
+            if i == min(claimed_at + 1, steps - 1):
+                next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
+            if i == min(claimed_at + 3, steps - 1):
+                next_pair = gl.load(sorted_pair + next_first + m, mask=m < next_pairs, other=0)
         expert = next_expert
+        first = next_first
         pairs = next_pairs
         block = next_block
-        next_expert = after_expert
-        next_first = after_first
-        next_pairs = after_pairs
-        next_block = after_block
+        pair = next_pair
+    announce(first, pairs, block, work_s, announced, turn, STAGES + 1, words)
     for behind in gl.static_range(lag):
         if step >= lag - behind:
             report_full(full, step - lag + behind, STAGES, lag - 1 - behind)
@@ -184,9 +262,9 @@ def store_rows(value, target, row, column, inside, STRIDE: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    sorted_pair, table, out, a_s, b_s, full, empty,
+    sorted_pair, out, a_s, b_s, work_s, full, empty, announced,
     WHICH: gl.constexpr, GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, WIDTH: gl.constexpr,
-    BLOCKS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """A multiplying partition: the first 64 pairs of every tile, or the others."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -196,13 +274,11 @@ def multiply(
     steps: gl.constexpr = (K + STEP - 1) // STEP
     m = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, lanes))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, lanes))
-    tiles = gl.load(table)
+    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     step = 0
-    item = gl.program_id(0)
-    _expert, first, pairs, block = work_item(table, tiles, item, BLOCKS, GROUP)
-    while item < tiles * BLOCKS:
-        item += gl.num_programs(0)
-        _expert, next_first, next_pairs, next_block = work_item(table, tiles, item, BLOCKS, GROUP)
+    turn = 0
+    first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
+    while block >= 0:
         if pairs > WHICH * HALF:
             row = first + m
             if not GATE:
@@ -238,9 +314,8 @@ def multiply(
                 mbarrier.wait(full.index(stage), step // STAGES & 1)
                 mbarrier.arrive(empty.index(stage), count=1)
                 step += 1
-        first = next_first
-        pairs = next_pairs
-        block = next_block
+        turn += 1
+        first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
 
 
 @gluon.jit
@@ -259,6 +334,10 @@ def product(
     b_s = gl.allocate_shared_memory(dtype, [2 * STAGES, WIDTH, STEP], TILED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    work_s = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    announced = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES + 1):
+        mbarrier.init(announced.index(slot), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2 if GATE else 1)
         mbarrier.init(empty.index(stage), count=2)
@@ -270,11 +349,11 @@ def product(
     if GATE:
         gl.warp_specialize(
             [
-                (multiply, (sorted_pair, table, out, a_halves, b_pairs, full, empty,
-                            0, GATE, K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
-                (multiply, (sorted_pair, table, out, a_halves, b_pairs, full, empty,
-                            1, GATE, K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
-                (fetch_gathered, (x, weight_box, sorted_pair, table, a_s, b_s, full, empty,
+                (multiply, (sorted_pair, out, a_halves, b_pairs, work_s, full, empty, announced,
+                            0, GATE, K, FEATURES, WIDTH, STAGES)),
+                (multiply, (sorted_pair, out, a_halves, b_pairs, work_s, full, empty, announced,
+                            1, GATE, K, FEATURES, WIDTH, STAGES)),
+                (fetch_gathered, (x, weight_box, sorted_pair, table, a_s, b_s, work_s, full, empty, announced,
                                   X_STRIDE, COLUMNS, K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
             ],
             [4, 4],
@@ -283,11 +362,11 @@ def product(
     else:
         gl.warp_specialize(
             [
-                (multiply, (sorted_pair, table, out, a_halves, b_pairs, full, empty,
-                            0, GATE, K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
-                (multiply, (sorted_pair, table, out, a_halves, b_pairs, full, empty,
-                            1, GATE, K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
-                (fetch_sorted, (act_box, weight_box, table, a_s, b_s, full, empty,
+                (multiply, (sorted_pair, out, a_halves, b_pairs, work_s, full, empty, announced,
+                            0, GATE, K, FEATURES, WIDTH, STAGES)),
+                (multiply, (sorted_pair, out, a_halves, b_pairs, work_s, full, empty, announced,
+                            1, GATE, K, FEATURES, WIDTH, STAGES)),
+                (fetch_sorted, (act_box, weight_box, table, a_s, b_s, work_s, full, empty, announced,
                                 K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
             ],
             [4, 1],

@@ -144,6 +144,7 @@ class Experts:
         pairs, scratch = self.shape.pairs, self.scratch
         tokens, columns = max(triton.next_power_of_2(self.shape.tokens), 16), triton.next_power_of_2(self.shape.chosen)
         routed = self.shape.experts - self.shape.shared
+        settled = routed if self.tiling.spread else self.shape.experts
         if tokens * columns <= few and tokens <= FEW_TOKENS and routed <= FEW_EXPERTS:
             sorting.sort_few[(self.shape.experts, 2)](
                 self.id_TK,
@@ -151,6 +152,7 @@ class Experts:
                 scratch.table,
                 self.shape.tokens,
                 self.tiling.rows.bit_length() - 1,
+                settled,
                 EXPERTS=self.shape.experts,
                 SHARED=self.shape.shared,
                 COLUMNS=self.shape.chosen,
@@ -185,6 +187,7 @@ class Experts:
             pairs,
             length,
             segments,
+            settled,
             SEGMENTS=SEGMENTS if several else 1,
             ROWS=self.tiling.rows,
             **sizes,

@@ -1,8 +1,9 @@
 """Sorts the (token, expert) pairs by expert on the device: a counting sort without atomics in memory.
 
 The pairs of an expert keep their order. They are cut into tiles of at most ROWS pairs of one expert; tile i is
-described by four int32 at `table + 4 * (i + 1)`: expert, first sorted pair, pairs. The number of tiles stands at
-`table`. Ids that are no expert's belong to no tile.
+described by four int32 at `table + 4 * (i + 1)`: expert, first sorted pair, pairs. At `table` stand the number of
+tiles, how many of them come before those that `hopper` is to spread among the others, and its two counters, 0. Ids that
+are no expert's belong to no tile.
 
 Of few tokens `sort_few` is the whole sort; of others it is `place`, and before it `count` where one program does not
 look at all pairs.
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_INTS = ["pairs", "length", "segments"]
+_INTS = ["pairs", "length", "segments", "settled"]
 
 
 @triton.jit
@@ -69,6 +70,7 @@ def place(
     pairs,
     length,
     segments,
+    settled,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -78,7 +80,8 @@ def place(
 ):
     """Program (x, s) puts the pairs of expert x in segment s at their places; s = 0 describes the expert's tiles.
 
-    A single segment of at most SPAN pairs is counted here; `counts` then is not read.
+    The tiles of expert `settled` and of those behind it are to be spread (EXPERTS: of none). A single segment of at
+    most SPAN pairs is counted here; `counts` then is not read.
     """
     expert = tl.program_id(0)
     segment = tl.program_id(1)
@@ -122,15 +125,19 @@ def place(
             tl.store(record + 2, tl.minimum(own - row, ROWS), mask=row < own)
         if expert == 0:
             tl.store(table, tl.sum(tiles, 0))
+            tl.store(table + 1, tl.sum(tl.where(x < settled, tiles, 0), 0))
+            tl.store(table + 2, 0)
+            tl.store(table + 3, 0)
 
 
-@triton.jit(do_not_specialize=["tokens", "shift"])
+@triton.jit(do_not_specialize=["tokens", "shift", "settled"])
 def sort_few(
     ids,
     sorted_out,
     table,
     tokens,
     shift,
+    settled,
     EXPERTS: tl.constexpr,
     SHARED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -141,7 +148,7 @@ def sort_few(
 ):
     """Programs (x, 0) put the pairs of expert x at their places, programs (x, 1) describe its tiles: each looks at all
     choices of at most TOKENS tokens, none of which chooses an expert twice. Tiles are of 2**shift pairs, at least 16:
-    not compiled in, so that one kernel serves all numbers of tokens up to a power of two."""
+    not compiled in, so that one kernel serves all numbers of tokens up to a power of two. `settled`: as of `place`."""
     expert = tl.program_id(0)
     t = tl.arange(0, TOKENS)
     c = tl.arange(0, COLUMN_BLOCK)
@@ -158,7 +165,7 @@ def sort_few(
         has = found & 1
         tl.store(sorted_out + first + tl.cumsum(has, 0) - 1, t * COLUMNS + (found >> 1), mask=has > 0)
     else:
-        _describe(id, expert, table, shift, EXPERTS, SHARED, WORDS, TOKENS)
+        _describe(id, expert, table, shift, settled, EXPERTS, SHARED, WORDS, TOKENS)
 
 
 @triton.jit
@@ -167,6 +174,7 @@ def _describe(
     expert,
     table,
     shift,
+    settled,
     EXPERTS: tl.constexpr,
     SHARED: tl.constexpr,
     WORDS: tl.constexpr,
@@ -221,5 +229,10 @@ def _describe(
     tl.store(record, expert, mask=row < own)
     tl.store(record + 1, first + row, mask=row < own)
     tl.store(record + 2, tl.minimum(own - row, rows), mask=row < own)
+    behind = tile + ((own + rows - 1) >> shift)
+    if expert == settled - 1:
+        tl.store(table + 1, behind)
     if expert == EXPERTS - 1:
-        tl.store(table, tile + ((own + rows - 1) >> shift))
+        tl.store(table, behind)
+        tl.store(table + 2, 0)
+        tl.store(table + 3, 0)

@@ -149,6 +149,9 @@ class Step:
         assert found
         kind = np.uint64 if found[1].startswith("%rd") else np.uint32
         address = self.value(found[1], kind).astype(np.int64) + int(found[2] or 0)
+        if kind is np.uint32:
+            # The sum is as wide as the register: compilers leave a negative one there that the offset makes up for.
+            address &= 0xFFFFFFFF
         return address.view(np.uint64)
 
     def one_lane(self) -> int:

@@ -99,6 +99,7 @@ def test_weights_through_the_copy_engine() -> None:
     holes=st.booleans(),
     skewed=st.booleans(),
     shared=st.integers(0, 2),
+    spread=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_sorting(
@@ -111,12 +112,13 @@ def test_sorting(
     holes: bool,
     skewed: bool,
     shared: int,
+    spread: bool,
     seed: int,
 ) -> None:
     skewed, shape = skewed and chosen + 1 < experts, (chosen + shared, experts + shared, 16, 16)
     case = Experts(tokens, *shape, shared=shared, holes=holes, skewed=skewed, seed=seed)
     experts = case.experts
-    tiling = case.tiling(rows=rows)
+    tiling = case.tiling(rows=rows, spread=spread)
     call = case.call(tiling, case.workspace(tiling))
     call.sort(span, few)
     scratch = call.scratch
@@ -129,7 +131,8 @@ def test_sorting(
         assert 0 < pairs <= rows
         got[expert] += scratch.sorted_Y[first : first + pairs].tolist()
     assert got == want
-    assert table[0][0] == sum(-(-len(pairs) // rows) for pairs in want)
+    tiles = [-(-len(pairs) // rows) for pairs in want]
+    assert table[0] == [sum(tiles), sum(tiles[: experts - shared if spread else experts]), 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

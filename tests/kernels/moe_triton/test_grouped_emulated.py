@@ -7,7 +7,8 @@ import torch
 from experts_case import Experts
 
 from kernels.moe import schedule
-from kernels.moe.schedule import Tiling
+from kernels.moe.launch import Experts as Call
+from kernels.moe.schedule import FEW, Tiling
 from kernels.testing.ptx import emulated
 
 
@@ -64,6 +65,42 @@ def test_routings_and_rings(tokens: int, holes: bool, skewed: bool, programs: in
     """Rings go round several times, and programs take several items."""
     case = Experts(tokens, 2, 5, 208, 80, holes=holes, skewed=skewed, seed=tokens)
     check(case, tokens, programs=programs, stages=stages, group=group)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "experts", "shared", "group"),
+    [(150, 3, 6, 2, 2), (270, 2, 4, 1, 1), (20, 3, 4, 2, 8), (140, 3, 3, 2, 2)],
+)
+@pytest.mark.parametrize("few", [FEW, 0])
+def test_shared_experts_among_the_routed(
+    tokens: int, chosen: int, experts: int, shared: int, group: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tiles of shared experts as of routed ones, fewer and more; after either sort."""
+    sort = Call.sort
+    monkeypatch.setattr(Call, "sort", lambda call: sort(call, few=few))
+    case = Experts(tokens, chosen, experts, 128, 272, shared=shared, padded=(0, 7), seed=tokens)
+    with emulated(tokens, consecutive=True):
+        case.run(replace(grouped(case, group=group), spread=True))
+    case.check()
+
+
+def test_every_item_is_claimed_once() -> None:
+    """Whichever program comes first; and the counters are 0 again, so that products may be repeated without a sort."""
+    case = Experts(150, 2, 4, 128, 176, shared=1)
+    tiling = grouped(case)
+    call = case.call(tiling, case.workspace(tiling))
+    with emulated(consecutive=True):
+        call.run()
+    want = call.scratch.act_YI.clone(), case.tensors["out"].clone()
+    assert call.scratch.table[2:4].tolist() == [0, 0]
+    call.scratch.act_YI.fill_(float("nan"))
+    call.scratch.partial_YGE.fill_(float("nan"))
+    with emulated(seed=1, consecutive=True):
+        call.gate_up()
+        call.down()
+        call.combine()
+    assert torch.equal(call.scratch.act_YI, want[0])
+    assert torch.equal(case.tensors["out"], want[1])
 
 
 @pytest.mark.parametrize("tokens", [3, 90])

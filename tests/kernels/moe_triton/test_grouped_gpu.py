@@ -49,6 +49,13 @@ def test_eager(model: str, tokens: int) -> None:
     case.check()
 
 
+@pytest.mark.parametrize(("tokens", "spread"), [(200, True), (1000, True), (1000, False), (3000, False), (3000, True)])
+def test_shared_experts(tokens: int, spread: bool) -> None:
+    case = Experts(tokens, 8, 66, 2048, 1408, device="cuda", shared=2, padded=(0, 5))
+    case.run(replace(grouped(case), spread=spread))
+    case.check()
+
+
 @pytest.mark.parametrize("sizes", [(64, 32), (80, 48), (144, 176), (272, 272)])
 def test_features_that_blocks_and_stages_do_not_divide(sizes: tuple[int, int]) -> None:
     case = Experts(700, 3, 5, *sizes, torch.float16, device="cuda")

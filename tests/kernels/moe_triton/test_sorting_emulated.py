@@ -14,7 +14,7 @@ from kernels.testing.ptx import emulated
 def test_pairs_lie_expert_by_expert(tokens: int, chosen: int, experts: int, shared: int, skewed: bool) -> None:
     holes = not skewed
     case = Experts(tokens, chosen, experts, 16, 16, shared=shared, holes=holes, skewed=skewed, padded=(0, tokens - 1))
-    tiling = case.tiling()
+    tiling = case.tiling(spread=skewed)
     call = case.call(tiling, case.workspace(tiling))
     with emulated(fences=False) as launches:
         call.sort()
@@ -29,5 +29,6 @@ def test_pairs_lie_expert_by_expert(tokens: int, chosen: int, experts: int, shar
             want.append([expert, begin, min(left, tiling.rows)])
             begin, left = begin + want[-1][2], left - tiling.rows
     table = call.scratch.table.view(-1, 4)
-    assert table[0, 0] == len(want)
+    settled = experts - shared if skewed else experts
+    assert table[0].tolist() == [len(want), sum(expert < settled for expert, _, _ in want), 0, 0]
     assert table[1 : 1 + len(want), :3].tolist() == want
