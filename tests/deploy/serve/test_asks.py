@@ -57,6 +57,20 @@ async def test_a_cut_body_gives_the_head_s_pages_and_a_length_for_the_rest(token
     assert abs(cut.tokens - full.tokens) < 0.1 * full.tokens
 
 
+async def test_a_page_that_ends_where_a_body_was_cut_is_not_promised(tokenizer: Tokenizer) -> None:
+    """Its last word may go on."""
+    text = tokenizer.decode(tokenizer.encode(TEXT)[:128])
+    assert len(tokenizer.encode(text)) == 128
+    head = body(prompt=text)[:-2]
+    assert len((await AskReader(tokenizer).read(head, 10 * len(head))).keys) == 1
+
+
+async def test_the_same_head_of_longer_bodies_costs_more(tokenizer: Tokenizer) -> None:
+    reader, head = AskReader(tokenizer), body(prompt=TEXT)[:-2]
+    short, long = [(await reader.read(head, factor * len(head))).tokens for factor in (2, 4)]
+    assert long == pytest.approx(2 * short, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "raw",
     [

@@ -11,7 +11,7 @@ from deploy import app, connection, room
 from deploy.app import StartFailed
 from deploy.application import settled
 from deploy.config import ServeConfig
-from deploy.room import PATIENCE_S, WaitingReplicas, shortage
+from deploy.room import LOOK_PERIOD_S, PATIENCE_S, WaitingReplicas, shortage
 from workers.environment import EnvironmentProblem
 
 
@@ -99,7 +99,8 @@ def test_replicas_without_a_place_are_news_once(nodes, monkeypatch: pytest.Monke
     monkeypatch.setattr(room.time, "monotonic", lambda: clock.now)
     free = {"GPU": 3.0, "CPU": 60.0}
     monkeypatch.setattr("ray.available_resources", lambda: free)
-    monkeypatch.setattr("ray.util.placement_group_table", lambda: groups)
+    looks: list[float] = []
+    monkeypatch.setattr("ray.util.placement_group_table", lambda: looks.append(clock.now) or groups)
     waiting = WaitingReplicas("ours", config(4, replicas=2))
 
     def news(after_s: float, *pending: str) -> list[str]:
@@ -120,6 +121,9 @@ def test_replicas_without_a_place_are_news_once(nodes, monkeypatch: pytest.Monke
     )
     assert waiting.line == line
     assert news(60.0, ours, other) == []
+    before = len(looks)
+    assert news(LOOK_PERIOD_S / 2) == []
+    assert len(looks) == before, "Ray is asked once a second at the most"
     assert news(1.0) == []
     assert waiting.line == ""
     free["GPU"] = 8.0  # but every node has too few cores

@@ -113,6 +113,16 @@ def test_a_prefix_just_sent_counts_as_cached_for_a_while() -> None:
     assert book.cost("a", seen, Ask(640, keys), 10.0 + REMEMBER_S + 1).tokens == 640
 
 
+def test_a_prefix_sent_again_does_not_keep_others_that_are_older() -> None:
+    first, second = ((key,) for key in page_keys(list(range(128))))
+    book = ledger(row_tokens=0)
+    for at, keys in ((0.0, first), (1.0, second), (9.0, first)):
+        book.record("a", Load(), Ask(64, keys), at)
+    seen, now = Load(seen={ROUTER: 3}), 1.0 + REMEMBER_S + 1
+    assert book.cost("a", seen, Ask(64, first), now).tokens == 1
+    assert book.cost("a", seen, Ask(64, second), now).tokens == 64
+
+
 def test_a_replica_that_left_is_forgotten() -> None:
     book = ledger(row_tokens=0)
     book.record("a", Load(), Ask(100), 10.0)

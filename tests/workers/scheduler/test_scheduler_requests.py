@@ -216,6 +216,18 @@ def test_a_newcomer_leaves_a_page_for_the_growth_of_each_running_row(spare: int,
     assert replica.scheduler.stats().preemptions == 0
 
 
+def test_the_last_page_goes_to_the_more_urgent_row_whatever_their_slots() -> None:
+    # Both need a second page in one plan. Granted to the other first, it would be taken back in that same plan.
+    replica = Replica(config(pages=1 + 3, max_context=120, width=1))
+    replica.add("late", tokens(60), priority=1, max_tokens=20)
+    replica.plan()
+    replica.add("urgent", tokens(61, seed=1), priority=0, max_tokens=20)
+    replica.run()
+    replica.check_tokens()
+    assert replica.scheduler.stats().preemptions == 1
+    assert list(replica.finish) == ["urgent", "late"]
+
+
 def test_pages_of_a_preempted_request_go_to_nobody_behind_it() -> None:
     # When b loses its pages a step of it is in flight: it is not in the queue yet, and c alone is.
     replica = Replica(config(pages=9, max_context=500, slots=3), agree=0.5)

@@ -1,0 +1,158 @@
+"""The router without Ray: what it takes from requests and reports, what it gives to Serve and to HAProxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from deploy import router
+from deploy.arrivals import TICKET_HEADER, Ticket, load_to_report
+from deploy.asks import AskReader
+from deploy.router import LoadRouter, Picker
+from deploy.routing import Ask, Load
+
+
+@pytest.fixture
+def policy() -> LoadRouter:
+    made = object.__new__(LoadRouter)
+    made.initialize_state(row_tokens=32.0)
+    return made
+
+
+def replica(name: str, load: Load | None = None) -> SimpleNamespace:
+    return SimpleNamespace(replica_id=name, routing_stats=load_to_report(load) if load else {})
+
+
+def pending(*arguments: Any, **keywords: Any) -> SimpleNamespace:
+    return SimpleNamespace(args=arguments, kwargs=keywords)
+
+
+async def chosen(policy: LoadRouter, replicas: list[SimpleNamespace], request: Any) -> list[str]:
+    """In order; each must be a rank of its own, or Serve would choose within it by its own count."""
+    ranks = await policy.choose_replicas(replicas, request)
+    assert all(len(rank) == 1 for rank in ranks)
+    return [rank[0].replica_id for rank in ranks]
+
+
+async def test_what_was_sent_counts_before_any_report_and_its_ticket_says_so(policy: LoadRouter) -> None:
+    replicas, receipts = [replica("a"), replica("b")], [{}, {}]
+    ask = Ask(1000, rows=2)
+    first, second = [(await chosen(policy, replicas, pending(ask=ask, receipt=r)))[0] for r in receipts]
+    assert {first, second} == {"a", "b"}
+    tickets = [Ticket.parse(receipt["ticket"]) for receipt in receipts]
+    assert tickets == [Ticket(policy.ledger.router, number, 1000, 2) for number in (1, 2)]
+
+
+async def test_a_question_without_a_request_sends_nothing(policy: LoadRouter) -> None:
+    assert sorted(await chosen(policy, [replica("a"), replica("b")], None)) == ["a", "b"]
+    assert policy.ledger.sent == 0
+    assert await chosen(policy, [], pending(ask=Ask(5), receipt={})) == []
+
+
+async def test_reports_are_read_once_and_forgotten_with_their_replica(
+    policy: LoadRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    monkeypatch.setattr(router, "load_from_report", lambda report: read.append(report) or Load(rows=report["rows"]))
+    busy, idle = replica("busy", Load(rows=9)), replica("idle", Load(rows=1))
+    for _ in range(3):
+        assert await chosen(policy, [busy, idle], None) == ["idle", "busy"]
+    assert len(read) == 2
+    idle.routing_stats = load_to_report(Load(rows=20))
+    assert await chosen(policy, [busy, idle], None) == ["busy", "idle"]
+    assert len(read) == 3
+    await chosen(policy, [busy], None)
+    await chosen(policy, [busy, idle], None)
+    assert len(read) == 4
+
+
+@pytest.mark.parametrize(
+    ("headers", "tokens"),
+    [
+        ([(b"host", b"x"), (b"Content-Length", b"4000")], 1000),
+        ([(b"content-length", b"many")], 0),
+        ([], 0),
+        (None, 0),
+    ],
+)
+async def test_behind_serves_proxy_the_length_of_the_body_is_all_there_is(
+    policy: LoadRouter, headers: list[tuple[bytes, bytes]] | None, tokens: int
+) -> None:
+    argument = SimpleNamespace(_asgi_scope=None if headers is None else {"headers": headers})
+    receipt: dict[str, str] = {}
+    await chosen(policy, [replica("a")], pending(argument, receipt=receipt))
+    ticket = Ticket.parse(receipt["ticket"])
+    assert ticket is not None
+    assert (ticket.tokens, ticket.rows) == (tokens, 1)
+
+
+class Engine:
+    """A handle of the engine deployment that answers with `replica`, an error, or never."""
+
+    def __init__(self, replica: str | Exception | None) -> None:
+        self.replica, self.asks = replica, []
+
+    @asynccontextmanager
+    async def choose_replica(self, ask: Ask, receipt: dict[str, str], _reserve: bool):
+        assert not _reserve
+        self.asks.append(ask)
+        if self.replica is None:
+            await asyncio.sleep(3600)
+        if isinstance(self.replica, Exception):
+            raise self.replica
+        receipt["ticket"] = "r/1/2/3"
+        name = SimpleNamespace(to_full_id_str=lambda: self.replica)
+        yield SimpleNamespace(_replica=SimpleNamespace(replica_id=name))
+
+
+async def answer(
+    engine: Engine, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = (), path: str = "/internal/route"
+) -> tuple[int, Any]:
+    picker = object.__new__(Picker)
+    picker._reader, picker._engine = AskReader(None), engine
+    parts = [body[:10], body[10:]]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "method": "POST", "headers": list(headers)}
+    await picker.__serve_build_asgi_app__()(scope, receive, send)
+    start, end = sent
+    assert dict(start["headers"])[b"content-length"] == str(len(end["body"])).encode()
+    return start["status"], json.loads(end["body"])
+
+
+async def test_haproxy_is_told_the_replica_and_the_ticket() -> None:
+    engine = Engine("the one")
+    status, told = await answer(engine, json.dumps({"prompt": [1] * 130, "n": 2}).encode())
+    assert (status, told) == (200, {"replica_id": "the one", "request_headers": {TICKET_HEADER: "r/1/2/3"}})
+    [ask] = engine.asks
+    assert (ask.tokens, ask.rows, len(ask.keys)) == (130, 2, 2)
+
+
+@pytest.mark.parametrize(("header", "factor"), [(b"%d/%d", 10), (b"nonsense/x%d%d", 1), (b"", 1)])
+async def test_a_body_that_haproxy_cut_counts_whole(header: bytes, factor: int) -> None:
+    engine, body = Engine("a"), b'{"prompt": "' + b"x" * 1000
+    said = header % (len(body), factor * len(body)) if header else header
+    await answer(engine, body, ((b"x-body-truncated", said),))
+    assert engine.asks[0].tokens == factor * len(body) // 4
+
+
+@pytest.mark.parametrize("engine", [Engine(None), Engine(DeploymentUnavailableError(SimpleNamespace()))])
+async def test_without_a_replica_haproxy_is_told_soon(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "PICK_TIMEOUT_S", 0.01)
+    assert await answer(engine, b'{"prompt": [1]}') == (503, {})
+
+
+async def test_any_other_question_is_unknown() -> None:
+    assert await answer(Engine("a"), b"{}", path="/internal/other") == (404, {})
