@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -68,15 +67,6 @@ def max_context(config: EngineConfig) -> int:
     return config.max_context or made_for
 
 
-def eos_ids(config: EngineConfig) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = config.folder / name
-        if file.is_file() and (value := json.loads(file.read_text()).get("eos_token_id")) is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
-    return ()
-
-
 class Replica:
     """Model, cache and runner of one rank."""
 
@@ -107,7 +97,7 @@ class Replica:
             progress=progress,
         )
         width = config.width if model.has_draft_layer else 1
-        layers = model.config.num_layers + (1 if width > 1 else 0)
+        layers = model.cache_layers
         page_bytes = layers * PAGE_TOKENS * model.cache_width * dtype.itemsize
         wants_graphs = config.graphs and device.type == "cuda"
 
@@ -134,7 +124,7 @@ class Replica:
             self.runner.capture(progress)
         if config.selftest:
             self._prove(config, group, progress, on_selftest)
-        self.ready = Ready(group.rank, pages, context, model.config.vocab_size, width, eos_ids(config))
+        self.ready = Ready(group.rank, pages, context, model.config.vocab_size, width, model.config.eos_ids)
         self.model: DeepseekModel = model
         if progress:
             progress(f"{pages} pages of latent cache, {pages * page_bytes / 2**20:.0f} MiB; context {context}")

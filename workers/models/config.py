@@ -112,10 +112,8 @@ class ModelConfig:
     rms_norm_eps: float
     max_positions: int
     tied_embeddings: bool
-    bos_id: int | None
     eos_ids: tuple[int, ...]
-    dtype: str
-    """Of the checkpoint's weights, as torch names it."""
+    """End-of-sequence ids: of generation_config.json where that names some."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -133,18 +131,14 @@ class ModelConfig:
 
     @staticmethod
     def load(folder: str | Path) -> ModelConfig:
-        """Read `folder`/config.json; `ConfigError` says what is wrong with it."""
-        path = Path(folder) / "config.json"
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(
-                f"there is no config.json in {folder}: give the folder of a Hugging Face checkpoint"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} does not hold a JSON object")
+        """Read `folder`/config.json, and end-of-sequence ids from a generation_config.json beside it; `ConfigError`
+        says what is wrong with them."""
+        path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
+        if not path.exists():
+            raise ConfigError(f"there is no config.json in {folder}: give the folder of a Hugging Face checkpoint")
+        values = _json_object(path)
+        if generation.exists() and (ids := _json_object(generation).get("eos_token_id")) is not None:
+            values["eos_token_id"] = ids
         return ModelConfig.parse(values)
 
     @staticmethod
@@ -165,10 +159,10 @@ class ModelConfig:
             raise _unsupported("num_nextn_predict_layers", draft_layers, (0, 1))
         if draft_layers and model_type != "deepseek_v3":
             raise ConfigError(f"num_nextn_predict_layers = {draft_layers} is not supported for model_type {name!r}")
-        eos = values.get("eos_token_id")
+        vocab_size = fields.count("vocab_size")
         return ModelConfig(
             model_type=model_type,
-            vocab_size=fields.count("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=fields.count("hidden_size"),
             intermediate_size=fields.count("intermediate_size"),
             moe_intermediate_size=fields.count("moe_intermediate_size"),
@@ -186,14 +180,18 @@ class ModelConfig:
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             max_positions=fields.count("max_position_embeddings"),
             tied_embeddings=fields.flag("tie_word_embeddings", False),
-            bos_id=fields.count("bos_token_id", least=0) if values.get("bos_token_id") is not None else None,
-            eos_ids=()
-            if eos is None
-            else tuple(eos)
-            if isinstance(eos, list)
-            else (fields.count("eos_token_id", least=0),),
-            dtype=str(values.get("dtype") or values.get("torch_dtype") or "bfloat16"),
+            eos_ids=fields.token_ids("eos_token_id", vocab_size),
         )
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return values
 
 
 class _Fields:
@@ -228,6 +226,17 @@ class _Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"config.json: {self.prefix}{name} must be a number, not {value!r}")
         return float(value)
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """One id, a list of them, or none."""
+        value = self.values.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+            raise ConfigError(
+                f"{self.prefix}{name} must be token ids below vocab_size = {vocab_size}, not {value!r} (in "
+                "config.json, or generation_config.json where that has it)"
+            )
+        return tuple(ids)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._value(name, default)

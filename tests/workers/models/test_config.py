@@ -100,6 +100,27 @@ def test_reads_deepseek_v2_lite_and_kimi_k2() -> None:
     assert ModelConfig.parse({**V3, "model_type": "kimi_k2"}) == ModelConfig.parse(V3)
 
 
+def test_end_ids_of_the_generation_config_win(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    assert ModelConfig.load(tmp_path).eos_ids == (1,)
+    generation = tmp_path / "generation_config.json"
+    for given, found in ({"eos_token_id": [2, 7]}, (2, 7)), ({"eos_token_id": 3}, (3,)), ({"temperature": 0.6}, (1,)):
+        generation.write_text(json.dumps(given))
+        assert ModelConfig.load(tmp_path).eos_ids == found
+    generation.write_text('{"eos_token_id": 129280}')
+    with pytest.raises(ConfigError, match=r"eos_token_id must be token ids below vocab_size = 129280, not 129280"):
+        ModelConfig.load(tmp_path)
+    generation.write_text("[]")
+    with pytest.raises(ConfigError, match=r"generation_config.json does not hold a JSON object"):
+        ModelConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [-1, 129280, "1", True, 1.0, [1, None]])
+def test_end_ids_that_are_no_tokens_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="eos_token_id must be token ids"):
+        ModelConfig.parse({**V3, "eos_token_id": wrong})
+
+
 def test_several_end_ids() -> None:
     assert ModelConfig.parse({**V3, "eos_token_id": [1, 5]}).eos_ids == (1, 5)
     assert ModelConfig.parse({**V3, "eos_token_id": None}).eos_ids == ()
