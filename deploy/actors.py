@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.config import LogConfig, ServeConfig
+from deploy.environment import PROCESS_ENVIRONMENT
 from deploy.observability import logs
 from workers.channel import Addresses, remove_sockets
 from workers.config import EngineConfig
@@ -29,13 +30,6 @@ if TYPE_CHECKING:
 
 FRONT_BUNDLE = 0
 """Placement-group bundle of the replica's front and scheduler; the ranks' bundles follow."""
-
-PROCESS_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    # Every GPU of the node stays visible to every rank: symmetric memory opens its neighbours' memory.
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-}
-"""What a rank's process needs in its environment; `deploy.environment` sets it for whole nodes."""
 
 
 @dataclass(frozen=True, order=True)

@@ -17,6 +17,13 @@ from deploy.config import Ingress, ServeConfig
 from deploy.haproxy import find_binary, install
 from workers.environment import EnvironmentProblem
 
+PROCESS_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # two threads a rank on a busy machine are slower than one
+    # One GPU a rank is reserved, all of them stay visible: symmetric memory opens its neighbours' memory.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+}
+"""What a rank's process needs. Where its node does not have it already, the process asks for it and starts later."""
+
 DASHBOARD_FILE = Path(__file__).resolve().parent / "observability" / "grafana_dashboard.json"
 
 
@@ -55,9 +62,7 @@ def node_environment(config: ServeConfig, ingress: Ingress, folder: Path, ports:
     variables = {
         "RAY_AUTH_MODE": config.ray_auth,
         "RAY_USAGE_STATS_ENABLED": "0",
-        # One GPU a rank is reserved, all of them stay visible: symmetric memory needs to open its neighbours'.
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **PROCESS_ENVIRONMENT,
         "TOKENIZERS_PARALLELISM": "false",
         # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
