@@ -39,6 +39,29 @@ def differ(a: Tensor, b: Tensor) -> Tensor:
     return (a.view(bits) != b.view(bits)).any()
 
 
+def slot_tensors(parts: StepParts) -> list[Tensor]:
+    """All that a rank knows of its slots: lengths, last tokens, drafts, page tables, then what sampling does."""
+    tensors = parts.state.tensors
+    found: list[Tensor] = [getattr(tensors, field.name) for field in fields(tensors)]
+    if parts.sampling is not None:
+        tables = parts.sampling.tables
+        found += [getattr(tables, field.name) for field in fields(tables)] + [parts.sampling.fault_1]
+    return found
+
+
+def scrub(parts: StepParts, page_P: Tensor) -> None:
+    """Leave nothing behind in slots and pages: not a NaN, not a page id, not a parameter."""
+    tensors = parts.state.tensors
+    for field in fields(tensors):
+        getattr(tensors, field.name).zero_()
+    for layer in parts.cache.layers:
+        layer.index_fill_(0, page_P, 0.0)
+    if parts.sampling is not None:
+        greedy = SamplingParams(1, temperature=0.0)
+        parts.sampling.admit([Admission(slot, greedy) for slot in range(parts.state.slots)])
+        parts.sampling.fault_1.zero_()
+
+
 @dataclass(frozen=True)
 class Row:
     """A live row."""
@@ -120,17 +143,8 @@ class Ground:
         return rows
 
     def scrub(self) -> None:
-        """Leave nothing behind: not a NaN, not a page id, not a parameter."""
-        parts, tensors = self._parts, self._parts.state.tensors
-        for field in fields(tensors):
-            getattr(tensors, field.name).zero_()
-        page_P = torch.tensor([NULL_PAGE, *self._pool], device=parts.device)
-        for layer in parts.cache.layers:
-            layer.index_fill_(0, page_P, 0.0)
-        if parts.sampling is not None:
-            greedy = SamplingParams(1, temperature=0.0)
-            parts.sampling.admit([Admission(slot, greedy) for slot in range(parts.state.slots)])
-            parts.sampling.fault_1.zero_()
+        """Leave nothing of any scene behind."""
+        scrub(self._parts, torch.tensor([NULL_PAGE, *self._pool], device=self._parts.device))
 
 
 class Scene:
@@ -150,13 +164,9 @@ class Scene:
         self.slot_R = self._tensor([row.slot for row in rows])
         self._set_cache(former, noise)
         self._set_slots(sampling, former, host)
-        tensors = parts.state.tensors
-        self._live: list[Tensor] = [getattr(tensors, field.name) for field in fields(tensors)]
+        self._live = slot_tensors(parts)
         self.slot_names = ["length", "last token", "drafts", "page table"]
-        if parts.sampling is not None:
-            tables = parts.sampling.tables
-            self._live += [getattr(tables, field.name) for field in fields(tables)] + [parts.sampling.fault_1]
-            self.slot_names += ["sampling tables"] * (len(self._live) - len(self.slot_names))
+        self.slot_names += ["sampling tables"] * (len(self._live) - len(self.slot_names))
         self._slots = [tensor.clone() for tensor in self._live]
         self._draft_SK = self._slots[2]
         without_row_S = torch.ones(parts.state.slots + 1, dtype=torch.bool, device=parts.device)

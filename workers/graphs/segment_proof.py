@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
 from workers.graphs.report import BucketReport
-from workers.graphs.scene import HUGE_PAGE, differ
+from workers.graphs.scene import HUGE_PAGE, differ, scrub, slot_tensors
 from workers.graphs.segments import Stage
 from workers.graphs.selftest import ATTEMPTS, tolerance
 from workers.mixed_step import MixedStep
@@ -190,17 +190,9 @@ class _Scene:
                 0, page_P, content_PKC.normal_(generator=noise).masked_fill_(poison.unsqueeze(-1), torch.nan)
             )
         self._fill_slots(host)
-        self._live: list[Tensor] = self._tensors()
+        self._live = slot_tensors(parts)
         self._kept = [tensor.clone() for tensor in self._live]
         self._contents = [layer.index_select(0, page_P) for layer in parts.cache.layers]
-
-    def _tensors(self) -> list[Tensor]:
-        parts = self._parts
-        found = [getattr(parts.state.tensors, field.name) for field in fields(parts.state.tensors)]
-        if parts.sampling is not None:
-            tables = parts.sampling.tables
-            found += [getattr(tables, field.name) for field in fields(tables)] + [parts.sampling.fault_1]
-        return found
 
     def _fill_slots(self, host: torch.Generator) -> None:
         parts, state = self._parts, self._parts.state.tensors
@@ -260,13 +252,5 @@ class _Scene:
         return list(dict.fromkeys(text for (text, _), wrong in zip(found, told, strict=True) if wrong))
 
     def scrub(self) -> None:
-        """Leave nothing behind: not a NaN, not a page id, not a parameter."""
-        parts, state = self._parts, self._parts.state.tensors
-        for field in fields(state):
-            getattr(state, field.name).zero_()
-        for layer in parts.cache.layers:
-            layer.index_fill_(0, self._page_P, 0.0)
-        if parts.sampling is not None:
-            greedy = SamplingParams(1, temperature=0.0)
-            parts.sampling.admit([Admission(row.slot, greedy) for row in self._rows])
-            parts.sampling.fault_1.zero_()
+        """Leave nothing of the scene behind."""
+        scrub(self._parts, self._page_P)
