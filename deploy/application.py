@@ -11,7 +11,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from deploy.config import Ingress, ServeConfig
-from deploy.replica import EngineReplica, replica_class
+from deploy.replica import replica_class
 from deploy.router import LoadRouter, picker_class
 from workers.environment import EnvironmentProblem
 
@@ -102,6 +102,3 @@ def build_application(config: ServeConfig, engine_class: type = replica_class) -
         logging_config=logging,
     )
     return engine._with_ingress_request_router(router.bind(engine, config))
-
-
-__all__ = ["ENGINE", "ROUTER", "EngineReplica", "build_application", "bundles", "running_ingress", "settled"]

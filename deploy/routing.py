@@ -36,7 +36,7 @@ class Ask:
     """Sequences it generates."""
 
     def __post_init__(self) -> None:
-        if self.tokens < 0 or self.rows < 1 or len(self.keys) * PAGE_TOKENS > max(self.tokens, 0):
+        if self.tokens < 0 or self.rows < 1 or len(self.keys) * PAGE_TOKENS > self.tokens:
             raise ValueError(f"{self.rows} rows, {len(self.keys)} full pages in {self.tokens} tokens")
 
 

@@ -28,9 +28,10 @@ def load_model(
 ) -> DeepseekModel:
     """Load this rank's share of the model in `folder`. Collective: call it on every rank of `group`.
 
-    `max_positions`: longest context, prompt and output together. `progress` gets a line for every layer. Without
-    `draft_layer`, a multi-token-prediction layer in the checkpoint is left on the disk; a checkpoint may also lack the
-    one its config declares. `invariant`: a token's logits are bitwise the same in any batch and on 1, 2, 4 or 8 ranks.
+    `max_positions`: positions that a token may have, those of steps that overshoot a request's end included. `progress`
+    gets a line for every layer. Without `draft_layer`, a multi-token-prediction layer in the checkpoint is left on the
+    disk; a checkpoint may also lack the one its config declares. `invariant`: a token's logits are bitwise the same in
+    any batch and on 1, 2, 4 or 8 ranks.
 
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
