@@ -144,7 +144,8 @@ def fetch_sorted(
     K: gl.constexpr, FEATURES: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The fetching partition of `down`: everything through the copy engine."""
+    """The fetching partition of `down`: everything through the copy engine, a tile's pairs in halves, for whom they are
+    meant."""
     words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     steps: gl.constexpr = (K + STEP - 1) // STEP
     claimed_at: gl.constexpr = max(steps - LEAD, 0)
@@ -161,12 +162,15 @@ def fetch_sorted(
     while block >= 0:
         announce(first, pairs, block, work_s, announced, turn, STAGES + 1, words)
         turn += 1
+        both = pairs > HALF
         for i in range(steps):
             stage = step % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(bar, 2 * weight_box.block_type.nbytes + act_box.block_type.nbytes)
-            tma.async_copy_global_to_shared(act_box, [first, i * STEP], bar, a_s.index(stage))
+            mbarrier.expect(bar, 2 * weight_box.block_type.nbytes + 2 * act_box.block_type.nbytes, pred=both)
+            mbarrier.expect(bar, 2 * weight_box.block_type.nbytes + act_box.block_type.nbytes, pred=pairs <= HALF)
+            tma.async_copy_global_to_shared(act_box, [first, i * STEP], bar, a_s.index(2 * stage))
+            tma.async_copy_global_to_shared(act_box, [first + HALF, i * STEP], bar, a_s.index(2 * stage + 1), pred=both)
             fetch_weights(weight_box, expert, block, i * STEP, bar, b_s, stage, False, FEATURES, WIDTH)
             step += 1
             if i == claimed_at:
@@ -326,7 +330,7 @@ def product(
 ):  # fmt: skip
     """`kernel.gate_up` of the tokens `x` (GATE), or `kernel.down` of `act_box`; four warps, the others come on top.
 
-    `act_box` and `weight_box`: descriptors of the sorted pairs' inputs (boxes of 128 rows) and of the experts' rows,
+    `act_box` and `weight_box`: descriptors of the sorted pairs' inputs (boxes of 64 rows) and of the experts' rows,
     laid end to end (boxes of WIDTH rows). FEATURES: of the output (GATE: of gate, and as many of up).
     """
     dtype: gl.constexpr = weight_box.dtype
@@ -366,7 +370,7 @@ def product(
                             0, GATE, K, FEATURES, WIDTH, STAGES)),
                 (multiply, (sorted_pair, out, a_halves, b_pairs, work_s, full, empty, announced,
                             1, GATE, K, FEATURES, WIDTH, STAGES)),
-                (fetch_sorted, (act_box, weight_box, table, a_s, b_s, work_s, full, empty, announced,
+                (fetch_sorted, (act_box, weight_box, table, a_halves, b_s, work_s, full, empty, announced,
                                 K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
             ],
             [4, 1],

@@ -308,7 +308,7 @@ class Experts:
             raise ValueError("rows of x_TE must begin at multiples of 16 bytes")
         hopper.product[(self.tiling.programs,)](
             self.x_TE,
-            box(self.scratch.act_YI, self.tiling.rows),
+            box(self.scratch.act_YI, self.tiling.rows // 2),
             box(weight.flatten(0, 1), sizes["WIDTH"]),
             self.scratch.sorted_Y,
             self.scratch.table,

@@ -52,7 +52,7 @@ def test_compiles_to_what_it_was_written_for(model: str, dtype: torch.dtype) -> 
         # Two partitions with four products of 16 features a stage, as wide as both blocks of weights together.
         assert re.findall(r"HGMMA\.(\w+)\.", code) == [f"64x{2 * width}x16"] * 8
         # A short loop over the stages is unrolled.
-        stages = instructions(kernel)["UTMALDG"] / (2 if gathers else 3)
+        stages = instructions(kernel)["UTMALDG"] / (2 if gathers else 4)
         assert stages == 1 or (stages == 2 and model in ("demo", "small"))
         assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", code)) == (8 * stages if gathers else 0)
         # Results, and the counter that is put back.
