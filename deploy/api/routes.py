@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, FastAPI
@@ -21,6 +21,7 @@ from deploy.api.protocol import (
     ChatTemplateFields,
     CompletionBody,
     DetokenizeBody,
+    GenerationBody,
     Message,
     ModelCard,
     TokenizeChatBody,
@@ -31,6 +32,9 @@ from deploy.api.render import ChatFormat, CompletionFormat
 from deploy.api.schema import body_schema
 from deploy.metrics import CONTENT_TYPE
 from deploy.text.tokenizer import ChatTemplateError, Tokenizer
+from workers.engine import ModelInfo
+
+Asked = TypeVar("Asked", bound=GenerationBody)
 
 GONE = 499
 """Status of answers that nobody will read (nginx's)."""
@@ -92,14 +96,18 @@ def build_router(front: Front) -> APIRouter:
     def generation(kind: str, job_stream: bool, *args: Any) -> Generation:
         return Stream(front, kind, *args) if job_stream else Whole(front, kind, *args)
 
+    async def asked(request: HttpRequest, kind: type[Asked]) -> tuple[Asked, ModelInfo]:
+        """What a request wants generated, and the model that is to do it."""
+        front.authorize(request)
+        body, raw = await read_request(request, kind, limit)
+        reject_unsupported(raw)
+        front.check_model(body.model)
+        return body, front.info()
+
     async def completions(request: HttpRequest) -> Response:
         """Complete prompts."""
         arrival = time.perf_counter()
-        front.authorize(request)
-        body, raw = await read_request(request, CompletionBody, limit)
-        reject_unsupported(raw)
-        front.check_model(body.model)
-        info = front.info()
+        body, info = await asked(request, CompletionBody)
         prompts = await completion_prompts(front, body)
         job = build_job(body, prompts, info, front.tokenizer, front.config)
         form = CompletionFormat(job, front.tokenizer, request.scope["latentserve.request_id"])
@@ -108,11 +116,7 @@ def build_router(front: Front) -> APIRouter:
     async def chat(request: HttpRequest) -> Response:
         """Answer a chat."""
         arrival = time.perf_counter()
-        front.authorize(request)
-        body, raw = await read_request(request, ChatBody, limit)
-        reject_unsupported(raw)
-        front.check_model(body.model)
-        info = front.info()
+        body, info = await asked(request, ChatBody)
         check_limits(body, front.tokenizer, front.config)
         front.check_size(1, body.n)
         front.check_room(1)
