@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +29,9 @@ from workers.messages import (
 )
 from workers.plan import SamplingParams
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 WATCH_PERIOD_S = 0.25
 
 
@@ -102,8 +107,7 @@ class EngineClient:
         if not self._ready.done():
             self._ready.set_exception(EngineFault(cause, lasting))
             self._ready.exception()  # read here, so that nobody waiting is no warning
-        for callback in self.on_fault:
-            callback(cause)
+        _tell(self.on_fault, cause)
 
     async def close(self) -> None:
         """Tell the replica to stop and leave the channel."""
@@ -143,12 +147,10 @@ class EngineClient:
                         )
                     )
             case Progress():
-                for callback in self.on_progress:
-                    callback(f"rank {message.rank}: {message.text}")
+                _tell(self.on_progress, f"rank {message.rank}: {message.text}")
             case SelfTestReport():
                 self.selftest = message
-                for heard in self.on_selftest:
-                    heard(message)
+                _tell(self.on_selftest, message)
             case Fault():
                 self.fail(message.cause, message.lasting)
 
@@ -172,3 +174,12 @@ class EngineClient:
             if self._ready.done() and silent > self._config.heartbeat_timeout_s:
                 self.fail(f"the scheduler has been silent for {silent:.1f} s")
                 return
+
+
+def _tell(callbacks: Sequence[Callable[[T], None]], news: T) -> None:
+    """One that fails keeps nobody from the messages behind this one, nor from the watch over the scheduler."""
+    for callback in callbacks:
+        try:
+            callback(news)
+        except Exception:
+            logger.exception("a callback failed")

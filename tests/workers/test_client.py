@@ -1,0 +1,189 @@
+"""The front's end of the channel, with a scheduler that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import zmq
+
+from workers.channel import Binding
+from workers.client import EngineClient
+from workers.config import EngineConfig
+from workers.engine import EngineFault, Refused
+from workers.messages import (
+    Cancel,
+    EngineStats,
+    Fault,
+    FromWorker,
+    Outputs,
+    Progress,
+    Ready,
+    Request,
+    RequestOutput,
+    Shutdown,
+    ToScheduler,
+)
+from workers.plan import SamplingParams
+
+READY = Ready(-1, pages=9, max_context=200, vocab_size=50, width=3, eos_ids=(1,))
+
+
+class Scheduler:
+    """Says what the test has it say, hears what the front sends."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+
+    def say(self, *messages: Any) -> None:
+        for message in messages:
+            self.binding.outputs.send(message)
+
+    def output(self, name: str, *tokens: int, **fields: Any) -> None:
+        self.say(Outputs((RequestOutput(name, tokens, **fields),)))
+
+    async def heard(self) -> Any:
+        return await asyncio.to_thread(self.binding.requests.receive, 5000)
+
+
+@asynccontextmanager
+async def front(ready: bool = True, **settings: Any) -> AsyncIterator[tuple[EngineClient, Scheduler]]:
+    binding = Binding(1, None, ToScheduler, FromWorker)
+    client, scheduler = (
+        EngineClient(EngineConfig(model="demo", **settings), binding.addresses, "it"),
+        Scheduler(binding),
+    )
+    try:
+        if ready:
+            scheduler.say(READY)
+            await client.ready(5)
+        yield client, scheduler
+    finally:
+        await client.close()
+        binding.close()
+
+
+def request(name: str) -> Request:
+    return Request(name, (1, 2), SamplingParams(4))
+
+
+async def test_what_is_served_is_known_once_it_is_ready() -> None:
+    async with front(ready=False) as (client, scheduler):
+        with pytest.raises(RuntimeError, match="not ready"):
+            _ = client.info
+        with pytest.raises(TimeoutError):
+            await client.ready(0.01)
+        scheduler.say(READY, EngineStats(running=7))
+        info = await client.ready(5)
+        assert (info.name, info.max_context, info.vocab_size, info.max_width, info.eos_ids) == ("it", 200, 50, 3, (1,))
+
+
+async def test_a_stream_gets_its_own_outputs_and_its_end() -> None:
+    async with front() as (client, scheduler):
+        one, two = client.generate(request("one")), client.generate(request("two"))
+        assert [(await scheduler.heard()).request_id for _ in range(2)] == ["one", "two"]
+        scheduler.output("two", 5)
+        scheduler.output("one", 6)
+        scheduler.output("unknown", 9)
+        assert (await anext(one)).tokens == (6,)
+        scheduler.output("one", 7, finish="length")
+        assert [output.tokens async for output in one] == [(7,)]
+        await one.aclose()  # no cancel: it has ended
+        assert (await anext(two)).tokens == (5,)
+        await two.aclose()
+        assert await scheduler.heard() == Cancel("two")
+
+
+async def test_a_refusal_says_whether_to_come_again() -> None:
+    async with front() as (client, scheduler):
+        for overloaded in (True, False):
+            stream = client.generate(request("r"))
+            scheduler.output("r", refused="because", overloaded=overloaded)
+            with pytest.raises(Refused, match="because") as refusal:
+                await anext(stream)
+            assert refusal.value.overloaded is overloaded
+
+
+async def test_a_fault_ends_every_stream_and_all_that_follow_with_the_first_cause() -> None:
+    async with front() as (client, scheduler):
+        told: list[str] = []
+        client.on_fault.append(told.append)
+        streams = [client.generate(request(name)) for name in "ab"]
+        scheduler.say(Fault("first"), Fault("second"))
+        for stream in streams:
+            with pytest.raises(EngineFault, match="first"):
+                await anext(stream)
+        with pytest.raises(EngineFault, match="first"):
+            await client.probe()
+        await asyncio.sleep(0.05)
+        assert (told, client.fault) == (["first"], "first")
+
+
+async def test_a_fault_while_it_starts_says_whether_to_try_again() -> None:
+    async with front(ready=False) as (client, scheduler):
+        scheduler.say(Fault("no room", lasting=True))
+        with pytest.raises(EngineFault, match="no room") as fault:
+            await client.ready(5)
+        assert fault.value.lasting
+
+
+async def test_a_scheduler_that_falls_silent_is_a_fault() -> None:
+    async with front(heartbeat_timeout_s=1.2) as (client, scheduler):
+        stream = client.generate(request("a"))
+        for _ in range(8):
+            scheduler.say(EngineStats())
+            await asyncio.sleep(0.2)
+        assert client.fault is None
+        with pytest.raises(EngineFault, match=r"the scheduler has been silent for [12]\.\d s"):
+            await asyncio.wait_for(anext(stream), 5)
+
+
+async def test_a_message_that_nobody_understands_is_a_fault() -> None:
+    async with front() as (client, scheduler):
+        stream = client.generate(request("a"))
+        scheduler.binding.outputs._socket.send(b"\xc1", zmq.NOBLOCK)
+        with pytest.raises(EngineFault, match="unreadable message from the scheduler"):
+            await asyncio.wait_for(anext(stream), 5)
+
+
+async def test_who_cannot_be_told_keeps_nobody_from_what_follows() -> None:
+    async with front(ready=False) as (client, scheduler):
+        lines: list[str] = []
+
+        def broken(news: object) -> None:
+            raise OSError("the store is gone")
+
+        client.on_progress += [broken, lines.append]
+        client.on_fault.append(broken)
+        scheduler.say(Progress(0, "loading"), READY)
+        await client.ready(5)
+        assert lines == ["rank 0: loading"]
+        stream = client.generate(request("a"))
+        scheduler.say(Fault("gone"))
+        with pytest.raises(EngineFault, match="gone"):
+            await asyncio.wait_for(anext(stream), 5)
+
+
+async def test_a_probe_is_one_real_token_before_all_others() -> None:
+    async with front() as (client, scheduler):
+        probing = asyncio.create_task(client.probe())
+        asked = await scheduler.heard()
+        assert (asked.sampling.max_tokens, asked.priority) == (1, -1)
+        assert not probing.done()
+        scheduler.output(asked.request_id, 3, finish="length")
+        await asyncio.wait_for(probing, 5)
+
+
+async def test_closing_ends_the_scheduler_and_what_still_streams() -> None:
+    binding = Binding(1, None, ToScheduler, FromWorker)
+    client = EngineClient(EngineConfig(model="demo"), binding.addresses, "it")
+    stream = client.generate(request("a"))
+    await client.close()
+    with pytest.raises(EngineFault, match="shutting down"):
+        await anext(stream)
+    heard = [binding.requests.receive(5000) for _ in range(2)]
+    assert heard == [request("a"), Shutdown()]
+    binding.close()
