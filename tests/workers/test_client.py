@@ -52,10 +52,8 @@ class Scheduler:
 @asynccontextmanager
 async def front(ready: bool = True, **settings: Any) -> AsyncIterator[tuple[EngineClient, Scheduler]]:
     binding = Binding(1, None, ToScheduler, FromWorker)
-    client, scheduler = (
-        EngineClient(EngineConfig(model="demo", **settings), binding.addresses, "it"),
-        Scheduler(binding),
-    )
+    client = EngineClient(EngineConfig(model="demo", **settings), binding.addresses, "it")
+    scheduler = Scheduler(binding)
     try:
         if ready:
             scheduler.say(READY)
