@@ -93,6 +93,7 @@ async def test_a_stream_gets_its_own_outputs_and_its_end() -> None:
         assert (await anext(two)).tokens == (5,)
         await two.aclose()
         assert await scheduler.heard() == Cancel("two")
+        assert not client._streams, "a front lives for months"
 
 
 async def test_a_refusal_says_whether_to_come_again() -> None:
@@ -103,6 +104,7 @@ async def test_a_refusal_says_whether_to_come_again() -> None:
             with pytest.raises(Refused, match="because") as refusal:
                 await anext(stream)
             assert refusal.value.overloaded is overloaded
+            assert not client._streams
 
 
 async def test_a_fault_ends_every_stream_and_all_that_follow_with_the_first_cause() -> None:
