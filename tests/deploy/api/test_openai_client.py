@@ -199,6 +199,8 @@ def test_n_choices_have_their_own_seeds_and_stream_side_by_side(client: openai.O
     client.completions.create(model="tiny", prompt=["x", "x"], n=2, max_tokens=60)
     drawn = [request.sampling.seed for request in engine.requests[-4:]]
     assert len(set(drawn)) == 4
+    client.completions.create(model="tiny", prompt=["x", "x"], n=2, seed=7, max_tokens=60)
+    assert sorted(request.sampling.seed for request in engine.requests[-4:]) == sorted(2 * seen[0][:2])
 
 
 def test_stop_strings_do_not_depend_on_the_width(client: openai.OpenAI, engine: FakeEngine) -> None:
