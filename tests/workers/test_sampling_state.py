@@ -55,6 +55,7 @@ TENANTS = [
     SamplingParams(9, temperature=0.0, frequency_penalty=0.5),
     SamplingParams(9, temperature=0.0, logit_bias=((3, 5.0),)),
     SamplingParams(9, temperature=0.0, stop_ids=(4,), min_tokens=2),
+    SamplingParams(9, temperature=0.0, min_tokens=50),
     EVERYTHING,
 ]
 
@@ -131,6 +132,14 @@ def test_noise_is_that_of_seed_and_position():
     assert int((drawn[:, 0] == drawn[:, 2]).sum()) < 6
     again = decode(state, torch.zeros(90, VOCAB), torch.zeros(3, 30).long(), position=0)
     assert torch.equal(again.T, drawn)
+
+
+def test_a_token_may_be_placed_by_the_one_before_it():
+    state = state_with(SamplingParams(9, temperature=1.0, seed=3))
+    logits, layout, fed, position = random_logits(40), BatchLayout(40, 1), torch.zeros(1, 40).long(), torch.arange(40)
+    one = state.target_tokens(logits, layout, torch.tensor([0]), fed, position, ahead=1)
+    assert torch.equal(one, state.target_tokens(logits, layout, torch.tensor([0]), fed, position + 1))
+    assert not torch.equal(one, state.target_tokens(logits, layout, torch.tensor([0]), fed, position))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, -1])
@@ -320,3 +329,6 @@ def test_rows_pay_for_what_they_need(monkeypatch):
     state = state_with(greedy, sampled, filtered, greedy)
     decode(state, random_logits(12), torch.zeros(4, 3).long())
     assert rows == {"gumbel_noise": 6, "filter_floor": 3, "adjusted_logits": 0}
+    state.admit([Admission(1, greedy), Admission(2, greedy)])
+    decode(state, random_logits(12), torch.zeros(4, 3).long())
+    assert rows == {"gumbel_noise": 6, "filter_floor": 3, "adjusted_logits": 0}, "former tenants' needs are forgotten"
