@@ -13,9 +13,10 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 
-from deploy.actors import PROCESS_ENVIRONMENT, ReplicaProcesses, WorkerActor
+from deploy.actors import ReplicaProcesses, WorkerActor
 from deploy.application import bundles
 from deploy.config import ServeConfig
+from deploy.environment import PROCESS_ENVIRONMENT
 
 
 async def sights(config: ServeConfig) -> list[list[object]]:
