@@ -3,7 +3,8 @@
 A replica that fails tells its streams so itself. One that is killed cannot, and its clients would only see their
 connection break. So every streaming connection is also held by a small process of its own, which does nothing until the
 front's end of their socket pair closes, then writes the error event and the end of the body that the front could not,
-and notes the cause for those who come next.
+and notes the cause for those who come next. A front that hangs, or was stopped, it ends: Ray Serve would take half a
+minute to notice, and then wait for its streams.
 
 It must outlive the front and weigh nothing: no imports but the standard library's, a few megabytes, no work per token.
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import math
 import os
 import select
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
 _MESSAGE = struct.Struct("<BQ")
-_HOLD, _RELEASE = 1, 2
+_HOLD, _RELEASE, _BEAT = 1, 2, 3
+BEAT_S = 1.0
+"""Seconds between two signs of life of a front."""
 WRITE_TIMEOUT_S = 1.0
 """Seconds for all streams together; a client that reads slower than that sees its connection break."""
 
@@ -35,10 +40,17 @@ WRITE_TIMEOUT_S = 1.0
 class Guardian:
     """The front's handle of its guardian process."""
 
-    def __init__(self, last_words: bytes, folder: Path | None = None, note: tuple[Path, str] | None = None) -> None:
+    def __init__(
+        self,
+        last_words: bytes,
+        folder: Path | None = None,
+        note: tuple[Path, str] | None = None,
+        silence_s: float = 10.0,
+    ) -> None:
         """`last_words`: the event every stream ends with, such as `data: {"error": ...}` and a blank line. `folder`:
         where the replica's socket files are, to be removed in the front's place. `note`: a file and its text, written
-        unless somebody wrote there in this front's time: then it noted the cause itself."""
+        unless somebody wrote there in this front's time: then it noted the cause itself. `silence_s`: seconds without
+        a `beat` after which this process is killed, counted from the first."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._next = 0
@@ -48,7 +60,7 @@ class Guardian:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-SE", __file__, str(theirs.fileno()), last_words.hex()),
+                    *(sys.executable, "-SE", __file__, str(theirs.fileno()), str(silence_s), last_words.hex()),
                     *(str(folder or ""), *(map(str, (*note, time.time())) if note else ())),
                 ],
                 pass_fds=(theirs.fileno(),),
@@ -82,6 +94,10 @@ class Guardian:
             os.close(unsent)
         elif self._unsent or not self._send(_RELEASE, held):
             self._keep(held, None)
+
+    def beat(self) -> None:
+        """The front's loop turns; to be called every `BEAT_S`."""
+        self._send(_BEAT, 0)
 
     def _send(self, kind: int, number: int, descriptor: int | None = None) -> bool:
         """False when there is no room: the guardian is given the processor after everybody else."""
@@ -124,10 +140,19 @@ class Guardian:
         self._socket.close()
 
 
-def keep(channel: socket.socket) -> list[socket.socket]:
+def keep(channel: socket.socket, silence_s: float = math.inf) -> list[socket.socket]:
     """The guardian's life: keep connections while the front lives; returns those that are left."""
     held: dict[int, socket.socket] = {}
+    front, beats, quiet = os.getppid(), False, 0.0
     while True:
+        # Counted, not measured: a machine that stood still for a while let nobody give a sign.
+        if not select.select([channel], [], [], BEAT_S)[0]:
+            quiet += BEAT_S
+            if beats and quiet >= silence_s and os.getppid() == front:
+                print(f"guardian: the front was silent for {quiet:g} s and is killed", file=sys.stderr, flush=True)
+                os.kill(front, signal.SIGKILL)
+            continue
+        quiet = 0.0
         data, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE.size, 1)
         if not data:
             return list(held.values())
@@ -136,6 +161,7 @@ def keep(channel: socket.socket) -> list[socket.socket]:
             held[number] = socket.socket(fileno=descriptors[0])
         elif kind == _RELEASE and number in held:
             held.pop(number).close()
+        beats |= kind == _BEAT
 
 
 def end(connections: list[socket.socket], last_words: bytes) -> None:
@@ -171,9 +197,9 @@ if __name__ == "__main__":
     number = int(sys.argv[1])
     os.closerange(3, number)
     os.closerange(number + 1, 1024)
-    left = keep(socket.socket(fileno=number))
-    if sys.argv[4:]:  # first, for clients that ask why their stream ended
-        note(Path(sys.argv[4]), sys.argv[5], float(sys.argv[6]))
-    end(left, bytes.fromhex(sys.argv[2]))
-    if sys.argv[3]:
-        shutil.rmtree(sys.argv[3], ignore_errors=True)
+    left = keep(socket.socket(fileno=number), float(sys.argv[2]))
+    if sys.argv[5:]:  # first, for clients that ask why their stream ended
+        note(Path(sys.argv[5]), sys.argv[6], float(sys.argv[7]))
+    end(left, bytes.fromhex(sys.argv[3]))
+    if sys.argv[4]:
+        shutil.rmtree(sys.argv[4], ignore_errors=True)

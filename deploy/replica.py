@@ -15,7 +15,7 @@ from deploy.actors import ReplicaProcesses
 from deploy.api.errors import engine_down
 from deploy.arrivals import Arrivals, load_to_report
 from deploy.config import ServeConfig
-from deploy.guardian import Guardian
+from deploy.guardian import BEAT_S, Guardian
 from deploy.haproxy import fault_note, note_fault
 from deploy.observability import logs
 from deploy.observability.metrics import RayEngineMetrics, RayFrontMetrics
@@ -59,6 +59,7 @@ class EngineReplica:
         self.client: EngineClient | None = None
         self.guardian: Guardian | None = None
         self._reporter: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
         self._serving = False
         self._forgetting: asyncio.TimerHandle | None = None
         self.processes = self.processes_class(config, group, labels)
@@ -72,7 +73,9 @@ class EngineReplica:
             self.board.fail(cause, isinstance(error, EngineFault) and error.lasting)
             raise RuntimeError(cause) from error
         last_words = b"data: " + engine_down(FRONT_DIED).envelope + b"\n\n"
-        self.guardian = Guardian(last_words, self.processes.folder, fault_note(FRONT_DIED))
+        silence_s = config.health.timeout_s
+        self.guardian = Guardian(last_words, self.processes.folder, fault_note(FRONT_DIED), silence_s)
+        self._beating = asyncio.ensure_future(self._beat(self.guardian))
         self._serving = True
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
@@ -124,6 +127,12 @@ class EngineReplica:
             self.metrics.report()
             await asyncio.sleep(self.config.metrics_period_s)
 
+    @staticmethod
+    async def _beat(guardian: Guardian) -> None:
+        while True:
+            guardian.beat()
+            await asyncio.sleep(BEAT_S)
+
     def front(self, client: EngineClient) -> ASGIApp:
         """The HTTP application."""
         from deploy.api.app import create_app
@@ -148,8 +157,9 @@ class EngineReplica:
 
     def __del__(self) -> None:
         """Called by Serve once every request is through."""
-        if self._reporter is not None:
-            self._reporter.cancel()
+        for task in (self._reporter, self._beating):
+            if task is not None:
+                task.cancel()
         self._serving = False
         if self.guardian is not None:
             self.guardian.close()

@@ -162,6 +162,23 @@ def test_a_client_that_leaves_is_let_go_of(server) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.alone
+def test_a_front_that_hangs_is_ended() -> None:
+    code = (
+        "import time; from deploy.guardian import Guardian; guardian = Guardian(b'', silence_s=1.0)\n"
+        "print(flush=True)\n"
+        "while True: guardian.beat(); time.sleep(0.2)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as front:
+        front.stdout.readline()
+        time.sleep(1.5)
+        assert front.poll() is None
+        front.send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        assert front.wait(5) == -signal.SIGKILL
+        assert 0.7 < time.monotonic() - begun < 2.5
+
+
 async def test_what_a_guardian_has_no_time_for_yet_is_told_later() -> None:
     """All of a busy front's streams begin in one moment, and most of them end before it is given the processor."""
     guardian = Guardian(b"data: 1\n\n")
