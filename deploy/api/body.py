@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import orjson
@@ -77,12 +79,26 @@ async def drain(receive: Receive, limit: int) -> None:
         return
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Millions of new objects of which none is garbage make the collector look through all of them again and again: a
+    body of 8 MB full of short lists took 3 s in place of 0.4, in which no stream goes on."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`. Strict: valid UTF-8, no NaN or Infinity, bounded nesting; 400 otherwise."""
     if not raw.strip():
         raise invalid("the request body is empty; a JSON object is expected", code="invalid_json")
     try:
-        value = orjson.loads(raw)
+        with _no_garbage_collection():
+            value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise invalid(f"the request body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):

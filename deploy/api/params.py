@@ -4,7 +4,7 @@ is checked here, before anything is queued."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,11 @@ def derive_seed(seed: int, index: int) -> int:
     return (z ^ (z >> 31)) & SEED_MASK
 
 
-def parse_prompts(value: Any) -> list[str] | list[list[int]]:
-    """The field `prompt`: a string, a list of strings, a list of ids, or a list of lists of ids. 400 otherwise."""
+def parse_prompts(value: Any, check_count: Callable[[int], None]) -> list[str] | list[list[int]]:
+    """The field `prompt`: a string, a list of strings, a list of ids, or a list of lists of ids. 400 otherwise.
+
+    `check_count` raises for more prompts than there may be, before they are looked at one by one.
+    """
     wrong = "prompt: a string, a list of strings, a list of token ids or a list of lists of token ids is expected"
     if isinstance(value, str):
         value = [value]
@@ -90,7 +93,9 @@ def parse_prompts(value: Any) -> list[str] | list[list[int]]:
         raise invalid("prompt: must not be empty", "prompt", "empty_prompt")
     kinds = set(map(type, value))
     if kinds == {int}:
+        check_count(1)
         return [value]
+    check_count(len(value))
     if kinds == {list}:
         if not all(set(map(type, ids)) <= {int} for ids in value):
             raise invalid(wrong, "prompt", "invalid_type")

@@ -16,6 +16,8 @@ from deploy.api.errors import unsupported
 
 INT63: Final = 2**63
 ROLES: Final = ("system", "developer", "user", "assistant")
+MOST_MESSAGES: Final = 8192
+"""Of a chat. Each is looked at in the event loop, and a body has room for hundreds of thousands of empty ones."""
 
 
 class Body(BaseModel):
@@ -134,7 +136,7 @@ class Message(Body):
 class ChatTemplateFields(Body):
     """How messages become a prompt."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     add_generation_prompt: bool = True
     """End the prompt with what opens an assistant message."""
     continue_final_message: bool = False

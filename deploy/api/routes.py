@@ -76,9 +76,12 @@ def render_messages(front: Front, body: ChatTemplateFields) -> str:
 
 async def completion_prompts(front: Front, body: CompletionBody) -> list[Prompt]:
     """The prompts of a completion request; 400 for what cannot be one."""
-    values = parse_prompts(body.prompt)
-    check_limits(body, front.tokenizer, front.config)
-    front.check_size(len(values), body.n)
+
+    def check_count(prompts: int) -> None:
+        check_limits(body, front.tokenizer, front.config)
+        front.check_size(prompts, body.n)
+
+    values = parse_prompts(body.prompt, check_count)
     front.check_room(1)  # before the work of tokenizing; counted exactly when the job starts
     texts = [value for value in values if isinstance(value, str)]
     if not texts:

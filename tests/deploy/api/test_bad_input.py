@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from fake_engine import FakeEngine, out, say, serving
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny
 
+from deploy.api import body
 from deploy.api.app import create_app
+from deploy.api.body import validate
 from deploy.api.config import ApiConfig
+from deploy.api.errors import ApiError
+from deploy.api.params import parse_prompts
+from deploy.api.protocol import MOST_MESSAGES, ChatBody
 from workers.messages import EngineStats
 
 LIMIT = 64 * 1024
@@ -418,3 +426,33 @@ def test_random_fields_are_never_a_500(http: httpx.Client, path: str, fields: di
 @given(st.binary(max_size=80))
 def test_random_bytes_are_never_a_500(http: httpx.Client, raw: bytes) -> None:
     assert http.post("/v1/completions", content=raw).status_code == 400
+
+
+def test_bodies_of_very_many_pieces_are_refused_before_all_are_looked_at() -> None:
+    too_many = [CHAT["messages"][0]] * (MOST_MESSAGES + 1)
+    with pytest.raises(ApiError, match="at most 8192") as found:
+        validate(ChatBody, CHAT | {"messages": [*too_many, "no message"]})
+    assert found.value.param == "messages"
+    assert len(validate(ChatBody, CHAT | {"messages": too_many[1:]}).messages) == MOST_MESSAGES
+
+    def check_count(prompts: int) -> None:
+        raise OverflowError(prompts)
+
+    with pytest.raises(OverflowError, match="300"):
+        parse_prompts([["no id"]] * 300, check_count)
+
+
+def test_garbage_is_not_looked_for_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of millions of short lists that takes nearly all the time."""
+    looked: list[bool] = []
+
+    def loads(raw: bytes) -> Any:
+        looked.append(gc.isenabled())
+        return orjson.loads(raw)
+
+    monkeypatch.setattr(body, "orjson", SimpleNamespace(loads=loads, JSONDecodeError=orjson.JSONDecodeError))
+    assert body.parse_object(b'{"a": [[], []]}') == {"a": [[], []]}
+    with pytest.raises(ApiError, match="not valid JSON"):
+        body.parse_object(b'{"a": [')
+    assert looked == [False, False]
+    assert gc.isenabled()
