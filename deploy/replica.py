@@ -112,14 +112,17 @@ class EngineReplica:
         """The engine's first fault. By now every stream has been told."""
         if not self._serving:
             return  # the constructor raises it
-        # First: whatever fails below, this process ends and is replaced.
-        asyncio.get_running_loop().call_later(self.config.health.flush_s, os._exit, 1)
-        logger.error("engine failed", extra={logs.FIELDS: {"cause": cause}})
-        self.board.fail(cause)
-        if self._forgetting is not None:  # the last replica's fault: this one's has just taken its place
-            self._forgetting.cancel()
-        note_fault(cause)
-        self.processes.kill()
+        try:
+            logger.error("engine failed", extra={logs.FIELDS: {"cause": cause}})
+            self.board.fail(cause)
+            if self._forgetting is not None:  # the last replica's fault: this one's has just taken its place
+                self._forgetting.cancel()
+            note_fault(cause)
+            self.processes.kill()
+        finally:
+            # Whatever failed, this process ends and is replaced. Counted from here: all of the above kept the loop, and
+            # the streams' events wait for it.
+            asyncio.get_running_loop().call_later(self.config.health.flush_s, os._exit, 1)
 
     async def _report(self, client: EngineClient) -> None:
         engine_metrics = RayEngineMetrics()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,3 +54,27 @@ async def test_a_failed_replica_ends_though_nobody_can_be_told(monkeypatch: pyte
     while not ended:
         await asyncio.sleep(0.01)
     assert ended == [1]
+
+
+async def test_streams_are_flushed_however_long_it_takes_to_tell_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The board is the network's, and written in the loop that the streams' last events wait for."""
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(tmp_path / "haproxy.cfg"))
+    happened: list[str] = []
+    monkeypatch.setattr(os, "_exit", lambda status: happened.append("exit"))
+
+    async def stream() -> None:
+        for _ in range(5):  # from the engine's client to the socket an event goes through several tasks
+            await asyncio.sleep(0)
+        happened.append("flushed")
+
+    failing = serving_replica()
+    failing.config.health.flush_s = 0.5
+    failing.board = SimpleNamespace(fail=lambda cause: time.sleep(0.6))  # type: ignore[assignment]
+    last_event = asyncio.create_task(stream())
+    failing._failed("rank 1 died")
+    await last_event
+    while "exit" not in happened:
+        await asyncio.sleep(0.01)
+    assert happened == ["flushed", "exit"]
