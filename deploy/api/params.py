@@ -95,11 +95,10 @@ def parse_prompts(value: Any, check_count: Callable[[int], None]) -> list[str] |
     if kinds == {int}:
         check_count(1)
         return [value]
+    if kinds not in ({list}, {str}):
+        raise invalid(wrong, "prompt", "invalid_type")
     check_count(len(value))
-    if kinds == {list}:
-        if not all(set(map(type, ids)) <= {int} for ids in value):
-            raise invalid(wrong, "prompt", "invalid_type")
-    elif kinds != {str}:
+    if kinds == {list} and not all(set(map(type, ids)) <= {int} for ids in value):
         raise invalid(wrong, "prompt", "invalid_type")
     if not all(value):
         raise invalid("prompt: must not be empty", "prompt", "empty_prompt")

@@ -102,7 +102,7 @@ TABLE = [
     # prompts
     *[completion("prompt", empty, "empty_prompt") for empty in ("", [], [""], ["a", ""], [[]], [[1], []])],
     *[completion("prompt", odd, TYPE) for odd in (5, True, {"a": 1}, [1, "a"], [1.0], [True], [[1], "a"])],
-    *[completion("prompt", odd, TYPE) for odd in ([["a"]], [None], [[True]])],
+    *[completion("prompt", odd, TYPE) for odd in ([["a"]], [None], [[True]], [*[5] * 300, 5.0])],
     *[completion("prompt", [[5], [wrong]], None, says=str(wrong)) for wrong in (512, -1, 2**40)],
     completion("prompt", [2**70], TYPE),
     completion("prompt", [5] * 256, LONG, says="257"),
