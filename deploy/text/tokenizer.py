@@ -52,7 +52,8 @@ class Tokenizer:
     """Text to ids, ids to text, messages to text.
 
     `hf` is a transformers fast tokenizer: it keeps the folder's conventions (begin-of-sequence id, chat template);
-    encoding and decoding go straight to its backend, which lets the interpreter go while it works.
+    encoding and decoding go straight to its backend, as batches of one: only in those does it let the interpreter go
+    while it works. Otherwise the event loop would stand still for as long as a thread encodes.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -109,9 +110,10 @@ class Tokenizer:
         """Ids of `text`, with the begin-of-sequence id and the like if the tokenizer adds them. ValueError where it is
         no Unicode text, as Python makes of arguments and files with bytes that are not UTF-8."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
             raise ValueError("the text holds bytes that are not UTF-8") from None
+        ids: list[int] = encoding.ids
         return ids
 
     async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -143,7 +145,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of all ids at once; incomplete UTF-8 becomes U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str
+        [text] = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
 
     async def decode_async(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

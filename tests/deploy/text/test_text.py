@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -203,6 +204,29 @@ async def test_the_longest_texts_are_encoded_one_after_another(monkeypatch: pyte
         go.release()
         if number != 1:
             assert await task == [sizes[number]]
+
+
+async def test_a_long_text_leaves_the_event_loop_its_turns() -> None:
+    """A thread that kept the interpreter would hold every stream up, and after some seconds look like a front that
+    hangs."""
+    tokenizer = Tokenizer.load(DEMO)
+    assert tokenizer is not None
+
+    async def longest_gap(work: asyncio.Future[object]) -> float:
+        """As a share of the whole."""
+        begun = last = time.perf_counter()
+        longest = 0.0
+        while not work.done():
+            await asyncio.sleep(0.005)
+            longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+        return longest / (last - begun)
+
+    text = "def foo(x): return x + 1\n" * 2**15
+    encoding = asyncio.ensure_future(tokenizer.encode_async(text))
+    assert await longest_gap(encoding) < 0.5
+    decoding = asyncio.ensure_future(tokenizer.decode_async(8 * encoding.result()))
+    assert await longest_gap(decoding) < 0.5
+    assert decoding.result() == 8 * text
 
 
 async def test_long_and_many_texts_are_encoded_aside() -> None:
