@@ -206,6 +206,7 @@ async def test_the_longest_texts_are_encoded_one_after_another(monkeypatch: pyte
             assert await task == [sizes[number]]
 
 
+@pytest.mark.alone
 async def test_a_long_text_leaves_the_event_loop_its_turns() -> None:
     """A thread that kept the interpreter would hold every stream up, and after some seconds look like a front that
     hangs."""
