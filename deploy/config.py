@@ -47,7 +47,7 @@ class HealthConfig(BaseModel):
     """Seconds between two health checks of a replica by the Serve controller, which finds a dead one by them."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """Seconds until a health check without an answer counts as failed; three in a row replace the replica. A front that
-    hangs for as long is ended."""
+    hangs for as long, and at least for a second, is ended."""
     flush_s: Annotated[float, Field(ge=0)] = 0.25
     """Seconds between the error event on every stream of a failed replica and its exit."""
     start_attempts: Annotated[int, Field(ge=1)] = 3

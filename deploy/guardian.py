@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 _MESSAGE = struct.Struct("<BQ")
 _HOLD, _RELEASE, _BEAT = 1, 2, 3
-BEAT_S = 1.0
+BEAT_S = 0.25
 """Seconds between two signs of life of a front."""
+LEAST_SILENCE_S = 4 * BEAT_S
+"""However short the patience: a sign may come a little late."""
 WRITE_TIMEOUT_S = 1.0
 """Seconds for all streams together; a client that reads slower than that sees its connection break."""
 
@@ -50,7 +52,7 @@ class Guardian:
         """`last_words`: the event every stream ends with, such as `data: {"error": ...}` and a blank line. `folder`:
         where the replica's socket files are, to be removed in the front's place. `note`: a file and its text, written
         unless somebody wrote there in this front's time: then it noted the cause itself. `silence_s`: seconds without
-        a `beat` after which this process is killed, counted from the first."""
+        a `beat` after which this process is killed, counted from the first; no fewer than `LEAST_SILENCE_S`."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._next = 0
@@ -148,7 +150,7 @@ def keep(channel: socket.socket, silence_s: float = math.inf) -> list[socket.soc
         # Counted, not measured: a machine that stood still for a while let nobody give a sign.
         if not select.select([channel], [], [], BEAT_S)[0]:
             quiet += BEAT_S
-            if beats and quiet >= silence_s and os.getppid() == front:
+            if beats and quiet >= max(silence_s, LEAST_SILENCE_S) and os.getppid() == front:
                 print(f"guardian: the front was silent for {quiet:g} s and is killed", file=sys.stderr, flush=True)
                 os.kill(front, signal.SIGKILL)
             continue

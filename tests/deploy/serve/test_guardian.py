@@ -188,6 +188,20 @@ def test_a_front_that_hangs_is_ended() -> None:
         assert 0.7 < time.monotonic() - begun < 2.5
 
 
+@pytest.mark.alone
+def test_a_front_whose_patience_is_short_is_not_ended_between_two_signs_of_life() -> None:
+    code = (
+        "import time; from deploy.guardian import BEAT_S, Guardian; guardian = Guardian(b'', silence_s=0.1)\n"
+        "print(flush=True)\n"
+        "while True: guardian.beat(); time.sleep(1.5 * BEAT_S)"  # a loop has other things to do, too
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as front:
+        front.stdout.readline()
+        time.sleep(3.0)
+        assert front.poll() is None
+        front.kill()
+
+
 async def test_what_a_guardian_has_no_time_for_yet_is_told_later() -> None:
     """All of a busy front's streams begin in one moment, and most of them end before it is given the processor."""
     guardian = Guardian(b"data: 1\n\n")
