@@ -193,7 +193,9 @@ class Runner:
         """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""
         state, model, width = self.parts.state, self.parts.model, self.parts.width
         slots, pages, vocab = state.slots, self.parts.cache.pages, model.config.vocab_size
-        capacity = min(state.pages_per_row * PAGE_TOKENS, model.max_positions)
+        # Behind a step's tokens the draft layer writes an entry a draft, and looks up where one more would lie.
+        behind = width if width > 1 else 0
+        capacity = min(state.pages_per_row * PAGE_TOKENS, model.max_positions) - behind
         if plan.step != self._steps + 1:
             raise PlanError(f"plan of step {plan.step} follows step {self._steps}")
         if not 1 <= plan.width <= width or not 0 <= plan.drafts < width:

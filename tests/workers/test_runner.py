@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kernels.page import pages_for
+from kernels.page import PAGE_TOKENS, pages_for
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from workers import runner as module
@@ -20,12 +20,13 @@ from workers.runner import PlanError, Runner
 from workers.sampling import SamplingFault
 from workers.scheduler import max_entries_per_row
 
-SLOTS, WIDTH, BUDGET, PAGES, CONTEXT = 4, 3, 40, 9, 200
+SLOTS, WIDTH, BUDGET, PAGES, CONTEXT = 4, 3, 40, 9, 251
 ROW = PrefillRow(0, 0, (1, 2, 3), 0, True)
 GOOD = StepPlan(1, WIDTH, WIDTH - 1, (), (ROW,), (Admission(0, SamplingParams(9)),), (PageGrant(0, 0, (1,)),))
 REACH = max_entries_per_row(CONTEXT, WIDTH)
 LAST = pages_for(REACH) - 1
 """Last entry of a page table."""
+assert REACH == (LAST + 1) * PAGE_TOKENS, "what is too far lies in no page"
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def grant(**fields: Any) -> dict[str, Any]:
         (grant(pages=(1, 0)), "granted pages"),
         (grant(pages=(PAGES,)), "granted pages"),
         (row(start=-1), "prefill of 3 tokens at -1"),
-        (row(start=REACH - 2), "prefill of 3 tokens at 203 exceeds 205"),
+        (row(start=REACH - WIDTH - 2), "prefill of 3 tokens at 251 exceeds 253"),
         (row(next_token=7), "never both"),
         (row(final=False), "never both"),
         (row(tokens=(1, -1)), "vocabulary"),
@@ -85,8 +86,11 @@ def test_a_plan_that_reaches_outside_is_refused_and_leaves_no_trace(
 def test_what_just_fits_is_taken(runner: Runner) -> None:
     runner.execute(replace(GOOD, **row(slot=SLOTS - 1, tokens=(VOCAB - 1,) * BUDGET)))
     table = grant(slot=SLOTS - 1, first=LAST, pages=(PAGES - 1,))
-    last = row(slot=SLOTS - 1, start=REACH - 3, final=False, next_token=VOCAB - 1)
+    start = REACH - WIDTH - 3  # behind it there is room for the drafts
+    last = row(slot=SLOTS - 1, start=start, final=False, next_token=VOCAB - 1)
     assert runner.execute(replace(GOOD, step=2, admissions=(), **table, **last)).tokens == ()
+    end = row(slot=SLOTS - 1, start=start)
+    assert len(runner.execute(replace(GOOD, step=3, admissions=(), grants=(), **end)).tokens) == 1
 
 
 @torch.inference_mode()
