@@ -156,9 +156,10 @@ def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None
     running: Running | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if running is None or wanted.is_set():
+        again = wanted.is_set()
+        wanted.set()  # first: an import may drop the exception, and then the application is stopped once it runs
+        if running is None or again:
             raise KeyboardInterrupt
-        wanted.set()
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

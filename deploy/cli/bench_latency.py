@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import CommandFailure, UsageMistake, int_list, reported, result_stream
+from deploy.cli.console import CommandFailure, UsageMistake, check_interrupt, int_list, reported, result_stream
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,6 +101,7 @@ def latency(
             prefix_cache=False,
         )
         shape = LatencyShape(input_tokens, *lengths, repeats)
+        check_interrupt()
         asyncio.run(_measure(config, batches, shape, seed, fixed, json_output, quiet))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -37,7 +39,8 @@ def reported() -> Iterator[None]:
     """
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        yield
+        with _signals_noted():
+            yield
     except UsageMistake as mistake:
         _say(str(mistake))
         raise typer.Exit(USAGE) from None
@@ -52,6 +55,52 @@ def reported() -> Iterator[None]:
         raise typer.Exit(FAILURE) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+_noted: int | None = None
+"""Where the numbers of signals that arrived can be read, within `reported`."""
+
+
+@contextmanager
+def _signals_noted() -> Iterator[None]:
+    """Python acts on a signal between two of its own instructions. One that comes right before a call that blocks waits
+    for that call to end, and what an import calls may drop the KeyboardInterrupt. So a pipe notes signals as well."""
+    global _noted
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    former, noted = signal.set_wakeup_fd(writing, warn_on_full_buffer=False), _noted
+    _noted = reading
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(former)
+        _noted = noted
+        os.close(reading)
+        os.close(writing)
+
+
+def check_interrupt() -> None:
+    """Raise the KeyboardInterrupt of a signal that came within `reported` and ended nothing. To be called before what
+    takes long."""
+    if _noted is not None and select.select([_noted], [], [], 0.0)[0] and signal.SIGINT in os.read(_noted, 4096):
+        raise KeyboardInterrupt
+
+
+def read_stdin() -> str:
+    """All of stdin as text, ValueError where it is none. Within `reported`: there a signal always ends the wait."""
+    assert _noted is not None
+    try:
+        stdin = sys.stdin.fileno()
+    except io.UnsupportedOperation:
+        return sys.stdin.read()
+    pieces = [b""]
+    while True:
+        ready, _, _ = select.select([stdin, _noted], [], [])
+        check_interrupt()
+        if stdin in ready:
+            pieces.append(os.read(stdin, 2**20))
+            if not pieces[-1]:
+                break
+    return io.TextIOWrapper(io.BytesIO(b"".join(pieces)), sys.stdin.encoding, sys.stdin.errors).read()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import UsageMistake, int_list, reported, result_stream
+from deploy.cli.console import UsageMistake, check_interrupt, int_list, read_stdin, reported, result_stream
 
 if TYPE_CHECKING:
     from deploy.cli.generation import Generation
@@ -86,6 +86,7 @@ def generate(
             ids = given or _encoded(prompt or "", tokenizer, config)
             shown = _Shown(tokenizer, None if json_output else stdout)
             request = Request("generate", ids, sampling)
+            check_interrupt()
             result = asyncio.run(_generate(config, replica, request, ignore_eos, quiet, shown.add))
             shown.finish()
             if json_output:
@@ -100,7 +101,7 @@ def _encoded(prompt: str, tokenizer: Tokenizer | None, config: EngineConfig) -> 
     if tokenizer is None:
         raise UsageMistake(f"{config.folder} has no tokenizer; give --prompt-ids instead of --prompt")
     try:
-        ids = tuple(tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt))
+        ids = tuple(tokenizer.encode(read_stdin() if prompt == "-" else prompt))
     except ValueError as error:
         raise UsageMistake(f"--prompt: {error}") from None
     if not ids:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import FAILURE, CommandFailure, reported, result_stream
+from deploy.cli.console import FAILURE, CommandFailure, check_interrupt, reported, result_stream
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,6 +58,7 @@ def selftest(
             },
         )
         engine = settings.engine.model_copy(update={"selftest": True, "selftest_buckets": "all"})
+        check_interrupt()
         asyncio.run(_selftest(engine, json_output, quiet))
 
 

@@ -99,3 +99,17 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         app.launch(config, lambda line: None)
     assert calls == ["handed over", *([] if there else [f"deleted {app.APPLICATION}"]), "left"]
+
+
+def test_a_signal_whose_interrupt_an_import_dropped_stops_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    running = SimpleNamespace(url="http://", news=list, stop=lambda say: did.append("stop"))
+
+    def launch(*_: object) -> SimpleNamespace:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        return running
+
+    monkeypatch.setattr(app, "launch", launch)
+    app.start(ServeConfig.model_validate({"engine": {"model": "demo"}}), lambda line: None)
+    assert did == ["stop"]
