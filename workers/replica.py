@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from kernels.page import PAGE_TOKENS
+from kernels.page import PAGE_TOKENS, pages_for
 from workers.batch import LatentCache
 from workers.config import EngineConfig
 from workers.environment import visible_gpus
@@ -103,7 +103,8 @@ class Replica:
 
         def runner(pages: int, context: int) -> Runner:
             cache = LatentCache.allocate(layers, pages, PAGE_TOKENS, model.cache_width, dtype, device)
-            pages_per_row = max_pages_per_row(context, width)
+            # At the end of the context a step still looks up where the entry behind its own would lie.
+            pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
             return Runner(model, cache, config.max_rows, width, pages_per_row, config.token_budget, group)
 
         graph_bytes = 0

@@ -59,6 +59,20 @@ def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(folder: Path, wi
         assert got == expected(folder, prompt, 40)
 
 
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize(("context", "pages"), [(64, 60), (65, 60), (66, 60), (128, 60), (129, 60), (160, 3)])
+def test_requests_that_fill_the_context(folder: Path, width: int, context: int, pages: int) -> None:
+    """On every side of a page's end; the smallest pool shortens the context itself."""
+    made = engine(folder, width=width, max_context=context, cache_pages=pages, max_rows=3, token_budget=200)
+    most = made.scheduler.config.max_context
+    prompts = [random_prompts(1, 1, seed)[0] * (most - count) for seed, count in enumerate((1, 2, 30))]
+    for name, prompt in enumerate(prompts):
+        made.add(str(name), prompt, greedy(most - len(prompt)))
+    done = made.run()
+    for name, prompt in enumerate(prompts):
+        assert done[str(name)].tokens == expected(folder, prompt, most - len(prompt))
+
+
 def test_drafts_prefix_hits_and_preemptions_change_no_greedy_token(folder: Path) -> None:
     shared = random_prompts(1, 1, seed=8)[0] + random_prompts(1, 300, seed=9)[0][:140]
     prompts = [shared + tail if i % 3 == 0 else tail for i, tail in enumerate(random_prompts(100, 90, seed=10))]
