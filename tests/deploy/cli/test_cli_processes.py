@@ -117,6 +117,7 @@ def test_an_interrupt_while_the_prompt_is_awaited_ends_everything():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the tests may run in a background
     )
     deadline = time.monotonic() + 60
     # Besides the command and its scheduler and rank there is Python's resource tracker.
