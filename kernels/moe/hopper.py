@@ -26,8 +26,9 @@ stage they multiply and the one before it, so STAGES - 2 more can always be fill
 reported full; the last ones at the end. An announcement's slot is written again STAGES + 1 items later: as an item has
 at least one stage, the item that stood there has been handed back, so it has been read.
 
-On one H200 these are faster than Triton's by about a tenth at 1024 tokens of DeepSeek-V2-Lite and more, slower by as
-much at 256 (bench/moe.py prints both side by side): `schedule.tiling` takes them in place of Triton's tallest tiles.
+On one H200 these are faster than Triton's by about a tenth at 1024 tokens of DeepSeek-V2-Lite and more, slower by 5
+hundredths at 256 (bench/moe.py prints both side by side): `schedule.tiling` takes them in place of Triton's tallest
+tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
