@@ -1,7 +1,8 @@
 """The one channel of a replica: ZeroMQ sockets between its front, its scheduler and its workers.
 
-All processes on one node talk over ipc, else over tcp. The scheduler binds, everyone else connects, so a process that
-starts late or dies cannot block another. Messages are msgpack of `workers.messages`; nothing received is ever executed.
+All processes on one node talk over ipc, in a folder that only its owner enters; else over tcp, with keys that both ends
+must have (`workers.curve`). The scheduler binds, everyone else connects, so a process that starts late or dies cannot
+block another. Messages are msgpack of `workers.messages`; nothing received is ever executed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from workers.curve import ClientKeys, Guard
 from workers.messages import Figures, Heartbeat
 from workers.ports import socket_folder
 
@@ -43,6 +45,8 @@ class Addresses(msgspec.Struct, frozen=True):
     """Workers -> scheduler."""
     pulse: str
     """Scheduler -> workers, published: it lives."""
+    keys: ClientKeys | None = None
+    """What the scheduler asks of those who connect over tcp."""
 
     @property
     def folder(self) -> Path | None:
@@ -104,9 +108,17 @@ class Receiver:
         self.socket.close(linger=0)
 
 
-def _socket(kind: int) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+def _socket(kind: int, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
     socket.set_hwm(0)
+    return socket
+
+
+def _connected(kind: int, address: str, keys: ClientKeys | None) -> zmq.Socket[bytes]:
+    socket = _socket(kind)
+    if keys is not None:
+        keys.guard(socket)
+    socket.connect(address)
     return socket
 
 
@@ -124,18 +136,14 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encode(message)
 
 
-def connect_sender(address: str) -> Sender:
-    """A sender to a bound address."""
-    socket = _socket(zmq.PUSH)
-    socket.connect(address)
-    return Sender(socket)
+def connect_sender(address: str, keys: ClientKeys | None) -> Sender:
+    """A sender to a bound address. `keys`: those of the `Addresses` that it is one of."""
+    return Sender(_connected(zmq.PUSH, address, keys))
 
 
-def connect_receiver(address: str, kind: Any) -> Receiver:
-    """A receiver of messages of `kind` from a bound address."""
-    socket = _socket(zmq.PULL)
-    socket.connect(address)
-    return Receiver(socket, kind)
+def connect_receiver(address: str, kind: Any, keys: ClientKeys | None) -> Receiver:
+    """A receiver of messages of `kind` from a bound address. `keys`: those of the `Addresses` that it is one of."""
+    return Receiver(_connected(zmq.PULL, address, keys), kind)
 
 
 def remove_sockets(addresses: Addresses) -> None:
@@ -148,18 +156,22 @@ class Binding:
     """The scheduler's end of every socket, bound to addresses nobody else uses."""
 
     def __init__(self, ranks: int, host: str | None, to_scheduler: Any, from_worker: Any) -> None:
-        """`host` None: ipc in a fresh folder of this node; otherwise tcp on free ports of that ip address."""
+        """`host` None: ipc in a fresh folder of this node; otherwise tcp on free ports of that ip address, of no other
+        interface, for those who were given `addresses`."""
         self._folder = None if host else socket_folder(below=len("/12345678"))
         self._host = host
-        requests, outputs, results = _socket(zmq.PULL), _socket(zmq.PUSH), _socket(zmq.PULL)
-        pulse = _socket(zmq.PUB)
-        plans = [_socket(zmq.PUSH) for _ in range(ranks)]
+        self._guard = Guard() if host else None
+        context = self._guard.context if self._guard else None
+        requests, outputs, results = (_socket(kind, context) for kind in (zmq.PULL, zmq.PUSH, zmq.PULL))
+        pulse = _socket(zmq.PUB, context)
+        plans = [_socket(zmq.PUSH, context) for _ in range(ranks)]
         self.addresses = Addresses(
             requests=self._bind(requests),
             outputs=self._bind(outputs),
             plans=tuple(self._bind(socket) for socket in plans),
             results=self._bind(results),
             pulse=self._bind(pulse),
+            keys=self._guard.keys if self._guard else None,
         )
         self.requests = Receiver(requests, to_scheduler)
         self.results = Receiver(results, from_worker)
@@ -168,8 +180,10 @@ class Binding:
         self.plans = [Sender(socket, f"rank {rank}") for rank, socket in enumerate(plans)]
 
     def _bind(self, socket: zmq.Socket[bytes]) -> str:
-        if self._folder is None:
+        if self._guard is not None:
+            self._guard.guard(socket)
             return f"tcp://{self._host}:{socket.bind_to_random_port(f'tcp://{self._host}')}"
+        assert self._folder is not None
         address = f"ipc://{self._folder / uuid.uuid4().hex[:8]}"
         socket.bind(address)
         return address
@@ -180,6 +194,8 @@ class Binding:
             sender.close()
         self.requests.close()
         self.results.close()
+        if self._guard is not None:
+            self._guard.close()
         remove_sockets(self.addresses)
 
 
@@ -198,10 +214,9 @@ class HeartbeatThread:
         self._thread.start()
 
     def _beat(self) -> None:
-        sender = connect_sender(self._addresses.results)
-        socket = _socket(zmq.SUB)
+        sender = connect_sender(self._addresses.results, self._addresses.keys)
+        socket = _connected(zmq.SUB, self._addresses.pulse, self._addresses.keys)
         socket.subscribe(b"")
-        socket.connect(self._addresses.pulse)
         pulse = Receiver(socket, Heartbeat)
         heard: float | None = None
         while not self._stop.is_set():

@@ -41,8 +41,8 @@ class EngineClient:
     def __init__(self, config: EngineConfig, addresses: Addresses, name: str) -> None:
         """Connects in the running event loop; `ready` tells when the replica can serve."""
         self._config, self._name = config, name
-        self._requests = connect_sender(addresses.requests)
-        self._outputs = connect_receiver(addresses.outputs, ToFront)
+        self._requests = connect_sender(addresses.requests, addresses.keys)
+        self._outputs = connect_receiver(addresses.outputs, ToFront, addresses.keys)
         self._streams: dict[str, OutputMailbox] = {}
         self._ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         self._heard = time.monotonic()

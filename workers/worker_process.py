@@ -97,8 +97,8 @@ def run_worker(
 
     `rendezvous` is a torch.distributed URL (tcp://host:port) all ranks share; unused with one rank.
     """
-    results = connect_sender(addresses.results)
-    plans = connect_receiver(addresses.plans[rank], ToWorker)
+    results = connect_sender(addresses.results, addresses.keys)
+    plans = connect_receiver(addresses.plans[rank], ToWorker, addresses.keys)
     heartbeat = HeartbeatThread(addresses, rank, silence_s=2 * config.heartbeat_timeout_s)
     device: torch.device | None = None
     runner: Runner | None = None

@@ -4,9 +4,10 @@ A decode row feeds its last token and X drafts, and the target model's token is 
 positions. Draft i stands if all drafts before it do and it equals the target token at its position, the token that
 would have been sampled there without drafts. The row emits its target tokens 0 ... accepted.
 
-This is rejection sampling with a point mass as the proposal: a draft d is kept with the probability p(d) that the
-target gives it, and what replaces it is distributed as p without d (Leviathan, Kalman, Matias, arXiv:2211.17192, with
-q = 1 at d), so the emitted tokens follow p whatever was drafted.
+Noise is a function of the position alone, so the emitted tokens follow the target's distribution p whatever was
+drafted. A draft that is sampled with the same noise from q agrees with probability (1 - d) / (1 + d) or more, where d
+is the total variation distance of p and q: a Gumbel coupling (Daliri, Musco, Suresh, arXiv:2408.07978), not rejection
+sampling.
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
+import pickle
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 
 from workers.channel import Binding, HeartbeatThread, PeerGone, Receiver, connect_receiver, connect_sender, encode
+from workers.curve import ClientKeys
 from workers.messages import (
     Cancel,
     FromWorker,
@@ -27,9 +31,10 @@ from workers.ports import free_port
 def test_messages_reach_every_end(host: str | None) -> None:
     binding = Binding(2, host, ToScheduler, FromWorker)
     addresses = binding.addresses
-    front, outputs = connect_sender(addresses.requests), connect_receiver(addresses.outputs, ToFront)
-    ranks = [connect_receiver(address, ToWorker) for address in addresses.plans]
-    results = connect_sender(addresses.results)
+    keys = addresses.keys
+    front, outputs = connect_sender(addresses.requests, keys), connect_receiver(addresses.outputs, ToFront, keys)
+    ranks = [connect_receiver(address, ToWorker, addresses.keys) for address in addresses.plans]
+    results = connect_sender(addresses.results, addresses.keys)
     try:
         front.send(Cancel("a"))
         assert binding.requests.receive(5000) == Cancel("a")
@@ -55,11 +60,78 @@ def test_messages_reach_every_end(host: str | None) -> None:
         assert not Path(addresses.requests.removeprefix("ipc://")).parent.exists()
 
 
+def stranger(kind: int, address: str, keys: ClientKeys | None) -> zmq.Socket[bytes]:
+    """Somebody who reaches the port, with keys of its own making or none."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    if keys is not None:
+        keys.guard(socket)
+    socket.connect(address)
+    return socket
+
+
+def wrong_keys(right: ClientKeys) -> list[ClientKeys | None]:
+    """None at all; a client's pair that nobody handed out; the right pair for another server."""
+    public, secret = zmq.curve_keypair()
+    return [None, ClientKeys(right.server, public, secret), ClientKeys(public, right.public, right.secret)]
+
+
+def test_over_tcp_only_those_who_were_given_the_keys_send_or_receive() -> None:
+    binding = Binding(1, "127.0.0.1", ToScheduler, FromWorker)
+    addresses = binding.addresses
+    assert addresses.keys is not None
+    strangers = []
+    for keys in wrong_keys(addresses.keys):
+        pull = stranger(zmq.PULL, addresses.plans[0], keys)
+        push = stranger(zmq.PUSH, addresses.requests, keys)
+        with suppress(zmq.Again):
+            push.send(encode(Cancel("stray")), zmq.NOBLOCK)
+        strangers += [pull, push]
+    time.sleep(0.3)  # strangers have had the time to be first
+    front = connect_sender(addresses.requests, addresses.keys)
+    rank = connect_receiver(addresses.plans[0], ToWorker, addresses.keys)
+    try:
+        plans = [StepPlan(step, 2, 1, (0,)) for step in range(20)]
+        for plan in plans:
+            binding.plans[0].send(plan)
+        assert [rank.receive(5000) for _ in plans] == plans
+        front.send(Cancel("ours"))
+        assert binding.requests.receive(5000) == Cancel("ours")
+        assert binding.requests.receive(200) is None
+        assert not any(socket.poll(0) for socket in strangers[::2])
+    finally:
+        for socket in strangers:
+            socket.close(linger=0)
+        front.close()
+        rank.close()
+        binding.close()
+
+
+def test_keys_are_not_printed_and_travel() -> None:
+    binding = Binding(1, "127.0.0.1", ToScheduler, FromWorker)
+    try:
+        keys = binding.addresses.keys
+        assert keys is not None
+        assert not any(key.decode() in repr(binding.addresses) for key in (keys.server, keys.public, keys.secret))
+        assert pickle.loads(pickle.dumps(binding.addresses)) == binding.addresses
+    finally:
+        binding.close()
+
+
+def test_over_tcp_only_the_address_that_was_named_listens() -> None:
+    before = set(psutil.Process().net_connections("inet"))
+    binding = Binding(2, "127.0.0.2", ToScheduler, FromWorker)
+    try:
+        listening = [one.laddr.ip for one in set(psutil.Process().net_connections("inet")) - before]
+        assert listening == ["127.0.0.2"] * 6
+    finally:
+        binding.close()
+
+
 LAST_WORDS = """
 import os, sys
 from workers.channel import connect_sender, last_words_have_left
 from workers.messages import Cancel
-sender = connect_sender(sys.argv[1])
+sender = connect_sender(sys.argv[1], None)
 sender.send(Cancel("a"))
 sender.close(linger_ms=20_000)
 print("sent", flush=True)
@@ -86,7 +158,7 @@ def test_a_process_that_ends_at_once_has_been_heard() -> None:
 
 def test_order_is_kept_and_nothing_is_dropped() -> None:
     binding = Binding(1, None, ToScheduler, FromWorker)
-    sender = connect_sender(binding.addresses.requests)
+    sender = connect_sender(binding.addresses.requests, None)
     try:
         for index in range(5000):
             sender.send(Cancel(str(index)))
@@ -100,7 +172,7 @@ def test_order_is_kept_and_nothing_is_dropped() -> None:
 @pytest.mark.alone
 def test_a_peer_that_left_is_an_error_at_once() -> None:
     binding = Binding(2, None, ToScheduler, FromWorker)
-    rank = connect_receiver(binding.addresses.plans[0], ToWorker)
+    rank = connect_receiver(binding.addresses.plans[0], ToWorker, None)
     binding.plans[0].send(Shutdown())
     assert rank.receive(5000) == Shutdown()
     rank.close()
@@ -124,7 +196,7 @@ def test_a_peer_that_left_is_an_error_at_once() -> None:
 def test_the_first_message_waits_for_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.channel.CONNECT_TIMEOUT_S", 0.5)
     binding = Binding(2, None, ToScheduler, FromWorker)
-    connecting = threading.Timer(0.2, lambda: late.append(connect_receiver(binding.addresses.plans[0], ToWorker)))
+    connecting = threading.Timer(0.2, lambda: late.append(connect_receiver(binding.addresses.plans[0], ToWorker, None)))
     late: list[Receiver] = []
     connecting.start()
     try:

@@ -23,13 +23,13 @@ class World:
 
     def __init__(self, process: SchedulerProcess, ranks: int) -> None:
         addresses = process.addresses
-        self.requests = connect_sender(addresses.requests)
-        self.outputs = connect_receiver(addresses.outputs, ToFront)
-        self.results = connect_sender(addresses.results)
-        self.plans = [connect_receiver(address, ToWorker) for address in addresses.plans]
+        self.requests = connect_sender(addresses.requests, addresses.keys)
+        self.outputs = connect_receiver(addresses.outputs, ToFront, addresses.keys)
+        self.results = connect_sender(addresses.results, addresses.keys)
+        self.plans = [connect_receiver(address, ToWorker, addresses.keys) for address in addresses.plans]
         self.silent: set[int] = set()
         self._ended = threading.Event()
-        beating = connect_sender(addresses.results)
+        beating = connect_sender(addresses.results, addresses.keys)
 
         def beat() -> None:
             while not self._ended.wait(0.05):
