@@ -81,11 +81,11 @@ class Habits:
     """What the clients do; `seen` counts the answers by status."""
 
     def __init__(self, url: str, model: str = "demo", seed: int = 1) -> None:
-        self._url, self._model, self._draw, self.seen = url, model, Random(seed), Counter[str]()
+        self._url, self._model, self.draw, self.seen = url, model, Random(seed), Counter[str]()
 
     def _ask(self, most: int, **more: object) -> tuple[bytes, int, int]:
         """A streamed request, drawn but for `more`; its choices and the tokens of its prompt."""
-        draw = self._draw
+        draw = self.draw
         # Of three beginnings, so that pages are shared, evicted and computed again.
         start, length, n = draw.randrange(3), draw.choice([1, 63, 64, 65, 300]), draw.choice([1, 1, 3])
         body: dict[str, Any] = {
@@ -116,8 +116,8 @@ class Habits:
         visitor.say(request)
         status, body = await visitor.answer()
         self.seen[str(status)] += 1
-        error = json.loads(body)["error"]
         assert status in expected or status in BUSY, (status, body[:300])
+        error = json.loads(body)["error"]
         assert error["message"]
         assert error["code"] != "no_replica"
         visitor.leave(True)
@@ -137,7 +137,7 @@ class Habits:
     async def reads_to_the_end(self) -> None:
         """As one should; up to three requests one behind the other on one connection."""
         visitor = await Visitor.come(self._url)
-        asks = [self._ask(160) for _ in range(self._draw.choice([1, 3]))]
+        asks = [self._ask(160) for _ in range(self.draw.choice([1, 3]))]
         visitor.say(b"".join(request for request, *_ in asks))
         for _, choices, prompt in asks:
             await self._read(visitor, choices, prompt)
@@ -147,35 +147,35 @@ class Habits:
         """Asks, and goes at some moment."""
         visitor = await Visitor.come(self._url)
         visitor.say(self._ask(400)[0])
-        await asyncio.sleep(self._draw.choice([0.0, 0.01, 0.3, 1.0]))
-        visitor.leave(self._draw.random() < 0.5)
+        await asyncio.sleep(self.draw.choice([0.0, 0.01, 0.3, 1.0]))
+        visitor.leave(self.draw.random() < 0.5)
 
     async def leaves_in_the_middle_of_its_body(self) -> None:
         """Sends a part of a request."""
         visitor = await Visitor.come(self._url)
         request = self._ask(100)[0]
-        visitor.say(request[: self._draw.randrange(1, len(request))])
-        await asyncio.sleep(self._draw.random())
-        visitor.leave(self._draw.random() < 0.5)
+        visitor.say(request[: self.draw.randrange(1, len(request))])
+        await asyncio.sleep(self.draw.random())
+        visitor.leave(self.draw.random() < 0.5)
 
     async def stops_reading_for_a_while(self) -> None:
         """With a small receive buffer, so that the answer piles up on the other side."""
         visitor = await Visitor.come(self._url, receive_buffer=2048)
         request, choices, prompt = self._ask(160)
         visitor.say(request)
-        await asyncio.sleep(self._draw.random())
+        await asyncio.sleep(self.draw.random())
         await self._read(visitor, choices, prompt)
         visitor.leave(False)
 
     async def talks_nonsense(self) -> None:
         """Bodies that are no request."""
         await self._refused(
-            post(self._draw.choice([b"{", b"\xff", b'{"model": "demo", "prompt": [-1]}', b"[" * 10_000])), 400
+            post(self.draw.choice([b"{", b"\xff", b'{"model": "demo", "prompt": [-1]}', b"[" * 10_000])), 400
         )
 
     async def mixes_samplers(self) -> None:
         """Every feature of sampling in one batch with everybody else's."""
-        draw = self._draw
+        draw = self.draw
         sampler: dict[str, object] = draw.choice(
             [
                 {"temperature": 0.8, "seed": draw.randrange(99)},
@@ -193,13 +193,13 @@ class Habits:
 
     async def asks_for_much(self, prompt: int, choices: int) -> None:
         """One prompt of `prompt` tokens for `choices` choices of four tokens."""
-        start = self._draw.randrange(4000)
+        start = self.draw.randrange(4000)
         tokens = [10 + (start + position * 37) % 4000 for position in range(prompt)]
         visitor = await Visitor.come(self._url)
         request, choices, prompt = self._ask(2, prompt=tokens, n=choices, max_tokens=4, ignore_eos=True, stop=[])
         visitor.say(request)
-        if self._draw.random() < 0.3:  # and some do not wait for it
-            await asyncio.sleep(self._draw.random() * 3)
+        if self.draw.random() < 0.3:  # and some do not wait for it
+            await asyncio.sleep(self.draw.random() * 3)
         else:
             await self._read(visitor, choices, prompt)
         visitor.leave(False)
@@ -207,7 +207,7 @@ class Habits:
     async def sends_bodies_of_many_parts(self) -> None:
         """A few megabytes of keys, stop strings or biases."""
         chat: dict[str, Any] = {"model": self._model, "messages": [{"role": "user", "content": "hello"}]}
-        many = self._draw.choice(
+        many = self.draw.choice(
             [
                 {**chat, "chat_template_kwargs": {f"key{i}": i for i in range(300_000)}},
                 {**chat, "stop": ["x"] * 1_000_000},
@@ -241,4 +241,4 @@ class Habits:
         for byte in b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n":
             visitor.say(bytes([byte]))
             await asyncio.sleep(0.02)
-        visitor.leave(self._draw.random() < 0.5)
+        visitor.leave(self.draw.random() < 0.5)
