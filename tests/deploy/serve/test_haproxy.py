@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -54,7 +55,11 @@ def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     api = HAProxyApi(config, {backend.name: backend}, str(tmp_path / "node" / "haproxy.cfg"))
     api._generate_config_file_internal()
-    return tmp_path / "node" / "haproxy.cfg"
+    file = tmp_path / "node" / "haproxy.cfg"
+    # Without this a check that comes so often has to be answered as fast.
+    file.write_text(re.sub(r"^defaults$", "defaults\n    timeout check 5s", file.read_text(), count=1, flags=re.M))
+    assert "timeout check" in file.read_text()
+    return file
 
 
 @pytest.fixture
