@@ -67,11 +67,10 @@ class SampledRows:
             window_N += self.window_N
         if self.by_slot:
             return slot_N, position_N, self.draft[slot_N], window_N
-        if width == 1:
-            return slot_N, position_N, self.draft, window_N
-        others_FX = self.draft.new_zeros(self.slot_R.shape[0] - decode, self.draft.shape[1])
-        draft_NX = torch.cat((self.draft[:decode].repeat_interleave(width, dim=0), others_FX))
-        return slot_N, position_N, draft_NX, window_N
+        # Rows behind those that feed drafts have none, and are there to be indexed all the same, even with no columns.
+        draft_NX = self.draft if width == 1 else self.draft.repeat_interleave(width, dim=0)
+        others_FX = self.draft.new_zeros(slot_N.shape[0] - draft_NX.shape[0], self.draft.shape[1])
+        return slot_N, position_N, torch.cat((draft_NX, others_FX)), window_N
 
 
 @dataclass(frozen=True)
