@@ -105,8 +105,8 @@ def body(tokens: int) -> bytes:
         "stream": True,
     }
     raw = json.dumps(payload).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
-    return head.encode() + raw
+    lines = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+    return "\r\n".join((*lines, f"Content-Length: {len(raw)}", "", "")).encode() + raw
 
 
 class Stream(asyncio.Protocol):

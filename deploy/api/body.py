@@ -14,13 +14,20 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
+from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError, invalid
+from deploy.api.scan import SLICE, JsonScanner
+from deploy.memory import Account
 
 Model = TypeVar("Model", bound=BaseModel)
 
 DRAIN_S = 1.0
 """Seconds for which the rest of a body that is too large is read and thrown away, so that a client that only reads once
 it has written sees the answer instead of a reset connection."""
+
+
+UNCOUNTED = 64 * 1024
+"""Bytes of a body that need no room in the memory for large ones, so that ordinary requests always come in."""
 
 
 class ClientDisconnected(Exception):
@@ -39,15 +46,45 @@ class BodyTooLarge(ApiError):
         )
 
 
-async def read_body(request: HttpRequest, limit: int) -> bytes:
-    """The whole body; BodyTooLarge as soon as it is known to exceed `limit` bytes."""
+class NoMemory(ApiError):
+    """503: the bodies of others take all the memory there is for them."""
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__(
+            503,
+            "other large requests take all the memory that this server has for request bodies; try again later",
+            kind="server_error",
+            code="server_overloaded",
+            headers={"Retry-After": str(retry_after_s), "Connection": "close"},
+        )
+
+
+def check_type(request: HttpRequest) -> None:
+    """415 for a body that is not said to be plain JSON. Browsers let any page send text to any server, but ask the
+    server first before they send this type."""
     if request.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         raise ApiError(415, "compressed request bodies are not supported", code="unsupported_encoding")
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        found = f"not {kind[:64]!r}" if kind else "and this one has none"
+        raise ApiError(
+            415,
+            f"a request body needs the header Content-Type: application/json, {found}",
+            code="unsupported_content_type",
+        )
+
+
+async def read_body(request: HttpRequest, config: ApiConfig, account: Account) -> bytes:
+    """The whole body, which `account` holds. BodyTooLarge as soon as it is known to exceed `max_body_bytes`; 400 as
+    soon as it is known to hold more values than one may; 503 where there is no memory for it."""
+    check_type(request)
+    limit = config.max_body_bytes
     declared = request.headers.get("content-length", "")
     if re.fullmatch(r"\d+", declared) and int(declared[:20]) > limit:
         if "expect" not in request.headers:
             await drain(request.receive, limit)
         raise BodyTooLarge(limit)
+    scanner = JsonScanner(config)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -55,14 +92,30 @@ async def read_body(request: HttpRequest, limit: int) -> bytes:
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         part = message.get("body", b"")
+        more = message.get("more_body", False)
         size += len(part)
-        if size > limit:
+        try:
+            if size > limit:
+                raise BodyTooLarge(limit)
+            if size > UNCOUNTED and not account.grow(size):
+                raise NoMemory(config.retry_after_s)
+            await _scan(scanner, part)
+        except ApiError as error:
             parts.clear()
-            await drain(request.receive, limit)
-            raise BodyTooLarge(limit)
+            if more:
+                await drain(request.receive, limit)
+                error.headers["Connection"] = "close"
+            raise
         parts.append(part)
-        if not message.get("more_body", False):
+        if not more:
             return b"".join(parts)
+
+
+async def _scan(scanner: JsonScanner, part: bytes) -> None:
+    for begin in range(0, len(part), SLICE):
+        if begin:
+            await asyncio.sleep(0)  # the event loop is others', too
+        scanner.feed(part[begin : begin + SLICE])
 
 
 async def drain(receive: Receive, limit: int) -> None:
@@ -120,9 +173,3 @@ def validate(model: type[Model], value: Mapping[str, Any]) -> Model:
         text = first["msg"].removeprefix("Value error, ")
         text = text[:1].lower() + text[1:]
         raise invalid(f"{param}: {text}" if param else text, param, code) from None
-
-
-async def read_request(request: HttpRequest, model: type[Model], limit: int) -> tuple[Model, dict[str, Any]]:
-    """Body, JSON and fields in one: the validated request and the raw object it came from."""
-    raw = parse_object(await read_body(request, limit))
-    return validate(model, raw), raw

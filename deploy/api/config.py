@@ -19,6 +19,17 @@ class ApiConfig(BaseModel):
     open."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
     """Largest request body, bytes; larger ones are answered 413 without being kept."""
+    max_held_bytes: int = Field(default=256 * 1024 * 1024, gt=0)
+    """Bytes of large request bodies (more than 64 KiB) that are held at one time, until their prompts are tokenized;
+    what comes on top is answered 503. One of `max_body_bytes` always fits."""
+    max_json_depth: int = Field(default=1000, gt=0, le=1000)
+    """Most arrays and objects of a body that lie in each other."""
+    max_json_keys: int = Field(default=65_536, gt=0)
+    """Most names of fields in all objects of a body."""
+    max_json_items: int = Field(default=131_072, gt=0)
+    """Most values of a body that are strings, arrays or objects."""
+    max_json_values: int = Field(default=1_200_000, gt=0)
+    """Most values of a body of any kind. They are mostly token ids: this is more than a context of a million."""
     default_max_tokens: int | None = Field(default=None, gt=0)
     """Tokens to generate when a request does not say. None: 16 for completions (as OpenAI), what is left of the context
     for chats."""

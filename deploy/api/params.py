@@ -13,7 +13,7 @@ import msgspec
 from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError, invalid, unsupported
 from deploy.api.protocol import ChatBody, CompletionBody, GenerationBody
-from deploy.text.tokenizer import Tokenizer
+from deploy.text.tokenizer import Tokenizer, TooManyTokens
 from workers.engine import ModelInfo
 from workers.plan import SamplingParams
 
@@ -21,6 +21,8 @@ SEED_MASK = 2**63 - 1
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing logits by it would overflow."""
 DEFAULT_COMPLETION_TOKENS = 16
+TEXT_TOKENS = 2**20
+"""Most tokens of a text that are counted, if the context is not half as long."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,11 @@ def too_long(prompt: int, generated: int, info: ModelInfo, param: str, at_least:
     return invalid(message, param, "context_length_exceeded")
 
 
+def most_tokens(info: ModelInfo) -> int:
+    """Tokens of a text beyond which it is not encoded: no model could read it."""
+    return max(TEXT_TOKENS, 2 * info.max_context)
+
+
 async def encode(
     texts: Sequence[str], add_special_tokens: bool, tokenizer: Tokenizer, info: ModelInfo, param: str
 ) -> list[tuple[int, ...]]:
@@ -129,7 +136,11 @@ async def encode(
     floor = max((len(text) for text in texts), default=0) // tokenizer.longest_token
     if floor >= info.max_context:
         raise too_long(floor, 1, info, param, at_least=True)
-    prompts = await tokenizer.encode_all_async(texts, add_special_tokens)
+    most = most_tokens(info)
+    try:
+        prompts = await tokenizer.encode_all_async(texts, add_special_tokens, most)
+    except TooManyTokens:
+        raise too_long(most, 1, info, param, at_least=True) from None
     if not all(prompts):
         raise invalid(f"{param}: no token is left of it", param, "empty_prompt")
     return [tuple(ids) for ids in prompts]

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from deploy.api.errors import unsupported
+from workers.plan import MAX_LOGIT_BIAS
 
 INT63: Final = 2**63
 ROLES: Final = ("system", "developer", "user", "assistant")
 MOST_MESSAGES: Final = 8192
-"""Of a chat. Each is looked at in the event loop, and a body has room for hundreds of thousands of empty ones."""
+"""Of a chat. Each is looked at by itself, and a body has room for hundreds of thousands of empty ones."""
+MOST_TEMPLATE_VARIABLES: Final = 256
+"""Of a chat. The template's engine handles each by itself, several times."""
 
 
 class Body(BaseModel):
@@ -33,6 +36,17 @@ class Body(BaseModel):
         if isinstance(value, Mapping):
             return {name: item for name, item in value.items() if item is not None}
         return value
+
+
+def _at_most(most: int, what: str) -> Callable[[Any], Any]:
+    """A check that comes before every entry is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"at most {most} {what} are allowed, not {len(value)}")
+        return value
+
+    return check
 
 
 def _one_or_many(value: Any) -> list[str]:
@@ -82,7 +96,9 @@ class GenerationBody(Body):
     seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_at_most(MAX_LOGIT_BIAS, "token ids"))] = Field(
+        default_factory=dict
+    )
     """Token id (as a string) to bias, -100 ... 100."""
     stop: Annotated[list[str], BeforeValidator(_one_or_many)] = Field(default_factory=list)
     stream: bool = False
@@ -94,7 +110,7 @@ class GenerationBody(Body):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=10.0)
     min_tokens: int = Field(default=0, ge=0)
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=256)
+    stop_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list, max_length=256)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -136,12 +152,14 @@ class Message(Body):
 class ChatTemplateFields(Body):
     """How messages become a prompt."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MOST_MESSAGES)
     add_generation_prompt: bool = True
     """End the prompt with what opens an assistant message."""
     continue_final_message: bool = False
     """Leave the last message open, for the model to go on with."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_at_most(MOST_TEMPLATE_VARIABLES, "variables"))] = (
+        Field(default_factory=dict)
+    )
     """Variables for the chat template."""
     add_special_tokens: bool = False
     """Add the begin-of-sequence id and the like once more; templates usually write them."""
@@ -176,7 +194,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast()]
 
 
 class ModelCard(BaseModel):

@@ -10,11 +10,20 @@ from fastapi import APIRouter, FastAPI
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from deploy.api.body import ClientDisconnected, parse_object, read_body, read_request, validate
+from deploy.api.body import ClientDisconnected, parse_object, validate
 from deploy.api.errors import ApiError, invalid
 from deploy.api.front import Front
 from deploy.api.generate import Generation, Stream, Whole
-from deploy.api.params import Prompt, build_job, check_ids, check_limits, encode, parse_prompts
+from deploy.api.intake import Incoming, Intake
+from deploy.api.params import (
+    Prompt,
+    build_job,
+    check_ids,
+    check_limits,
+    encode,
+    most_tokens,
+    parse_prompts,
+)
 from deploy.api.protocol import (
     Body,
     ChatBody,
@@ -30,8 +39,9 @@ from deploy.api.protocol import (
 )
 from deploy.api.render import ChatFormat, CompletionFormat
 from deploy.api.schema import body_schema
+from deploy.lane import Worker
 from deploy.metrics import CONTENT_TYPE
-from deploy.text.tokenizer import ChatTemplateError, Tokenizer
+from deploy.text.tokenizer import ChatTemplateError, Tokenizer, TooManyTokens
 from workers.engine import ModelInfo
 
 Asked = TypeVar("Asked", bound=GenerationBody)
@@ -42,6 +52,12 @@ GONE = 499
 
 def _json(value: Any) -> Response:
     return Response(orjson.dumps(value), media_type="application/json")
+
+
+def _tokens(ids: list[int], info: ModelInfo, tokenizer: Tokenizer | None) -> Response:
+    """The answer of /tokenize; with `tokenizer` it spells every token."""
+    strings = None if tokenizer is None else [tokenizer.token_string(token) for token in ids]
+    return _json({"count": len(ids), "max_model_len": info.max_context, "tokens": ids, "token_strs": strings})
 
 
 def _needs_tokenizer(front: Front, param: str, instead: str = "") -> Tokenizer:
@@ -74,14 +90,28 @@ def render_messages(front: Front, body: ChatTemplateFields) -> str:
         raise invalid(str(error), "messages") from None
 
 
-async def completion_prompts(front: Front, body: CompletionBody) -> list[Prompt]:
+def parse_generation(raw: bytes, kind: type[Asked]) -> Asked:
+    """The body of a generating endpoint; 400 for what is wrong with it."""
+    value = parse_object(raw)
+    body = validate(kind, value)
+    reject_unsupported(value)
+    return body
+
+
+def parse_tokenize(raw: bytes) -> TokenizeTextBody | TokenizeChatBody:
+    """The body of /tokenize, which comes in two kinds."""
+    value = parse_object(raw)
+    return validate(TokenizeChatBody, value) if "messages" in value else validate(TokenizeTextBody, value)
+
+
+async def completion_prompts(front: Front, body: CompletionBody, work: Worker) -> list[Prompt]:
     """The prompts of a completion request; 400 for what cannot be one."""
 
     def check_count(prompts: int) -> None:
         check_limits(body, front.tokenizer, front.config)
         front.check_size(prompts, body.n)
 
-    values = parse_prompts(body.prompt, check_count)
+    values = await work(parse_prompts, body.prompt, check_count)
     front.check_room(1)  # before the work of tokenizing; counted exactly when the job starts
     texts = [value for value in values if isinstance(value, str)]
     if not texts:
@@ -94,39 +124,41 @@ async def completion_prompts(front: Front, body: CompletionBody) -> list[Prompt]
 def build_router(front: Front) -> APIRouter:
     """All routes of a replica's front."""
     router = APIRouter()
-    limit = front.config.max_body_bytes
+    intake = Intake(front.config)
 
     def generation(kind: str, job_stream: bool, *args: Any) -> Generation:
         return Stream(front, kind, *args) if job_stream else Whole(front, kind, *args)
 
-    async def asked(request: HttpRequest, kind: type[Asked]) -> tuple[Asked, ModelInfo]:
+    async def asked(incoming: Incoming, kind: type[Asked]) -> tuple[Asked, ModelInfo]:
         """What a request wants generated, and the model that is to do it."""
-        front.authorize(request)
-        body, raw = await read_request(request, kind, limit)
-        reject_unsupported(raw)
+        body = await incoming.work(parse_generation, incoming.raw, kind)
         front.check_model(body.model)
         return body, front.info()
 
     async def completions(request: HttpRequest) -> Response:
         """Complete prompts."""
         arrival = time.perf_counter()
-        body, info = await asked(request, CompletionBody)
-        prompts = await completion_prompts(front, body)
-        job = build_job(body, prompts, info, front.tokenizer, front.config)
+        front.authorize(request)
+        async with intake.reading(request) as incoming:
+            body, info = await asked(incoming, CompletionBody)
+            prompts = await completion_prompts(front, body, incoming.work)
+            job = await incoming.work(build_job, body, prompts, info, front.tokenizer, front.config)
         form = CompletionFormat(job, front.tokenizer, request.scope["latentserve.request_id"])
         return generation("completions", job.stream, job, form, arrival)
 
     async def chat(request: HttpRequest) -> Response:
         """Answer a chat."""
         arrival = time.perf_counter()
-        body, info = await asked(request, ChatBody)
-        check_limits(body, front.tokenizer, front.config)
-        front.check_size(1, body.n)
-        front.check_room(1)
-        text = render_messages(front, body)
-        tokenizer = _needs_tokenizer(front, "messages")
-        [ids] = await encode([text], body.add_special_tokens, tokenizer, info, "messages")
-        job = build_job(body, [Prompt(ids, text)], info, tokenizer, front.config)
+        front.authorize(request)
+        async with intake.reading(request) as incoming:
+            body, info = await asked(incoming, ChatBody)
+            check_limits(body, front.tokenizer, front.config)
+            front.check_size(1, body.n)
+            front.check_room(1)
+            text = await incoming.work(render_messages, front, body)
+            tokenizer = _needs_tokenizer(front, "messages")
+            [ids] = await encode([text], body.add_special_tokens, tokenizer, info, "messages")
+            job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, front.config)
         form = ChatFormat(job, tokenizer, request.scope["latentserve.request_id"])
         return generation("chat", job.stream, job, form, arrival)
 
@@ -148,25 +180,31 @@ def build_router(front: Front) -> APIRouter:
     async def tokenize(request: HttpRequest) -> Response:
         """Token ids of a text or a chat."""
         front.authorize(request)
-        raw = parse_object(await read_body(request, limit))
-        body = validate(TokenizeChatBody if "messages" in raw else TokenizeTextBody, raw)
-        assert isinstance(body, TokenizeChatBody | TokenizeTextBody)
-        front.check_model(body.model)
-        info = front.info()
-        text = render_messages(front, body) if isinstance(body, TokenizeChatBody) else body.prompt
-        tokenizer = _needs_tokenizer(front, "prompt")
-        ids = await tokenizer.encode_async(text, body.add_special_tokens)
-        strings = [tokenizer.token_string(token) for token in ids] if body.return_token_strs else None
-        return _json({"count": len(ids), "max_model_len": info.max_context, "tokens": ids, "token_strs": strings})
+        async with intake.reading(request) as incoming:
+            body = await incoming.work(parse_tokenize, incoming.raw)
+            front.check_model(body.model)
+            info = front.info()
+            if isinstance(body, TokenizeChatBody):
+                param, text = "messages", await incoming.work(render_messages, front, body)
+            else:
+                param, text = "prompt", body.prompt
+            tokenizer, most = _needs_tokenizer(front, "prompt"), most_tokens(info)
+            try:
+                ids = await tokenizer.encode_async(text, body.add_special_tokens, most)
+            except TooManyTokens:
+                raise invalid(f"{param}: more than {most} tokens; send it in parts", param) from None
+            with_strings = tokenizer if body.return_token_strs else None
+            return await incoming.work(_tokens, ids, info, with_strings)
 
     async def detokenize(request: HttpRequest) -> Response:
         """Text of token ids."""
         front.authorize(request)
-        body, _ = await read_request(request, DetokenizeBody, limit)
-        front.check_model(body.model)
-        tokenizer = _needs_tokenizer(front, "tokens")
-        check_ids(body.tokens, front.info().vocab_size, "tokens")
-        return _json({"prompt": await tokenizer.decode_async(body.tokens, skip_special_tokens=False)})
+        async with intake.reading(request) as incoming:
+            body = await incoming.work(lambda raw: validate(DetokenizeBody, parse_object(raw)), incoming.raw)
+            front.check_model(body.model)
+            tokenizer = _needs_tokenizer(front, "tokens")
+            await incoming.work(check_ids, body.tokens, front.info().vocab_size, "tokens")
+            return _json({"prompt": await tokenizer.decode_async(body.tokens, skip_special_tokens=False)})
 
     async def health(request: HttpRequest) -> Response:
         """200 once a real token went through every rank; 503 with the first cause otherwise."""

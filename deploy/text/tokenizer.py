@@ -21,6 +21,9 @@ LONG_CHARS = 2**18
 """Texts longer than this are encoded one after another. While it is encoded a text takes up to 250 bytes a character:
 the longest of a few requests at once would be more memory than there is."""
 
+PIECE_CHARS = 2**16
+"""Texts that may have too many tokens are counted in pieces of this length."""
+
 RESERVED_TEMPLATE_NAMES = frozenset(
     (
         "conversation",
@@ -46,6 +49,10 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 
 class ChatTemplateError(Exception):
     """The messages do not fit the chat template, or there is none; the text says why."""
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than its reader wants to know of."""
 
 
 class Tokenizer:
@@ -116,16 +123,38 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`encode` that does not hold the event loop up over a long text."""
-        [ids] = await self.encode_all_async([text], add_special_tokens)
+    async def encode_async(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """`encode_all_async` of one text."""
+        [ids] = await self.encode_all_async([text], add_special_tokens, most)
         return ids
 
-    async def encode_all_async(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of several texts that does not hold the event loop up, be they long or many."""
+    def _check_length(self, text: str, most: int) -> None:
+        """TooManyTokens for a text of many more than `most` tokens, found without encoding it whole: that takes up to
+        250 bytes of memory a token, and time in which the interpreter stands still to give them back.
+
+        The pieces of a text have a few tokens more than the text: about one for each.
+        """
+        if len(text.encode()) <= most:  # a token is a byte or more
+            return
+        room = most + len(text) // PIECE_CHARS + 1
+        for begin in range(0, len(text), PIECE_CHARS):
+            room -= len(self.encode(text[begin : begin + PIECE_CHARS], add_special_tokens=False))
+            if room < 0:
+                raise TooManyTokens(most)
+
+    async def encode_all_async(
+        self, texts: Sequence[str], add_special_tokens: bool = True, most: int | None = None
+    ) -> list[list[int]]:
+        """`encode` of several texts that does not hold the event loop up, be they long or many. TooManyTokens where one
+        has more than about `most`."""
 
         def encode_all() -> list[list[int]]:
-            return [self.encode(text, add_special_tokens) for text in texts]
+            encoded = []
+            for text in texts:
+                if most is not None:
+                    self._check_length(text, most)
+                encoded.append(self.encode(text, add_special_tokens))
+            return encoded
 
         characters = sum(map(len, texts))
         if characters <= INLINE_CHARS:

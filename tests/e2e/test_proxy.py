@@ -36,7 +36,8 @@ async def test_the_same_application_serves(server: Server) -> None:
         )
         assert result.done
         assert result.text == whole.json()["choices"][0]["text"] != ""
-        wrong = await http.post(f"{server.url}/v1/completions", content=b"{")
+        kind = {"content-type": "application/json"}
+        wrong = await http.post(f"{server.url}/v1/completions", content=b"{", headers=kind)
         assert wrong.status_code == 400
         assert wrong.json()["error"]["code"] == "invalid_json"
 

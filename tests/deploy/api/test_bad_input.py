@@ -29,6 +29,7 @@ from workers.messages import EngineStats
 
 LIMIT = 64 * 1024
 ROOM = EngineStats(slots=10, queue_limit=6)
+JSON = {"content-type": "application/json"}
 BASE: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -49,7 +50,7 @@ def url(engine: FakeEngine) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=10) as client:
+    with httpx.Client(base_url=url, timeout=10, headers=JSON) as client:
         yield client
 
 
@@ -289,6 +290,29 @@ def test_huge_bodies(http: httpx.Client, url: str) -> None:
 def test_compressed_bodies(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
     check(answer, 415, None, "unsupported_encoding")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        None, "", "text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data",
+        "application/jsonp", "application/ld+json", "json", "application/json, text/plain", ";application/json", "*/*",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_bodies_that_are_not_said_to_be_json(url: str, engine: FakeEngine, path: str, kind: str | None) -> None:
+    """A page on another site may send any of these to a server on its visitor's machine, without asking first."""
+    engine.requests.clear()
+    body = json.dumps(CHAT if "chat" in path else {**BASE, "tokens": [5]})
+    answer = httpx.post(url + path, content=body, headers={} if kind is None else {"content-type": kind})
+    assert "Content-Type: application/json" in check(answer, 415, None, "unsupported_content_type")
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/json ;x=y"])
+def test_bodies_that_are_said_to_be_json(url: str, kind: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", content=json.dumps(BASE), headers={"content-type": kind})
+    assert answer.status_code == 200
 
 
 def test_api_keys(engine: FakeEngine) -> None:

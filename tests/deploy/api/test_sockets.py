@@ -19,11 +19,12 @@ from deploy.api.config import ApiConfig
 
 FOX = tiny().encode(" fox", add_special_tokens=False)[-1]
 LIMIT = 256 * 1024
+JSON = "Content-Type: application/json"
 
 
 def post(path: str, body: dict[str, object] | bytes, *headers: str) -> bytes:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(raw)}", *headers, "", ""]
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(raw)}", JSON, *headers, "", ""]
     return "\r\n".join(lines).encode() + raw
 
 

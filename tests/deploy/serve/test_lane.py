@@ -1,0 +1,100 @@
+"""Turns for work of different sizes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from deploy.lane import LARGE_AT_ONCE, MIDDLE, MIDDLE_AT_ONCE, SMALL, Lanes
+from deploy.memory import Budget
+
+
+async def test_smaller_work_never_waits_for_larger() -> None:
+    lanes, release = Lanes(), asyncio.Event()
+    inside: list[int] = []
+
+    async def hold(size: int) -> None:
+        async with lanes.turn(size):
+            inside.append(size)
+            await release.wait()
+
+    tasks = [asyncio.create_task(hold(MIDDLE + 1)) for _ in range(LARGE_AT_ONCE + 3)]
+    tasks += [asyncio.create_task(hold(MIDDLE)) for _ in range(MIDDLE_AT_ONCE + 3)]
+    tasks += [asyncio.create_task(hold(SMALL)) for _ in range(20)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert sorted(inside) == [SMALL] * 20 + [MIDDLE] * MIDDLE_AT_ONCE + [MIDDLE + 1] * LARGE_AT_ONCE
+    release.set()
+    await asyncio.gather(*tasks)
+    assert len(inside) == len(tasks)
+
+
+async def test_small_work_is_done_at_once_and_large_work_aside() -> None:
+    lanes, here = Lanes(), threading.get_ident()
+    for size, aside in ((SMALL, False), (SMALL + 1, True), (MIDDLE + 1, True)):
+        async with lanes.turn(size) as work:
+            assert (await work(threading.get_ident) != here) == aside
+            with pytest.raises(ZeroDivisionError):
+                await work(divmod, 1, 0)
+
+
+async def test_work_whose_caller_left_keeps_its_turn_until_its_thread_ends() -> None:
+    lanes, go = Lanes(), threading.Event()
+    order: list[str] = []
+
+    async def first() -> None:
+        async with lanes.turn(MIDDLE + 1) as work:
+            await work(go.wait)
+
+    async def second() -> None:
+        async with lanes.turn(MIDDLE + 1):
+            order.append("second")
+
+    leaving = asyncio.create_task(first())
+    await asyncio.sleep(0.02)
+    waiting = asyncio.create_task(second())
+    leaving.cancel()
+    await asyncio.sleep(0.02)
+    assert order == []
+    order.append("thread")
+    go.set()
+    with suppress(asyncio.CancelledError):
+        await leaving
+    await waiting
+    assert leaving.cancelled()
+    assert order == ["thread", "second"]
+
+
+async def test_the_event_loop_goes_on_meanwhile() -> None:
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            beats += 1
+            await asyncio.sleep(0)
+
+    heart = asyncio.create_task(beat())
+    async with Lanes().turn(MIDDLE + 1) as work:
+        await work(time.sleep, 0.05)
+    heart.cancel()
+    assert beats > 10
+
+
+def test_a_budget_is_shared_and_given_back() -> None:
+    budget = Budget(100)
+    with budget.account() as first:
+        assert first.grow(60)
+        assert first.grow(70)
+        with budget.account() as second:
+            assert not second.grow(31)
+            assert second.held == 0
+            assert second.grow(30)
+            assert not first.grow(71)
+            assert (first.held, budget.held) == (70, 100)
+        assert budget.held == 70
+    assert budget.held == 0
