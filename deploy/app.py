@@ -16,6 +16,7 @@ import httpx
 
 from deploy.config import ServeConfig
 from deploy.connection import CannotJoin, RayConnection, Say, cluster_to_join, port_problem
+from deploy.sessions import Sessions, Watch
 from workers.environment import check_environment
 from workers.ports import free_ports
 
@@ -29,6 +30,10 @@ ANSWER_PATIENCE_S = 5.0
 """Seconds that the entrance may take to find out about replicas that serve."""
 END_TIMEOUT_S = 30.0
 """Seconds beyond the drain times until a deleted application must be gone."""
+END_S = 12.0
+"""Seconds beyond the drain times until a Ray of our own must have ended, too."""
+SAME_S = 0.5
+"""Two SIGTERMs within are one: `timeout`, for example, signals the command it runs, then the group it is in."""
 
 
 def tell(line: str) -> None:
@@ -117,8 +122,11 @@ class Running:
             self._connection.close()
 
 
-def launch(config: ServeConfig, say: Say = tell, engine_class: type | None = None) -> Running:
-    """Bring the application up and return once `/health` answers 200. `say` gets lines about progress.
+def launch(
+    config: ServeConfig, say: Say = tell, engine_class: type | None = None, sessions: Sessions | None = None
+) -> Running:
+    """Bring the application up and return once `/health` answers 200. `say` gets lines about progress; a Ray of our own
+    runs in `sessions`.
 
     StartFailed with the first cause; nothing is left running then.
     """
@@ -129,7 +137,7 @@ def launch(config: ServeConfig, say: Say = tell, engine_class: type | None = Non
     if not cluster_to_join(config):
         _check_port(config)
     try:
-        connection = RayConnection(config, say)
+        connection = RayConnection(config, say, *([sessions] if sessions else []))
     except CannotJoin as error:
         raise StartFailed(str(error)) from None
     there_before = True
@@ -151,19 +159,30 @@ def launch(config: ServeConfig, say: Say = tell, engine_class: type | None = Non
 
 
 def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None) -> None:
-    """`launch`, wait for SIGINT or SIGTERM, `stop`. A second signal ends without draining."""
+    """`launch`, wait for SIGINT, SIGTERM or SIGHUP, `stop`. A second signal ends without draining. Where Ray was ended
+    as well, or does not end, this process exits within seconds, with code 0."""
     wanted = threading.Event()
     running: Running | None = None
+    sessions = Sessions()
+    watch = Watch(sessions, config.drain.deregister_s + config.drain.timeout_s + END_S, say)
+    first = 0.0
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal first
         again = wanted.is_set()
+        if again and number == signal.SIGTERM and time.monotonic() - first < SAME_S:
+            return
+        first = first or time.monotonic()
         wanted.set()  # first: an import may drop the exception, and then the application is stopped once it runs
         if running is None or again:
+            watch.hurry()
             raise KeyboardInterrupt
+        watch.stop()
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
     try:
-        running = launch(config, say, engine_class)
+        running = launch(config, say, engine_class, sessions)
         say(f"serving {config.model_name} at {running.url}/v1 (Ctrl-C stops)")
         try:
             while not wanted.wait(NEWS_PERIOD_S):
@@ -173,6 +192,7 @@ def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None
         except KeyboardInterrupt:
             running.abandon()
     finally:
+        watch.over()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -19,6 +18,7 @@ import psutil
 from deploy.config import ServeConfig
 from deploy.environment import SidePorts, node_environment, resolve_ingress
 from deploy.quiet import quiet_driver
+from deploy.sessions import Sessions
 from workers.environment import visible_gpus
 from workers.ports import fits_sockets, free_ports, socket_folder
 
@@ -43,9 +43,10 @@ def cluster_to_join(config: ServeConfig) -> str | None:
 class RayConnection:
     """A driver's connection to Ray, until `close`."""
 
-    def __init__(self, config: ServeConfig, say: Say) -> None:
-        """Join the Ray that is asked for, or start one: `own` tells. CannotJoin when there is none to join."""
-        self._folder: Path | None = None
+    def __init__(self, config: ServeConfig, say: Say, sessions: Sessions | None = None) -> None:
+        """Join the Ray that is asked for, or start one in `sessions`: `own` tells. CannotJoin when there is none to
+        join."""
+        self._sessions = sessions or Sessions()
         self._before: dict[str, str | None] = {}
         self._quiet = ExitStack()
         address, before = cluster_to_join(config), _descendants()
@@ -94,10 +95,13 @@ class RayConnection:
     def _start(self, config: ServeConfig, say: Say) -> None:
         ingress = resolve_ingress(config)
         stats, exporter, fallback, dashboard, figures = free_ports("127.0.0.1", 5)
-        self._folder = socket_folder(HAPROXY_SOCKETS)
-        if not fits_sockets(os.environ.get("TMPDIR", ""), RAY_SOCKETS):
-            self._export({"RAY_TMPDIR": os.environ.get("RAY_TMPDIR", "/tmp")})
-        self._export(node_environment(config, ingress, self._folder, SidePorts(stats, exporter, fallback)))
+        folder = socket_folder(HAPROXY_SOCKETS)
+        self._sessions.keep(folder)
+        usual = os.environ.get("TMPDIR") or "/tmp"
+        rays = os.environ.get("RAY_TMPDIR") or (usual if fits_sockets(usual, RAY_SOCKETS) else "/tmp")
+        # What Ray's processes leave, should they be killed, goes with the folder. Ray's own files stay: its logs.
+        self._export({"TMPDIR": str(folder), "RAY_TMPDIR": rays})
+        self._export(node_environment(config, ingress, folder, SidePorts(stats, exporter, fallback)))
         if config.ray_auth == "token" and not os.access(Path.home(), os.W_OK):
             # Ray keeps its token under the home directory, where `ray` and `serve` find it; here they cannot.
             self._export({"RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(16)})
@@ -106,19 +110,20 @@ class RayConnection:
         with _our_signal_handlers():
             import ray
 
-            ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, math.ceil(processes * config.cpus_per_process)),
-                num_gpus=visible_gpus(),  # Ray would count the names in CUDA_VISIBLE_DEVICES, such as -1
-                object_store_memory=config.object_store_bytes,
-                include_dashboard=config.dashboard,
-                dashboard_host="127.0.0.1",
-                dashboard_port=dashboard,
-                _metrics_export_port=figures,
-                _node_ip_address="127.0.0.1" if config.host != "0.0.0.0" else None,
-                log_to_driver=False,
-                configure_logging=False,
-            )
+            with self._sessions.of_their_own():
+                ray.init(
+                    address="local",
+                    num_cpus=max(os.cpu_count() or 1, math.ceil(processes * config.cpus_per_process)),
+                    num_gpus=visible_gpus(),  # Ray would count the names in CUDA_VISIBLE_DEVICES, such as -1
+                    object_store_memory=config.object_store_bytes,
+                    include_dashboard=config.dashboard,
+                    dashboard_host="127.0.0.1",
+                    dashboard_port=dashboard,
+                    _metrics_export_port=figures,
+                    _node_ip_address="127.0.0.1" if config.host != "0.0.0.0" else None,
+                    log_to_driver=False,
+                    configure_logging=False,
+                )
         if config.dashboard:
             say(f"Ray dashboard at http://127.0.0.1:{dashboard} (`ray get-auth-token` prints its token)")
         say(f"figures for Prometheus at http://127.0.0.1:{figures}/metrics")
@@ -133,11 +138,10 @@ class RayConnection:
         # Where a signal came while it was imported, there is none yet, nor can it be imported once more.
         ray = sys.modules.get("ray")
         if ray is not None and hasattr(ray, "shutdown"):
+            self._sessions.closing()
             ray.shutdown()
         self._quiet.close()
-        if self._folder is not None:
-            for _ in range(2):  # a guardian may just be noting its front's end there
-                shutil.rmtree(self._folder, ignore_errors=True)
+        self._sessions.end()
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -195,6 +195,9 @@ def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
 
 
 if __name__ == "__main__":
+    # It ends after its front, and has most to do where somebody signals both.
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
     # Nothing but the channel: an inherited descriptor could keep a port or a pipe of the front open.
     number = int(sys.argv[1])
     os.closerange(3, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -137,7 +138,7 @@ def serve(
 ) -> None:
     """Serve a model: an OpenAI-compatible endpoint on Ray Serve, on this machine or a running cluster.
 
-    Ends in order on Ctrl-C or SIGTERM.
+    Ends in order on Ctrl-C, SIGTERM or SIGHUP.
     """
     with reported():
         settings = serve_config(
@@ -168,9 +169,18 @@ def serve(
         from workers.environment import EnvironmentProblem
 
         try:
-            start(settings, say=lambda line: typer.echo(line, err=True))
+            start(settings, say=_say)
         except (StartFailed, EnvironmentProblem) as error:
             raise CommandFailure(str(error)) from None
+
+
+def _say(line: str) -> None:
+    """On stderr, unless that is a terminal that was closed: then the application still ends in order."""
+    try:
+        typer.echo(line, err=True)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 def serve_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:

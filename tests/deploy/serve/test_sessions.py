@@ -1,0 +1,151 @@
+"""Processes in sessions of their own: who ends them, whatever became of who started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from deploy import app, keeper, sessions
+from deploy.config import ServeConfig
+from deploy.sessions import Sessions, Watch
+
+# A daemon that is to end after its own child, as Ray's agents do, and what would start it under Ray.
+DAEMON = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+STARTS = f"""
+import os, signal, sys, time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+import subprocess
+services = SimpleNamespace(ConsolePopen=subprocess.Popen)
+sys.modules["ray"] = ModuleType("ray")
+sys.modules["ray._private"] = SimpleNamespace(services=services)
+from deploy.sessions import Sessions
+ours = Sessions()
+ours.keep(Path(sys.argv[1]))
+with ours.of_their_own():
+    daemon = services.ConsolePopen([sys.executable, "-c", {DAEMON + "; time.sleep(60)"!r}])
+print(daemon.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def gone(condition) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def starter(tmp_path: Path):
+    """A process that started a daemon with a child, and their session."""
+    folder = tmp_path / "folder"
+    (folder / "inner").mkdir(parents=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTS, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    session = int(process.stdout.readline())
+    assert gone(lambda: len(keeper.members({session})) == 2)
+    yield process, session, folder
+    process.kill()
+    process.communicate()
+    for pid in keeper.members({session}):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_signal_to_the_group_does_not_reach_them_and_their_end_follows_a_kill(starter) -> None:
+    process, session, folder = starter
+    assert os.getpgid(session) != os.getpgid(process.pid)
+    others = psutil.Process(process.pid).children()
+    (ours,) = [child for child in others if child.pid != session]
+    ours.send_signal(signal.SIGTERM)  # the keeper is needed last, and does not listen
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert gone(lambda: not keeper.members({session}))
+    assert gone(lambda: not folder.exists())
+    assert gone(lambda: not ours.is_running() or ours.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_end_takes_what_does_not_end_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "LEAVE_S", 0.1)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    services = SimpleNamespace(ConsolePopen=subprocess.Popen)
+    monkeypatch.setitem(sys.modules, "ray._private", SimpleNamespace(services=services))
+    ours = Sessions()
+    ours.keep(folder)
+    with ours.of_their_own():
+        daemon = services.ConsolePopen([sys.executable, "-c", DAEMON + "; time.sleep(60)"])
+    assert services.ConsolePopen is subprocess.Popen
+    try:
+        assert not ours.look(ending=True)
+        assert gone(lambda: len(keeper.members({daemon.pid})) == 2)
+        daemon.kill()
+        assert gone(lambda: ours.look(ending=True))
+        assert len(keeper.members({daemon.pid})) == 1
+    finally:
+        ours.end()
+    assert not keeper.members({daemon.pid})
+    assert not folder.exists()
+    assert not ours.begun
+
+
+def test_a_process_that_does_not_end_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each of the ways it should end; before, it is left alone."""
+    ended, said = threading.Event(), []
+    monkeypatch.setattr(sessions, "LOOK_S", 0.01)
+    monkeypatch.setattr(sessions, "HURRY_S", 0.05)
+
+    def leave(code: int) -> None:
+        assert code == 0
+        ended.set()
+
+    monkeypatch.setattr(sessions.os, "_exit", leave)
+
+    def watch(broken: bool, within_s: float) -> Watch:
+        ended.clear()
+        there = SimpleNamespace(begun=True, look=lambda ending: broken, end=lambda: None)
+        return Watch(there, within_s, said.append)
+
+    for order, broken, within_s in (("stop", False, 0.05), ("hurry", False, 60.0), ("stop", True, 60.0)):
+        one = watch(broken, within_s)
+        assert not ended.wait(0.1)
+        getattr(one, order)()
+        assert ended.wait(10), order
+        assert ("somebody else" in said[-1]) == broken
+    one = watch(False, 0.05)
+    one.over()
+    one.stop()
+    assert not ended.wait(0.2)
+
+
+@pytest.mark.parametrize(("apart", "drained"), [(0.0, True), (60.0, False)])
+def test_two_sigterms_at_once_are_one(monkeypatch: pytest.MonkeyPatch, apart: float, drained: bool) -> None:
+    """`timeout` signals its command, then the group that it is in."""
+    did: list[str] = []
+
+    def stop(say) -> None:
+        monkeypatch.setattr(app, "SAME_S", 30.0 - apart)
+        signal.raise_signal(signal.SIGTERM)
+        did.append("stop")
+
+    running = SimpleNamespace(url="http://", news=list, stop=stop, abandon=lambda: did.append("abandon"))
+    monkeypatch.setattr(app, "launch", lambda *_: running)
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    app.start(ServeConfig.model_validate({"engine": {"model": "demo"}}), lambda line: None)
+    assert did == (["stop"] if drained else ["abandon"])
