@@ -2,7 +2,7 @@
 
 Types are strict (no "5" for 5, no 1 for true), null means that a field was not given, and unknown fields are ignored as
 OpenAI's own servers and clients expect; only fields that would change the answer and are not supported are rejected
-(`reject_unsupported`).
+(`deploy.api.unsupported`).
 """
 
 from __future__ import annotations
@@ -207,47 +207,3 @@ class ModelCard(BaseModel):
     root: str
     parent: None = None
     max_model_len: int
-
-
-def _given(value: Any) -> bool:
-    return value not in (None, False, [], {}, "")
-
-
-def _not_text_format(value: Any) -> bool:
-    return _given(value) and not (isinstance(value, dict) and value.get("type") == "text")
-
-
-_UNSUPPORTED: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
-    "suffix": ("text insertion (suffix)", _given),
-    "tools": ("tool calling", _given),
-    "tool_choice": ("tool calling", lambda value: _given(value) and value not in ("none", "auto")),
-    "functions": ("function calling", _given),
-    "function_call": ("function calling", lambda value: _given(value) and value not in ("none", "auto")),
-    "response_format": ("a response_format other than text", _not_text_format),
-    "structured_outputs": ("structured output", _given),
-    "guided_json": ("structured output", _given),
-    "guided_regex": ("structured output", _given),
-    "guided_choice": ("structured output", _given),
-    "guided_grammar": ("structured output", _given),
-    "modalities": ("a modality other than text", lambda value: _given(value) and value != ["text"]),
-    "audio": ("audio", _given),
-    "web_search_options": ("web search", _given),
-    "documents": ("documents", _given),
-    "chat_template": ("a chat template in the request", _given),
-    "best_of": ("best_of greater than 1", lambda value: value not in (None, 1)),
-    "use_beam_search": ("beam search", _given),
-    "prompt_logprobs": ("log-probabilities of the prompt", lambda value: value is not None),
-    "prompt_embeds": ("embeddings as a prompt", _given),
-    "truncate_prompt_tokens": ("prompt truncation", lambda value: value is not None),
-    "allowed_token_ids": ("allowed_token_ids", _given),
-    "bad_words": ("bad_words", _given),
-    "logits_processors": ("logits processors", _given),
-}
-
-
-def reject_unsupported(raw: Mapping[str, Any]) -> None:
-    """400 for a field that asks for something this server cannot do and that must not be ignored silently."""
-    for name in raw.keys() & _UNSUPPORTED.keys():
-        what, asks = _UNSUPPORTED[name]
-        if asks(raw[name]):
-            raise unsupported(what, name)

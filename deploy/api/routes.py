@@ -35,10 +35,10 @@ from deploy.api.protocol import (
     ModelCard,
     TokenizeChatBody,
     TokenizeTextBody,
-    reject_unsupported,
 )
 from deploy.api.render import ChatFormat, CompletionFormat
 from deploy.api.schema import body_schema
+from deploy.api.unsupported import reject_unsupported
 from deploy.lane import Worker
 from deploy.metrics import CONTENT_TYPE
 from deploy.text.tokenizer import ChatTemplateError, Tokenizer, TooManyTokens
@@ -101,6 +101,7 @@ def parse_generation(raw: bytes, kind: type[Asked]) -> Asked:
 def parse_tokenize(raw: bytes) -> TokenizeTextBody | TokenizeChatBody:
     """The body of /tokenize, which comes in two kinds."""
     value = parse_object(raw)
+    reject_unsupported(value)
     return validate(TokenizeChatBody, value) if "messages" in value else validate(TokenizeTextBody, value)
 
 

@@ -25,6 +25,7 @@ from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError
 from deploy.api.params import parse_prompts
 from deploy.api.protocol import MOST_MESSAGES, ChatBody
+from deploy.api.unsupported import UNSUPPORTED as UNSUPPORTED_FIELDS
 from workers.messages import EngineStats
 
 LIMIT = 64 * 1024
@@ -427,6 +428,7 @@ FIELDS = [
     "add_generation_prompt",
     "continue_final_message",
     "best_of",
+    *UNSUPPORTED_FIELDS,
 ]
 
 

@@ -1,0 +1,112 @@
+"""Fields that change the answer and are not supported are refused by name; those that ask for nothing are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+
+from deploy.api.errors import ApiError
+from deploy.api.protocol import ChatBody, CompletionBody
+from deploy.api.routes import parse_tokenize
+from deploy.api.unsupported import UNSUPPORTED, reject_unsupported
+
+ASKING: list[tuple[str, Any]] = [
+    ("web_search_options", {}),
+    ("web_search_options", {"search_context_size": "low"}),
+    ("function_call", "auto"),
+    ("function_call", {"name": "f"}),
+    ("tool_choice", "required"),
+    ("tools", [{"type": "function"}]),
+    ("reasoning_effort", "high"),
+    ("reasoning_effort", "none"),
+    ("verbosity", "low"),
+    ("thinking", {"type": "enabled"}),
+    ("thinking", False),
+    ("reasoning", {"effort": "low"}),
+    ("enable_thinking", False),
+    ("length_penalty", 0.5),
+    ("length_penalty", 0),
+    ("length_penalty", True),
+    ("typical_p", 0.9),
+    ("typical_p", 0),
+    ("no_repeat_ngram_size", 3),
+    ("no_repeat_ngram_size", "3"),
+    ("dry_multiplier", 0.8),
+    ("structural_tag", {"structures": []}),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", "text"),
+    ("best_of", 2),
+    ("do_sample", False),
+    ("prompt_logprobs", 0),
+    ("mirostat", 2),
+    ("xtc_probability", 0.5),
+    ("top_n_sigma", 1.5),
+]
+HARMLESS: list[tuple[str, Any]] = [
+    ("tools", []),
+    ("tool_choice", "auto"),
+    ("tool_choice", "none"),
+    ("function_call", "none"),
+    ("length_penalty", 1),
+    ("length_penalty", 1.0),
+    ("typical_p", 1.0),
+    ("no_repeat_ngram_size", 0),
+    ("dry_multiplier", 0.0),
+    ("response_format", {"type": "text"}),
+    ("modalities", ["text"]),
+    ("best_of", 1),
+    ("use_beam_search", False),
+    ("do_sample", True),
+    ("early_stopping", False),
+    ("suffix", ""),
+    ("prompt_logprobs", False),
+    ("nobody_knows", {"this": "field"}),
+]
+NOTHING_OF_THE_ANSWER = {
+    "metadata",
+    "parallel_tool_calls",  # of tools, which are refused
+    "prediction",  # makes the same answer come sooner
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), ASKING)
+def test_what_asks_for_something_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ApiError, match=name) as found:
+        reject_unsupported({"model": "m", name: value})
+    assert (found.value.status, found.value.param, found.value.code) == (400, name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(("name", "value"), HARMLESS)
+def test_what_asks_for_nothing_passes(name: str, value: Any) -> None:
+    reject_unsupported({"model": "m", name: value})
+
+
+@pytest.mark.parametrize("name", list(UNSUPPORTED))
+def test_every_field_of_the_table_is_refused_unless_it_is_null(name: str) -> None:
+    reject_unsupported({name: None})
+    with pytest.raises(ApiError, match=name) as found:
+        reject_unsupported({name: ["something else"]})
+    assert found.value.message.endswith(" is not supported by this server")
+    assert name not in ChatBody.model_fields.keys() | CompletionBody.model_fields.keys()
+
+
+@pytest.mark.parametrize("params", [ChatParams, CompletionParams])
+def test_no_field_of_openai_s_client_is_forgotten(params: type) -> None:
+    body = ChatBody if params is ChatParams else CompletionBody
+    known = body.model_fields.keys() | UNSUPPORTED.keys() | NOTHING_OF_THE_ANSWER
+    assert sorted(params.__annotations__.keys() - known) == []
+
+
+def test_tokenizing_does_not_ignore_what_changes_the_prompt() -> None:
+    with pytest.raises(ApiError, match="tools"):
+        parse_tokenize(b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}')
