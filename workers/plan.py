@@ -129,7 +129,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     duration: float
     """Seconds the step took on rank 0."""
     logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
-    """Parallel to `tokens` when the plan asked for them, else empty."""
+    """Parallel to `tokens` when the plan asked for them, else empty. A row that did not ask has none."""
 
 
 class GraphKey(NamedTuple):
@@ -235,6 +235,11 @@ class BatchLayout:
         if position or sampled_row >= self.sampled_rows:
             raise IndexError(f"position {position} of sampled row {sampled_row} of {self.sampled_rows}")
         return self.decode_tokens + sampled_row - self.decode_rows
+
+    def logits_rows_of(self, sampled_row: int) -> range:
+        """All logits rows of a sampled row: `width` for a decode row, one for a final prefill row."""
+        first = self.logits_row(sampled_row)
+        return range(first, first + (self.width if sampled_row < self.decode_rows else 1))
 
     def _final_ends(self) -> Iterator[int]:
         ends = accumulate(self.prefill_tokens, initial=self.decode_tokens)

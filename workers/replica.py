@@ -19,6 +19,7 @@ from workers.messages import Ready
 from workers.models import DeepseekModel, ModelConfig, load_model
 from workers.parallel import TensorParallel
 from workers.runner import Runner
+from workers.sampling import SamplingState
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 
 
@@ -100,12 +101,13 @@ class Replica:
         layers = model.cache_layers
         page_bytes = layers * PAGE_TOKENS * model.cache_width * dtype.itemsize
         wants_graphs = config.graphs and device.type == "cuda"
+        sampling = _sampling(config, model, width, group, device)
 
         def runner(pages: int, context: int) -> Runner:
             cache = LatentCache.allocate(layers, pages, PAGE_TOKENS, model.cache_width, dtype, device)
             # At the end of the context a step still looks up where the entry behind its own would lie.
             pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
-            return Runner(model, cache, config.max_rows, width, pages_per_row, config.token_budget, group)
+            return Runner(model, cache, config.max_rows, width, pages_per_row, config.token_budget, group, sampling)
 
         graph_bytes = 0
         if wants_graphs:
@@ -174,6 +176,18 @@ class Replica:
                 f"{advice}"
             )
         return pages
+
+
+def _sampling(
+    config: EngineConfig, model: DeepseekModel, width: int, group: TensorParallel, device: torch.device
+) -> SamplingState | None:
+    """What rank 0 samples with, all of its memory included: the cache gets what is left, and no request, whatever it
+    asks for, needs more later."""
+    if group.rank:
+        return None
+    sampling = SamplingState(config.max_rows, model.config.vocab_size, device)
+    sampling.allocate(config.max_rows * width)
+    return sampling
 
 
 def _compile(runner: Runner, group: TensorParallel, progress: Callable[[str], None] | None) -> None:

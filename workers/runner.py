@@ -15,6 +15,7 @@ from workers.decode_step import DecodeStep
 from workers.graphs.capture import GraphRunner, Warmed, compile_steps, warm_up
 from workers.graphs.segments import Stage
 from workers.graphs.stats import GraphStats
+from workers.logprobs import Taken
 from workers.mixed_step import MixedStep
 from workers.models import DeepseekModel
 from workers.parallel import TensorParallel
@@ -38,7 +39,7 @@ class Launched:
     begin: float
     decided_N: torch.Tensor
     """On the host, complete once `done` has happened."""
-    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    logprobs: Taken | None
     done: torch.cuda.Event | None
 
     @property
@@ -59,13 +60,15 @@ class Runner:
         pages_per_row: int,
         token_budget: int,
         group: TensorParallel,
+        sampling: SamplingState | None = None,
     ) -> None:
         """`cache` has one layer a model layer, and one more for the draft layer if `width` > 1. `token_budget`: the
-        most tokens a step feeds."""
+        most tokens a step feeds. `sampling`: what rank 0 samples with, if it is there already."""
         if width > 1 and not model.has_draft_layer:
             raise ValueError(f"width {width} needs a draft layer, and the model has none")
         device = cache.layers[0].device
-        sampling = SamplingState(slots, model.config.vocab_size, device) if group.rank == 0 else None
+        if sampling is None and group.rank == 0:
+            sampling = SamplingState(slots, model.config.vocab_size, device)
         if sampling is not None and group.size > 1:
             sampling.dependent = False  # its first kernel stands behind a collective
         state = SlotState(slots, width - 1, pages_per_row, device)
@@ -134,8 +137,7 @@ class Runner:
         logprobs = None
         if plan.logprobs >= 0 and parts.sampling is not None and output.logits_NV is not None:
             token_N = output.decided_N[output.layout.target_slice]
-            top = parts.sampling.top_logprobs(output.logits_NV, token_N, plan.logprobs)
-            logprobs = (_to_host(top[0]), _to_host(top[1]), _to_host(top[2]))
+            logprobs = parts.sampling.logprobs(output.logits_NV, token_N, output.layout, _sampled_slots(plan))
         decided_N = _to_host(output.decided_N)
         done = None
         if self.device.type == "cuda":
@@ -176,15 +178,9 @@ class Runner:
         tokens = [tuple(decided[layout.decode_slice(row)][: count + 1]) for row, count in enumerate(accepted)]
         tokens += [(token,) for token in decided[layout.final_slice]]
         logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
-        if launched.logprobs is not None:
-            chosen, ids, values = (tensor.tolist() for tensor in launched.logprobs)
-            logprobs = tuple(
-                tuple(
-                    TopLogprobs(chosen[n], tuple(ids[n]), tuple(values[n]))
-                    for n in (layout.logits_row(row, position) for position in range(len(gained)))
-                )
-                for row, gained in enumerate(tokens)
-            )
+        if (taken := launched.logprobs) is not None:
+            gained = [len(row) for row in tokens]
+            logprobs = taken.entries([layout.logits_rows_of(row)[:count] for row, count in enumerate(gained)])
         # A step that was launched behind another begins when that one ends.
         begin, self._collected = max(launched.begin, self._collected), time.perf_counter()
         return StepResult(launched.plan.step, tuple(tokens), self._collected - begin, logprobs)
@@ -222,6 +218,10 @@ class Runner:
                 raise PlanError("a prefill row has a next token or ends its prompt, never both")
             if not 0 <= min(row.tokens) <= max(row.tokens) < vocab or row.next_token >= vocab:
                 raise PlanError(f"token ids outside a vocabulary of {vocab}")
+
+
+def _sampled_slots(plan: StepPlan) -> list[int]:
+    return [*plan.decode_slots, *(row.slot for row in plan.prefill if row.final)]
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,11 @@ host uses the values of its own step. The host remembers one thing more, which k
 needs, and only to leave work out: a row's token is the same whether or not other rows make the step do more.
 
 Memory: 13 KB a slot, nearly all of it room for biases; with penalties also a count for every id, 4 bytes * slots *
-vocabulary (256 slots * 129,280 ids: 126 MiB), allocated when the first request with penalties is admitted, or by
-`reserve`.
+vocabulary (256 slots * 129,280 ids: 126 MiB); and up to 64 MiB for log-probabilities (`workers.logprobs`). A replica
+takes all of it by `allocate` before it sizes its cache; without that the counts come with the first request with
+penalties.
 
-Shape legend: S slots, R sampled rows, N logits rows, D decode rows, W width, V vocabulary, K top logprobs.
+Shape legend: S slots, R sampled rows, N logits rows, D decode rows, W width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kernels.sampling import (
     sample_rows,
     sample_tokens,
 )
+from workers.logprobs import Logprobs, Taken
 from workers.pinned import on_device
 from workers.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, Admission, BatchLayout, SamplingParams
 from workers.scratch import Scratch
@@ -61,11 +63,18 @@ class SamplingState:
         replica (`SamplingFault`)."""
         self.dependent = launches_dependently(device)
         """Launch with programmatic dependent launch."""
+        self._logprobs = Logprobs(vocab, device)
+        self._asked = [-1] * slots
         self._features = [Feature(0)] * slots
         self._reserved = False
 
+    def allocate(self, logits_rows: int) -> None:
+        """Take all memory that any request may need, for steps of up to so many logits rows."""
+        self._allocate_counts()
+        self._logprobs.allocate(logits_rows)
+
     def reserve(self) -> None:
-        """Allocate everything now and do the full work for every row from now on, as a captured graph needs it."""
+        """Allocate the counts now and do the full work for every row from now on, as a captured graph needs it."""
         self._allocate_counts()
         self._reserved = True
 
@@ -82,6 +91,7 @@ class SamplingState:
         slots = [admission.slot for admission in admissions]
         for admission in admissions:
             self._features[admission.slot] = needed_features(admission.sampling, self.vocab)
+            self._asked[admission.slot] = admission.sampling.logprobs
         sampling = [admission.sampling for admission in admissions]
         real = [
             (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
@@ -172,17 +182,16 @@ class SamplingState:
             dependent=self.dependent,
         )
 
-    def top_logprobs(
-        self, logits_NV: torch.Tensor, token_N: torch.Tensor, k: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Natural log-probabilities of the unscaled model distribution: of `token_N` (float32 [N]), and the `k` most
-        probable ids (int64 [N, K], lowest id first among equals) with theirs (float32 [N, K])."""
-        if not 0 <= k <= self.vocab:
-            raise ValueError(f"{k} top logprobs of a vocabulary of {self.vocab}")
-        logprob_NV = torch.log_softmax(logits_NV.to(torch.float32), dim=-1)
-        chosen_N = logprob_NV.gather(1, token_N.unsqueeze(1)).squeeze(1)
-        ids_NK = _largest_ids(logits_NV.to(torch.float32), k)
-        return chosen_N, ids_NK, logprob_NV.gather(1, ids_NK)
+    def logprobs(
+        self, logits_NV: torch.Tensor, token_N: torch.Tensor, layout: BatchLayout, slots: Sequence[int]
+    ) -> Taken | None:
+        """Log-probabilities in the logits rows of those sampled rows, of these `slots`, whose tenants asked for them;
+        None if nobody did. `token_N` (int64 [N]): the target's tokens."""
+        asked = [row for row, slot in enumerate(slots) if self._asked[slot] >= 0]
+        if not asked:
+            return None
+        most = max(self._asked[slots[row]] for row in asked)
+        return self._logprobs.take(logits_NV, token_N, [n for row in asked for n in layout.logits_rows_of(row)], most)
 
     def _sample(
         self, logits_NV: torch.Tensor, rows: SampledRows, out: torch.Tensor | None, scratch: Scratch | None
@@ -305,16 +314,3 @@ def _signed(seed: int) -> int:
     """The int64 with the same low 64 bits as `seed`."""
     low = seed & ((1 << _SEED_BITS) - 1)
     return low - (1 << _SEED_BITS) if low >> (_SEED_BITS - 1) else low
-
-
-def _largest_ids(logits_NV: torch.Tensor, k: int) -> torch.Tensor:
-    """int64 [N, k]: ids of the largest logits in descending order, the lowest id first among equal ones.
-
-    Each float32 becomes an integer of the same order (negative floats order backwards as bits), with the complement
-    of the id below it: all keys differ, so nothing depends on how a top-k treats ties.
-    """
-    bits_NV = (logits_NV + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 makes -0.0 equal 0.0
-    ordered_NV = torch.where(bits_NV < 0, -1 - (bits_NV & 0x7FFFFFFF), bits_NV)
-    id_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
-    key_NV = (ordered_NV << 32) | (0xFFFFFFFF - id_V)
-    return 0xFFFFFFFF - (key_NV.topk(k, dim=-1).values & 0xFFFFFFFF)

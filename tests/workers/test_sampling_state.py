@@ -1,4 +1,4 @@
-"""Sampling state of the slots: admission and reuse, the draft window, counts, logprobs, faults."""
+"""Sampling state of the slots: admission and reuse, the draft window, counts, faults."""
 
 import math
 
@@ -220,38 +220,6 @@ def test_padded_rows(nobody):
     assert torch.equal(target[1:], decode(state, logits[2:], [[1, 1]], slots=[0]))
 
 
-@pytest.mark.parametrize("k", [0, 1, 5, VOCAB])
-def test_top_logprobs(k):
-    state = state_with(EVERYTHING, history=(1, 2))
-    logits = random_logits(6).bfloat16()
-    token = torch.randint(0, VOCAB, (6,), generator=torch.Generator().manual_seed(1))
-    chosen, ids, values = state.top_logprobs(logits, token, k)
-    raw = torch.log_softmax(logits.double(), 1)
-    torch.testing.assert_close(chosen.double(), raw.gather(1, token.unsqueeze(1)).squeeze(1), rtol=0, atol=1e-5)
-    assert ids.shape == values.shape == (6, k)
-    torch.testing.assert_close(values.double(), raw.gather(1, ids), rtol=0, atol=1e-5)
-    order = raw.sort(dim=1, descending=True, stable=True)
-    assert torch.equal(ids, order.indices[:, :k])
-
-
-def test_top_logprobs_of_equal_logits_name_the_lowest_ids():
-    state = state_with(SamplingParams(9))
-    logits = torch.tensor([[-0.0, 2.0, 0.0, -1.0, 2.0, 0.0], [-3.0, -2.0, -1.0, -math.inf, -2.0, -5.0]])
-    state.vocab = 6
-    _, ids, values = state.top_logprobs(logits, torch.tensor([0, 3]), 6)
-    assert ids.tolist() == [[1, 4, 0, 2, 5, 3], [2, 1, 4, 0, 5, 3]]
-    assert values[1, -1] == -math.inf
-
-
-def test_top_logprobs_of_a_row_do_not_depend_on_the_batch():
-    state = state_with(SamplingParams(9))
-    logits, token = random_logits(9), torch.arange(9)
-    together = state.top_logprobs(logits, token, 4)
-    for row in range(9):
-        alone = state.top_logprobs(logits[row : row + 1].clone(), token[row : row + 1], 4)
-        assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, together, strict=True))
-
-
 def test_broken_rows_and_ids_are_counted():
     state = state_with(SamplingParams(9, temperature=0.0))
     decode(state, random_logits(2), [[1, 2]])
@@ -299,9 +267,12 @@ def test_too_many_stop_ids():
     state.admit([Admission(0, SamplingParams(9, stop_ids=tuple(range(500))))])  # nothing to mask: no limit
 
 
-def test_counts_are_allocated_when_needed():
+def test_counts_are_allocated_when_needed_or_when_told():
     state = state_with(TENANTS[0], TENANTS[2])
     assert state.tables.seen_SV.numel() == 0
+    told = state_with(TENANTS[0])
+    told.allocate(1)
+    assert told.tables.seen_SV.shape == (2, VOCAB)
     state.commit(torch.tensor([0]), torch.tensor([[3]]), torch.tensor([1]))
     state.admit([Admission(1, TENANTS[3], 0, (1,))])
     assert state.tables.seen_SV.shape == (3, VOCAB)

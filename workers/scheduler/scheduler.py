@@ -255,8 +255,8 @@ class Scheduler:
         for index, tokens in enumerate(result.tokens):
             if not 1 <= len(tokens) <= (plan.width if index < decode else 1) or min(tokens) < 0:
                 raise RuntimeError(f"step {plan.step} (width {plan.width}) gave sampled row {index} tokens {tokens}")
-        if plan.logprobs >= 0 and [len(row) for row in result.logprobs] != [len(row) for row in result.tokens]:
-            raise RuntimeError(f"step {plan.step} owes one log-probability for every token")
+        if plan.logprobs >= 0 and [len(row) for row in result.logprobs] != flight.logprobs_owed(result.tokens):
+            raise RuntimeError(f"step {plan.step} owes one log-probability for every token of the rows that asked")
         return flight
 
     def _gain(self, sequence: Sequence, tokens: tuple[int, ...], result: StepResult, index: int) -> RequestOutput:

@@ -81,3 +81,11 @@ class Flight:
     decode: list[Sequence]
     prefill: list[Sequence]
     """Parallel to the plan's prefill rows."""
+
+    def sampled(self) -> list[Sequence]:
+        """Whose the sampled rows are, in the order of the result."""
+        return [*self.decode, *(s for s, row in zip(self.prefill, self.plan.prefill, strict=True) if row.final)]
+
+    def logprobs_owed(self, tokens: tuple[tuple[int, ...], ...]) -> list[int]:
+        """How many log-probabilities the result must have for each sampled row that gained these tokens."""
+        return [len(gained) if s.logprobs >= 0 else 0 for s, gained in zip(self.sampled(), tokens, strict=True)]

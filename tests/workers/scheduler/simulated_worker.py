@@ -118,9 +118,19 @@ class SimulatedWorker:
                 self._draft_rows(self.slots[slot], len(drafts) + 1, len(gained), plan)
             for row in plan.prefill:
                 self._draft_prompt(self.slots[row.slot], row, plan)
-        asked = plan.logprobs
-        logprobs = tuple(tuple(top_logprobs(token, asked) for token in row) for row in tokens) if asked >= 0 else ()
-        return StepResult(plan.step, tuple(tokens), 0.001, logprobs)
+        return StepResult(plan.step, tuple(tokens), 0.001, self._logprobs(plan, tokens))
+
+    def _logprobs(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> tuple[tuple[TopLogprobs, ...], ...]:
+        """Of the rows that asked, as many as the one that asked for most."""
+        sampled = [*plan.decode_slots, *(row.slot for row in plan.prefill if row.final)]
+        asked = [self.slots[slot].sampling.logprobs for slot in sampled]
+        assert plan.logprobs == max(asked, default=-1)
+        if plan.logprobs < 0:
+            return ()
+        return tuple(
+            tuple(top_logprobs(token, plan.logprobs) for token in row) if own >= 0 else ()
+            for row, own in zip(tokens, asked, strict=True)
+        )
 
     # Plan to slots
 
