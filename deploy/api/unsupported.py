@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from deploy.api.errors import unsupported
 
-_OFF: Final = (False, 0, "", [], {})
+_OFF: Final[tuple[Any, ...]] = (False, 0, "", [], {})
 _SWITCH: Final = "; where the model's chat template has a switch for it, set that in chat_template_kwargs: this field"
 """Ends what comes before `is not supported by this server`."""
 
