@@ -97,6 +97,7 @@ async def test_chat_counts_no_role_event():
     assert (report.finished, report.events, report.generated_tokens) == (1, 2, 2)
 
 
+@pytest.mark.alone
 async def test_an_open_loop_arrives_as_a_poisson_process():
     async def answer(exchange):
         await completions(exchange, gap_s=0.05)
