@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from pydantic_core import from_json
 
+from deploy.lane import aside, at_once
 from deploy.routing import Ask
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, template_message
 from deploy.text.tokenizer import ChatTemplateError, Tokenizer
 from kernels.page import PAGE_TOKENS
 from workers.scheduler.prefix import page_keys
@@ -24,6 +27,8 @@ BYTES_PER_TOKEN = 4
 REMEMBERED = 512
 MOST_ROWS = 1024
 """Nonsense must not outweigh all other requests."""
+INLINE_MESSAGES = 256
+"""Chats of up to so many messages are rendered in the event loop."""
 
 
 class AskReader:
@@ -84,18 +89,23 @@ class AskReader:
     async def _chat(self, data: Mapping[str, Any]) -> Sequence[int]:
         if self._tokenizer is None:
             raise TypeError("no tokenizer")
+        given, extra = data["messages"], data.get("chat_template_kwargs") or {}
+        if len(given) > MOST_MESSAGES or len(extra) > MOST_TEMPLATE_VARIABLES:
+            raise ValueError("a replica refuses it")
         messages = [
-            {"role": str(message["role"]), "content": _text(message.get("content"))}
-            for message in data["messages"]
+            template_message(str(message["role"]), _text(message.get("content")))
+            for message in given
             if isinstance(message, dict) and "role" in message
         ]
-        text = self._tokenizer.render_chat(
+        render = partial(
+            self._tokenizer.render_chat,
             messages,
             template=self._template,
             add_generation_prompt=data.get("add_generation_prompt") is not False,
             continue_final_message=data.get("continue_final_message") is True,
-            extra=data.get("chat_template_kwargs"),
+            extra=extra,
         )
+        text = await (aside if len(messages) > INLINE_MESSAGES else at_once)(render)
         return await self._encode(text, data.get("add_special_tokens") is True)
 
     async def _encode(self, text: Any, special: bool) -> Sequence[int]:
@@ -111,5 +121,5 @@ def _rows(data: Mapping[str, Any]) -> int:
 
 def _text(content: Any) -> str:
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
+        return joined([part["text"] for part in content if isinstance(part, dict) and "text" in part])
     return content if isinstance(content, str) else ""

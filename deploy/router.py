@@ -6,6 +6,7 @@ All arithmetic is in `deploy.routing`.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from typing import Any
@@ -71,8 +72,8 @@ def _ask_of(pending: PendingRequest | None) -> Ask:
     for argument in pending.args:
         scope = getattr(argument, "_asgi_scope", None) or getattr(argument, "asgi_scope", None)
         for name, value in (scope or {}).get("headers", ()):
-            if bytes(name).lower() == b"content-length" and bytes(value).isdigit():
-                return Ask(int(value) // BYTES_PER_TOKEN)
+            if bytes(name).lower() == b"content-length" and (length := _length(bytes(value))) is not None:
+                return Ask(length // BYTES_PER_TOKEN)
     return Ask(0)
 
 
@@ -118,9 +119,13 @@ def _full_length(scope: Scope) -> int | None:
     """Of a body that HAProxy cut: it says `sent/whole`."""
     for name, value in scope["headers"]:
         if name == b"x-body-truncated":
-            whole = value.partition(b"/")[2]
-            return int(whole) if whole.isdigit() else None
+            return _length(bytes(value).partition(b"/")[2])
     return None
+
+
+def _length(value: bytes) -> int | None:
+    """Bytes of a body, as a header says; None where it does not, or names more than there can be."""
+    return int(value) if re.fullmatch(rb"[0-9]{1,12}", value) else None
 
 
 async def _body(receive: Receive) -> bytes:

@@ -13,14 +13,11 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from deploy.api.errors import unsupported
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined
 from workers.plan import MAX_LOGIT_BIAS
 
 INT63: Final = 2**63
 ROLES: Final = ("system", "developer", "user", "assistant")
-MOST_MESSAGES: Final = 8192
-"""Of a chat. Each is looked at by itself, and a body has room for hundreds of thousands of empty ones."""
-MOST_TEMPLATE_VARIABLES: Final = 256
-"""Of a chat. The template's engine handles each by itself, several times."""
 
 
 class Body(BaseModel):
@@ -73,7 +70,7 @@ def _text_of_parts(value: Any) -> str:
         if not isinstance(text, str):
             raise ValueError("a text part should have a string in its field text")
         texts.append(text)
-    return "\n".join(texts)
+    return joined(texts)
 
 
 class StreamOptions(Body):

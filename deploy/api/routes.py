@@ -31,7 +31,6 @@ from deploy.api.protocol import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
-    Message,
     ModelCard,
     TokenizeChatBody,
     TokenizeTextBody,
@@ -41,6 +40,7 @@ from deploy.api.schema import body_schema
 from deploy.api.unsupported import reject_unsupported
 from deploy.lane import Worker
 from deploy.metrics import CONTENT_TYPE
+from deploy.text.chat import template_message
 from deploy.text.tokenizer import ChatTemplateError, Tokenizer, TooManyTokens
 from workers.engine import ModelInfo
 
@@ -70,9 +70,6 @@ def render_messages(front: Front, body: ChatTemplateFields) -> str:
     """The prompt text of a chat; 400 when the messages do not fit the template."""
     tokenizer = _needs_tokenizer(front, "messages", "; only /v1/completions with token ids works")
 
-    def role(message: Message) -> str:
-        return "system" if message.role == "developer" else message.role
-
     if body.add_generation_prompt and body.continue_final_message:
         raise invalid(
             "continue_final_message: set add_generation_prompt to false with it, they exclude each other",
@@ -80,7 +77,7 @@ def render_messages(front: Front, body: ChatTemplateFields) -> str:
         )
     try:
         return tokenizer.render_chat(
-            [{"role": role(message), "content": message.content} for message in body.messages],
+            [template_message(message.role, message.content) for message in body.messages],
             template=front.config.chat_template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,

@@ -24,8 +24,9 @@ from deploy.api.body import validate
 from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError
 from deploy.api.params import parse_prompts
-from deploy.api.protocol import MOST_MESSAGES, ChatBody
+from deploy.api.protocol import ChatBody
 from deploy.api.unsupported import UNSUPPORTED as UNSUPPORTED_FIELDS
+from deploy.text.chat import MOST_MESSAGES
 from workers.messages import EngineStats
 
 LIMIT = 64 * 1024

@@ -21,12 +21,12 @@ from deploy.api.app import create_app
 from deploy.api.body import UNCOUNTED
 from deploy.api.config import ApiConfig
 from deploy.api.protocol import (
-    MOST_TEMPLATE_VARIABLES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeChatBody,
 )
+from deploy.text.chat import MOST_TEMPLATE_VARIABLES
 from workers.plan import MAX_LOGIT_BIAS
 
 MESSAGES = [{"role": "user", "content": "hi"}]

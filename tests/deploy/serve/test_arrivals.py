@@ -1,5 +1,9 @@
 import asyncio
 
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from deploy.arrivals import (
     RECENT_S,
     ROUTERS_KEPT,
@@ -27,6 +31,53 @@ def test_a_ticket_survives_its_header() -> None:
 def test_what_is_no_ticket_is_none() -> None:
     for value in ("", "a", "a/1/2", "a/1/2/x", "a/1/2/3/4", "a/-1/2/3"):
         assert Ticket.parse(value) is None
+
+
+ODD_DIGITS = [
+    "\u00b2",
+    "\u00b9",
+    "\u0663",
+    "\u0967",
+    "\u2460",
+    "1" * 5000,
+    "0",
+    "7",
+    "-1",
+    "+1",
+    "1_0",
+    " 1",
+    "1\n",
+    "",
+]
+
+
+@given(st.text() | st.lists(st.sampled_from([*ODD_DIGITS, "a", "/"]), max_size=7).map("/".join))
+@example("a/\u00b2/0/0")
+@example("a/1/2/" + "9" * 5000)
+def test_any_text_is_a_ticket_or_none(value: str) -> None:
+    ticket = Ticket.parse(value)
+    if ticket is not None:
+        assert [part.lstrip("0") for part in ticket.header().split("/")] == [p.lstrip("0") for p in value.split("/")]
+        load_to_report(load_after(ticket))
+
+
+@given(st.binary(max_size=40))
+def test_any_header_is_a_ticket_or_none(value: bytes) -> None:
+    Ticket.parse(value.decode("latin-1"))
+
+
+@pytest.mark.parametrize("odd", ODD_DIGITS)
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_numbers_of_a_ticket_are_plain_and_short(odd: str, place: int) -> None:
+    parts = ["a", "1", "2", "3"]
+    parts[place] = odd
+    assert (Ticket.parse("/".join(parts)) is None) == (odd not in ("0", "7"))
+
+
+def load_after(ticket: Ticket) -> Load:
+    arrivals = Arrivals()
+    arrivals.arrive(ticket)
+    return arrivals.load(EngineStats())
 
 
 def test_a_request_counts_from_its_arrival_to_its_end() -> None:

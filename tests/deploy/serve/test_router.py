@@ -77,6 +77,8 @@ async def test_reports_are_read_once_and_forgotten_with_their_replica(
     [
         ([(b"host", b"x"), (b"Content-Length", b"4000")], 1000),
         ([(b"content-length", b"many")], 0),
+        ([(b"content-length", b"\xb2")], 0),
+        ([(b"content-length", b"9" * 5000)], 0),
         ([], 0),
         (None, 0),
     ],
@@ -140,7 +142,16 @@ async def test_haproxy_is_told_the_replica_and_the_ticket() -> None:
     assert (ask.tokens, ask.rows, len(ask.keys)) == (130, 2, 2)
 
 
-@pytest.mark.parametrize(("header", "factor"), [(b"%d/%d", 10), (b"nonsense/x%d%d", 1), (b"", 1)])
+@pytest.mark.parametrize(
+    ("header", "factor"),
+    [
+        (b"%d/%d", 10),
+        (b"nonsense/x%d%d", 1),
+        (b"", 1),
+        (b"%d/" + b"9" * 30 + b"%d", 1),
+        (b"%d/" + b"9" * 5000 + b"%d", 1),
+    ],
+)
 async def test_a_body_that_haproxy_cut_counts_whole(header: bytes, factor: int) -> None:
     engine, body = Engine("a"), b'{"prompt": "' + b"x" * 1000
     said = header % (len(body), factor * len(body)) if header else header

@@ -1,0 +1,91 @@
+"""A router and a replica make the same prompt of the same request, or prefixes would be looked for where they are not."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiny_tokenizer import tiny
+
+from deploy.api.config import ApiConfig
+from deploy.api.errors import ApiError
+from deploy.api.protocol import ROLES, ChatBody
+from deploy.api.routes import parse_generation, render_messages
+from deploy.asks import AskReader
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES
+from deploy.text.tokenizer import ChatTemplateError
+from workers.scheduler.prefix import page_keys
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tone or '' }}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+LONG = "the quick brown fox jumps over the lazy dog. " * 8
+texts = st.sampled_from(["", "hi", LONG, LONG[3:], "\u6771\u4eac" * 30])
+parts = st.lists(texts.map(lambda text: {"type": "text", "text": text}), max_size=3)
+messages = st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": texts | parts}, optional={"name": texts})
+flags = st.sampled_from([True, False, None])
+bodies = st.fixed_dictionaries(
+    {"model": st.just("tiny"), "messages": st.lists(messages, min_size=1, max_size=4)},
+    optional={
+        "add_generation_prompt": flags,
+        "continue_final_message": flags,
+        "add_special_tokens": flags,
+        "chat_template_kwargs": st.sampled_from([None, {}, {"tone": "dry"}, {"tone": None}]),
+        "n": st.integers(1, 3),
+    },
+)
+
+
+@settings(deadline=None)
+@given(bodies)
+@example({"model": "tiny", "messages": [{"role": "developer", "content": LONG}]})
+async def test_a_router_asks_for_the_prompt_that_its_replica_makes(body: dict[str, Any]) -> None:
+    front: Any = SimpleNamespace(tokenizer=tiny(), config=ApiConfig(chat_template=TEMPLATE))
+    raw = json.dumps(body).encode()
+    ask = await AskReader(tiny(), TEMPLATE).read(raw)
+    try:
+        parsed = parse_generation(raw, ChatBody)
+        ids = tiny().encode(render_messages(front, parsed), parsed.add_special_tokens)
+    except ApiError:
+        return
+    assert list(ask.keys) == page_keys(ids)
+    assert ask.rows == (body.get("n", 1) if ids else 1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"chat_template_kwargs": dict.fromkeys(map(str, range(MOST_TEMPLATE_VARIABLES + 1)), 1)},
+        {"messages": [{"role": "user", "content": "hi"}] * (MOST_MESSAGES + 1)},
+    ],
+)
+async def test_a_router_does_not_render_what_its_replica_refuses(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(*arguments: Any, **options: Any) -> str:
+        raise AssertionError(arguments)
+
+    monkeypatch.setattr(tiny(), "render_chat", render)
+    raw = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **more}).encode()
+    assert (await AskReader(tiny()).read(raw)).keys == ()
+
+
+async def test_a_router_renders_a_long_chat_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    threads: list[int] = []
+
+    def render(*arguments: Any, **options: Any) -> str:
+        threads.append(threading.get_ident())
+        raise ChatTemplateError("no")
+
+    monkeypatch.setattr(tiny(), "render_chat", render)
+    for count in (1, MOST_MESSAGES):
+        raw = json.dumps({"messages": [{"role": "user", "content": "hi"}] * count}).encode()
+        await AskReader(tiny()).read(raw)
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
