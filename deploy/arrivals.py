@@ -23,7 +23,7 @@ from workers.messages import EngineStats
 TICKET_HEADER = "x-serve-router-ticket"
 """HAProxy drops client-supplied headers of this prefix."""
 _TICKET = re.compile(r"([0-9A-Za-z]{1,32})/([0-9]{1,15})/([0-9]{1,12})/([0-9]{1,4})")
-"""Anybody may write one where no HAProxy stands in front: what other digits mean, and how many int() takes, is not asked."""
+"""Anybody may write one where no HAProxy stands in front: digits of other scripts, or a thousand of them, make none."""
 RECENT_S = 0.5
 """Seconds after which a request's tokens are in the scheduler's figures."""
 ROUTERS_KEPT = 64

@@ -1,4 +1,4 @@
-"""A router and a replica make the same prompt of the same request, or prefixes would be looked for where they are not."""
+"""A router and a replica make the same prompt of the same request, or prefixes are looked for where they are not."""
 
 from __future__ import annotations
 
