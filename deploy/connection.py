@@ -24,6 +24,8 @@ from workers.ports import fits_sockets, free_ports, socket_folder
 
 Say = Callable[[str], None]
 KNOCK_TIMEOUT_S = 10.0
+NODES_ELSEWHERE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Whether Ray's nodes may be on several machines, on whatever operating system."""
 HAPROXY_SOCKETS = len(f"/{'node':->56}/metrics.sock") + 10
 """What the path of its longest socket has behind our folder; it keeps ten characters of what a path may have."""
 RAY_SOCKETS = len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
@@ -110,7 +112,8 @@ class RayConnection:
         with _our_signal_handlers():
             import ray
 
-            with self._sessions.of_their_own():
+            self._export({NODES_ELSEWHERE: "0"})  # for Ray's processes; this one has imported it
+            with self._sessions.of_their_own(), _alone():
                 ray.init(
                     address="local",
                     num_cpus=max(os.cpu_count() or 1, math.ceil(processes * config.cpus_per_process)),
@@ -120,7 +123,7 @@ class RayConnection:
                     dashboard_host="127.0.0.1",
                     dashboard_port=dashboard,
                     _metrics_export_port=figures,
-                    _node_ip_address="127.0.0.1" if config.host != "0.0.0.0" else None,
+                    _node_ip_address="127.0.0.1",
                     log_to_driver=False,
                     configure_logging=False,
                 )
@@ -167,6 +170,20 @@ def _descendants() -> set[psutil.Process]:
 
 def _serve_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Within, Ray takes the address 127.0.0.1 for what it is, and all that it starts listens there alone. It would
+    otherwise put in its place the one by which other machines reach this one."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

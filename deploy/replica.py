@@ -20,6 +20,7 @@ from deploy.haproxy import fault_note, note_fault
 from deploy.observability import logs
 from deploy.observability.metrics import RayEngineMetrics, RayFrontMetrics
 from deploy.progress import Board
+from deploy.replica_ports import listen_at_home
 from deploy.text.tokenizer import Tokenizer
 from deploy.under_serve import UnderServe
 from workers.client import EngineClient
@@ -46,6 +47,7 @@ class EngineReplica:
     processes_class: type[ReplicaProcesses] = ReplicaProcesses
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        listen_at_home()
         self.config = config
         context = serve.get_replica_context()
         self.name = context.replica_id.unique_id

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from deploy.arrivals import TICKET_HEADER, Ticket, load_from_report
 from deploy.asks import BYTES_PER_TOKEN, AskReader
 from deploy.config import ServeConfig
+from deploy.replica_ports import listen_at_home
 from deploy.routing import Ask, Ledger, Load, choose
 from deploy.text.tokenizer import Tokenizer
 
@@ -81,6 +82,7 @@ class Picker:
     """The deployment HAProxy asks for every POST: `/internal/route` names the replica that gets it."""
 
     def __init__(self, engine: DeploymentHandle, config: ServeConfig) -> None:
+        listen_at_home()
         tokenizer = Tokenizer.load(config.engine.folder)
         self._reader = AskReader(tokenizer, config.api.chat_template)
         self._engine = engine

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.ordered_sum import ordered_sum
+from workers.rendezvous import rendezvous
 from workers.symmetric import SymmetricSum, fits
 from workers.symmetric import connect as connect_symmetric
 
@@ -115,14 +116,15 @@ class TensorParallel:
     def connect(rank: int, size: int, init_method: str, device: torch.device, timeout_s: float) -> TensorParallel:
         """Join the group (NCCL on GPUs, gloo on CPU); `init_method` is a URL such as tcp://host:port.
 
-        PeerLost when that fails.
+        Rank 0 listens at that address alone, and where it is 127.0.0.1 no rank listens to other machines. PeerLost when
+        that fails.
         """
         symmetric = None
         if size > 1:
             with _peers():  # it fails where a rank that was through first has ended meanwhile
                 dist.init_process_group(
                     "nccl" if device.type == "cuda" else "gloo",
-                    init_method=init_method,
+                    store=rendezvous(rank, size, init_method, timeout_s),
                     rank=rank,
                     world_size=size,
                     timeout=timedelta(seconds=timeout_s),

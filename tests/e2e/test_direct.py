@@ -1,11 +1,13 @@
 """One replica of two ranks behind HAProxy: the way `latentserve serve` runs on one machine."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
 import time
+from ipaddress import ip_address
 from pathlib import Path
 
 import httpx
@@ -104,14 +106,21 @@ async def test_logs_are_json_with_the_request_id(server: Server) -> None:
 
 
 def test_only_the_asked_for_address_is_open_to_others(server: Server) -> None:
-    """HAProxy's own listeners and the replicas' are on 127.0.0.1; Ray's own ports ask for a token."""
-    for pid in server.pids():
-        process = psutil.Process(pid)
-        title = " ".join(process.cmdline())
-        if "haproxy" in title or "--node-ip" in title:
-            addresses = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-            if "haproxy" in title:
-                assert addresses == {"127.0.0.1"}, title
+    """Whatever listens does so for this machine alone: the application's port, Ray's own, those between the ranks."""
+    listening = {}
+    for pid in [server.process.pid, *server.pids()]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # Ray ends processes that nobody needed
+            process = psutil.Process(pid)
+            title = " ".join(process.cmdline())[:120]
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    listening[connection.laddr] = title
+    for address, title in sorted(listening.items()):
+        print(address.ip, address.port, title)
+    titles = " ".join(listening.values())
+    for expected in ("gcs_server", "raylet", "haproxy", "ServeReplica", "SchedulerActor", "WorkerActor"):
+        assert expected in titles
+    assert {a: t for a, t in listening.items() if not ip_address(a.ip.removeprefix("::ffff:")).is_loopback} == {}
     port = int(server.url.rsplit(":", 1)[1])
     for address in {a.address for group in psutil.net_if_addrs().values() for a in group if a.family == socket.AF_INET}:
         if not address.startswith("127."):

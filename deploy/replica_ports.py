@@ -1,0 +1,38 @@
+"""Where a Serve replica listens: at its node's own address, or for this machine alone where Ray is.
+
+Ray Serve opens the port over which deployments talk to each other on every interface, and the port that HAProxy sends
+requests to at the application's `host`, though nobody but an HAProxy should come there. There are no settings for
+either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+EVERYWHERE = "[::]:"
+ALONE = "127.0.0.1"
+"""A Ray of our own is at this address, and every HAProxy with it."""
+
+
+def listen_at_home() -> None:
+    """To be called by the constructor of whatever Serve makes a replica of: it listens after that."""
+    from ray._common.network_utils import build_address
+    from ray.serve._private import replica
+
+    home = ray.util.get_node_ip_address()
+    add_port, start_http = replica.add_port_to_grpc_server, replica.start_asgi_http_server
+    if hasattr(add_port, "home"):
+        return
+
+    def add_port_at_home(server: Any, address: str) -> Any:
+        return add_port(server, build_address(home, address.removeprefix(EVERYWHERE)))
+
+    async def start_http_at_home(app: Any, options: Any, **others: Any) -> Any:
+        # HAProxies of other nodes come by the node's address, its own by 127.0.0.1: then the application's host it is.
+        host = ALONE if home == ALONE else options.host
+        return await start_http(app, options.model_copy(update={"host": host}), **others)
+
+    add_port_at_home.home = home  # type: ignore[attr-defined]
+    replica.add_port_to_grpc_server, replica.start_asgi_http_server = add_port_at_home, start_http_at_home
