@@ -20,7 +20,7 @@ from deploy.routing import Ask
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, template_message
 from deploy.text.tokenizer import ChatTemplateError, Tokenizer
 from kernels.page import PAGE_TOKENS
-from workers.scheduler.prefix import page_keys
+from workers.prompt import page_keys
 
 BYTES_PER_TOKEN = 4
 """Where nothing better is known."""

@@ -44,7 +44,7 @@ class Addresses(msgspec.Struct, frozen=True):
     results: str
     """Workers -> scheduler."""
     pulse: str
-    """Scheduler -> workers, published: it lives."""
+    """Scheduler -> workers and front, published: it lives."""
     keys: ClientKeys | None = None
     """What the scheduler asks of those who connect over tcp."""
 
@@ -146,6 +146,13 @@ def connect_receiver(address: str, kind: Any, keys: ClientKeys | None) -> Receiv
     return Receiver(_connected(zmq.PULL, address, keys), kind)
 
 
+def connect_subscriber(address: str, kind: Any, keys: ClientKeys | None) -> Receiver:
+    """A receiver of messages of `kind` that a bound address publishes to all who listen. `keys`: as above."""
+    socket = _connected(zmq.SUB, address, keys)
+    socket.subscribe(b"")
+    return Receiver(socket, kind)
+
+
 def remove_sockets(addresses: Addresses) -> None:
     """Remove the socket files of a scheduler that ends, or that was killed."""
     if addresses.folder is not None:
@@ -176,7 +183,7 @@ class Binding:
         self.requests = Receiver(requests, to_scheduler)
         self.results = Receiver(results, from_worker)
         self.outputs = Sender(outputs, "the front")
-        self.pulse = Sender(pulse, "every rank")
+        self.pulse = Sender(pulse, "every rank and the front")
         self.plans = [Sender(socket, f"rank {rank}") for rank, socket in enumerate(plans)]
 
     def _bind(self, socket: zmq.Socket[bytes]) -> str:
@@ -215,9 +222,7 @@ class HeartbeatThread:
 
     def _beat(self) -> None:
         sender = connect_sender(self._addresses.results, self._addresses.keys)
-        socket = _connected(zmq.SUB, self._addresses.pulse, self._addresses.keys)
-        socket.subscribe(b"")
-        pulse = Receiver(socket, Heartbeat)
+        pulse = connect_subscriber(self._addresses.pulse, Heartbeat, self._addresses.keys)
         heard: float | None = None
         while not self._stop.is_set():
             sender.send(Heartbeat(self._rank, self.figures()))

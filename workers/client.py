@@ -11,14 +11,14 @@ from typing import TypeVar
 
 import msgspec
 
-from workers.channel import Addresses, connect_receiver, connect_sender
+from workers.channel import Addresses, connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
 from workers.engine import EngineFault, ModelInfo, OutputMailbox, Refused
 from workers.graphs.report import SelfTestReport
 from workers.messages import (
-    Cancel,
     EngineStats,
     Fault,
+    Heartbeat,
     Outputs,
     Progress,
     Ready,
@@ -27,6 +27,7 @@ from workers.messages import (
     Shutdown,
     ToFront,
 )
+from workers.outbox import Outbox
 from workers.plan import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,9 @@ class EngineClient:
         """Connects in the running event loop; `ready` tells when the replica can serve."""
         self._config, self._name = config, name
         self._requests = connect_sender(addresses.requests, addresses.keys)
+        self._outbox = Outbox(self._requests, self._refuse)
         self._outputs = connect_receiver(addresses.outputs, ToFront, addresses.keys)
+        self._pulse = connect_subscriber(addresses.pulse, Heartbeat, addresses.keys)
         self._streams: dict[str, OutputMailbox] = {}
         self._ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         self._heard = time.monotonic()
@@ -55,8 +58,9 @@ class EngineClient:
         self.on_selftest: list[Callable[[SelfTestReport], None]] = []
         """Called once, before `ready` or before the fault that a failed self-test ends in."""
         self._loop = asyncio.get_running_loop()
-        self._fd = self._outputs.socket.fileno()
-        self._loop.add_reader(self._fd, self._drain)
+        self._fds = [receiver.socket.fileno() for receiver in (self._outputs, self._pulse)]
+        for fd in self._fds:
+            self._loop.add_reader(fd, self._drain)
         self._watcher = self._loop.create_task(self._watch())
 
     @property
@@ -83,18 +87,25 @@ class EngineClient:
             mailbox.fail(EngineFault(self.fault))
         else:
             self._streams[request_id] = mailbox
-            self._requests.send(request)
+            self._outbox.ask(request)
         return mailbox
 
     def _abandon(self, request_id: str) -> None:
         if self._streams.pop(request_id, None) is not None and self.fault is None:
-            self._requests.send(Cancel(request_id))
+            self._outbox.cancel(request_id)
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        self._deliver(RequestOutput(request.request_id, (), refused=reason))
 
     async def probe(self) -> None:
         """One real token through every rank; EngineFault when it does not come."""
         request = Request(f"probe-{uuid.uuid4().hex}", (0,), SamplingParams(max_tokens=1, temperature=0.0), priority=-1)
-        async for _ in self.generate(request):
-            pass
+        stream = self.generate(request)
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            await stream.aclose()  # who no longer waits must not leave it in the queue
 
     def fail(self, cause: str, lasting: bool = False) -> None:
         """Declare the replica failed: every stream ends with EngineFault. Only the first cause counts."""
@@ -112,15 +123,20 @@ class EngineClient:
     async def close(self) -> None:
         """Tell the replica to stop and leave the channel."""
         self._watcher.cancel()
-        self._loop.remove_reader(self._fd)
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
+        self._outbox.clear()
         self._requests.send(Shutdown())
         self.fail("the replica is shutting down")
         self._requests.close()
         self._outputs.close()
+        self._pulse.close()
 
     def _drain(self) -> None:
-        """Read all that has arrived. ZeroMQ's descriptor is edge-triggered: it must be read until empty."""
+        """Read all that has arrived. ZeroMQ's descriptors are edge-triggered: they must be read until empty."""
         try:
+            while self._pulse.receive(timeout_ms=0) is not None:
+                self._heard = time.monotonic()
             while (message := self._outputs.receive(timeout_ms=0)) is not None:
                 self._dispatch(message)
         except msgspec.MsgspecError as error:
@@ -166,7 +182,7 @@ class EngineClient:
             del self._streams[item.request_id]
 
     async def _watch(self) -> None:
-        """The scheduler reports several times a second once it serves; silence means it is gone or stopped."""
+        """The scheduler gives a sign of life several times a second; silence means it is gone, stopped or stuck."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
             self._drain()

@@ -1,30 +1,63 @@
 """What passes between a replica's front, its scheduler and its workers. msgpack on the wire; no code ever travels.
 
-front -> scheduler: `Request`, `Cancel`.  scheduler -> front: `Outputs`, `EngineStats`, `Fault`, `Ready`.
+front -> scheduler: `Requests`, `Cancel`.  scheduler -> front: `Outputs`, `EngineStats`, `Fault`, `Ready`.
 scheduler -> worker: `StepPlan`, `Shutdown`.  worker -> scheduler: `StepResult` (rank 0), `Heartbeat`, `Ready`, `Fault`.
 While a replica starts, `Progress` (every rank) and `SelfTestReport` (rank 0) travel from the workers to the front.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
 
 from workers.graphs.report import SelfTestReport
 from workers.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
+from workers.prompt import Prompt
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One sequence to generate. `n` choices of one HTTP request are `n` of these."""
+class Request(msgspec.Struct, frozen=True):
+    """One sequence to generate. `n` choices of one HTTP request are `n` of these, which share one prompt; they travel
+    as one `Requests`."""
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
+    """Token ids; where many share them, a `workers.prompt.Prompt`."""
     sampling: SamplingParams
     priority: int = 0
     """Lower runs first; ties by arrival."""
+
+
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence of a `Requests`."""
+
+    request_id: str
+    sampling: SamplingParams
+
+
+class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Sequences that continue one prompt, which travels once for all of them."""
+
+    prompt: bytes
+    """As `workers.prompt.pack_tokens` makes it."""
+    choices: tuple[Choice, ...]
+    priority: int = 0
+    """As in `Request`, of each of them."""
+
+    @staticmethod
+    def of(requests: Sequence[Request]) -> Requests:
+        """Of requests that have one prompt and one priority. OverflowError for a token id outside 0 ... 2^32 - 1."""
+        first = requests[0]
+        choices = tuple(Choice(request.request_id, request.sampling) for request in requests)
+        return Requests(Prompt.of(first.prompt).packed, choices, first.priority)
+
+    def unpack(self) -> tuple[Request, ...]:
+        """The requests, which share one `Prompt`."""
+        prompt = Prompt(self.prompt)
+        return tuple(Request(one.request_id, prompt, one.sampling, self.priority) for one in self.choices)
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -114,6 +147,12 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prefix_keys: tuple[int, ...] = ()
     """Newest chained page hashes (64-bit) in the prefix cache, for routing; a bounded sample."""
 
+    @property
+    def steps(self) -> int:
+        """Steps since start whose results came back. Every one of them took some request further, be it a chunk of a
+        prompt or a token."""
+        return sum(part.count for part in self.step_seconds.values())
+
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A process finished starting."""
@@ -160,7 +199,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End in order: graphs, process group, process."""
 
 
-ToScheduler = Request | Cancel | Shutdown
+ToScheduler = Requests | Cancel | Shutdown
 ToFront = Outputs | EngineStats | Fault | Ready | Progress | SelfTestReport
 ToWorker = StepPlan | Shutdown
 FromWorker = StepResult | Heartbeat | Ready | Fault | Progress | SelfTestReport

@@ -15,6 +15,7 @@ from msgspec import structs
 from workers.channel import Binding, PeerGone, encode
 from workers.config import EngineConfig
 from workers.graphs.report import SelfTestReport
+from workers.inbox import Inbox
 from workers.messages import (
     Cancel,
     Fault,
@@ -30,6 +31,7 @@ from workers.messages import (
     ToScheduler,
 )
 from workers.plan import StepResult
+from workers.pulse import Pulse
 from workers.scheduler import Scheduler, SchedulerConfig
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,9 @@ logger = logging.getLogger(__name__)
 STATS_PERIOD_S = 0.1
 POLL_MS = 50
 FIRST_CAUSE_WAIT_S = 0.2
+TURN_TIMEOUTS = 3
+"""A turn of the loop may take so many times `heartbeat_timeout_s`. None comes near that by itself: what a turn takes in
+is bounded (`workers.inbox`), and so is what it plans. But a machine may be busy with other things."""
 
 
 class EngineFailed(RuntimeError):
@@ -61,10 +66,11 @@ class SchedulerProcess:
 
     def run(self) -> None:
         """Serve until a Shutdown arrives. On a failure tells the front the first cause, then raises EngineFailed."""
+        pulse = Pulse(self._binding.pulse, TURN_TIMEOUTS * self._config.heartbeat_timeout_s)
         try:
-            scheduler = self._start()
+            scheduler = self._start(pulse)
             if scheduler is not None:
-                self._serve(scheduler)
+                self._serve(scheduler, pulse)
         except EngineFailed as failure:
             self._tell_front(failure.fault)
             raise
@@ -76,6 +82,7 @@ class SchedulerProcess:
             self._tell_front(Fault(f"scheduler: {type(error).__name__}: {error}"))
             raise
         finally:
+            pulse.close()
             for plans in self._binding.plans:
                 with suppress(PeerGone):
                     plans.send(Shutdown())
@@ -85,13 +92,13 @@ class SchedulerProcess:
         with suppress(PeerGone):
             self._binding.outputs.send(fault)
 
-    def _start(self) -> Scheduler | None:
+    def _start(self, pulse: Pulse) -> Scheduler | None:
         """Wait until every rank is ready; None when told to shut down meanwhile."""
         config = self._config
         ready: dict[int, Ready] = {}
         deadline = time.monotonic() + config.start_timeout_s
         while len(ready) < config.tensor_parallel:
-            self._binding.pulse.send(Heartbeat(-1))
+            pulse.turned()
             message = self._binding.results.receive(timeout_ms=POLL_MS)
             match message:
                 case Ready():
@@ -118,24 +125,28 @@ class SchedulerProcess:
         )
         return Scheduler(scheduler_config(config, first))
 
-    def _serve(self, scheduler: Scheduler) -> None:
+    def _serve(self, scheduler: Scheduler, pulse: Pulse) -> None:
         requests, results = self._binding.requests, self._binding.results
+        inbox = Inbox(requests)
         poller = zmq.Poller()
         poller.register(requests.socket, zmq.POLLIN)
         poller.register(results.socket, zmq.POLLIN)
         stats_due = 0.0
         while True:
-            poller.poll(POLL_MS)
+            poller.poll(0 if inbox.waiting else POLL_MS)
+            pulse.turned()
             items: list[RequestOutput] = []
             while (message := results.receive(timeout_ms=0)) is not None:
                 items += self._from_worker(scheduler, message)
-            while (message := requests.receive(timeout_ms=0)) is not None:
-                match message:
+            # Here, where all that ranks have said is heard: a turn may have taken longer than they may be silent.
+            self._watch(time.monotonic())
+            for asked in inbox.turn():
+                match asked:
                     case Request():
-                        if (refusal := scheduler.add(message)) is not None:
+                        if (refusal := scheduler.add(asked)) is not None:
                             items.append(refusal)
                     case Cancel():
-                        items += scheduler.cancel(message.request_id)
+                        items += scheduler.cancel(asked.request_id)
                     case Shutdown():
                         return
             # Plans first: workers start on them while the outputs are encoded.
@@ -149,9 +160,7 @@ class SchedulerProcess:
             now = time.monotonic()
             if now >= stats_due:
                 self._binding.outputs.send(structs.replace(scheduler.stats(), worker=self._figures))
-                self._binding.pulse.send(Heartbeat(-1))
                 stats_due = now + STATS_PERIOD_S
-                self._watch(now)
 
     def _from_worker(self, scheduler: Scheduler, message: FromWorker) -> tuple[RequestOutput, ...]:
         match message:

@@ -46,7 +46,7 @@ class ApiConfig(BaseModel):
     chat_template: str | None = None
     """A Jinja chat template to use instead of the model folder's: the text, or the path of a file that holds it."""
     probe_timeout_s: float = Field(default=5.0, gt=0)
-    """Seconds `/health` waits for its token."""
+    """Seconds `/health` waits for its token, or for a step of others."""
     probe_ttl_s: float = Field(default=1.0, ge=0)
     """Seconds for which `/health` trusts the last good probe (a fault is reported at once all the same)."""
 

@@ -92,8 +92,9 @@ class Front:
         return stats.slots + stats.queue_limit if stats.slots else math.inf
 
     async def check_alive(self) -> None:
-        """Have a real token go through every rank; 503 with the first cause when it does not come. A replica that is
-        too busy for one more is alive while the tokens of others come.
+        """Have a real token go through every rank; 503 with the first cause when it does not come. While it waits for
+        its turn, a step of others that ends says as much: it went through every rank, too, be it a chunk of a long
+        prompt or tokens.
 
         Callers share one probe at a time; a good one holds for `probe_ttl_s`.
         """
@@ -113,15 +114,29 @@ class Front:
         self.info()
 
     async def _run_probe(self) -> None:
-        known = self.engine.stats.generated_tokens
+        known = self.engine.stats.steps
+        probe = asyncio.ensure_future(self.engine.probe())
         try:
             async with asyncio.timeout(self.config.probe_timeout_s):
-                try:
-                    await self.engine.probe()
-                except Refused:  # the queue is full
-                    while self.engine.stats.generated_tokens == known:
-                        await asyncio.sleep(FIGURES_PERIOD_S)
+                while self.engine.stats.steps == known and not await self._answered(probe):
+                    pass
         except TimeoutError:
-            if self.engine.stats.generated_tokens == known:
+            if self.engine.stats.steps == known:
                 raise
+        finally:
+            probe.cancel()
         self._probed = time.monotonic()
+
+    @staticmethod
+    async def _answered(probe: asyncio.Future[None]) -> bool:
+        """Whether the probe's token has come, after a while in which it or new figures may. EngineFault."""
+        if not probe.done():
+            await asyncio.wait({probe}, timeout=FIGURES_PERIOD_S)
+        if not probe.done():
+            return False
+        try:
+            probe.result()
+        except Refused:  # the queue is full
+            await asyncio.sleep(FIGURES_PERIOD_S)
+            return False
+        return True

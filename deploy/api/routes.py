@@ -205,7 +205,7 @@ def build_router(front: Front) -> APIRouter:
             return _json({"prompt": await tokenizer.decode_async(body.tokens, skip_special_tokens=False)})
 
     async def health(request: HttpRequest) -> Response:
-        """200 once a real token went through every rank; 503 with the first cause otherwise."""
+        """200 once a real token, or a step of others, went through every rank; 503 with the first cause otherwise."""
         await front.check_alive()
         return _json({"status": "ok"})
 

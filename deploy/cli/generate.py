@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
@@ -160,7 +160,7 @@ async def _generate(
     return result
 
 
-def _check(ids: tuple[int, ...], max_tokens: int, vocab_size: int, max_context: int) -> None:
+def _check(ids: Sequence[int], max_tokens: int, vocab_size: int, max_context: int) -> None:
     if max(ids) >= vocab_size:
         raise UsageMistake(f"token id {max(ids)} is outside the model's vocabulary of {vocab_size}")
     if len(ids) + max_tokens > max_context:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from workers.messages import Request
 class Generation:
     """What one request gave. Times in seconds."""
 
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
     cached_tokens: int = 0

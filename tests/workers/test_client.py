@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,11 +20,13 @@ from workers.messages import (
     EngineStats,
     Fault,
     FromWorker,
+    Heartbeat,
     Outputs,
     Progress,
     Ready,
     Request,
     RequestOutput,
+    Requests,
     Shutdown,
     ToScheduler,
 )
@@ -48,6 +51,12 @@ class Scheduler:
     async def heard(self) -> Any:
         return await asyncio.to_thread(self.binding.requests.receive, 5000)
 
+    async def asked(self) -> list[str]:
+        """The ids in the next message, which asks for sequences."""
+        message = await self.heard()
+        assert isinstance(message, Requests)
+        return [choice.request_id for choice in message.choices]
+
 
 @asynccontextmanager
 async def front(ready: bool = True, **settings: Any) -> AsyncIterator[tuple[EngineClient, Scheduler]]:
@@ -65,7 +74,7 @@ async def front(ready: bool = True, **settings: Any) -> AsyncIterator[tuple[Engi
 
 
 def request(name: str) -> Request:
-    return Request(name, (1, 2), SamplingParams(4))
+    return Request(name, tuple([1, 2]), SamplingParams(4))  # noqa: C409, a prompt of its own
 
 
 async def test_what_is_served_is_known_once_it_is_ready() -> None:
@@ -82,7 +91,7 @@ async def test_what_is_served_is_known_once_it_is_ready() -> None:
 async def test_a_stream_gets_its_own_outputs_and_its_end() -> None:
     async with front() as (client, scheduler):
         one, two = client.generate(request("one")), client.generate(request("two"))
-        assert [(await scheduler.heard()).request_id for _ in range(2)] == ["one", "two"]
+        assert [await scheduler.asked() for _ in range(2)] == [["one"], ["two"]]
         scheduler.output("two", 5)
         scheduler.output("one", 6)
         scheduler.output("unknown", 9)
@@ -172,10 +181,75 @@ async def test_a_probe_is_one_real_token_before_all_others() -> None:
     async with front() as (client, scheduler):
         probing = asyncio.create_task(client.probe())
         asked = await scheduler.heard()
-        assert (asked.sampling.max_tokens, asked.priority) == (1, -1)
+        [choice] = asked.choices
+        assert (choice.sampling.max_tokens, asked.priority) == (1, -1)
         assert not probing.done()
-        scheduler.output(asked.request_id, 3, finish="length")
+        scheduler.output(choice.request_id, 3, finish="length")
         await asyncio.wait_for(probing, 5)
+
+
+async def test_a_probe_that_nobody_waits_for_leaves_the_queue() -> None:
+    async with front() as (client, scheduler):
+        probing = asyncio.create_task(client.probe())
+        [name] = await scheduler.asked()
+        probing.cancel()
+        assert await scheduler.heard() == Cancel(name)
+        assert not client._streams
+
+
+async def test_the_choices_of_a_prompt_travel_together_and_the_prompt_once() -> None:
+    async with front() as (client, scheduler):
+        prompt, other = tuple(range(40)), tuple(range(40))
+        for seed in range(128):
+            client.generate(Request(f"a{seed}", prompt, SamplingParams(4, seed=seed)))
+            client.generate(Request(f"b{seed}", other, SamplingParams(4, seed=seed)))
+        client.generate(Request("urgent", prompt, SamplingParams(4), priority=-1))
+        for name in "ab":
+            message = await scheduler.heard()
+            assert [one.request_id for one in message.unpack()] == [f"{name}{seed}" for seed in range(128)]
+            assert [one.sampling.seed for one in message.unpack()] == list(range(128))
+            assert {tuple(one.prompt) for one in message.unpack()} == {prompt}
+            assert len({id(one.prompt) for one in message.unpack()}) == 1
+        assert (await scheduler.heard()).priority == -1
+
+
+async def test_what_is_taken_back_before_it_leaves_does_not_leave() -> None:
+    async with front() as (client, scheduler):
+        prompt = (1, 2)
+        streams = [client.generate(Request(name, prompt, SamplingParams(4))) for name in "abc"]
+        alone = client.generate(request("alone"))
+        for stream in (streams[1], alone):
+            await stream.aclose()
+        await client.generate(request("last")).aclose()
+        assert await scheduler.asked() == ["a", "c"]
+        assert not client._outbox._groups
+        await streams[0].aclose()
+        assert await scheduler.heard() == Cancel("a")
+
+
+async def test_ids_that_cannot_travel_are_refused_alone() -> None:
+    async with front() as (client, scheduler):
+        for wrong in (-1, 2**32):
+            stream = client.generate(Request("wrong", (1, wrong), SamplingParams(4)))
+            right = client.generate(request("right"))
+            with pytest.raises(Refused, match="token id outside 0") as refusal:
+                await anext(stream)
+            assert not refusal.value.overloaded
+            assert await scheduler.asked() == ["right"]
+            await right.aclose()
+            assert await scheduler.heard() == Cancel("right")
+        assert not client._streams
+
+
+@pytest.mark.alone
+async def test_a_scheduler_with_a_pulse_is_alive_though_its_loop_says_nothing() -> None:
+    async with front(heartbeat_timeout_s=1.2) as (client, scheduler):
+        for _ in range(10):
+            scheduler.binding.pulse.send(Heartbeat(-1))
+            await asyncio.sleep(0.2)
+        assert client.fault is None
+        await asyncio.sleep(2.0)
+        assert re.fullmatch(r"the scheduler has been silent for [12]\.\d s", client.fault or "")
 
 
 async def test_closing_ends_the_scheduler_and_what_still_streams() -> None:
@@ -185,6 +259,6 @@ async def test_closing_ends_the_scheduler_and_what_still_streams() -> None:
     await client.close()
     with pytest.raises(EngineFault, match="shutting down"):
         await anext(stream)
-    heard = [binding.requests.receive(5000) for _ in range(2)]
-    assert heard == [request("a"), Shutdown()]
+    # What had not left by then does not leave any more.
+    assert binding.requests.receive(5000) == Shutdown()
     binding.close()

@@ -11,10 +11,23 @@ from typing import Any
 
 import pytest
 
-from workers.channel import connect_receiver, connect_sender
+from workers.channel import connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
-from workers.messages import EngineStats, Fault, Heartbeat, Outputs, Ready, Request, Shutdown, ToFront, ToWorker
+from workers.messages import (
+    EngineStats,
+    Fault,
+    Heartbeat,
+    Outputs,
+    Ready,
+    Request,
+    Requests,
+    Shutdown,
+    ToFront,
+    ToWorker,
+)
 from workers.plan import SamplingParams, StepPlan, StepResult
+from workers.prompt import Prompt
+from workers.scheduler import Scheduler
 from workers.scheduler_process import EngineFailed, SchedulerProcess
 
 
@@ -22,7 +35,7 @@ class World:
     """The ends of the channel that others hold. `silent` ranks send no heartbeats."""
 
     def __init__(self, process: SchedulerProcess, ranks: int) -> None:
-        addresses = process.addresses
+        self.addresses = addresses = process.addresses
         self.requests = connect_sender(addresses.requests, addresses.keys)
         self.outputs = connect_receiver(addresses.outputs, ToFront, addresses.keys)
         self.results = connect_sender(addresses.results, addresses.keys)
@@ -67,7 +80,7 @@ class World:
             self.results.send(Ready(rank, **fields))
 
     def ask(self, name: str, tokens: int = 50) -> None:
-        self.requests.send(Request(name, (1, 2, 3), SamplingParams(tokens)))
+        self.requests.send(Requests.of([Request(name, (1, 2, 3), SamplingParams(tokens))]))
 
     def plan(self) -> StepPlan:
         plan = self.plans[0].receive(timeout_ms=5000)
@@ -158,7 +171,7 @@ def test_the_time_of_a_step_begins_when_the_one_before_it_ends() -> None:
 
 def test_a_full_queue_is_told_apart_from_what_is_impossible() -> None:
     with played() as world:
-        world.requests.send(Request("impossible", (), SamplingParams(1)))
+        world.requests.send(Requests.of([Request("impossible", (), SamplingParams(1))]))
         [refused] = world.hears(Outputs).items
         assert (refused.request_id, refused.overloaded) == ("impossible", False)
         for name in ("runs", "waits", "too many"):
@@ -174,3 +187,76 @@ def test_ranks_are_told_to_end_whenever_the_front_says_so() -> None:
             world.requests.send(Shutdown())
             for plans in world.plans:
                 assert isinstance(plans.receive(timeout_ms=5000), Shutdown)
+
+
+def test_requests_that_come_together_are_taken_in_between_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many and however long they are: what they would take in one turn holds up everybody else."""
+    turns: list[list[Prompt]] = [[]]
+    add, plan = Scheduler.add, Scheduler.plan
+
+    def adding(scheduler: Scheduler, request: Request) -> Any:
+        assert isinstance(request.prompt, Prompt)
+        turns[-1].append(request.prompt)
+        return add(scheduler, request)
+
+    def planning(scheduler: Scheduler) -> Any:
+        turns.append([])
+        return plan(scheduler)
+
+    monkeypatch.setattr(Scheduler, "add", adding)
+    monkeypatch.setattr(Scheduler, "plan", planning)
+    with played(queue_limit=10_000) as world:
+        # What cannot be served is looked at no less: its ids are, and it is answered.
+        strangers = [Prompt.of([index, *range(30_000)]) for index in range(20)]
+        shared = Prompt.of(range(30_000))
+        for index, prompt in enumerate(strangers):
+            world.requests.send(Requests.of([Request(f"stranger {index}", prompt, SamplingParams(1))]))
+        choices = [Request(f"choice {index}", shared, SamplingParams(1)) for index in range(600)]
+        world.requests.send(Requests.of(choices))
+        world.ask("last", tokens=1)
+        world.answer(world.plan())
+        assert len(turns[0]) < 10
+        refused: set[str] = set()
+        while len(refused) < 620:
+            refused |= {item.request_id for item in world.hears(Outputs).items if item.refused}
+    taken = [turn for turn in turns if turn]
+    assert sum(map(len, taken)) == 621
+    seen: set[int] = set()
+    for turn in taken:
+        prompts = {id(prompt): prompt.length for prompt in turn}
+        assert sum(length for prompt, length in prompts.items() if prompt not in seen) < 100_000 + 30_001
+        assert len(turn) <= 401
+        seen |= prompts.keys()
+    assert len({id(prompt) for turn in taken for prompt in turn if prompt.length == 30_000}) == 1
+
+
+@pytest.mark.alone
+def test_a_loop_that_is_busy_for_longer_than_silence_may_last_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is stuck is not."""
+    add, busy = Scheduler.add, threading.Event()
+
+    def adding(scheduler: Scheduler, request: Request) -> Any:
+        end = time.monotonic() + float(request.request_id)
+        busy.set()
+        while time.monotonic() < end:
+            sum(range(1000))
+        return add(scheduler, request)
+
+    monkeypatch.setattr(Scheduler, "add", adding)
+    with played(heartbeat_timeout_s=0.5) as world:
+        pulse = connect_subscriber(world.addresses.pulse, Heartbeat, None)
+        try:
+            assert pulse.receive(timeout_ms=5000) == Heartbeat(-1)
+            world.ask("1.2", tokens=1)
+            assert busy.wait(5)
+            begin = time.monotonic()
+            while time.monotonic() - begin < 1.0:
+                assert pulse.receive(timeout_ms=450) == Heartbeat(-1)
+            world.answer(world.plan())
+            assert isinstance(world.hears(Outputs), Outputs)
+            world.ask("4.0", tokens=1)
+            begin = time.monotonic()
+            while pulse.receive(timeout_ms=1000) is not None:
+                assert time.monotonic() - begin < 3.5, "a loop that stood still for 1.5 s was vouched for"
+        finally:
+            pulse.close()

@@ -55,8 +55,8 @@ def run_comparing(made: InlineEngine) -> Counter[tuple[bool, bool]]:
     while made.step():
         plan = made.plans[made.runner._steps - 1]
         for sequence in made.scheduler._live.values():
-            if sequence.phase is Phase.DECODE and len(sequence.tokens) > sequence.goal:
-                tokens, slot = list(sequence.tokens), sequence.slot
+            if sequence.phase is Phase.DECODE and sequence.tokens.length > sequence.goal:
+                tokens, slot = list(sequence.tokens.span(0, sequence.tokens.length)), sequence.slot
                 drafts, entries = drafts_after(model, tokens, plan.drafts)
                 assert tensors.draft_SK[slot, : plan.drafts].tolist() == drafts
                 cached = made.runner.parts.cache.layers[-1][tensors.page_SP[slot].long()].flatten(0, 1)

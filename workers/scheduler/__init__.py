@@ -4,8 +4,8 @@
 (`prefix`), the state of every request (`sequence`), the watch over draft acceptance (`acceptance`) and counters.
 """
 
+from workers.prompt import page_keys
 from workers.scheduler.config import SchedulerConfig, max_entries_per_row, max_pages_per_row
-from workers.scheduler.prefix import page_keys
 from workers.scheduler.scheduler import Scheduler
 
 __all__ = ["Scheduler", "SchedulerConfig", "max_entries_per_row", "max_pages_per_row", "page_keys"]

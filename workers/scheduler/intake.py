@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Final
 
 from workers.messages import Request
 from workers.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+from workers.prompt import Prompt
 from workers.scheduler.config import SchedulerConfig
 
 RANGES: Final = {
@@ -72,8 +73,11 @@ def _out_of_range(sampling: SamplingParams) -> str:
     return ""
 
 
-def _outside(tokens: Collection[int], vocab_size: int) -> str:
+def _outside(tokens: Sequence[int], vocab_size: int) -> str:
     """The first id that is none, as text."""
-    if not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size:
+    if isinstance(tokens, Prompt):
+        if tokens.highest < vocab_size:  # found out once for all who share it
+            return ""
+    elif not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size:
         return ""
     return str(next(token for token in tokens if not 0 <= token < vocab_size))

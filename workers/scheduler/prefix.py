@@ -1,8 +1,8 @@
 """The prefix cache: full pages of equal token prefixes are computed once and shared.
 
-A page's key is a 64-bit hash of the key of the page before it and of its own 64 token ids, so a key names a whole
-prefix. Keys only find candidates: an entry also keeps its tokens and the entry it continues, and both are compared, so
-that colliding keys cost a miss and never a wrong page.
+A page is found by its key (`workers.prompt`), which names a whole prefix. Keys only find candidates: an entry also
+keeps its tokens and the entry it continues, and both are compared, so that colliding keys cost a miss and never a wrong
+page.
 
 Which pages are complete. Workers execute plans in order, so the pages of a prompt are complete for every later plan as
 soon as the chunk that fills them is planned. What is generated is known later: after a result is applied the row has
@@ -23,47 +23,15 @@ so a page is always evicted before the page it continues.
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections import OrderedDict
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import islice
 
 from kernels.page import PAGE_TOKENS
+from workers.prompt import ROOT_KEY
 from workers.scheduler.pages import PagePool
-
-PAGE_BYTES = 4 * PAGE_TOKENS
-ROOT_KEY = 0
-"""Key that the first page of a prompt continues."""
-
-
-def pack_tokens(tokens: Tokens[int]) -> bytes:
-    """Token ids as little-endian 32-bit unsigned integers. OverflowError for an id outside 0 ... 2^32 - 1."""
-    packed = array("I", tokens)
-    assert packed.itemsize == 4
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def chain_key(parent: int, page: bytes) -> int:
-    """64-bit key of a page of packed tokens that continues the page of key `parent`; equal in every process."""
-    return int.from_bytes(blake2b(parent.to_bytes(8, "little") + page, digest_size=8).digest(), "little")
-
-
-def page_keys(tokens: Tokens[int]) -> list[int]:
-    """Keys of all full pages of a prompt, first to last. A key names its whole prefix: a replica that reports key i
-    (`EngineStats.prefix_keys`) holds pages 0 ... i, so look for the deepest key it has. OverflowError for an id outside
-    0 ... 2^32 - 1."""
-    packed = pack_tokens(tokens)
-    keys: list[int] = []
-    key = ROOT_KEY
-    for begin in range(0, len(packed) - PAGE_BYTES + 1, PAGE_BYTES):
-        key = chain_key(key, packed[begin : begin + PAGE_BYTES])
-        keys.append(key)
-    return keys
+from workers.scheduler.tokens import Tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -121,24 +89,23 @@ class PrefixCache:
         """Keys of the most recently registered or used entries."""
         return tuple(islice(reversed(self._entries), most))
 
-    def match(self, packed: bytes, keys: Tokens[int], most: int) -> list[Entry]:
-        """Entries of the longest cached prefix, `most` pages at the most. `keys` are the page keys of `packed`."""
+    def match(self, tokens: Tokens, keys: Sequence[int], most: int) -> list[Entry]:
+        """Entries of the longest cached prefix, `most` pages at the most. `keys` are the page keys of `tokens`."""
         found: list[Entry] = []
         parent: Entry | None = None
         for index in range(most if self._enabled else 0):
             entry = self._entries.get(keys[index])
-            begin = index * PAGE_BYTES
-            if entry is None or entry.parent is not parent or entry.tokens != packed[begin : begin + PAGE_BYTES]:
+            if entry is None or entry.parent is not parent or entry.tokens != tokens.page(index):
                 break
             found.append(entry)
             parent = entry
         return found
 
-    def needed(self, found: Tokens[Entry], pages: int) -> int:
+    def needed(self, found: Sequence[Entry], pages: int) -> int:
         """How many of the available pages a row of `pages` pages uses up whose first pages are `found`."""
         return pages - len(found) + sum(entry.page in self._unheld for entry in found)
 
-    def open(self, found: Tokens[Entry], pages: int) -> RowPages:
+    def open(self, found: Sequence[Entry], pages: int) -> RowPages:
         """A new row of `pages` pages, the first of them shared. `needed` of them must be available."""
         row = RowPages()
         for entry in found:
@@ -162,15 +129,15 @@ class PrefixCache:
         row.pages.extend(taken)
         return taken
 
-    def register(self, row: RowPages, tokens: array[int], full: int) -> None:
+    def register(self, row: RowPages, tokens: Tokens, full: int) -> None:
         """Make the first `full` pages of the row, complete with `tokens`, findable."""
         if not self._enabled:
             return
         while len(row.chain) < full:
             index = len(row.chain)
             parent = row.chain[-1] if row.chain else None
-            packed = pack_tokens(tokens[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
-            key = chain_key(parent.key if parent else ROOT_KEY, packed)
+            packed = tokens.page(index)
+            key = tokens.key(index, packed, parent.key if parent else ROOT_KEY)
             entry = self._entries.get(key)
             if entry is None:
                 entry = Entry(key, packed, parent, row.pages[index])

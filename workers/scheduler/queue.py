@@ -24,7 +24,7 @@ class WaitingQueue:
         sequence.phase = Phase.WAITING
         self.put_back(sequence)
         self._length += 1
-        self.tokens += len(sequence.tokens)
+        self.tokens += sequence.tokens.length
 
     def head(self) -> Sequence | None:
         """The next to be served."""
@@ -56,4 +56,4 @@ class WaitingQueue:
 
     def _leave(self, sequence: Sequence) -> None:
         self._length -= 1
-        self.tokens -= len(sequence.tokens)
+        self.tokens -= sequence.tokens.length

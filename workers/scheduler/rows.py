@@ -11,7 +11,7 @@ from kernels.page import PAGE_TOKENS, pages_for
 from workers.plan import PageGrant
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.pages import PagePool
-from workers.scheduler.prefix import PrefixCache, pack_tokens, page_keys
+from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.queue import WaitingQueue
 from workers.scheduler.sequence import Phase, Sequence
 
@@ -41,7 +41,7 @@ class Rows:
     def enqueue(self, sequence: Sequence) -> None:
         """Let a request wait, with the tokens it has by now."""
         if self._config.prefix_cache:
-            sequence.keys = page_keys(sequence.tokens)
+            sequence.keys = sequence.tokens.keys()
         self.queue.push(sequence)
 
     def admit(self) -> Sequence | None:
@@ -56,12 +56,12 @@ class Rows:
         sequence = self.queue.head()
         if sequence is None or len(self.free_slots) <= len(self._aside):
             return None
-        tokens, cache = sequence.tokens, self.cache
+        length, cache = sequence.tokens.length, self.cache
         # At least the last token is computed: its logits are wanted.
-        most = (len(tokens) - 1) // PAGE_TOKENS
-        found = cache.match(pack_tokens(tokens), sequence.keys, most)
+        most = (length - 1) // PAGE_TOKENS
+        found = cache.match(sequence.tokens, sequence.keys, most)
         coming = list(takewhile(self._filled.__contains__, sequence.keys[len(found) : most]))
-        pages = pages_for(len(tokens) + self._config.draft_margin)
+        pages = pages_for(length + self._config.draft_margin)
         needed = cache.needed(found, pages) - len(coming)
         growth = len(self.decoding) + len(self.prefilling) + len(self._aside)
         if needed + self._kept + growth > cache.available:
@@ -76,7 +76,7 @@ class Rows:
         sequence.slot = heapq.heappop(self.free_slots)
         sequence.pages = cache.open(found, pages)
         sequence.capacity = sequence.pages.capacity
-        sequence.goal = len(tokens)
+        sequence.goal = length
         sequence.cursor = hit - 1 if hit and self._config.drafting else hit
         sequence.write_from = hit
         sequence.upper = 0

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from itertools import chain, count
 
-from kernels.page import PAGE_TOKENS
+from kernels.page import PAGE_TOKENS, pages_for
 from workers.messages import EngineStats, FinishReason, Request, RequestOutput
 from workers.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult, TopLogprobs
+from workers.prompt import Prompt
 from workers.scheduler.acceptance import AcceptanceWatch
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
 from workers.scheduler.intake import why_impossible
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence
+from workers.scheduler.tokens import Tokens
+
+PLAN_PAGES = 16_384
+"""Pages of prompts that a plan looks up before it admits nobody more, some ten milliseconds of work: hundreds of
+choices of one long cached prompt feed few tokens each, and would otherwise be admitted in one plan."""
 
 
 class Scheduler:
@@ -49,7 +54,8 @@ class Scheduler:
         return not self._live and not self._flights
 
     def add(self, request: Request) -> RequestOutput | None:
-        """Queue a request, or return the output that refuses it. Nothing a user can send raises."""
+        """Queue a request, or return the output that refuses it. Nothing a user can send raises. Requests whose prompt
+        is one `Prompt` share it: its ids are looked at and its pages hashed for the first of them."""
         prompt, sampling, config = request.prompt, request.sampling, self.config
         if request.request_id in self._live:
             return _refusal(request, f"request id {request.request_id!r} is in use by a request that has not ended")
@@ -62,8 +68,7 @@ class Scheduler:
             request=request,
             rank=(request.priority, next(self._arrivals)),
             limit=min(len(prompt) + sampling.max_tokens, config.max_context),
-            tokens=array("I", prompt),
-            prompt=len(prompt),
+            tokens=Tokens(Prompt.of(prompt)),
             stop_ids=frozenset(sampling.stop_ids),
             min_total=len(prompt) + sampling.min_tokens,
             logprobs=sampling.logprobs,
@@ -165,7 +170,7 @@ class Scheduler:
     def _plan_decode(self, width: int, grants: list[PageGrant]) -> tuple[list[Sequence], bool]:
         """Every decode row that may still need a token, in slot order, with pages for all it may write. Also whether
         another row had to be preempted for that."""
-        rows = [s for s in self._rows.decoding if len(s.tokens) + s.promised < s.limit]
+        rows = [s for s in self._rows.decoding if s.tokens.length + s.promised < s.limit]
         reach = width + self.config.draft_margin
         preempted = False
         for sequence in sorted((s for s in rows if s.upper + reach > s.capacity), key=by_rank):
@@ -186,15 +191,17 @@ class Scheduler:
         self, budget: int, admissions: list[Admission], grants: list[PageGrant], admit: bool
     ) -> tuple[list[Sequence], list[PrefillRow]]:
         """Chunks of running and newly admitted prompts, by rank, until the budget is spent. When a row was just
-        preempted nobody is admitted, lest the pages go round in circles."""
+        preempted nobody is admitted, lest the pages go round in circles. Nor when enough was admitted for one plan."""
         sequences: list[Sequence] = []
         rows: list[PrefillRow] = []
         running = deque(self._rows.prefilling)
+        looked_up = 0
         while budget > 0:
             head = self._rows.queue.head() if admit else None
             if head is not None and (not running or head.rank < running[0].rank):
                 newcomer = self._rows.admit()
-                admit = newcomer is not None
+                looked_up += pages_for(head.tokens.length)
+                admit = newcomer is not None and looked_up < PLAN_PAGES
                 if newcomer is None or newcomer.phase is Phase.WAITING:
                     continue
                 sequence = newcomer
@@ -216,7 +223,7 @@ class Scheduler:
         """Count an admitted prompt, once: what a preemption makes it compute again is no new prompt."""
         if sequence.cached < 0:
             sequence.cached = sequence.write_from
-            self._counters.prompt_tokens += sequence.prompt
+            self._counters.prompt_tokens += sequence.tokens.prompt.length
             self._counters.cached_tokens += sequence.cached
 
     def _chunk(self, sequence: Sequence, budget: int) -> PrefillRow:
@@ -233,7 +240,7 @@ class Scheduler:
         return PrefillRow(
             slot=sequence.slot,
             start=start,
-            tokens=tuple(tokens[start:end]),
+            tokens=tokens.span(start, end),
             write_from=sequence.write_from,
             final=final,
             next_token=-1 if final else tokens[end],
@@ -261,7 +268,8 @@ class Scheduler:
 
     def _gain(self, sequence: Sequence, tokens: tuple[int, ...], result: StepResult, index: int) -> RequestOutput:
         """A live request's tokens of a step: cut at the first stop or at its limit; it may have ended then."""
-        known = len(sequence.tokens)
+        mine = sequence.tokens
+        known = mine.length
         kept = tokens[: sequence.limit - known]
         finish: FinishReason | None = "length" if known + len(kept) == sequence.limit else None
         if not sequence.stop_ids.isdisjoint(kept):
@@ -270,11 +278,12 @@ class Scheduler:
                 if token in sequence.stop_ids and known + end > sequence.min_total:
                     kept, finish = kept[:end], "stop"
                     break
-        sequence.tokens.extend(kept)
+        mine.generated.extend(kept)
+        mine.length = total = known + len(kept)
         self._counters.generated_tokens += len(kept)
-        full = (known + len(kept) - 1) // PAGE_TOKENS
+        full = (total - 1) // PAGE_TOKENS
         if full > len(sequence.pages.chain) and sequence.phase is Phase.DECODE:
-            self._rows.cache.register(sequence.pages, sequence.tokens, full)
+            self._rows.cache.register(sequence.pages, mine, full)
         logprobs: tuple[TopLogprobs, ...] = ()
         if sequence.logprobs >= 0:
             logprobs = tuple(_first(entry, sequence.logprobs) for entry in result.logprobs[index][: len(kept)])
@@ -296,7 +305,7 @@ def _refusal(request: Request, reason: str, overloaded: bool = False) -> Request
 def _admission(sequence: Sequence) -> Admission:
     """What the workers must know of a request that takes a slot."""
     sampling = sequence.request.sampling
-    history = tuple(sequence.tokens) if sampling.has_penalties else ()
+    history = sequence.tokens.span(0, sequence.tokens.length) if sampling.has_penalties else ()
     return Admission(sequence.slot, sampling, sequence.generated, history)
 
 

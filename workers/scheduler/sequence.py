@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from workers.messages import Request
 from workers.plan import StepPlan
 from workers.scheduler.prefix import RowPages
+from workers.scheduler.tokens import Tokens
 
 
 class Phase(Enum):
@@ -34,17 +34,15 @@ class Sequence:
     """(priority, arrival number): the order of service. Never the request id."""
     limit: int
     """Tokens, prompt included, at which the request ends."""
-    tokens: array[int]
+    tokens: Tokens
     """Prompt and generated tokens. The newest generated one is not fed yet."""
-    prompt: int
-    """Tokens of the request's own prompt."""
     stop_ids: frozenset[int]
     min_total: int
     """Tokens, prompt included, before which no stop id counts."""
     logprobs: int
     """As in `SamplingParams`."""
     keys: list[int] = field(default_factory=list)
-    """Page keys of `tokens` as they were when the request was queued."""
+    """Page keys of `tokens` as they were when the request was queued; choices of one request have one list."""
     phase: Phase = Phase.WAITING
     slot: int = -1
     pages: RowPages = field(default_factory=RowPages)
@@ -70,7 +68,7 @@ class Sequence:
     @property
     def generated(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - self.prompt
+        return len(self.tokens.generated)
 
 
 @dataclass(frozen=True, slots=True)

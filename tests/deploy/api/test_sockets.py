@@ -352,27 +352,42 @@ def test_health_is_a_real_token() -> None:
         assert time.monotonic() - begin < 1.0
 
 
-def test_a_busy_replica_is_alive_while_tokens_come() -> None:
+def test_a_busy_replica_is_alive_while_steps_end_also_when_they_give_no_tokens() -> None:
     from workers.engine import Refused
-    from workers.messages import EngineStats
+    from workers.messages import Distribution, EngineStats
 
     class Busy(FakeEngine):
-        """Has no room for a probe; `tokens` more are reported every time somebody looks."""
+        """Has no room for a probe; `steps` more are reported every time somebody looks, and never a token."""
 
-        tokens = 0
+        steps = 0
 
         @property
         def stats(self) -> EngineStats:
-            self.seen = getattr(self, "seen", 0) + self.tokens
-            return EngineStats(slots=64, generated_tokens=self.seen)
+            self.seen = getattr(self, "seen", 0) + self.steps
+            return EngineStats(slots=64, step_seconds={"prefill": Distribution((0, self.seen, 0))})
 
         @stats.setter
         def stats(self, value: EngineStats) -> None: ...
 
     for busy in ({"probe_error": Refused("queue full", overloaded=True)}, {"probe_delay": 30.0}):
-        for tokens, status in ((3, 200), (0, 503)):
-            with faulty(Busy, tokens=tokens, **busy) as (_, http):
+        for steps, status in ((3, 200), (0, 503)):
+            with faulty(Busy, steps=steps, **busy) as (_, http):
                 assert http.get("/health").status_code == status
+
+
+async def test_health_does_not_wait_for_its_own_token_where_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.messages import Distribution, EngineStats
+
+    engine = FakeEngine(say([FOX]))
+    engine.probe_delay = 3600.0
+    config = ApiConfig(probe_timeout_s=3600.0, probe_ttl_s=0.0)
+    transport = httpx.ASGITransport(create_app(engine, tiny(), config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://replica") as http:
+        asking = asyncio.create_task(http.get("/health"))
+        while not engine.probes:
+            await asyncio.sleep(0.01)
+        engine.stats = EngineStats(step_seconds={"mixed": Distribution((1,))})
+        assert (await asyncio.wait_for(asking, 60)).status_code == 200
 
 
 async def test_many_health_checks_share_one_probe() -> None:

@@ -5,7 +5,7 @@ import pytest
 from deploy.asks import MOST_ROWS, AskReader
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL
-from workers.scheduler.prefix import page_keys
+from workers.prompt import page_keys
 
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60))
 

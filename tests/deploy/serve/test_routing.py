@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.routing import FORGET_S, REMEMBER_S, Ask, Cost, Ledger, Load, cached_tokens, choose
-from workers.scheduler.prefix import page_keys
+from workers.prompt import page_keys
 
 ROUTER = "me"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
 from simulated_worker import SimulatedWorker, alone
 
 from kernels.page import PAGE_TOKENS
 from workers.messages import Request, RequestOutput
 from workers.plan import SamplingParams, StepPlan
+from workers.prompt import Prompt
 from workers.scheduler import Scheduler, SchedulerConfig, max_pages_per_row
 from workers.scheduler.sequence import Phase
 
@@ -30,9 +32,10 @@ class Replica:
         self.outputs: dict[str, list[RequestOutput]] = {}
 
     def add(
-        self, request_id: str, prompt: list[int] | tuple[int, ...], priority: int = 0, **sampling: object
+        self, request_id: str, prompt: Sequence[int], priority: int = 0, **sampling: object
     ) -> RequestOutput | None:
-        request = Request(request_id, tuple(prompt), SamplingParams(**sampling), priority)  # type: ignore[arg-type]
+        ids = prompt if isinstance(prompt, Prompt) else tuple(prompt)
+        request = Request(request_id, ids, SamplingParams(**sampling), priority)  # type: ignore[arg-type]
         refusal = self.scheduler.add(request)
         if refusal is not None:
             assert (refusal.request_id, refusal.tokens, refusal.finish) == (request_id, (), None)
@@ -116,8 +119,8 @@ class Replica:
         assert not set(cache._of_page) & set(free)
         assert {e.page: e.key for e in cache._entries.values()} == {p: e.key for p, e in cache._of_page.items()}
         for row in rows:
-            sampled = len(row.tokens) > row.goal
-            first_write = len(row.tokens) - 1 if sampled else max(row.write_from, len(row.pages.chain) * PAGE_TOKENS)
+            sampled = row.tokens.length > row.goal
+            first_write = row.tokens.length - 1 if sampled else max(row.write_from, len(row.pages.chain) * PAGE_TOKENS)
             for page in row.pages.pages[first_write // PAGE_TOKENS :]:
                 assert held[page] == 1, "a page that will be written is shared"
                 assert not cache.is_cached(page), "a page that will be written can be found"
@@ -148,7 +151,7 @@ class Replica:
         waiting = [s for s in live if s.phase is Phase.WAITING]
         stats = scheduler.stats()
         assert stats.waiting == len(waiting) == len(scheduler._rows.queue)
-        assert scheduler._rows.queue.tokens == sum(len(s.tokens) for s in waiting)
+        assert scheduler._rows.queue.tokens == sum(s.tokens.length for s in waiting)
         assert stats.running == len(scheduler._rows.prefilling) + len(scheduler._rows.decoding) <= self.config.slots
         in_flight = {s for flight in scheduler._flights for s in (*flight.decode, *flight.prefill)}
         holders = [s.slot for s in {*live, *in_flight} if s.slot >= 0]

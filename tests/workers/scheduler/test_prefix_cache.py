@@ -6,7 +6,6 @@ import json
 import random
 import subprocess
 import sys
-from array import array
 from hashlib import blake2b
 
 import pytest
@@ -14,9 +13,10 @@ from replica import Replica
 from workload import config, tokens
 
 from kernels.page import PAGE_TOKENS
-from workers.scheduler import page_keys
+from workers.prompt import Prompt, page_keys
 from workers.scheduler.pages import PagePool
-from workers.scheduler.prefix import PrefixCache, pack_tokens
+from workers.scheduler.prefix import PrefixCache
+from workers.scheduler.tokens import Tokens
 
 
 def run_one(replica: Replica, name: str, prompt: list[int], most: int = 5) -> int:
@@ -126,7 +126,7 @@ def test_the_statistics_name_the_newest_keys() -> None:
 
 
 def test_a_colliding_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.scheduler.prefix.chain_key", lambda parent, page: 7)
+    monkeypatch.setattr("workers.prompt.chain_key", lambda parent, page: 7)
     replica = Replica(config())
     assert run_one(replica, "a", tokens(200, seed=1)) == 0
     assert run_one(replica, "b", tokens(200, seed=2)) == 0
@@ -135,10 +135,10 @@ def test_a_colliding_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_pages_behind_different_prefixes_are_different(monkeypatch: pytest.MonkeyPatch) -> None:
     # Even when the keys do not tell them apart: key of a page = hash of that page alone.
-    from workers.scheduler import prefix
+    from workers import prompt as prompts
 
-    strong = prefix.chain_key
-    monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(0, page))
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(0, page))
     replica = Replica(config())
     head1, head2, tail = tokens(64, seed=1), tokens(64, seed=2), tokens(65, seed=3)
     assert run_one(replica, "a", [*head1, *tail]) == 0
@@ -152,27 +152,27 @@ def test_a_gap_left_by_a_twin_is_filled_when_the_row_ends() -> None:
     # that continues it. When row 2 ends, its own first page takes the place.
     pool = PagePool(6)
     cache = PrefixCache(pool)
-    ids = array("I", range(128))
+    ids = Tokens(Prompt.of(range(128)))
     one, two = cache.open([], 1), cache.open([], 2)
     cache.register(one, ids, 1)
     cache.register(two, ids, 2)
     assert two.duplicates
     cache.close(one)
     three = cache.open([], 3)  # takes the last free pages, then row 1's
-    assert page_keys(ids)[0] not in cache._entries
-    assert cache.match(pack_tokens(ids), page_keys(ids), 2) == []
+    assert ids.keys()[0] not in cache._entries
+    assert cache.match(ids, ids.keys(), 2) == []
     cache.close(two)
-    assert [entry.page for entry in cache.match(pack_tokens(ids), page_keys(ids), 2)] == [2, 3]
+    assert [entry.page for entry in cache.match(ids, ids.keys(), 2)] == [2, 3]
     cache.close(three)
     assert cache.available == 5
 
 
 def test_nothing_is_cached_behind_a_page_whose_key_collided(monkeypatch: pytest.MonkeyPatch) -> None:
     # All first pages collide. Cached behind the other's first page, b's second one would be taken for a's.
-    from workers.scheduler import prefix
+    from workers import prompt as prompts
 
-    strong = prefix.chain_key
-    monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(7, page) if parent else 7)
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(7, page) if parent else 7)
     replica = Replica(config())
     a, b, tail = tokens(64, seed=1), tokens(64, seed=2), tokens(65, seed=3)
     assert run_one(replica, "a", [*a, 0]) == 0
@@ -181,10 +181,10 @@ def test_nothing_is_cached_behind_a_page_whose_key_collided(monkeypatch: pytest.
 
 
 def test_nothing_is_cached_behind_an_equal_page_of_another_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.scheduler import prefix
+    from workers import prompt as prompts
 
-    strong = prefix.chain_key
-    monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(0, page))
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(0, page))
     replica = Replica(config())
     a, b, same, tail = (tokens(64, seed=seed) for seed in range(4))
     assert run_one(replica, "a", [*a, *same, 0]) == 0
@@ -195,13 +195,13 @@ def test_nothing_is_cached_behind_an_equal_page_of_another_prefix(monkeypatch: p
 
 
 def test_a_gap_that_a_colliding_page_took_is_not_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.scheduler import prefix
+    from workers import prompt as prompts
 
-    strong = prefix.chain_key
-    monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(7, page) if parent else 7)
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(7, page) if parent else 7)
     pool = PagePool(6)
     cache = PrefixCache(pool)
-    ids, other = array("I", range(128)), array("I", range(1000, 1064))
+    ids, other = (Tokens(Prompt.of(part)) for part in (range(128), range(1000, 1064)))
     one, two = cache.open([], 1), cache.open([], 2)
     cache.register(one, ids, 1)
     cache.register(two, ids, 2)
@@ -209,8 +209,8 @@ def test_a_gap_that_a_colliding_page_took_is_not_mended(monkeypatch: pytest.Monk
     three = cache.open([], 3)  # evicts row 1's page
     cache.register(three, other, 1)
     cache.close(two)
-    for wrong in (ids, array("I", [*other, *ids[64:]])):
-        assert len(cache.match(pack_tokens(wrong), page_keys(wrong), 2)) == (wrong[0] == 1000)
+    for wrong in (ids, Tokens(Prompt.of([*range(1000, 1064), *range(64, 128)]))):
+        assert len(cache.match(wrong, wrong.keys(), 2)) == (wrong[0] == 1000)
     cache.close(three)
     assert cache.available == 5
 

@@ -180,7 +180,7 @@ def test_an_urgent_request_may_take_the_slot_that_is_kept() -> None:
 
 
 def test_a_colliding_leader_is_waited_for_in_vain_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.scheduler.prefix.chain_key", lambda parent, page: 7)
+    monkeypatch.setattr("workers.prompt.chain_key", lambda parent, page: 7)
     replica = Replica(config(token_budget=100))
     for seed in range(3):
         replica.add(str(seed), tokens(300, seed=seed), max_tokens=5)
@@ -197,6 +197,19 @@ def test_without_a_cache_nobody_waits() -> None:
     assert plan is not None
     assert len(plan.admissions) == 3
     finish(replica)
+
+
+def test_hundreds_of_choices_of_a_long_prompt_are_not_admitted_in_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each feeds few tokens, but a page table of all of the prompt's pages: what that takes is bounded, too."""
+    monkeypatch.setattr("workers.scheduler.scheduler.PLAN_PAGES", 40)
+    replica = Replica(config(slots=12, pages=200, token_budget=2000))
+    for choice in range(12):
+        replica.add(str(choice), tokens(900), max_tokens=3, seed=choice)
+    finish(replica)
+    admissions = [len(plan.admissions) for plan in replica.plans]
+    assert sum(admissions) == 12
+    assert max(admissions) == 3, "of 15 pages each"
+    assert fed(replica.plans) == 900 + 11 * (900 - 896 + 1)
 
 
 def burst(seed: int) -> Replica:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,7 +13,7 @@ from replica import Replica
 from simulated_worker import VOCAB
 from workload import random_config, random_request
 
-from workers.scheduler import prefix
+from workers import prompt as prompts
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -32,8 +33,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(2, 8))
     def add_choices(self, count: int) -> None:
-        """Several of one prompt at once, and others between them."""
-        prompt, sampling = random_request(self.rng, self.replica.config.max_context)
+        """Several of one prompt at once, as choices that share it or as strangers, and others between them."""
+        ids, sampling = random_request(self.rng, self.replica.config.max_context)
+        prompt = prompts.Prompt.of(ids) if self.rng.random() < 0.5 else ids
         for seed in range(count):
             if self.rng.random() < 0.3:
                 self.add(1)
@@ -46,7 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(replica.finish)))
         self.submit([*replica.requests[name].prompt, *replica.tokens[name], *more], max_tokens=40)
 
-    def submit(self, prompt: list[int], **sampling: object) -> None:
+    def submit(self, prompt: Sequence[int], **sampling: object) -> None:
         self.names += 1
         refusal = self.replica.add(f"request {self.names}", prompt, **sampling)
         fits = 0 < len(prompt) < self.replica.config.max_context
@@ -122,5 +124,5 @@ class TestCollidingKeys(CollidingMachine.TestCase):  # type: ignore[name-defined
 
     @pytest.fixture(autouse=True)
     def weak_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        strong = prefix.chain_key
-        monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(parent, page) % 3)
+        strong = prompts.chain_key
+        monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(parent, page) % 3)

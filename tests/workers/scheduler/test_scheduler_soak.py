@@ -10,7 +10,7 @@ import pytest
 from replica import Replica
 from workload import random_config, random_request
 
-from workers.scheduler import prefix
+from workers import prompt as prompts
 
 
 def soak(seed: int, requests: int = 25) -> Replica:
@@ -68,6 +68,6 @@ def test_under_pressure_every_request_gets_its_own_tokens() -> None:
 
 
 def test_colliding_page_keys_cost_hits_but_never_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    strong = prefix.chain_key
-    monkeypatch.setattr(prefix, "chain_key", lambda parent, page: strong(parent, page) % 3)
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(parent, page) % 3)
     assert sum(soak(seed).scheduler.stats().cached_tokens for seed in range(20)) > 1000

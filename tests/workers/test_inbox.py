@@ -1,0 +1,126 @@
+"""What the scheduler's loop takes in a turn: little, in order, each request once, and none that was cancelled."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers import inbox
+from workers.inbox import Inbox
+from workers.messages import Cancel, Request, Requests, Shutdown
+from workers.plan import SamplingParams
+from workers.prompt import Prompt
+
+Taken = Request | Cancel | Shutdown
+
+
+class Messages:
+    """Stands for the socket."""
+
+    def __init__(self, messages: Iterable[Any] = ()) -> None:
+        self.left = deque(messages)
+
+    def receive(self, timeout_ms: int) -> Any:
+        assert timeout_ms == 0
+        return self.left.popleft() if self.left else None
+
+
+def requests(name: str, tokens: int, choices: int = 1) -> Requests:
+    prompt = Prompt(bytes(4 * tokens))
+    return Requests.of([Request(f"{name}.{choice}", prompt, SamplingParams(1)) for choice in range(choices)])
+
+
+def turns(box: Inbox, source: Messages) -> list[list[Taken]]:
+    """All that is taken in until nothing is left."""
+    found = []
+    while source.left or box.waiting:
+        found.append(box.turn())
+    return found
+
+
+def names(turn: Iterable[Taken]) -> list[str]:
+    return [one.request_id for one in turn if isinstance(one, Request)]
+
+
+messages = st.lists(
+    st.tuples(st.sampled_from([0, 1, 1000, 60_000, 99_000, 100_000, 250_000]), st.integers(1, 140))  # tokens, choices
+    | st.integers(0, 12),  # a cancel: of which message's requests, every second one
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(drawn=messages)
+def test_every_request_is_taken_in_once_in_order_and_never_too_many_tokens_at_a_time(
+    drawn: list[tuple[int, int] | int],
+) -> None:
+    said: list[Requests | Cancel] = []
+    cancelled: set[str] = set()
+    for index, one in enumerate(drawn):
+        if isinstance(one, tuple):
+            said.append(requests(str(index), *one))
+        elif one < len(said) and isinstance(asked := said[one], Requests):
+            gone = {choice.request_id for choice in asked.choices[::2]} - cancelled
+            said += [Cancel(name) for name in sorted(gone)]
+            cancelled |= gone
+    source = Messages(said)
+    box = Inbox(source)  # type: ignore[arg-type]
+    found = turns(box, source)
+    taken = [name for turn in found for name in names(turn)]
+    order = [choice.request_id for message in said if isinstance(message, Requests) for choice in message.choices]
+    assert taken == [name for name in order if name in set(taken)]
+    assert set(order) - set(taken) <= cancelled
+    assert len(set(taken)) == len(taken)
+    # A cancel that passes on is of a request that was taken in before it, and of each it comes at most once.
+    passed: set[str] = set()
+    for turn in found:
+        known = set(names(turn))
+        assert not {one.request_id for one in turn if isinstance(one, Cancel)} & known
+        for cancel in (one for one in turn if isinstance(one, Cancel)):
+            assert cancel.request_id in passed
+        passed |= known
+    seen: set[int] = set()
+    for turn in found:
+        prompts = {id(one.prompt): len(one.prompt) for one in turn if isinstance(one, Request)}
+        new = [length for prompt, length in prompts.items() if prompt not in seen]
+        assert sum(new) - max(new, default=0) < inbox.TURN_TOKENS
+        seen |= prompts.keys()
+        assert len(names(turn)) <= inbox.TURN_TOKENS // inbox.REQUEST_TOKENS + 1
+
+
+def test_a_prompt_counts_once_for_all_who_share_it_and_all_of_them_have_one() -> None:
+    source = Messages([requests("a", inbox.TURN_TOKENS - 50 * inbox.REQUEST_TOKENS, choices=50)])
+    [taken] = turns(Inbox(source), source)  # type: ignore[arg-type]
+    assert len(taken) == 50
+    assert len({id(one.prompt) for one in taken if isinstance(one, Request)}) == 1
+
+
+def test_what_ends_something_does_not_wait_behind_what_begins_something() -> None:
+    long = inbox.TURN_TOKENS
+    source = Messages([requests("a", long), requests("b", long, choices=2), requests("c", long)])
+    box = Inbox(source)  # type: ignore[arg-type]
+    assert names(box.turn()) == ["a.0"]
+    assert box.waiting == 3
+    source.left += [Cancel("a.0"), Cancel("b.0"), Shutdown(), Cancel("c.0")]
+    turn = box.turn()
+    assert turn[:2] == [Cancel("a.0"), Shutdown()]
+    assert names(turn) == ["b.1"]
+    assert box.waiting == 0
+
+
+def test_a_turn_reads_little_and_the_rest_stays_on_the_socket() -> None:
+    tokens = inbox.READ_BYTES // 8
+    source = Messages([requests(str(index), tokens) for index in range(20)])
+    box = Inbox(source)  # type: ignore[arg-type]
+    box.turn()
+    assert len(source.left) >= 17
+
+
+def test_an_id_that_waits_already_is_the_schedulers_to_refuse() -> None:
+    source = Messages([requests("a", 5), requests("a", 6)])
+    [turn] = turns(Inbox(source), source)  # type: ignore[arg-type]
+    assert sorted(len(one.prompt) for one in turn if isinstance(one, Request)) == [5, 6]

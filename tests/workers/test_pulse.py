@@ -1,0 +1,62 @@
+"""The scheduler's signs of life: they do not wait for its loop, and do not outlive it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from workers.messages import Heartbeat
+from workers.pulse import PULSE_PERIOD_S, Pulse
+
+
+class Sender:
+    """Counts what is sent, and says when."""
+
+    def __init__(self) -> None:
+        self.sent: list[Heartbeat] = []
+        self.more = threading.Event()
+
+    def send(self, message: Heartbeat) -> None:
+        self.sent.append(message)
+        self.more.set()
+
+    def sends_within(self, seconds: float) -> bool:
+        self.more.clear()
+        return self.more.wait(seconds)
+
+
+def test_it_beats_while_a_turn_takes_long_and_its_owner_computes() -> None:
+    sender = Sender()
+    pulse = Pulse(sender, turn_s=3600)  # type: ignore[arg-type]
+    deadline = time.monotonic() + 30
+    while len(sender.sent) < 3:
+        sum(range(1000))  # this thread is the loop, and does not wait for anything
+        assert time.monotonic() < deadline
+    pulse.close()
+    assert all(message == Heartbeat(-1) for message in sender.sent)
+
+
+def test_it_vouches_for_no_loop_that_stands_still_and_again_for_one_that_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sender = Sender()
+    pulse = Pulse(sender, turn_s=0.3)  # type: ignore[arg-type]
+    deadline = time.monotonic() + 30
+    while sender.sends_within(0.3 + 3 * PULSE_PERIOD_S):
+        assert time.monotonic() < deadline, "the loop never turned"
+    deadline = time.monotonic() + 30
+    while not sender.sends_within(0.05):
+        pulse.turned()
+        assert time.monotonic() < deadline
+    pulse.close()
+    assert "the scheduler's loop has not turned for 0.3 s" in caplog.text
+
+
+def test_it_is_silent_once_it_is_closed() -> None:
+    sender = Sender()
+    pulse = Pulse(sender, turn_s=3600)  # type: ignore[arg-type]
+    assert sender.sent or sender.sends_within(30)
+    pulse.close()
+    assert not sender.sends_within(3 * PULSE_PERIOD_S)

@@ -1,0 +1,57 @@
+"""All tokens of one request: a prompt that it may share with others, and what it generated itself."""
+
+from __future__ import annotations
+
+from array import array
+
+from kernels.page import PAGE_TOKENS
+from workers.prompt import PAGE_BYTES, ROOT_KEY, TOKEN_BYTES, Prompt, chain_keys, pack_tokens
+
+
+class Tokens:
+    """The prompt's tokens, then the generated ones. The prompt is never copied: the choices of a request share it.
+
+    Plain attributes, which the scheduler keeps up to date itself: it looks at them for every row in every step.
+    """
+
+    __slots__ = ("generated", "length", "prompt")
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.generated = array("I")
+        self.length = prompt.length
+        """Of the prompt's and the generated ones together."""
+
+    def __getitem__(self, index: int) -> int:
+        known = self.prompt.length
+        return self.prompt[index] if index < known else self.generated[index - known]
+
+    def span(self, begin: int, end: int) -> tuple[int, ...]:
+        """Those from `begin` to `end` (exclusive)."""
+        known = self.prompt.length
+        if end <= known:
+            return self.prompt[begin:end]
+        return (*self.prompt[begin:known], *self.generated[max(begin - known, 0) : end - known])
+
+    def page(self, index: int) -> bytes:
+        """Full page number `index`, packed as in `pack_tokens`."""
+        begin = index * PAGE_TOKENS - self.prompt.length
+        if begin >= 0:
+            return pack_tokens(self.generated[begin : begin + PAGE_TOKENS])
+        page = self.prompt.packed[index * PAGE_BYTES : (index + 1) * PAGE_BYTES]
+        return page if len(page) == PAGE_BYTES else page + pack_tokens(self.generated[: begin + PAGE_TOKENS])
+
+    def key(self, index: int, page: bytes, parent: int) -> int:
+        """Key of full page number `index`, of tokens `page`, which continues the page of key `parent`."""
+        known = self.prompt.keys
+        return known[index] if index < len(known) else chain_keys(parent, page)[0]
+
+    def keys(self) -> list[int]:
+        """Keys of all full pages. Where nothing was generated they are the prompt's own list, which nobody may change;
+        its pages are never hashed again."""
+        known = self.prompt.keys
+        if self.length // PAGE_TOKENS == len(known):
+            return known
+        behind = self.prompt.packed[len(known) * PAGE_BYTES :] + pack_tokens(self.generated)
+        assert len(behind) == (self.length - len(known) * PAGE_TOKENS) * TOKEN_BYTES
+        return known + chain_keys(known[-1] if known else ROOT_KEY, behind)
