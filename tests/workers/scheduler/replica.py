@@ -151,6 +151,8 @@ class Replica:
         waiting = [s for s in live if s.phase is Phase.WAITING]
         stats = scheduler.stats()
         assert stats.waiting == len(waiting) == len(scheduler._rows.queue)
+        kept = list(scheduler._rows.queue)
+        assert kept == sorted(waiting, key=lambda s: s.rank), "others are kept than those that wait"
         assert scheduler._rows.queue.tokens == sum(s.tokens.length for s in waiting)
         assert stats.running == len(scheduler._rows.prefilling) + len(scheduler._rows.decoding) <= self.config.slots
         in_flight = {s for flight in scheduler._flights for s in (*flight.decode, *flight.prefill)}

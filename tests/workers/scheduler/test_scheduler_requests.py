@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from workload import config, tokens
 
 from workers.messages import Request
 from workers.plan import SamplingParams
+from workers.prompt import Prompt
 from workers.scheduler import Scheduler, max_pages_per_row
 
 
@@ -163,6 +165,24 @@ def test_cancelled_while_waiting() -> None:
     replica.run()
     assert (replica.tokens["b"], replica.finish["a"], replica.finish["c"]) == ([], "length", "length")
     replica.check_tokens()
+
+
+def test_nothing_is_kept_of_who_leaves_the_queue() -> None:
+    """Clients that give up and try again would fill the memory otherwise, as long as somebody waits before them."""
+    scheduler = Scheduler(config(slots=1, queue_limit=2))
+    scheduler.add(Request("runs", tokens(10), SamplingParams(max_tokens=500)))
+    scheduler.plan()
+    scheduler.add(Request("waits", tokens(10), SamplingParams(max_tokens=500)))
+    left = []
+    for attempt in range(1000):
+        prompt = Prompt.of(tokens(70, seed=attempt))
+        left.append(weakref.ref(prompt))
+        assert not scheduler.add(Request(str(attempt), prompt, SamplingParams(max_tokens=5)))
+        del prompt
+        assert left[-1]() is not None
+        scheduler.cancel(str(attempt))
+    assert not any(ref() for ref in left)
+    assert [one.request.request_id for one in scheduler._rows.queue] == ["waits"]
 
 
 @pytest.mark.parametrize("steps", range(8))
