@@ -36,6 +36,7 @@ COUNTERS: dict[str, str] = {
     "drafts_offered": "Draft tokens verified.",
     "drafts_accepted": "Draft tokens that stood.",
     "preemptions": "Requests put back to the queue because pages ran out.",
+    "bad_rows": "Rows whose logits were not finite: their requests failed, or were computed again.",
 }
 HISTOGRAMS: dict[str, str] = {
     "step_seconds": "Seconds that a step took on rank 0, by kind: decode, prefill or mixed.",

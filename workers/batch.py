@@ -5,11 +5,13 @@ Shape legend: T tokens of the step, R decode rows, W width, P pages a row may ho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from kernels.mla_decode import Workspace
+from workers.pinned import on_device
 from workers.plan import BatchLayout
 
 
@@ -68,6 +70,13 @@ class LatentCache:
     def pages(self) -> int:
         """Pages of every layer, the null page included."""
         return self.layers[0].shape[0]
+
+    def scrub(self, pages: Sequence[int]) -> None:
+        """Fill these pages of every layer with zeros."""
+        if pages:
+            page_P = on_device(pages, torch.int64, self.layers[0].device)
+            for layer in self.layers:
+                layer.index_fill_(0, page_P, 0.0)
 
     @staticmethod
     def allocate(

@@ -13,7 +13,7 @@ import msgspec
 
 from workers.channel import Addresses, connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
-from workers.engine import EngineFault, ModelInfo, OutputMailbox, Refused
+from workers.engine import EngineFault, ModelInfo, OutputMailbox, Refused, RequestFailed
 from workers.graphs.report import SelfTestReport
 from workers.messages import (
     EngineStats,
@@ -79,7 +79,8 @@ class EngineClient:
     def generate(self, request: Request) -> OutputMailbox:
         """Outputs of one request until it finishes. Closing the iterator early cancels the request.
 
-        Iterating raises Refused if the scheduler does not take it, EngineFault if the replica fails meanwhile.
+        Iterating raises Refused if the scheduler does not take it, RequestFailed if it cannot be computed, EngineFault
+        if the replica fails meanwhile.
         """
         request_id = request.request_id
         mailbox = OutputMailbox(on_abandon=lambda: self._abandon(request_id))
@@ -176,9 +177,11 @@ class EngineClient:
             return
         if item.refused:
             mailbox.fail(Refused(item.refused, overloaded=item.overloaded))
+        elif item.failed:
+            mailbox.fail(RequestFailed(item.failed))
         else:
             mailbox.put(item)
-        if item.refused or item.finish is not None:
+        if item.refused or item.failed or item.finish is not None:
             del self._streams[item.request_id]
 
     async def _watch(self) -> None:

@@ -111,7 +111,7 @@ class DecodeStep:
         return hidden_TE, logits_NV
 
     def _verify(self, logits_NV: torch.Tensor, fed: _Rows) -> None:
-        """Target tokens, accepted drafts and faults, decided on rank 0 and given to every rank in one message."""
+        """Target tokens, accepted drafts, bad rows and faults, decided on rank 0, given to all ranks in one message."""
         parts, layout, decided_N = self.parts, self.layout, self.decided_N
         rows, width = self.key.rows, self.key.width
         if parts.sampling is not None:
@@ -124,6 +124,7 @@ class DecodeStep:
                 fed.position_RW.flatten(),
                 ahead=1,
                 out=target_N,
+                bad=decided_N[layout.bad_slice],
                 scratch=self._scratch,
             )
             target_RW = target_N.view(rows, width)

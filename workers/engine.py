@@ -51,6 +51,10 @@ class Refused(Exception):
         """Trying again later may help; otherwise the request itself cannot be served."""
 
 
+class RequestFailed(Exception):
+    """The model could not compute this request; the replica goes on. The text is for whoever sent it."""
+
+
 class Engine(Protocol):
     """One replica's engine as its front sees it. Everything happens on one asyncio loop."""
 
@@ -73,7 +77,8 @@ class Engine(Protocol):
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, the last with `finish` set. Outputs that wait for the reader may be merged.
 
-        Closing the iterator early (`aclose`, where it has one) cancels the request. Raises `EngineFault`, `Refused`.
+        Closing the iterator early (`aclose`, where it has one) cancels the request. Raises `EngineFault`, `Refused`,
+        `RequestFailed`.
         """
 
     async def probe(self) -> None:

@@ -80,6 +80,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """Why the scheduler did not take the request (then nothing else is set)."""
     overloaded: bool = False
     """It was refused only because too many wait already."""
+    failed: str = ""
+    """Why the request ends without an answer, or in the middle of one, though the replica goes on."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -140,6 +142,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     drafts_offered: int = 0
     drafts_accepted: int = 0
     preemptions: int = 0
+    bad_rows: int = 0
+    """Rows whose logits were not finite: their requests failed, or were computed again without pages of others."""
     drafting: bool = True
     """False once the engine gave drafts up because too few were accepted."""
     worker: Figures = {}

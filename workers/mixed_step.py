@@ -146,8 +146,8 @@ class MixedStep:
         return Batch(layout, stage.position_T, stage.cache_slot_T, decode, prefill, first)
 
     def _sample(self, rows: _Rows, stage: Stage) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The packed decision, made on rank 0 for all ranks: target tokens, accepted counts, how many faults the
-        sampling saw. And the logits, None if no row is sampled."""
+        """The packed decision, made on rank 0 for all ranks: target tokens, accepted counts, which logits rows
+        are bad, how many ids are none. And the logits, None if no row is sampled."""
         parts, layout, scratch = self._parts, rows.layout, stage.scratch
         count = layout.logits_rows
         decided_N = torch.zeros(layout.decision_size, dtype=torch.int64, device=parts.device)
@@ -164,7 +164,15 @@ class MixedStep:
             position_N = scratch.empty(count, dtype=torch.int64)
             torch.index_select(stage.position_T, 0, rows.end_N, out=position_N)
             parts.sampling.target_tokens(
-                logits_NV, layout, rows.slot_R, rows.token_DW, position_N, ahead=1, out=target_N, scratch=scratch
+                logits_NV,
+                layout,
+                rows.slot_R,
+                rows.token_DW,
+                position_N,
+                ahead=1,
+                out=target_N,
+                bad=decided_N[layout.bad_slice],
+                scratch=scratch,
             )
             target_DW = target_N[: layout.decode_tokens].view_as(rows.token_DW)
             fault_1, vocab = parts.sampling.fault_1, parts.model.config.vocab_size

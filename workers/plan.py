@@ -98,6 +98,8 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prefill: tuple[PrefillRow, ...] = ()
     admissions: tuple[Admission, ...] = ()
     grants: tuple[PageGrant, ...] = ()
+    scrub: tuple[int, ...] = ()
+    """Pages to fill with zeros before anything else: a bad row has written them, and others get them now."""
     logprobs: int = -1
     """The most any row of this step asks for (see `SamplingParams.logprobs`)."""
 
@@ -125,11 +127,14 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     step: int
     tokens: tuple[tuple[int, ...], ...]
-    """For each sampled row the tokens it gained: 1 + accepted for a decode row, 1 for a final prefill row."""
+    """For each sampled row the tokens it gained: 1 + accepted for a decode row, 1 for a final prefill row, none for a
+    bad one."""
     duration: float
     """Seconds the step took on rank 0."""
     logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
     """Parallel to `tokens` when the plan asked for them, else empty. A row that did not ask has none."""
+    bad: tuple[int, ...] = ()
+    """Sampled rows whose logits were no finite numbers where a token was to come from."""
 
 
 class GraphKey(NamedTuple):
@@ -196,8 +201,8 @@ class BatchLayout:
     @property
     def decision_size(self) -> int:
         """Numbers in what a step decides: the target's token of every logits row, the accepted drafts of every decode
-        row, then the count of faults."""
-        return self.logits_rows + self.decode_rows + 1
+        row, whether each logits row was bad, then the count of ids that are none."""
+        return 2 * self.logits_rows + self.decode_rows + 1
 
     @property
     def target_slice(self) -> slice:
@@ -213,6 +218,16 @@ class BatchLayout:
     def accepted_slice(self) -> slice:
         """The decode rows' accepted drafts in a decision."""
         return slice(self.logits_rows, self.logits_rows + self.decode_rows)
+
+    @property
+    def bad_slice(self) -> slice:
+        """1 in a decision for every logits row without a finite maximum, whose token means nothing; 0 for others."""
+        return slice(self.logits_rows + self.decode_rows, self.decision_size - 1)
+
+    @property
+    def fault_slice(self) -> slice:
+        """All that is 0 in the decision of a step without any fault."""
+        return slice(self.bad_slice.start, self.decision_size)
 
     def decode_slice(self, row: int) -> slice:
         """Token range of decode row `row`; in a decision, too."""

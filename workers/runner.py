@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,6 +127,7 @@ class Runner:
         self._check(plan)
         self._steps = plan.step
         parts = self.parts
+        parts.cache.scrub(plan.scrub)
         parts.state.admit(plan.admissions)
         parts.state.grant(plan.grants)
         if parts.sampling is not None:
@@ -166,7 +167,8 @@ class Runner:
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a launched step; steps are collected in the order of their launch.
 
-        Raises SamplingFault when a row's logits were not numbers or an id was no token.
+        A row whose logits were no finite numbers gains nothing and is named. Raises SamplingFault when an id was no
+        token.
         """
         if launched.done is not None:
             launched.done.synchronize()
@@ -177,13 +179,16 @@ class Runner:
         accepted = decided[layout.accepted_slice][: len(launched.plan.decode_slots)]
         tokens = [tuple(decided[layout.decode_slice(row)][: count + 1]) for row, count in enumerate(accepted)]
         tokens += [(token,) for token in decided[layout.final_slice]]
+        bad = _bad_rows(layout, decided[layout.bad_slice], tokens)
+        for row in bad:
+            tokens[row] = ()
         logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
         if (taken := launched.logprobs) is not None:
             gained = [len(row) for row in tokens]
             logprobs = taken.entries([layout.logits_rows_of(row)[:count] for row, count in enumerate(gained)])
         # A step that was launched behind another begins when that one ends.
         begin, self._collected = max(launched.begin, self._collected), time.perf_counter()
-        return StepResult(launched.plan.step, tuple(tokens), self._collected - begin, logprobs)
+        return StepResult(launched.plan.step, tuple(tokens), self._collected - begin, logprobs, bad)
 
     def _check(self, plan: StepPlan) -> None:
         """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""
@@ -211,6 +216,8 @@ class Runner:
                 raise PlanError(f"page table entries {grant.first} + {len(grant.pages)} exceed a row")
             if any(not NULL_PAGE < page < pages for page in grant.pages):
                 raise PlanError(f"granted pages {grant.pages} of {pages}")
+        if any(not NULL_PAGE < page < pages for page in plan.scrub):
+            raise PlanError(f"pages to scrub {plan.scrub} of {pages}")
         for row in plan.prefill:
             if row.start < 0 or row.start + len(row.tokens) > capacity:
                 raise PlanError(f"prefill of {len(row.tokens)} tokens at {row.start} exceeds {capacity}")
@@ -218,6 +225,16 @@ class Runner:
                 raise PlanError("a prefill row has a next token or ends its prompt, never both")
             if not 0 <= min(row.tokens) <= max(row.tokens) < vocab or row.next_token >= vocab:
                 raise PlanError(f"token ids outside a vocabulary of {vocab}")
+
+
+def _bad_rows(layout: BatchLayout, bad: Sequence[int], tokens: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Sampled rows of which a token that they gained is void. What is behind a row's accepted drafts does not count: it
+    is of a token that the row never had."""
+    if not any(bad):
+        return ()
+    return tuple(
+        row for row, gained in enumerate(tokens) if any(bad[n] for n in layout.logits_rows_of(row)[: len(gained)])
+    )
 
 
 def _sampled_slots(plan: StepPlan) -> list[int]:

@@ -32,7 +32,7 @@ from workers.messages import (
 )
 from workers.plan import StepResult
 from workers.pulse import Pulse
-from workers.scheduler import Scheduler, SchedulerConfig
+from workers.scheduler import Scheduler, SchedulerConfig, Unsound
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,10 @@ class SchedulerProcess:
         except EngineFailed as failure:
             self._tell_front(failure.fault)
             raise
+        except Unsound as unsound:
+            fault = Fault(str(unsound))
+            self._tell_front(fault)
+            raise EngineFailed(fault) from None
         except PeerGone as gone:
             fault = self._first_cause(Fault(str(gone), secondary=True))  # it may have said why it leaves
             self._tell_front(fault)

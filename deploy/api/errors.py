@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
-from workers.engine import EngineFault, Refused
+from workers.engine import EngineFault, Refused, RequestFailed
 
 log = logging.getLogger("latentserve.api")
 
@@ -76,8 +76,10 @@ def engine_down(cause: str) -> ApiError:
     return ApiError(503, f"the engine is down: {cause}", kind="server_error", code="engine_down")
 
 
-def from_engine(error: EngineFault | Refused, retry_after_s: int) -> ApiError:
+def from_engine(error: EngineFault | Refused | RequestFailed, retry_after_s: int) -> ApiError:
     """What an engine's error is over HTTP."""
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error), kind="server_error", code="bad_logits")
     if isinstance(error, EngineFault):
         return engine_down(str(error))
     return overloaded(error.reason, retry_after_s) if error.overloaded else invalid(error.reason)

@@ -13,7 +13,7 @@ from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError, engine_down, invalid, model_not_found, overloaded
 from deploy.metrics import FrontMetrics
 from deploy.text.tokenizer import Tokenizer
-from workers.engine import Engine, EngineFault, ModelInfo, Refused
+from workers.engine import Engine, EngineFault, ModelInfo, Refused, RequestFailed
 
 FIGURES_PERIOD_S = 0.1
 """Seconds between two looks at the scheduler's figures, which it reports as often."""
@@ -106,7 +106,7 @@ class Front:
         try:
             # Shielded: one caller that leaves must not end the probe of the others.
             await asyncio.shield(self._probe)
-        except EngineFault as error:
+        except (EngineFault, RequestFailed) as error:
             raise engine_down(self.engine.fault or str(error)) from None
         except TimeoutError:
             cause = self.engine.fault or f"no token came through within {self.config.probe_timeout_s:g} s"

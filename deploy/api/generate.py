@@ -22,7 +22,7 @@ from deploy.api.errors import ApiError, from_engine
 from deploy.api.front import Front
 from deploy.api.params import Branch, Job
 from deploy.api.render import DONE, Format, event
-from workers.engine import EngineFault, Refused
+from workers.engine import EngineFault, Refused, RequestFailed
 from workers.messages import Request
 
 log = logging.getLogger("latentserve.api")
@@ -66,7 +66,7 @@ class Generation(Response):
             record["disconnected"] = True
         except ApiError as error:
             await self._fail(error, scope, receive, send)
-        except (EngineFault, Refused) as error:
+        except (EngineFault, Refused, RequestFailed) as error:
             await self._fail(from_engine(error, self.front.config.retry_after_s), scope, receive, send)
         except Exception:
             if not self.started:

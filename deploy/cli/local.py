@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from deploy.cli.console import CommandFailure, UsageMistake, explain
 from workers.client import EngineClient
 from workers.config import EngineConfig
-from workers.engine import Engine, EngineFault, Refused
+from workers.engine import Engine, EngineFault, Refused, RequestFailed
 from workers.graphs.report import SelfTestReport
 from workers.launch import local_engine
 from workers.messages import EngineStats
@@ -63,7 +63,7 @@ async def engine_of(
         async with local_engine(config, progress.say, on_selftest=on_selftest, replica=replica) as engine:
             progress.stop()
             yield engine
-    except EngineFault as fault:
+    except (EngineFault, RequestFailed) as fault:
         raise CommandFailure(str(fault)) from None
     except Refused as refusal:
         raise UsageMistake(refusal.reason) from None

@@ -208,7 +208,10 @@ def draw(
             tl.store(score_id_out + at, lowest)
 
 
-@triton.jit(do_not_specialize=_INTS)
+@triton.jit(
+    do_not_specialize=_INTS,
+    do_not_specialize_on_alignment=["fault"],  # named rows lie behind a number of tokens
+)
 def finish(
     slots,
     real,
@@ -225,9 +228,11 @@ def finish(
     PEAKS: tl.constexpr,
     LANES: tl.constexpr,
     NOISE: tl.constexpr,
+    NAMED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a logits row: its token. Unsound rows get token 0 and are counted; padded rows get token 0."""
+    """One program a logits row: its token. Unsound rows get token 0 and are counted, or NAMED: each by itself; padded
+    rows get token 0."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -250,7 +255,9 @@ def finish(
             ids = tl.load(score_id_in + at, mask=lane < programs, other=_NO_ID, cache_modifier=".cg")
             token = lowest_of_largest(value, ids)[1]
     tl.store(token_out + n, tl.where(owned & sound, token, 0).to(tl.int64))
-    if owned & (sound == 0):
+    if NAMED:
+        tl.store(fault + n, (owned & (sound == 0)).to(tl.int64))
+    elif owned & (sound == 0):
         tl.atomic_add(fault, 1)
 
 

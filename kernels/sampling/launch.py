@@ -29,6 +29,7 @@ def sample(
     features: Feature,
     workspace: SampleWorkspace,
     *,
+    bad_N: Tensor | None = None,
     dependent: bool = False,
 ) -> None:
     """See `kernels.sampling.sample_rows`."""
@@ -115,7 +116,7 @@ def sample(
         workspace.score_NP,
         workspace.score_id_NP,
         token_N,
-        fault_1,
+        fault_1 if bad_N is None else bad_N,
         decode_tokens,
         nobody,
         parts,
@@ -123,6 +124,7 @@ def sample(
         PEAKS=peaks,
         LANES=max(peak_lanes, triton.next_power_of_2(parts)),
         NOISE=bool(features & Feature.NOISE),
+        NAMED=bad_N is not None,
         DEPENDENT=dependent,
         num_warps=1,
         **_options(dependent),

@@ -33,6 +33,7 @@ def sample(
     features: Feature,
     draft_NX: torch.Tensor | None,
     window_N: torch.Tensor | None,
+    bad_N: torch.Tensor | None = None,
 ) -> None:
     """See the launcher, `kernels.sampling.sample_tokens`."""
     logits_NV = logits_NV.to(torch.float32)
@@ -55,7 +56,10 @@ def sample(
     # NaN anywhere in a row makes its maximum NaN.
     owned_N, sound_N = _owned(slot_N, tables), peak_N.isfinite()
     token_N.copy_(torch.where(owned_N & sound_N, best_N, 0))
-    fault_1.add_((owned_N & ~sound_N).sum())
+    if bad_N is None:
+        fault_1.add_((owned_N & ~sound_N).sum())
+    else:
+        bad_N.copy_(owned_N & ~sound_N)
 
 
 def _scores_of_kept(

@@ -286,7 +286,7 @@ def of_width_one(monkeypatch: pytest.MonkeyPatch, parts: StepParts, key: GraphKe
         narrow.step.slot_R.copy_(step.step.slot_R)
         output = narrow.replay()
         decided_N[: layout.logits_rows : key.width] = output.decided_N[: key.rows]
-        decided_N[layout.logits_rows :] = output.decided_N[key.rows :]
+        decided_N[layout.accepted_slice] = output.decided_N[narrow.step.layout.accepted_slice]
         logits_NV[:: key.width] = output.logits_NV
         return StepOutput(layout, decided_N, logits_NV)
 

@@ -55,7 +55,7 @@ class InlineEngine:
             record = self.finished[output.request_id]
             record.tokens += output.tokens
             record.outputs.append(output)
-            record.finish = output.finish or record.finish
+            record.finish = "failed" if output.failed else output.finish or record.finish
 
     def run(self) -> dict[str, Finished]:
         while self.step():

@@ -70,7 +70,7 @@ def test_a_step_ends_with_its_decision(bench: ModuleType, model: Any) -> None:
     for standing in (0, 1, 2):
         output = step.run()
         assert torch.equal(output.decided_N[:3], output.logits_NV.argmax(1))
-        assert output.decided_N[3:].tolist() == [standing, 0]
+        assert output.decided_N[3:].tolist() == [standing, 0, 0, 0, 0]
         tensors.draft_SK[0, standing : standing + 1] = output.decided_N[standing : standing + 1]
 
 

@@ -176,10 +176,11 @@ def _problems(scene: Scene, eager: Outcome, replay: Outcome) -> list[str]:
     layout = BatchLayout(scene.key.width, scene.key.rows)
     rows, live = len(scene.rows), len(scene.rows) * layout.width
     eager_R, replay_R = eager.decided_N[layout.accepted_slice][:rows], replay.decided_N[layout.accepted_slice][:rows]
+    eager_F, replay_F = (outcome.decided_N[layout.fault_slice] != 0 for outcome in (eager, replay))
     found = [
         ("target tokens differ", differ(eager.decided_N[:live], replay.decided_N[:live])),
         ("accepted counts differ", differ(eager_R, replay_R)),
-        ("logits or ids were out of range", (eager.decided_N[-1] != 0) | (replay.decided_N[-1] != 0)),
+        ("logits or ids were out of range", eager_F.any() | replay_F.any()),
         ("logits differ", differ(eager.logits_NV[:live], replay.logits_NV[:live])),
         ("a slot without a row changed", eager.foreign | replay.foreign),
     ]

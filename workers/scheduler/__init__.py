@@ -1,11 +1,13 @@
 """The scheduler of one replica: which rows run in the next step, on which pages. Pure Python.
 
 `Scheduler` composes a waiting queue (`queue`), a pool of reference-counted pages (`pages`), the prefix cache over it
-(`prefix`), the state of every request (`sequence`), the watch over draft acceptance (`acceptance`) and counters.
+(`prefix`), the state of every request (`sequence`), the watch over draft acceptance (`acceptance`), that over bad rows
+(`soundness`) and counters.
 """
 
 from workers.prompt import page_keys
 from workers.scheduler.config import SchedulerConfig, max_entries_per_row, max_pages_per_row
 from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.soundness import Unsound
 
-__all__ = ["Scheduler", "SchedulerConfig", "max_entries_per_row", "max_pages_per_row", "page_keys"]
+__all__ = ["Scheduler", "SchedulerConfig", "Unsound", "max_entries_per_row", "max_pages_per_row", "page_keys"]

@@ -42,6 +42,10 @@ class Entry:
     tokens: bytes
     parent: Entry | None
     page: int
+    sound: bool = False
+    """A row that reads this page has sampled a token from finite logits, so all that the page holds is finite."""
+    doubted: bool = False
+    """It was forgotten because a bad row had written or read it. Rows that had it before still have it."""
 
 
 @dataclass(slots=True)
@@ -131,7 +135,7 @@ class PrefixCache:
 
     def register(self, row: RowPages, tokens: Tokens, full: int) -> None:
         """Make the first `full` pages of the row, complete with `tokens`, findable."""
-        if not self._enabled:
+        if not self._enabled or (row.chain and row.chain[-1].doubted):
             return
         while len(row.chain) < full:
             index = len(row.chain)
@@ -147,6 +151,51 @@ class PrefixCache:
             else:
                 row.duplicates = True
             row.chain.append(entry)
+
+    def vouch(self, row: RowPages, first: int = 0) -> None:
+        """The row has sampled from finite logits: so the complete pages that it reads, from its `first` on, are."""
+        for entry, page in islice(zip(row.chain, row.pages, strict=False), first, None):
+            if entry.page == page:
+                entry.sound = True
+
+    def taint(self, row: RowPages) -> None:
+        """The row was bad: what it wrote or read for which nobody has vouched is not found any more, nor what continues
+        that, and its pages are zeroed before they are taken again. The row itself must be closed next."""
+        for index, page in enumerate(row.pages):
+            entry = self._of_page.get(page)
+            if entry is None or not entry.sound:
+                self._pool.taint(page)
+                if entry is not None:
+                    self._doubt(entry)
+            if entry is not None and not entry.sound and index < len(row.chain):
+                del row.chain[index:]
+
+    def taint_given_up(self, pages: Sequence[int]) -> None:
+        """The same for pages that a row has given up already, as far as nobody has them now."""
+        for page in pages:
+            entry = self._of_page.get(page)
+            if self._pool.holders(page) == 0 and (entry is None or not entry.sound):
+                self._pool.taint(page)
+                if entry is not None:
+                    self._doubt(entry)
+
+    def _doubt(self, entry: Entry) -> None:
+        """Forget an entry and all that continue it."""
+        doubted = {id(entry)}
+        kept: set[int] = set()
+        for one in [*self._entries.values()]:
+            path: list[Entry] = []
+            at: Entry | None = one
+            while at is not None and id(at) not in doubted and id(at) not in kept:
+                path.append(at)
+                at = at.parent
+            (doubted if at is not None and id(at) in doubted else kept).update(map(id, path))
+        for one in [one for one in self._entries.values() if id(one) in doubted]:
+            one.doubted = True
+            self._forget(one)
+            self._pool.taint(one.page)
+            if self._unheld.pop(one.page, None) is not None:
+                self._pool.free(one.page)
 
     def close(self, row: RowPages) -> None:
         """The row gives all its pages up, deepest first: cached ones stay for reuse, the others become free."""
@@ -172,6 +221,8 @@ class PrefixCache:
         chain: list[Entry] = []
         parent: Entry | None = None
         for index, known in enumerate(row.chain):
+            if known.doubted:
+                break
             entry = self._entries.get(known.key)
             if entry is None:
                 entry = Entry(known.key, known.tokens, parent, row.pages[index])

@@ -58,7 +58,7 @@ class Rows:
             return None
         length, cache = sequence.tokens.length, self.cache
         # At least the last token is computed: its logits are wanted.
-        most = (length - 1) // PAGE_TOKENS
+        most = 0 if sequence.alone else (length - 1) // PAGE_TOKENS
         found = cache.match(sequence.tokens, sequence.keys, most)
         coming = list(takewhile(self._filled.__contains__, sequence.keys[len(found) : most]))
         pages = pages_for(length + self._config.draft_margin)
@@ -80,6 +80,7 @@ class Rows:
         sequence.cursor = hit - 1 if hit and self._config.drafting else hit
         sequence.write_from = hit
         sequence.upper = 0
+        sequence.sound = False
         insort(self.prefilling, sequence, key=by_rank)
         return sequence
 
@@ -122,7 +123,24 @@ class Rows:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running request's pages; what is complete stays in the prefix cache. It is computed again later."""
+        sequence.given_up = tuple(sequence.pages.pages)
         self._stop_running(sequence, Phase.PREEMPTED)
+
+    def start_again(self, sequence: Sequence) -> None:
+        """A row was bad, perhaps for what it had read: it is computed again, alone."""
+        self._taint(sequence)
+        sequence.alone = sequence.void = True
+        if sequence.phase is not Phase.PREEMPTED:
+            self.preempt(sequence)
+
+    def end_bad(self, sequence: Sequence) -> None:
+        """A row was bad, and its request is over."""
+        self._taint(sequence)
+        self.end(sequence)
+
+    def _taint(self, sequence: Sequence) -> None:
+        self.cache.taint(sequence.pages)
+        self.cache.taint_given_up(sequence.given_up)
 
     def end(self, sequence: Sequence) -> None:
         """A request is over: finished or cancelled."""
@@ -156,5 +174,6 @@ class Rows:
         heapq.heappush(self.free_slots, sequence.slot)
         sequence.slot = -1
         if sequence.phase is Phase.PREEMPTED:
-            self.preemptions += 1
+            self.preemptions += not sequence.void
+            sequence.void, sequence.given_up = False, ()
             self.enqueue(sequence)

@@ -15,6 +15,7 @@ from workers.scheduler.counters import Counters
 from workers.scheduler.intake import why_impossible
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence
+from workers.scheduler.soundness import BAD_LOGITS, PROBE_ID, Soundness, may_be_a_victim, probe
 from workers.scheduler.tokens import Tokens
 
 PLAN_PAGES = 16_384
@@ -43,6 +44,7 @@ class Scheduler:
         self._rows = Rows(config)
         self._watch = AcceptanceWatch(config)
         self._counters = Counters()
+        self._soundness = Soundness()
         self._arrivals = count()
         self._live: dict[str, Sequence] = {}
         self._flights: deque[Flight] = deque()
@@ -107,6 +109,7 @@ class Scheduler:
             prefill=tuple(prefill),
             admissions=tuple(admissions),
             grants=tuple(grants),
+            scrub=self._rows.pool.to_scrub(),
             logprobs=max(
                 chain(
                     (sequence.logprobs for sequence in decode),
@@ -120,16 +123,18 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> tuple[RequestOutput, ...]:
         """Take in a step's result; returns what its requests gained. RuntimeError for a result that does not belong to
-        the oldest step in flight: scheduler and worker disagree, and nothing after it could be trusted."""
+        the oldest step in flight: scheduler and worker disagree, and nothing after it could be trusted. Unsound when
+        the model gives no finite numbers for anybody."""
         flight = self._check(result)
         plan = flight.plan
         self._flights.popleft()
         outputs: list[RequestOutput] = []
+        bad = self._bad_rows(flight, result)
         offered = accepted = 0
         rows = zip(flight.decode, result.tokens, strict=False)
         for index, (sequence, tokens) in enumerate(rows):
             sequence.upper -= plan.width - len(tokens)
-            if sequence.phase is not Phase.ENDED:
+            if sequence.gains and index not in bad:
                 output = self._gain(sequence, tokens, result, index)
                 outputs.append(output)
                 offered += plan.width - 1
@@ -139,14 +144,14 @@ class Scheduler:
         index = len(flight.decode)
         for sequence, row in zip(flight.prefill, plan.prefill, strict=True):
             if row.final:
-                if sequence.phase is not Phase.ENDED:
+                if sequence.gains and index not in bad:
                     outputs.append(self._gain(sequence, result.tokens[index], result, index))
                 index += 1
             self._rows.landed(sequence, sampled=row.final)
         self._counters.drafts_offered += offered
         self._counters.drafts_accepted += accepted
         self._counters.count_step(len(flight.decode), sum(len(row.tokens) for row in plan.prefill), result.duration)
-        return tuple(outputs)
+        return tuple(self._judge(outputs, bad))
 
     def stats(self) -> EngineStats:
         """Gauges of now, counters since start."""
@@ -161,6 +166,7 @@ class Scheduler:
             queue_limit=self.config.queue_limit,
             preemptions=rows.preemptions,
             drafting=not self._watch.given_up,
+            bad_rows=self._soundness.bad_rows,
             prefix_keys=rows.cache.newest_keys(self.config.prefix_sample),
         )
         return self._counters.into(gauges)
@@ -260,6 +266,8 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} sampled {sampled} rows, its result has {len(result.tokens)}")
         decode = len(flight.decode)
         for index, tokens in enumerate(result.tokens):
+            if index in result.bad and not tokens:
+                continue
             if not 1 <= len(tokens) <= (plan.width if index < decode else 1) or min(tokens) < 0:
                 raise RuntimeError(f"step {plan.step} (width {plan.width}) gave sampled row {index} tokens {tokens}")
         if plan.logprobs >= 0 and [len(row) for row in result.logprobs] != flight.logprobs_owed(result.tokens):
@@ -282,8 +290,13 @@ class Scheduler:
         mine.length = total = known + len(kept)
         self._counters.generated_tokens += len(kept)
         full = (total - 1) // PAGE_TOKENS
-        if full > len(sequence.pages.chain) and sequence.phase is Phase.DECODE:
-            self._rows.cache.register(sequence.pages, mine, full)
+        if sequence.phase is Phase.DECODE:
+            known_sound = len(sequence.pages.chain) if sequence.sound else 0
+            if full > len(sequence.pages.chain):
+                self._rows.cache.register(sequence.pages, mine, full)
+            if len(sequence.pages.chain) > known_sound:
+                self._rows.cache.vouch(sequence.pages, known_sound)
+            sequence.sound = True
         logprobs: tuple[TopLogprobs, ...] = ()
         if sequence.logprobs >= 0:
             logprobs = tuple(_first(entry, sequence.logprobs) for entry in result.logprobs[index][: len(kept)])
@@ -292,6 +305,36 @@ class Scheduler:
         if finish is not None:
             self._end(sequence)
         return RequestOutput(sequence.request.request_id, kept, finish, logprobs, cached)
+
+    def _bad_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput | None]:
+        """The sampled rows of a step that are bad, of requests that live, are ended or start again. The last output of
+        those that are ended."""
+        bad: dict[int, RequestOutput | None] = {}
+        sampled = flight.sampled() if result.bad else []
+        for index in result.bad:
+            sequence = sampled[index]
+            if not sequence.gains:
+                continue
+            bad[index] = None
+            if may_be_a_victim(sequence):
+                self._rows.start_again(sequence)
+                continue
+            del self._live[sequence.request.request_id]
+            self._rows.end_bad(sequence)
+            bad[index] = RequestOutput(sequence.request.request_id, (), failed=BAD_LOGITS)
+        return bad
+
+    def _judge(self, outputs: list[RequestOutput], bad: dict[int, RequestOutput | None]) -> list[RequestOutput]:
+        """What leaves the scheduler of a step's outputs and of its bad rows. The replica's own probe does not."""
+        ended = [output for output in bad.values() if output is not None]
+        probe_was_bad = any(output.request_id == PROBE_ID for output in ended)
+        if self._soundness.observe(len(outputs), len(bad), probe_was_bad):
+            sequence = probe(next(self._arrivals))
+            self._live[PROBE_ID] = sequence
+            self._rows.enqueue(sequence)
+        if any(output.request_id == PROBE_ID for output in outputs):
+            self._soundness.probed()
+        return [output for output in outputs + ended if output.request_id != PROBE_ID]
 
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id]

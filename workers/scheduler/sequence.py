@@ -62,8 +62,21 @@ class Sequence:
     """Steps in flight that have a row of this request."""
     cached: int = -1
     """Prompt tokens that the prefix cache had at the first admission; -1 before it."""
+    alone: bool = False
+    """Computes every page by itself: it has read pages once that made it a bad row."""
+    void: bool = False
+    """What its steps in flight give means nothing: it starts again when they are applied."""
+    given_up: tuple[int, ...] = ()
+    """Pages that a preemption took, until its steps in flight are applied."""
+    sound: bool = False
+    """Since it has its slot, it has sampled a token from finite logits."""
     reported: bool = False
     """Whether an output went out, and with it the number of cached tokens."""
+
+    @property
+    def gains(self) -> bool:
+        """Whether results of its steps in flight count."""
+        return self.phase is not Phase.ENDED and not self.void
 
     @property
     def generated(self) -> int:

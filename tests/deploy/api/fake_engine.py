@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from workers.engine import EngineFault, ModelInfo, OutputMailbox, Refused
+from workers.engine import EngineFault, ModelInfo, OutputMailbox, Refused, RequestFailed
 from workers.graphs.report import SelfTestReport
 from workers.messages import EngineStats, Request, RequestOutput
 from workers.plan import TopLogprobs
@@ -129,4 +129,4 @@ def serving(app: FastAPI, send_buffer: int | None = None) -> Iterator[int]:
         listener.close()
 
 
-__all__ = ["INFO", "EngineFault", "FakeEngine", "PushEngine", "Refused", "out", "say", "serving"]
+__all__ = ["INFO", "EngineFault", "FakeEngine", "PushEngine", "Refused", "RequestFailed", "out", "say", "serving"]

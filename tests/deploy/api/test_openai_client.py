@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from fake_engine import INFO, EngineFault, FakeEngine, Refused, out, say, serving
+from fake_engine import INFO, EngineFault, FakeEngine, Refused, RequestFailed, out, say, serving
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
@@ -366,6 +366,26 @@ def test_faults_and_refusals(client: openai.OpenAI, engine: FakeEngine) -> None:
         engine.script = lambda request: [out(30), out(finish="cancelled")]
     with pytest.raises(openai.InternalServerError):
         client.completions.create(model="tiny", prompt="x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_model_cannot_compute(client: openai.OpenAI, engine: FakeEngine, stream: bool) -> None:
+    """An error of its own: it says neither that the request is wrong nor that the replica is gone."""
+    engine.script = lambda request: [RequestFailed("no finite numbers")]
+    with pytest.raises(openai.InternalServerError, match="no finite numbers") as caught:
+        client.completions.create(model="tiny", prompt="x", stream=stream)
+    assert (caught.value.status_code, caught.value.code, caught.value.type) == (500, "bad_logits", "server_error")
+    engine.script = lambda request: [out(IDS[0]), 0.02, RequestFailed("no finite numbers")]
+    if not stream:
+        with pytest.raises(openai.InternalServerError, match="no finite numbers"):
+            client.completions.create(model="tiny", prompt="x")
+        return
+    chunks = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], stream=True)
+    finished = []
+    with pytest.raises(openai.APIError, match="no finite numbers") as broken:
+        finished.extend(chunk.choices[0].finish_reason for chunk in chunks)
+    assert set(finished) <= {None}
+    assert broken.value.code == "bad_logits"
 
 
 @pytest.mark.parametrize("n", [1, 3])

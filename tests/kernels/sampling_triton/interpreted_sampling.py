@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::Depre
 
 def agree(case: Case) -> None:
     assert case.launched() == case.expected()
+    assert case.launched_by_name() == case.expected_by_name()
 
 
 @pytest.mark.parametrize("kind", [GREEDY, PLAIN, FILTERED, ALL])

@@ -88,7 +88,10 @@ class Replica:
         for output in outputs:
             name = output.request_id
             assert name not in self.finish, f"output of {name} after its end"
-            assert output.tokens or output.finish == "cancelled"
+            assert output.tokens or output.finish == "cancelled" or output.failed
+            if output.failed:
+                assert output.finish is None
+                self.finish[name] = "failed"
             self.tokens[name] += output.tokens
             self.outputs[name].append(output)
             if output.finish is not None:
@@ -138,7 +141,7 @@ class Replica:
             for key in sequence.keys[row.start // PAGE_TOKENS : (row.start + len(row.tokens)) // PAGE_TOKENS]
         }
         slots = {admission.slot for admission in plan.admissions}
-        last = max((s.rank for s in scheduler._live.values() if s.slot in slots), default=(-(2**31), 0))
+        last = max((s.rank for s in scheduler._live.values() if s.slot in slots), default=(-(2**63), 0))
         overtaken = [s for s in scheduler._live.values() if s.phase is Phase.WAITING and s.rank < last]
         assert all(filled.intersection(s.keys) for s in overtaken)
         assert len(overtaken) <= len(scheduler._rows.free_slots)

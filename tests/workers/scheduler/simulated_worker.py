@@ -84,6 +84,12 @@ class SimulatedWorker:
         self.target: list[Content | None] = [None] * (pages * PAGE_TOKENS)
         self.draft: list[Content | None] = [None] * (pages * PAGE_TOKENS)
         self.agree, self.rng = agree, random.Random(seed)
+        self.poison: int | None = None
+        """A token whose entries are no numbers, as are those of all that attend to one that is not."""
+        self.mishap = 0.0
+        """How often an entry of a prompt is no number for no reason."""
+        self.mishaps = 0
+        self.broken = [False] * (pages * PAGE_TOKENS)
         self.step = 0
         self.highest_entry = 0
 
@@ -97,6 +103,7 @@ class SimulatedWorker:
         assert len(set(used)) == len(used)
         assert list(plan.decode_slots) == sorted(plan.decode_slots)
         assert {grant.slot for grant in plan.grants} <= set(used), "pages for a row that is not run"
+        self._scrub(plan)
         self._admit(plan)
         self._grant(plan)
         self._check_written_pages_are_exclusive(plan, used)
@@ -118,7 +125,41 @@ class SimulatedWorker:
                 self._draft_rows(self.slots[slot], len(drafts) + 1, len(gained), plan)
             for row in plan.prefill:
                 self._draft_prompt(self.slots[row.slot], row, plan)
-        return StepResult(plan.step, tuple(tokens), 0.001, self._logprobs(plan, tokens))
+        bad = self._bad_rows(plan, tokens)
+        for index in bad:
+            tokens[index] = ()
+        return StepResult(plan.step, tuple(tokens), 0.001, self._logprobs(plan, tokens), bad)
+
+    def _bad_rows(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """Rows of which any entry behind a sampled token is no number."""
+        sampled = [*plan.decode_slots, *(row.slot for row in plan.prefill if row.final)]
+        if self.poison is None and not self.mishap:
+            return ()
+        states = [self.slots[slot] for slot in sampled]
+        return tuple(i for i, state in enumerate(states) if self._is_broken(state, len(state.row) - 1))
+
+    def _is_broken(self, state: Slot, end: int) -> bool:
+        return any(self.broken[self._entry(state, position)] for position in range(end))
+
+    def _is_mishap(self, position: int) -> bool:
+        """Seldom at the beginning, where it would hit the replica's own probe."""
+        happens = self.rng.random() < (self.mishap if position else self.mishap**2)
+        self.mishaps += happens
+        return happens
+
+    def _write(self, state: Slot, position: int, content: Content, broken: bool = False) -> None:
+        """A target entry; no number if the one before it is none, which it attends to."""
+        at = self._entry(state, position)
+        self.target[at] = content
+        before = position > 0 and self.broken[self._entry(state, position - 1)]
+        self.broken[at] = before or broken or content[1] == self.poison
+
+    def _scrub(self, plan: StepPlan) -> None:
+        for page in plan.scrub:
+            assert NULL_PAGE < page < self.pages
+            entries = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+            self.target[entries] = self.draft[entries] = [None] * PAGE_TOKENS
+            self.broken[entries] = [False] * PAGE_TOKENS
 
     def _logprobs(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> tuple[tuple[TopLogprobs, ...], ...]:
         """Of the rows that asked, as many as the one that asked for most."""
@@ -185,11 +226,11 @@ class SimulatedWorker:
         drafts = state.drafts[: plan.width - 1]
         assert len(drafts) == plan.width - 1, f"slot {slot} lacks drafts"
         assert plan.width == 1 or state.drafted_at == plan.step - 1, "drafts of an older step"
-        self.target[self._entry(state, state.length)] = state.row[-1]
+        self._write(state, state.length, state.row[-1])
         prefix = state.prefix()
         for position, token in enumerate(drafts, start=len(state.row)):
             prefix = digest(prefix, token)
-            self.target[self._entry(state, position)] = (prefix, token)
+            self._write(state, position, (prefix, token))
         return drafts
 
     def _verify(self, state: Slot, drafts: tuple[int, ...]) -> tuple[int, ...]:
@@ -248,7 +289,7 @@ class SimulatedWorker:
             position = len(state.row)
             state.row.append((digest(state.prefix(), token), token))
             if position >= row.write_from:
-                self.target[self._entry(state, position)] = state.row[-1]
+                self._write(state, position, state.row[-1], self.mishap > 0 and self._is_mishap(position))
         if row.final:
             assert row.next_token == -1
             state.decoding = True
