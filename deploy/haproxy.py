@@ -11,6 +11,7 @@ HAProxy's place (see `install`) changes the configuration it was given, then bec
   clients whose request met the end of a replica would find their own connection closed without a word;
 - what HAProxy itself answers is OpenAI's error envelope. While no replica is ready it is a 503 at once, with the cause
   that was noted last (`note_fault`), read when somebody asks;
+- a URL that is longer than a replica's server can read is refused here, with an envelope, which that has not;
 - a body may take BODY_S to arrive: Serve gives it no longer than the router to answer, which refuses slow clients;
 - so may a request's head, for which Serve gives an hour: connections on which none came would keep all others out;
 - HAProxy ends with the process that started it. One whose manager was killed would keep the port for ever.
@@ -31,9 +32,14 @@ FAULT_FILE = "fault.txt"
 BODY_S = 60
 """Seconds in which a request's head must arrive, then its body, or as much of it as the router sees; else 408."""
 
+MOST_URL = 64_000
+"""Most characters of a URL: what reads them in a replica knows 65,535."""
+
 _SIDE_DOOR = re.compile(r"^(\s*bind\s+)(?:\*|0\.0\.0\.0)?:(\d+)\s*$")
 _SECTION = re.compile(r"^(frontend|listen|backend|global|defaults)\b\s*(\S*)")
 _SIDE_SECTIONS = ("prometheus", "stats")
+_FRONT_DOOR = re.compile(r"^\s*bind ")
+_FRONT_SECTION = "http_frontend"
 _FALLBACK = re.compile(r"^\s*(?:use-)?server SERVE_PROXY_ACTOR-fallback\S* ")
 _ERROR_FILE = re.compile(r"^\s*errorfile (?:502|503|504) ")
 _ROUTER_FAILED = re.compile(r'^\s*http-request return status 503 .* lf-string "Ingress request router failed')
@@ -48,6 +54,7 @@ _ERRORS = {
     400: ("invalid_request_error", "bad_request", "this is not a valid HTTP request"),
     408: ("invalid_request_error", "request_timeout", "the request did not arrive in time"),
     413: ("invalid_request_error", "request_too_large", "the request is too large"),
+    414: ("invalid_request_error", "url_too_long", f"a URL may have at most {MOST_URL} characters"),
     500: ("server_error", "internal_error", "internal error"),
     502: ("server_error", "bad_gateway", "the replica ended before it answered: %[lua.cause]"),
     503: ("server_error", "no_replica", "no replica is ready: %[lua.cause]"),
@@ -90,6 +97,11 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
             lines.append(line)
         if found := _KEEP_ALIVE.match(line):
             lines.append(f"{found[1]}timeout http-request {body_s}s")
+        if section == _FRONT_SECTION and _FRONT_DOOR.match(line):
+            lines.append(
+                f"    http-request return status 414 content-type application/json hdr Cache-Control no-cache "
+                f"file {folder / '414.json'} if {{ url_len gt {MOST_URL} }}"
+            )
         if line == "global":
             lines.append(f"    lua-load-per-thread {folder / 'cause.lua'}")
     return "\n".join(lines)
@@ -98,6 +110,8 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
 def _error_lines(folder: Path) -> list[str]:
     lines = []
     for status in _ERRORS:
+        if status == 414:  # not one of those that HAProxy makes of itself
+            continue
         headers = "hdr Cache-Control no-cache" + (" hdr Retry-After 5" if status in _RETRY_AFTER else "")
         file = folder / f"{status}.json"
         lines.append(f"    http-error status {status} content-type application/json {headers} lf-file {file}")

@@ -21,6 +21,7 @@ from deploy.observability import logs
 from deploy.observability.metrics import RayEngineMetrics, RayFrontMetrics
 from deploy.progress import Board
 from deploy.replica_ports import listen_at_home
+from deploy.text.template import check_template
 from deploy.text.tokenizer import Tokenizer
 from deploy.under_serve import UnderServe
 from workers.client import EngineClient
@@ -35,6 +36,18 @@ START_CAUSE_WAIT_S = 2.0
 NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
 FRONT_DIED = "the replica's front died"
+
+
+def read_tokenizer(config: ServeConfig) -> Tokenizer | None:
+    """The model's tokenizer, whose chat template works. EngineFault, which another start would only repeat."""
+    folder = config.engine.folder
+    try:
+        tokenizer = Tokenizer.load(folder)
+        if tokenizer is not None:
+            check_template(tokenizer, folder, config.api.chat_template)
+    except Exception as error:
+        raise EngineFault(f"tokenizer: {error}", lasting=True) from error
+    return tokenizer
 
 
 class EngineReplica:
@@ -95,10 +108,7 @@ class EngineReplica:
         client.on_progress.append(self.board.say)
         client.on_fault.append(self._failed)
         self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
-        try:
-            self.tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.folder)
-        except Exception as error:
-            raise EngineFault(f"tokenizer: {type(error).__name__}: {error}", lasting=True) from error
+        self.tokenizer = await asyncio.to_thread(read_tokenizer, config)
         await client.ready(config.engine.start_timeout_s)
         await client.probe()
         self.metrics = RayFrontMetrics(self.arrivals)

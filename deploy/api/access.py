@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.api.errors import ApiError
 from deploy.metrics import FrontMetrics
 from deploy.observability.logs import FIELDS
 
@@ -28,6 +29,22 @@ def request_id_of(scope: Scope) -> str:
     return uuid.uuid4().hex
 
 
+async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer the request that was to become a WebSocket, as plain HTTP where the server knows how to."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1000})
+        return
+    request_id = request_id_of(scope)
+    error = ApiError(
+        400,
+        "WebSockets are not supported by this server: send a POST with stream set to true and read server-sent events",
+        code="websocket_unsupported",
+        headers={"x-request-id": request_id},
+    )
+    # The types are those of HTTP messages with a prefix.
+    await error.response()({**scope, "type": "websocket"}, receive, send)
+
+
 class AccessLayer:
     """ASGI middleware. Leaves in the scope `latentserve.request_id`, and takes from it the fields that the routes left
     in `latentserve.log`."""
@@ -38,6 +55,9 @@ class AccessLayer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the ASGI specification."""
+        if scope["type"] == "websocket":
+            await refuse_websocket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -8,6 +8,7 @@ import kernels
 from deploy.api import errors
 from deploy.api.access import AccessLayer
 from deploy.api.config import ApiConfig
+from deploy.api.deadline import DeadlineLayer
 from deploy.api.front import Front
 from deploy.api.routes import build_router, install_gone
 from deploy.api.schema import install_schemas
@@ -44,5 +45,6 @@ def create_app(
     errors.install(app)
     install_gone(app)
     install_schemas(app)
-    app.add_middleware(AccessLayer, metrics=metrics)
+    app.add_middleware(DeadlineLayer)
+    app.add_middleware(AccessLayer, metrics=metrics)  # the outermost: the last one added
     return app

@@ -10,7 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from typing_extensions import TypedDict
 
 from deploy.api.errors import unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined
@@ -33,6 +45,24 @@ class Body(BaseModel):
         if isinstance(value, Mapping):
             return {name: item for name, item in value.items() if item is not None}
         return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Every field that may be left out may be null, too."""
+        schema = handler(core)
+        described = handler.resolve_ref_schema(schema)
+        for name, field in described["properties"].items():
+            if name not in described.get("required", ()):
+                described["properties"][name] = _or_null(field)
+        return schema
+
+
+def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
+    outside: JsonSchemaValue = {name: field[name] for name in ("title", "description", "default") if name in field}
+    inside = {name: value for name, value in field.items() if name not in outside}
+    options = inside["anyOf"] if set(inside) == {"anyOf"} else [inside]
+    null = {"type": "null"}
+    return {**outside, "anyOf": [*options, *([] if null in options else [null])]}
 
 
 def _at_most(most: int, what: str) -> Callable[[Any], Any]:
@@ -97,7 +127,9 @@ class GenerationBody(Body):
         default_factory=dict
     )
     """Token id (as a string) to bias, -100 ... 100."""
-    stop: Annotated[list[str], BeforeValidator(_one_or_many)] = Field(default_factory=list)
+    stop: Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])] = Field(
+        default_factory=list
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -117,21 +149,34 @@ class GenerationBody(Body):
     """Give every choice the ids it generated, as `token_ids`."""
 
 
+_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT: Final = {"type": "string", "minLength": 1}
+_LISTS: Final = [{"type": "array", "items": item, "minItems": 1} for item in (_TEXT, _IDS)]
+_PROMPT: Final = {"anyOf": [_TEXT, _IDS, *_LISTS]}
+
+
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     """A string, token ids, or a list of either."""
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = True
 
 
+class TextPart(TypedDict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(Body):
     """One message of a chat."""
 
-    role: str
-    content: Annotated[str, BeforeValidator(_text_of_parts)]
+    role: Annotated[str, WithJsonSchema({"enum": list(ROLES), "type": "string"})]
+    content: Annotated[str, BeforeValidator(_text_of_parts, json_schema_input_type=str | list[TextPart])]
     """A string, or a list of parts of type text."""
 
     @model_validator(mode="before")
@@ -192,15 +237,3 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: Annotated[list[int], FailFast()]
-
-
-class ModelCard(BaseModel):
-    """One entry of /v1/models."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "latentserve"
-    root: str
-    parent: None = None
-    max_model_len: int

@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 import time
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from deploy.api.answers import (
+    Answer,
+    ChatAnswer,
+    ChatEvent,
+    CompletionAnswer,
+    CompletionEvent,
+    DetokenizeAnswer,
+    HealthAnswer,
+    ModelCard,
+    ModelList,
+    SelfTestAnswer,
+    TokenizeAnswer,
+)
 from deploy.api.body import ClientDisconnected, parse_object, validate
 from deploy.api.errors import ApiError, invalid
-from deploy.api.front import Front
+from deploy.api.front import OPEN_PATHS, Front
 from deploy.api.generate import Generation, Stream, Whole
 from deploy.api.intake import Incoming, Intake
-from deploy.api.params import (
-    Prompt,
-    build_job,
-    check_ids,
-    check_limits,
-    encode,
-    most_tokens,
-    parse_prompts,
+from deploy.api.params import Prompt, build_job, check_ids, check_limits, encode, most_tokens
+from deploy.api.prompts import (
+    Asked,
+    completion_prompts,
+    needs_tokenizer,
+    parse_generation,
+    parse_tokenize,
+    render_messages,
 )
-from deploy.api.protocol import (
-    Body,
-    ChatBody,
-    ChatTemplateFields,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    ModelCard,
-    TokenizeChatBody,
-    TokenizeTextBody,
-)
+from deploy.api.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from deploy.api.render import ChatFormat, CompletionFormat
-from deploy.api.schema import body_schema
-from deploy.api.unsupported import reject_unsupported
-from deploy.lane import Worker
+from deploy.api.schema import BODY, GENERATING, PLAIN, operation
 from deploy.metrics import CONTENT_TYPE
-from deploy.text.chat import template_message
-from deploy.text.tokenizer import ChatTemplateError, Tokenizer, TooManyTokens
+from deploy.text.tokenizer import Tokenizer, TooManyTokens
 from workers.engine import ModelInfo
-
-Asked = TypeVar("Asked", bound=GenerationBody)
 
 GONE = 499
 """Status of answers that nobody will read (nginx's)."""
@@ -58,65 +56,6 @@ def _tokens(ids: list[int], info: ModelInfo, tokenizer: Tokenizer | None) -> Res
     """The answer of /tokenize; with `tokenizer` it spells every token."""
     strings = None if tokenizer is None else [tokenizer.token_string(token) for token in ids]
     return _json({"count": len(ids), "max_model_len": info.max_context, "tokens": ids, "token_strs": strings})
-
-
-def _needs_tokenizer(front: Front, param: str, instead: str = "") -> Tokenizer:
-    if front.tokenizer is None:
-        raise invalid(f"{param}: this model has no tokenizer{instead}", param, "no_tokenizer")
-    return front.tokenizer
-
-
-def render_messages(front: Front, body: ChatTemplateFields) -> str:
-    """The prompt text of a chat; 400 when the messages do not fit the template."""
-    tokenizer = _needs_tokenizer(front, "messages", "; only /v1/completions with token ids works")
-
-    if body.add_generation_prompt and body.continue_final_message:
-        raise invalid(
-            "continue_final_message: set add_generation_prompt to false with it, they exclude each other",
-            "continue_final_message",
-        )
-    try:
-        return tokenizer.render_chat(
-            [template_message(message.role, message.content) for message in body.messages],
-            template=front.config.chat_template,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            extra=body.chat_template_kwargs,
-        )
-    except ChatTemplateError as error:
-        raise invalid(str(error), "messages") from None
-
-
-def parse_generation(raw: bytes, kind: type[Asked]) -> Asked:
-    """The body of a generating endpoint; 400 for what is wrong with it."""
-    value = parse_object(raw)
-    body = validate(kind, value)
-    reject_unsupported(value)
-    return body
-
-
-def parse_tokenize(raw: bytes) -> TokenizeTextBody | TokenizeChatBody:
-    """The body of /tokenize, which comes in two kinds."""
-    value = parse_object(raw)
-    reject_unsupported(value)
-    return validate(TokenizeChatBody, value) if "messages" in value else validate(TokenizeTextBody, value)
-
-
-async def completion_prompts(front: Front, body: CompletionBody, work: Worker) -> list[Prompt]:
-    """The prompts of a completion request; 400 for what cannot be one."""
-
-    def check_count(prompts: int) -> None:
-        check_limits(body, front.tokenizer, front.config)
-        front.check_size(prompts, body.n)
-
-    values = await work(parse_prompts, body.prompt, check_count)
-    front.check_room(1)  # before the work of tokenizing; counted exactly when the job starts
-    texts = [value for value in values if isinstance(value, str)]
-    if not texts:
-        return [Prompt(tuple(value), None) for value in values if not isinstance(value, str)]
-    tokenizer = _needs_tokenizer(front, "prompt", "; give token ids")
-    prompts = await encode(texts, body.add_special_tokens, tokenizer, front.info(), "prompt")
-    return [Prompt(ids, text) for ids, text in zip(prompts, texts, strict=True)]
 
 
 def build_router(front: Front) -> APIRouter:
@@ -136,7 +75,6 @@ def build_router(front: Front) -> APIRouter:
     async def completions(request: HttpRequest) -> Response:
         """Complete prompts."""
         arrival = time.perf_counter()
-        front.authorize(request)
         async with intake.reading(request) as incoming:
             body, info = await asked(incoming, CompletionBody)
             prompts = await completion_prompts(front, body, incoming.work)
@@ -147,14 +85,13 @@ def build_router(front: Front) -> APIRouter:
     async def chat(request: HttpRequest) -> Response:
         """Answer a chat."""
         arrival = time.perf_counter()
-        front.authorize(request)
         async with intake.reading(request) as incoming:
             body, info = await asked(incoming, ChatBody)
             check_limits(body, front.tokenizer, front.config)
             front.check_size(1, body.n)
             front.check_room(1)
             text = await incoming.work(render_messages, front, body)
-            tokenizer = _needs_tokenizer(front, "messages")
+            tokenizer = needs_tokenizer(front, "messages")
             [ids] = await encode([text], body.add_special_tokens, tokenizer, info, "messages")
             job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, front.config)
         form = ChatFormat(job, tokenizer, request.scope["latentserve.request_id"])
@@ -162,12 +99,10 @@ def build_router(front: Front) -> APIRouter:
 
     async def models(request: HttpRequest) -> Response:
         """The models served here."""
-        front.authorize(request)
         return _json({"object": "list", "data": [card(name) for name in front.model_names()]})
 
     async def model(request: HttpRequest, model_id: str) -> Response:
         """One model."""
-        front.authorize(request)
         front.check_model(model_id)
         return _json(card(model_id))
 
@@ -177,7 +112,6 @@ def build_router(front: Front) -> APIRouter:
 
     async def tokenize(request: HttpRequest) -> Response:
         """Token ids of a text or a chat."""
-        front.authorize(request)
         async with intake.reading(request) as incoming:
             body = await incoming.work(parse_tokenize, incoming.raw)
             front.check_model(body.model)
@@ -186,7 +120,7 @@ def build_router(front: Front) -> APIRouter:
                 param, text = "messages", await incoming.work(render_messages, front, body)
             else:
                 param, text = "prompt", body.prompt
-            tokenizer, most = _needs_tokenizer(front, "prompt"), most_tokens(info)
+            tokenizer, most = needs_tokenizer(front, "prompt"), most_tokens(info)
             try:
                 ids = await tokenizer.encode_async(text, body.add_special_tokens, most)
             except TooManyTokens:
@@ -196,11 +130,10 @@ def build_router(front: Front) -> APIRouter:
 
     async def detokenize(request: HttpRequest) -> Response:
         """Text of token ids."""
-        front.authorize(request)
         async with intake.reading(request) as incoming:
             body = await incoming.work(lambda raw: validate(DetokenizeBody, parse_object(raw)), incoming.raw)
             front.check_model(body.model)
-            tokenizer = _needs_tokenizer(front, "tokens")
+            tokenizer = needs_tokenizer(front, "tokens")
             await incoming.work(check_ids, body.tokens, front.info().vocab_size, "tokens")
             return _json({"prompt": await tokenizer.decode_async(body.tokens, skip_special_tokens=False)})
 
@@ -211,7 +144,6 @@ def build_router(front: Front) -> APIRouter:
 
     async def selftest(request: HttpRequest) -> Response:
         """What the self-test found when this replica started; 404 when it was switched off."""
-        front.authorize(request)
         front.info()
         report = front.engine.selftest
         if report is None:
@@ -223,21 +155,39 @@ def build_router(front: Front) -> APIRouter:
         """Figures of this process for Prometheus."""
         return Response(front.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
-    def add(path: str, method: str, route: Any, *bodies: type[Body]) -> None:
-        extra = body_schema(*bodies) if bodies else None
+    async def guard(request: HttpRequest) -> None:
+        front.authorize(request)
+
+    def add(
+        path: str,
+        method: str,
+        route: Any,
+        bodies: tuple[type[Body], ...] = (),
+        answer: type[Answer] | type[SelfTestAnswer] | None = None,
+        event: type[Answer] | None = None,
+    ) -> None:
+        guarded = path not in OPEN_PATHS
+        errors = GENERATING if event else BODY if bodies else PLAIN if guarded else PLAIN[1:]
+        given: dict[str, Any] = {
+            "response_model": None,
+            "response_class": Response,
+            "dependencies": [Depends(guard)] if guarded else [],
+        }
         if method == "GET":  # HTTP asks for both (RFC 9110, 9.1); the server sends no body
             # First, as it is what a 405 lists as allowed. The schema has the other alone.
-            router.add_api_route(path, route, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
-        router.add_api_route(path, route, methods=[method], response_model=None, openapi_extra=extra)
+            router.add_api_route(path, route, methods=["GET", "HEAD"], include_in_schema=False, **given)
+        described = operation(bodies, answer, event, errors, guarded and bool(front.config.api_keys))
+        responses = described.pop("responses")
+        router.add_api_route(path, route, methods=[method], openapi_extra=described, responses=responses, **given)
 
-    add("/v1/completions", "POST", completions, CompletionBody)
-    add("/v1/chat/completions", "POST", chat, ChatBody)
-    add("/v1/models", "GET", models)
-    add("/v1/models/{model_id:path}", "GET", model)
-    add("/tokenize", "POST", tokenize, TokenizeTextBody, TokenizeChatBody)
-    add("/detokenize", "POST", detokenize, DetokenizeBody)
-    add("/health", "GET", health)
-    add("/selftest", "GET", selftest)
+    add("/v1/completions", "POST", completions, (CompletionBody,), CompletionAnswer, CompletionEvent)
+    add("/v1/chat/completions", "POST", chat, (ChatBody,), ChatAnswer, ChatEvent)
+    add("/v1/models", "GET", models, answer=ModelList)
+    add("/v1/models/{model_id:path}", "GET", model, answer=ModelCard)
+    add("/tokenize", "POST", tokenize, (TokenizeTextBody, TokenizeChatBody), TokenizeAnswer)
+    add("/detokenize", "POST", detokenize, (DetokenizeBody,), DetokenizeAnswer)
+    add("/health", "GET", health, answer=HealthAnswer)
+    add("/selftest", "GET", selftest, answer=SelfTestAnswer)
     add("/metrics", "GET", metrics)
     return router
 

@@ -100,12 +100,15 @@ def generate(
 def _encoded(prompt: str, tokenizer: Tokenizer | None, config: EngineConfig) -> tuple[int, ...]:
     if tokenizer is None:
         raise UsageMistake(f"{config.folder} has no tokenizer; give --prompt-ids instead of --prompt")
+    text = read_stdin() if prompt == "-" else prompt
+    if not text:  # a begin-of-sequence id may be left of it, which no HTTP request completes either
+        raise UsageMistake("--prompt is empty: give a text to continue, or --prompt-ids")
     try:
-        ids = tuple(tokenizer.encode(read_stdin() if prompt == "-" else prompt))
+        ids = tuple(tokenizer.encode(text))
     except ValueError as error:
         raise UsageMistake(f"--prompt: {error}") from None
     if not ids:
-        raise UsageMistake("--prompt is empty")
+        raise UsageMistake("--prompt: no token is left of it")
     return ids
 
 

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from jinja2 import Environment, TemplateSyntaxError
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
+
+from deploy.text.chat import template_message
+from deploy.text.tokenizer import ChatTemplateError
+
+if TYPE_CHECKING:
+    from deploy.text.tokenizer import Tokenizer
+
+_USER = template_message("user", "Hello")
+PROBES = (
+    (_USER,),
+    (template_message("system", "Be brief."), _USER),
+    (_USER, template_message("assistant", "Hello!"), _USER),
+)
+"""Conversations that a template must be able to write, or refuse by its own words."""
 
 
 class _Generation(Extension):
@@ -27,3 +44,32 @@ def syntax_problem(template: str) -> str | None:
     except TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     return None
+
+
+def check_template(tokenizer: Tokenizer, folder: Path, template: str | None) -> None:
+    """ValueError for a chat template that cannot write the simplest chats: clients would be told that their messages
+    are wrong. A template that refuses one of them itself (`raise_exception`) is a good one; so is none at all.
+
+    `template`: the one of the settings, which replaces that of the model's `folder`.
+    """
+    for messages in PROBES:
+        try:
+            tokenizer.render_chat(messages, template=template)
+        except ChatTemplateError as error:
+            cause = error.__cause__
+            # Exactly this class is what raise_exception raises; jinja's own errors are its subclasses.
+            if cause is None or type(cause) is TemplateError:
+                continue
+            where = f"line {cause.lineno}: " if isinstance(cause, TemplateSyntaxError) else ""
+            source = template_file(folder) if template is None else "given as api.chat_template"
+            roles = " and ".join(dict.fromkeys(message["role"] for message in messages))
+            raise ValueError(
+                f"the chat template {source} cannot write a chat of {roles}: {where}{cause}; correct it, or give "
+                "another as api.chat_template"
+            ) from error
+
+
+def template_file(folder: Path) -> str:
+    """Where a model folder's chat template is, to be said after `the chat template`."""
+    files = (folder / "chat_template.jinja", folder / "tokenizer_config.json")
+    return f"in {next((file for file in files if file.is_file()), folder)}"

@@ -13,8 +13,8 @@ from tiny_tokenizer import tiny
 
 from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError
+from deploy.api.prompts import parse_generation, render_messages
 from deploy.api.protocol import ROLES, ChatBody
-from deploy.api.routes import parse_generation, render_messages
 from deploy.asks import AskReader
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES
 from deploy.text.tokenizer import ChatTemplateError

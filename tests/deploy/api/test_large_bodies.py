@@ -51,7 +51,7 @@ def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(monkeypatc
     def parse(raw: bytes) -> None:
         raise AssertionError(raw)
 
-    monkeypatch.setattr("deploy.api.routes.parse_object", parse)
+    monkeypatch.setattr("deploy.api.prompts.parse_object", parse)
     engine = FakeEngine(say([30]))
     with serving(create_app(engine, tiny(), LIMITS)) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
         for path, body, setting in TOO_MUCH:

@@ -9,8 +9,8 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
 from deploy.api.errors import ApiError
+from deploy.api.prompts import parse_tokenize
 from deploy.api.protocol import ChatBody, CompletionBody
-from deploy.api.routes import parse_tokenize
 from deploy.api.unsupported import UNSUPPORTED, reject_unsupported
 
 ASKING: list[tuple[str, Any]] = [

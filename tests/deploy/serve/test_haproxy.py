@@ -157,7 +157,7 @@ def test_side_doors_are_closed_and_the_rest_is_left(rendered: Path) -> None:
     added = [line.strip().split()[0] for line in after if line not in before]
     errors = ["http-error"] * 7
     close = ["option"] * 2
-    requests = ["http-request"] * 2
+    requests = ["http-request"] * 3
     assert sorted(added) == ["bind", "bind", "http-check", *errors, *requests, "lua-load-per-thread", *close, "timeout"]
 
 
@@ -328,3 +328,18 @@ def test_faults_are_noted_beside_the_configuration(tmp_path: Path, monkeypatch: 
     assert haproxy.fault_note("why") is None
     haproxy.note_fault("why")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_url_that_no_replica_reads_gets_an_envelope(proxy: tuple[subprocess.Popen, int], serve) -> None:
+    serve(REPLICA, {"/-/healthz": (200, "success")})
+    deadline = time.monotonic() + 10
+    while ask("/short").text != "an answer":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    rest = b" HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    assert raw(b"GET /" + b"x" * 60_000 + rest).split()[1] == b"200"
+    for method in (b"GET", b"POST"):
+        head, _, body = raw(method + b" /" + b"x" * 70_000 + rest).partition(b"\r\n\r\n")
+        assert head.split()[1] == b"414"
+        assert b"content-type: application/json" in head.lower()
+        assert json.loads(body)["error"]["code"] == "url_too_long"

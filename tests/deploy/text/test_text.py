@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import shutil
 import threading
 import time
 import tracemalloc
@@ -12,14 +14,14 @@ from random import Random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizer import TEXTS, tiny
+from tiny_tokenizer import TEMPLATE, TEXTS, backend, tiny
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from deploy.text.detok import ByteDetokenizer, WindowDetokenizer, byte_alphabet
 from deploy.text.stop import StopMatcher
-from deploy.text.template import syntax_problem
+from deploy.text.template import check_template, syntax_problem
 from deploy.text.tokenizer import INLINE_CHARS, LONG_CHARS, ChatTemplateError, Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "assets" / "demo"
@@ -293,6 +295,66 @@ def test_template_syntax_is_as_transformers_reads_it(template: str) -> None:
         assert syntax_problem(template)
     else:
         assert syntax_problem(template) is None
+
+
+BROKEN = [
+    ("{{ messages[0].content", "user: line 1: "),
+    ("{{ messages[0].content | no_filter_of_this_name }}", "user: line 1: No filter named"),
+    ("{{ messages[0]['content'].no_method() }}", "user: "),
+    ("{{ nothing.at.all }}", "user: 'nothing' is undefined"),
+    (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content | tojson(x=1) }}{% endif %}{% endfor %}",
+        "system",
+    ),
+    ("{% for m in messages %}{{ m.content + 1 if m.role == 'assistant' }}{% endfor %}", "user and assistant: "),
+]
+SOUND = [
+    TEMPLATE,
+    "{{ messages[-1].content }}{% if tools %}{{ tools.at.all }}{% endif %}",
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}x",
+    "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is needed') }}{% endif %}x",
+    "{{ raise_exception('never') }}",
+    "{% generation %}{{ messages | tojson }}{% endgeneration %}",
+]
+
+
+@pytest.mark.parametrize(("template", "says"), BROKEN)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json", None])
+def test_a_broken_template_is_found_before_a_client_uses_it(
+    tmp_path: Path, template: str, says: str, file: str | None
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text(backend().to_str())
+    settings: dict[str, str] = {"chat_template": template} if file == "tokenizer_config.json" else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if file == "chat_template.jinja":
+        (tmp_path / file).write_text(template)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    source = f"in {tmp_path / file}" if file else "given as api.chat_template"
+    with pytest.raises(ValueError, match=re.escape(f"the chat template {source} cannot write a chat of ")) as found:
+        check_template(tokenizer, tmp_path, None if file else template)
+    assert says in str(found.value)
+
+
+@pytest.mark.parametrize("template", [None, *SOUND])
+def test_a_template_that_refuses_in_its_own_words_is_sound(tmp_path: Path, template: str | None) -> None:
+    check_template(tiny(), tmp_path, template)
+
+
+def test_a_replica_that_would_refuse_every_chat_does_not_start(tmp_path: Path) -> None:
+    from deploy.config import ServeConfig
+    from deploy.replica import read_tokenizer
+    from workers.engine import EngineFault
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    config = ServeConfig.model_validate({"engine": {"model": str(tmp_path)}})
+    assert read_tokenizer(config) is not None
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content")
+    with pytest.raises(EngineFault, match=re.escape(f"in {tmp_path / 'chat_template.jinja'} cannot write")) as found:
+        read_tokenizer(config)
+    assert found.value.lasting
 
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:

@@ -1,0 +1,217 @@
+"""The shapes of answers, for the description of the API. What writes them (`deploy.api.render`) builds them by hand, as
+it does so for every token; a test holds the one against the other."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length"]
+
+
+class Answer(BaseModel):
+    """What all answers share: nothing comes that is not described."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class ErrorDetail(Answer):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field that is wrong."""
+    code: str | None
+
+
+class ErrorAnswer(Answer):
+    """Every answer with an error status, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+
+
+class CachedTokens(Answer):
+    """Of the prompt."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class _Ending(Answer):
+    finish_reason: FinishReason | None
+    """null in events before the last one of a choice."""
+    stop_reason: str | int | None = None
+    """The stop string, or the stop token id of the request, that ended it; comes with the end."""
+    token_ids: list[int] = Field(default_factory=list)
+    """Comes when it is asked for, or without a tokenizer."""
+
+
+class CompletionLogprobs(Answer):
+    """One entry a token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Ending):
+    """One choice, or an event's part of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class _Head(Answer):
+    id: str
+    created: int
+    model: str
+
+
+class CompletionAnswer(_Head):
+    """POST /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionEvent(_Head):
+    """One event of its stream, after `data: `."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    """Counts in the last event, null before it; comes when stream_options asks for it."""
+
+
+class TokenLogprob(Answer):
+    """A token and how likely it was."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    """The token that was chosen."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Answer):
+    """One entry a token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class AssistantMessage(Answer):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Ending):
+    """One choice of a whole answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatAnswer(_Head):
+    """POST /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Answer):
+    """New text of a choice."""
+
+    role: Literal["assistant"] = "assistant"
+    """Comes first."""
+    content: str = ""
+
+
+class ChatEventChoice(_Ending):
+    """An event's part of a choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+
+
+class ChatEvent(_Head):
+    """One event of its stream, after `data: `."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatEventChoice]
+    usage: Usage | None = None
+    """Counts in the last event, null before it; comes when stream_options asks for it."""
+
+
+class TokenizeAnswer(Answer):
+    """POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+    """How the vocabulary spells them; null unless it is asked for."""
+
+
+class DetokenizeAnswer(Answer):
+    """POST /detokenize."""
+
+    prompt: str
+
+
+class ModelCard(Answer):
+    """A model that is served here."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "latentserve"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(Answer):
+    """GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class HealthAnswer(Answer):
+    """GET /health."""
+
+    status: Literal["ok"]
+
+
+class SelfTestAnswer(BaseModel):
+    """GET /selftest, as docs/api.md says."""
+
+    model_config = ConfigDict(extra="allow")
+
+    passed: bool
+    summary: str
+    buckets: list[dict[str, Any]]
