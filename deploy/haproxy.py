@@ -12,6 +12,7 @@ HAProxy's place (see `install`) changes the configuration it was given, then bec
 - what HAProxy itself answers is OpenAI's error envelope. While no replica is ready it is a 503 at once, with the cause
   that was noted last (`note_fault`), read when somebody asks;
 - a URL that is longer than a replica's server can read is refused here, with an envelope, which that has not;
+- headers that Serve reads as text without looking (a request's id, its time) are dropped where they are none;
 - a body may take BODY_S to arrive: Serve gives it no longer than the router to answer, which refuses slow clients;
 - so may a request's head, for which Serve gives an hour: connections on which none came would keep all others out;
 - HAProxy ends with the process that started it. One whose manager was killed would keep the port for ever.
@@ -40,6 +41,8 @@ _SECTION = re.compile(r"^(frontend|listen|backend|global|defaults)\b\s*(\S*)")
 _SIDE_SECTIONS = ("prometheus", "stats")
 _FRONT_DOOR = re.compile(r"^\s*bind ")
 _FRONT_SECTION = "http_frontend"
+_READ_BY_SERVE = {"x-request-id": "[A-Za-z0-9._:/+=@~-]{1,128}", "x-request-timeout-seconds": "[0-9.]{1,9}"}
+"""Headers and what may be in them; where there are several, in the last one, which Serve takes."""
 _FALLBACK = re.compile(r"^\s*(?:use-)?server SERVE_PROXY_ACTOR-fallback\S* ")
 _ERROR_FILE = re.compile(r"^\s*errorfile (?:502|503|504) ")
 _ROUTER_FAILED = re.compile(r'^\s*http-request return status 503 .* lf-string "Ingress request router failed')
@@ -98,6 +101,11 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
         if found := _KEEP_ALIVE.match(line):
             lines.append(f"{found[1]}timeout http-request {body_s}s")
         if section == _FRONT_SECTION and _FRONT_DOOR.match(line):
+            lines += [
+                f"    http-request del-header {name} if {{ req.fhdr({name}) -m found }} "
+                f"!{{ req.fhdr({name},-1) -m reg ^{pattern}$ }}"
+                for name, pattern in _READ_BY_SERVE.items()
+            ]
             lines.append(
                 f"    http-request return status 414 content-type application/json hdr Cache-Control no-cache "
                 f"file {folder / '414.json'} if {{ url_len gt {MOST_URL} }}"

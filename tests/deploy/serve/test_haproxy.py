@@ -88,16 +88,17 @@ def proxy(rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[int, dict[str, tuple[int, str]]], None]]:
-    """Listen on a port and answer by path."""
+def serve() -> Iterator[Callable[..., None]]:
+    """Listen on a port and answer by path; where nothing is given for one, with headers if some are named."""
     servers = []
 
-    def start(port: int, answers: dict[str, tuple[int, str]]) -> None:
+    def start(port: int, answers: dict[str, tuple[int, str]], told: tuple[str, ...] = ()) -> None:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                status, text = answers.get(self.path, (200, "an answer"))
+                heard = json.dumps({name: self.headers.get_all(name, []) for name in told}) if told else "an answer"
+                status, text = answers.get(self.path, (200, heard))
                 self.rfile.read(int(self.headers.get("content-length", 0)))
                 self.send_response(status)
                 self.send_header("content-length", str(len(text)))
@@ -157,7 +158,7 @@ def test_side_doors_are_closed_and_the_rest_is_left(rendered: Path) -> None:
     added = [line.strip().split()[0] for line in after if line not in before]
     errors = ["http-error"] * 7
     close = ["option"] * 2
-    requests = ["http-request"] * 3
+    requests = ["http-request"] * 5
     assert sorted(added) == ["bind", "bind", "http-check", *errors, *requests, "lua-load-per-thread", *close, "timeout"]
 
 
@@ -343,3 +344,22 @@ def test_a_url_that_no_replica_reads_gets_an_envelope(proxy: tuple[subprocess.Po
         assert head.split()[1] == b"414"
         assert b"content-type: application/json" in head.lower()
         assert json.loads(body)["error"]["code"] == "url_too_long"
+
+
+def test_headers_that_serve_cannot_read_are_dropped(proxy: tuple[subprocess.Popen, int], serve) -> None:
+    """They were answered 500, in plain text."""
+    serve(REPLICA, {"/-/healthz": (200, "success")}, ("x-request-id", "x-request-timeout-seconds"))
+    deadline = time.monotonic() + 10
+    while ask("/short").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for name, good, odd in (
+        ("x-request-id", b"abc-1/2", (b"\xff", b"\xc3", b"", b"a b", b"x" * 129)),
+        ("x-request-timeout-seconds", b"2.5", (b"\xff", b"inf", b"", b"-1", b"1" * 30)),
+    ):
+        for value in (good, *odd):
+            head = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%s: " % name.encode()
+            seen = json.loads(raw(head + value + b"\r\n\r\n").partition(b"\r\n\r\n")[2])
+            assert (seen[name] == [good.decode()]) == (value == good), value
+            # Without one HAProxy makes one.
+            assert len(seen[name]) == (1 if name == "x-request-id" or value == good else 0)
