@@ -22,7 +22,6 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
-from typing_extensions import TypedDict
 
 from deploy.api.errors import unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined
@@ -165,7 +164,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
 
 
-class TextPart(TypedDict):
+class TextPart(BaseModel):
     """A part of a message's content."""
 
     type: Literal["text"]
