@@ -76,7 +76,8 @@ def check_type(request: HttpRequest) -> None:
 
 async def read_body(request: HttpRequest, config: ApiConfig, account: Account) -> bytes:
     """The whole body, which `account` holds. BodyTooLarge as soon as it is known to exceed `max_body_bytes`; 400 as
-    soon as it is known to hold more values than one may; 503 where there is no memory for it."""
+    soon as it is known to hold more values than one may; 503 where there is no memory for it; 408 where it takes longer
+    than `body_timeout_s` to arrive."""
     check_type(request)
     limit = config.max_body_bytes
     declared = request.headers.get("content-length", "")
@@ -84,7 +85,20 @@ async def read_body(request: HttpRequest, config: ApiConfig, account: Account) -
         if "expect" not in request.headers:
             await drain(request.receive, limit)
         raise BodyTooLarge(limit)
-    scanner = JsonScanner(config)
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            return await _receive(request, config, account)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the request body did not arrive within {config.body_timeout_s:g} s",
+            code="request_timeout",
+            headers={"Connection": "close"},
+        ) from None
+
+
+async def _receive(request: HttpRequest, config: ApiConfig, account: Account) -> bytes:
+    scanner, limit = JsonScanner(config), config.max_body_bytes
     parts: list[bytes] = []
     size = 0
     while True:

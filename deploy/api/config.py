@@ -22,6 +22,8 @@ class ApiConfig(BaseModel):
     max_held_bytes: int = Field(default=256 * 1024 * 1024, gt=0)
     """Bytes of large request bodies (more than 64 KiB) that are held at one time, until their prompts are tokenized;
     what comes on top is answered 503. One of `max_body_bytes` always fits."""
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds in which a body must arrive; later ones are answered 408, and what was held of them is given back."""
     max_json_depth: int = Field(default=1000, gt=0, le=1000)
     """Most arrays and objects of a body that lie in each other."""
     max_json_keys: int = Field(default=65_536, gt=0)

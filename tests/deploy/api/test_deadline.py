@@ -15,6 +15,7 @@ from tiny_tokenizer import tiny
 
 from deploy.api.access import refuse_websocket
 from deploy.api.app import create_app
+from deploy.api.config import ApiConfig
 from deploy.api.deadline import HEADER, limit_of
 
 BASE: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 100}
@@ -43,17 +44,17 @@ def limited(seconds: str) -> dict[str, str]:
 def test_a_request_that_takes_too_long_gets_an_envelope(http: httpx.Client, engine: PushEngine, stream: bool) -> None:
     engine.script = lambda request: [30.0]
     engine.cancelled.clear()
-    answer = http.post("/v1/completions", json={**BASE, "stream": stream}, headers=limited("0.2"))
+    answer = http.post("/v1/completions", json={**BASE, "stream": stream}, headers=limited("1"))
     assert answer.status_code == 408
     assert answer.json()["error"]["code"] == "request_timeout"
-    assert "0.2 s" in answer.json()["error"]["message"]
+    assert "the 1 s that" in answer.json()["error"]["message"]
     assert answer.headers["x-request-id"]
     assert len(engine.cancelled) == 1
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(http: httpx.Client, engine: PushEngine) -> None:
     engine.script = lambda request: [out(FOX), 30.0]
-    answer = http.post("/v1/completions", json={**BASE, "stream": True}, headers=limited("0.5"))
+    answer = http.post("/v1/completions", json={**BASE, "stream": True}, headers=limited("2"))
     assert answer.status_code == 200
     *_, error, rest = answer.text.split("\n\n")
     assert (json.loads(error.removeprefix("data: "))["error"]["code"], rest) == ("request_timeout", "")
@@ -78,6 +79,20 @@ async def test_an_error_of_the_application_stays_one() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         answer = await client.post("/v1/completions", json=BASE, headers=limited("60"))
     assert answer.status_code == 500
+
+
+def test_a_body_that_does_not_come_gets_an_envelope() -> None:
+    app = create_app(FakeEngine(say([FOX])), tiny(), ApiConfig(body_timeout_s=0.2))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    with serving(app) as port, socket.create_connection(("127.0.0.1", port), 10) as client:
+        client.settimeout(10)
+        client.sendall(head.encode())
+        answer = b""
+        while part := client.recv(65536):  # until the server closes
+            answer += part
+    assert answer.split()[1] == b"408"
+    assert b"request_timeout" in answer
+    assert b"within 0.2 s" in answer
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/realtime", "/"])
