@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from typing import Any
@@ -91,6 +92,10 @@ class EngineReplica:
         silence_s = config.health.timeout_s
         self.guardian = Guardian(last_words, self.processes.folder, fault_note(FRONT_DIED), silence_s)
         self._beating = asyncio.ensure_future(self._beat(self.guardian))
+        # What was loaded stays: to look through all of it for garbage again and again takes 0.1 s each time, for which
+        # no stream goes on.
+        gc.collect()
+        gc.freeze()
         self._serving = True
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)

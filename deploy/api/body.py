@@ -177,7 +177,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 def validate(model: type[Model], value: Mapping[str, Any]) -> Model:
     """`value` as a `model`; 400 naming the first field that is wrong."""
     try:
-        return model.model_validate(value)
+        with _no_garbage_collection():
+            return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=True, include_input=False)[0]
         param = ".".join(str(part) for part in first["loc"]) or None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import orjson
@@ -16,6 +16,7 @@ import pytest
 from fake_engine import FakeEngine, out, say, serving
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from pydantic import AfterValidator, create_model
 from tiny_tokenizer import tiny
 
 from deploy.api import body
@@ -469,7 +470,7 @@ def test_bodies_of_very_many_pieces_are_refused_before_all_are_looked_at() -> No
         parse_prompts([["no id"]] * 300, check_count)
 
 
-def test_garbage_is_not_looked_for_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_is_not_looked_for_while_a_body_is_parsed_and_validated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of millions of short lists that takes nearly all the time."""
     looked: list[bool] = []
 
@@ -482,4 +483,14 @@ def test_garbage_is_not_looked_for_while_a_body_is_parsed(monkeypatch: pytest.Mo
     with pytest.raises(ApiError, match="not valid JSON"):
         body.parse_object(b'{"a": [')
     assert looked == [False, False]
+
+    def look(value: int) -> int:
+        looked.append(gc.isenabled())
+        return value
+
+    Looking = create_model("Looking", a=Annotated[int, AfterValidator(look)])
+    assert body.validate(Looking, {"a": 1}).a == 1
+    with pytest.raises(ApiError, match="a: "):
+        body.validate(Looking, {"a": "x"})
+    assert looked == [False] * 3
     assert gc.isenabled()
