@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import os
 import resource
@@ -91,6 +92,8 @@ async def serve(model: str, pipe: Connection) -> None:
         pipe.send((heart.worst, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
         heart.worst = 0.0
 
+    gc.collect()
+    gc.freeze()  # as a replica does once it is up
     asyncio.get_running_loop().add_reader(pipe.fileno(), tell)
     beating = asyncio.create_task(heart.run())
     pipe.send(listener.getsockname()[1])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny
 
@@ -18,7 +18,7 @@ from deploy.api.protocol import ROLES, ChatBody
 from deploy.asks import AskReader
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES
 from deploy.text.tokenizer import ChatTemplateError
-from workers.scheduler.prefix import page_keys
+from workers.prompt import page_keys
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tone or '' }}"
@@ -41,7 +41,7 @@ bodies = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(bodies)
 @example({"model": "tiny", "messages": [{"role": "developer", "content": LONG}]})
 async def test_a_router_asks_for_the_prompt_that_its_replica_makes(body: dict[str, Any]) -> None:

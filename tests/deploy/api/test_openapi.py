@@ -148,7 +148,9 @@ NAMES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     st.sampled_from([COMPLETIONS, CHATS, "/tokenize", "/detokenize"]),
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),

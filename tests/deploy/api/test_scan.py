@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deploy.api.config import ApiConfig
@@ -41,6 +41,7 @@ def values_of(value: Any, depth: int = 1) -> Iterator[tuple[Any, int]]:
         yield from values_of(inner, depth + 1)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(values, st.booleans(), st.sampled_from([(",", ":"), (" , ", "\n:\t")]), st.lists(st.integers(0, 10**6)))
 def test_counts_are_those_of_what_is_parsed(
     value: Any, ascii_only: bool, separators: tuple[str, str], cuts: list[int]
@@ -60,6 +61,7 @@ def test_counts_are_those_of_what_is_parsed(
             scan(raw, WIDE.model_copy(update={"max_json_depth": deepest - 1}), cuts)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([*b'[]{}",:\\ a1']), max_size=60), st.lists(st.integers(0, 60)))
 def test_text_that_is_no_json_is_counted_somehow(raw: list[int], cuts: list[int]) -> None:
     scan(bytes(raw), cuts=cuts)

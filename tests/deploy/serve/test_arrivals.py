@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deploy.arrivals import (
@@ -51,6 +51,7 @@ ODD_DIGITS = [
 ]
 
 
+@settings(deadline=None)
 @given(st.text() | st.lists(st.sampled_from([*ODD_DIGITS, "a", "/"]), max_size=7).map("/".join))
 @example("a/\u00b2/0/0")
 @example("a/1/2/" + "9" * 5000)
@@ -61,6 +62,7 @@ def test_any_text_is_a_ticket_or_none(value: str) -> None:
         load_to_report(load_after(ticket))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_any_header_is_a_ticket_or_none(value: bytes) -> None:
     Ticket.parse(value.decode("latin-1"))

@@ -76,6 +76,7 @@ SENTENCEPIECE = {kind: sentencepiece_like(kind) for kind in ("fallback", "metasp
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
+@settings(deadline=None)  # each example makes a tokenizer
 @given(words=st.lists(st.sampled_from(["the", "fox", "Köln", "東京", "👩‍🚀", "of", " ", "\n", "a"]), max_size=12))
 def test_other_decoders_go_through_the_window(kind: str, words: list[str]) -> None:
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=SENTENCEPIECE[kind], unk_token="<unk>"))
