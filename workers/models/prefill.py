@@ -1,7 +1,9 @@
 """The geometry of a step's prefill rows, and what their attention reads and writes: made once, read by every layer.
 
-Cached context is attended to in bounded pieces, all rows side by side: its keys and values, expanded from the latent,
-are many times the latent's size and never exist for a whole long context at once.
+Cached context is attended to in bounded pieces: its keys and values, expanded from the latent, are many times the
+latent's size and never exist for a whole long context at once. A piece holds as much of every row, side by side, and
+rows that have ended leave their part to the others: so there are as few pieces as there can be, and all rows keep the
+device busy at once.
 
 Shape legend: T tokens of the prefill rows, H heads of this rank, N / O non-rope / rope features of a key, V value
 features, L latent features, C = L + O cached features, F = H (N + V), B rows, P pages a row may hold, S entries of all
@@ -10,8 +12,9 @@ rows, X >= S latents that are expanded at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
@@ -86,9 +89,8 @@ class PrefillGeometry:
         prefill = batch.prefill
         if prefill is None or not prefill.count:
             return None
-        share = entries_of_a_row(sum(start > batch.first for start in prefill.start))
-        begins = range(batch.first, max(prefill.start), share)
-        counts = [[max(0, min(begin + share, start) - begin) for start in prefill.start] for begin in begins]
+        bounds = [batch.first + end for end in (0, *_ends([start - batch.first for start in prefill.start]))]
+        counts = [[max(0, min(end, start) - begin) for start in prefill.start] for begin, end in pairwise(bounds)]
         # Cumulative sums of the queries', then of every piece's keys: one copy for all of them. Each begins at a
         # multiple of 16 bytes, whatever the number of rows: kernels are compiled anew where that differs.
         filling = [0] * (-(len(prefill.count) + 1) % 4)
@@ -96,7 +98,7 @@ class PrefillGeometry:
         cu_XB1 = on_device(cu, torch.int32, prefill.page_NP.device)[:, : len(prefill.count) + 1]
         pieces = tuple(
             ContextPiece(begin, cu_k_B1, max(row), sum(row))
-            for begin, cu_k_B1, row in zip(begins, cu_XB1[1:], counts, strict=True)
+            for begin, cu_k_B1, row in zip(bounds, cu_XB1[1:], counts, strict=False)
         )
         return PrefillGeometry(cu_XB1[0], max(prefill.count), prefill.page_NP, pieces)
 
@@ -171,5 +173,23 @@ class PrefillAttending:
 
 
 def entries_of_a_row(rows: int) -> int:
-    """Entries of a row that one piece holds where so many rows have context: whole pages."""
-    return max(CONTEXT_ENTRIES // max(rows, 1) // PAGE_TOKENS, 1) * PAGE_TOKENS
+    """Entries of a row that one piece holds where so many rows have at least as many."""
+    return max(CONTEXT_ENTRIES // rows, PAGE_TOKENS)
+
+
+def _ends(entries: Sequence[int]) -> list[int]:
+    """Where each piece ends in every row that has so many entries; the other rows end before. A piece is filled as
+    water fills a vessel: up to where a row ends, then further with those that are left."""
+    rows = sorted(count for count in entries if count > 0)
+    ends: list[int] = []
+    end, ended = 0, 0
+    while ended < len(rows):
+        least, room = end + PAGE_TOKENS, CONTEXT_ENTRIES
+        while ended < len(rows) and (needed := (rows[ended] - end) * (len(rows) - ended)) <= room:
+            end, ended, room = rows[ended], ended + 1, room - needed
+        if ended < len(rows):
+            end = min(max(end + room // (len(rows) - ended), least), rows[-1])
+            while ended < len(rows) and rows[ended] <= end:
+                ended += 1
+        ends.append(end)
+    return ends
