@@ -31,33 +31,31 @@ class Request(msgspec.Struct, frozen=True):
     """Lower runs first; ties by arrival."""
 
 
-class Choice(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence of a `Requests`."""
-
-    request_id: str
-    sampling: SamplingParams
-
-
 class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Sequences that continue one prompt, which travels once for all of them."""
+    """Sequences that continue one prompt and differ in their seeds alone: what they share travels once."""
 
     prompt: bytes
     """As `workers.prompt.pack_tokens` makes it."""
-    choices: tuple[Choice, ...]
+    sampling: SamplingParams
+    """Of the first of them, and but for the seed of all."""
+    choices: tuple[tuple[str, int], ...]
+    """Request id and seed of each."""
     priority: int = 0
     """As in `Request`, of each of them."""
 
     @staticmethod
     def of(requests: Sequence[Request]) -> Requests:
-        """Of requests that have one prompt and one priority. OverflowError for a token id outside 0 ... 2^32 - 1."""
+        """Of requests that differ in their ids and seeds alone. OverflowError for a token id outside 0 ... 2^32 - 1."""
         first = requests[0]
-        choices = tuple(Choice(request.request_id, request.sampling) for request in requests)
-        return Requests(Prompt.of(first.prompt).packed, choices, first.priority)
+        choices = tuple((request.request_id, request.sampling.seed) for request in requests)
+        return Requests(Prompt.of(first.prompt).packed, first.sampling, choices, first.priority)
 
     def unpack(self) -> tuple[Request, ...]:
         """The requests, which share one `Prompt`."""
-        prompt = Prompt(self.prompt)
-        return tuple(Request(one.request_id, prompt, one.sampling, self.priority) for one in self.choices)
+        prompt, replace = Prompt(self.prompt), msgspec.structs.replace
+        return tuple(
+            Request(name, prompt, replace(self.sampling, seed=seed), self.priority) for name, seed in self.choices
+        )
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):

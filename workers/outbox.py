@@ -5,28 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from workers.channel import Sender
 from workers.messages import Cancel, Request, Requests
+from workers.plan import SamplingParams
+
+Group = tuple[int, int, SamplingParams]
+"""Identity of the prompt, priority, and sampling but for the seed."""
 
 
 class Outbox:
-    """Collects the requests of one turn of the event loop and sends those with the same prompt (the same object, as the
-    choices of a request have it) and priority as one message. Packing a prompt takes a millisecond for some hundred
-    thousand tokens, so the loop turns between two prompts."""
+    """Collects the requests of one turn of the event loop and sends those that differ in their ids and seeds alone, as
+    the choices of a request do, as one message: their prompts are one object. Packing a prompt takes a millisecond for
+    some hundred thousand tokens, so the loop turns between two prompts."""
 
     def __init__(self, sender: Sender, refuse: Callable[[Request, str], None]) -> None:
         """In the running event loop. `refuse` is told of a request that cannot be sent, and why."""
         self._sender, self._refuse = sender, refuse
         self._loop = asyncio.get_running_loop()
-        self._groups: dict[tuple[int, int], dict[str, Request]] = {}
-        self._group_of: dict[str, tuple[int, int]] = {}
+        self._groups: dict[Group, dict[str, Request]] = {}
+        self._group_of: dict[str, Group] = {}
 
     def ask(self, request: Request) -> None:
         """Send it, with others that come before the loop turns."""
         if not self._groups:
             self._loop.call_soon(self._send)
         # The request keeps its prompt alive, so no other prompt has this identity meanwhile.
-        group = (id(request.prompt), request.priority)
+        group = (id(request.prompt), request.priority, replace(request.sampling, seed=0))
         self._groups.setdefault(group, {})[request.request_id] = request
         self._group_of[request.request_id] = group
 

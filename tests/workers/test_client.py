@@ -55,7 +55,7 @@ class Scheduler:
         """The ids in the next message, which asks for sequences."""
         message = await self.heard()
         assert isinstance(message, Requests)
-        return [choice.request_id for choice in message.choices]
+        return [name for name, _ in message.choices]
 
 
 @asynccontextmanager
@@ -181,10 +181,10 @@ async def test_a_probe_is_one_real_token_before_all_others() -> None:
     async with front() as (client, scheduler):
         probing = asyncio.create_task(client.probe())
         asked = await scheduler.heard()
-        [choice] = asked.choices
-        assert (choice.sampling.max_tokens, asked.priority) == (1, -1)
+        [(name, _)] = asked.choices
+        assert (asked.sampling.max_tokens, asked.priority) == (1, -1)
         assert not probing.done()
-        scheduler.output(choice.request_id, 3, finish="length")
+        scheduler.output(name, 3, finish="length")
         await asyncio.wait_for(probing, 5)
 
 
@@ -204,6 +204,7 @@ async def test_the_choices_of_a_prompt_travel_together_and_the_prompt_once() -> 
             client.generate(Request(f"a{seed}", prompt, SamplingParams(4, seed=seed)))
             client.generate(Request(f"b{seed}", other, SamplingParams(4, seed=seed)))
         client.generate(Request("urgent", prompt, SamplingParams(4), priority=-1))
+        client.generate(Request("cold", prompt, SamplingParams(4, temperature=0.0)))
         for name in "ab":
             message = await scheduler.heard()
             assert [one.request_id for one in message.unpack()] == [f"{name}{seed}" for seed in range(128)]
@@ -211,6 +212,7 @@ async def test_the_choices_of_a_prompt_travel_together_and_the_prompt_once() -> 
             assert {tuple(one.prompt) for one in message.unpack()} == {prompt}
             assert len({id(one.prompt) for one in message.unpack()}) == 1
         assert (await scheduler.heard()).priority == -1
+        assert (await scheduler.heard()).sampling.temperature == 0.0
 
 
 async def test_what_is_taken_back_before_it_leaves_does_not_leave() -> None:

@@ -64,14 +64,14 @@ def test_every_request_is_taken_in_once_in_order_and_never_too_many_tokens_at_a_
         if isinstance(one, tuple):
             said.append(requests(str(index), *one))
         elif one < len(said) and isinstance(asked := said[one], Requests):
-            gone = {choice.request_id for choice in asked.choices[::2]} - cancelled
+            gone = {name for name, _ in asked.choices[::2]} - cancelled
             said += [Cancel(name) for name in sorted(gone)]
             cancelled |= gone
     source = Messages(said)
     box = Inbox(source)  # type: ignore[arg-type]
     found = turns(box, source)
     taken = [name for turn in found for name in names(turn)]
-    order = [choice.request_id for message in said if isinstance(message, Requests) for choice in message.choices]
+    order = [name for message in said if isinstance(message, Requests) for name, _ in message.choices]
     assert taken == [name for name in order if name in set(taken)]
     assert set(order) - set(taken) <= cancelled
     assert len(set(taken)) == len(taken)
