@@ -63,7 +63,7 @@ def good_jobs() -> list[Job]:
         (
             shared + prompt if index % 2 else prompt,
             SamplingParams(
-                20, temperature=0.7 * (index % 3), seed=index, presence_penalty=index % 2, logit_bias=BANNED, logprobs=2
+                12, temperature=0.7 * (index % 3), seed=index, presence_penalty=index % 2, logit_bias=BANNED, logprobs=2
             ),
         )
         for index, prompt in enumerate(prompts(8, 60, seed=2))

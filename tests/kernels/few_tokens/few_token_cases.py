@@ -276,6 +276,36 @@ def check_experts(
         close(y, want, 2**-7, 1.0)
 
 
+def check_companions(place: Place, tokens: int, experts: int, chosen: int, hidden: int, shared: int) -> None:
+    """A token that is no number, and chooses by what is none, changes no bit of the others, and has experts that there
+    are."""
+    results = []
+    for broken in (False, True):
+        torch.manual_seed(tokens)
+        logit = torch.randn(tokens, experts)
+        length = torch.ones(tokens, dtype=torch.int32)
+        x, _ = pending(place, tokens, hidden)
+        if broken:
+            for values in (logit, x.x_TE, x.square_TP):
+                values[tokens // 2] = torch.nan
+        choice = Choice.empty(tokens, experts, chosen, place.empty)
+        routing = Routing("softmax", 1, 1, False, 1.5)
+        experts_launch.choose(
+            logit.to(place.device), None, length.to(place.device), choice, routing, dependent=place.dependent
+        )
+        gate_up = place.normal(experts + shared, 64, hidden, scale=0.1)
+        down = place.normal(experts + shared, hidden, 32, scale=0.1)
+        act, y = place.poison(tokens * (chosen + shared), 32), place.poison(tokens, hidden)
+        experts_launch.gate_up(x, choice, gate_up, act, dependent=place.dependent)
+        experts_launch.down(act, choice, down, y, dependent=place.dependent)
+        assert ((choice.place_TX >= 0).sum(1) == chosen).all()
+        assert choice.place_TX.max() < chosen
+        others = torch.arange(tokens, device=place.device) != tokens // 2
+        results.append((choice.place_TX[others], y[others]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not results[1][1].isnan().any()
+
+
 def check_rope_absorb(place: Place, tokens: int, heads: int, nope: int, rope: int, latent: int, parts: int = 0) -> None:
     """Absorbed and rotated queries, and cache entries; nothing else in the cache changes. With `parts`: of queries and
     latents that are so many parts of sums, side by side as `part_linear` leaves them."""

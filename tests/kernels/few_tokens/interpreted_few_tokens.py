@@ -88,6 +88,11 @@ def test_experts(tokens: int, shared: int) -> None:
     cases.check_experts(CPU, tokens, 6, 2, 48, 40, shared, residual=tokens != 3)
 
 
+@pytest.mark.parametrize("tokens", [2, 5, 16])
+def test_companions_that_are_not_numbers_change_nothing(tokens: int) -> None:
+    cases.check_companions(CPU, tokens, 6, 2, 48, shared=tokens % 2)
+
+
 @pytest.mark.parametrize("tokens", [*TOKENS, 17, 64, 131])
 def test_rope_absorb(tokens: int) -> None:
     cases.check_rope_absorb(CPU, tokens, 3, 24, 16, 64)

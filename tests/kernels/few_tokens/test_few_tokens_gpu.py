@@ -67,6 +67,11 @@ def test_routers_and_choices(tokens: int) -> None:
         cases.check_choose(place(), tokens, 384, 8, Routing("sigmoid", 1, 1, True, 2.827), equal=equal)
 
 
+@pytest.mark.parametrize("tokens", [2, 5, 16])
+def test_companions_that_are_not_numbers_change_nothing(tokens: int) -> None:
+    cases.check_companions(place(), tokens, 64, 6, 2048, shared=2)
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_experts(tokens: int) -> None:
     cases.check_experts(place(), tokens, 64, 6, 2048, 1408, 2, residual=True)

@@ -83,6 +83,19 @@ def test_a_row_alone_equals_the_row_in_a_batch() -> None:
         assert torch.equal(alone.lse[3 : 3 + count_q], case.lse[q : q + count_q])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_that_is_no_number_changes_nothing_of_its_neighbours(causal: bool) -> None:
+    whole, broken = Case(RAGGED), Case(RAGGED)
+    q, k = (slice(cu[1], cu[2]) for cu in (broken.cu_q, broken.cu_k))
+    for values, own in ((broken.q, q), (broken.kv, k), (broken.latent, k)):
+        values[own] = torch.nan
+    for case in (whole, broken):
+        case.run(causal, Tiling(16, 16, 4, 1))
+    for a, b in ((whole.out, broken.out), (whole.lse, broken.lse)):
+        assert torch.equal(a[: q.start], b[: q.start])
+        assert torch.equal(a[q.stop :], b[q.stop :])
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     tokens=st.integers(0, 20),
