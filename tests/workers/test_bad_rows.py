@@ -166,6 +166,17 @@ def test_who_read_the_pages_of_a_bad_row_is_computed_again(folder: Path, width: 
     assert not any(layer[1:].isnan().any() for layer in run.runner.parts.cache.layers), "nobody has zeroed it"
 
 
+def test_a_draft_layer_without_finite_numbers_costs_drafts_alone(folder: Path) -> None:
+    """Its drafts are tokens, though bad ones: the answers are those without any."""
+    expected = [record.tokens for record in serve(InlineEngine(settings(folder, width=1)), good_jobs())]
+    run = InlineEngine(settings(folder, width=3))
+    draft_layer = run.runner.parts.model.draft_layer
+    assert draft_layer is not None
+    draft_layer.embedding_norm_E.fill_(torch.nan)
+    assert [record.tokens for record in serve(run, good_jobs())] == expected
+    assert run.scheduler.stats().bad_rows == 0
+
+
 def test_a_broken_model_ends_its_replica(folder: Path) -> None:
     run = InlineEngine(settings(folder))
     run.runner.parts.model.norm_E.fill_(torch.nan)

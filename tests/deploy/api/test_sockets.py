@@ -319,7 +319,7 @@ def faulty(kind: type[FakeEngine] = FakeEngine, **settings: object) -> Iterator[
 
 @pytest.mark.alone
 def test_health_is_a_real_token() -> None:
-    from workers.engine import EngineFault
+    from workers.engine import EngineFault, RequestFailed
 
     with faulty() as (engine, http):
         assert http.get("/health").status_code == 200
@@ -337,13 +337,14 @@ def test_health_is_a_real_token() -> None:
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_down"
         assert http.get("/metrics").status_code == 200
-    with faulty(probe_error=EngineFault("rank 0: out of memory")) as (engine, http):
-        for _ in range(2):
-            answer = http.get("/health")
-            assert answer.status_code == 503
-            assert "rank 0: out of memory" in answer.json()["error"]["message"]
-        engine.probe_error = None
-        assert http.get("/health").status_code == 200
+    for error in (EngineFault("rank 0: out of memory"), RequestFailed("rank 0: out of memory")):
+        with faulty(probe_error=error) as (engine, http):
+            for _ in range(2):
+                answer = http.get("/health")
+                assert answer.status_code == 503
+                assert "rank 0: out of memory" in answer.json()["error"]["message"]
+            engine.probe_error = None
+            assert http.get("/health").status_code == 200
     with faulty(probe_delay=30.0) as (_, http):
         begin = time.monotonic()
         answer = http.get("/health")
