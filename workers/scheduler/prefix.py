@@ -158,6 +158,14 @@ class PrefixCache:
             if entry.page == page:
                 entry.sound = True
 
+    def distrust(self, row: RowPages) -> None:
+        """The row gives its pages up before anybody can say whether it is bad: nobody gets what it alone vouches for
+        without that being zeroed, though its complete pages stay to be found."""
+        for page in row.pages:
+            entry = self._of_page.get(page)
+            if entry is None or not entry.sound:
+                self._pool.taint(page)
+
     def taint(self, row: RowPages) -> None:
         """The row was bad: what it wrote or read for which nobody has vouched is not found any more, nor what continues
         that, and its pages are zeroed before they are taken again. The row itself must be closed next."""

@@ -163,6 +163,8 @@ class Rows:
             self.prefilling.remove(sequence)
         elif sequence.phase is Phase.DECODE:
             self.decoding.remove(sequence)
+        if phase is Phase.PREEMPTED or not sequence.sound:
+            self.cache.distrust(sequence.pages)
         self.cache.close(sequence.pages)
         sequence.capacity = 0
         sequence.phase = phase

@@ -184,8 +184,12 @@ class SimulatedWorker:
             )
 
     def _grant(self, plan: StepPlan) -> None:
+        shared = {row.slot: row.write_from // PAGE_TOKENS for row in plan.prefill}
         for grant in plan.grants:
             state = self.slots[grant.slot]
+            for page in grant.pages[0 if grant.first else shared.get(grant.slot, 0) :]:
+                entries = self.broken[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
+                assert not any(entries), f"page {page} of a bad row is granted as it is"
             assert grant.first == state.granted, "grants append to the table"
             assert grant.pages
             for index, page in enumerate(grant.pages, start=grant.first):
