@@ -13,11 +13,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from pydantic import ValidationError
 
 from deploy.config import ServeConfig
 from deploy.connection import CannotJoin, RayConnection, Say, cluster_to_join, port_problem
+from deploy.mistakes import explain
 from deploy.sessions import Sessions, Watch
 from workers.environment import check_environment
+from workers.fit import Unfit, check_fit
+from workers.models.config import ConfigError, ModelConfig
 from workers.ports import free_ports
 
 if TYPE_CHECKING:
@@ -48,8 +52,11 @@ class StartFailed(RuntimeError):
 def build(args: dict[str, Any]) -> Application:
     """Builder for `import_path: deploy.app:build`; `args` are the fields of `ServeConfig` (see deploy/serve.yaml)."""
     check_environment()
-    config = ServeConfig.model_validate(args)
-    _ = config.engine.folder
+    try:
+        config = ServeConfig.model_validate(args)
+    except ValidationError as error:
+        raise ValueError(explain(error, settings=ServeConfig, source="args")) from None
+    _check_model(config)
     return build_app(config)
 
 
@@ -128,10 +135,11 @@ def launch(
     """Bring the application up and return once `/health` answers 200. `say` gets lines about progress; a Ray of our own
     runs in `sessions`.
 
-    StartFailed with the first cause; nothing is left running then.
+    Unfit where the model cannot be served with these settings, before anything is started; StartFailed with the first
+    cause, and nothing is left running then.
     """
     check_environment()
-    _ = config.engine.folder
+    _check_model(config)
     if config.port == 0:
         config = config.model_copy(update={"port": free_ports(config.host, 1)[0]})
     if not cluster_to_join(config):
@@ -195,6 +203,15 @@ def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None
         watch.over()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _check_model(config: ServeConfig) -> None:
+    """Unfit, or FileNotFoundError, for all that the model's config.json decides."""
+    check_fit(config.engine)
+    try:
+        ModelConfig.load(config.engine.folder)
+    except ConfigError as error:
+        raise Unfit(f"{config.engine.folder}: {error}") from None
 
 
 def _check_port(config: ServeConfig) -> None:
@@ -301,5 +318,5 @@ def _health_problem(url: str) -> str:
     try:
         status = httpx.get(f"{url}/health", timeout=10.0, trust_env=False).status_code
     except httpx.HTTPError as error:
-        return f"{type(error).__name__}: {error}"
+        return f"no answer: {str(error) or 'none in time'}"
     return "" if status == 200 else f"HTTP status {status}"

@@ -13,8 +13,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from deploy.config import Ingress, ServeConfig
 from deploy.haproxy import find_binary, install
+from deploy.mistakes import explain
 from workers.environment import EnvironmentProblem
 
 PROCESS_ENVIRONMENT = {
@@ -112,7 +115,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/latentserve"), help="for HAProxy's files; kept short")
     arguments = parser.parse_args()
     if arguments.config is not None:
-        config = ServeConfig.load(arguments.config)
+        try:
+            config = ServeConfig.load(arguments.config)
+        except ValidationError as error:
+            parser.error(explain(error, settings=ServeConfig, source=str(arguments.config)))
     else:
         config = ServeConfig.model_validate({"engine": {"model": "demo"}})
     for name, value in node_environment(config, resolve_ingress(config), arguments.folder, SidePorts()).items():

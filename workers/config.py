@@ -80,6 +80,8 @@ class EngineConfig(BaseModel):
     def folder(self) -> Path:
         """The model folder; FileNotFoundError, saying what is missing, when it is not one."""
         path = DEMO_MODEL if self.model == "demo" else Path(self.model).expanduser()
+        if path.is_file():
+            raise FileNotFoundError(f"{path} is a file, not a model folder: give its folder, {path.parent}")
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} is not a model folder: it has no config.json")
         return path

@@ -30,6 +30,8 @@ from workers.runner import Launched, Runner
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT_S = 120.0
+_SPEAK = (ValueError, RuntimeError, MemoryError)
+"""Errors of a start whose text is for the user, who asked for what cannot be had; all others are defects."""
 CLOSING_LIMIT_S = 10.0
 """Seconds for graphs and group to close; whoever ends a replica in order waits longer (`launch.SHUTDOWN_TIMEOUT_S`)."""
 
@@ -133,7 +135,9 @@ def run_worker(
         _serve(runner, plans, results, rank)
     except BaseException as error:
         lost = isinstance(error, PeerLost)
-        results.send(Fault(f"rank {rank}: {type(error).__name__}: {error}", rank, lost, loading and not lost))
+        speaks = loading and isinstance(error, _SPEAK) and str(error)
+        cause = str(error) if speaks else f"{type(error).__name__}: {error}"
+        results.send(Fault(f"rank {rank}: {cause}", rank, lost, loading and not lost))
         hang_up()
         last_words_have_left()  # before anything that could end this process
         _close(rank, runner, device, error)

@@ -104,7 +104,7 @@ def _run(spec: LoadSpec, json_output: bool, quiet: bool) -> None:
         report.show(Console(), spec)
     if not report.finished:
         kinds = "; ".join(f"{count} x {kind}: {report.details.get(kind, '')}" for kind, count in report.errors.items())
-        raise CommandFailure(f"no request finished ({kinds})")
+        raise CommandFailure(f"no request finished: {spec.url} did not answer as it should ({kinds})")
 
 
 def _load(spec: LoadSpec, quiet: bool) -> LoadRun:

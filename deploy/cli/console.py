@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, TextIO
 
@@ -15,8 +15,6 @@ import typer
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    from pydantic import ValidationError
 
 FAILURE = 1
 USAGE = 2
@@ -126,21 +124,6 @@ def result_stream() -> Iterator[TextIO]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-_PLAINER = {"tuple_type": "Input should be a list", "model_type": "Input should hold settings by name"}
-"""What pydantic says in Python's terms, in those of a settings file."""
-
-
-def explain(error: ValidationError, label: Callable[[str], str]) -> str:
-    """A pydantic error for people, a line a field; `label` gives what the user calls a field (its dotted name)."""
-    lines = []
-    for item in error.errors(include_url=False):
-        message = _PLAINER.get(item["type"]) or item["msg"].removeprefix("Value error, ")
-        name = ".".join(str(part) for part in item["loc"])
-        # A mistake between fields is reported on what holds them, and its text names them.
-        lines.append(message if not name or item["type"] == "value_error" else f"{label(name)}: {message}")
-    return "\n".join(lines)
 
 
 def int_list(text: str, flag: str, least: int = 0) -> tuple[int, ...]:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from deploy.cli.console import CommandFailure, UsageMistake, explain
+from deploy.cli.console import CommandFailure, UsageMistake
+from deploy.mistakes import explain
 from workers.client import EngineClient
 from workers.config import EngineConfig
 from workers.engine import Engine, EngineFault, Refused, RequestFailed
+from workers.fit import Unfit, check_fit
 from workers.graphs.report import SelfTestReport
 from workers.launch import local_engine
 from workers.messages import EngineStats
@@ -28,13 +30,14 @@ STATS_TIMEOUT_S = 1.0
 
 
 def engine_config(**flags: Any) -> EngineConfig:
-    """Settings from flags (None: not given); UsageMistake naming the wrong flag or the folder that is no model."""
+    """Settings from flags (None: not given); UsageMistake naming the wrong flag, the folder that is no model, or what
+    the model cannot be served with."""
     try:
         config = EngineConfig(**{name: value for name, value in flags.items() if value is not None})
-        _ = config.folder
+        check_fit(config)
     except ValidationError as error:
         raise UsageMistake(explain(error, lambda name: "--" + name.replace("_", "-"))) from None
-    except FileNotFoundError as error:
+    except (FileNotFoundError, Unfit) as error:
         raise UsageMistake(str(error)) from None
     return config
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import FAILURE, CommandFailure, check_interrupt, reported, result_stream
+from deploy.cli.console import FAILURE, CommandFailure, UsageMistake, check_interrupt, reported, result_stream
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +42,7 @@ def selftest(
     import asyncio
 
     from deploy.cli.serve import serve_config
+    from workers.fit import Unfit, check_fit
 
     with reported():
         settings = serve_config(
@@ -58,6 +59,10 @@ def selftest(
             },
         )
         engine = settings.engine.model_copy(update={"selftest": True, "selftest_buckets": "all"})
+        try:
+            check_fit(engine)
+        except Unfit as error:
+            raise UsageMistake(str(error)) from None
         check_interrupt()
         asyncio.run(_selftest(engine, json_output, quiet))
 

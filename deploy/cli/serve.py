@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import CommandFailure, UsageMistake, explain, reported
+from deploy.cli.console import CommandFailure, UsageMistake, reported
 
 if TYPE_CHECKING:
     from deploy.config import ServeConfig
@@ -167,9 +167,12 @@ def serve(
         )
         from deploy.app import StartFailed, start
         from workers.environment import EnvironmentProblem
+        from workers.fit import Unfit
 
         try:
             start(settings, say=_say)
+        except Unfit as error:
+            raise UsageMistake(str(error)) from None
         except (StartFailed, EnvironmentProblem) as error:
             raise CommandFailure(str(error)) from None
 
@@ -189,6 +192,7 @@ def serve_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
     from pydantic import ValidationError
 
     from deploy.config import ServeConfig, merged
+    from deploy.mistakes import explain
     from workers.environment import visible_gpus
 
     data: dict[str, Any] = {}
@@ -221,7 +225,7 @@ def serve_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
         settings = ServeConfig.model_validate(data)
         _ = settings.engine.folder
     except ValidationError as error:
-        raise UsageMistake(explain(error, label)) from None
+        raise UsageMistake(explain(error, label, ServeConfig, str(file))) from None
     except FileNotFoundError as error:
         raise UsageMistake(str(error)) from None
     return settings

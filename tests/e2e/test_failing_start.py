@@ -4,6 +4,7 @@ What it does follows from a fault that lasts; tests/workers/test_replica_process
 """
 
 import contextlib
+import json
 import shutil
 import time
 from pathlib import Path
@@ -26,9 +27,12 @@ main()
 """
 
 
-def test_more_gpus_than_there_are(launch) -> None:
+def test_more_gpus_than_there_are(launch, tmp_path: Path) -> None:
     """Nobody waits for GPUs that this machine will never have."""
-    engine = {"model": "demo", "tensor_parallel": 4096}
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    shared = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
+    (tmp_path / "config.json").write_text(json.dumps(config | dict.fromkeys(shared, 4096)))
+    engine = {"model": str(tmp_path), "tensor_parallel": 4096}
     settings = {"engine": engine, "port": 0, "ingress": "direct", "dashboard": False}
     server: Server = launch({**settings, "gpus_per_rank": 1, "cpus_per_process": 0.001}, CODE)
     server.process.wait(60)

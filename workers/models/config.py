@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from kernels.moe import Scoring
+from workers.fit import quantization, unsupported_quantization
+
+if TYPE_CHECKING:
+    from kernels.moe import Scoring
 
 ModelType = Literal["deepseek_v2", "deepseek_v3"]
 
@@ -252,12 +255,8 @@ def _unsupported(field: str, value: object, supported: Any) -> ConfigError:
 
 
 def _refuse_unsupported(fields: _Fields) -> None:
-    if fields.values.get("quantization_config") is not None:
-        method = dict(fields.values["quantization_config"]).get("quant_method", "of unknown method")
-        raise ConfigError(
-            f"config.json: quantization_config ({method}) is not supported yet; "
-            "supported: unquantized bfloat16, float16 or float32 weights"
-        )
+    if kind := quantization(fields.values):
+        raise ConfigError(f"config.json: quantization_config: {unsupported_quantization(kind)}")
     for name in ("attention_bias", "mlp_bias"):
         if fields.flag(name, False):
             raise _unsupported(name, True, (False,))

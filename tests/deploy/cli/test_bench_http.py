@@ -291,7 +291,7 @@ def test_rate_and_concurrency_exclude_each_other(command):
 def test_a_run_in_which_nothing_finished_fails(command):
     ran = command("bench", "http", "--url", "http://127.0.0.1:1", "--requests", "2")
     assert ran.code == 1
-    assert "no request finished" in ran.err
+    assert "no request finished: http://127.0.0.1:1 did not answer" in ran.err
     assert "cannot connect" in ran.err
     assert "Traceback" not in ran.err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,12 +42,33 @@ def test_width_changes_drafts_and_not_the_text():
     assert 0 < three["drafts"]["accepted"] <= three["drafts"]["offered"]
 
 
-def test_the_first_cause_is_said_without_a_traceback():
-    ran = generate("--prompt", "x", "--tensor-parallel", "3", "--quiet")
+def test_the_first_cause_is_said_without_a_traceback(tmp_path):
+    """As it is written, without the name of a Python class."""
+    model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    ran = generate("--model", str(model), "--prompt", "x", "--quiet")
     assert (ran.returncode, ran.stdout) == (1, "")
     (line,) = ran.stderr.splitlines()
-    assert line.startswith("error: rank ")
-    assert "not divisible by tensor_parallel = 3" in line
+    assert re.match(r"error: rank 0: (?!\w*Error)", line)
+    assert str(model) in line
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x", "serve --port 0", "selftest", "bench latency"])
+def test_what_config_json_alone_decides_is_said_before_anything_starts(command, tmp_path):
+    started = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}  # where Ray and sockets would leave something
+    ran = subprocess.run(
+        [*LATENTSERVE, *command.split(), "--tensor-parallel", "3"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**{name: value for name, value in os.environ.items() if not name.startswith("RAY_")}, **started},
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("error: tensor_parallel = 3 (--tensor-parallel): ")
+    assert line.endswith("values that work: 1, 2, 4, 8")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

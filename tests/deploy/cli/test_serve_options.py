@@ -7,6 +7,8 @@ import types
 
 import pytest
 
+from workers.config import DEMO_MODEL
+
 
 @pytest.fixture
 def started(monkeypatch):
@@ -100,8 +102,12 @@ def test_an_empty_file_is_no_settings(started, command, tmp_path):
         ("engine: [", "is not YAML"),
         ("- 1", "must hold settings by name"),
         ("engine: demo", "engine in"),
-        ("ports: 1", "ports: Extra inputs are not permitted"),
-        ("engine: {model: demo, widht: 2}", "engine.widht: Extra inputs are not permitted"),
+        ("ports: 1", "unknown setting ports in {file}, did you mean port?"),
+        ("engine: {model: demo, widht: 2}", "unknown setting engine.widht in {file}, did you mean engine.width?"),
+        ("engin: {model: demo}", "unknown setting engin in {file}, did you mean engine?"),
+        ("width: 2", "unknown setting width in {file}, did you mean engine.width?"),
+        ("frobnicate: 1", "unknown setting frobnicate in {file}; docs/command-line.md lists all there are"),
+        ("1: 2", "1: Names should be text"),
         ("port: many", "port: Input should be a valid integer"),
         ("host: 10.0.0.7", "HAProxy reaches replicas"),
         ("engine: {model: demo, token_budget: 3}", "is too small for max_rows"),
@@ -118,7 +124,7 @@ def test_mistakes_in_the_file(started, command, tmp_path, content, said):
         file.write_text(content)
     ran = command("serve", "--config", str(file))
     assert (ran.code, started) == (2, [])
-    assert said in ran.err
+    assert said.replace("{file}", str(file)) in ran.err
     assert "Traceback" not in ran.err
 
 
@@ -144,6 +150,7 @@ def test_a_section_without_settings_is_as_if_it_were_not_there(started, command,
     ("args", "said"),
     [
         (("--model", "/no/such/folder"), "/no/such/folder is not a model folder"),
+        (("--model", str(DEMO_MODEL / "config.json")), f"is a file, not a model folder: give its folder, {DEMO_MODEL}"),
         (("--dtype", "int3"), "--dtype: Input should be 'auto'"),
         (("--ingress", "none"), "--ingress: Input should be 'auto'"),
         (("--memory-fraction", "2"), "--memory-fraction: Input should be less than or equal to 1"),

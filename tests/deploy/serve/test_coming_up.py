@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -10,6 +13,8 @@ import pytest
 from deploy import app
 from deploy.app import APPLICATION, StartFailed
 from deploy.config import ServeConfig
+from workers.config import DEMO_MODEL
+from workers.fit import Unfit
 
 
 class Pretended:
@@ -67,7 +72,7 @@ def test_replicas_that_serve_behind_an_entrance_that_does_not(serve, host: str, 
     [
         (("DEPLOYING", "UPDATING"), "1 of 1 replicas wait for room", "1 of 1 replicas wait for room"),
         (("DEPLOYING", "UPDATING"), "", "replicas still start"),
-        (("RUNNING", "HEALTHY", None), "", "ConnectError: refused"),
+        (("RUNNING", "HEALTHY", None), "", "no answer: refused"),
     ],
 )
 def test_when_time_is_over_the_error_says_what_was_missing(serve, state: tuple, waits_for: str, cause: str) -> None:
@@ -80,3 +85,32 @@ def test_an_application_that_somebody_deletes(serve) -> None:
     serve("", "")
     with pytest.raises(StartFailed, match="somebody else deleted"):
         app._wait(Pretended(), lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "said"),
+    [
+        ({}, {"tensor_parallel": 3}, "values that work: 1, 2, 4"),
+        ({}, {"max_context": 10**6}, "or less"),
+        ({"model_type": "llama"}, {}, "model_type = 'llama' is not supported; supported: 'deepseek_v2'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "docs/models.md"),
+    ],
+)
+def test_nothing_is_started_for_a_model_that_cannot_be_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict, settings: dict, said: str
+) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    monkeypatch.setattr(app, "RayConnection", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(app, "build_app", lambda *_: pytest.fail("an application was built"))
+    arguments = {"engine": {"model": str(tmp_path), **settings}, "port": 0}
+    with pytest.raises(Unfit, match=re.escape(said)):
+        app.launch(ServeConfig.model_validate(arguments), lambda line: None)
+    with pytest.raises(Unfit, match=re.escape(said)):
+        app.build(arguments)
+
+
+def test_mistakes_in_the_args_of_a_serve_config_file_are_said_plainly() -> None:
+    with pytest.raises(ValueError, match=r"unknown setting engin in args, did you mean engine\?$") as error:
+        app.build({"engin": {"model": "demo"}})
+    assert "ServeConfig" not in str(error.value)

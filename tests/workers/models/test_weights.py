@@ -63,7 +63,7 @@ def test_each_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(weights.Checkpoint, "read", recorded)
     monkeypatch.setattr(weights, "check_memory", lambda *_: None)
-    monkeypatch.setattr("workers.models.check_memory", lambda *_: None)  # it is collective, and there is no group
+    monkeypatch.setattr("workers.models.loading.check_memory", lambda *_: None)  # collective
     load(folder, group=TensorParallel(1, 2))
     full = {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
     assert read.keys() == full.keys()

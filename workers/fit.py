@@ -1,0 +1,96 @@
+"""What a model's config.json alone says about settings that cannot be served, before anything is started.
+
+Whatever else is wrong with a checkpoint is found by those who read it (`workers.models`), which takes torch and time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from workers.config import EngineConfig
+
+SHARED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
+"""What ranks divide among themselves: counts in config.json."""
+_ORDERED = (1, 2, 4, 8)
+"""Numbers of ranks that invariant mode knows."""
+_MOST_NAMED = 8
+
+
+class Unfit(ValueError):
+    """The model cannot be served with these settings; the message names the values that work."""
+
+
+def check_fit(config: EngineConfig) -> None:
+    """Unfit, a line a cause. FileNotFoundError where there is no config.json."""
+    try:
+        values = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise Unfit(f"cannot read {config.folder / 'config.json'}: {error}") from None
+    if not isinstance(values, dict):
+        raise Unfit(f"{config.folder / 'config.json'} does not hold a JSON object")
+    causes = [_quantization(config, values), _ranks(config, values), _context(config, values)]
+    if found := [cause for cause in causes if cause]:
+        raise Unfit("\n".join(found))
+
+
+def quantization(values: dict[str, Any]) -> str:
+    """What the weights of the checkpoint with this config.json are quantized to, such as fp8; empty where they are
+    not."""
+    text = values.get("text_config")
+    for place in (values, text if isinstance(text, dict) else {}):
+        if (given := place.get("quantization_config")) is not None:
+            return _method(given if isinstance(given, dict) else {})
+    return ""
+
+
+def unsupported_quantization(kind: str) -> str:
+    """What to say of weights quantized to `kind`."""
+    return (
+        f"quantized weights ({kind}) are not supported yet; supported: bfloat16, float16 and float32. Give a "
+        "checkpoint in bf16: docs/models.md names some, and how to convert one, under Checkpoints"
+    )
+
+
+def _method(given: dict[str, Any]) -> str:
+    method = str(given.get("quant_method", "of unknown method"))
+    groups = given.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict) and weights.get("num_bits") in (4, 8):
+            kind = "FP" if weights.get("type") == "float" else "INT"
+            return f"{kind}{weights['num_bits']}, {method}"
+    return method
+
+
+def _quantization(config: EngineConfig, values: dict[str, Any]) -> str:
+    kind = quantization(values)
+    return f"{config.folder / 'config.json'}: {unsupported_quantization(kind)}" if kind else ""
+
+
+def _ranks(config: EngineConfig, values: dict[str, Any]) -> str:
+    counts = {name: values[name] for name in SHARED if type(values.get(name)) is int and values[name] > 0}
+    ranks = config.tensor_parallel
+    rest = [f"{name} = {count}" for name, count in counts.items() if count % ranks]
+    if not rest:
+        return ""
+    most = math.gcd(*counts.values())
+    works = [n for n in range(1, most + 1) if most % n == 0 and (n in _ORDERED or not config.invariant)]
+    named = f"{', '.join(map(str, works[:_MOST_NAMED]))}{', ...' if len(works) > _MOST_NAMED else ''}"
+    return (
+        f"tensor_parallel = {ranks} (--tensor-parallel): ranks share the model equally, and {' and '.join(rest)} of "
+        f"{config.folder / 'config.json'} cannot be divided by {ranks}; values that work: {named}"
+    )
+
+
+def _context(config: EngineConfig, values: dict[str, Any]) -> str:
+    made_for = values.get("max_position_embeddings")
+    if config.max_context is None or type(made_for) is not int or config.max_context <= made_for:
+        return ""
+    return (
+        f"max_context = {config.max_context} (--max-context), but the model was made for {made_for} tokens "
+        f"(max_position_embeddings in {config.folder / 'config.json'}); give {made_for} or less"
+    )

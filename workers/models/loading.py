@@ -1,0 +1,69 @@
+"""From a checkpoint folder to the model on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from workers.models.config import ModelConfig
+from workers.models.deepseek import DeepseekModel
+from workers.parallel import TensorParallel
+from workers.weights import Census, Checkpoint, Reader, check_memory
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    group: TensorParallel,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int,
+    progress: Callable[[str], None] | None = None,
+    draft_layer: bool = True,
+    invariant: bool = False,
+) -> DeepseekModel:
+    """Load this rank's share of the model in `folder`. Collective: call it on every rank of `group`.
+
+    `max_positions`: positions that a token may have, those of steps that overshoot a request's end included. `progress`
+    gets a line for every layer. Without `draft_layer`, a multi-token-prediction layer in the checkpoint is left on the
+    disk; a checkpoint may also lack the one its config declares. `invariant`: a token's logits are bitwise the same in
+    any batch and on 1, 2, 4 or 8 ranks.
+
+    Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
+    MemoryError (before anything is loaded).
+    """
+    config = ModelConfig.load(folder)
+    _check_shares(config, group)
+    with Checkpoint.open(folder) as checkpoint:
+        draft_prefix = f"model.layers.{config.num_layers}."
+        draft_layer = draft_layer and config.draft_layers > 0 and checkpoint.has_any(draft_prefix)
+        census = Census(group, dtype)
+        DeepseekModel(census, config, draft_layer=draft_layer, max_positions=0, invariant=invariant)
+        checkpoint.verify(census.shapes, _ignored(config, draft_prefix, draft_layer))
+        check_memory(census.bytes, group, device)
+        with Reader(checkpoint, group, dtype, device, progress) as reader:
+            model = DeepseekModel(
+                reader, config, draft_layer=draft_layer, max_positions=max_positions, invariant=invariant
+            )
+            reader.settle()
+        return model
+
+
+def _check_shares(config: ModelConfig, group: TensorParallel) -> None:
+    group.shard(config.num_heads, "num_attention_heads")
+    group.shard(config.intermediate_size, "intermediate_size")
+    group.shard(config.moe_intermediate_size, "moe_intermediate_size")
+
+
+def _ignored(config: ModelConfig, draft_prefix: str, draft_layer: bool) -> list[str]:
+    ignored = [r"rotary_emb\.inv_freq$"]
+    if config.tied_embeddings:
+        ignored.append(r"^lm_head\.weight$")
+    draft = draft_prefix.replace(".", r"\.")
+    if not draft_layer and config.draft_layers:
+        ignored.append(f"^{draft}")
+    # The draft layer shares the model's embedding and head; published checkpoints repeat them.
+    ignored.append(f"^{draft}(embed_tokens|shared_head\\.head)\\.weight$")
+    return ignored
