@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from deploy.cli.load import LoadRun, LoadSpec
 
 EPILOG = options.examples(
-    "latentserve bench http --url http://127.0.0.1:8000 --model demo --concurrency 64 --requests 256",
+    "latentserve bench http --url http://127.0.0.1:8000 --concurrency 64 --requests 256",
     "latentserve bench http --url http://127.0.0.1:8000 --model demo --rate 20 --requests 500 --json",
 )
 
 
 def http(
     url: Annotated[str, typer.Option("--url", help="Of the endpoint.")] = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option("--model", help="Name of the served model.")] = "demo",
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of the served model.", show_default="the one that is served")
+    ] = None,
     rate: Annotated[
         float | None, typer.Option("--rate", help="Requests a second, Poisson arrivals.", show_default=False)
     ] = None,
@@ -54,7 +56,10 @@ def http(
     Prints time to first token, time per output token and inter-token latency percentiles, throughput, and errors by
     kind. Exit code 1 when no request finished.
     """
+    import asyncio
+
     from deploy.cli.load import LoadSpec
+    from deploy.cli.served_model import served_model
     from deploy.cli.sse_client import Target
 
     with reported():
@@ -69,7 +74,7 @@ def http(
         _run(
             LoadSpec(
                 url=url,
-                model=model,
+                model=model or asyncio.run(served_model(url, api_key, timeout)),
                 requests=requests,
                 input=input_tokens,
                 output=output,

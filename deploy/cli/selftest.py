@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EPILOG = options.examples(
     "latentserve selftest --model demo",
-    "latentserve selftest --model ./DeepSeek-V3.1 --tensor-parallel 8 --json",
+    "latentserve selftest --model ./DeepSeek-V2.5 --tensor-parallel 8 --json",
     "latentserve selftest --config serve.yaml",
 )
 

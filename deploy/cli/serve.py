@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 EPILOG = options.examples(
     "latentserve serve --model demo",
-    "latentserve serve --model ./DeepSeek-V3.1 --tensor-parallel 8",
+    "latentserve serve --model ./DeepSeek-V2.5 --tensor-parallel 8",
     "latentserve serve --config serve.yaml --port 9000",
 )
 

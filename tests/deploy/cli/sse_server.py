@@ -64,7 +64,9 @@ async def serving(answer: Answer) -> AsyncIterator[Server]:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                exchange = Exchange(head[0].split()[1], headers, json.loads(body), time.perf_counter(), writer)
+                exchange = Exchange(
+                    head[0].split()[1], headers, json.loads(body or b"null"), time.perf_counter(), writer
+                )
                 server.exchanges.append(exchange)
                 server.open += 1
                 server.most_open = max(server.most_open, server.open)
@@ -90,6 +92,9 @@ async def serving(answer: Answer) -> AsyncIterator[Server]:
 async def completions(exchange: Exchange, gap_s: float = 0.0, per_event: int = 1) -> None:
     """Answer with as many tokens as were asked for, `gap_s` apart, and usage at the end."""
     asked = exchange.body
+    if exchange.path == "/v1/models":
+        await exchange.json("200 OK", {"object": "list", "data": [{"id": "m", "object": "model"}]})
+        return
     await exchange.head("200 OK", "text/event-stream", "Transfer-Encoding: chunked")
     for _ in range(0, asked["max_tokens"], per_event):
         if gap_s:

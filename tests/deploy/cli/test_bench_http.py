@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.cli.console import CommandFailure, UsageMistake
 from deploy.cli.load import LoadRun, LoadSpec, RequestRecord, run_load
 from deploy.cli.load_report import LoadReport, percentile
+from deploy.cli.served_model import served_model
 from deploy.cli.sse_client import SseConnection, Target
 from tests.deploy.cli.sse_server import completions, serving
 
@@ -291,9 +293,42 @@ def test_rate_and_concurrency_exclude_each_other(command):
 def test_a_run_in_which_nothing_finished_fails(command):
     ran = command("bench", "http", "--url", "http://127.0.0.1:1", "--requests", "2")
     assert ran.code == 1
+    assert "no request finished" in ran.err
+    assert "cannot connect to http://127.0.0.1:1/v1/models" in ran.err
+    assert "Traceback" not in ran.err
+    ran = command("bench", "http", "--url", "http://127.0.0.1:1", "--requests", "2", "--model", "m")
+    assert ran.code == 1
     assert "no request finished: http://127.0.0.1:1 did not answer" in ran.err
     assert "cannot connect" in ran.err
-    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "expected"),
+    [
+        ("200 OK", {"data": [{"id": "only"}]}, "only"),
+        ("200 OK", {"data": [{"id": "one"}, {"id": "two"}]}, r"serves several models: give --model, one of one, two$"),
+        ("200 OK", {"data": []}, r"/v1/models says that no model is served$"),
+        ("200 OK", ["m"], r"does not say \(HTTP 200\): give --model$"),
+        ("404 Not Found", {"detail": "Not Found"}, r"does not say \(HTTP 404\): give --model$"),
+        ("401 Unauthorized", {"error": {"message": "no"}}, r"answers HTTP 401: give its key with --api-key$"),
+        ("", None, r"cannot connect to http://.*/v1/models, .* \(no answer in time\)"),
+    ],
+)
+async def test_an_endpoint_is_asked_what_it_serves(status: str, content: object, expected: str) -> None:
+    async def answer(exchange):
+        assert exchange.path == "/v1/models"
+        assert exchange.headers.get("authorization") == "Bearer secret"
+        if not status:
+            await asyncio.sleep(60)
+        await exchange.json(status, content)
+
+    async with serving(answer) as server:
+        asking = served_model(f"{server.url}/v1", "secret", 5.0 if status else 0.2)
+        if expected == "only":
+            assert await asking == "only"
+        else:
+            with pytest.raises((CommandFailure, UsageMistake), match=expected):
+                await asking
 
 
 @pytest.fixture

@@ -48,3 +48,19 @@ def test_flags_of_the_examples_exist(command, name, line, monkeypatch):
     flags = re.findall(r"(?<!\S)--[a-z-]+", line)
     assert flags
     assert [flag for flag in flags if not re.search(rf"{flag}\s", known)] == []
+
+
+README = DOCS.parent / "README.md"
+BF16 = set(
+    re.findall(r"DeepSeek-[\w.-]+", "".join(re.findall(r"^\|(.*)\| bf16,", (DOCS / "models.md").read_text(), re.M)))
+)
+
+
+def test_commands_show_models_that_are_published_in_a_format_that_is_read(command):
+    """Where a command names a checkpoint, it is one that docs/models.md lists in bf16."""
+    commands = ("serve", "generate", "selftest", "bench latency", "bench http")
+    shown = [page.read_text() for page in (README, *DOCS.glob("*.md"))]
+    shown += [command(*name.split(), "--help").out for name in commands]
+    named = re.findall(r"(?:--model |MODEL=)\S*?([\w.-]*(?:DeepSeek|Kimi|Moonlight)[\w.-]*)", "\n".join(shown))
+    assert len(named) > 5
+    assert {name.lstrip(".") for name in named} <= BF16
