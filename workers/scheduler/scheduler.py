@@ -131,10 +131,10 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         bad = self._bad_rows(flight, result)
         offered = accepted = 0
-        rows = zip(flight.decode, result.tokens, strict=False)
+        rows, ended = zip(flight.decode, result.tokens, strict=False), Phase.ENDED
         for index, (sequence, tokens) in enumerate(rows):
             sequence.upper -= plan.width - len(tokens)
-            if sequence.gains and index not in bad:
+            if sequence.phase is not ended and not sequence.void and index not in bad:  # `gains`, without a call
                 output = self._gain(sequence, tokens, result, index)
                 outputs.append(output)
                 offered += plan.width - 1
@@ -266,9 +266,9 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} sampled {sampled} rows, its result has {len(result.tokens)}")
         decode = len(flight.decode)
         for index, tokens in enumerate(result.tokens):
-            if index in result.bad and not tokens:
-                continue
             if not 1 <= len(tokens) <= (plan.width if index < decode else 1) or min(tokens) < 0:
+                if not tokens and index in result.bad:
+                    continue
                 raise RuntimeError(f"step {plan.step} (width {plan.width}) gave sampled row {index} tokens {tokens}")
         if plan.logprobs >= 0 and [len(row) for row in result.logprobs] != flight.logprobs_owed(result.tokens):
             raise RuntimeError(f"step {plan.step} owes one log-probability for every token of the rows that asked")
@@ -291,12 +291,12 @@ class Scheduler:
         self._counters.generated_tokens += len(kept)
         full = (total - 1) // PAGE_TOKENS
         if sequence.phase is Phase.DECODE:
-            known_sound = len(sequence.pages.chain) if sequence.sound else 0
-            if full > len(sequence.pages.chain):
-                self._rows.cache.register(sequence.pages, mine, full)
-            if len(sequence.pages.chain) > known_sound:
-                self._rows.cache.vouch(sequence.pages, known_sound)
-            sequence.sound = True
+            registered = len(sequence.pages.chain)
+            if full > registered or not sequence.sound:
+                if full > registered:
+                    self._rows.cache.register(sequence.pages, mine, full)
+                self._rows.cache.vouch(sequence.pages, registered if sequence.sound else 0)
+                sequence.sound = True
         logprobs: tuple[TopLogprobs, ...] = ()
         if sequence.logprobs >= 0:
             logprobs = tuple(_first(entry, sequence.logprobs) for entry in result.logprobs[index][: len(kept)])
@@ -326,6 +326,8 @@ class Scheduler:
 
     def _judge(self, outputs: list[RequestOutput], bad: dict[int, RequestOutput | None]) -> list[RequestOutput]:
         """What leaves the scheduler of a step's outputs and of its bad rows. The replica's own probe does not."""
+        if not bad and not self._soundness.doubts:
+            return outputs
         ended = [output for output in bad.values() if output is not None]
         probe_was_bad = any(output.request_id == PROBE_ID for output in ended)
         if self._soundness.observe(len(outputs), len(bad), probe_was_bad):

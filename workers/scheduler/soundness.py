@@ -49,6 +49,11 @@ class Soundness:
         self._in_a_row = 0
         self._probing = False
 
+    @property
+    def doubts(self) -> bool:
+        """Whether there is anything to learn from a step without bad rows."""
+        return self._probing or self._in_a_row > 0
+
     def observe(self, sound: int, bad: int, probe_was_bad: bool) -> bool:
         """A step was applied, with so many sound and bad rows of live requests. Whether to make a probe now.
 
