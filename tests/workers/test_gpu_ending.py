@@ -86,7 +86,7 @@ def test_a_rank_that_fails_ends_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(launch, "FAILED_TIMEOUT_S", CLOSING_LIMIT_S + 10)
     begin = time.monotonic()
     cause = asyncio.run(generate(CONFIG))
-    print(f"ended after {time.monotonic() - begin:.1f} s")
+    print(f"ended after {time.monotonic() - begin:.1f} s: {cause}")
     assert ("the cause" in cause) if failure == "host" else ("CUDA error" in cause)
     said = [(tmp_path / f"stderr{rank}").read_text() for rank in range(2)]
     print(*said, sep="\n---\n")
