@@ -453,7 +453,8 @@ def test_random_fields_are_never_a_500(http: httpx.Client, path: str, fields: di
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=80))
 def test_random_bytes_are_never_a_500(http: httpx.Client, raw: bytes) -> None:
-    assert http.post("/v1/completions", content=raw).status_code == 400
+    # Now and then Hypothesis takes a request from some source file; no model has the name that it gives.
+    assert http.post("/v1/completions", content=raw).status_code in (400, 404)
 
 
 def test_bodies_of_very_many_pieces_are_refused_before_all_are_looked_at() -> None:
