@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -27,8 +28,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import httpx
@@ -132,9 +135,12 @@ class Application:
 
 @dataclass
 class Neighbour:
-    """What the well-behaved clients saw."""
+    """What the well-behaved clients saw. They have a process of their own, so that the crowd's work is not measured."""
 
     gap_s: float = 0.0
+    """Longest time between two events of a stream."""
+    first_s: float = 0.0
+    """Longest time to the first one, waiting for a row included."""
     health_s: float = 0.0
     tokens: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -145,10 +151,10 @@ class Neighbour:
             self.wrong.append(what)
 
     async def stream(self, http: httpx.AsyncClient, url: str, until: float) -> None:
-        """Stream, request after request; gaps are counted within an answer, and from the asking on."""
+        """Stream, request after request."""
         body = {"model": "demo", "prompt": "import os\n", "max_tokens": 400, "ignore_eos": True, "stream": True}
         while time.monotonic() < until:
-            times = [time.monotonic()]
+            asked, times = time.monotonic(), []
             async with http.stream("POST", f"{url}/v1/completions", json=body | {"priority": -1}) as answer:
                 if answer.status_code == 429:
                     await answer.aread()
@@ -161,6 +167,7 @@ class Neighbour:
                         times.append(time.monotonic())
             self.tokens += len(times)
             self.gap_s = max([self.gap_s, *(b - a for a, b in pairwise(times))])
+            self.first_s = max(self.first_s, times[0] - asked if times else 0.0)
 
     async def health(self, http: httpx.AsyncClient, url: str, until: float) -> None:
         """Ask `/health`."""
@@ -170,6 +177,32 @@ class Neighbour:
             self.health_s = max(self.health_s, time.monotonic() - begin)
             self.expect(answer.status_code == 200, f"/health: {answer.status_code} {answer.text}")
             await asyncio.sleep(0.5)
+
+
+async def watch(url: str, seconds: float, told: Connection) -> None:
+    """Be a neighbour for so long; `told` gets what was seen, now and then and at the end."""
+    seen, until = Neighbour(), time.monotonic() + seconds
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http, asyncio.TaskGroup() as group:
+        group.create_task(seen.stream(http, url, until))
+        group.create_task(seen.health(http, url, until))
+        while time.monotonic() < until:
+            await asyncio.sleep(1)
+            told.send(seen)
+    told.send(seen)
+    told.close()
+
+
+def run_watch(url: str, seconds: float, told: Connection) -> None:
+    """`watch`, as a process."""
+    asyncio.run(watch(url, seconds, told))
+
+
+def newest(told: Connection, before: Neighbour) -> Neighbour:
+    """What was told last."""
+    with suppress(EOFError):
+        while told.poll():
+            before = told.recv()
+    return before
 
 
 def ways(habits: Habits) -> list[Callable[[], Awaitable[None]]]:
@@ -199,6 +232,11 @@ def memory(processes: dict[str, psutil.Process]) -> dict[str, int]:
 async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
     """The minutes; returns what was wrong."""
     neighbour, habits = Neighbour(), Habits(app.url)
+    context = multiprocessing.get_context("spawn")
+    told, tell = context.Pipe(duplex=False)
+    watcher = context.Process(target=run_watch, args=(app.url, options.minutes * 60, tell), daemon=True)
+    watcher.start()
+    tell.close()
     begin = time.monotonic()
     until = begin + options.minutes * 60
     processes = app.processes()
@@ -216,26 +254,30 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
                 failures[f"{name}: {type(error).__name__}: {str(error)[:60]}"] += 1
 
     async def report() -> None:
+        nonlocal neighbour
         while time.monotonic() < until:
             await asyncio.sleep(min(60.0, max(until - time.monotonic(), 0.1)))
-            held = memory(processes)
+            held, neighbour = memory(processes), newest(told, neighbour)
             if not warm and time.monotonic() - begin > WARM_SHARE * options.minutes * 60:
                 warm.update(held)
             sizes = ", ".join(f"{name.split(':')[0]} {size // MIB} MiB" for name, size in held.items())
             minutes, gap_s, health_s = (time.monotonic() - begin) / 60, neighbour.gap_s, neighbour.health_s
             print(
-                f"{minutes:5.1f} min: gap {gap_s:.2f} s, /health {health_s:.2f} s, {neighbour.tokens} tokens, "
+                f"{minutes:5.1f} min: gap {gap_s:.2f} s, /health {health_s:.2f} s, first token "
+                f"{neighbour.first_s:.2f} s, {neighbour.tokens} tokens, "
                 f"answers {dict(sorted(habits.seen.items()))}, {sizes}",
                 flush=True,
             )
 
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
         async with asyncio.TaskGroup() as group:
-            group.create_task(neighbour.stream(http, app.url, until))
-            group.create_task(neighbour.health(http, app.url, until))
             group.create_task(report())
             for _ in range(options.clients):
                 group.create_task(misbehave())
+        while watcher.is_alive():  # its last request, and what it has to tell
+            neighbour = newest(told, neighbour)
+            await asyncio.sleep(0.1)
+        neighbour = newest(told, neighbour)
         wrong = neighbour.wrong + [f"{count} x {what}" for what, count in failures.items()]
         wrong += await left_over(http, app.url)
     if processes.keys() != app.processes().keys() or app.processes() != processes:
