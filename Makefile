@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup serve test gates lint types clean
+.PHONY: setup serve test test-long gates lint types clean
 
 setup: $(READY)
 
@@ -25,10 +25,17 @@ serve: $(READY)
 # The test files with a mark: pytest would import all of them to find it.
 marked = $(shell grep -rl --include='test_*.py' 'pytest.mark.$(1)\b' tests)
 
-# Tests that measure how fast something happens get the machine for themselves.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+
+# What shows in minutes that a change is sound. Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not alone and not gate" -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m alone $(call marked,alone)
+	$(BIN)/python -m pytest -m "not alone and not gate and not long" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "alone and not long" $(call marked,alone)
+
+# The tests that take long: clusters that come and go, kernels in the interpreter and the emulator.
+test-long: $(READY)
+	$(BIN)/python -m pytest -m "long and not alone" $(SIDE_BY_SIDE) $(call marked,long)
+	$(BIN)/python -m pytest -m "long and alone" $(call marked,long)
 
 # Registers, spills, shared memory and instructions of every kernel at the sizes of published models: compilation alone.
 # The plugin fails the run if a kernel was left out.

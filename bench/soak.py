@@ -318,6 +318,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1.0, help="seconds of the longest gap and the slowest /health")
     parser.add_argument("--growth-mib", type=int, default=100, help="MiB that a process may grow once it is warm")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and with it the application
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         app = Application(Path(folder))
         try:

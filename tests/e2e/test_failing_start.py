@@ -17,7 +17,7 @@ from served_application import Server, wait_gone
 
 from workers.config import DEMO_MODEL
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 CODE = """
 import sys

@@ -10,7 +10,7 @@ from induced_failures import kill_under_load
 from served_application import Server, wait_gone
 from timed_client import begin, client, stream, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.long]
 
 CONFIG = {
     "engine": {"model": "demo", "max_rows": 16, "token_budget": 512},

@@ -8,7 +8,7 @@ import pytest
 from served_application import Server, wait_gone
 from timed_client import begin, client, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 CODE = "from updated_program import main; main()"
 CONFIG = {

@@ -18,7 +18,7 @@ from timed_client import begin, client, until
 
 from workers.config import DEMO_MODEL
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 CODE = "from two_node_program import main; main()"
 

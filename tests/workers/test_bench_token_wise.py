@@ -12,6 +12,8 @@ import torch
 
 from kernels.testing.interpreter import interpreted_pytest
 
+pytestmark = pytest.mark.long
+
 BENCH = Path(__file__).parents[2] / "bench"
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from deploy.actors import Seat, device_index, seat_order
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -7,6 +7,8 @@ import torch
 from kernels.few_experts import Routing
 from kernels.testing.ptx import emulated
 
+pytestmark = pytest.mark.long
+
 CPU = cases.Place(torch.device("cpu"))
 MODELS = {
     "v2-lite": (64, 6, Routing("softmax", 1, 1, False, 1.0)),

@@ -8,6 +8,8 @@ from kernels.few_experts import launch
 from kernels.linear import launch as linear_launch
 from kernels.testing.ptx import emulated
 
+pytestmark = pytest.mark.long
+
 CPU = cases.Place(torch.device("cpu"))
 
 

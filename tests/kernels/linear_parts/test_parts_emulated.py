@@ -6,6 +6,8 @@ from parts_case import Product
 from kernels.linear.parts import Cut
 from kernels.testing.ptx import emulated
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("tokens", [1, 17, 33, 64])
 @pytest.mark.parametrize("dependent", [False, True])

@@ -11,6 +11,8 @@ from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import hopper_tiling
 from kernels.testing.ptx import Fault, Unordered, emulated
 
+pytestmark = pytest.mark.long
+
 BOTH = ["attend_narrow", "attend_wide"]
 
 

@@ -11,6 +11,8 @@ from kernels.moe.launch import Experts as Call
 from kernels.moe.schedule import FEW, Tiling
 from kernels.testing.ptx import emulated
 
+pytestmark = pytest.mark.long
+
 
 def grouped(case: Experts, programs: int = 3, stages: int = 4, group: int = 8) -> Tiling:
     tiling = schedule.grouped(case.shape, programs)

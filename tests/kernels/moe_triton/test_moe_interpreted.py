@@ -6,6 +6,8 @@ import pytest
 
 from kernels.testing.interpreter import interpreted_pytest
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("name", ["interpreted_routing", "interpreted_experts"])
 def test_in_the_interpreter(name: str) -> None:

@@ -12,6 +12,8 @@ from kernels.rms_norm import launch as norms
 from kernels.testing.ptx import Unordered, emulated
 from kernels.testing.ptx.memory import Fault
 
+pytestmark = pytest.mark.long
+
 
 def check(seed: int = 0, normed: bool = True, **how: Any) -> list[str]:
     case = Experts(5, 3, 6, 64, 32, shared=1, holes=True, padded=(2,), seed=seed)

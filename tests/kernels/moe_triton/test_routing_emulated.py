@@ -5,6 +5,8 @@ from routing_case import MODELS, Routing
 
 from kernels.testing.ptx import emulated
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("equal", ["some", "all", "none"])
 @pytest.mark.parametrize("model", MODELS)

@@ -6,6 +6,8 @@ from experts_case import Experts
 
 from kernels.testing.ptx import emulated
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("tokens", "chosen", "experts", "shared", "skewed"),

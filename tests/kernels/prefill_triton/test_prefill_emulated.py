@@ -11,6 +11,8 @@ from prefill_case import REAL, Case
 from kernels.mla_prefill.launch import HOPPER
 from kernels.testing.ptx import emulated
 
+pytestmark = pytest.mark.long
+
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 300)
 QUERIES = (0, 1, 64, 65, 129)
 

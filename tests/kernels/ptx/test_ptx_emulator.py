@@ -12,6 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.testing.ptx import Fault, emulated
 
+pytestmark = pytest.mark.long
+
 PTX = """
 .visible .entry of_two(.param .u64 of_two_param_0, .param .u64 of_two_param_1, .param .u64 of_two_param_2)
 .reqntid 32

@@ -10,6 +10,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.testing.ptx import Fault, Unordered, emulated
 
+pytestmark = pytest.mark.long
+
 TILES = 5
 SEEDS = range(4)
 Edit = Callable[[str], str]

@@ -8,6 +8,8 @@ import pytest
 
 from tests.gated import launched
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[3]
 BOOKKEEPING = {f"kernels.decode_state.kernel.{name}" for name in ("feed", "advance", "feed_draft")}
 

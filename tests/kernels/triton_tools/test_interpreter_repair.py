@@ -9,6 +9,8 @@ import pytest
 
 from kernels.testing import interpreter
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 
 

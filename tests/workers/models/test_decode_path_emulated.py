@@ -22,6 +22,8 @@ from kernels.testing.ptx import Unordered, emulated
 from workers.batch import Batch
 from workers.scratch import Scratch
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 SMALL = V2_LITE_HEADS | {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2, "qk_nope_head_dim": 64}
 SHORT = 128

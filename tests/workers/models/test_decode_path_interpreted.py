@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from kernels.testing.interpreter import interpreted_pytest
+
+pytestmark = pytest.mark.long
 
 
 def test_the_decode_path_in_the_interpreter() -> None:

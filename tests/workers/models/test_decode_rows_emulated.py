@@ -29,6 +29,8 @@ from workers.models.deepseek import DeepseekModel
 from workers.models.segments import Flow
 from workers.scratch import Scratch
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 SMALL = V2_LITE_HEADS | {"hidden_size": 64, "num_attention_heads": 1, "qk_nope_head_dim": 32, "v_head_dim": 32}
 LENGTHS = [70, 0, 130, 64] + [1] * 13
