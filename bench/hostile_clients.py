@@ -186,7 +186,7 @@ class Habits:
             ]
         )
         visitor = await Visitor.come(self._url)
-        request, choices, prompt = self._ask(60, **sampler)
+        request, choices, prompt = self._ask(60, max_tokens=draw.randrange(3, 60), **sampler)
         visitor.say(request)
         await self._read(visitor, choices, prompt)
         visitor.leave(False)
