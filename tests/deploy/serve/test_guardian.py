@@ -133,6 +133,22 @@ def test_what_is_no_stream_is_left_to_break(server) -> None:
         answer.read()
 
 
+def held_sockets(guardian: int) -> int:
+    """Only sockets count: a guardian that has just begun still opens and closes files of its own."""
+    found = 0
+    for name in os.listdir(f"/proc/{guardian}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += os.readlink(f"/proc/{guardian}/fd/{name}").startswith("socket")
+    return found
+
+
+def wait_until_it_holds(guardian: int, sockets: int) -> None:
+    deadline = time.monotonic() + 5
+    while held_sockets(guardian) != sockets:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_finished_streams_are_let_go_of(server) -> None:
     port, _, guardian = server
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
@@ -142,33 +158,17 @@ def test_finished_streams_are_let_go_of(server) -> None:
         assert response.read() == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
         assert response.headers.get_all("x-request-id") is None
         assert response.headers.get_all("x-latentserve-replica") == ["me"]
-
-    def held() -> int:
-        found = 0
-        for name in os.listdir(f"/proc/{guardian}/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                found += os.readlink(f"/proc/{guardian}/fd/{name}").startswith("socket")
-        return found
-
-    deadline = time.monotonic() + 5
-    while held() != 1:  # the channel
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until_it_holds(guardian, 1)  # the channel
 
 
 def test_a_client_that_leaves_is_let_go_of(server) -> None:
     port, _, guardian = server
-    before = len(os.listdir(f"/proc/{guardian}/fd"))
     stream = begin(port, "/hang")
     stream.read(8)
-    deadline = time.monotonic() + 2
-    while len(os.listdir(f"/proc/{guardian}/fd")) == before:
-        assert time.monotonic() < deadline
+    wait_until_it_holds(guardian, 2)  # the channel and the client
     stream.close()
     stream.connection.close()
-    while len(os.listdir(f"/proc/{guardian}/fd")) > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until_it_holds(guardian, 1)
 
 
 @pytest.mark.alone
