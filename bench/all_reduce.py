@@ -20,8 +20,8 @@ from torch import multiprocessing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from workers.parallel import TensorParallel
-from workers.symmetric import fits
+from workers.parallel.group import TensorParallel
+from workers.parallel.symmetric import fits
 
 SIZES = (4 << 10, 14 << 10, 56 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
 IN_A_ROW = 50

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from shapes import BANDWIDTH, V2_LITE, Case, Tokens, model_of, target_work
 from timing import captured, milliseconds
 
+from workers.memory.scratch import Scratch
 from workers.models.decode_path import DecodePath
-from workers.scratch import Scratch
 
 REPEATS = 50
 

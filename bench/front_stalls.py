@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.frontend import ROOT, NullEngine
 from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
+from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer
 
 PACE_S = 0.01

@@ -31,10 +31,10 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
+from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer
-from workers.engine import ModelInfo, OutputMailbox
-from workers.messages import EngineStats, Request, RequestOutput
+from workers.protocol.front import ModelInfo, OutputMailbox
+from workers.protocol.messages import EngineStats, Request, RequestOutput
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "Write a function that reads the lines of a file and returns them sorted by length. " * 6
@@ -54,7 +54,7 @@ class NullEngine:
         self._ticker: asyncio.Task[None] | None = None
 
     def generate(self, request: Request) -> OutputMailbox:
-        """See `workers.engine.Engine`."""
+        """See `workers.protocol.front.Engine`."""
         mailbox = OutputMailbox(lambda: self._streams.pop(mailbox, []).clear())
         count = request.sampling.max_tokens
         outputs = [RequestOutput(request.request_id, (token,)) for token in islice(cycle(self._ids), count - 1)]
@@ -73,7 +73,7 @@ class NullEngine:
             await asyncio.sleep(0)
 
     async def probe(self) -> None:
-        """See `workers.engine.Engine`."""
+        """See `workers.protocol.front.Engine`."""
 
 
 def serve(model: str, pipe: Connection, profile: str | None) -> None:

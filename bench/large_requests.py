@@ -32,9 +32,9 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
+from deploy.config.api import ApiConfig
 from workers.config import EngineConfig
-from workers.launch import local_engine
+from workers.processes.launch import local_engine
 
 VOCAB = 256
 HEALTH_PERIOD_S = 0.1

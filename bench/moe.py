@@ -176,7 +176,7 @@ def with_product(shape: ExpertsShape, name: str, rows: int, product: Product) ->
 
 def compile_one(shape: ExpertsShape, tiling: Tiling) -> None:
     """Put the kernels of a call into Triton's cache, without a GPU."""
-    from kernels.testing.hopper import compile_only
+    from tests.support.hopper import compile_only
 
     few = replace(shape, tokens=min(shape.tokens, 8192))
     gate_up = torch.empty(1, 2 * shape.intermediate, shape.hidden, dtype=shape.dtype)

@@ -19,8 +19,8 @@ from workers.models.attention import LatentAttention
 from workers.models.deepseek import DecoderLayer, DeepseekModel
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.products import Products
-from workers.sampling import SamplingState
-from workers.step import StepParts
+from workers.step.parts import StepParts
+from workers.step.sampling import SamplingState
 
 Name = Callable[..., str | None]
 """The part that a call with these arguments is; None: it is none."""

@@ -13,8 +13,8 @@ import gc
 import random
 import time
 
-from workers.messages import Request
-from workers.plan import SamplingParams, StepPlan, StepResult
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.scheduler import Scheduler, SchedulerConfig
 
 

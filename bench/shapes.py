@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.batch import LatentCache
-from workers.decode_step import DecodeStep
+from workers.memory.scratch import Scratch
+from workers.models.batch import LatentCache
 from workers.models.config import ModelConfig
 from workers.models.deepseek import DeepseekModel
 from workers.models.feed_forward import MixtureOfExperts
-from workers.parallel import TensorParallel
-from workers.plan import BatchLayout
-from workers.runner import Runner
-from workers.scratch import Scratch
-from workers.weights import WeightSource
+from workers.parallel.group import TensorParallel
+from workers.protocol.plan import BatchLayout
+from workers.rank.runner import Runner
+from workers.step.decode import DecodeStep
+from workers.weights.source import WeightSource
 
 BANDWIDTH = 4.2e9
 """Bytes a millisecond: what reading a large tensor reaches on an H200."""

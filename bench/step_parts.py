@@ -47,13 +47,13 @@ from shapes import BANDWIDTH, OPERATIONS, V2_LITE, Case, Tokens, Work, model_of,
 
 from kernels.linear import MOST_STREAMED
 from workers.graphs.capture import CapturedStep
-from workers.graphs.ladder import TokenLadder
 from workers.graphs.record import no_garbage_collection
 from workers.graphs.segments import CapturedEnding, CapturedStage, Stage
-from workers.mixed_step import MixedStep
+from workers.memory.scratch import Scratch
 from workers.models.deepseek import DeepseekModel
-from workers.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan
-from workers.scratch import Scratch
+from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan
+from workers.step.ladder import TokenLadder
+from workers.step.mixed import MixedStep
 
 REPEATS, TABLES = 20, 5
 """Steps that are timed whole, and by parts."""

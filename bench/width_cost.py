@@ -41,17 +41,17 @@ from verdict import error
 from kernels import few_experts, moe
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
-from workers.batch import LatentCache
-from workers.decode_step import DecodeStep
 from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
+from workers.memory.scratch import Scratch
+from workers.models.batch import LatentCache
 from workers.models.deepseek import DeepseekModel
-from workers.parallel import TensorParallel
-from workers.plan import BatchLayout
-from workers.sampling import SamplingState
-from workers.scratch import Scratch
-from workers.slots import SlotState
-from workers.step import StepOutput, StepParts
+from workers.parallel.group import TensorParallel
+from workers.protocol.plan import BatchLayout
+from workers.step.decode import DecodeStep
+from workers.step.parts import StepOutput, StepParts
+from workers.step.sampling import SamplingState
+from workers.step.slots import SlotState
 
 REPEATS, MEASUREMENTS = 100, 3
 MOST_DRAWS = 200

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers import launch
+from workers.processes import launch
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,7 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 import kernels
-from kernels.testing import hopper
+from tests.support import hopper
 
 _by_workers: set[str] = set()
 
@@ -28,9 +28,8 @@ def launched() -> set[str]:
     """Names, as `hopper.read` has them, of the kernels that the package launches: `module.kernel[grid](...)`."""
     found: set[str] = set()
     for info in pkgutil.walk_packages(kernels.__path__, "kernels."):
-        if not info.name.startswith("kernels.testing"):
-            module = importlib.import_module(info.name)
-            found.update(hopper.qualified(function) for function in _launches(module))
+        module = importlib.import_module(info.name)
+        found.update(hopper.qualified(function) for function in _launches(module))
     return found
 
 

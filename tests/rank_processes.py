@@ -17,7 +17,7 @@ def start_method() -> SpawnContext | ForkServerContext:
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workers.worker_process"])
+    context.set_forkserver_preload(["workers.rank.worker_process"])
     return context
 
 

@@ -1,40 +1,136 @@
-"""Imports point downwards only: deploy -> workers -> kernels; and the scheduler's side stays free of torch."""
+"""Imports point one way: from each package, and each room of it, to those below. The scheduler's side is free of torch."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ALLOWED = {"kernels": {"kernels"}, "workers": {"workers", "kernels"}, "deploy": {"deploy", "workers", "kernels"}}
-ROOMS = set(ALLOWED) | {"tests", "bench", "assets"}
+
+PACKAGES = ("kernels", "workers", "deploy")
+"""From the ground up."""
+
+ROOMS = {
+    "workers": (
+        ("config", "environment", "memory"),
+        ("fit", "protocol", "parallel"),
+        ("channel", "weights", "scheduler"),
+        ("models",),
+        ("step",),
+        ("graphs",),
+        ("proof",),
+        ("rank",),
+        ("processes",),
+    ),
+    "deploy": (
+        ("mistakes", "text"),
+        ("config",),
+        ("cluster",),
+        ("routing",),
+        ("observability",),
+        ("api",),
+        ("serve",),
+        ("cli",),
+    ),
+}
+"""Floors from the ground up; a room knows those on lower floors, none beside it."""
+
+NEVER_BELOW = {"workers.scheduler": {"workers.protocol", "workers.scheduler"}}
+"""Rooms that know less than their floor would let them."""
 
 
-def imported_rooms(source: str) -> set[str]:
-    names = set()
+def modules() -> dict[str, Path]:
+    """Every module of the installed packages by its dotted name."""
+    found = {}
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+MODULES = modules()
+
+
+def imports(source: str, known: dict[str, Path] = MODULES) -> Iterator[str]:
+    """The modules, of those known and of the rooms beside the packages, that a file imports anywhere, types included."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module.split(".")[0])
-    return names & ROOMS
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            own = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in own]
+        else:
+            continue
+        for name in names:
+            if name in known or name.split(".")[0] in {"tests", "bench", "assets"}:
+                yield name
 
 
-@pytest.mark.parametrize("room", ALLOWED)
-def test_imports_point_downwards(room: str) -> None:
-    files = sorted((ROOT / room).rglob("*.py"))
-    assert files
-    wrong = {str(f.relative_to(ROOT)): bad for f in files if (bad := imported_rooms(f.read_text()) - ALLOWED[room])}
-    assert not wrong
+def room_of(module: str) -> str:
+    """The first two parts of a name."""
+    return ".".join(module.split(".")[:2])
 
 
-def test_an_upward_import_is_seen() -> None:
-    assert imported_rooms("def f():\n    from deploy.app import build\n    import os") == {"deploy"}
+def wrong(module: str, imported: str) -> bool:
+    """Whether this arrow points upwards, or to a room beside."""
+    package, target = module.split(".")[0], imported.split(".")[0]
+    if target not in PACKAGES or PACKAGES.index(target) > PACKAGES.index(package):
+        return True
+    if room_of(module) in NEVER_BELOW and target == package and room_of(imported) not in NEVER_BELOW[room_of(module)]:
+        return True
+    if target != package or package not in ROOMS or room_of(module) == room_of(imported) or imported == package:
+        return False
+    floors = {f"{package}.{room}": floor for floor, rooms in enumerate(ROOMS[package]) for room in rooms}
+    return floors[room_of(imported)] >= floors[room_of(module)]
 
 
-@pytest.mark.parametrize("module", ["plan", "messages", "scheduler", "scheduler_process"])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_downwards(package: str) -> None:
+    own = {name: file for name, file in MODULES.items() if name.split(".")[0] == package}
+    assert own
+    assert not [(name, to) for name, file in own.items() for to in imports(file.read_text()) if wrong(name, to)]
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_every_room_has_a_floor(package: str) -> None:
+    there = {room_of(name).split(".")[1] for name in MODULES if name.startswith(f"{package}.")}
+    assert there == {room for rooms in ROOMS[package] for room in rooms}
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    graph = {name: set(imports(file.read_text())) - {name} for name, file in MODULES.items()}
+    # Importing a module runs its packages' __init__ first; one that names its own files again is no circle.
+    for name, targets in graph.items():
+        graph[name] = {to for to in targets if not name.startswith(f"{to}.") and not to.startswith(f"{name}.")}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(reversed(error.args[1]))}")
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "seen"),
+    [
+        ("workers.config", "def f():\n    from deploy.serve.app import build\n    import os", True),
+        ("workers.memory.scratch", "from workers.step.parts import StepParts", True),
+        ("workers.scheduler.rows", "from workers.memory.scratch import Scratch", True),
+        ("workers.weights.source", "from workers.channel import sockets", True),
+        ("kernels.page", "import tests.support.hopper", True),
+        ("workers.step.parts", "from workers.models.batch import Batch", False),
+        ("workers.step.parts", "from workers.step import slots", False),
+    ],
+)
+def test_a_wrong_arrow_is_seen(module: str, source: str, seen: bool) -> None:
+    (target,) = imports(source)
+    assert wrong(module, target) == seen
+
+
+@pytest.mark.parametrize("module", ["protocol.plan", "protocol.messages", "scheduler", "processes.scheduler_process"])
 def test_the_scheduler_imports_no_torch_and_no_ray(module: str) -> None:
     code = f"import sys, workers.{module}; sys.exit(bool({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

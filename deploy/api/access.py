@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.api.errors import ApiError
-from deploy.metrics import FrontMetrics
+from deploy.observability.front_metrics import FrontMetrics
 from deploy.observability.logs import FIELDS
 
 log = logging.getLogger("latentserve.access")

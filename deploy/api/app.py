@@ -7,14 +7,14 @@ from fastapi import FastAPI
 import kernels
 from deploy.api import errors
 from deploy.api.access import AccessLayer
-from deploy.api.config import ApiConfig
 from deploy.api.deadline import DeadlineLayer
 from deploy.api.front import Front
 from deploy.api.routes import build_router, install_gone
 from deploy.api.schema import install_schemas
-from deploy.metrics import FrontMetrics
+from deploy.config.api import ApiConfig
+from deploy.observability.front_metrics import FrontMetrics
 from deploy.text.tokenizer import Tokenizer
-from workers.engine import Engine
+from workers.protocol.front import Engine
 
 
 def create_app(

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
-from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError, invalid
+from deploy.api.memory import Account
 from deploy.api.scan import SLICE, JsonScanner
-from deploy.memory import Account
+from deploy.config.api import ApiConfig
 
 Model = TypeVar("Model", bound=BaseModel)
 

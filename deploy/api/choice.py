@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from deploy.api.params import Branch, Job
 from deploy.text.tokenizer import Tokenizer
-from workers.engine import EngineFault
-from workers.messages import FinishReason, RequestOutput
-from workers.plan import TopLogprobs
+from workers.protocol.front import EngineFault
+from workers.protocol.messages import FinishReason, RequestOutput
+from workers.protocol.plan import TopLogprobs
 
 
 class Choice:

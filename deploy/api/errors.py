@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
-from workers.engine import EngineFault, Refused, RequestFailed
+from workers.protocol.front import EngineFault, Refused, RequestFailed
 
 log = logging.getLogger("latentserve.api")
 

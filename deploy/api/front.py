@@ -9,11 +9,11 @@ import time
 
 from starlette.requests import Request as HttpRequest
 
-from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError, engine_down, invalid, model_not_found, overloaded
-from deploy.metrics import FrontMetrics
+from deploy.config.api import ApiConfig
+from deploy.observability.front_metrics import FrontMetrics
 from deploy.text.tokenizer import Tokenizer
-from workers.engine import Engine, EngineFault, ModelInfo, Refused, RequestFailed
+from workers.protocol.front import Engine, EngineFault, ModelInfo, Refused, RequestFailed
 
 FIGURES_PERIOD_S = 0.1
 """Seconds between two looks at the scheduler's figures, which it reports as often."""

@@ -22,8 +22,8 @@ from deploy.api.errors import ApiError, from_engine
 from deploy.api.front import Front
 from deploy.api.params import Branch, Job
 from deploy.api.render import DONE, Format, event
-from workers.engine import EngineFault, Refused, RequestFailed
-from workers.messages import Request
+from workers.protocol.front import EngineFault, Refused, RequestFailed
+from workers.protocol.messages import Request
 
 log = logging.getLogger("latentserve.api")
 

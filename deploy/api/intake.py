@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 
 from deploy.api.body import ClientDisconnected, read_body
-from deploy.api.config import ApiConfig
-from deploy.lane import SMALL, Lanes, Worker
-from deploy.memory import Budget
+from deploy.api.memory import Budget
+from deploy.config.api import ApiConfig
+from deploy.text.lane import SMALL, Lanes, Worker
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError, invalid, unsupported
 from deploy.api.protocol import ChatBody, CompletionBody, GenerationBody
+from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
-from workers.engine import ModelInfo
-from workers.plan import SamplingParams
+from workers.protocol.front import ModelInfo
+from workers.protocol.plan import SamplingParams
 
 SEED_MASK = 2**63 - 1
 GREEDY_BELOW = 1e-5

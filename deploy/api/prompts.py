@@ -10,8 +10,8 @@ from deploy.api.front import Front
 from deploy.api.params import Prompt, check_limits, encode, parse_prompts
 from deploy.api.protocol import ChatTemplateFields, CompletionBody, GenerationBody, TokenizeChatBody, TokenizeTextBody
 from deploy.api.unsupported import reject_unsupported
-from deploy.lane import Worker
 from deploy.text.chat import template_message
+from deploy.text.lane import Worker
 from deploy.text.tokenizer import ChatTemplateError, Tokenizer
 
 Asked = TypeVar("Asked", bound=GenerationBody)

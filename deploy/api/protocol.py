@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema
 
 from deploy.api.errors import unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined
-from workers.plan import MAX_LOGIT_BIAS
+from workers.protocol.plan import MAX_LOGIT_BIAS
 
 INT63: Final = 2**63
 ROLES: Final = ("system", "developer", "user", "assistant")

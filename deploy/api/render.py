@@ -14,7 +14,7 @@ import orjson
 from deploy.api.choice import Choice
 from deploy.api.params import Job
 from deploy.text.tokenizer import Tokenizer
-from workers.plan import TopLogprobs
+from workers.protocol.plan import TopLogprobs
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""

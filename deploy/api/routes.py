@@ -40,9 +40,9 @@ from deploy.api.prompts import (
 from deploy.api.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from deploy.api.render import ChatFormat, CompletionFormat
 from deploy.api.schema import BODY, GENERATING, PLAIN, operation
-from deploy.metrics import CONTENT_TYPE
+from deploy.observability.front_metrics import CONTENT_TYPE
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
-from workers.engine import ModelInfo
+from workers.protocol.front import ModelInfo
 
 GONE = 499
 """Status of answers that nobody will read (nginx's)."""

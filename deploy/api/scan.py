@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError, invalid
+from deploy.config.api import ApiConfig
 
 SLICE = 64 * 1024
 """Bytes that are looked at in one go, for at most a few milliseconds."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from deploy.cli.generation import Generation
     from deploy.text.tokenizer import Tokenizer
     from workers.config import EngineConfig
-    from workers.launch import LocalReplica
-    from workers.messages import Request
+    from workers.processes.launch import LocalReplica
+    from workers.protocol.messages import Request
 
 EPILOG = options.examples(
     'latentserve generate --prompt "def read_lines(path):"',
@@ -55,9 +55,9 @@ def generate(
     import secrets
 
     from deploy.cli.local import engine_config, tokenizer_of
-    from workers.launch import LocalReplica
-    from workers.messages import Request
-    from workers.plan import SamplingParams
+    from workers.processes.launch import LocalReplica
+    from workers.protocol.messages import Request
+    from workers.protocol.plan import SamplingParams
 
     with reported():
         if (prompt is None) == (prompt_ids is None):

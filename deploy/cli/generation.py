@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.cli.local import settled_stats
-from workers.engine import Engine
-from workers.messages import Request
+from workers.protocol.front import Engine
+from workers.protocol.messages import Request
 
 
 @dataclass

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deploy.cli.local import settled_stats
-from workers.engine import Engine
-from workers.messages import Request
-from workers.plan import SamplingParams
+from workers.protocol.front import Engine
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams
 
 Prompts = list[tuple[int, ...]]
 _serial = itertools.count()

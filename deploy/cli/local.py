@@ -12,19 +12,19 @@ from pydantic import ValidationError
 
 from deploy.cli.console import CommandFailure, UsageMistake
 from deploy.mistakes import explain
-from workers.client import EngineClient
 from workers.config import EngineConfig
-from workers.engine import Engine, EngineFault, Refused, RequestFailed
 from workers.fit import Unfit, check_fit
-from workers.graphs.report import SelfTestReport
-from workers.launch import local_engine
-from workers.messages import EngineStats
+from workers.processes.client import EngineClient
+from workers.processes.launch import local_engine
+from workers.protocol.front import Engine, EngineFault, Refused, RequestFailed
+from workers.protocol.messages import EngineStats
+from workers.protocol.report import SelfTestReport
 
 if TYPE_CHECKING:
     from rich.status import Status
 
     from deploy.text.tokenizer import Tokenizer
-    from workers.launch import LocalReplica
+    from workers.processes.launch import LocalReplica
 
 STATS_TIMEOUT_S = 1.0
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from workers.config import EngineConfig
-    from workers.graphs.report import SelfTestReport
+    from workers.protocol.report import SelfTestReport
 
 EPILOG = options.examples(
     "latentserve selftest --model demo",

@@ -12,7 +12,7 @@ from deploy.cli import options
 from deploy.cli.console import CommandFailure, UsageMistake, reported
 
 if TYPE_CHECKING:
-    from deploy.config import ServeConfig
+    from deploy.config.application import ServeConfig
 
 EPILOG = options.examples(
     "latentserve serve --model demo",
@@ -165,7 +165,7 @@ def serve(
                 "ray_address": ray_address,
             },
         )
-        from deploy.app import StartFailed, start
+        from deploy.serve.app import StartFailed, start
         from workers.environment import EnvironmentProblem
         from workers.fit import Unfit
 
@@ -191,7 +191,7 @@ def serve_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
     import yaml
     from pydantic import ValidationError
 
-    from deploy.config import ServeConfig, merged
+    from deploy.config.application import ServeConfig, merged
     from deploy.mistakes import explain
     from workers.environment import visible_gpus
 

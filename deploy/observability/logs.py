@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import orjson
 
-from deploy.config import LogConfig
+from deploy.config.application import LogConfig
 
 FIELDS = "fields"
 """Log calls give structured fields as `extra={FIELDS: {...}}`."""

@@ -8,10 +8,10 @@ import tempfile
 import threading
 from pathlib import Path
 
-from deploy.app import launch, tell
-from deploy.config import ServeConfig
-from deploy.environment import SidePorts, node_environment
-from workers.ports import free_port, free_ports
+from deploy.cluster.environment import SidePorts, node_environment
+from deploy.config.application import ServeConfig
+from deploy.serve.app import launch, tell
+from workers.channel.ports import free_port, free_ports
 
 SERVE = "from deploy.cli import main; main()"
 

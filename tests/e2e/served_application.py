@@ -19,8 +19,8 @@ STOP_TIMEOUT_S = 60
 
 SERVE = """
 import sys
-from deploy.app import start
-from deploy.config import ServeConfig
+from deploy.serve.app import start
+from deploy.config.application import ServeConfig
 start(ServeConfig.load(sys.argv[1]))
 """
 

@@ -16,7 +16,7 @@ import uvicorn
 from deploy.api.app import create_app
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL, EngineConfig
-from workers.launch import local_engine
+from workers.processes.launch import local_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,10 +5,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deploy.app import start
-from deploy.config import ServeConfig
-from deploy.environment import SidePorts, node_environment
-from workers.ports import free_ports
+from deploy.cluster.environment import SidePorts, node_environment
+from deploy.config.application import ServeConfig
+from deploy.serve.app import start
+from workers.channel.ports import free_ports
 
 
 def main() -> None:

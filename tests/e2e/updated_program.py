@@ -6,8 +6,8 @@ import sys
 import threading
 from types import FrameType
 
-from deploy.app import APPLICATION, POLL_S, build_app, launch, tell
-from deploy.config import ServeConfig
+from deploy.config.application import ServeConfig
+from deploy.serve.app import APPLICATION, POLL_S, build_app, launch, tell
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kernels.testing.interpreter import interpreted_pytest
+from tests.support.interpreter import interpreted_pytest
 
 
 def test_reference_and_kernels_in_the_interpreter() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.workers.harness import InlineEngine
-from workers.plan import SamplingParams
+from workers.protocol.plan import SamplingParams
 from workers.scheduler import Scheduler
 
 Job = tuple[list[int], SamplingParams]

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from kernels import decode_state, mla_decode
 from kernels.page import PAGE_TOKENS
-from workers.batch import DecodeBatch
-from workers.decode_step import DecodeStep
 from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
 from workers.graphs.segments import DRAFT, Ending, Stage
-from workers.graphs.selftest import Candidate, SelfTest
+from workers.memory.scratch import Scratch
 from workers.models import attention
-from workers.plan import GraphKey
-from workers.scratch import Scratch
-from workers.step import StepOutput, StepParts
+from workers.models.batch import DecodeBatch
+from workers.proof.decode_steps import Candidate, SelfTest
+from workers.protocol.plan import GraphKey
+from workers.step.decode import DecodeStep
+from workers.step.parts import StepOutput, StepParts
 
 Fault = Callable[[pytest.MonkeyPatch, StepParts], None]
 """Replaces what is at fault, for as long as the patch lasts."""

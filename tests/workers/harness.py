@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from workers.config import EngineConfig
-from workers.messages import Request, RequestOutput
-from workers.parallel import TensorParallel
-from workers.plan import SamplingParams, StepPlan
-from workers.replica import Replica
+from workers.parallel.group import TensorParallel
+from workers.processes.scheduler_process import scheduler_config
+from workers.protocol.messages import Request, RequestOutput
+from workers.protocol.plan import SamplingParams, StepPlan
+from workers.rank.rank import Replica
 from workers.scheduler import Scheduler
-from workers.scheduler_process import scheduler_config
 
 
 @dataclass

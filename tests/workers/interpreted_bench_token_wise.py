@@ -1,7 +1,7 @@
 """The benchmark of the kernels between large products, its kernels interpreted and its graphs run as they are captured.
 Run with TRITON_INTERPRET=1, see test_bench_token_wise.py."""
 
-from kernels.testing import gluon_interpreter, interpreter
+from tests.support import gluon_interpreter, interpreter
 
 interpreter.repair()
 gluon_interpreter.install()

@@ -16,9 +16,10 @@ from triton.runtime.jit import JITFunction
 
 from kernels import repeat
 from kernels.linear import reference
-from workers.graphs import capture, scene, segments
-from workers.sampling import SamplingState
-from workers.scratch import Scratch
+from workers.graphs import capture, segments
+from workers.memory.scratch import Scratch
+from workers.proof import scene
+from workers.step.sampling import SamplingState
 
 _devices = count(1)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kernels.verify import accept_drafts
-from workers.plan import Admission, BatchLayout, SamplingParams
-from workers.sampling import SamplingState
+from workers.protocol.plan import Admission, BatchLayout, SamplingParams
+from workers.step.sampling import SamplingState
 
 CPU = torch.device("cpu")
 

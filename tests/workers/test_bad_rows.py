@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import Finished, InlineEngine
 from workers.config import EngineConfig
-from workers.engine import EngineFault, RequestFailed
-from workers.launch import local_engine
-from workers.messages import Request
-from workers.plan import SamplingParams
+from workers.processes.launch import local_engine
+from workers.protocol.front import EngineFault, RequestFailed
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams
 from workers.scheduler import Unsound
 
 POISON = VOCAB - 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.bench_shapes import SMALL
-from workers.scratch import Scratch
+from workers.memory.scratch import Scratch
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -15,11 +15,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from tests.workers.bench_shapes import SMALL
-from workers.decode_step import DecodeStep
 from workers.graphs.segments import Ending, Stage
-from workers.plan import TokenKey
-from workers.scratch import Scratch
-from workers.step import StepOutput, StepParts
+from workers.memory.scratch import Scratch
+from workers.protocol.plan import TokenKey
+from workers.step.decode import DecodeStep
+from workers.step.parts import StepOutput, StepParts
 
 
 @pytest.fixture

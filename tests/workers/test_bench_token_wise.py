@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels.testing.interpreter import interpreted_pytest
+from tests.support.interpreter import interpreted_pytest
 
 pytestmark = pytest.mark.long
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.workers.bench_shapes import SMALL
+from workers.memory.scratch import Scratch
 from workers.models.decode_path import DecodePath
-from workers.scratch import Scratch
 
 CPU = torch.device("cpu")
 

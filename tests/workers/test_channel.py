@@ -10,9 +10,18 @@ import psutil
 import pytest
 import zmq
 
-from workers.channel import Binding, HeartbeatThread, PeerGone, Receiver, connect_receiver, connect_sender, encode
-from workers.curve import ClientKeys
-from workers.messages import (
+from workers.channel.curve import ClientKeys
+from workers.channel.ports import free_port
+from workers.channel.sockets import (
+    Binding,
+    HeartbeatThread,
+    PeerGone,
+    Receiver,
+    connect_receiver,
+    connect_sender,
+    encode,
+)
+from workers.protocol.messages import (
     Cancel,
     FromWorker,
     Heartbeat,
@@ -23,8 +32,7 @@ from workers.messages import (
     ToScheduler,
     ToWorker,
 )
-from workers.plan import StepPlan, StepResult
-from workers.ports import free_port
+from workers.protocol.plan import StepPlan, StepResult
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
@@ -129,8 +137,8 @@ def test_over_tcp_only_the_address_that_was_named_listens() -> None:
 
 LAST_WORDS = """
 import os, sys
-from workers.channel import connect_sender, last_words_have_left
-from workers.messages import Cancel
+from workers.channel.sockets import connect_sender, last_words_have_left
+from workers.protocol.messages import Cancel
 sender = connect_sender(sys.argv[1], None)
 sender.send(Cancel("a"))
 sender.close(linger_ms=20_000)
@@ -194,7 +202,7 @@ def test_a_peer_that_left_is_an_error_at_once() -> None:
 
 
 def test_the_first_message_waits_for_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.channel.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("workers.channel.sockets.CONNECT_TIMEOUT_S", 0.5)
     binding = Binding(2, None, ToScheduler, FromWorker)
     connecting = threading.Timer(0.2, lambda: late.append(connect_receiver(binding.addresses.plans[0], ToWorker, None)))
     late: list[Receiver] = []

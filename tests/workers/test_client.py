@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import zmq
 
-from workers.channel import Binding
-from workers.client import EngineClient
+from workers.channel.sockets import Binding
 from workers.config import EngineConfig
-from workers.engine import EngineFault, Refused
-from workers.messages import (
+from workers.processes.client import EngineClient
+from workers.protocol.front import EngineFault, Refused
+from workers.protocol.messages import (
     Cancel,
     EngineStats,
     Fault,
@@ -30,7 +30,7 @@ from workers.messages import (
     Shutdown,
     ToScheduler,
 )
-from workers.plan import SamplingParams
+from workers.protocol.plan import SamplingParams
 
 READY = Ready(-1, pages=9, max_context=200, vocab_size=50, width=3, eos_ids=(1,))
 

@@ -14,15 +14,18 @@ import torch.distributed as dist
 from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
 from tests.workers.pretended import pretend
-from workers.batch import LatentCache
 from workers.config import EngineConfig
-from workers.graphs import capture, ending_proof, segment_proof, selftest
-from workers.graphs.proof import prove
+from workers.graphs import capture
 from workers.models import load_model
-from workers.parallel import TensorParallel
-from workers.plan import Admission, PrefillRow, SamplingParams, StepPlan
-from workers.replica import max_context
-from workers.runner import Runner
+from workers.models.batch import LatentCache
+from workers.parallel.group import TensorParallel
+from workers.proof import decode_steps as selftest
+from workers.proof import endings as ending_proof
+from workers.proof import segments as segment_proof
+from workers.proof.prove import prove
+from workers.protocol.plan import Admission, PrefillRow, SamplingParams, StepPlan
+from workers.rank.rank import max_context
+from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 
 PUBLISHED = {
@@ -44,7 +47,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Start:
-    """What a replica on a GPU does before it serves, see `workers.replica.Replica`."""
+    """What a replica on a GPU does before it serves, see `workers.rank.rank.Replica`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, config: EngineConfig, ranks: int = 1, pages: int = 120) -> None:
         self._config, self._pages, self._group = config, pages, TensorParallel(0, ranks)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.workers.harness import InlineEngine
 from workers.config import DEMO_MODEL, EngineConfig
-from workers.plan import SamplingParams
+from workers.protocol.plan import SamplingParams
 
 PROMPTS = 104
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.plan import SamplingParams
+from workers.protocol.plan import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from tests.workers.test_gpu_engine import params, prompts
-from workers import launch
 from workers.config import EngineConfig
-from workers.engine import EngineFault
-from workers.launch import local_engine
-from workers.messages import Request
-from workers.plan import StepPlan
-from workers.runner import Launched, Runner
-from workers.worker_process import CLOSING_LIMIT_S
+from workers.processes import launch
+from workers.processes.launch import local_engine
+from workers.protocol.front import EngineFault
+from workers.protocol.messages import Request
+from workers.protocol.plan import StepPlan
+from workers.rank.runner import Launched, Runner
+from workers.rank.worker_process import CLOSING_LIMIT_S
 
 pytestmark = [
     pytest.mark.gpu,

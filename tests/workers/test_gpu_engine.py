@@ -19,12 +19,12 @@ from tests.captured import same_bits
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.graphs.capture import GraphRunner, Warmed
-from workers.graphs.ending_proof import prove_endings
-from workers.graphs.scene import Ground
-from workers.graphs.segment_proof import SegmentProof
-from workers.graphs.selftest import Candidate, SelfTest
-from workers.plan import SamplingParams
-from workers.runner import Runner
+from workers.proof.decode_steps import Candidate, SelfTest
+from workers.proof.endings import prove_endings
+from workers.proof.scene import Ground
+from workers.proof.segments import SegmentProof
+from workers.protocol.plan import SamplingParams
+from workers.rank.runner import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -23,18 +23,18 @@ from tests.workers.faults import (
     captured_with,
 )
 from tests.workers.test_gpu_engine import engine
-from workers.batch import LatentCache
 from workers.graphs.capture import Warmed
-from workers.graphs.ending_proof import prove_endings
-from workers.graphs.ladder import TokenLadder
 from workers.graphs.record import no_garbage_collection
-from workers.graphs.report import BucketReport
-from workers.graphs.segment_proof import SegmentProof
 from workers.graphs.segments import CapturedEnding, CapturedStage, Ending, Stage
-from workers.graphs.selftest import SelfTest
-from workers.plan import Admission, GraphKey
-from workers.scratch import Scratch
-from workers.step import StepParts
+from workers.memory.scratch import Scratch
+from workers.models.batch import LatentCache
+from workers.proof.decode_steps import SelfTest
+from workers.proof.endings import prove_endings
+from workers.proof.segments import SegmentProof
+from workers.protocol.plan import Admission, GraphKey
+from workers.protocol.report import BucketReport
+from workers.step.ladder import TokenLadder
+from workers.step.parts import StepParts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -10,12 +10,12 @@ import torch
 
 from tests.workers.harness import InlineEngine
 from tests.workers.test_invariant import Outcome, generate, jobs
-from workers.client import EngineClient
 from workers.config import EngineConfig
-from workers.graphs.selftest import Candidate, SelfTest
-from workers.launch import local_engine
-from workers.messages import Request
-from workers.plan import SamplingParams
+from workers.processes.client import EngineClient
+from workers.processes.launch import local_engine
+from workers.proof.decode_steps import Candidate, SelfTest
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DTYPES = ["float32", "bfloat16"]

@@ -10,7 +10,7 @@ import torch
 from tests.tiny_models import write_tiny
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.plan import SamplingParams
+from workers.protocol.plan import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.workers.test_gpu_engine import expected, params, prompts
-from workers.client import EngineClient
 from workers.config import EngineConfig
-from workers.launch import local_engine
-from workers.messages import Request
-from workers.plan import SamplingParams
+from workers.processes.client import EngineClient
+from workers.processes.launch import local_engine
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from workers import symmetric
-from workers.parallel import TensorParallel
-from workers.symmetric import MOST_BYTES, fits, one_shot_bytes
+from workers.parallel import symmetric
+from workers.parallel.group import TensorParallel
+from workers.parallel.symmetric import MOST_BYTES, fits, one_shot_bytes
 
 IN_A_ROW = 50
 REPLAYS = 20

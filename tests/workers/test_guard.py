@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import repeat
 from kernels.repeat import Layers
-from kernels.testing.hopper import compile_only
+from tests.support.hopper import compile_only
 from workers.graphs.guard import CaptureViolation, capture_guard
 from workers.graphs.record import record
 

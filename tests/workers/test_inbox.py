@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers import inbox
-from workers.inbox import Inbox
-from workers.messages import Cancel, Request, Requests, Shutdown
-from workers.plan import SamplingParams
-from workers.prompt import Prompt
+from workers.processes import inbox
+from workers.processes.inbox import Inbox
+from workers.protocol.messages import Cancel, Request, Requests, Shutdown
+from workers.protocol.plan import SamplingParams
+from workers.protocol.prompt import Prompt
 
 Taken = Request | Cancel | Shutdown
 

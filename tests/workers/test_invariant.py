@@ -15,7 +15,7 @@ import pytest
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from workers.config import DEMO_MODEL, EngineConfig
-from workers.plan import SamplingParams, TopLogprobs
+from workers.protocol.plan import SamplingParams, TopLogprobs
 
 KINDS = ["v3-yarn", "v2-no-q-lora", "demo"]
 Outcome = tuple[list[int], list[TopLogprobs]]

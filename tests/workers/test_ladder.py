@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.graphs.ladder import Ladder, TokenLadder, row_buckets, token_buckets
-from workers.plan import BatchLayout
+from workers.protocol.plan import BatchLayout
+from workers.step.ladder import Ladder, TokenLadder, row_buckets, token_buckets
 
 ladders = st.builds(Ladder, st.integers(1, 600), st.integers(1, 8))
 

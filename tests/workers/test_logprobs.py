@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.crowd import crowd, serve
 from tests.workers.harness import InlineEngine
-from workers import logprobs
 from workers.config import EngineConfig
-from workers.logprobs import Logprobs
-from workers.plan import Admission, BatchLayout, SamplingParams
-from workers.replica import Replica
-from workers.sampling import SamplingState
+from workers.protocol.plan import Admission, BatchLayout, SamplingParams
+from workers.rank.rank import Replica
+from workers.step import logprobs
+from workers.step.logprobs import Logprobs
+from workers.step.sampling import SamplingState
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests.rank_processes import run_ranks
-from workers.parallel import PeerLost, TensorParallel
-from workers.ports import free_port
+from workers.channel.ports import free_port
+from workers.parallel.group import PeerLost, TensorParallel
 
 CPU = torch.device("cpu")
 

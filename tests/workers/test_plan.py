@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.messages import FromWorker, Heartbeat, ToWorker
-from workers.plan import (
+from workers.protocol.messages import FromWorker, Heartbeat, ToWorker
+from workers.protocol.plan import (
     Admission,
     BatchLayout,
     PageGrant,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers import ports
+from workers.channel import ports
 
 
 def outgoing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.page import PAGE_TOKENS
-from workers import prompt as prompts
-from workers.prompt import Prompt, pack_tokens, page_keys
+from workers.protocol import prompt as prompts
+from workers.protocol.prompt import Prompt, pack_tokens, page_keys
 from workers.scheduler.tokens import Tokens
 
 lengths = st.integers(0, 3) | st.integers(62, 66) | st.integers(126, 200)

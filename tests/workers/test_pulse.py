@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from workers.messages import Heartbeat
-from workers.pulse import PULSE_PERIOD_S, Pulse
+from workers.processes.pulse import PULSE_PERIOD_S, Pulse
+from workers.protocol.messages import Heartbeat
 
 
 class Sender:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers import replica
 from workers.config import EngineConfig
-from workers.replica import Replica, passed_over, pick_device
+from workers.rank import rank as replica
+from workers.rank.rank import Replica, passed_over, pick_device
 
 
 def test_a_rank_without_a_gpu_of_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from workers.ports import free_port
-from workers.rendezvous import rendezvous
+from workers.channel.ports import free_port
+from workers.parallel.rendezvous import rendezvous
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])

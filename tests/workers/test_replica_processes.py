@@ -25,14 +25,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine, greedy, random_prompts
-from workers import launch
-from workers.client import EngineClient
 from workers.config import EngineConfig
-from workers.engine import EngineFault, Refused
-from workers.launch import LocalReplica, local_engine
-from workers.messages import Figures, Request
-from workers.plan import SamplingParams
-from workers.scheduler_process import SchedulerProcess
+from workers.processes import launch
+from workers.processes.client import EngineClient
+from workers.processes.launch import LocalReplica, local_engine
+from workers.processes.scheduler_process import SchedulerProcess
+from workers.protocol.front import EngineFault, Refused
+from workers.protocol.messages import Figures, Request
+from workers.protocol.plan import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ async def test_a_killed_scheduler_ends_every_stream(folder: Path) -> None:
 @pytest.mark.parametrize("connected", [False, True])
 async def test_nothing_outlives_a_killed_parent(folder: Path, connected: bool) -> None:
     code = (
-        "import sys, time; from workers.launch import LocalReplica; from workers.config import EngineConfig\n"
+        "import sys, time; from workers.processes.launch import LocalReplica; from workers.config import EngineConfig\n"
         "if __name__ == '__main__':\n"
         "    replica = LocalReplica(EngineConfig.model_validate_json(sys.argv[1]))\n"
         f"    {connected} and replica.connect()\n"

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from kernels.page import PAGE_TOKENS, pages_for
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
-from workers import runner as module
 from workers.config import EngineConfig
-from workers.plan import Admission, PageGrant, PrefillRow, SamplingParams, StepPlan
-from workers.runner import PlanError, Runner
-from workers.sampling import SamplingFault
+from workers.protocol.plan import Admission, PageGrant, PrefillRow, SamplingParams, StepPlan
+from workers.rank import runner as module
+from workers.rank.runner import PlanError, Runner
 from workers.scheduler import max_entries_per_row
+from workers.step.sampling import SamplingFault
 
 SLOTS, WIDTH, BUDGET, PAGES, CONTEXT = 4, 3, 40, 9, 251
 ROW = PrefillRow(0, 0, (1, 2, 3), 0, True)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.plan import Admission, BatchLayout, SamplingParams
-from workers.sampling import SamplingState
+from workers.protocol.plan import Admission, BatchLayout, SamplingParams
+from workers.step.sampling import SamplingState
 
 CPU = torch.device("cpu")
 VOCAB = 40

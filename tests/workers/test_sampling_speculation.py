@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from workers.plan import SamplingParams
+from workers.protocol.plan import SamplingParams
 
 VOCAB = 12
 SLOTS_A_CASE, TOKENS = 400, 52  # 20,800 draws a case

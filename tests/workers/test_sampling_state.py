@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.sampling import ALL_FEATURES, reference
-from workers.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, Admission, BatchLayout, SamplingParams
-from workers.sampling import SamplingState
+from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, Admission, BatchLayout, SamplingParams
+from workers.step.sampling import SamplingState
 
 CPU = torch.device("cpu")
 VOCAB = 50

@@ -9,9 +9,9 @@ from sampling_loop import chi_square_p
 from test_sampling_speculation import CASES, TARGET, filtered_distribution, seeded
 
 from kernels.verify import accept_drafts
-from workers.plan import Admission, BatchLayout, SamplingParams
-from workers.sampling import SamplingState
-from workers.scratch import Scratch
+from workers.memory.scratch import Scratch
+from workers.protocol.plan import Admission, BatchLayout, SamplingParams
+from workers.step.sampling import SamplingState
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from workers.channel import connect_receiver, connect_sender, connect_subscriber
+from workers.channel.sockets import connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
-from workers.messages import (
+from workers.processes.scheduler_process import EngineFailed, SchedulerProcess
+from workers.protocol.messages import (
     EngineStats,
     Fault,
     Heartbeat,
@@ -25,10 +26,9 @@ from workers.messages import (
     ToFront,
     ToWorker,
 )
-from workers.plan import SamplingParams, StepPlan, StepResult
-from workers.prompt import Prompt
+from workers.protocol.plan import SamplingParams, StepPlan, StepResult
+from workers.protocol.prompt import Prompt
 from workers.scheduler import Scheduler
-from workers.scheduler_process import EngineFailed, SchedulerProcess
 
 
 class World:

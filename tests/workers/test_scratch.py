@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from workers.scratch import Scratch, ScratchExhausted
+from workers.memory.scratch import Scratch, ScratchExhausted
 
 CPU = torch.device("cpu")
 

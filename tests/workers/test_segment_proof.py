@@ -15,15 +15,15 @@ from tests.workers.recorded import no_host_values
 from tests.workers.test_engine import engine
 from tests.workers.test_segments import Buckets, RecordedEnding, RecordedStage
 from workers.config import EngineConfig
-from workers.graphs.ending_proof import prove_endings
-from workers.graphs.ladder import TokenLadder
-from workers.graphs.report import BucketReport
-from workers.graphs.segment_proof import SegmentProof
 from workers.graphs.segments import Ending, Stage
-from workers.parallel import TensorParallel
-from workers.replica import Replica
-from workers.scratch import Scratch
-from workers.step import StepParts
+from workers.memory.scratch import Scratch
+from workers.parallel.group import TensorParallel
+from workers.proof.endings import prove_endings
+from workers.proof.segments import SegmentProof
+from workers.protocol.report import BucketReport
+from workers.rank.rank import Replica
+from workers.step.ladder import TokenLadder
+from workers.step.parts import StepParts
 
 BUDGET = 80
 

@@ -15,13 +15,13 @@ from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
 from tests.workers.faults import FAULTS, KEY, GroupedBounds, SplitPlans, bucket
 from tests.workers.test_engine import engine
-from workers.decode_step import DecodeStep
-from workers.graphs.ladder import Ladder
-from workers.graphs.report import BucketReport
-from workers.graphs.selftest import Candidate, SelfTest
-from workers.plan import Admission, GraphKey
-from workers.scratch import Scratch
-from workers.step import StepOutput, StepParts
+from workers.memory.scratch import Scratch
+from workers.proof.decode_steps import Candidate, SelfTest
+from workers.protocol.plan import Admission, GraphKey
+from workers.protocol.report import BucketReport
+from workers.step.decode import DecodeStep
+from workers.step.ladder import Ladder
+from workers.step.parts import StepOutput, StepParts
 
 
 @pytest.fixture(scope="module")

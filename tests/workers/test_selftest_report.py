@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from tests.rank_processes import run_ranks
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine
+from workers.channel.ports import free_port
 from workers.config import EngineConfig
-from workers.engine import EngineFault
-from workers.graphs import selftest
-from workers.graphs.ladder import Ladder
-from workers.graphs.proof import prove
-from workers.graphs.report import BucketReport, SelfTestReport
-from workers.launch import local_engine
-from workers.messages import FromWorker, ToFront
-from workers.parallel import TensorParallel
-from workers.ports import free_port
+from workers.parallel.group import TensorParallel
+from workers.processes.launch import local_engine
+from workers.proof import decode_steps as selftest
+from workers.proof.prove import prove
+from workers.protocol.front import EngineFault
+from workers.protocol.messages import FromWorker, ToFront
+from workers.protocol.report import BucketReport, SelfTestReport
+from workers.step.ladder import Ladder
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ import torch
 HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "transformers", "ray")
 PROGRAM = """
 import sys
-from workers.libraries import load_libraries
+from workers.rank.libraries import load_libraries
 load_libraries()
 import torch
 from harness import InlineEngine
 from kernels.repeat import Layers, _noting
 from workers.config import EngineConfig
 from workers.graphs.guard import capture_guard
-from workers.plan import SamplingParams
+from workers.protocol.plan import SamplingParams
 
 device, *heavy = sys.argv[1:]
 own = [[torch.zeros(8)], [torch.zeros(8)]]
@@ -41,10 +41,10 @@ COLLECTIONS = """
 import gc
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(phase))
-from workers.libraries import load_libraries
+from workers.rank.libraries import load_libraries
 before = gc.get_freeze_count(), len(collections)
 load_libraries()
-import torch, workers.worker_process
+import torch, workers.rank.worker_process
 print(before[0], len(collections) - before[1], gc.isenabled(), gc.is_tracked(vars(torch)))
 print(any(one is vars(torch) for one in gc.get_objects()))
 cycle = [object()]

@@ -13,9 +13,9 @@ from tests.workers.harness import InlineEngine
 from tests.workers.models.paged import Paged
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.models import DeepseekModel
-from workers.plan import SamplingParams
-from workers.sampling import SamplingState
+from workers.protocol.plan import SamplingParams
 from workers.scheduler.sequence import Phase
+from workers.step.sampling import SamplingState
 
 
 def engine(**settings: Any) -> InlineEngine:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from workers.upload import Uploader
+from workers.weights.upload import Uploader
 
 DEVICES = [
     "cpu",

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels.moe import reference as moe_reference
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine
-from workers.decode_step import DecodeStep
 from workers.graphs.capture import compile_steps, warm_up
-from workers.graphs.ladder import Ladder
 from workers.graphs.rehearsal import rehearse
 from workers.graphs.segments import Stage
-from workers.scratch import Scratch
-from workers.step import StepParts
+from workers.memory.scratch import Scratch
+from workers.step.decode import DecodeStep
+from workers.step.ladder import Ladder
+from workers.step.parts import StepParts
 
 ROWS, BUDGET = 3, 40
 

@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 
 from tests.rank_processes import start_method
-from workers import worker_process
-from workers.channel import Addresses, Binding
+from workers.channel.ports import free_port
+from workers.channel.sockets import Addresses, Binding
 from workers.config import EngineConfig
-from workers.launch import _worker_main
-from workers.messages import Fault, FromWorker, Ready, Shutdown, ToScheduler
-from workers.parallel import TensorParallel
-from workers.plan import StepPlan
-from workers.ports import free_port
-from workers.worker_process import run_worker
+from workers.parallel.group import TensorParallel
+from workers.processes.launch import _worker_main
+from workers.protocol.messages import Fault, FromWorker, Ready, Shutdown, ToScheduler
+from workers.protocol.plan import StepPlan
+from workers.rank import worker_process
+from workers.rank.worker_process import run_worker
 
 CONFIG = EngineConfig(model="demo", tensor_parallel=2, device="cpu")
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from workers.channel import Receiver, Sender
-from workers.messages import Shutdown
-from workers.runner import Runner
-from workers.worker_process import _serve
+from workers.channel.sockets import Receiver, Sender
+from workers.protocol.messages import Shutdown
+from workers.rank.runner import Runner
+from workers.rank.worker_process import _serve
 
 
 @dataclass

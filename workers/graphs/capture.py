@@ -11,15 +11,15 @@ import torch
 
 from kernels.ahead import Compiled, compile_ahead
 from kernels.linear import MOST_STREAMED
-from workers.decode_step import DecodeStep
-from workers.graphs.ladder import Ladder, TokenLadder
 from workers.graphs.record import no_garbage_collection, record
 from workers.graphs.rehearsal import rehearse
 from workers.graphs.segments import CapturedEnding, CapturedStage, Stage
 from workers.graphs.stats import GraphStats
-from workers.plan import BatchLayout, GraphKey, StepPlan, TokenKey
-from workers.scratch import Scratch
-from workers.step import StepOutput, StepParts
+from workers.memory.scratch import Scratch
+from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, TokenKey
+from workers.step.decode import DecodeStep
+from workers.step.ladder import Ladder, TokenLadder
+from workers.step.parts import StepOutput, StepParts
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from functools import partial
 
 import torch
 
-from workers.batch import Batch
-from workers.graphs.ladder import TokenLadder
 from workers.graphs.record import record
+from workers.memory.scratch import Scratch
+from workers.models.batch import Batch
 from workers.models.segments import Flow, PassTensors
-from workers.plan import BatchLayout, TokenKey
-from workers.scratch import Scratch
-from workers.step import StepParts
+from workers.protocol.plan import BatchLayout, TokenKey
+from workers.step.ladder import TokenLadder
+from workers.step.parts import StepParts
 
 TARGET, DRAFT = 0, 1
 """The passes of a step, in their order."""

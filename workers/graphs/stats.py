@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from workers.messages import Figures
+from workers.protocol.messages import Figures
 
 
 @dataclass

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.mla_decode import INVARIANT_UNIT
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.batch import Batch, DecodeBatch
-from workers.pinned import on_device
+from workers.memory.pinned import on_device
+from workers.models.batch import Batch, DecodeBatch
 
 WIDEST: Final = 8
 """Most tokens of a row."""

@@ -28,14 +28,14 @@ from kernels.mla_prefill import mla_prefill
 from kernels.moe import AddNorm
 from kernels.rms_norm import rms_norm
 from kernels.rope_cache import rope_cache
-from workers.batch import Batch, DecodeBatch
+from workers.memory.scratch import Scratch
 from workers.models.absorbed import AbsorbedRows
+from workers.models.batch import Batch, DecodeBatch
 from workers.models.config import ModelConfig
 from workers.models.prefill import PrefillAttending, PrefillGeometry, PrefillKeys
 from workers.models.products import Products
 from workers.models.rope import softmax_scale
-from workers.scratch import Scratch
-from workers.weights import WeightSource
+from workers.weights.source import WeightSource
 
 LATENT_NORM_EPS: Final = 1e-6
 """Of the norms inside attention; the published models do not take it from rms_norm_eps."""

@@ -28,11 +28,11 @@ from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode import mla_decode
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import rms_norm
-from workers.batch import Batch, DecodeBatch, LatentCache
+from workers.memory.scratch import Scratch
 from workers.models.attention import LATENT_NORM_EPS, LatentAttention
+from workers.models.batch import Batch, DecodeBatch, LatentCache
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
-from workers.scratch import Scratch
 
 if TYPE_CHECKING:
     from workers.models.deepseek import DecoderLayer, DeepseekModel

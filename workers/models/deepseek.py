@@ -17,17 +17,17 @@ from torch import Tensor
 from kernels.dependent import launches_dependently
 from kernels.moe import AddNorm
 from kernels.rms_norm import rms_norm
-from workers.batch import Batch, LatentCache
+from workers.memory.scratch import Scratch
 from workers.models.attention import LatentAttention
+from workers.models.batch import Batch, LatentCache
 from workers.models.config import ModelConfig
 from workers.models.decode_path import DecodePath
 from workers.models.feed_forward import feed_forward
 from workers.models.products import InvariantProducts, Products
 from workers.models.rope import rotation_table
 from workers.models.segments import Flow, PassTensors, Segments
-from workers.parallel import TensorParallel
-from workers.scratch import Scratch
-from workers.weights import WeightSource
+from workers.parallel.group import TensorParallel
+from workers.weights.source import WeightSource
 
 
 class DecoderLayer:

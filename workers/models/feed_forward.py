@@ -16,10 +16,10 @@ from kernels import moe
 from kernels.dependent import launches_dependently
 from kernels.moe import AddNorm
 from kernels.silu_mul import silu_mul
+from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.products import MOST_DEPENDENT, Experts, Products
-from workers.scratch import Scratch
-from workers.weights import WeightSource
+from workers.weights.source import WeightSource
 
 
 class DenseFeedForward:

@@ -9,8 +9,8 @@ import torch
 
 from workers.models.config import ModelConfig
 from workers.models.deepseek import DeepseekModel
-from workers.parallel import TensorParallel
-from workers.weights import Census, Checkpoint, Reader, check_memory
+from workers.parallel.group import TensorParallel
+from workers.weights.source import Census, Checkpoint, Reader, check_memory
 
 
 def load_model(

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
-from workers.batch import Batch
-from workers.pinned import on_device
-from workers.scratch import Scratch
+from workers.memory.pinned import on_device
+from workers.memory.scratch import Scratch
+from workers.models.batch import Batch
 
 CONTEXT_ENTRIES: Final = 4096
 """Cached entries expanded at once, all rows together (at least one page a row)."""

@@ -19,8 +19,8 @@ from kernels.linear import MOST_STREAMED, grouped_linear, linear, part_linear, p
 from kernels.moe import AddNorm
 from kernels.ordered_sum import ordered_sum
 from kernels.rms_norm import add_rms_norm
-from workers.parallel import TensorParallel
-from workers.scratch import Scratch
+from workers.memory.scratch import Scratch
+from workers.parallel.group import TensorParallel
 
 GROUPS: Final = 8
 """Parts of every sum over ranks in invariant mode, all ranks together; so many ranks at most."""

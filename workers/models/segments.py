@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kernels.moe import AddNorm
 from kernels.repeat import Layers, Repeat
-from workers.batch import Batch, LatentCache
+from workers.memory.scratch import Scratch
 from workers.models.attention import Attending, Projected
-from workers.scratch import Scratch
+from workers.models.batch import Batch, LatentCache
 
 if TYPE_CHECKING:
     from workers.models.deepseek import DecoderLayer

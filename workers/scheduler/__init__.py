@@ -5,7 +5,7 @@
 (`soundness`) and counters.
 """
 
-from workers.prompt import page_keys
+from workers.protocol.prompt import page_keys
 from workers.scheduler.config import SchedulerConfig, max_entries_per_row, max_pages_per_row
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.soundness import Unsound

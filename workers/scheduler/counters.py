@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from msgspec import structs
 
-from workers.messages import STEP_BUCKETS, Distribution, EngineStats
+from workers.protocol.messages import STEP_BUCKETS, Distribution, EngineStats
 
 
 class Histogram:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from workers.messages import Request
-from workers.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
-from workers.prompt import Prompt
+from workers.protocol.messages import Request
+from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+from workers.protocol.prompt import Prompt
 from workers.scheduler.config import SchedulerConfig
 
 RANGES: Final = {

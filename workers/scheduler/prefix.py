@@ -1,8 +1,8 @@
 """The prefix cache: full pages of equal token prefixes are computed once and shared.
 
-A page is found by its key (`workers.prompt`), which names a whole prefix. Keys only find candidates: an entry also
-keeps its tokens and the entry it continues, and both are compared, so that colliding keys cost a miss and never a wrong
-page.
+A page is found by its key (`workers.protocol.prompt`), which names a whole prefix. Keys only find candidates: an entry
+also keeps its tokens and the entry it continues, and both are compared, so that colliding keys cost a miss and never a
+wrong page.
 
 Which pages are complete. Workers execute plans in order, so the pages of a prompt are complete for every later plan as
 soon as the chunk that fills them is planned. What is generated is known later: after a result is applied the row has
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kernels.page import PAGE_TOKENS
-from workers.prompt import ROOT_KEY
+from workers.protocol.prompt import ROOT_KEY
 from workers.scheduler.pages import PagePool
 from workers.scheduler.tokens import Tokens
 

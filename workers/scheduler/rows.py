@@ -8,7 +8,7 @@ from itertools import chain, takewhile
 from operator import attrgetter
 
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.plan import PageGrant
+from workers.protocol.plan import PageGrant
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache

@@ -6,9 +6,9 @@ from collections import deque
 from itertools import chain, count
 
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.messages import EngineStats, FinishReason, Request, RequestOutput
-from workers.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult, TopLogprobs
-from workers.prompt import Prompt
+from workers.protocol.messages import EngineStats, FinishReason, Request, RequestOutput
+from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult, TopLogprobs
+from workers.protocol.prompt import Prompt
 from workers.scheduler.acceptance import AcceptanceWatch
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters

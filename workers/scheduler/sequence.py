@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from workers.messages import Request
-from workers.plan import StepPlan
+from workers.protocol.messages import Request
+from workers.protocol.plan import StepPlan
 from workers.scheduler.prefix import RowPages
 from workers.scheduler.tokens import Tokens
 

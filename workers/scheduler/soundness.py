@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import Final
 
 from kernels.page import PAGE_TOKENS
-from workers.messages import Request
-from workers.plan import SamplingParams
-from workers.prompt import Prompt
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams
+from workers.protocol.prompt import Prompt
 from workers.scheduler.sequence import Phase, Sequence
 from workers.scheduler.tokens import Tokens
 

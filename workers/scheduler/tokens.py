@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from kernels.page import PAGE_TOKENS
-from workers.prompt import PAGE_BYTES, ROOT_KEY, TOKEN_BYTES, Prompt, chain_keys, pack_tokens
+from workers.protocol.prompt import PAGE_BYTES, ROOT_KEY, TOKEN_BYTES, Prompt, chain_keys, pack_tokens
 
 
 class Tokens:

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from workers.engine import EngineFault, ModelInfo, OutputMailbox, Refused, RequestFailed
-from workers.graphs.report import SelfTestReport
-from workers.messages import EngineStats, Request, RequestOutput
-from workers.plan import TopLogprobs
+from workers.protocol.front import EngineFault, ModelInfo, OutputMailbox, Refused, RequestFailed
+from workers.protocol.messages import EngineStats, Request, RequestOutput
+from workers.protocol.plan import TopLogprobs
+from workers.protocol.report import SelfTestReport
 
 INFO = ModelInfo("tiny", max_context=256, vocab_size=512, eos_ids=(1,), max_width=4, created=1_700_000_000)
 

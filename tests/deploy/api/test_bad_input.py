@@ -22,13 +22,13 @@ from tiny_tokenizer import tiny
 from deploy.api import body
 from deploy.api.app import create_app
 from deploy.api.body import validate
-from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError
 from deploy.api.params import parse_prompts
 from deploy.api.protocol import ChatBody
 from deploy.api.unsupported import UNSUPPORTED as UNSUPPORTED_FIELDS
+from deploy.config.api import ApiConfig
 from deploy.text.chat import MOST_MESSAGES
-from workers.messages import EngineStats
+from workers.protocol.messages import EngineStats
 
 LIMIT = 64 * 1024
 ROOM = EngineStats(slots=10, queue_limit=6)

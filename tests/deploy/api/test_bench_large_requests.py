@@ -12,11 +12,11 @@ import torch
 from fake_engine import FakeEngine, Step, out, serving
 
 from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
+from deploy.config.api import ApiConfig
 from workers.config import EngineConfig
-from workers.messages import Request
 from workers.models import ModelConfig, load_model
-from workers.parallel import TensorParallel
+from workers.parallel.group import TensorParallel
+from workers.protocol.messages import Request
 
 
 @pytest.fixture

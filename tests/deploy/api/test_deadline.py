@@ -15,8 +15,8 @@ from tiny_tokenizer import tiny
 
 from deploy.api.access import refuse_websocket
 from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
 from deploy.api.deadline import HEADER, limit_of
+from deploy.config.api import ApiConfig
 
 BASE: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 100}
 FOX = tiny().encode(" fox", add_special_tokens=False)[-1]

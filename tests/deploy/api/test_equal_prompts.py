@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny
 
-from deploy.api.config import ApiConfig
 from deploy.api.errors import ApiError
 from deploy.api.prompts import parse_generation, render_messages
 from deploy.api.protocol import ROLES, ChatBody
-from deploy.asks import AskReader
+from deploy.config.api import ApiConfig
+from deploy.routing.asks import AskReader
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES
 from deploy.text.tokenizer import ChatTemplateError
-from workers.prompt import page_keys
+from workers.protocol.prompt import page_keys
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tone or '' }}"

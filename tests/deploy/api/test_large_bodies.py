@@ -19,15 +19,15 @@ from tiny_tokenizer import tiny
 from deploy.api import params
 from deploy.api.app import create_app
 from deploy.api.body import UNCOUNTED
-from deploy.api.config import ApiConfig
 from deploy.api.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeChatBody,
 )
+from deploy.config.api import ApiConfig
 from deploy.text.chat import MOST_TEMPLATE_VARIABLES
-from workers.plan import MAX_LOGIT_BIAS
+from workers.protocol.plan import MAX_LOGIT_BIAS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": MESSAGES}

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from fake_engine import out
 
-from workers.engine import EngineFault, ModelInfo, OutputMailbox
-from workers.plan import TopLogprobs
+from workers.protocol.front import EngineFault, ModelInfo, OutputMailbox
+from workers.protocol.plan import TopLogprobs
 
 
 async def test_outputs_come_as_they_are_put_and_end_with_the_finish() -> None:

@@ -10,8 +10,8 @@ from fake_engine import INFO, EngineFault, FakeEngine, Refused, RequestFailed, o
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
-from workers.plan import TopLogprobs
+from deploy.config.api import ApiConfig
+from workers.protocol.plan import TopLogprobs
 
 TEXT = "the quick brown fox — Köln 東京 👩‍🚀 jumps over"
 IDS = tiny().encode(TEXT, add_special_tokens=False)

@@ -17,10 +17,10 @@ from jsonschema import Draft202012Validator
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
 from deploy.api.front import OPEN_PATHS
-from workers.graphs.report import SelfTestReport
-from workers.plan import TopLogprobs
+from deploy.config.api import ApiConfig
+from workers.protocol.plan import TopLogprobs
+from workers.protocol.report import SelfTestReport
 
 FOX = tiny().encode(" fox", add_special_tokens=False)
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

@@ -7,8 +7,8 @@ from fake_engine import FakeEngine, say, serving
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
-from workers.graphs.report import BucketReport, SelfTestReport
+from deploy.config.api import ApiConfig
+from workers.protocol.report import BucketReport, SelfTestReport
 
 BUCKETS = (BucketReport("decode", "4 x 3", 0.5, drafts=2, rows=3, accepted=1, logits_error=1e-6),)
 REPORT = SelfTestReport("NVIDIA H200", 2, "", 1, 1 << 20, 1.5, 1e9, 0.75, BUCKETS)

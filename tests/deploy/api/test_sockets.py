@@ -15,7 +15,7 @@ from fake_engine import FakeEngine, PushEngine, out, say, serving
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
+from deploy.config.api import ApiConfig
 
 FOX = tiny().encode(" fox", add_special_tokens=False)[-1]
 LIMIT = 256 * 1024
@@ -128,7 +128,7 @@ def test_one_chunk_an_event(connect: Callable[[], socket.socket], engine: PushEn
 
 
 def test_a_fault_ends_the_stream_without_done(connect: Callable[[], socket.socket], engine: PushEngine) -> None:
-    from workers.engine import EngineFault
+    from workers.protocol.front import EngineFault
 
     engine.script = lambda request: [out(FOX), 0.02, EngineFault("rank 1 is silent")]
     client = connect()
@@ -319,7 +319,7 @@ def faulty(kind: type[FakeEngine] = FakeEngine, **settings: object) -> Iterator[
 
 @pytest.mark.alone
 def test_health_is_a_real_token() -> None:
-    from workers.engine import EngineFault, RequestFailed
+    from workers.protocol.front import EngineFault, RequestFailed
 
     with faulty() as (engine, http):
         assert http.get("/health").status_code == 200
@@ -354,8 +354,8 @@ def test_health_is_a_real_token() -> None:
 
 
 def test_a_busy_replica_is_alive_while_steps_end_also_when_they_give_no_tokens() -> None:
-    from workers.engine import Refused
-    from workers.messages import Distribution, EngineStats
+    from workers.protocol.front import Refused
+    from workers.protocol.messages import Distribution, EngineStats
 
     class Busy(FakeEngine):
         """Has no room for a probe; `steps` more are reported every time somebody looks, and never a token."""
@@ -377,7 +377,7 @@ def test_a_busy_replica_is_alive_while_steps_end_also_when_they_give_no_tokens()
 
 
 async def test_health_does_not_wait_for_its_own_token_where_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.messages import Distribution, EngineStats
+    from workers.protocol.messages import Distribution, EngineStats
 
     engine = FakeEngine(say([FOX]))
     engine.probe_delay = 3600.0

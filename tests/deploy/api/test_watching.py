@@ -14,12 +14,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.config import ApiConfig
-from deploy.config import LogConfig
-from deploy.metrics import COUNTERS, GAUGES, HISTOGRAMS, WORKER_COUNTERS, WORKER_GAUGES, FrontMetrics
+from deploy.config.api import ApiConfig
+from deploy.config.application import LogConfig
+from deploy.observability.front_metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    WORKER_COUNTERS,
+    WORKER_GAUGES,
+    FrontMetrics,
+)
 from deploy.observability.logs import LOGGERS, configure
 from workers.graphs.stats import GraphStats
-from workers.messages import EngineStats
+from workers.protocol.messages import EngineStats
 from workers.scheduler.counters import Counters
 
 IDS = tiny().encode("the fox", add_special_tokens=False)

@@ -13,8 +13,8 @@ import pytest
 
 from deploy.cli.app import app
 from workers.config import EngineConfig
-from workers.engine import ModelInfo
-from workers.messages import EngineStats, Request, RequestOutput
+from workers.protocol.front import ModelInfo
+from workers.protocol.messages import EngineStats, Request, RequestOutput
 
 
 @dataclass
@@ -107,7 +107,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         os.write(1, b"noise of a child\n")
         yield fake
 
-    monkeypatch.setattr("workers.launch.LocalReplica", replica_of)
+    monkeypatch.setattr("workers.processes.launch.LocalReplica", replica_of)
     monkeypatch.setattr("deploy.cli.local.engine_of", engine_of)
     monkeypatch.setattr("deploy.cli.latency.time.perf_counter", fake.clock)
     return fake

@@ -118,7 +118,7 @@ def test_mistakes_are_said_and_exit_2(engine, command, model_folder, args, said)
 
 
 def test_an_engine_that_stops_early_is_a_failure(engine, command, model_folder, monkeypatch):
-    from workers.messages import RequestOutput
+    from workers.protocol.messages import RequestOutput
 
     async def short(request):
         yield RequestOutput(request.request_id, (1,), "stop")

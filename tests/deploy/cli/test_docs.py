@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.config import ServeConfig
+from deploy.config.application import ServeConfig
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "command-line.md").read_text()

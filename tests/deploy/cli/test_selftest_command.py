@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from deploy.cli.console import CommandFailure
-from workers.graphs.report import BucketReport, SelfTestReport
+from workers.protocol.report import BucketReport, SelfTestReport
 
 GOOD = BucketReport("decode", "64 x 3", 0.5, drafts=2, rows=63, accepted=71, logits_error=3e-3)
 BAD = BucketReport("decode", "1 x 1", 0.25, ("logits differ", "rank 1: [cache] of layer 3 differs"), drafts=0)

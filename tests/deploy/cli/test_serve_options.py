@@ -12,9 +12,9 @@ from workers.config import DEMO_MODEL
 
 @pytest.fixture
 def started(monkeypatch):
-    """Settings `deploy.app.start` was called with."""
+    """Settings `deploy.serve.app.start` was called with."""
     calls = []
-    app = types.ModuleType("deploy.app")
+    app = types.ModuleType("deploy.serve.app")
     app.StartFailed = type("StartFailed", (RuntimeError,), {})
 
     def start(config, say):
@@ -24,7 +24,7 @@ def started(monkeypatch):
             raise app.StartFailed("port 1 is taken")
 
     app.start = start
-    monkeypatch.setitem(sys.modules, "deploy.app", app)
+    monkeypatch.setitem(sys.modules, "deploy.serve.app", app)
     return calls
 
 

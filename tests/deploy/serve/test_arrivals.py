@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deploy.arrivals import (
+from deploy.routing.arrivals import (
     RECENT_S,
     ROUTERS_KEPT,
     Arrivals,
@@ -12,8 +12,8 @@ from deploy.arrivals import (
     load_from_report,
     load_to_report,
 )
-from deploy.routing import Load
-from workers.messages import EngineStats
+from deploy.routing.policy import Load
+from workers.protocol.messages import EngineStats
 
 
 class Clock:

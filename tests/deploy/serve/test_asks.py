@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from deploy.asks import MOST_ROWS, AskReader
+from deploy.routing.asks import MOST_ROWS, AskReader
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL
-from workers.prompt import page_keys
+from workers.protocol.prompt import page_keys
 
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60))
 

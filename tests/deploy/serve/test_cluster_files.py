@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.config import ServeConfig
+from deploy.config.application import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTERS = ["cluster.yaml", "deploy/cluster/on-premise.yaml"]
@@ -91,12 +91,12 @@ def test_the_serve_file_is_what_serve_and_we_expect(monkeypatch: pytest.MonkeyPa
     data = load("deploy/serve.yaml")
     schema = ServeDeploySchema(**data)
     (application,) = schema.applications
-    assert application.import_path == "deploy.app:build"
+    assert application.import_path == "deploy.serve.app:build"
     config = ServeConfig.model_validate(application.args)
     # As Serve itself calls it.
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
-    from deploy import app
+    from deploy.serve import app
 
     given = []
     monkeypatch.setattr(app, "build_app", given.append)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from deploy import app
-from deploy.app import APPLICATION, StartFailed
-from deploy.config import ServeConfig
+from deploy.config.application import ServeConfig
+from deploy.serve import app
+from deploy.serve.app import APPLICATION, StartFailed
 from workers.config import DEMO_MODEL
 from workers.fit import Unfit
 

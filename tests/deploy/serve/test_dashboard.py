@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.environment import DASHBOARD_FILE
-from deploy.metrics import COUNTERS, GAUGES, HISTOGRAMS, WORKER_COUNTERS, WORKER_GAUGES
+from deploy.cluster.environment import DASHBOARD_FILE
+from deploy.observability.front_metrics import COUNTERS, GAUGES, HISTOGRAMS, WORKER_COUNTERS, WORKER_GAUGES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,13 +45,13 @@ class Recorded:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorded]:
     Recorded.created = {}
     for kind in ("Counter", "Gauge", "Histogram"):
-        monkeypatch.setattr(f"deploy.observability.metrics.{kind}", Recorded)
+        monkeypatch.setattr(f"deploy.observability.ray_metrics.{kind}", Recorded)
     return Recorded.created
 
 
 def names(recorded: dict[str, Recorded]) -> set[str]:
-    from deploy.arrivals import Arrivals
-    from deploy.observability.metrics import RayEngineMetrics, RayFrontMetrics
+    from deploy.observability.ray_metrics import RayEngineMetrics, RayFrontMetrics
+    from deploy.routing.arrivals import Arrivals
 
     RayFrontMetrics(Arrivals())
     RayEngineMetrics()
@@ -107,8 +107,8 @@ def test_every_figure_is_documented(recorded: dict[str, Recorded]) -> None:
 
 
 def test_counters_of_the_scheduler_become_growth(recorded: dict[str, Recorded]) -> None:
-    from deploy.observability.metrics import RayEngineMetrics
-    from workers.messages import EngineStats
+    from deploy.observability.ray_metrics import RayEngineMetrics
+    from workers.protocol.messages import EngineStats
 
     metrics = RayEngineMetrics()
     metrics.report(EngineStats(running=3, generated_tokens=10, preemptions=4), None)
@@ -124,8 +124,8 @@ def test_counters_of_the_scheduler_become_growth(recorded: dict[str, Recorded]) 
 
 
 def test_histograms_become_the_series_that_prometheus_knows(recorded: dict[str, Recorded]) -> None:
-    from deploy.observability.metrics import RayEngineMetrics
-    from workers.messages import STEP_BUCKETS, Distribution, EngineStats
+    from deploy.observability.ray_metrics import RayEngineMetrics
+    from workers.protocol.messages import STEP_BUCKETS, Distribution, EngineStats
 
     metrics = RayEngineMetrics()
     bounds = STEP_BUCKETS["step_seconds"]
@@ -143,9 +143,9 @@ def test_histograms_become_the_series_that_prometheus_knows(recorded: dict[str, 
 
 
 def test_figures_of_the_worker_are_passed_on(recorded: dict[str, Recorded]) -> None:
-    from deploy.observability.metrics import RayEngineMetrics
+    from deploy.observability.ray_metrics import RayEngineMetrics
     from workers.graphs.stats import GraphStats
-    from workers.messages import EngineStats
+    from workers.protocol.messages import EngineStats
 
     metrics, graphs = RayEngineMetrics(), GraphStats(replays=5, rows=20, padded_rows=3, bytes=1000, capture_seconds=2.0)
     metrics.report(EngineStats(), None)  # nothing is known before the first heartbeat
@@ -163,9 +163,9 @@ def test_figures_of_the_worker_are_passed_on(recorded: dict[str, Recorded]) -> N
 
 
 def test_the_front_s_measurements_are_passed_on_and_kept(recorded: dict[str, Recorded]) -> None:
-    from deploy.arrivals import Arrivals, Ticket
-    from deploy.observability.metrics import RayFrontMetrics
-    from workers.messages import EngineStats
+    from deploy.observability.ray_metrics import RayFrontMetrics
+    from deploy.routing.arrivals import Arrivals, Ticket
+    from workers.protocol.messages import EngineStats
 
     arrivals = Arrivals()
     arrivals.arrive(Ticket("r", 1, 70, 1))

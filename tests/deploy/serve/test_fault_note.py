@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from deploy import replica
-from deploy.haproxy import FAULT_FILE
-from deploy.replica import EngineReplica
+from deploy.cluster.haproxy import FAULT_FILE
+from deploy.serve import replica
+from deploy.serve.replica import EngineReplica
 
 
 def serving_replica() -> EngineReplica:

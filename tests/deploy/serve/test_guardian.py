@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from deploy.guardian import _MESSAGE, WRITE_TIMEOUT_S, Guardian, end, keep
-from workers.ports import free_ports
+from deploy.serve.guardian import _MESSAGE, WRITE_TIMEOUT_S, Guardian, end, keep
+from workers.channel.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 
 # A server that streams through the layer as a replica does: uvicorn's receive inside an object of Serve's.
 SERVER = """
 import asyncio, pathlib, sys, uvicorn
-from deploy.arrivals import Arrivals
-from deploy.guardian import Guardian
-from deploy.under_serve import UnderServe
+from deploy.routing.arrivals import Arrivals
+from deploy.serve.guardian import Guardian
+from deploy.serve.under_serve import UnderServe
 
 async def app(scope, receive, send):
     kind = b"application/json" if scope["path"] == "/json" else b"text/event-stream"
@@ -174,7 +174,7 @@ def test_a_client_that_leaves_is_let_go_of(server) -> None:
 @pytest.mark.alone
 def test_a_front_that_hangs_is_ended() -> None:
     code = (
-        "import time; from deploy.guardian import Guardian; guardian = Guardian(b'', silence_s=1.0)\n"
+        "import time; from deploy.serve.guardian import Guardian; guardian = Guardian(b'', silence_s=1.0)\n"
         "print(flush=True)\n"
         "while True: guardian.beat(); time.sleep(0.2)"
     )
@@ -191,7 +191,7 @@ def test_a_front_that_hangs_is_ended() -> None:
 @pytest.mark.alone
 def test_a_front_whose_patience_is_short_is_not_ended_between_two_signs_of_life() -> None:
     code = (
-        "import time; from deploy.guardian import BEAT_S, Guardian; guardian = Guardian(b'', silence_s=0.1)\n"
+        "import time; from deploy.serve.guardian import BEAT_S, Guardian; guardian = Guardian(b'', silence_s=0.1)\n"
         "print(flush=True)\n"
         "while True: guardian.beat(); time.sleep(1.5 * BEAT_S)"  # a loop has other things to do, too
     )

@@ -18,8 +18,8 @@ import pytest
 from ray.serve._private import haproxy as ray_haproxy
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 
-from deploy import haproxy
-from workers.ports import free_ports
+from deploy.cluster import haproxy
+from workers.channel.ports import free_ports
 
 PORT, STATS, EXPORTER, REPLICA, ROUTER = free_ports("127.0.0.1", 5)
 ROUTER_TIMEOUT_S = 1
@@ -38,7 +38,7 @@ def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         metrics_socket_path=str(tmp_path / "node" / "metrics.sock"),
         stats_port=STATS,
         metrics_port=EXPORTER,
-        retry_on="conn-failure empty-response",  # as `deploy.environment` asks
+        retry_on="conn-failure empty-response",  # as `deploy.cluster.environment` asks
         retries=1,
         health_check_inter="50ms",
         health_check_fastinter="50ms",

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from deploy import app, connection
-from deploy.config import ServeConfig
-from deploy.connection import RayConnection
+from deploy.cluster import connection
+from deploy.cluster.connection import RayConnection
+from deploy.config.application import ServeConfig
+from deploy.serve import app
 
 
 def test_a_start_ends_without_ray_where_its_import_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
     monkeypatch.setattr(app, "Running", Running)
     for name in ("_check_entrance", "_check_room", "build_app"):
         monkeypatch.setattr(app, name, lambda *_: None)
-    monkeypatch.setattr("deploy.progress.clear", lambda application: None)
+    monkeypatch.setattr("deploy.serve.progress.clear", lambda application: None)
     monkeypatch.setattr("ray.serve.start", lambda **options: None)
     monkeypatch.setattr("ray.serve.status", lambda: status)
     monkeypatch.setattr("ray.serve.run_many", hand_over)

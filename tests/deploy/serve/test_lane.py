@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from deploy.lane import LARGE_AT_ONCE, MIDDLE, MIDDLE_AT_ONCE, SMALL, Lanes
-from deploy.memory import Budget
+from deploy.api.memory import Budget
+from deploy.text.lane import LARGE_AT_ONCE, MIDDLE, MIDDLE_AT_ONCE, SMALL, Lanes
 
 
 async def test_smaller_work_never_waits_for_larger() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from deploy.config import ServeConfig
+from deploy.config.application import ServeConfig
 from deploy.mistakes import explain
 
 WHOLE = ServeConfig.model_validate({"engine": {"model": "demo"}}).model_dump(mode="json")

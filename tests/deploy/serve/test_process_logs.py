@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from deploy.config import LogConfig
+from deploy.config.application import LogConfig
 from deploy.observability import logs
 
 
@@ -28,7 +28,7 @@ def lines(stream: io.StringIO) -> list[dict]:
 
 def test_every_line_says_which_process_wrote_it(stream: io.StringIO) -> None:
     logs.configure(LogConfig(), stream, application="a", replica="r", process="rank 1")
-    logging.getLogger("workers.worker_process").warning("slow: %d", 3)
+    logging.getLogger("workers.rank.worker_process").warning("slow: %d", 3)
     logging.getLogger("latentserve.api").info("request", extra={logs.FIELDS: {"request_id": "x-1"}})
     first, second = lines(stream)
     assert first["message"] == "slow: 3"

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from deploy import app, connection, room
-from deploy.app import StartFailed
-from deploy.application import settled
-from deploy.config import ServeConfig
-from deploy.room import LOOK_PERIOD_S, PATIENCE_S, WaitingReplicas, shortage
+from deploy.cluster import connection
+from deploy.config.application import ServeConfig
+from deploy.serve import app, room
+from deploy.serve.app import StartFailed
+from deploy.serve.application import settled
+from deploy.serve.room import LOOK_PERIOD_S, PATIENCE_S, WaitingReplicas, shortage
 from workers.environment import EnvironmentProblem
 
 

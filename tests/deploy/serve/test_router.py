@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deploy import router
-from deploy.arrivals import TICKET_HEADER, Ticket, load_to_report
-from deploy.asks import AskReader
-from deploy.router import LoadRouter, Picker
-from deploy.routing import Ask, Load
+from deploy.routing import router
+from deploy.routing.arrivals import TICKET_HEADER, Ticket, load_to_report
+from deploy.routing.asks import AskReader
+from deploy.routing.policy import Ask, Load
+from deploy.routing.router import LoadRouter, Picker
 
 
 @pytest.fixture

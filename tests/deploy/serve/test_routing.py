@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.routing import FORGET_S, REMEMBER_S, Ask, Cost, Ledger, Load, cached_tokens, choose
-from workers.prompt import page_keys
+from deploy.routing.policy import FORGET_S, REMEMBER_S, Ask, Cost, Ledger, Load, cached_tokens, choose
+from workers.protocol.prompt import page_keys
 
 ROUTER = "me"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.actors import Seat, device_index, seat_order
+from deploy.serve.actors import Seat, device_index, seat_order
 
 pytestmark = pytest.mark.long
 
@@ -96,7 +96,7 @@ def test_a_rank_with_a_gpu_of_its_own_still_sees_all_of_its_node(tmp_path: Path)
 def test_schedulers_and_ranks_do_not_import_the_http_front() -> None:
     # Nor do commands that read settings. Its imports take a quarter of a second, and nothing else starts meanwhile.
     program = (
-        "import sys, deploy.actors, deploy.config, deploy.observability.logs\n"
+        "import sys, deploy.serve.actors, deploy.config.application, deploy.observability.logs\n"
         "print(sorted({'fastapi', 'starlette', 'deploy.api.app', 'transformers', 'torch'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

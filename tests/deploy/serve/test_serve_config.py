@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from deploy.application import bundles
-from deploy.config import ServeConfig, merged
-from deploy.environment import SidePorts, node_environment, resolve_ingress
+from deploy.cluster.environment import SidePorts, node_environment, resolve_ingress
+from deploy.config.application import ServeConfig, merged
+from deploy.serve.application import bundles
 
 
 def config(**fields: object) -> ServeConfig:
@@ -115,7 +115,7 @@ def test_every_variable_is_one_that_this_ray_reads(tmp_path: Path) -> None:
 def test_the_proxy_is_taken_where_there_is_no_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_ingress(config()) == "direct"
     assert resolve_ingress(config(ingress="proxy")) == "proxy"
-    monkeypatch.setattr("deploy.environment.find_binary", lambda: None)
+    monkeypatch.setattr("deploy.cluster.environment.find_binary", lambda: None)
     assert resolve_ingress(config()) == "proxy"
     with pytest.raises(RuntimeError, match="no HAProxy binary"):
         resolve_ingress(config(ingress="direct"))

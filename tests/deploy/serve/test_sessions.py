@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from deploy import app, keeper, sessions
-from deploy.config import ServeConfig
-from deploy.sessions import Sessions, Watch
+from deploy.cluster import keeper, sessions
+from deploy.cluster.sessions import Sessions, Watch
+from deploy.config.application import ServeConfig
+from deploy.serve import app
 
 # A daemon that is to end after its own child, as Ray's agents do, and what would start it under Ray.
 DAEMON = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -28,7 +29,7 @@ import subprocess
 services = SimpleNamespace(ConsolePopen=subprocess.Popen)
 sys.modules["ray"] = ModuleType("ray")
 sys.modules["ray._private"] = SimpleNamespace(services=services)
-from deploy.sessions import Sessions
+from deploy.cluster.sessions import Sessions
 ours = Sessions()
 ours.keep(Path(sys.argv[1]))
 with ours.of_their_own():

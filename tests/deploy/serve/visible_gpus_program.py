@@ -13,10 +13,10 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 
-from deploy.actors import ReplicaProcesses, WorkerActor
-from deploy.application import bundles
-from deploy.config import ServeConfig
-from deploy.environment import PROCESS_ENVIRONMENT
+from deploy.cluster.environment import PROCESS_ENVIRONMENT
+from deploy.config.application import ServeConfig
+from deploy.serve.actors import ReplicaProcesses, WorkerActor
+from deploy.serve.application import bundles
 
 
 async def sights(config: ServeConfig) -> list[list[object]]:

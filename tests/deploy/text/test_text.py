@@ -344,9 +344,9 @@ def test_a_template_that_refuses_in_its_own_words_is_sound(tmp_path: Path, templ
 
 
 def test_a_replica_that_would_refuse_every_chat_does_not_start(tmp_path: Path) -> None:
-    from deploy.config import ServeConfig
-    from deploy.replica import read_tokenizer
-    from workers.engine import EngineFault
+    from deploy.config.application import ServeConfig
+    from deploy.serve.replica import read_tokenizer
+    from workers.protocol.front import EngineFault
 
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, tmp_path)

@@ -1,7 +1,7 @@
 """Decode bookkeeping, reference and Triton, against plain integers. Run with TRITON_INTERPRET=1, see
 test_decode_state.py."""
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 interpreter.repair()
 

@@ -5,7 +5,7 @@ import torch
 
 import kernels.decode_state as family
 from kernels.decode_state import SlotTensors
-from kernels.testing.hopper import compile_only, resources
+from tests.support.hopper import compile_only, resources
 
 pytestmark = pytest.mark.gate
 

@@ -1,7 +1,7 @@
 """The few-token kernels in the repaired interpreter, Gluon ones included. Run with TRITON_INTERPRET=1, see
 test_few_tokens_interpreted.py."""
 
-from kernels.testing import bounds, gluon_interpreter, interpreter
+from tests.support import bounds, gluon_interpreter, interpreter
 
 interpreter.repair()
 gluon_interpreter.install()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernels.few_experts import Routing
-from kernels.testing.ptx import emulated
+from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
 

@@ -16,7 +16,7 @@ from kernels.head_linear import launch as head_launch
 from kernels.linear import launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
 from kernels.pending_norm import PendingNorm, launch_enter
-from kernels.testing.hopper import compile_only, resources
+from tests.support.hopper import compile_only, resources
 
 pytestmark = pytest.mark.gate
 

@@ -6,7 +6,7 @@ import torch
 
 from kernels.few_experts import launch
 from kernels.linear import launch as linear_launch
-from kernels.testing.ptx import emulated
+from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
 

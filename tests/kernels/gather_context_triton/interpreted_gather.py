@@ -1,7 +1,7 @@
 """The gather of cached context in the repaired interpreter. Run with TRITON_INTERPRET=1, see
 test_gather_interpreted.py."""
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 interpreter.repair()
 

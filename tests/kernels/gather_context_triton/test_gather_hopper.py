@@ -4,7 +4,7 @@ import pytest
 import torch
 from gather_case import Gather
 
-from kernels.testing.hopper import compile_only, machine_code, resources
+from tests.support.hopper import compile_only, machine_code, resources
 
 pytestmark = pytest.mark.gate
 

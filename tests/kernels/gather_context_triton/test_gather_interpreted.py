@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kernels.testing.interpreter import interpreted_pytest
+from tests.support.interpreter import interpreted_pytest
 
 
 def test_the_gather_in_the_interpreter() -> None:

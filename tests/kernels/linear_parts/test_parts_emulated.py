@@ -4,7 +4,7 @@ import pytest
 from parts_case import Product
 
 from kernels.linear.parts import Cut
-from kernels.testing.ptx import emulated
+from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
 

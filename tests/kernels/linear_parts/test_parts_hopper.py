@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.head_linear import launch as heads
 from kernels.linear.parts import Cut, part_linear
 from kernels.rms_norm import launch as norms
-from kernels.testing.hopper import compile_only, instructions, machine_code, resources, serialized
+from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
 

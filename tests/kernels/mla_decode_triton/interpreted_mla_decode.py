@@ -1,7 +1,7 @@
 """The portable decode kernels in the repaired interpreter. Run with TRITON_INTERPRET=1, see
 test_mla_decode_interpreted.py."""
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 interpreter.repair()
 

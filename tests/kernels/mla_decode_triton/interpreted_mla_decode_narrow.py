@@ -1,6 +1,6 @@
 """Hopper's kernel for few query vectors, its values without its layouts. Run with TRITON_INTERPRET=1."""
 
-from kernels.testing import gluon_interpreter, interpreter
+from tests.support import gluon_interpreter, interpreter
 
 interpreter.repair()
 gluon_interpreter.install()

@@ -9,7 +9,7 @@ from decode_case import Case
 
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import Tiling, hopper_tiling, portable_tiling
-from kernels.testing.hopper import compile_only, instructions, resources
+from tests.support.hopper import compile_only, instructions, resources
 
 pytestmark = pytest.mark.gate
 

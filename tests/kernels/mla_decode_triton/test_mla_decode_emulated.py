@@ -9,7 +9,7 @@ from decode_case import Case
 
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import hopper_tiling
-from kernels.testing.ptx import Fault, Unordered, emulated
+from tests.support.ptx import Fault, Unordered, emulated
 
 pytestmark = pytest.mark.long
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.testing.interpreter import interpreted_pytest
+from tests.support.interpreter import interpreted_pytest
 
 
 def test_portable_kernels_in_the_interpreter() -> None:
@@ -12,5 +12,5 @@ def test_portable_kernels_in_the_interpreter() -> None:
 
 
 def test_hoppers_narrow_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("kernels.testing.gluon_interpreter")
+    pytest.importorskip("tests.support.gluon_interpreter")
     interpreted_pytest(Path(__file__).with_name("interpreted_mla_decode_narrow.py"))

@@ -1,7 +1,7 @@
 """Sorting and the experts' products in the repaired interpreter. Run with TRITON_INTERPRET=1, see
 test_moe_interpreted.py."""
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 interpreter.repair()
 

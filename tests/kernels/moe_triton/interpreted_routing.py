@@ -1,6 +1,6 @@
 """Routing in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_moe_interpreted.py."""
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 interpreter.repair()
 

@@ -5,7 +5,7 @@ import torch
 
 from kernels.moe import launch, schedule
 from kernels.moe.schedule import ExpertsShape, Workspace
-from kernels.testing.hopper import compile_only, instructions, machine_code, resources
+from tests.support.hopper import compile_only, instructions, machine_code, resources
 
 pytestmark = pytest.mark.gate
 

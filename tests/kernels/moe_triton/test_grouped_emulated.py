@@ -9,7 +9,7 @@ from experts_case import Experts
 from kernels.moe import schedule
 from kernels.moe.launch import Experts as Call
 from kernels.moe.schedule import FEW, Tiling
-from kernels.testing.ptx import emulated
+from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
 

@@ -8,7 +8,7 @@ import torch
 
 from kernels.moe import launch, schedule
 from kernels.moe.schedule import ExpertsShape, Workspace
-from kernels.testing.hopper import compile_only, instructions, machine_code, resources, serialized
+from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.testing.interpreter import interpreted_pytest
+from tests.support.interpreter import interpreted_pytest
 
 pytestmark = pytest.mark.long
 

@@ -9,8 +9,8 @@ import torch
 from experts_case import Experts
 
 from kernels.rms_norm import launch as norms
-from kernels.testing.ptx import Unordered, emulated
-from kernels.testing.ptx.memory import Fault
+from tests.support.ptx import Unordered, emulated
+from tests.support.ptx.memory import Fault
 
 pytestmark = pytest.mark.long
 

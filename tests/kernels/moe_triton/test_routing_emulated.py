@@ -3,7 +3,7 @@
 import pytest
 from routing_case import MODELS, Routing
 
-from kernels.testing.ptx import emulated
+from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
 

@@ -3,7 +3,7 @@
 import pytest
 from routing_case import MODELS, Routing
 
-from kernels.testing.hopper import compile_only, resources
+from tests.support.hopper import compile_only, resources
 
 pytestmark = pytest.mark.gate
 

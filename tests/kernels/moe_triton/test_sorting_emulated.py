@@ -4,7 +4,7 @@ import pytest
 import torch
 from experts_case import Experts
 
-from kernels.testing.ptx import emulated
+from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
 

@@ -1,6 +1,6 @@
 """The ordered sum in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_ordered_sum_interpreted.py."""
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 interpreter.repair()
 

@@ -5,7 +5,7 @@ import torch
 
 from kernels.linear import launch as linear_launch
 from kernels.ordered_sum import launch
-from kernels.testing.hopper import compile_only, instructions, resources
+from tests.support.hopper import compile_only, instructions, resources
 
 pytestmark = pytest.mark.gate
 

@@ -1,7 +1,7 @@
 """Prefill attention and the merge in the repaired interpreter. Run with TRITON_INTERPRET=1, see
 test_prefill_interpreted.py."""
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 interpreter.repair()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prefill_case import REAL, Case
 
 from kernels.mla_prefill.launch import HOPPER
-from kernels.testing.ptx import emulated
+from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
 

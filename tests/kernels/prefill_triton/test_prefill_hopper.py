@@ -8,7 +8,7 @@ from prefill_case import REAL, Case
 
 from kernels.merge_attention import launch as merge_launch
 from kernels.mla_prefill.launch import HOPPER, Tiling
-from kernels.testing.hopper import compile_only, instructions, machine_code, resources, serialized
+from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
 

@@ -10,7 +10,7 @@ import torch
 from ptx_kernels import boxes, collatz, of_two, products, row_figures
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.testing.ptx import Fault, emulated
+from tests.support.ptx import Fault, emulated
 
 pytestmark = pytest.mark.long
 

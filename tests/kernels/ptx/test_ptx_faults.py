@@ -8,7 +8,7 @@ import torch
 from ptx_kernels import TILED, double, relay, ring_sum
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.testing.ptx import Fault, Unordered, emulated
+from tests.support.ptx import Fault, Unordered, emulated
 
 pytestmark = pytest.mark.long
 

@@ -5,8 +5,8 @@ import torch
 from sampling_case import Case
 
 from kernels.sampling import launch
-from kernels.testing.hopper import compile_only, machine_code, resources
 from kernels.verify import launch as verify_launch
+from tests.support.hopper import compile_only, machine_code, resources
 
 pytestmark = pytest.mark.gate
 

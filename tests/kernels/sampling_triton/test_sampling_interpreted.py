@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kernels.testing.interpreter import interpreted_pytest
+from tests.support.interpreter import interpreted_pytest
 
 
 def test_sampling_kernels_in_the_interpreter() -> None:

@@ -1,7 +1,7 @@
 """The token-wise kernels in the repaired interpreter. Run with TRITON_INTERPRET=1, see
 test_token_wise_interpreted.py."""
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 interpreter.repair()
 

@@ -3,7 +3,7 @@
 import pytest
 from token_wise_case import Gate, Norm, RopeCache
 
-from kernels.testing.hopper import compile_only, machine_code, resources
+from tests.support.hopper import compile_only, machine_code, resources
 
 pytestmark = pytest.mark.gate
 

@@ -1,7 +1,7 @@
 """Narrow floats in the repaired interpreter, against torch. Run with TRITON_INTERPRET=1, see
 test_interpreter_repair.py."""
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 interpreter.repair()
 

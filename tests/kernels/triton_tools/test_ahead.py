@@ -12,7 +12,7 @@ import triton.language as tl
 from triton import knobs
 
 from kernels.ahead import compile_ahead
-from kernels.testing.hopper import compile_only
+from tests.support.hopper import compile_only
 
 CPU = torch.device("cpu")
 

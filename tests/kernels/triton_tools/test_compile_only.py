@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from kernels.testing.hopper import SHARED_MEMORY_LIMIT, compile_only, instructions, resources, serialized
+from tests.support.hopper import SHARED_MEMORY_LIMIT, compile_only, instructions, resources, serialized
 
 
 @triton.jit

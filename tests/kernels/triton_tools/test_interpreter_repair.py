@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 pytestmark = pytest.mark.long
 
@@ -21,7 +21,7 @@ def test_narrow_floats() -> None:
 def test_the_plain_interpreter_fails_these_tests() -> None:
     """Shows that the tests can fail, and says when a Triton release has made the repair superfluous."""
     code = (
-        "import sys, pytest; from kernels.testing import interpreter; interpreter.repair = lambda: None;"
+        "import sys, pytest; from tests.support import interpreter; interpreter.repair = lambda: None;"
         f"sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {str(HERE / 'interpreted_narrow_floats.py')!r}]))"
     )
     environment = dict(os.environ, TRITON_INTERPRET="1")

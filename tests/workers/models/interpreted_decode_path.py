@@ -1,7 +1,7 @@
 """The few-token path on the kernels it launches on Hopper, interpreted: from the embedding to the final norm. Run with
 TRITON_INTERPRET=1, see test_decode_path_interpreted.py."""
 
-from kernels.testing import bounds, gluon_interpreter, interpreter
+from tests.support import bounds, gluon_interpreter, interpreter
 
 interpreter.repair()
 gluon_interpreter.install()
@@ -28,9 +28,9 @@ from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling  #
 from kernels.moe import reference  # noqa: E402
 from kernels.pending_norm import PendingNorm, launch_enter  # noqa: E402
 from kernels.rms_norm import launch as norms  # noqa: E402
-from workers.batch import Batch, DecodeBatch  # noqa: E402
+from workers.memory.scratch import Scratch  # noqa: E402
+from workers.models.batch import Batch, DecodeBatch  # noqa: E402
 from workers.models.config import ModelConfig  # noqa: E402
-from workers.scratch import Scratch  # noqa: E402
 
 gluon.language.num_warps = lambda: 4
 CPU = torch.device("cpu")

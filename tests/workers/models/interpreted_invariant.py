@@ -1,7 +1,7 @@
 """Invariant mode on the kernels it launches on a GPU, interpreted: the whole model, layer by layer. Run with
 TRITON_INTERPRET=1, see test_invariant_interpreted.py."""
 
-from kernels.testing import interpreter
+from tests.support import interpreter
 
 interpreter.repair()
 

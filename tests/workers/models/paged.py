@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.batch import Batch, DecodeBatch, LatentCache, PrefillBatch
 from workers.models import DeepseekModel, load_model
-from workers.parallel import TensorParallel
-from workers.plan import BatchLayout
+from workers.models.batch import Batch, DecodeBatch, LatentCache, PrefillBatch
+from workers.parallel.group import TensorParallel
+from workers.protocol.plan import BatchLayout
 
 ARBITRARY_PAGE = 2147480000
 CPU = torch.device("cpu")

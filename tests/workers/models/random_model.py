@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from workers.batch import Batch, DecodeBatch, LatentCache
+from workers.models.batch import Batch, DecodeBatch, LatentCache
 from workers.models.config import ModelConfig
 from workers.models.deepseek import DeepseekModel
-from workers.parallel import TensorParallel
-from workers.plan import BatchLayout
-from workers.weights import WeightSource
+from workers.parallel.group import TensorParallel
+from workers.protocol.plan import BatchLayout
+from workers.weights.source import WeightSource
 
 V2_LITE_HEADS: dict[str, Any] = {
     "model_type": "deepseek_v2",

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kernels.mla_decode import DecodeShape, Workspace
 from kernels.mla_decode.schedule import hopper_tiling
-from workers.batch import Batch, PrefillBatch
 from workers.models.absorbed import AbsorbedRows
-from workers.plan import BatchLayout
+from workers.models.batch import Batch, PrefillBatch
+from workers.protocol.plan import BatchLayout
 
 
 def rows_of(start: list[int], count: list[int], heads: int, pages: int) -> AbsorbedRows:

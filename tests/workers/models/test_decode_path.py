@@ -13,11 +13,11 @@ from paged import CPU, Paged, load_fp32
 from rank_processes import run_ranks
 from tiny_models import KINDS, VOCAB, write_tiny
 
+from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.decode_path import DecodePath, unsupported
-from workers.parallel import TensorParallel
-from workers.scratch import Scratch
-from workers.symmetric import MOST_BYTES
+from workers.parallel.group import TensorParallel
+from workers.parallel.symmetric import MOST_BYTES
 
 
 def agree(folder: Path, group: TensorParallel | None = None) -> None:

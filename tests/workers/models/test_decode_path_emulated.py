@@ -18,9 +18,9 @@ from kernels.mla_decode import launch as attention
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
 from kernels.pending_norm import PendingNorm, launch_enter
 from kernels.rms_norm import launch as norms
-from kernels.testing.ptx import Unordered, emulated
-from workers.batch import Batch
-from workers.scratch import Scratch
+from tests.support.ptx import Unordered, emulated
+from workers.memory.scratch import Scratch
+from workers.models.batch import Batch
 
 pytestmark = pytest.mark.long
 

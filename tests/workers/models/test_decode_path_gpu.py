@@ -13,8 +13,8 @@ from random_model import V2_LITE_HEADS, decode_step, random_model
 from tiny_models import VOCAB, write_tiny
 
 from kernels.dependent import launches_dependently
-from workers.batch import Batch
 from workers.models import DeepseekModel, load_model
+from workers.models.batch import Batch
 from workers.models.decode_path import DecodePath, unsupported
 
 pytestmark = [

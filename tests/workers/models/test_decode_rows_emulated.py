@@ -21,13 +21,13 @@ from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
 from kernels.moe import AddNorm, reference
 from kernels.moe import launch as moe
 from kernels.rms_norm import launch as norms
-from kernels.testing.ptx import Fault, Unordered, emulated
-from workers.batch import Batch, LatentCache
+from tests.support.ptx import Fault, Unordered, emulated
+from workers.memory.scratch import Scratch
 from workers.models import attention
 from workers.models import products as models_products
+from workers.models.batch import Batch, LatentCache
 from workers.models.deepseek import DeepseekModel
 from workers.models.segments import Flow
-from workers.scratch import Scratch
 
 pytestmark = pytest.mark.long
 

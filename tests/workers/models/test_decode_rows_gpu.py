@@ -10,8 +10,8 @@ from captured import REPLAYS
 from random_model import V2_LITE_HEADS, decode_step, random_model
 
 from kernels.hopper import is_hopper
+from workers.memory.scratch import Scratch
 from workers.models.segments import Flow, Segments
-from workers.scratch import Scratch
 
 pytestmark = [
     pytest.mark.gpu,

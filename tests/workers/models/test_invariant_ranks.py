@@ -15,7 +15,7 @@ from torch import Tensor
 from workers.config import DEMO_MODEL
 from workers.models import absorbed, load_model, products
 from workers.models.products import InvariantProducts
-from workers.parallel import TensorParallel
+from workers.parallel.group import TensorParallel
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (90, 41, 9)]
 KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied"]

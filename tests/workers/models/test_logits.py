@@ -109,8 +109,8 @@ def test_padded_decode_rows_change_nothing() -> None:
     from dataclasses import replace
 
     from kernels.page import NULL_PAGE
-    from workers.batch import DecodeBatch
-    from workers.plan import BatchLayout
+    from workers.models.batch import DecodeBatch
+    from workers.protocol.plan import BatchLayout
 
     results = []
     for padding in (0, 3):

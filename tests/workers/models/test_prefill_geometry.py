@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kernels.gather_context import gather_context
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.batch import Batch, PrefillBatch
+from workers.models.batch import Batch, PrefillBatch
 from workers.models.prefill import CONTEXT_ENTRIES, PrefillGeometry, entries_of_a_row
-from workers.plan import BatchLayout
+from workers.protocol.plan import BatchLayout
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ import torch
 
 from kernels import moe
 from kernels.moe import AddNorm
+from workers.memory.scratch import Scratch
 from workers.models import products
 from workers.models.products import Experts, InvariantProducts, Products
-from workers.parallel import TensorParallel
-from workers.scratch import Scratch
+from workers.parallel.group import TensorParallel
 
 
 @pytest.mark.parametrize("able", [False, True])

@@ -21,8 +21,8 @@ from triton.runtime.jit import JITFunction
 from kernels import linear, mla_decode, repeat
 from kernels.mla_prefill import launch as prefill_launch
 from kernels.repeat import Repeat
+from workers.memory.scratch import Scratch
 from workers.models import deepseek, prefill
-from workers.scratch import Scratch
 
 Launch = tuple[Any, ...]
 

@@ -13,12 +13,12 @@ from random_model import V2_LITE_HEADS
 from torch import Tensor
 
 from kernels.moe import AddNorm
+from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.products import InvariantProducts, Products
-from workers.parallel import TensorParallel
-from workers.scratch import Scratch
-from workers.weights import Shape, WeightSource
+from workers.parallel.group import TensorParallel
+from workers.weights.source import Shape, WeightSource
 
 HIDDEN, WIDTH, EXPERTS = 48, 64, 8
 

@@ -12,7 +12,7 @@ from rank_processes import run_ranks
 from tiny_models import VOCAB, write_tiny
 
 from workers.models import load_model
-from workers.parallel import TensorParallel
+from workers.parallel.group import TensorParallel
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (1, 40, 130)]
 KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied"]

@@ -12,10 +12,10 @@ from paged import CPU, load_fp32
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
-from workers import weights
+from workers.memory.scratch import Scratch
 from workers.models import DeepseekModel, WeightsError, load_model
-from workers.parallel import TensorParallel
-from workers.scratch import Scratch
+from workers.parallel.group import TensorParallel
+from workers.weights import source as weights
 
 
 def load(folder: Path, **options: Any) -> DeepseekModel:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from simulated_worker import SimulatedWorker, alone
 
 from kernels.page import PAGE_TOKENS
-from workers.messages import Request, RequestOutput
-from workers.plan import SamplingParams, StepPlan
-from workers.prompt import Prompt
+from workers.protocol.messages import Request, RequestOutput
+from workers.protocol.plan import SamplingParams, StepPlan
+from workers.protocol.prompt import Prompt
 from workers.scheduler import Scheduler, SchedulerConfig, max_pages_per_row
 from workers.scheduler.sequence import Phase
 

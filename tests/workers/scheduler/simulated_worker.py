@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kernels.page import NULL_PAGE, PAGE_TOKENS
-from workers.messages import Request
-from workers.plan import PrefillRow, SamplingParams, StepPlan, StepResult, TopLogprobs
+from workers.protocol.messages import Request
+from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResult, TopLogprobs
 
 VOCAB = 40
 Content = tuple[int, int]

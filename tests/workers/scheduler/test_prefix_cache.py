@@ -13,7 +13,7 @@ from replica import Replica
 from workload import config, tokens
 
 from kernels.page import PAGE_TOKENS
-from workers.prompt import Prompt, page_keys
+from workers.protocol.prompt import Prompt, page_keys
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.tokens import Tokens
@@ -126,7 +126,7 @@ def test_the_statistics_name_the_newest_keys() -> None:
 
 
 def test_a_colliding_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.prompt.chain_key", lambda parent, page: 7)
+    monkeypatch.setattr("workers.protocol.prompt.chain_key", lambda parent, page: 7)
     replica = Replica(config())
     assert run_one(replica, "a", tokens(200, seed=1)) == 0
     assert run_one(replica, "b", tokens(200, seed=2)) == 0
@@ -135,7 +135,7 @@ def test_a_colliding_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_pages_behind_different_prefixes_are_different(monkeypatch: pytest.MonkeyPatch) -> None:
     # Even when the keys do not tell them apart: key of a page = hash of that page alone.
-    from workers import prompt as prompts
+    from workers.protocol import prompt as prompts
 
     strong = prompts.chain_key
     monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(0, page))
@@ -169,7 +169,7 @@ def test_a_gap_left_by_a_twin_is_filled_when_the_row_ends() -> None:
 
 def test_nothing_is_cached_behind_a_page_whose_key_collided(monkeypatch: pytest.MonkeyPatch) -> None:
     # All first pages collide. Cached behind the other's first page, b's second one would be taken for a's.
-    from workers import prompt as prompts
+    from workers.protocol import prompt as prompts
 
     strong = prompts.chain_key
     monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(7, page) if parent else 7)
@@ -181,7 +181,7 @@ def test_nothing_is_cached_behind_a_page_whose_key_collided(monkeypatch: pytest.
 
 
 def test_nothing_is_cached_behind_an_equal_page_of_another_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers import prompt as prompts
+    from workers.protocol import prompt as prompts
 
     strong = prompts.chain_key
     monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(0, page))
@@ -195,7 +195,7 @@ def test_nothing_is_cached_behind_an_equal_page_of_another_prefix(monkeypatch: p
 
 
 def test_a_gap_that_a_colliding_page_took_is_not_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers import prompt as prompts
+    from workers.protocol import prompt as prompts
 
     strong = prompts.chain_key
     monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(7, page) if parent else 7)

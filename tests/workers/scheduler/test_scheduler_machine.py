@@ -13,7 +13,7 @@ from replica import Replica
 from simulated_worker import VOCAB
 from workload import random_config, random_request
 
-from workers import prompt as prompts
+from workers.protocol import prompt as prompts
 
 
 class SchedulerMachine(RuleBasedStateMachine):

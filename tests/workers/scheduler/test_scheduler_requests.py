@@ -9,9 +9,9 @@ import pytest
 from replica import Replica
 from workload import config, tokens
 
-from workers.messages import Request
-from workers.plan import SamplingParams
-from workers.prompt import Prompt
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams
+from workers.protocol.prompt import Prompt
 from workers.scheduler import Scheduler, max_pages_per_row
 
 

@@ -10,8 +10,8 @@ from replica import Replica
 from simulated_worker import VOCAB, alone
 from workload import config, tokens
 
-from workers.messages import STEP_BUCKETS, Request
-from workers.plan import SamplingParams, StepResult
+from workers.protocol.messages import STEP_BUCKETS, Request
+from workers.protocol.plan import SamplingParams, StepResult
 from workers.scheduler import Scheduler, max_entries_per_row, max_pages_per_row
 from workers.scheduler.acceptance import AcceptanceWatch
 

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from workers.messages import Request
-from workers.plan import SamplingParams
-from workers.prompt import Prompt
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams
+from workers.protocol.prompt import Prompt
 from workers.scheduler.queue import WaitingQueue
 from workers.scheduler.sequence import Phase, Sequence
 from workers.scheduler.tokens import Tokens

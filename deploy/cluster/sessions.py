@@ -1,0 +1,147 @@
+"""A Ray of our own is kept out of reach of signals to our process group, and is ended to the last process all the same.
+
+`timeout`, shells and supervisors signal the whole group of what they end. Ray's daemons would end at once, and with
+them the streams and every way to end the rest in order. So each daemon begins a session of its own: only this process
+hears the signal, and ends Ray when it is done with it. Where somebody signals every single process, Ray is gone, and
+what asks it for anything waits for a minute: then `Watch` ends this process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from deploy.cluster import keeper
+from deploy.cluster.keeper import Keeper
+
+LEAVE_S = 2.0
+"""Seconds that processes of a Ray that has ended may take to end by themselves."""
+LIMIT_S = 5.0
+"""Seconds until all of them must be gone."""
+HURRY_S = 10.0
+"""Seconds that ending a Ray in order may take where nothing else is waited for."""
+LOOK_S = 0.2
+
+
+class Sessions:
+    """The sessions of a Ray of our own, one a daemon, and the folder of its temporary files."""
+
+    def __init__(self) -> None:
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._missing: list[subprocess.Popen[bytes]] = []
+        self._closing = self._broken = False
+        self._folder: Path | None = None
+        self._keeper: Keeper | None = None
+        self._lock = threading.Lock()
+
+    def keep(self, folder: Path) -> None:
+        """Remove `folder` with the last process, even if this one is killed."""
+        self._folder, self._keeper = folder, Keeper(folder)
+
+    @contextmanager
+    def of_their_own(self) -> Iterator[None]:
+        """The daemons that Ray starts within begin sessions of their own. After `keep`."""
+        from ray._private import services
+
+        popen: Any = services.ConsolePopen
+
+        def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+            process: subprocess.Popen[bytes] = popen(*arguments, **options, start_new_session=True)
+            self._daemons.append(process)
+            assert self._keeper is not None
+            self._keeper.add(process.pid)
+            return process
+
+        services.ConsolePopen = start
+        try:
+            yield
+        finally:
+            services.ConsolePopen = popen
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are any: not before Ray is started, nor where it was there before."""
+        return bool(self._daemons)
+
+    def look(self, ending: bool) -> bool:
+        """Whether somebody else has ended Ray; to be called again and again. While it is `ending` any of its daemons
+        says so, before only those without which it answers nobody: the others may have failed long ago.
+
+        Signalled together with the others, those two take ten seconds to end, in which whoever asks them waits."""
+        for daemon in self._daemons:
+            if not self._closing and daemon not in self._missing and daemon.poll() is not None:
+                self._missing.append(daemon)
+                self._broken |= ending or _is_needed(daemon)
+        return self._broken
+
+    def closing(self) -> None:
+        """From now on this process ends Ray itself."""
+        self._closing = True
+
+    def end(self) -> None:
+        """Wait a moment for every process to end, kill those that have not, remove the folder."""
+        with self._lock:
+            self._closing = True
+            keeper.end({daemon.pid for daemon in self._daemons}, LEAVE_S, LIMIT_S)
+            self._daemons.clear()
+            if self._folder is not None and self._keeper is not None:
+                keeper.remove(self._folder)
+                self._keeper.close()
+            self._folder = self._keeper = None
+
+
+def _is_needed(daemon: subprocess.Popen[bytes]) -> bool:
+    command: Any = daemon.args
+    return Path(command[0]).name in ("gcs_server", "raylet")
+
+
+class Watch:
+    """Ends this process where it does not end by itself in time, once it should. A thread of its own, as what the main
+    thread asks of a Ray that has ended holds it for a minute."""
+
+    def __init__(self, sessions: Sessions, within_s: float, say: Callable[[str], None]) -> None:
+        """`within_s`: seconds from `stop` on."""
+        self._sessions, self._within_s, self._say = sessions, within_s, say
+        self._deadline = math.inf
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="watch-end", daemon=True).start()
+
+    def stop(self) -> None:
+        """This process should end from now on. A signal handler may call it."""
+        self._deadline = min(self._deadline, time.monotonic() + self._within_s)
+
+    def hurry(self) -> None:
+        """It should end at once."""
+        self._deadline = min(self._deadline, time.monotonic() + HURRY_S)
+
+    def over(self) -> None:
+        """It did what there was to do."""
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            ending = self._deadline < math.inf
+            if not self._sessions.begun:
+                continue
+            broken = self._sessions.look(ending)
+            if ending and (broken or time.monotonic() >= self._deadline):
+                self._end("Ray was ended by somebody else" if broken else "Ray did not end in time")
+                return
+
+    def _end(self, cause: str) -> None:
+        stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)  # Ray's libraries in this process tell what they miss of Ray, line by line
+        self._sessions.end()
+        os.dup2(stderr, 2)
+        for descriptor in (stderr, nowhere):
+            os.close(descriptor)
+        with suppress(OSError):
+            self._say(f"stopped; {cause}, so streams that still ran were broken off")
+        os._exit(0)

@@ -1,0 +1,1 @@
+"""Settings: of an application, of its HTTP front."""

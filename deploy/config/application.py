@@ -1,0 +1,156 @@
+"""Settings of a whole application: every field with its unit and default. One replica's own are `workers.config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from deploy.config.api import ApiConfig
+from workers.config import EngineConfig
+
+Ingress = Literal["direct", "proxy"]
+
+
+class RoutingConfig(BaseModel):
+    """How a replica is chosen. Costs are in prompt tokens still to be computed (`deploy.routing.policy`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    row_tokens: Annotated[float, Field(ge=0)] = 32.0
+    """What one running or waiting request costs the next one, as prompt tokens."""
+    stats_period_s: Annotated[float, Field(gt=0)] = 0.2
+    """Seconds between two reports of a replica's load."""
+    affinity_bytes: Annotated[int, Field(ge=16384)] = 512 * 1024
+    """Bytes of a request's body the router sees; of a longer one it reads the head and estimates the rest."""
+
+
+class DrainConfig(BaseModel):
+    """How long an ending replica or proxy waits for what it still serves."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    deregister_s: Annotated[float, Field(ge=0)] = 2.0
+    """Seconds an ending replica stays reachable, so that every proxy hears of it first."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that streams of an ending replica, and of a proxy that was reloaded, may still take."""
+
+
+class HealthConfig(BaseModel):
+    """How failures that nobody reported are found, and how fast a replica that failed leaves."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    period_s: Annotated[float, Field(gt=0)] = 0.5
+    """Seconds between two health checks of a replica by the Serve controller, which finds a dead one by them."""
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds until a health check without an answer counts as failed; three in a row replace the replica. A front that
+    hangs for as long, and at least for a second, is ended."""
+    flush_s: Annotated[float, Field(ge=0)] = 0.25
+    """Seconds between the error event on every stream of a failed replica and its exit."""
+    start_attempts: Annotated[int, Field(ge=1)] = 3
+    """Replicas in a row that may fail while starting before the application counts as failed."""
+
+
+class LogConfig(BaseModel):
+    """Structured logs: one JSON object a line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    access: bool = False
+    """One line for every HTTP request."""
+
+
+class ServeConfig(BaseModel):
+    """What `latentserve serve --config` and the `args` of a Serve config file hold."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: EngineConfig
+    api: ApiConfig = ApiConfig()
+    name: str | None = None
+    """The model's own name; default: the folder's. Clients ask for it unless `api.served_model_names` is given."""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Engines, each with `engine.tensor_parallel` ranks."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface, which several nodes need."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0 takes a free one."""
+    ingress: Literal["auto", "direct", "proxy"] = "auto"
+    """direct: HAProxy in front of the replicas, whose tokens cross no second hop. proxy: Serve's own proxy. auto:
+    direct wherever an HAProxy binary is found (on a running cluster: where its processes were started for it)."""
+    proxies: Literal["every_node", "head"] = "every_node"
+    """Nodes of a cluster that take requests: the head and all that run a replica (behind a load balancer), or the head
+    alone. Each has a router of its own, which learns what the others sent from the replicas' next report."""
+    ray_address: str | None = None
+    """Cluster to join (`auto`, host:port). None: the one RAY_ADDRESS names, else one of its own on this machine."""
+    ray_auth: Literal["token", "disabled"] = "token"
+    """Whether Ray's own ports ask for a token; for the cluster that `serve` starts by itself."""
+    object_store_bytes: Annotated[int, Field(ge=78643200)] = 128 * 1024 * 1024
+    """Ray's shared memory on a cluster that `serve` starts by itself; requests and tokens never go through it."""
+    dashboard: bool = True
+    """Ray's dashboard, on the cluster that `serve` starts by itself."""
+    cpus_per_process: Annotated[float, Field(ge=0.0001)] = 1.0
+    """Cores reserved for each of a replica's front, scheduler and ranks. Ray knows no less than a ten-thousandth."""
+    gpus_per_rank: Annotated[float, Field(ge=0, le=1)] | None = None
+    """GPUs reserved for a rank. None: 1 where the engine runs on GPUs, else 0. Replicas of one rank may share a GPU,
+    with `engine.cache_pages` given; a rank for which none is reserved runs on a CPU."""
+    routing: RoutingConfig = RoutingConfig()
+    drain: DrainConfig = DrainConfig()
+    health: HealthConfig = HealthConfig()
+    log: LogConfig = LogConfig()
+    metrics_period_s: Annotated[float, Field(gt=0)] = 1.0
+    """Seconds between two reports of a replica's figures to Ray's metrics."""
+
+    @model_validator(mode="after")
+    def _host_is_reachable_from_its_proxy(self) -> Self:
+        if self.host not in ("127.0.0.1", "0.0.0.0", "localhost") and self.ingress != "proxy":
+            raise ValueError(
+                f"host = {self.host}: HAProxy reaches replicas of its own node over 127.0.0.1, so listen on 127.0.0.1 "
+                "or 0.0.0.0 (and let a firewall choose the interface), or set ingress to proxy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_have_gpus_of_their_own(self) -> Self:
+        gpus, ranks = self.gpus_per_rank, self.engine.tensor_parallel
+        if gpus is None or self.engine.device == "cpu":
+            return self
+        if gpus == 0 and self.engine.device == "cuda":
+            raise ValueError(
+                "gpus_per_rank = 0 reserves no GPU, but device = cuda: leave gpus_per_rank out, or set device to cpu"
+            )
+        if 0 < gpus <= 0.5 and ranks > 1:
+            raise ValueError(
+                f"gpus_per_rank = {gpus:g} puts ranks of one replica on the same GPU, and tensor_parallel = {ranks} "
+                "needs one for each: leave gpus_per_rank out, or set tensor_parallel to 1"
+            )
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """The model's own name."""
+        return self.name or (self.engine.model if self.engine.model == "demo" else self.engine.folder.resolve().name)
+
+    @staticmethod
+    def load(path: str | Path, **overrides: Any) -> ServeConfig:
+        """Settings from a YAML file; `overrides` (None: not given) replace fields, dotted names reach inner ones."""
+        data = yaml.safe_load(Path(path).read_text()) or {}
+        return ServeConfig.model_validate(merged(data, overrides))
+
+
+def merged(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """`data` with the overrides that are not None; `{"engine.width": 2}` sets data["engine"]["width"]."""
+    result = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    for name, value in overrides.items():
+        if value is None:
+            continue
+        *path, leaf = name.split(".")
+        target = result
+        for part in path:
+            target = target.setdefault(part, {})
+        target[leaf] = value
+    return result

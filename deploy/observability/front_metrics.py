@@ -1,0 +1,194 @@
+"""What the HTTP front tells about itself: counters, gauges and histograms of this process, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from workers.protocol.messages import STEP_BUCKETS, EngineStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+FIRST_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+TOKEN_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+REQUEST_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
+PROMPT_BUCKETS = (16, 64, 256, 1024, 4096, 16384, 65536, 131072)
+
+GAUGES: dict[str, str] = {
+    "running": "Requests that hold a slot.",
+    "waiting": "Requests that wait for a slot or for pages.",
+    "prefill_backlog": "Prompt tokens still to be computed.",
+    "pages_total": "Pages of latent cache.",
+    "pages_free": "Free pages, those that only the prefix cache holds included.",
+    "slots": "Requests that can run at once.",
+    "queue_limit": "Requests that may wait beyond them.",
+    "drafting": "1 while the engine drafts, 0 once it gave drafts up.",
+}
+COUNTERS: dict[str, str] = {
+    "prompt_tokens": "Prompt tokens of admitted requests.",
+    "generated_tokens": "Tokens generated.",
+    "cached_tokens": "Prompt tokens served from the prefix cache.",
+    "drafts_offered": "Draft tokens verified.",
+    "drafts_accepted": "Draft tokens that stood.",
+    "preemptions": "Requests put back to the queue because pages ran out.",
+    "bad_rows": "Rows whose logits were not finite: their requests failed, or were computed again.",
+}
+HISTOGRAMS: dict[str, str] = {
+    "step_seconds": "Seconds that a step took on rank 0, by kind: decode, prefill or mixed.",
+    "step_decode_rows": "Decode rows of a step that has any, by kind.",
+    "step_prefill_tokens": "Prefill tokens of a step that has any, by kind.",
+}
+WORKER_GAUGES: dict[str, str] = {
+    "graph_capture_seconds": "Seconds that capturing the graphs took.",
+    "graph_bytes": "Device memory of the graphs and their scratch.",
+}
+WORKER_COUNTERS: dict[str, tuple[str, str | None]] = {
+    "graph_replays": ("Steps that were one replay of a graph.", None),
+    "graph_rows": ("Decode rows of these steps.", None),
+    "graph_padded_rows": ("Rows that padded them to their buckets.", None),
+    "graph_mixed_steps": ("Steps with prefill rows whose segments were replayed.", None),
+    "graph_tokens": ("Tokens of these steps.", None),
+    "graph_padded_tokens": ("Tokens that padded them to their buckets.", None),
+    "graph_eager_steps": ("Steps of which nothing was replayed, by reason.", "reason"),
+}
+"""What is counted, and the name of the label if there is one."""
+
+
+def cumulative(name: str, counts: Sequence[int]) -> list[tuple[str, int]]:
+    """(upper bound, values up to it) of every bucket of a histogram of the scheduler, as Prometheus wants them."""
+    bounds = [*map(floatToGoString, STEP_BUCKETS[name]), "+Inf"]
+    return list(zip(bounds, accumulate(counts), strict=True))
+
+
+class _EngineCollector(Collector):
+    """Renders the scheduler's newest figures when Prometheus asks: nothing is copied in between."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(f"latentserve_engine_{name}", text, value=float(getattr(stats, name)))
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"latentserve_engine_{name}", text, value=float(getattr(stats, name)))
+        for name, text in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(f"latentserve_engine_{name}", text, labels=("kind",))
+            for kind, part in getattr(stats, name).items():
+                histogram.add_metric((kind,), cumulative(name, part.counts), part.total)
+            yield histogram
+        for name, text in WORKER_GAUGES.items():
+            value = stats.worker.get(name, {}).get("", 0.0)
+            yield GaugeMetricFamily(f"latentserve_engine_{name}", text, value=value)
+        for name, (text, label) in WORKER_COUNTERS.items():
+            counter = CounterMetricFamily(f"latentserve_engine_{name}", text, labels=(label,) if label else ())
+            for of, value in stats.worker.get(name, {} if label else {"": 0.0}).items():
+                counter.add_metric((of,) if label else (), value)
+            yield counter
+
+
+class FrontMetrics:
+    """The sink of the front's measurements. Subclasses that mirror them elsewhere override the methods and call these.
+
+    - `latentserve_requests_total{endpoint, reason}`: sequences ended; reason is stop, length, cancelled (the client
+      left), refused or error.
+    - `latentserve_requests_in_flight`: sequences handed to the engine and not ended.
+    - `latentserve_prompt_tokens_total`, `latentserve_cached_tokens_total`, `latentserve_generated_tokens_total`.
+    - `latentserve_prompt_length_tokens`: histogram of prompt lengths.
+    - `latentserve_time_to_first_token_seconds`: from the request's arrival to its first token, tokenizing and queueing
+      included.
+    - `latentserve_inter_token_seconds`: between consecutive outputs of a sequence (an output may hold several tokens).
+    - `latentserve_time_per_output_token_seconds`: mean over one sequence, without its first output.
+    - `latentserve_request_seconds`: from arrival to the end of a sequence.
+    - `latentserve_http_responses_total{path, status}`.
+    - `latentserve_engine_*`: the scheduler's figures (`EngineStats`), and those of rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        r = self.registry
+        self._requests = Counter(
+            "latentserve_requests", "Sequences ended, by endpoint and reason.", ("endpoint", "reason"), registry=r
+        )
+        self._in_flight = Gauge(
+            "latentserve_requests_in_flight", "Sequences handed to the engine and not ended.", registry=r
+        )
+        self._prompt = Counter("latentserve_prompt_tokens", "Tokens of prompts.", registry=r)
+        self._cached = Counter("latentserve_cached_tokens", "Prompt tokens taken from the prefix cache.", registry=r)
+        self._generated = Counter("latentserve_generated_tokens", "Tokens generated.", registry=r)
+        self._prompt_length = Histogram(
+            "latentserve_prompt_length_tokens", "Tokens of a prompt.", buckets=PROMPT_BUCKETS, registry=r
+        )
+        self._first = Histogram(
+            "latentserve_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=r,
+        )
+        self._inter = Histogram(
+            "latentserve_inter_token_seconds",
+            "Between consecutive outputs of a sequence.",
+            buckets=TOKEN_BUCKETS,
+            registry=r,
+        )
+        self._per_token = Histogram(
+            "latentserve_time_per_output_token_seconds",
+            "Mean time per token of a sequence after its first output.",
+            buckets=TOKEN_BUCKETS,
+            registry=r,
+        )
+        self._request = Histogram(
+            "latentserve_request_seconds",
+            "From arrival to the end of a sequence.",
+            buckets=REQUEST_BUCKETS,
+            registry=r,
+        )
+        self._responses = Counter(
+            "latentserve_http_responses", "HTTP answers by path and status.", ("path", "status"), registry=r
+        )
+
+    def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
+        """Render the engine's figures too."""
+        self.registry.register(_EngineCollector(stats))
+
+    def request_started(self, endpoint: str, prompt_tokens: int) -> None:
+        """A sequence is handed to the engine."""
+        self._in_flight.inc()
+        self._prompt.inc(prompt_tokens)
+        self._prompt_length.observe(prompt_tokens)
+
+    def first_token(self, seconds: float) -> None:
+        """A sequence's first token came, this long after the request."""
+        self._first.observe(seconds)
+
+    def token_intervals(self, seconds: Sequence[float]) -> None:
+        """Intervals between consecutive outputs of a sequence, some at a time: this is not called per token."""
+        observe = self._inter.observe
+        for value in seconds:
+            observe(value)
+
+    def request_finished(
+        self, endpoint: str, reason: str, seconds: float, generated: int, cached: int, per_token: float | None
+    ) -> None:
+        """A sequence ended, `seconds` after its request arrived; `per_token`: mean seconds a token, if it had several
+        outputs."""
+        self._in_flight.dec()
+        self._requests.labels(endpoint, reason).inc()
+        self._request.observe(seconds)
+        self._generated.inc(generated)
+        self._cached.inc(cached)
+        if per_token is not None:
+            self._per_token.observe(per_token)
+
+    def http_response(self, path: str, status: int) -> None:
+        """An HTTP answer was begun; `path` is a route, never what the client made up."""
+        self._responses.labels(path, str(status)).inc()
+
+    def render(self) -> bytes:
+        """The text of /metrics."""
+        return generate_latest(self.registry)

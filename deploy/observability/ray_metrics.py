@@ -1,0 +1,148 @@
+"""A replica's figures as metrics of Ray, whose metrics endpoint shows them for all replicas at once.
+
+They carry the names of the replica's own /metrics (`deploy.observability.front_metrics`), which Ray leads with `ray_`,
+and Serve's tags (application, deployment, replica).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.metrics import Counter, Gauge, Histogram
+
+from deploy.observability.front_metrics import (
+    COUNTERS,
+    FIRST_TOKEN_BUCKETS,
+    GAUGES,
+    HISTOGRAMS,
+    REQUEST_BUCKETS,
+    TOKEN_BUCKETS,
+    WORKER_COUNTERS,
+    WORKER_GAUGES,
+    FrontMetrics,
+    cumulative,
+)
+from deploy.routing.arrivals import Arrivals
+from workers.protocol.messages import EngineStats
+
+PREFIX = "latentserve_engine_"
+
+
+class RayFrontMetrics(FrontMetrics):
+    """The front's measurements, mirrored. Intervals between tokens stay on /metrics: too many to pass on one by one.
+
+    What happens to sequences is also told to `arrivals`, for routers.
+    """
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__()
+        self._arrivals = arrivals
+        self._ray_requests = Counter(
+            "latentserve_requests_total",
+            "Sequences ended, by endpoint and reason.",
+            tag_keys=("endpoint", "reason"),
+        )
+        self._ray_in_flight = Gauge("latentserve_requests_in_flight", "Sequences handed to the engine and not ended.")
+        self._ray_first = _histogram(
+            "latentserve_time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_BUCKETS
+        )
+        self._ray_per_token = _histogram(
+            "latentserve_time_per_output_token_seconds", "Mean of a sequence after its first output.", TOKEN_BUCKETS
+        )
+        self._ray_request = _histogram(
+            "latentserve_request_seconds", "From arrival to the end of a sequence.", REQUEST_BUCKETS
+        )
+        self._ray_responses = Counter(
+            "latentserve_http_responses_total", "HTTP answers by path and status.", tag_keys=("path", "status")
+        )
+        self._sequences = 0
+
+    def request_started(self, endpoint: str, prompt_tokens: int) -> None:
+        """See `FrontMetrics`."""
+        super().request_started(endpoint, prompt_tokens)
+        self._arrivals.sequence_started(prompt_tokens)
+        self._sequences += 1
+
+    def first_token(self, seconds: float) -> None:
+        """See `FrontMetrics`."""
+        super().first_token(seconds)
+        self._arrivals.first_token()
+        self._ray_first.observe(seconds)
+
+    def request_finished(
+        self, endpoint: str, reason: str, seconds: float, generated: int, cached: int, per_token: float | None
+    ) -> None:
+        """See `FrontMetrics`."""
+        super().request_finished(endpoint, reason, seconds, generated, cached, per_token)
+        self._arrivals.sequence_finished()
+        self._sequences -= 1
+        self._ray_requests.inc(1, {"endpoint": endpoint, "reason": reason})
+        self._ray_request.observe(seconds)
+        if per_token is not None:
+            self._ray_per_token.observe(per_token)
+
+    def http_response(self, path: str, status: int) -> None:
+        """See `FrontMetrics`."""
+        super().http_response(path, status)
+        self._ray_responses.inc(1, {"path": path, "status": str(status)})
+
+    def report(self) -> None:
+        """Pass on what is not passed on as it happens."""
+        self._ray_in_flight.set(self._sequences)
+
+
+class RayEngineMetrics:
+    """The scheduler's figures, mirrored. It counts since its start; what is reported of a counter is its growth.
+
+    Histograms come as counts of buckets, and Ray takes none: each series of a histogram is a gauge with the name and
+    the `le` that Prometheus knows it by, so `histogram_quantile` works on it as on any other.
+    """
+
+    def __init__(self) -> None:
+        self._gauges = {name: Gauge(PREFIX + name, text) for name, text in (GAUGES | WORKER_GAUGES).items()}
+        self._counters = {name: Counter(f"{PREFIX}{name}_total", text) for name, text in COUNTERS.items()}
+        self._worker = {
+            name: Counter(f"{PREFIX}{name}_total", text, tag_keys=(label,) if label else ())
+            for name, (text, label) in WORKER_COUNTERS.items()
+        }
+        self._histograms = {
+            name: (
+                Gauge(f"{PREFIX}{name}_bucket", text, tag_keys=("kind", "le")),
+                Gauge(f"{PREFIX}{name}_sum", text, tag_keys=("kind",)),
+                Gauge(f"{PREFIX}{name}_count", text, tag_keys=("kind",)),
+            )
+            for name, text in HISTOGRAMS.items()
+        }
+        self._healthy = Gauge(f"{PREFIX}healthy", "1 while the engine serves, 0 once it failed.")
+        self._last = EngineStats()
+
+    def report(self, stats: EngineStats, fault: str | None) -> None:
+        """Report the newest figures."""
+        last, self._last = self._last, stats
+        self._healthy.set(float(fault is None))
+        for name in GAUGES:
+            self._gauges[name].set(float(getattr(stats, name)))
+        for name in WORKER_GAUGES:
+            self._gauges[name].set(stats.worker.get(name, {}).get("", 0.0))
+        for name, counter in self._counters.items():
+            _grow(counter, getattr(stats, name) - getattr(last, name))
+        for name, counter in self._worker.items():
+            label = WORKER_COUNTERS[name][1]
+            before = last.worker.get(name, {})
+            for of, value in stats.worker.get(name, {}).items():
+                _grow(counter, value - before.get(of, 0.0), {label: of} if label else None)
+        for name, (buckets, total, count) in self._histograms.items():
+            for kind, part in getattr(stats, name).items():
+                for bound, below in cumulative(name, part.counts):
+                    buckets.set(below, {"kind": kind, "le": bound})
+                total.set(part.total, {"kind": kind})
+                count.set(part.count, {"kind": kind})
+
+
+def _grow(counter: Any, growth: float, tags: dict[str, str] | None = None) -> None:
+    if growth > 0:  # Ray refuses 0
+        counter.inc(growth, tags)
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+    return Histogram(name, text, boundaries=list(buckets))

@@ -1,0 +1,147 @@
+"""What a replica has on its hands, request by request, and the load it reports to routers.
+
+The scheduler's figures come a few times a second and lag behind what the front has taken in: reading, parsing and
+tokenizing a burst takes longer than routing it. So the front counts every request itself, from its arrival to the end
+of its answer; of the scheduler's figures only its progress with long prompts is used. Every routed request carries a
+ticket (router, number, tokens, sequences), and a report says which tickets it includes, so that a router counts what it
+sent either as sent or as reported, never twice.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.routing.policy import Load
+from workers.protocol.messages import EngineStats
+
+TICKET_HEADER = "x-serve-router-ticket"
+"""HAProxy drops client-supplied headers of this prefix."""
+_TICKET = re.compile(r"([0-9A-Za-z]{1,32})/([0-9]{1,15})/([0-9]{1,12})/([0-9]{1,4})")
+"""Anybody may write one where no HAProxy stands in front: digits of other scripts, or a thousand of them, make none."""
+RECENT_S = 0.5
+"""Seconds after which a request's tokens are in the scheduler's figures."""
+ROUTERS_KEPT = 64
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a router says about a request it sends."""
+
+    router: str
+    number: int
+    tokens: int
+    rows: int
+
+    def header(self) -> str:
+        """As a header value."""
+        return f"{self.router}/{self.number}/{self.tokens}/{self.rows}"
+
+    @staticmethod
+    def parse(value: str) -> Ticket | None:
+        """From a header value; None when it is not one."""
+        found = _TICKET.fullmatch(value)
+        return None if found is None else Ticket(found[1], *map(int, found.groups()[1:]))
+
+
+@dataclass(eq=False)
+class Arrival:
+    """One HTTP request while it is answered."""
+
+    at: float
+    """Seconds, of the front's clock."""
+    routed: bool
+    """A router said what to expect; otherwise its sequences count once they are handed to the engine."""
+    rows: int
+    """Sequences that are not finished."""
+    unstarted: int
+    """Of them, those without a first token."""
+    tokens: int
+    """Prompt tokens to be computed for those."""
+
+
+class Arrivals:
+    """Every request between its arrival and its end, and the tickets seen."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: OrderedDict[str, int] = OrderedDict()
+        self._present: set[Arrival] = set()
+        self._current: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
+
+    def arrive(self, ticket: Ticket | None) -> Arrival:
+        """A request came in. What its task and its children tell next is about it, until `leave`."""
+        if ticket is None:
+            arrival = Arrival(self._clock(), False, 0, 0, 0)
+        else:
+            arrival = Arrival(self._clock(), True, ticket.rows, ticket.rows, ticket.tokens)
+            self._seen[ticket.router] = max(ticket.number, self._seen.get(ticket.router, 0))
+            self._seen.move_to_end(ticket.router)
+            if len(self._seen) > ROUTERS_KEPT:
+                self._seen.popitem(last=False)
+        self._present.add(arrival)
+        self._current.set(arrival)
+        return arrival
+
+    def leave(self, arrival: Arrival) -> None:
+        """It was answered, or its client left."""
+        self._present.discard(arrival)
+
+    def sequence_started(self, prompt_tokens: int) -> None:
+        """A sequence of the current request was handed to the engine."""
+        arrival = self._current.get()
+        if arrival is not None and not arrival.routed:
+            arrival.rows += 1
+            arrival.unstarted += 1
+            arrival.tokens += prompt_tokens
+
+    def first_token(self) -> None:
+        """A sequence of the current request got its first token."""
+        arrival = self._current.get()
+        if arrival is not None and arrival.unstarted > 0:
+            arrival.tokens -= arrival.tokens // arrival.unstarted
+            arrival.unstarted -= 1
+
+    def sequence_finished(self) -> None:
+        """A sequence of the current request ended."""
+        arrival = self._current.get()
+        if arrival is not None:
+            arrival.rows = max(arrival.rows - 1, 0)
+
+    def load(self, stats: EngineStats) -> Load:
+        """What to report now. `stats`: the scheduler's newest figures."""
+        recent = self._clock() - RECENT_S
+        counted = sum(arrival.tokens for arrival in self._present)
+        young = sum(arrival.tokens for arrival in self._present if arrival.at > recent)
+        return Load(
+            backlog=min(counted, stats.prefill_backlog + young),
+            rows=sum(arrival.rows for arrival in self._present),
+            pages_free=stats.pages_free if stats.pages_total else None,
+            keys=frozenset(stats.prefix_keys),
+            seen=dict(self._seen),
+            at=time.time(),
+        )
+
+
+def load_to_report(load: Load) -> dict[str, Any]:
+    """As Serve carries it to routers."""
+    return {
+        "backlog": load.backlog,
+        "rows": load.rows,
+        "pages_free": load.pages_free,
+        "keys": sorted(load.keys),
+        "seen": dict(load.seen),
+        "at": load.at,
+    }
+
+
+def load_from_report(report: dict[str, Any]) -> Load:
+    """The inverse; an empty report (a replica that has not answered yet) is an idle replica."""
+    if not report:
+        return Load()
+    return Load(**{**report, "keys": frozenset(report["keys"])})

@@ -1,0 +1,156 @@
+"""Which replica serves a request: the policy Ray Serve asks (`LoadRouter`), and the deployment HAProxy asks (`Picker`).
+
+All arithmetic is in `deploy.routing.policy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.types import Receive, Scope, Send
+
+from deploy.cluster.replica_ports import listen_at_home
+from deploy.config.application import ServeConfig
+from deploy.routing.arrivals import TICKET_HEADER, Ticket, load_from_report
+from deploy.routing.asks import BYTES_PER_TOKEN, AskReader
+from deploy.routing.policy import Ask, Ledger, Load, choose
+from deploy.text.tokenizer import Tokenizer
+
+PICK_TIMEOUT_S = 0.5
+"""Seconds to wait for a replica where there is none; HAProxy would wait longer, and the client with it."""
+
+
+class LoadRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
+    """Ranks replicas by `deploy.routing.policy`. Runs where requests are handed out: a `Picker`, or Serve's proxy."""
+
+    def initialize_state(self, row_tokens: float) -> None:
+        """Called by Serve with the `request_router_kwargs`."""
+        self.ledger: Ledger[ReplicaID] = Ledger(uuid.uuid4().hex[:12], row_tokens)
+        self._reports: dict[ReplicaID, tuple[dict[str, Any], Load]] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """One replica a rank: within a rank Serve would go by its own count of requests."""
+        ask = _ask_of(pending_request)
+        now = time.time()
+        replicas = {replica.replica_id: replica for replica in candidate_replicas}
+        self.ledger.keep(list(replicas))
+        self._reports = {key: value for key, value in self._reports.items() if key in replicas}
+        loads = {key: self._load(key, replica.routing_stats or {}) for key, replica in replicas.items()}
+        order = choose(self.ledger, loads, ask, now)
+        if order and pending_request is not None:
+            # What was sent counts at once: a burst arrives faster than any report.
+            number, tokens = self.ledger.record(order[0], loads[order[0]], ask, now)
+            receipt = pending_request.kwargs.get("receipt")
+            if isinstance(receipt, dict):
+                receipt["ticket"] = Ticket(self.ledger.router, number, tokens, ask.rows).header()
+        return [[replicas[key]] for key in order]
+
+    def _load(self, key: ReplicaID, report: dict[str, Any]) -> Load:
+        known = self._reports.get(key)
+        if known is None or known[0] is not report:
+            known = self._reports[key] = (report, load_from_report(report))
+        return known[1]
+
+
+def _ask_of(pending: PendingRequest | None) -> Ask:
+    """The `ask` a `Picker` gives; behind Serve's proxy only the length of the body is known."""
+    if pending is None:
+        return Ask(0)
+    ask = pending.kwargs.get("ask")
+    if isinstance(ask, Ask):
+        return ask
+    for argument in pending.args:
+        scope = getattr(argument, "_asgi_scope", None) or getattr(argument, "asgi_scope", None)
+        for name, value in (scope or {}).get("headers", ()):
+            if bytes(name).lower() == b"content-length" and (length := _length(bytes(value))) is not None:
+                return Ask(length // BYTES_PER_TOKEN)
+    return Ask(0)
+
+
+class Picker:
+    """The deployment HAProxy asks for every POST: `/internal/route` names the replica that gets it."""
+
+    def __init__(self, engine: DeploymentHandle, config: ServeConfig) -> None:
+        listen_at_home()
+        tokenizer = Tokenizer.load(config.engine.folder)
+        self._reader = AskReader(tokenizer, config.api.chat_template)
+        self._engine = engine
+        self._engine._init()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """What Serve mounts."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "lifespan":
+                await _live(receive, send)
+            elif scope["type"] == "http":
+                await self._answer(scope, receive, send)
+
+        return app
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != "/internal/route" or scope["method"] != "POST":
+            await _reply(send, 404, b"{}")
+            return
+        body = await _body(receive)
+        ask = await self._reader.read(body, _full_length(scope))
+        receipt: dict[str, str] = {}
+        picking = self._engine.choose_replica(ask=ask, receipt=receipt, _reserve=False)
+        try:
+            async with asyncio.timeout(PICK_TIMEOUT_S), picking as selection:
+                replica = selection._replica.replica_id.to_full_id_str()
+        except (TimeoutError, DeploymentUnavailableError):
+            await _reply(send, 503, b"{}")  # HAProxy has its own words for this
+            return
+        payload = {"replica_id": replica, "request_headers": {TICKET_HEADER: receipt.get("ticket", "")}}
+        await _reply(send, 200, msgspec.json.encode(payload))
+
+
+def _full_length(scope: Scope) -> int | None:
+    """Of a body that HAProxy cut: it says `sent/whole`."""
+    for name, value in scope["headers"]:
+        if name == b"x-body-truncated":
+            return _length(bytes(value).partition(b"/")[2])
+    return None
+
+
+def _length(value: bytes) -> int | None:
+    """Bytes of a body, as a header says; None where it does not, or names more than there can be."""
+    return int(value) if re.fullmatch(rb"[0-9]{1,12}", value) else None
+
+
+async def _body(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """Nothing to do when the server starts and stops."""
+    for stage in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{stage}.complete"})
+
+
+async def _reply(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+picker_class = serve.ingress()(Picker)
+"""`Picker` as Serve deploys it."""

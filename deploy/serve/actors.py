@@ -1,0 +1,222 @@
+"""The processes of one replica under Ray: its scheduler, one actor a rank, who stands where, and who watches them.
+
+Ray places, watches and ends them. Their `run` methods never return while the replica lives, so awaiting them is the
+watch: no Ray call is made per step or token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from deploy.cluster.environment import PROCESS_ENVIRONMENT
+from deploy.config.application import LogConfig, ServeConfig
+from deploy.observability import logs
+from workers.channel.ports import free_port
+from workers.channel.sockets import Addresses, remove_sockets
+from workers.config import EngineConfig
+
+if TYPE_CHECKING:
+    from workers.processes.scheduler_process import SchedulerProcess
+
+FRONT_BUNDLE = 0
+"""Placement-group bundle of the replica's front and scheduler; the ranks' bundles follow."""
+
+
+@dataclass(frozen=True, order=True)
+class Seat:
+    """Where a worker actor runs."""
+
+    node: str
+    """Ray's node id."""
+    device: int
+    """Index of its GPU among those the process sees; -1 without one."""
+    bundle: int
+    ip: str
+    port: int
+    """That was free there a moment ago, for the ranks' rendezvous."""
+    pid: int
+
+
+def seat_order(seats: Sequence[Seat], home: str) -> list[int]:
+    """Indices of `seats` in rank order: ranks of one node are neighbours, the front's node first."""
+    return sorted(range(len(seats)), key=lambda i: (seats[i].node != home, seats[i]))
+
+
+def device_index(assigned: Sequence[str], visible: str | None) -> int:
+    """Index among the visible devices of the one Ray assigned; -1 when it assigned none.
+
+    Ray names devices as CUDA_VISIBLE_DEVICES of its node does; torch counts the entries of that list.
+    """
+    if not assigned:
+        return -1
+    if visible is None or not visible.strip():
+        return int(assigned[0])
+    names, name = [name.strip() for name in visible.split(",")], assigned[0].strip()
+    if name not in names:
+        raise RuntimeError(f"Ray assigned GPU {name}, which CUDA_VISIBLE_DEVICES = {visible} does not show")
+    return names.index(name)
+
+
+class SchedulerActor:
+    """The replica's scheduler, in a process of its own."""
+
+    def __init__(self, log: LogConfig, labels: dict[str, Any]) -> None:
+        logs.configure(log, process="scheduler", **labels)
+        self._process: SchedulerProcess | None = None
+
+    def bind(self, config: EngineConfig, host: str | None) -> tuple[Addresses, int]:
+        """Where everyone else connects, and the process id. `host`: see `SchedulerProcess`."""
+        from workers.processes.scheduler_process import SchedulerProcess
+
+        self._process = SchedulerProcess(config, host)
+        return self._process.addresses, os.getpid()
+
+    def run(self) -> None:
+        """Schedule until told to stop; raises the first cause."""
+        assert self._process is not None, "bind comes first"
+        self._process.run()
+
+
+class WorkerActor:
+    """One rank."""
+
+    def __init__(self, log: LogConfig, labels: dict[str, Any]) -> None:
+        self._log, self._labels = log, labels
+
+    def load_libraries(self) -> None:
+        """Import what `run` needs, which takes seconds, while others still start."""
+        from workers.rank.libraries import load_libraries
+
+        load_libraries()
+
+    def seat(self, bundle: int) -> Seat:
+        """Where this actor found itself."""
+        context = ray.get_runtime_context()
+        assigned = context.get_accelerator_ids().get("GPU", [])
+        device = device_index(assigned, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        ip = ray.util.get_node_ip_address()
+        return Seat(context.get_node_id(), device, bundle, ip, free_port(ip), os.getpid())
+
+    def run(self, config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str, device: int) -> None:
+        """Run step plans until told to stop; raises the cause of an end."""
+        from workers.rank.worker_process import run_worker
+
+        logs.configure(self._log, process=f"rank {rank}", **self._labels)
+        run_worker(config, rank, addresses, rendezvous, device if device >= 0 else None)
+
+
+class ReplicaProcesses:
+    """Scheduler and ranks of one replica, in its placement group."""
+
+    scheduler_class: type = SchedulerActor
+    worker_class: type = WorkerActor
+
+    def __init__(self, config: ServeConfig, group: PlacementGroup, labels: dict[str, Any]) -> None:
+        """Nothing starts yet. `labels` become part of every log line."""
+        self._config, self._log, self._labels = config.engine, config.log, labels
+        self._group, self._cpus, self._gpus = group, config.cpus_per_process, config.gpus_per_rank or 0.0
+        self._scheduler: Any = None
+        self._workers: list[Any] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._local_pids: list[int] = []
+        self._addresses: Addresses | None = None
+        self._rendezvous = ""
+        self.seats: list[Seat] = []
+        """In rank order."""
+
+    async def start(self) -> Addresses:
+        """Place every process and set it running; returns where the front connects."""
+        home = ray.get_runtime_context().get_node_id()
+        # All processes start at once: each takes a second or two to come up.
+        self._scheduler = self._actor(self.scheduler_class, FRONT_BUNDLE, 0).remote(self._log, self._labels)
+        actors = self._workers = [
+            self._actor(self.worker_class, FRONT_BUNDLE + 1 + rank, self._gpus).remote(self._log, self._labels)
+            for rank in range(self._config.tensor_parallel)
+        ]
+        finding = [actor.seat.remote(FRONT_BUNDLE + 1 + rank) for rank, actor in enumerate(actors)]
+        for actor in actors:
+            actor.load_libraries.remote()
+        seats = await asyncio.gather(*finding)
+        order = seat_order(seats, home)
+        self.seats = [seats[i] for i in order]
+        self._workers = [actors[i] for i in order]
+        one_node = all(seat.node == home for seat in seats)
+        host = None if one_node else ray.util.get_node_ip_address()
+        addresses: Addresses
+        addresses, scheduler_pid = await self._scheduler.bind.remote(self._config, host)
+        self._local_pids = [scheduler_pid, *(seat.pid for seat in seats if seat.node == home)]
+        self._addresses = addresses
+        self._rendezvous = f"tcp://{'127.0.0.1' if one_node else self.seats[0].ip}:{self.seats[0].port}"
+        return addresses
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the channel's socket files are; None before `start`, and when the channel goes over TCP."""
+        return None if self._addresses is None else self._addresses.folder
+
+    def _actor(self, cls: type, bundle: int, gpus: float) -> Any:
+        options = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        # Asking for variables that are set already would cost the actor a fresh process instead of a waiting one.
+        missing = {name: value for name, value in PROCESS_ENVIRONMENT.items() if os.environ.get(name) != value}
+        return ray.remote(cls).options(
+            num_cpus=self._cpus,
+            num_gpus=gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=options,
+            runtime_env={"env_vars": missing} if missing else None,
+        )
+
+    def run(self, addresses: Addresses, on_end: Callable[[str, bool], None]) -> None:
+        """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself."""
+        refs = {"scheduler": self._scheduler.run.remote()}
+        for rank, (worker, seat) in enumerate(zip(self._workers, self.seats, strict=True)):
+            refs[f"rank {rank}"] = worker.run.remote(self._config, rank, addresses, self._rendezvous, seat.device)
+        self._watchers = [asyncio.ensure_future(self._watch(name, ref, on_end)) for name, ref in refs.items()]
+
+    @staticmethod
+    async def _watch(name: str, ref: Any, on_end: Callable[[str, bool], None]) -> None:
+        try:
+            await ref
+        except asyncio.CancelledError:
+            raise
+        except ray.exceptions.RayTaskError as error:
+            on_end(f"{name}: {error.cause}", True)
+        except ray.exceptions.OutOfMemoryError:
+            on_end(f"{name} died: Ray ended it because its node ran out of memory", False)
+        except ray.exceptions.RayError:
+            on_end(f"{name} died: its process was killed or crashed (its log is among Ray's worker logs)", False)
+        else:
+            on_end(f"{name} ended", True)
+
+    def kill(self) -> None:
+        """End every process at once; those of this node even if they are stopped or hang."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        for pid in self._local_pids:
+            _kill_actor_process(pid)
+        for actor in [self._scheduler, *self._workers]:
+            if actor is not None:
+                ray.kill(actor)
+        if self._addresses is not None:
+            remove_sockets(self._addresses)
+
+
+def _kill_actor_process(pid: int) -> None:
+    """SIGKILL, if the process id still names a Ray actor. A stopped process obeys nothing else."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            if file.read(5) == b"ray::":
+                os.kill(pid, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        pass

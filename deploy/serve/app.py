@@ -1,0 +1,322 @@
+"""Bring the application up: as a builder for `serve deploy` and `serve run`, or in one call with a Ray of its own.
+
+Ray Serve reads its settings from the environment when it is imported, so nothing here imports it at the top.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from pydantic import ValidationError
+
+from deploy.cluster.connection import CannotJoin, RayConnection, Say, cluster_to_join, port_problem
+from deploy.cluster.sessions import Sessions, Watch
+from deploy.config.application import ServeConfig
+from deploy.mistakes import explain
+from workers.channel.ports import free_ports
+from workers.environment import check_environment
+from workers.fit import Unfit, check_fit
+from workers.models.config import ConfigError, ModelConfig
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+APPLICATION = "latentserve"
+POLL_S = 0.2
+NEWS_PERIOD_S = 1.0
+ANSWER_PATIENCE_S = 5.0
+"""Seconds that the entrance may take to find out about replicas that serve."""
+END_TIMEOUT_S = 30.0
+"""Seconds beyond the drain times until a deleted application must be gone."""
+END_S = 12.0
+"""Seconds beyond the drain times until a Ray of our own must have ended, too."""
+SAME_S = 0.5
+"""Two SIGTERMs within are one: `timeout`, for example, signals the command it runs, then the group it is in."""
+
+
+def tell(line: str) -> None:
+    """Print a line at once, wherever it goes."""
+    print(line, flush=True)
+
+
+class StartFailed(RuntimeError):
+    """The application did not come up; the message is the first cause."""
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Builder for `import_path: deploy.serve.app:build`; `args`: fields of `ServeConfig` (see deploy/serve.yaml)."""
+    check_environment()
+    try:
+        config = ServeConfig.model_validate(args)
+    except ValidationError as error:
+        raise ValueError(explain(error, settings=ServeConfig, source="args")) from None
+    _check_model(config)
+    return build_app(config)
+
+
+def build_app(config: ServeConfig, engine_class: type | None = None) -> Application:
+    """The Serve application for a Ray that runs. `engine_class` replaces the engine deployment's class."""
+    from deploy.serve.application import build_application
+    from deploy.serve.replica import replica_class
+
+    return build_application(config, engine_class or replica_class)
+
+
+class Running:
+    """An application that serves."""
+
+    def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
+        from deploy.serve.progress import Reader
+        from deploy.serve.room import WaitingReplicas
+
+        self.config, self._connection = config, connection
+        self._reader, self._waiting = Reader(APPLICATION), WaitingReplicas(APPLICATION, config)
+        self._address = connection.head_address if config.host == "0.0.0.0" else config.host
+
+    @property
+    def url(self) -> str:
+        """Where it serves."""
+        return f"http://{self._address}:{self.config.port}"
+
+    @property
+    def waits_for(self) -> str:
+        """What replicas that have no place wait for; empty while there are none."""
+        return self._waiting.line
+
+    def news(self) -> list[str]:
+        """What there is to say since the last call: progress while replicas start, failures, what they wait for."""
+        return [*self._reader.new_lines(), *self._waiting.news()]
+
+    def failures(self) -> list[str]:
+        """Causes of every replica that failed so far, oldest first."""
+        return self._reader.failures()
+
+    def lasting_failure(self) -> str:
+        """Cause of the first failure that another start would only repeat; empty while there is none."""
+        return self._reader.lasting_failure()
+
+    def stop(self, say: Say = lambda line: None) -> None:
+        """Let streams finish (at most `drain.timeout_s`), end every process this started, free every port."""
+        from ray import serve
+
+        say("draining: running streams may finish; a second signal ends them")
+        try:
+            serve.delete(APPLICATION, _blocking=False)
+            deadline = time.monotonic() + self.config.drain.deregister_s + self.config.drain.timeout_s + END_TIMEOUT_S
+            while APPLICATION in serve.status().applications and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            if self._connection.own:
+                serve.shutdown()
+        finally:
+            self._connection.close()
+        say("stopped")
+
+    def abandon(self) -> None:
+        """End at once, streams and all."""
+        from ray import serve
+
+        try:
+            if not self._connection.own:
+                serve.delete(APPLICATION, _blocking=False)
+                serve.status()  # by its answer the controller has heard of the deletion
+        finally:
+            self._connection.close()
+
+
+def launch(
+    config: ServeConfig, say: Say = tell, engine_class: type | None = None, sessions: Sessions | None = None
+) -> Running:
+    """Bring the application up and return once `/health` answers 200. `say` gets lines about progress; a Ray of our own
+    runs in `sessions`.
+
+    Unfit where the model cannot be served with these settings, before anything is started; StartFailed with the first
+    cause, and nothing is left running then.
+    """
+    check_environment()
+    _check_model(config)
+    if config.port == 0:
+        config = config.model_copy(update={"port": free_ports(config.host, 1)[0]})
+    if not cluster_to_join(config):
+        _check_port(config)
+    try:
+        connection = RayConnection(config, say, *([sessions] if sessions else []))
+    except CannotJoin as error:
+        raise StartFailed(str(error)) from None
+    there_before = True
+    try:
+        if not connection.own:
+            _check_entrance(config, say)
+        running = Running(config, connection)
+        _check_room(config, connection, say)
+        there_before = _enter(config)
+        _deploy(running, engine_class)
+        _wait(running, say)
+    except BaseException:
+        if there_before:
+            connection.close()  # Serve keeps replicas whose successors fail
+        else:
+            running.abandon()
+        raise
+    return running
+
+
+def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None) -> None:
+    """`launch`, wait for SIGINT, SIGTERM or SIGHUP, `stop`. A second signal ends without draining. Where Ray was ended
+    as well, or does not end, this process exits within seconds, with code 0."""
+    wanted = threading.Event()
+    running: Running | None = None
+    sessions = Sessions()
+    watch = Watch(sessions, config.drain.deregister_s + config.drain.timeout_s + END_S, say)
+    first = 0.0
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        again = wanted.is_set()
+        if again and number == signal.SIGTERM and time.monotonic() - first < SAME_S:
+            return
+        first = first or time.monotonic()
+        wanted.set()  # first: an import may drop the exception, and then the application is stopped once it runs
+        if running is None or again:
+            watch.hurry()
+            raise KeyboardInterrupt
+        watch.stop()
+
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
+    try:
+        running = launch(config, say, engine_class, sessions)
+        say(f"serving {config.model_name} at {running.url}/v1 (Ctrl-C stops)")
+        try:
+            while not wanted.wait(NEWS_PERIOD_S):
+                for line in running.news():
+                    say(line)
+            running.stop(say)
+        except KeyboardInterrupt:
+            running.abandon()
+    finally:
+        watch.over()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_model(config: ServeConfig) -> None:
+    """Unfit, or FileNotFoundError, for all that the model's config.json decides."""
+    check_fit(config.engine)
+    try:
+        ModelConfig.load(config.engine.folder)
+    except ConfigError as error:
+        raise Unfit(f"{config.engine.folder}: {error}") from None
+
+
+def _check_port(config: ServeConfig) -> None:
+    if problem := port_problem(config.host, config.port):
+        raise StartFailed(f"port {config.port} of {config.host} cannot be used: {problem}; choose another with --port")
+
+
+def _check_entrance(config: ServeConfig, say: Say) -> None:
+    """StartFailed where Ray Serve runs and listens elsewhere: it goes on to, whatever it is told."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        _check_port(config)
+    elif (client.http_config.host, client.http_config.port) != (config.host, config.port):
+        host, port = client.http_config.host, client.http_config.port
+        raise StartFailed(
+            f"Ray Serve runs on this cluster and listens on {host}:{port}, not on {config.host}:{config.port}; give "
+            f"--host {host} --port {port}, which replaces its application {APPLICATION}, or end it (`serve shutdown`)"
+        )
+    elif APPLICATION in serve.status().applications:
+        say(f"replacing the application {APPLICATION} that runs there")
+
+
+def _check_room(config: ServeConfig, connection: RayConnection, say: Say) -> None:
+    """A Ray of our own never grows: StartFailed when it is too small. To another nodes may come, so Serve waits."""
+    from deploy.serve.application import settled
+    from deploy.serve.room import shortage
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    here = "this machine" if hidden is None else f"this machine with CUDA_VISIBLE_DEVICES = {hidden}"
+    if config.engine.device != settled(config).engine.device and config.gpus_per_rank is None:
+        where, more = (here, "") if connection.own else ("the nodes that are there", "; cuda waits for GPUs")
+        say(f"device = auto, and no GPU on {where}: ranks run on CPUs{more}")
+    if not (short := shortage(config)):
+        return
+    if connection.own:
+        raise StartFailed(f"{short} on {here}; give fewer --replicas or ranks (--tensor-parallel), or --device cpu")
+    say(f"{short}: waiting for nodes that have them; fewer --replicas or ranks (--tensor-parallel) take less")
+
+
+def _enter(config: ServeConfig) -> bool:
+    """Have Serve run; returns whether there is an application already where this one goes."""
+    from ray import serve
+
+    location = "HeadOnly" if config.proxies == "head" else "EveryNode"
+    serve.start(proxy_location=location, http_options={"host": config.host, "port": config.port})
+    return APPLICATION in serve.status().applications
+
+
+def _deploy(running: Running, engine_class: type | None) -> None:
+    """Hand the application to Serve; StartFailed where it refuses."""
+    from ray import serve
+    from ray.serve.api import RunTarget
+    from ray.serve.exceptions import RayServeException
+
+    from deploy.serve import progress
+
+    progress.clear(APPLICATION)
+    target = RunTarget(build_app(running.config, engine_class), name=APPLICATION, route_prefix="/")
+    try:
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    except RayServeException as error:  # such as another application at the same place
+        cause = getattr(error, "cause", error)  # Ray's own account of it holds a traceback
+        raise StartFailed(f"Ray Serve refuses the application: {cause}") from None
+
+
+def _wait(running: Running, say: Say) -> None:
+    """Until the application answers; StartFailed with the first cause once it never will."""
+    from ray import serve
+
+    begin = time.monotonic()
+    ready: float | None = None
+    told = False
+    while True:
+        if cause := running.lasting_failure():
+            raise StartFailed(cause)  # Serve would try again
+        for line in running.news():
+            say(line)
+        status = serve.status().applications.get(APPLICATION)
+        if status is None:
+            raise StartFailed("somebody else deleted the application while it started")
+        whole = status.deployments and all(d.status == "HEALTHY" for d in status.deployments.values())
+        problem = ""
+        if status.status == "RUNNING" and whole:
+            if not (problem := _health_problem(running.url)):
+                return
+            ready = ready or time.monotonic()
+            if not told and time.monotonic() - ready > ANSWER_PATIENCE_S:
+                told = True
+                hint = "" if running.config.host == "0.0.0.0" else "; replicas on other nodes need --host 0.0.0.0"
+                say(f"all replicas serve, but {running.url}/health does not answer well: {problem}{hint}")
+        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise StartFailed((running.failures() or [status.message])[0])
+        if time.monotonic() - begin > running.config.engine.start_timeout_s:
+            cause = problem or running.waits_for or status.message or "replicas still start"
+            raise StartFailed(f"not ready within {running.config.engine.start_timeout_s:.0f} s: {cause}")
+        time.sleep(POLL_S)
+
+
+def _health_problem(url: str) -> str:
+    """What is wrong with the answer of /health; empty when nothing is."""
+    try:
+        status = httpx.get(f"{url}/health", timeout=10.0, trust_env=False).status_code
+    except httpx.HTTPError as error:
+        return f"no answer: {str(error) or 'none in time'}"
+    return "" if status == 200 else f"HTTP status {status}"

@@ -1,0 +1,104 @@
+"""The Ray Serve application: the engine deployment, and the router HAProxy asks in front of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from deploy.config.application import Ingress, ServeConfig
+from deploy.routing.router import LoadRouter, picker_class
+from deploy.serve.replica import replica_class
+from workers.environment import EnvironmentProblem
+
+ENGINE = "engine"
+ROUTER = "router"
+ONGOING_REQUESTS = 1 << 20
+"""Serve's own limit, out of the way: the front counts sequences and answers 429 with Retry-After by itself."""
+
+
+def running_ingress(config: ServeConfig) -> Ingress:
+    """What this cluster's processes were started for; EnvironmentProblem when the settings ask for something else."""
+    if config.ingress == "direct" and not RAY_SERVE_ENABLE_HA_PROXY:
+        raise EnvironmentProblem(
+            "ingress = direct, but Ray was started without RAY_SERVE_ENABLE_HA_PROXY=1: evaluate "
+            '`eval "$(python -m deploy.cluster.environment)"` before `ray start` on every node, or set ingress to proxy'
+        )
+    if config.ingress == "proxy" and RAY_SERVE_ENABLE_HA_PROXY:
+        raise EnvironmentProblem(
+            "ingress = proxy, but Ray was started with RAY_SERVE_ENABLE_HA_PROXY=1; use auto or direct"
+        )
+    return "direct" if RAY_SERVE_ENABLE_HA_PROXY else "proxy"
+
+
+def settled(config: ServeConfig) -> ServeConfig:
+    """`config` with `gpus_per_rank` decided for the nodes of this Ray; EnvironmentProblem where it cannot be yet.
+
+    Without GPUs `device: auto` becomes the CPU here: ranks decide by what they see, and one that Ray reserved no GPU
+    for may see GPUs that it reserved for others, or that came later.
+    """
+    gpus, device = config.gpus_per_rank, config.engine.device
+    if gpus is None:
+        gpus = 1.0 if device == "cuda" or (device == "auto" and _has_gpus()) else 0.0
+    engine = config.engine if gpus else config.engine.model_copy(update={"device": "cpu"})
+    return config.model_copy(update={"gpus_per_rank": gpus, "engine": engine})
+
+
+def _has_gpus() -> bool:
+    there = ray.cluster_resources()
+    if not there.get("GPU") and not there.get("CPU"):
+        raise EnvironmentProblem(
+            "device = auto, but this cluster has no node yet that ranks could run on, so nobody knows whether they get "
+            "GPUs; set device to cuda or cpu"
+        )
+    return bool(there.get("GPU"))
+
+
+def bundles(config: ServeConfig) -> list[dict[str, float]]:
+    """Placement-group bundles of one replica of `settled` settings: front and scheduler, then one a rank."""
+    cpus, gpus = config.cpus_per_process, config.gpus_per_rank
+    rank = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+    return [{"CPU": 2 * cpus}, *({**rank} for _ in range(config.engine.tensor_parallel))]
+
+
+def build_application(config: ServeConfig, engine_class: type = replica_class) -> serve.Application:
+    """The application for `serve.run`."""
+    config = settled(config)
+    logging = LoggingConfig(encoding="JSON", log_level=config.log.level, enable_access_log=False)
+    options: dict[str, Any] = {
+        "num_replicas": config.replicas,
+        "max_ongoing_requests": ONGOING_REQUESTS,
+        "ray_actor_options": {"num_cpus": config.cpus_per_process},
+        "placement_group_bundles": bundles(config),
+        "placement_group_strategy": "PACK",
+        "health_check_period_s": config.health.period_s,
+        "health_check_timeout_s": config.health.timeout_s,
+        "max_constructor_retry_count": config.health.start_attempts,
+        "graceful_shutdown_timeout_s": config.drain.deregister_s + config.drain.timeout_s,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "logging_config": logging,
+        "request_router_config": RequestRouterConfig(
+            request_router_class=LoadRouter,
+            request_router_kwargs={"row_tokens": config.routing.row_tokens},
+            request_routing_stats_period_s=config.routing.stats_period_s,
+            request_routing_stats_timeout_s=max(5.0, 5 * config.routing.stats_period_s),
+        ),
+    }
+    engine = serve.deployment(engine_class, name=ENGINE, **options).bind(config)
+    if running_ingress(config) == "proxy":
+        return engine
+    router = serve.deployment(
+        picker_class,
+        name=ROUTER,
+        max_ongoing_requests=ONGOING_REQUESTS,
+        max_surge_percent=100,  # it takes no resources: the next one starts before the last one ends
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=config.drain.deregister_s + 5.0,
+        health_check_period_s=config.health.period_s,
+        logging_config=logging,
+    )
+    return engine._with_ingress_request_router(router.bind(engine, config))

@@ -1,0 +1,191 @@
+"""One Serve replica: HTTP front, scheduler process and ranks, alive together and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+from typing import Any
+
+import ray
+from ray import serve
+from starlette.types import ASGIApp
+
+from deploy.api.errors import engine_down
+from deploy.cluster.haproxy import fault_note, note_fault
+from deploy.cluster.replica_ports import listen_at_home
+from deploy.config.application import ServeConfig
+from deploy.observability import logs
+from deploy.observability.ray_metrics import RayEngineMetrics, RayFrontMetrics
+from deploy.routing.arrivals import Arrivals, load_to_report
+from deploy.serve.actors import ReplicaProcesses
+from deploy.serve.guardian import BEAT_S, Guardian
+from deploy.serve.progress import Board
+from deploy.serve.under_serve import UnderServe
+from deploy.text.template import check_template
+from deploy.text.tokenizer import Tokenizer
+from workers.processes.client import EngineClient
+from workers.protocol.front import EngineFault
+
+logger = logging.getLogger("latentserve.replica")
+
+FIRST_CAUSE_WAIT_S = 0.3
+"""Seconds for the scheduler's report of a process that failed in order."""
+START_CAUSE_WAIT_S = 2.0
+"""The same while it starts, when no stream waits and processes are slow."""
+NOTE_KEPT_S = 5.0
+"""Seconds that the last replica's fault stays noted once there is a new one."""
+FRONT_DIED = "the replica's front died"
+
+
+def read_tokenizer(config: ServeConfig) -> Tokenizer | None:
+    """The model's tokenizer, whose chat template works. EngineFault, which another start would only repeat."""
+    folder = config.engine.folder
+    try:
+        tokenizer = Tokenizer.load(folder)
+        if tokenizer is not None:
+            check_template(tokenizer, folder, config.api.chat_template)
+    except Exception as error:
+        raise EngineFault(f"tokenizer: {error}", lasting=True) from error
+    return tokenizer
+
+
+class EngineReplica:
+    """The engine deployment.
+
+    On the first fault every stream ends with an error event, new requests are refused, and the process exits once the
+    events are flushed: Serve replaces a dead replica at once, an unhealthy one only after several health checks.
+    """
+
+    processes_class: type[ReplicaProcesses] = ReplicaProcesses
+
+    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        listen_at_home()
+        self.config = config
+        context = serve.get_replica_context()
+        self.name = context.replica_id.unique_id
+        labels = {"application": context.app_name, "replica": self.name}
+        logs.configure(config.log, process="front", **labels)
+        group = ray.util.get_current_placement_group()
+        if group is None:
+            raise RuntimeError("the engine deployment needs a placement group; build it with deploy.serve.app")
+        self.board = Board(context.app_name, self.name)
+        self.arrivals = Arrivals()
+        self.client: EngineClient | None = None
+        self.guardian: Guardian | None = None
+        self._reporter: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._serving = False
+        self._forgetting: asyncio.TimerHandle | None = None
+        self.processes = self.processes_class(config, group, labels)
+        try:
+            self.client = await self._bring_up()
+        except Exception as error:
+            cause = str(error) or type(error).__name__
+            # Last the board: who reads there that it is hopeless may end this process at once.
+            self.processes.kill()
+            note_fault(cause)
+            self.board.fail(cause, isinstance(error, EngineFault) and error.lasting)
+            raise RuntimeError(cause) from error
+        last_words = b"data: " + engine_down(FRONT_DIED).envelope + b"\n\n"
+        silence_s = config.health.timeout_s
+        self.guardian = Guardian(last_words, self.processes.folder, fault_note(FRONT_DIED), silence_s)
+        self._beating = asyncio.ensure_future(self._beat(self.guardian))
+        # What was loaded stays: to look through all of it for garbage again and again takes 0.1 s each time, for which
+        # no stream goes on.
+        gc.collect()
+        gc.freeze()
+        self._serving = True
+        # Until proxies know this replica, the end of the one before it is still what there is to say.
+        self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
+        self.board.say("serving")
+        seats = [f"{seat.ip} device {seat.device}" for seat in self.processes.seats]
+        logger.info("serving", extra={logs.FIELDS: {"ranks": seats}})
+
+    async def _bring_up(self) -> EngineClient:
+        config = self.config
+        self.board.say(f"starting {config.engine.tensor_parallel} ranks of {config.model_name}")
+        addresses = await self.processes.start()
+        if (nodes := len({seat.node for seat in self.processes.seats})) > 1:
+            self.board.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
+        client = EngineClient(config.engine, addresses, config.model_name)
+        client.on_progress.append(self.board.say)
+        client.on_fault.append(self._failed)
+        self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
+        self.tokenizer = await asyncio.to_thread(read_tokenizer, config)
+        await client.ready(config.engine.start_timeout_s)
+        await client.probe()
+        self.metrics = RayFrontMetrics(self.arrivals)
+        self._reporter = asyncio.ensure_future(self._report(client))
+        return client
+
+    def _ended(self, client: EngineClient, cause: str, told: bool) -> None:
+        """A process of the replica ended. If it `told` its scheduler why, that cause is on its way: wait for it."""
+        wait = (FIRST_CAUSE_WAIT_S if self._serving else START_CAUSE_WAIT_S) if told else 0.0
+        asyncio.get_running_loop().call_later(wait, client.fail, cause)
+
+    def _failed(self, cause: str) -> None:
+        """The engine's first fault. By now every stream has been told."""
+        if not self._serving:
+            return  # the constructor raises it
+        try:
+            logger.error("engine failed", extra={logs.FIELDS: {"cause": cause}})
+            self.board.fail(cause)
+            if self._forgetting is not None:  # the last replica's fault: this one's has just taken its place
+                self._forgetting.cancel()
+            note_fault(cause)
+            self.processes.kill()
+        finally:
+            # Whatever failed, this process ends and is replaced. Counted from here: all of the above kept the loop, and
+            # the streams' events wait for it.
+            asyncio.get_running_loop().call_later(self.config.health.flush_s, os._exit, 1)
+
+    async def _report(self, client: EngineClient) -> None:
+        engine_metrics = RayEngineMetrics()
+        while True:
+            engine_metrics.report(client.stats, client.fault)
+            self.metrics.report()
+            await asyncio.sleep(self.config.metrics_period_s)
+
+    @staticmethod
+    async def _beat(guardian: Guardian) -> None:
+        while True:
+            guardian.beat()
+            await asyncio.sleep(BEAT_S)
+
+    def front(self, client: EngineClient) -> ASGIApp:
+        """The HTTP application."""
+        from deploy.api.app import create_app
+
+        return create_app(client, self.tokenizer, self.config.api, self.metrics)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """What Serve mounts, called once the constructor is through."""
+        client = self.client
+        assert client is not None
+        return UnderServe(self.front(client), self.name, self.arrivals, self.guardian)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve; routers find it with the replica."""
+        assert self.client is not None
+        return load_to_report(self.arrivals.load(self.client.stats))
+
+    async def check_health(self) -> None:
+        """Called by Serve. The exit after a fault makes this the second line of defence."""
+        if self.client is not None and self.client.fault is not None:
+            raise EngineFault(self.client.fault)
+
+    def __del__(self) -> None:
+        """Called by Serve once every request is through."""
+        for task in (self._reporter, self._beating):
+            if task is not None:
+                task.cancel()
+        self._serving = False
+        if self.guardian is not None:
+            self.guardian.close()
+        self.processes.kill()
+
+
+replica_class = serve.ingress()(EngineReplica)
+"""`EngineReplica` as Serve deploys it."""

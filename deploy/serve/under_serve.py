@@ -1,0 +1,75 @@
+"""The layer between Ray Serve and a replica's front: routers' tickets in, one request id out, streams under guard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deploy.routing.arrivals import TICKET_HEADER, Arrivals, Ticket
+from deploy.serve.guardian import Guardian
+
+REPLICA_HEADER = "x-latentserve-replica"
+"""Of every answer: which replica gave it, as logs and metrics name it."""
+_TICKET = TICKET_HEADER.encode()
+
+
+class UnderServe:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, replica: str, arrivals: Arrivals, guardian: Guardian | None) -> None:
+        """`replica`: its name, which every answer carries."""
+        self._app, self._arrivals, self._guardian = app, arrivals, guardian
+        self._replica = (REPLICA_HEADER.encode(), replica.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the ASGI specification."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        arrival = self._arrivals.arrive(_ticket_of(scope))
+        held: int | None = None
+
+        async def watched(message: Message) -> None:
+            nonlocal held
+            if message["type"] == "http.response.start":
+                # Serve adds the request id itself; two of them would reach clients as one wrong one.
+                headers = [header for header in message.get("headers", ()) if header[0] != b"x-request-id"]
+                await send({**message, "headers": [*headers, self._replica]})
+                if self._guardian is not None and _is_stream(headers) and (fd := connection_of(receive)) is not None:
+                    held = self._guardian.hold(fd)
+                return
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            self._arrivals.leave(arrival)
+            if self._guardian is not None:
+                self._guardian.release(held)
+
+
+def _ticket_of(scope: Scope) -> Ticket | None:
+    for name, value in scope["headers"]:
+        if name == _TICKET:
+            return Ticket.parse(value.decode("latin-1"))
+    return None
+
+
+def _is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
+    kinds = dict(headers)
+    return kinds.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-length" not in kinds
+
+
+def connection_of(receive: Any) -> int | None:
+    """File descriptor of the connection a request came over; None behind Serve's own proxy.
+
+    Serve hands the request on inside objects of its own, which hold the receive channel of uvicorn's request, which
+    knows its transport.
+    """
+    cycle = getattr(getattr(receive, "_receive", None), "__self__", None)
+    transport = getattr(cycle, "transport", None)
+    if transport is None or transport.get_extra_info("sslcontext") is not None:
+        return None
+    connection = transport.get_extra_info("socket")
+    return None if connection is None else int(connection.fileno())

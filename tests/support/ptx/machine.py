@@ -1,0 +1,190 @@
+"""One block: its warps take turns, and where they branch, wait and end (PTX ISA: control flow, bar)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.support.ptx import arithmetic, moves, products  # noqa: F401  what they execute is registered
+from tests.support.ptx.copies import Box, BoxCopy, MBarrier
+from tests.support.ptx.memory import Fault, GlobalMemory, SharedMemory
+from tests.support.ptx.parse import Program
+from tests.support.ptx.step import Execute, Step, Warp, executes, execution
+from tests.support.ptx.values import LANES, all_of
+
+_PACES = (0.03, 1.0, 30.0)
+"""How often one is chosen: drawn for each warp, and for the copies, of each block."""
+_TURNS = (10, 200, 10**9)
+"""Most instructions in a turn."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the blocks of one launch share."""
+
+    program: Program
+    execute: tuple[Execute, ...]
+    shared: int
+    """Bytes of shared memory a block."""
+    constants: dict[str, int]
+    """Bits of parameters and of special registers that all blocks share."""
+    boxes: dict[int, Box]
+    """Tensor maps, by what stands for their addresses."""
+    memory: GlobalMemory
+    waits: bool
+    """Whether programs must wait for the launch before: all of them, or one if none stores anything."""
+    fences: bool
+    """Whether products need a fence behind stores."""
+
+
+def executions(program: Program) -> tuple[Execute, ...]:
+    """How to execute each instruction.
+
+    Raises:
+        NotImplementedError: one is unknown.
+    """
+    return tuple(execution(instruction) for instruction in program.code)
+
+
+class Block:
+    """One block of a launch."""
+
+    def __init__(self, launch: Launch, index: tuple[int, int, int], random: random.Random) -> None:
+        self.program, self.execute = launch.program, launch.execute
+        self.boxes, self.memory = launch.boxes, launch.memory
+        self.constants = launch.constants | {f"%ctaid.{axis}": i for axis, i in zip("xyz", index, strict=True)}
+        self.index, self.random = index, random
+        self.waits = launch.waits
+        self.shared = SharedMemory(launch.shared, launch.fences)
+        self.warps = [Warp(i) for i in range(launch.program.threads // LANES)]
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.under_way: list[BoxCopy] = []
+        self.laziness = random.choice((0.0, 0.1, 1.0))
+        """How probably a wgmma is computed when it is waited for."""
+
+    @property
+    def waited(self) -> bool:
+        """Whether it has waited for the launch before."""
+        return any(warp.waited for warp in self.warps)
+
+    def mbarrier(self, address: int) -> MBarrier:
+        """The mbarrier at an address of shared memory."""
+        if address not in self.mbarriers:
+            raise Fault(f"there is no mbarrier at byte {address}")
+        return self.mbarriers[address]
+
+    def run(self) -> None:
+        """To the end. Who is next is drawn.
+
+        Raises:
+            Fault: the program did what it may not do, or cannot go on.
+        """
+        paces = [self.random.choice(_PACES) for _ in self.warps]
+        copies_pace = self.random.choice(_PACES)
+        while running := [warp for warp in self.warps if not warp.ended.all()]:
+            ready = [warp for warp in running if _ready(warp)]
+            able: list[Warp | BoxCopy] = [*ready, *self.under_way]
+            if not able:
+                places = ", ".join(f"{w.number}: {self.program.code[w.front()[0] or 0].text}" for w in running)
+                raise Fault(f"{self._name()} hangs; warps wait at {places}; {self.mbarriers}")
+            weights = [paces[warp.number] for warp in ready] + [copies_pace] * len(self.under_way)
+            chosen = self.random.choices(able, weights)[0]
+            if isinstance(chosen, Warp):
+                self._turn(chosen, self.random.choice(_TURNS))
+            else:
+                self.under_way.remove(chosen)
+                self.shared.deliver(chosen.address, chosen.bytes)
+                chosen.barrier.move(0, -chosen.bytes.size)
+        self._check_end()
+
+    def _turn(self, warp: Warp, most: int) -> None:
+        warp.awaits = None
+        for _ in range(most):
+            at, lanes = warp.front()
+            if warp.awaits is not None or at is None:
+                return
+            instruction = self.program.code[at]
+            warp.go(lanes, at + 1)
+            step = Step(self, warp, instruction, at, lanes)
+            try:
+                if instruction.guard:
+                    guard = step.value(instruction.guard, np.bool_)
+                    guard = ~guard if instruction.negated else guard
+                    if not all_of(guard):
+                        step.lanes = lanes & guard
+                        if all_of(~step.lanes):
+                            continue
+                self.execute[at](step)
+            except AssertionError as error:
+                where = f"{self._name()}, warp {warp.number}, instruction {at}"
+                raise type(error)(f"{where}: {instruction.text}: {error}") from None
+
+    def gather(self, warp: Warp, barrier: str, threads: int) -> None:
+        """Let a warp wait at a barrier of threads, or let all that wait there go on. What one of them has waited for is
+        there for all."""
+        warp.awaits = barrier
+        waiting = [other for other in self.warps if other.awaits == barrier]
+        if len(waiting) == threads // LANES:
+            waited = any(other.waited for other in waiting)
+            for other in waiting:
+                other.awaits, other.waited = None, waited
+
+    def _check_end(self) -> None:
+        if self.under_way or any(any(warp.copy_groups) or warp.copies for warp in self.warps):
+            raise Fault(f"{self._name()} ends with copies that nobody waited for")
+        if any(any(warp.product_groups) or warp.products for warp in self.warps):
+            raise Fault(f"{self._name()} ends with products that nobody waited for")
+
+    def _name(self) -> str:
+        return f"{self.program.name}, block {self.index}"
+
+
+def _ready(warp: Warp) -> bool:
+    if isinstance(warp.awaits, tuple):
+        barrier, parity = warp.awaits
+        return bool(barrier.phase & 1 != parity)
+    return warp.awaits is None
+
+
+@executes("bra", "uni")
+def _branch(step: Step) -> None:
+    step.warp.go(step.lanes, step.instruction.targets[0])
+
+
+@executes("brx.idx")
+def _branch_by_index(step: Step) -> None:
+    targets = np.array(step.instruction.targets)
+    step.warp.go(step.lanes, targets[step.read(0, np.uint32)[step.lanes]])
+
+
+@executes("ret exit")
+def _end(step: Step) -> None:
+    step.warp.end(step.lanes)
+
+
+@executes("bar.sync barrier.sync", "aligned")
+def _barrier(step: Step) -> None:
+    if not (step.lanes | step.warp.ended).all():
+        raise Fault("some lanes do not come to a barrier")
+    name = str(step.read(0, np.uint32)[0])
+    threads = int(step.read(1, np.uint32)[0]) if len(step.operands) > 1 else step.block.program.threads
+    step.block.gather(step.warp, name, threads)
+
+
+@executes("griddepcontrol.wait")
+def _wait_for_launch_before(step: Step) -> None:
+    step.warp.waited = True
+
+
+@executes("griddepcontrol.launch_dependents")
+def _let_next_launch_start(step: Step) -> None:
+    if step.block.memory.order is not None:
+        step.block.memory.order.trigger(step.warp.waited)
+
+
+@executes("bar.warp.sync fence membar wgmma.fence", "acq_rel sc sync aligned cta gpu sys mbarrier_init cluster")
+@executes("setmaxnreg prefetch", "inc dec sync aligned global L1 L2 release")
+def _nothing(step: Step) -> None:
+    """Orders what here is in order, or concerns only speed."""

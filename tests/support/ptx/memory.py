@@ -1,0 +1,147 @@
+"""Global memory, which is the storages of the tensors a launch was given, and a block's shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.support.ptx.order import Order
+from tests.support.ptx.values import Lanes
+
+POISON = 0xFF
+"""What memory holds that nobody has written: NaN in every float."""
+
+
+class Fault(AssertionError):
+    """A kernel did what no kernel may do."""
+
+
+@dataclass
+class Region:
+    """One storage; who writes and caches it, for `order`."""
+
+    name: str
+    begin: int
+    bytes: Lanes
+
+    def __post_init__(self) -> None:
+        self.written = np.zeros(self.bytes.size // 4 + 1, np.int32)
+        lines = (self.begin % 128 + self.bytes.size) // 128 + 1
+        self.line_written, self.line_cached = np.zeros(lines, np.int32), np.zeros(lines, np.int32)
+
+    @property
+    def end(self) -> int:
+        """The address behind it."""
+        return self.begin + self.bytes.size
+
+
+class GlobalMemory:
+    """Loads and stores at addresses; outside a storage, or at no multiple of their width, they fail."""
+
+    def __init__(self, regions: list[Region], order: Order | None) -> None:
+        self.regions, self.order = regions, order
+        self.stored = False
+        """Whether anything was."""
+
+    def load(self, address: Lanes, width: int, *, waited: bool, cached: bool) -> Lanes:
+        """Bytes [n, width] at n addresses.
+
+        `waited`: whether the warp has waited for the launch before; `cached`: whether L1 may give them, and keep them.
+        """
+        found = np.empty((address.size, width), np.uint8)
+        for chosen, region, offset in self._places(address, width, "load"):
+            found[chosen] = region.bytes[offset[:, None] + np.arange(width)]
+            if self.order is not None:
+                self.order.read(region, offset, width, waited, cached)
+        return found
+
+    def store(self, address: Lanes, values: Lanes) -> None:
+        """Write bytes [n, width]."""
+        self.stored |= address.size > 0
+        for chosen, region, offset in self._places(address, values.shape[1], "store"):
+            region.bytes[offset[:, None] + np.arange(values.shape[1])] = values[chosen]
+            if self.order is not None:
+                self.order.write(region, offset, values.shape[1])
+
+    def _places(self, address: Lanes, width: int, what: str) -> list[tuple[Any, Region, Lanes]]:
+        _check_aligned(address, width)
+        places: list[tuple[Any, Region, Lanes]] = []
+        left = np.ones(address.shape, bool)
+        for region in self.regions:
+            inside = left & (address >= np.uint64(region.begin)) & (address <= np.uint64(max(region.end - width, 0)))
+            if inside.any():
+                places.append((inside, region, (address[inside] - np.uint64(region.begin)).astype(np.int64)))
+                left &= ~inside
+                if not left.any():
+                    return places
+        first = int(address[left][0])
+        near = min(self.regions, key=lambda region: min(abs(first - region.begin), abs(first - region.end)))
+        raise Fault(
+            f"{what} of {width} bytes outside the arguments; the nearest is {near.name}, of {near.bytes.size} bytes, "
+            f"at byte {first - near.begin}"
+        )
+
+
+class SharedMemory:
+    """A block's shared memory, poisoned until it is written.
+
+    Products and copies of boxes go through the asynchronous proxy. They see what threads have stored only behind a
+    fence.proxy.async, of the thread that stored or of the one that reads (PTX ISA: memory consistency model, proxies),
+    which is checked with `fences`.
+    """
+
+    def __init__(self, size: int, fences: bool) -> None:
+        self.fences = fences
+        self.bytes = np.full(size, POISON, np.uint8)
+        self._stored_at = np.zeros(size // 16 + 1, np.int64)
+        self._storer = np.zeros(size // 16 + 1, np.int64)
+        self._fenced_at = np.zeros(32, np.int64)
+        self._now = 0
+
+    def load(self, address: Lanes, width: int) -> Lanes:
+        """Bytes [n, width] at n addresses."""
+        return self.bytes[self._places(address, width)]
+
+    def store(self, address: Lanes, values: Lanes, warp: int) -> None:
+        """Write bytes [n, width] as a thread of `warp` does."""
+        self._now += 1
+        self.bytes[self._places(address, values.shape[1])] = values
+        granule = address.astype(np.int64) >> 4
+        self._stored_at[granule], self._storer[granule] = self._now, warp
+
+    def fence(self, warp: int) -> None:
+        """Let products and copies see what was stored so far."""
+        self._now += 1
+        self._fenced_at[warp] = self._now
+
+    def load_behind_fence(self, address: Lanes, width: int, warp: int) -> Lanes:
+        """`load` through the asynchronous proxy."""
+        found = self.load(address, width)
+        granule = np.asarray(address, np.int64) >> 4
+        stored, fenced = self._stored_at[granule], self._fenced_at
+        if self.fences and (stored > np.maximum(fenced[warp], fenced[self._storer[granule]])).any():
+            raise Fault("reads shared memory that threads have stored to, without fence.proxy.async")
+        return found
+
+    def deliver(self, address: Lanes, values: Lanes) -> None:
+        """Write bytes [n, width] through the asynchronous proxy."""
+        self.bytes[self._places(address, values.shape[1])] = values
+        self._stored_at[np.asarray(address, np.int64) >> 4] = 0
+
+    def poison(self, address: Lanes, width: int) -> None:
+        """What a copy under way may write any time holds nothing."""
+        self.bytes[self._places(address, width)] = POISON
+
+    def _places(self, address: Lanes, width: int) -> Lanes:
+        address = np.asarray(address, np.int64)
+        _check_aligned(address, width)
+        if address.size and (address.min() < 0 or address.max() + width > self.bytes.size):
+            raise Fault(f"shared memory at byte {address.max()}, width {width}, of {self.bytes.size}")
+        return np.asarray(address[..., None] + np.arange(width))
+
+
+def _check_aligned(address: Lanes, width: int) -> None:
+    if (address % address.dtype.type(width)).any():
+        raise Fault(f"an address is no multiple of {width}")

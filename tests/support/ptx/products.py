@@ -1,0 +1,129 @@
+"""Products of matrices: mma.sync of a warp, and wgmma, whose warps multiply 16 rows each (PTX ISA: warp-level and
+asynchronous warpgroup-level matrix instructions).
+
+Sums are fp32, in an order that is not the hardware's. A wgmma reads shared memory, and writes its registers, any time
+from when it is issued to when it is waited for: here at one or the other, as is drawn. Registers it reads are taken
+when it is issued.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache, lru_cache, partial
+
+import numpy as np
+
+from tests.support.ptx.copies import swizzled
+from tests.support.ptx.memory import Fault
+from tests.support.ptx.step import Step, executes
+from tests.support.ptx.values import LANES, Lanes, halves
+
+_GROUP, _IN_GROUP = np.arange(LANES) // 4, np.arange(LANES) % 4
+
+
+def _left(registers: list[Lanes], bfloat: bool) -> Lanes:
+    """[16, 16] from four registers of two 16-bit floats."""
+    found = np.zeros((16, 16), np.float32)
+    for i, register in enumerate(registers):
+        for j, value in enumerate(halves(register, bfloat).T):
+            found[_GROUP + 8 * (i & 1), 2 * _IN_GROUP + j + 8 * (i >> 1)] = value
+    return found
+
+
+@cache
+def _places(registers: int) -> tuple[Lanes, Lanes]:
+    """Row and column [registers, lanes] of a sum's registers."""
+    i = np.arange(registers)[:, None]
+    return _GROUP + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * _IN_GROUP + (i & 1)
+
+
+def _sums(step: Step, names: tuple[str, ...]) -> Lanes:
+    found = np.zeros((16, 2 * len(names)), np.float32)
+    found[_places(len(names))] = np.stack([step.value(name, np.float32) for name in names])
+    return found
+
+
+def _write_sums(step: Step, names: tuple[str, ...], sums: Lanes) -> None:
+    bits = np.ascontiguousarray(sums[_places(len(names))], np.float32).view(np.uint32)
+    step.warp.registers.update(zip(names, bits, strict=True))
+
+
+@executes("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
+def _mma(step: Step) -> None:
+    step.whole_warp()
+    bfloat = step.parts[-2] == "bf16"
+    left = _left([step.value(name, np.uint32) for name in step.vector(1)], bfloat)
+    right = np.zeros((16, 8), np.float32)
+    for i, name in enumerate(step.vector(2)):
+        for j, value in enumerate(halves(step.value(name, np.uint32), bfloat).T):
+            right[2 * _IN_GROUP + j + 8 * i, _GROUP] = value
+    _write_sums(step, step.vector(0), left @ right + _sums(step, step.vector(3)))
+
+
+@executes("wgmma.mma_async.sync.aligned", " ".join(f"m64n{n}k16" for n in range(8, 257, 8)))
+def _wgmma(step: Step) -> None:
+    step.whole_warp()
+    warp = step.warp
+    left: Lanes | list[Lanes] = step.read(1, np.uint64)[:1] if step.operands[1][0] != "{" else []
+    if isinstance(left, list):
+        left = [step.value(name, np.uint32).copy() for name in step.vector(1)]
+    adds = bool(step.read(3, np.bool_).all())
+    product = partial(_multiply, step, left, step.read(2, np.uint64), adds)
+    behind = any(any(group) for group in (*warp.product_groups, warp.products))
+    late = behind or step.block.random.random() < step.block.laziness
+    warp.products.append(product if late else product())
+
+
+def _multiply(step: Step, left: Lanes | list[Lanes], right: Lanes, adds: bool) -> None:
+    shape = re.fullmatch(r"m64n(\d+)k16", step.parts[4])
+    assert shape
+    numbers = [int(text) for text in step.operands[4:]]
+    if numbers[:2] != [1, 1] or step.parts[5] != "f32":
+        raise Fault("this kind of product is not emulated")
+    bfloat, columns, names = step.parts[-1] == "bf16", int(shape[1]), step.vector(0)
+    if isinstance(left, list):
+        a = _left(left, bfloat)
+    else:
+        a = _tile(step, left, 16, 16 * (step.warp.number % 4), numbers[2] == 1, bfloat)
+    b = _tile(step, right, columns, 0, numbers[-1] == 1, bfloat)
+    _write_sums(step, names, a @ b.T + _sums(step, names) if adds else a @ b.T)
+
+
+def _tile(step: Step, descriptor: Lanes, rows: int, first: int, transposed: bool, bfloat: bool) -> Lanes:
+    """[rows, 16] from row `first` on of the matrix that a descriptor describes (PTX ISA: wgmma, shared memory)."""
+    if len(set(descriptor)) > 1:
+        raise Fault("a descriptor differs between lanes")
+    address = _addresses(int(descriptor[0]), rows, first, transposed)
+    found = step.block.shared.load_behind_fence(address, 2, step.warp.number)
+    return halves(found, bfloat).reshape(rows, 16)
+
+
+@lru_cache(maxsize=1 << 12)
+def _addresses(word: int, rows: int, first: int, transposed: bool) -> Lanes:
+    """[rows, 16], where in shared memory the elements lie."""
+    start, leading, stride = ((word >> i & 0x3FFF) << 4 for i in (0, 16, 32))
+    mode = {0: 0, 1: 3, 2: 2, 3: 1}[word >> 62]
+    if not mode or word >> 49 & 7:
+        raise Fault("matrices without a swizzle, or off its pattern, are not emulated")
+    width = 16 << mode
+    row, k = (first + np.arange(rows))[:, None], np.arange(16)[None, :]
+    if transposed:
+        per = width // 2
+        address = start + row % per * 2 + row // per * leading + k % 8 * width + k // 8 * stride
+    else:
+        address = start + row // 8 * stride + row % 8 * width + k * 2
+    return swizzled(address, mode)
+
+
+@executes("wgmma.commit_group.sync.aligned")
+def _commit(step: Step) -> None:
+    step.warp.product_groups.append(step.warp.products)
+    step.warp.products = []
+
+
+@executes("wgmma.wait_group.sync.aligned")
+def _wait(step: Step) -> None:
+    while len(step.warp.product_groups) > int(step.operands[0]):
+        for product in step.warp.product_groups.pop(0):
+            if product is not None:
+                product()

@@ -1,0 +1,1 @@
+"""How the processes of a replica find, hear and trust each other."""

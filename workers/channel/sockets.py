@@ -1,0 +1,243 @@
+"""The one channel of a replica: ZeroMQ sockets between its front, its scheduler and its workers.
+
+All processes on one node talk over ipc, in a folder that only its owner enters; else over tcp, with keys that both ends
+must have (`workers.channel.curve`). The scheduler binds, everyone else connects, so a process that starts late or dies
+cannot block another. Messages are msgpack of `workers.protocol.messages`; nothing received is ever executed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from workers.channel.curve import ClientKeys, Guard
+from workers.channel.ports import socket_folder
+from workers.protocol.messages import Figures, Heartbeat
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_PERIOD_S = 0.25
+CONNECT_TIMEOUT_S = 5.0
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """Where to connect, as ZeroMQ endpoints."""
+
+    requests: str
+    """Front -> scheduler."""
+    outputs: str
+    """Scheduler -> front."""
+    plans: tuple[str, ...]
+    """Scheduler -> worker, one a rank."""
+    results: str
+    """Workers -> scheduler."""
+    pulse: str
+    """Scheduler -> workers and front, published: it lives."""
+    keys: ClientKeys | None = None
+    """What the scheduler asks of those who connect over tcp."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the socket files are; None over tcp."""
+        return Path(self.requests.removeprefix("ipc://")).parent if self.requests.startswith("ipc://") else None
+
+
+class PeerGone(RuntimeError):
+    """There is nobody at the other end; the message says who should be."""
+
+
+class Sender:
+    """Pushes messages. The queue is unbounded (watchdogs bound it in practice), so a peer that is slow blocks nobody.
+
+    A bound socket has no queue while nobody is connected. The first message waits `CONNECT_TIMEOUT_S` for the peer;
+    from then on a peer that is not there has left.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], peer: str = "the scheduler") -> None:
+        """`peer` names who receives, for PeerGone."""
+        socket.setsockopt(zmq.SNDTIMEO, int(CONNECT_TIMEOUT_S * 1000))
+        self._socket, self._peer = socket, peer
+        self._flags = 0
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue one message; PeerGone."""
+        self.send_encoded(_encode(message))
+
+    def send_encoded(self, payload: bytes) -> None:
+        """Queue a message that was encoded once for several receivers; PeerGone."""
+        try:
+            self._socket.send(payload, self._flags)
+        except zmq.Again:
+            raise PeerGone(
+                f"{self._peer} has left the channel" if self._flags else f"{self._peer} never came"
+            ) from None
+        self._flags = zmq.NOBLOCK
+
+    def close(self, linger_ms: int = 500) -> None:
+        """Close after at most `linger_ms` spent on what is still queued."""
+        self._socket.close(linger=linger_ms)
+
+
+class Receiver:
+    """Pulls messages of one union type."""
+
+    def __init__(self, socket: zmq.Socket[bytes], kind: Any) -> None:
+        self.socket = socket
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+
+    def receive(self, timeout_ms: int | None = None) -> Any:
+        """Next message; None when `timeout_ms` passes first (None waits for ever, 0 does not wait)."""
+        if timeout_ms is not None and not self.socket.poll(timeout_ms):
+            return None
+        return self._decode(self.socket.recv())
+
+    def close(self) -> None:
+        """Close at once."""
+        self.socket.close(linger=0)
+
+
+def _socket(kind: int, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
+    socket.set_hwm(0)
+    return socket
+
+
+def _connected(kind: int, address: str, keys: ClientKeys | None) -> zmq.Socket[bytes]:
+    socket = _socket(kind)
+    if keys is not None:
+        keys.guard(socket)
+    socket.connect(address)
+    return socket
+
+
+def last_words_have_left(timeout_s: float = 1.0) -> bool:
+    """Wait, before this process ends, for what its closed sockets had still to send: they send on beside it. False when
+    that, or a socket that nobody closed, takes longer than `timeout_s`."""
+    ending = threading.Thread(target=zmq.Context.instance().term, name="last-words", daemon=True)
+    ending.start()
+    ending.join(timeout_s)
+    return not ending.is_alive()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """msgpack of a message."""
+    return _encode(message)
+
+
+def connect_sender(address: str, keys: ClientKeys | None) -> Sender:
+    """A sender to a bound address. `keys`: those of the `Addresses` that it is one of."""
+    return Sender(_connected(zmq.PUSH, address, keys))
+
+
+def connect_receiver(address: str, kind: Any, keys: ClientKeys | None) -> Receiver:
+    """A receiver of messages of `kind` from a bound address. `keys`: those of the `Addresses` that it is one of."""
+    return Receiver(_connected(zmq.PULL, address, keys), kind)
+
+
+def connect_subscriber(address: str, kind: Any, keys: ClientKeys | None) -> Receiver:
+    """A receiver of messages of `kind` that a bound address publishes to all who listen. `keys`: as above."""
+    socket = _connected(zmq.SUB, address, keys)
+    socket.subscribe(b"")
+    return Receiver(socket, kind)
+
+
+def remove_sockets(addresses: Addresses) -> None:
+    """Remove the socket files of a scheduler that ends, or that was killed."""
+    if addresses.folder is not None:
+        shutil.rmtree(addresses.folder, ignore_errors=True)
+
+
+class Binding:
+    """The scheduler's end of every socket, bound to addresses nobody else uses."""
+
+    def __init__(self, ranks: int, host: str | None, to_scheduler: Any, from_worker: Any) -> None:
+        """`host` None: ipc in a fresh folder of this node; otherwise tcp on free ports of that ip address, of no other
+        interface, for those who were given `addresses`."""
+        self._folder = None if host else socket_folder(below=len("/12345678"))
+        self._host = host
+        self._guard = Guard() if host else None
+        context = self._guard.context if self._guard else None
+        requests, outputs, results = (_socket(kind, context) for kind in (zmq.PULL, zmq.PUSH, zmq.PULL))
+        pulse = _socket(zmq.PUB, context)
+        plans = [_socket(zmq.PUSH, context) for _ in range(ranks)]
+        self.addresses = Addresses(
+            requests=self._bind(requests),
+            outputs=self._bind(outputs),
+            plans=tuple(self._bind(socket) for socket in plans),
+            results=self._bind(results),
+            pulse=self._bind(pulse),
+            keys=self._guard.keys if self._guard else None,
+        )
+        self.requests = Receiver(requests, to_scheduler)
+        self.results = Receiver(results, from_worker)
+        self.outputs = Sender(outputs, "the front")
+        self.pulse = Sender(pulse, "every rank and the front")
+        self.plans = [Sender(socket, f"rank {rank}") for rank, socket in enumerate(plans)]
+
+    def _bind(self, socket: zmq.Socket[bytes]) -> str:
+        if self._guard is not None:
+            self._guard.guard(socket)
+            return f"tcp://{self._host}:{socket.bind_to_random_port(f'tcp://{self._host}')}"
+        assert self._folder is not None
+        address = f"ipc://{self._folder / uuid.uuid4().hex[:8]}"
+        socket.bind(address)
+        return address
+
+    def close(self) -> None:
+        """Flush what is queued for half a second, close, remove the socket files."""
+        for sender in (*self.plans, self.outputs, self.pulse):
+            sender.close()
+        self.requests.close()
+        self.results.close()
+        if self._guard is not None:
+            self._guard.close()
+        remove_sockets(self.addresses)
+
+
+class HeartbeatThread:
+    """Tells the scheduler a few times a second that this process lives, and ends the process when the scheduler no
+    longer does. A thread of its own, so that a busy main thread, or one stuck in a collective, changes neither."""
+
+    def __init__(self, addresses: Addresses, rank: int, silence_s: float) -> None:
+        """`silence_s`: seconds without a sign of the scheduler after which this process exits (code 1), counted from
+        the first sign."""
+        self._addresses, self._rank, self._silence_s = addresses, rank, silence_s
+        self.figures: Callable[[], Figures] = dict
+        """What is told along; called in this thread."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        sender = connect_sender(self._addresses.results, self._addresses.keys)
+        pulse = connect_subscriber(self._addresses.pulse, Heartbeat, self._addresses.keys)
+        heard: float | None = None
+        while not self._stop.is_set():
+            sender.send(Heartbeat(self._rank, self.figures()))
+            if pulse.receive(timeout_ms=int(HEARTBEAT_PERIOD_S * 1000)) is not None:
+                heard = time.monotonic()
+                self._stop.wait(HEARTBEAT_PERIOD_S)
+                while pulse.receive(timeout_ms=0) is not None:
+                    pass
+            elif heard is not None and time.monotonic() - heard > self._silence_s:
+                logger.error("rank %d: the scheduler has been silent for %.1f s; exiting", self._rank, self._silence_s)
+                os._exit(1)
+        sender.close(linger_ms=0)
+        pulse.close()
+
+    def close(self) -> None:
+        """Stop beating."""
+        self._stop.set()
+        self._thread.join(timeout=1.0)

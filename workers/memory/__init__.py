@@ -1,0 +1,1 @@
+"""Memory that is taken once: scratch memory of steps, pinned memory of the host."""

@@ -1,0 +1,1 @@
+"""The processes of a replica: its scheduler's, the front's end of it, and how all are started without Ray."""

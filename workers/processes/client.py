@@ -1,0 +1,204 @@
+"""The front's end of a replica: requests out, streams of outputs back, in the front's asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from workers.channel.sockets import Addresses, connect_receiver, connect_sender, connect_subscriber
+from workers.config import EngineConfig
+from workers.processes.outbox import Outbox
+from workers.protocol.front import EngineFault, ModelInfo, OutputMailbox, Refused, RequestFailed
+from workers.protocol.messages import (
+    EngineStats,
+    Fault,
+    Heartbeat,
+    Outputs,
+    Progress,
+    Ready,
+    Request,
+    RequestOutput,
+    Shutdown,
+    ToFront,
+)
+from workers.protocol.plan import SamplingParams
+from workers.protocol.report import SelfTestReport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+WATCH_PERIOD_S = 0.25
+
+
+class EngineClient:
+    """Implements `workers.protocol.front.Engine` over the channel. Single use: after a fault it only reports that."""
+
+    def __init__(self, config: EngineConfig, addresses: Addresses, name: str) -> None:
+        """Connects in the running event loop; `ready` tells when the replica can serve."""
+        self._config, self._name = config, name
+        self._requests = connect_sender(addresses.requests, addresses.keys)
+        self._outbox = Outbox(self._requests, self._refuse)
+        self._outputs = connect_receiver(addresses.outputs, ToFront, addresses.keys)
+        self._pulse = connect_subscriber(addresses.pulse, Heartbeat, addresses.keys)
+        self._streams: dict[str, OutputMailbox] = {}
+        self._ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
+        self._heard = time.monotonic()
+        self.stats = EngineStats()
+        self.selftest: SelfTestReport | None = None
+        self.fault: str | None = None
+        self.on_fault: list[Callable[[str], None]] = []
+        """Called once, with the first cause."""
+        self.on_progress: list[Callable[[str], None]] = []
+        self.on_selftest: list[Callable[[SelfTestReport], None]] = []
+        """Called once, before `ready` or before the fault that a failed self-test ends in."""
+        self._loop = asyncio.get_running_loop()
+        self._fds = [receiver.socket.fileno() for receiver in (self._outputs, self._pulse)]
+        for fd in self._fds:
+            self._loop.add_reader(fd, self._drain)
+        self._watcher = self._loop.create_task(self._watch())
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served; RuntimeError before `ready`."""
+        if not self._ready.done():
+            raise RuntimeError("the replica is not ready yet")
+        return self._ready.result()
+
+    async def ready(self, timeout_s: float | None = None) -> ModelInfo:
+        """Wait until every rank is ready; EngineFault when one fails, TimeoutError after `timeout_s`."""
+        # Messages may have arrived before the reader was added: the descriptor is edge-triggered.
+        self._drain()
+        return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+
+    def generate(self, request: Request) -> OutputMailbox:
+        """Outputs of one request until it finishes. Closing the iterator early cancels the request.
+
+        Iterating raises Refused if the scheduler does not take it, RequestFailed if it cannot be computed, EngineFault
+        if the replica fails meanwhile.
+        """
+        request_id = request.request_id
+        mailbox = OutputMailbox(on_abandon=lambda: self._abandon(request_id))
+        if self.fault is not None:
+            mailbox.fail(EngineFault(self.fault))
+        else:
+            self._streams[request_id] = mailbox
+            self._outbox.ask(request)
+        return mailbox
+
+    def _abandon(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None and self.fault is None:
+            self._outbox.cancel(request_id)
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        self._deliver(RequestOutput(request.request_id, (), refused=reason))
+
+    async def probe(self) -> None:
+        """One real token through every rank; EngineFault when it does not come."""
+        request = Request(f"probe-{uuid.uuid4().hex}", (0,), SamplingParams(max_tokens=1, temperature=0.0), priority=-1)
+        stream = self.generate(request)
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            await stream.aclose()  # who no longer waits must not leave it in the queue
+
+    def fail(self, cause: str, lasting: bool = False) -> None:
+        """Declare the replica failed: every stream ends with EngineFault. Only the first cause counts."""
+        if self.fault is not None:
+            return
+        self.fault = cause
+        for mailbox in self._streams.values():
+            mailbox.fail(EngineFault(cause))
+        self._streams.clear()
+        if not self._ready.done():
+            self._ready.set_exception(EngineFault(cause, lasting))
+            self._ready.exception()  # read here, so that nobody waiting is no warning
+        _tell(self.on_fault, cause)
+
+    async def close(self) -> None:
+        """Tell the replica to stop and leave the channel."""
+        self._watcher.cancel()
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
+        self._outbox.clear()
+        self._requests.send(Shutdown())
+        self.fail("the replica is shutting down")
+        self._requests.close()
+        self._outputs.close()
+        self._pulse.close()
+
+    def _drain(self) -> None:
+        """Read all that has arrived. ZeroMQ's descriptors are edge-triggered: they must be read until empty."""
+        try:
+            while self._pulse.receive(timeout_ms=0) is not None:
+                self._heard = time.monotonic()
+            while (message := self._outputs.receive(timeout_ms=0)) is not None:
+                self._dispatch(message)
+        except msgspec.MsgspecError as error:
+            self.fail(f"unreadable message from the scheduler: {error}")
+
+    def _dispatch(self, message: ToFront) -> None:
+        self._heard = time.monotonic()
+        match message:
+            case Outputs():
+                for item in message.items:
+                    self._deliver(item)
+            case EngineStats():
+                self.stats = message
+            case Ready():
+                if not self._ready.done():
+                    self._ready.set_result(
+                        ModelInfo(
+                            name=self._name,
+                            max_context=message.max_context,
+                            vocab_size=message.vocab_size,
+                            eos_ids=message.eos_ids,
+                            max_width=message.width,
+                            created=int(time.time()),
+                        )
+                    )
+            case Progress():
+                _tell(self.on_progress, f"rank {message.rank}: {message.text}")
+            case SelfTestReport():
+                self.selftest = message
+                _tell(self.on_selftest, message)
+            case Fault():
+                self.fail(message.cause, message.lasting)
+
+    def _deliver(self, item: RequestOutput) -> None:
+        mailbox = self._streams.get(item.request_id)
+        if mailbox is None:
+            return
+        if item.refused:
+            mailbox.fail(Refused(item.refused, overloaded=item.overloaded))
+        elif item.failed:
+            mailbox.fail(RequestFailed(item.failed))
+        else:
+            mailbox.put(item)
+        if item.refused or item.failed or item.finish is not None:
+            del self._streams[item.request_id]
+
+    async def _watch(self) -> None:
+        """The scheduler gives a sign of life several times a second; silence means it is gone, stopped or stuck."""
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            self._drain()
+            silent = time.monotonic() - self._heard
+            if self._ready.done() and silent > self._config.heartbeat_timeout_s:
+                self.fail(f"the scheduler has been silent for {silent:.1f} s")
+                return
+
+
+def _tell(callbacks: Sequence[Callable[[T], None]], news: T) -> None:
+    """One that fails keeps nobody from the messages behind this one, nor from the watch over the scheduler."""
+    for callback in callbacks:
+        try:
+            callback(news)
+        except Exception:
+            logger.exception("a callback failed")

@@ -1,0 +1,76 @@
+"""What the front has sent, taken in a little in every turn of the scheduler's loop.
+
+Looking at a prompt's ids and hashing its pages takes time that grows with the prompt. Requests that come together,
+however many and however long, must not keep the loop from planning steps: what one turn does not take in waits here, in
+order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from workers.channel.sockets import Receiver
+from workers.protocol.messages import Cancel, Request, Requests, Shutdown
+from workers.protocol.prompt import TOKEN_BYTES
+
+TURN_TOKENS = 100_000
+"""Prompt tokens that one turn takes in before it stops: a few milliseconds of work. A prompt is never divided, and
+counts once for all who share it."""
+READ_BYTES = 8 << 20
+"""Bytes that one turn takes off the socket before it stops, which only copies them."""
+REQUEST_TOKENS = 250
+"""What a request itself, or any other message, counts in tokens."""
+
+
+class Inbox:
+    """The requests that wait to be taken in, and the socket behind them."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._last: Sequence[int] = ()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were received and not taken in."""
+        return len(self._waiting)
+
+    def turn(self) -> list[Request | Cancel | Shutdown]:
+        """What this turn of the loop takes in. What ends something does not wait behind what begins something: a
+        `Shutdown` comes at once, and so does a `Cancel`. Of a request that still waits here a `Cancel` leaves nothing,
+        not even an output: whoever cancels does not listen any more."""
+        taken = self._read()
+        spent = 0
+        while self._waiting and spent < TURN_TOKENS:
+            _, request = self._waiting.popitem(last=False)
+            taken.append(request)
+            spent += self._cost(request)
+        return taken
+
+    def _read(self) -> list[Request | Cancel | Shutdown]:
+        """Take messages off the socket; returns those that wait for nothing."""
+        passing: list[Request | Cancel | Shutdown] = []
+        read = 0
+        while read < READ_BYTES and (message := self._receiver.receive(timeout_ms=0)) is not None:
+            read += REQUEST_TOKENS * TOKEN_BYTES
+            match message:
+                case Requests():
+                    read += len(message.prompt) + REQUEST_TOKENS * TOKEN_BYTES * len(message.choices)
+                    for request in message.unpack():
+                        if request.request_id in self._waiting:
+                            passing.append(request)  # the scheduler refuses one of the two
+                        else:
+                            self._waiting[request.request_id] = request
+                case Cancel():
+                    if self._waiting.pop(message.request_id, None) is None:
+                        passing.append(message)
+                case Shutdown():
+                    passing.append(message)
+        return passing
+
+    def _cost(self, request: Request) -> int:
+        sampling = request.sampling
+        own = REQUEST_TOKENS + len(sampling.logit_bias) + len(sampling.stop_ids)
+        shared, self._last = request.prompt is self._last, request.prompt
+        return own if shared else own + len(request.prompt)

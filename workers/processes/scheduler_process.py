@@ -1,0 +1,218 @@
+"""The scheduler's process: requests in, step plans out to every rank, results back, outputs to the front.
+
+No torch, no Ray: whoever starts it (a Ray actor, a plain process) only calls `run`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+
+import zmq
+from msgspec import structs
+
+from workers.channel.sockets import Binding, PeerGone, encode
+from workers.config import EngineConfig
+from workers.processes.inbox import Inbox
+from workers.processes.pulse import Pulse
+from workers.protocol.messages import (
+    Cancel,
+    Fault,
+    Figures,
+    FromWorker,
+    Heartbeat,
+    Outputs,
+    Progress,
+    Ready,
+    Request,
+    RequestOutput,
+    Shutdown,
+    ToScheduler,
+)
+from workers.protocol.plan import StepResult
+from workers.protocol.report import SelfTestReport
+from workers.scheduler import Scheduler, SchedulerConfig, Unsound
+
+logger = logging.getLogger(__name__)
+
+STATS_PERIOD_S = 0.1
+POLL_MS = 50
+FIRST_CAUSE_WAIT_S = 0.2
+TURN_TIMEOUTS = 3
+"""A turn of the loop may take so many times `heartbeat_timeout_s`. None comes near that by itself: what a turn takes in
+is bounded (`workers.processes.inbox`), and so is what it plans. But a machine may be busy with other things."""
+
+
+class EngineFailed(RuntimeError):
+    """The replica cannot go on; the message is the first cause."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.cause)
+        self.fault = fault
+
+
+class SchedulerProcess:
+    """Owns the scheduler of one replica and the channel's bound end."""
+
+    def __init__(self, config: EngineConfig, host: str | None = None) -> None:
+        """Binds at once, so that `addresses` can be handed out. `host`: ip of this node when workers are on others."""
+        self._config = config
+        self._binding = Binding(config.tensor_parallel, host, ToScheduler, FromWorker)
+        self.addresses = self._binding.addresses
+        self._heard = [time.monotonic()] * config.tensor_parallel
+        self._launched: dict[int, float] = {}
+        self._figures: Figures = {}
+
+    def run(self) -> None:
+        """Serve until a Shutdown arrives. On a failure tells the front the first cause, then raises EngineFailed."""
+        pulse = Pulse(self._binding.pulse, TURN_TIMEOUTS * self._config.heartbeat_timeout_s)
+        try:
+            scheduler = self._start(pulse)
+            if scheduler is not None:
+                self._serve(scheduler, pulse)
+        except EngineFailed as failure:
+            self._tell_front(failure.fault)
+            raise
+        except Unsound as unsound:
+            fault = Fault(str(unsound))
+            self._tell_front(fault)
+            raise EngineFailed(fault) from None
+        except PeerGone as gone:
+            fault = self._first_cause(Fault(str(gone), secondary=True))  # it may have said why it leaves
+            self._tell_front(fault)
+            raise EngineFailed(fault) from None
+        except Exception as error:
+            self._tell_front(Fault(f"scheduler: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            pulse.close()
+            for plans in self._binding.plans:
+                with suppress(PeerGone):
+                    plans.send(Shutdown())
+            self._binding.close()
+
+    def _tell_front(self, fault: Fault) -> None:
+        with suppress(PeerGone):
+            self._binding.outputs.send(fault)
+
+    def _start(self, pulse: Pulse) -> Scheduler | None:
+        """Wait until every rank is ready; None when told to shut down meanwhile."""
+        config = self._config
+        ready: dict[int, Ready] = {}
+        deadline = time.monotonic() + config.start_timeout_s
+        while len(ready) < config.tensor_parallel:
+            pulse.turned()
+            message = self._binding.results.receive(timeout_ms=POLL_MS)
+            match message:
+                case Ready():
+                    ready[message.rank] = message
+                    self._heard[message.rank] = time.monotonic()
+                case Fault():
+                    raise EngineFailed(self._first_cause(message))
+                case Progress() | SelfTestReport():
+                    self._binding.outputs.send(message)
+            if isinstance(self._binding.requests.receive(timeout_ms=0), Shutdown):
+                return None
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(config.tensor_parallel)) - set(ready))
+                raise EngineFailed(Fault(f"ranks {missing} were not ready within {config.start_timeout_s:.0f} s"))
+        first = ready[0]
+        if any(
+            (r.pages, r.max_context, r.width) != (first.pages, first.max_context, first.width) for r in ready.values()
+        ):
+            held = sorted(ready.values(), key=lambda r: r.rank)
+            raise EngineFailed(Fault(f"ranks disagree on what they hold: {held}"))
+        self._heard = [time.monotonic()] * config.tensor_parallel
+        self._binding.outputs.send(
+            Ready(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids)
+        )
+        return Scheduler(scheduler_config(config, first))
+
+    def _serve(self, scheduler: Scheduler, pulse: Pulse) -> None:
+        requests, results = self._binding.requests, self._binding.results
+        inbox = Inbox(requests)
+        poller = zmq.Poller()
+        poller.register(requests.socket, zmq.POLLIN)
+        poller.register(results.socket, zmq.POLLIN)
+        stats_due = 0.0
+        while True:
+            poller.poll(0 if inbox.waiting else POLL_MS)
+            pulse.turned()
+            items: list[RequestOutput] = []
+            while (message := results.receive(timeout_ms=0)) is not None:
+                items += self._from_worker(scheduler, message)
+            # Here, where all that ranks have said is heard: a turn may have taken longer than they may be silent.
+            self._watch(time.monotonic())
+            for asked in inbox.turn():
+                match asked:
+                    case Request():
+                        if (refusal := scheduler.add(asked)) is not None:
+                            items.append(refusal)
+                    case Cancel():
+                        items += scheduler.cancel(asked.request_id)
+                    case Shutdown():
+                        return
+            # Plans first: workers start on them while the outputs are encoded.
+            while (plan := scheduler.plan()) is not None:
+                payload = encode(plan)
+                for sender in self._binding.plans:
+                    sender.send_encoded(payload)
+                self._launched[plan.step] = time.monotonic()
+            if items:
+                self._binding.outputs.send(Outputs(tuple(items)))
+            now = time.monotonic()
+            if now >= stats_due:
+                self._binding.outputs.send(structs.replace(scheduler.stats(), worker=self._figures))
+                stats_due = now + STATS_PERIOD_S
+
+    def _from_worker(self, scheduler: Scheduler, message: FromWorker) -> tuple[RequestOutput, ...]:
+        match message:
+            case StepResult():
+                self._launched.pop(message.step, None)
+                if self._launched:
+                    # The next step only starts now: its time does not count while it waited.
+                    oldest = min(self._launched)
+                    self._launched[oldest] = time.monotonic()
+                self._heard[0] = time.monotonic()
+                return scheduler.apply(message)
+            case Heartbeat():
+                self._heard[message.rank] = time.monotonic()
+                if message.rank == 0:
+                    self._figures = message.figures
+            case Fault():
+                raise EngineFailed(self._first_cause(message))
+        return ()
+
+    def _first_cause(self, fault: Fault) -> Fault:
+        """A failed collective is the echo of something else: give that a moment to be reported."""
+        deadline = time.monotonic() + FIRST_CAUSE_WAIT_S
+        while fault.secondary and (left := deadline - time.monotonic()) > 0:
+            message = self._binding.results.receive(timeout_ms=int(left * 1000) + 1)
+            if isinstance(message, Fault) and not message.secondary:
+                return message
+        return fault
+
+    def _watch(self, now: float) -> None:
+        config = self._config
+        for rank, heard in enumerate(self._heard):
+            if now - heard > config.heartbeat_timeout_s:
+                raise EngineFailed(Fault(f"rank {rank} has been silent for {now - heard:.1f} s", rank))
+        if self._launched:
+            waited = now - self._launched[min(self._launched)]
+            if waited > config.step_timeout_s:
+                raise EngineFailed(Fault(f"step {min(self._launched)} made no progress for {waited:.0f} s"))
+
+
+def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
+    """The scheduler's settings, from the replica's and from what its workers can hold."""
+    return SchedulerConfig(
+        slots=config.max_rows,
+        pages=ready.pages,
+        max_context=ready.max_context,
+        token_budget=config.token_budget,
+        width=ready.width,
+        queue_limit=config.queue_limit,
+        prefix_cache=config.prefix_cache,
+        vocab_size=ready.vocab_size,
+    )

@@ -1,0 +1,1 @@
+"""The self-test: before a replica serves, every captured graph is proven against eager."""

@@ -1,0 +1,85 @@
+"""The proof that replayed endings compute what eager ones compute, each as large as it is: mixed steps of the self-test
+(`SegmentProof`) end in the buckets of few rows alone.
+
+Random residuals and outputs of attention, of as many tokens as the ending has, are gathered from where a stage would
+have them. The ending runs eagerly in fresh memory, and as a replay in memory that was poison before. Both must agree
+bit for bit; against a mistake that both share, they are compared with an ending without padding.
+
+Shape legend: T tokens, N tokens that are wanted, padding included, E hidden size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.graphs.segments import Ending
+from workers.memory.scratch import Scratch
+from workers.models.segments import Flow
+from workers.proof.decode_steps import ATTEMPTS, tolerance
+from workers.proof.scene import differ
+from workers.proof.segments import POISON
+from workers.protocol.report import BucketReport
+from workers.step.parts import StepParts
+
+
+@torch.inference_mode()
+def prove_endings(
+    parts: StepParts,
+    endings: Sequence[Ending],
+    progress: Callable[[str], None] | None = None,
+    seed: int = 0,
+) -> list[BucketReport]:
+    """One report an ending, in order. All ranks do it together, from equal seeds."""
+    host, noise = torch.Generator().manual_seed(seed), torch.Generator(parts.device).manual_seed(seed)
+    reports: list[BucketReport] = []
+    for ending in endings:
+        reports.append(_proved(parts, ending, host, noise))
+        if progress is not None and not reports[-1].passed:
+            progress(f"self-test: {reports[-1]}: {'; '.join(reports[-1].problems)}")
+    return reports
+
+
+def _proved(parts: StepParts, ending: Ending, host: torch.Generator, noise: torch.Generator) -> BucketReport:
+    begin, device, tokens = time.perf_counter(), parts.device, ending.tokens
+    bound, least = tolerance(parts.cache), torch.inf
+    problems: list[str] = []
+    for _ in range(ATTEMPTS):
+        # As many as the proof of segments leaves out of a bucket, for which other kernels need not be compiled.
+        live = tokens - int(torch.randint(tokens // 16 + 1, (), generator=host))
+        stage = Ending(parts, tokens, Scratch(device))
+        for gathered in (stage.flow.residual_TE, stage.flow.attended_THV):
+            gathered.normal_(generator=noise)
+        token_N = torch.randperm(tokens, generator=host).to(device)
+        eager_NE = _ended(Ending(parts, tokens, Scratch(device)), stage.flow, token_N)
+        exact_NE = _ended(Ending(parts, live, Scratch(device)), stage.flow, token_N[:live])
+        ending.fill(POISON)
+        replayed_NE = _ended(ending, stage.flow, token_N)
+        if bool(differ(eager_NE, replayed_NE)):
+            problems.append("hidden states differ")
+        error_N = (eager_NE[:live] - exact_NE).norm(dim=-1) / exact_NE.norm(dim=-1)
+        # Whether to try another state is one decision for all ranks. NaN must not pass for small.
+        error = float(parts.group.broadcast(torch.nan_to_num(error_N, nan=torch.inf).median()))
+        least = min(least, error)
+        if least <= bound:
+            break
+    else:
+        problems.append(f"hidden states are {least:.1e} away from an ending without padding, more than {bound:.0e}")
+    return BucketReport(
+        kind="ending",
+        bucket=f"{tokens} tokens",
+        seconds=time.perf_counter() - begin,
+        problems=tuple(dict.fromkeys(problems)),
+        rows=live,
+        logits_error=least,
+    )
+
+
+def _ended(ending: Ending, flow: Flow, token_N: Tensor) -> Tensor:
+    """Final hidden states fp32 [N, E]."""
+    ending.gather(flow, token_N)
+    ending.run()
+    return ending.out_NE.float()

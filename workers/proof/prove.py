@@ -1,0 +1,75 @@
+"""The self-test of a whole replica: which steps are tested, and what all ranks found together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+
+from workers.graphs.capture import GraphRunner
+from workers.memory.scratch import Scratch
+from workers.proof.decode_steps import Candidate, SelfTest
+from workers.proof.endings import prove_endings
+from workers.proof.segments import SegmentProof
+from workers.protocol.report import BucketReport, SelfTestReport
+from workers.step.decode import DecodeStep
+from workers.step.ladder import Ladder
+from workers.step.parts import StepParts
+
+
+def prove(
+    parts: StepParts,
+    graphs: GraphRunner | None,
+    every_bucket: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> SelfTestReport:
+    """Test every graph, the segments of a token bucket together; without `graphs` eager steps of the ladder, of which
+    `every_bucket` asks for all. All ranks do it together, and all return what any of them found."""
+    began, begin = time.time(), time.perf_counter()
+    eager, left_out = "", 0
+    if graphs is not None:
+        candidates = [Candidate(captured.step, captured.replay) for captured in graphs.all()]
+    else:
+        eager = "no CUDA graphs on this device" if parts.device.type == "cpu" else "CUDA graphs are switched off"
+        ladder = list(Ladder(parts.state.slots, parts.width))
+        keys = ladder if every_bucket else list(dict.fromkeys([ladder[0], ladder[len(ladder) // 2], ladder[-1]]))
+        left_out = len(ladder) - len(keys)
+        scratch = Scratch(parts.device)
+        steps = [DecodeStep(parts, key, scratch) for key in keys]
+        candidates = [Candidate(step, step.run) for step in steps]
+    found = SelfTest(parts).run(candidates, progress)
+    if graphs is not None:
+        found += SegmentProof(parts).run(graphs.stages(), progress)
+        found += prove_endings(parts, graphs.endings(), progress)
+        # The memory of eager steps, which serving does not need.
+        torch.cuda.empty_cache()
+    buckets = _of_all_ranks(found, parts)
+    return SelfTestReport(
+        device=torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else parts.device.type,
+        ranks=parts.group.size,
+        eager=eager,
+        graphs=0 if graphs is None else graphs.count,
+        graph_bytes=0 if graphs is None else graphs.stats.bytes,
+        capture_seconds=0.0 if graphs is None else graphs.stats.capture_seconds,
+        began=began,
+        seconds=time.perf_counter() - begin,
+        buckets=buckets,
+        left_out=left_out,
+    )
+
+
+def _of_all_ranks(buckets: Sequence[BucketReport], parts: StepParts) -> tuple[BucketReport, ...]:
+    """One rank's reports with the problems of every rank; which ranks have a problem is said unless all have it."""
+    own = msgspec.msgpack.encode([bucket.problems for bucket in buckets])
+    payloads = parts.group.gather_bytes(own, parts.device)
+    of_ranks = [msgspec.msgpack.decode(payload, type=list[list[str]]) for payload in payloads]
+    merged = []
+    for bucket, *found in zip(buckets, *of_ranks, strict=True):
+        texts = []
+        for problem in dict.fromkeys(text for problems in found for text in problems):
+            ranks = [str(rank) for rank, problems in enumerate(found) if problem in problems]
+            texts.append(problem if len(ranks) == len(found) else f"rank {', '.join(ranks)}: {problem}")
+        merged.append(msgspec.structs.replace(bucket, problems=tuple(texts)))
+    return tuple(merged)

@@ -1,0 +1,208 @@
+"""What passes between a replica's front, its scheduler and its workers. msgpack on the wire; no code ever travels.
+
+front -> scheduler: `Requests`, `Cancel`.  scheduler -> front: `Outputs`, `EngineStats`, `Fault`, `Ready`.
+scheduler -> worker: `StepPlan`, `Shutdown`.  worker -> scheduler: `StepResult` (rank 0), `Heartbeat`, `Ready`, `Fault`.
+While a replica starts, `Progress` (every rank) and `SelfTestReport` (rank 0) travel from the workers to the front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
+from workers.protocol.prompt import Prompt
+from workers.protocol.report import SelfTestReport
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One sequence to generate. `n` choices of one HTTP request are `n` of these, which share one prompt; they travel
+    as one `Requests`."""
+
+    request_id: str
+    prompt: Sequence[int]
+    """Token ids; where many share them, a `workers.protocol.prompt.Prompt`."""
+    sampling: SamplingParams
+    priority: int = 0
+    """Lower runs first; ties by arrival."""
+
+
+class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Sequences that continue one prompt and differ in their seeds alone: what they share travels once."""
+
+    prompt: bytes
+    """As `workers.protocol.prompt.pack_tokens` makes it."""
+    sampling: SamplingParams
+    """Of the first of them, and but for the seed of all."""
+    choices: tuple[tuple[str, int], ...]
+    """Request id and seed of each."""
+    priority: int = 0
+    """As in `Request`, of each of them."""
+
+    @staticmethod
+    def of(requests: Sequence[Request]) -> Requests:
+        """Of requests that differ in their ids and seeds alone. OverflowError for a token id outside 0 ... 2^32 - 1."""
+        first = requests[0]
+        choices = tuple((request.request_id, request.sampling.seed) for request in requests)
+        return Requests(Prompt.of(first.prompt).packed, first.sampling, choices, first.priority)
+
+    def unpack(self) -> tuple[Request, ...]:
+        """The requests, which share one `Prompt`."""
+        prompt, replace = Prompt(self.prompt), msgspec.structs.replace
+        return tuple(
+            Request(name, prompt, replace(self.sampling, seed=seed), self.priority) for name, seed in self.choices
+        )
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The front no longer wants this request; unknown or finished ids are ignored."""
+
+    request_id: str
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens a request gained in one step."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    """May be empty when only the end is reported. A stop id is included as the last token."""
+    finish: FinishReason | None = None
+    logprobs: tuple[TopLogprobs, ...] = ()
+    cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache (given with the first output)."""
+    refused: str = ""
+    """Why the scheduler did not take the request (then nothing else is set)."""
+    overloaded: bool = False
+    """It was refused only because too many wait already."""
+    failed: str = ""
+    """Why the request ends without an answer, or in the middle of one, though the replica goes on."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All outputs of one step in one message."""
+
+    items: tuple[RequestOutput, ...]
+
+
+Figures = dict[str, dict[str, float]]
+"""Figures of a worker: by name, then by label ("" where the name has none). What they are says
+`deploy.observability.front_metrics`."""
+
+
+class Distribution(msgspec.Struct, frozen=True, array_like=True):
+    """How often values fell into each bucket of a histogram."""
+
+    counts: tuple[int, ...] = ()
+    """One for each upper bound (inclusive) of the buckets, the last for what lies above; not cumulative."""
+    total: float = 0.0
+    """Sum of the values."""
+
+    @property
+    def count(self) -> int:
+        """Values counted."""
+        return sum(self.counts)
+
+
+STEP_BUCKETS: Final = {
+    "step_seconds": (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0),
+    "step_decode_rows": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    "step_prefill_tokens": (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+}
+"""Upper bounds of the buckets, by field of `EngineStats`."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Gauges (now) and counters (since start) of one replica, sent by the scheduler several times a second."""
+
+    running: int = 0
+    waiting: int = 0
+    prefill_backlog: int = 0
+    """Prompt tokens queued or partly prefilled that are still to be computed."""
+    pages_total: int = 0
+    pages_free: int = 0
+    """Free pages, those that only the prefix cache holds included."""
+    slots: int = 0
+    queue_limit: int = 0
+    """Requests that may wait beyond the slots."""
+    step_seconds: dict[str, Distribution] = {}
+    """By kind of step: decode (rows alone), prefill (rows alone), mixed; time on rank 0."""
+    step_decode_rows: dict[str, Distribution] = {}
+    """Of the steps that have any, by kind."""
+    step_prefill_tokens: dict[str, Distribution] = {}
+    """Of the steps that have any, by kind."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens served from the prefix cache."""
+    drafts_offered: int = 0
+    drafts_accepted: int = 0
+    preemptions: int = 0
+    bad_rows: int = 0
+    """Rows whose logits were not finite: their requests failed, or were computed again without pages of others."""
+    drafting: bool = True
+    """False once the engine gave drafts up because too few were accepted."""
+    worker: Figures = {}
+    """Of rank 0, half a second old at the most."""
+    prefix_keys: tuple[int, ...] = ()
+    """Newest chained page hashes (64-bit) in the prefix cache, for routing; a bounded sample."""
+
+    @property
+    def steps(self) -> int:
+        """Steps since start whose results came back. Every one of them took some request further, be it a chunk of a
+        prompt or a token."""
+        return sum(part.count for part in self.step_seconds.values())
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A process finished starting."""
+
+    rank: int
+    """-1 for the scheduler."""
+    pages: int = 0
+    """Pages of latent cache, the null page included; all ranks agree on it."""
+    max_context: int = 0
+    """Tokens a request may have, prompt and output together."""
+    vocab_size: int = 0
+    width: int = 1
+    """Most tokens a decode row feeds: 1 + drafts; 1 when the model has no draft layer."""
+    eos_ids: tuple[int, ...] = ()
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A line about start-up for the user: what is being loaded and how far it is."""
+
+    rank: int
+    text: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Says that a process lives, sent a few times a second: by a rank from a thread of its own."""
+
+    rank: int
+    figures: Figures = {}
+    """Of rank 0."""
+
+
+class Fault(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The first cause of the end of a replica."""
+
+    cause: str
+    rank: int = -1
+    secondary: bool = False
+    """A collective failed, which most often means that another rank died first: its own report is the first cause."""
+    lasting: bool = False
+    """It is in the model, the settings or the machine: another start would end the same."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End in order: graphs, process group, process."""
+
+
+ToScheduler = Requests | Cancel | Shutdown
+ToFront = Outputs | EngineStats | Fault | Ready | Progress | SelfTestReport
+ToWorker = StepPlan | Shutdown
+FromWorker = StepResult | Heartbeat | Ready | Fault | Progress | SelfTestReport

@@ -1,0 +1,20 @@
+"""What a rank's process imports, in the time that it takes and no more."""
+
+from __future__ import annotations
+
+import gc
+
+
+def load_libraries() -> None:
+    """Import what `workers.rank.worker_process` needs, which takes seconds.
+
+    The garbage collector is kept from what is loaded, all of which stays: it would search it again and again during the
+    imports, for a tenth of a second whenever it looks through everything later on, and several times at the process's
+    end.
+    """
+    gc.disable()
+    import workers.rank.worker_process
+
+    assert workers.rank.worker_process
+    gc.freeze()
+    gc.enable()

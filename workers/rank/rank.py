@@ -1,0 +1,203 @@
+"""What one rank of a replica holds: model, cache, runner, graphs; how it is built and how large the cache gets."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from kernels.page import PAGE_TOKENS, pages_for
+from workers.config import EngineConfig
+from workers.environment import visible_gpus
+from workers.models import DeepseekModel, ModelConfig, load_model
+from workers.models.batch import LatentCache
+from workers.parallel.group import TensorParallel
+from workers.proof.prove import prove
+from workers.protocol.messages import Ready
+from workers.protocol.report import SelfTestReport
+from workers.rank.runner import Runner
+from workers.scheduler import max_entries_per_row, max_pages_per_row
+from workers.step.sampling import SamplingState
+
+
+def pick_device(config: EngineConfig, device_index: int | None) -> torch.device:
+    """The device of one rank; RuntimeError when `cuda` is asked for and there is none, or none for this rank."""
+    wanted = config.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("device = cuda, but torch sees no CUDA device; use --device cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    index, count = device_index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise RuntimeError(
+            f"there is no GPU {index}: each rank needs one of its own, and torch sees {count} here; give "
+            f"--tensor-parallel {count}, or --device cpu"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def passed_over(config: EngineConfig, device: torch.device) -> str:
+    """What to say where `auto` came to be the CPU of a machine with GPUs; empty elsewhere."""
+    if device.type != "cpu" or config.device != "auto" or not (count := visible_gpus()):
+        return ""
+    return (
+        f"running on the CPU: torch {torch.__version__} can use none of this machine's GPUs, of which the driver shows "
+        f"{count} (built for CUDA: {torch.version.cuda or 'no'})"
+    )
+
+
+def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """dtype of weights and cache."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, config.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def max_context(config: EngineConfig) -> int:
+    """Tokens a request may have: what is asked for, at most what the model was made for."""
+    made_for = ModelConfig.load(config.folder).max_positions
+    if config.max_context is not None and config.max_context > made_for:
+        raise ValueError(f"max_context = {config.max_context}, but the model was made for {made_for} tokens")
+    return config.max_context or made_for
+
+
+class Replica:
+    """Model, cache and runner of one rank."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: TensorParallel,
+        device: torch.device,
+        progress: Callable[[str], None] | None = None,
+        on_selftest: Callable[[SelfTestReport], None] | None = None,
+    ) -> None:
+        """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
+
+        `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError.
+        """
+        self.selftest: SelfTestReport | None = None
+        """What the self-test found on all ranks; None if it did not run."""
+        dtype = pick_dtype(config, device)
+        context = max_context(config)
+        model = load_model(
+            config.folder,
+            group=group,
+            dtype=dtype,
+            device=device,
+            max_positions=max_entries_per_row(context, config.width),
+            draft_layer=config.width > 1,
+            invariant=config.invariant,
+            progress=progress,
+        )
+        width = config.width if model.has_draft_layer else 1
+        layers = model.cache_layers
+        page_bytes = layers * PAGE_TOKENS * model.cache_width * dtype.itemsize
+        wants_graphs = config.graphs and device.type == "cuda"
+        sampling = _sampling(config, model, width, group, device)
+
+        def runner(pages: int, context: int) -> Runner:
+            cache = LatentCache.allocate(layers, pages, PAGE_TOKENS, model.cache_width, dtype, device)
+            # At the end of the context a step still looks up where the entry behind its own would lie.
+            pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
+            return Runner(model, cache, config.max_rows, width, pages_per_row, config.token_budget, group, sampling)
+
+        graph_bytes = 0
+        if wants_graphs:
+            # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
+            trial = runner(2, context)
+            _compile(trial, group, progress)
+            graph_bytes = trial.warm_up().bytes
+            del trial
+            torch.cuda.empty_cache()
+        pages = _agree(self._pages(config, device, page_bytes, context, width, graph_bytes), group, device)
+        # A request as long as the context must fit, overshoot included.
+        context = min(context, (pages - 1) * PAGE_TOKENS - max_entries_per_row(0, width))
+        if context < 2:
+            raise RuntimeError(f"{pages} pages of latent cache are too few for any request; give more cache_pages")
+        self.runner = runner(pages, context)
+        if wants_graphs:
+            self.runner.capture(progress)
+        if config.selftest:
+            self._prove(config, group, progress, on_selftest)
+        self.ready = Ready(group.rank, pages, context, model.config.vocab_size, width, model.config.eos_ids)
+        self.model: DeepseekModel = model
+        if progress:
+            progress(f"{pages} pages of latent cache, {pages * page_bytes / 2**20:.0f} MiB; context {context}")
+
+    def _prove(
+        self,
+        config: EngineConfig,
+        group: TensorParallel,
+        progress: Callable[[str], None] | None,
+        on_selftest: Callable[[SelfTestReport], None] | None,
+    ) -> None:
+        """Rank 0 speaks for all: the other ranks found the same, and would only say it before it has."""
+        every_bucket = config.selftest_buckets == "all"
+        self.selftest = prove(self.runner.parts, self.runner.graphs, every_bucket, None if group.rank else progress)
+        if group.rank:
+            return
+        if progress:
+            progress(f"self-test: {self.selftest.summary()}")
+        if on_selftest:
+            on_selftest(self.selftest)
+        if not self.selftest.passed:
+            raise RuntimeError(self.selftest.cause())
+
+    @staticmethod
+    def _pages(
+        config: EngineConfig, device: torch.device, page_bytes: int, context: int, width: int, graph_bytes: int
+    ) -> int:
+        if config.cache_pages is not None:
+            return config.cache_pages
+        advice = ""
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            room = free - graph_bytes - int(total * (1 - config.memory_fraction))
+            advice = (
+                f"; {free / 2**20:.0f} of the GPU's {total / 2**20:.0f} MiB are free: give a larger memory_fraction or "
+                "more ranks, or end what else uses it"
+            )
+        else:
+            room = min(config.cpu_cache_bytes, int(psutil.virtual_memory().available * 0.5))
+        # More than every slot at full context is never used.
+        most = config.max_rows * max_pages_per_row(context, width) + 1
+        pages = min(room // page_bytes, most)
+        if pages < 2:
+            raise RuntimeError(
+                f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"
+                f"{advice}"
+            )
+        return pages
+
+
+def _sampling(
+    config: EngineConfig, model: DeepseekModel, width: int, group: TensorParallel, device: torch.device
+) -> SamplingState | None:
+    """What rank 0 samples with, all of its memory included: the cache gets what is left, and no request, whatever it
+    asks for, needs more later."""
+    if group.rank:
+        return None
+    sampling = SamplingState(config.max_rows, model.config.vocab_size, device)
+    sampling.allocate(config.max_rows * width)
+    return sampling
+
+
+def _compile(runner: Runner, group: TensorParallel, progress: Callable[[str], None] | None) -> None:
+    """With all cores that this process may use and, most likely, shares with the other ranks."""
+    begin = time.perf_counter()
+    compiled = runner.compile(max(1, len(os.sched_getaffinity(0)) // group.size))
+    if progress:
+        progress(f"{compiled.kernels} kernels compiled or loaded in {time.perf_counter() - begin:.1f} s")
+
+
+def _agree(pages: int, group: TensorParallel, device: torch.device) -> int:
+    """The fewest pages any rank has room for."""
+    return int(group.minimum(torch.tensor([pages], dtype=torch.int64, device=device)).item())

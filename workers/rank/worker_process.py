@@ -1,0 +1,146 @@
+"""One rank's process: load, report ready, then run step plans until told to stop."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import time
+import traceback
+from collections import deque
+
+import torch
+
+from workers.channel.sockets import (
+    Addresses,
+    HeartbeatThread,
+    Receiver,
+    Sender,
+    connect_receiver,
+    connect_sender,
+    last_words_have_left,
+)
+from workers.config import EngineConfig
+from workers.environment import check_environment
+from workers.parallel.group import PeerLost, TensorParallel
+from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
+from workers.rank.rank import Replica, passed_over, pick_device
+from workers.rank.runner import Launched, Runner
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT_S = 120.0
+_SPEAK = (ValueError, RuntimeError, MemoryError)
+"""Errors of a start whose text is for the user, who asked for what cannot be had; all others are defects."""
+CLOSING_LIMIT_S = 10.0
+"""Seconds for graphs and group to close; whoever ends a replica in order waits longer (`launch.SHUTDOWN_TIMEOUT_S`)."""
+
+
+def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int) -> None:
+    """Run plans as they come. On a GPU the next step is launched before the last one's tokens are waited for: a plan
+    comes while a step runs, so that neither of the two is waited for alone."""
+    launched: deque[Launched] = deque()
+    ahead = 1 if runner.device.type == "cuda" else 0
+    while True:
+        plan = plans.receive(timeout_ms=0 if launched else None)
+        if isinstance(plan, Shutdown):
+            return
+        if plan is not None:
+            launched.append(runner.launch(plan))
+        if len(launched) > ahead or (launched and launched[0].finished):
+            result = runner.collect(launched.popleft())
+            if rank == 0:
+                results.send(result)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Clear the frames that `error`, and all that led to it, went through."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            left += one.__cause__, one.__context__
+
+
+def _close(rank: int, runner: Runner | None, device: torch.device | None, error: BaseException | None = None) -> None:
+    """Destroy the graphs, then leave the group: NCCL lets nobody leave, nor abort, while a graph holds its collectives.
+
+    Each of the two may wait for ever, for a device or for a peer, and some of it while it holds Python's lock. So past
+    `CLOSING_LIMIT_S` the process exits, code 1, and says on stderr where it stood. After an `error` what fails here is
+    only logged, and collectives under way are broken off: peers may never come to them.
+    """
+    faulthandler.dump_traceback_later(CLOSING_LIMIT_S, exit=True, file=2)
+    try:
+        if device is not None and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Raises if the device is lost, and then all that follows would fail or wait, each graph with a warning.
+            torch.cuda.current_stream(device).query()
+        if error is not None:
+            _forget_frames(error)  # they hold the graphs of a replica that was never completed
+            gc.collect()
+        if runner is not None:
+            runner.close()
+        TensorParallel.close(abort=error is not None)
+    except Exception as failure:
+        logger.warning("rank %d ends with live graphs or group: %s: %s", rank, type(failure).__name__, failure)
+        if error is None:
+            raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def run_worker(
+    config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str, device_index: int | None = None
+) -> None:
+    """Main loop of one rank; returns after a Shutdown. On an error reports the cause to the scheduler and raises it.
+    Before either, graphs and group are closed; where that takes too long the process exits instead (`_close`).
+
+    `rendezvous` is a torch.distributed URL (tcp://host:port) all ranks share; unused with one rank.
+    """
+    results = connect_sender(addresses.results, addresses.keys)
+    plans = connect_receiver(addresses.plans[rank], ToWorker, addresses.keys)
+    heartbeat = HeartbeatThread(addresses, rank, silence_s=2 * config.heartbeat_timeout_s)
+    device: torch.device | None = None
+    runner: Runner | None = None
+    loading = False
+
+    def hang_up() -> None:
+        heartbeat.close()
+        results.close()
+        plans.close()
+
+    try:
+        check_environment()
+        torch.set_num_threads(1)
+        loading = True
+        device = pick_device(config, device_index)
+        loading = False
+        begin = time.perf_counter()
+
+        def progress(text: str) -> None:
+            results.send(Progress(rank, f"[{time.perf_counter() - begin:5.1f} s] {text}"))
+
+        if note := passed_over(config, device):
+            progress(note)
+        group = TensorParallel.connect(rank, config.tensor_parallel, rendezvous, device, COLLECTIVE_TIMEOUT_S)
+        loading = True
+        replica = Replica(config, group, device, progress, results.send)
+        loading = False
+        runner = replica.runner
+        if rank == 0:
+            heartbeat.figures = runner.stats.figures
+        results.send(replica.ready)
+        _serve(runner, plans, results, rank)
+    except BaseException as error:
+        lost = isinstance(error, PeerLost)
+        speaks = loading and isinstance(error, _SPEAK) and str(error)
+        cause = str(error) if speaks else f"{type(error).__name__}: {error}"
+        results.send(Fault(f"rank {rank}: {cause}", rank, lost, loading and not lost))
+        hang_up()
+        last_words_have_left()  # before anything that could end this process
+        _close(rank, runner, device, error)
+        raise
+    hang_up()
+    _close(rank, runner, device)

@@ -1,0 +1,152 @@
+"""A step of decode rows alone: embedding, layers, verification, the whole draft loop and the state of the next step.
+
+Straight-line work on the device that reads no host value but its sizes, so it can be captured into a graph as it is.
+
+Shape legend: R rows, W width, T = R * W tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels import decode_state
+from kernels.verify import accept_drafts
+from workers.memory.scratch import Scratch
+from workers.models.batch import Batch, DecodeBatch
+from workers.protocol.plan import BatchLayout, GraphKey
+from workers.step.parts import StepOutput, StepParts
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where this step's tokens are: addresses stay, contents move on with the draft passes."""
+
+    token_RW: torch.Tensor
+    position_RW: torch.Tensor
+    cache_slot_RW: torch.Tensor
+    length_R: torch.Tensor
+    page_RP: torch.Tensor
+
+    def batch(self, layout: BatchLayout, first: int) -> Batch:
+        """What the model reads."""
+        return Batch(
+            layout,
+            self.position_RW.flatten(),
+            self.cache_slot_RW.flatten(),
+            DecodeBatch(self.length_R, self.page_RP),
+            None,
+            first,
+        )
+
+
+class DecodeStep:
+    """One shape of decode step. Which slots its rows are is written to `slot_R` before each run; -1 pads."""
+
+    def __init__(self, parts: StepParts, key: GraphKey, scratch: Scratch) -> None:
+        """`scratch` may be shared by all steps of a rank: they run one after the other."""
+        if key.width > parts.width or key.drafts >= parts.width:
+            raise ValueError(f"{key} exceeds a width of {parts.width}")
+        self.parts, self.key, self._scratch = parts, key, scratch
+        self.layout = BatchLayout(key.width, key.rows)
+        self.slot_R = torch.full((key.rows,), -1, dtype=torch.int64, device=parts.device)
+        self.decided_N = torch.zeros(self.layout.decision_size, dtype=torch.int64, device=parts.device)
+
+    def run(self) -> StepOutput:
+        """Everything, from the slots' state to the slots' next state."""
+        parts, layout, scratch = self.parts, self.layout, self._scratch
+        rows, width = self.key.rows, self.key.width
+        with scratch.scope():
+            fed = self._feed()
+            hidden_TE, logits_NV = self._target(fed)
+            target_RW = self.decided_N[layout.target_slice].view(rows, width)
+            newest_R = scratch.empty(rows, dtype=torch.int64)
+            decode_state.advance(
+                parts.state.tensors,
+                self.slot_R,
+                target_RW,
+                self.decided_N[layout.accepted_slice],
+                fed.position_RW,
+                fed.cache_slot_RW,
+                fed.length_R,
+                newest_R,
+            )
+            if parts.width > 1:
+                # Behind the accepted tokens the target's are any valid ids: those queries' outputs are not read, and
+                # their cache entries are rewritten before they are attended to.
+                batch = fed.batch(layout, first=1)
+                drafted_TE = parts.model.draft(target_RW.flatten(), hidden_TE, batch, parts.cache, scratch)
+                self._draft(drafted_TE, newest_R, fed)
+        return StepOutput(layout, self.decided_N, logits_NV)
+
+    def _feed(self) -> _Rows:
+        """What the slots' state has the rows feed."""
+        rows, width, scratch = self.key.rows, self.key.width, self._scratch
+        fed = _Rows(
+            token_RW=scratch.empty(rows, width, dtype=torch.int64),
+            position_RW=scratch.empty(rows, width, dtype=torch.int64),
+            cache_slot_RW=scratch.empty(rows, width, dtype=torch.int64),
+            length_R=scratch.empty(rows, dtype=torch.int32),
+            page_RP=scratch.empty(rows, self.parts.state.pages_per_row, dtype=torch.int32),
+        )
+        decode_state.feed(
+            self.parts.state.tensors,
+            self.slot_R,
+            fed.token_RW,
+            fed.position_RW,
+            fed.cache_slot_RW,
+            fed.length_R,
+            fed.page_RP,
+        )
+        return fed
+
+    def _target(self, fed: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's pass, and what it decides: hidden states [T, E] and logits [T, V]."""
+        parts, scratch = self.parts, self._scratch
+        batch = fed.batch(self.layout, first=0)
+        hidden_TE = parts.model.forward(fed.token_RW.flatten(), batch, parts.cache, scratch)
+        logits_NV = parts.model.logits(hidden_TE, scratch)
+        self._verify(logits_NV, fed)
+        return hidden_TE, logits_NV
+
+    def _verify(self, logits_NV: torch.Tensor, fed: _Rows) -> None:
+        """Target tokens, accepted drafts, bad rows and faults, decided on rank 0, given to all ranks in one message."""
+        parts, layout, decided_N = self.parts, self.layout, self.decided_N
+        rows, width = self.key.rows, self.key.width
+        if parts.sampling is not None:
+            target_N, accepted_R = decided_N[layout.target_slice], decided_N[layout.accepted_slice]
+            parts.sampling.target_tokens(
+                logits_NV,
+                layout,
+                self.slot_R,
+                fed.token_RW,
+                fed.position_RW.flatten(),
+                ahead=1,
+                out=target_N,
+                bad=decided_N[layout.bad_slice],
+                scratch=self._scratch,
+            )
+            target_RW = target_N.view(rows, width)
+            accept_drafts(
+                target_RW,
+                fed.token_RW[:, 1:],
+                accepted_R,
+                parts.model.config.vocab_size,
+                parts.sampling.fault_1,
+                decided_N[-1:],
+                dependent=parts.sampling.dependent,
+            )
+            parts.sampling.commit(self.slot_R, target_RW, accepted_R, more=1)
+        parts.group.broadcast(decided_N)
+
+    def _draft(self, drafted_TE: torch.Tensor, newest_R: torch.Tensor, fed: _Rows) -> None:
+        """The drafts of the next step."""
+        parts, rows, scratch = self.parts, self.key.rows, self._scratch
+        hidden_RE = scratch.empty(rows, drafted_TE.shape[1], dtype=drafted_TE.dtype)
+        torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
+        # The first draft stands one position behind the newest token, whose own the draft pass had.
+        position_R = scratch.empty(rows, dtype=torch.int64)
+        torch.index_select(fed.position_RW.flatten(), 0, newest_R, out=position_R)
+        position_R.add_(1)
+        parts.draft(hidden_RE, self.slot_R, position_R, fed.length_R, fed.page_RP, self.key.drafts, scratch)

@@ -1,0 +1,112 @@
+"""The ladders: every graph that is captured, enumerated once; capture, dispatch and tests take their keys from here.
+
+Decode steps are whole graphs, by rows. Of mixed steps the token-wise segments are graphs, by tokens, and the ending of
+the last pass is one, by the tokens whose hidden states are wanted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from workers.protocol.plan import BatchLayout, GraphKey, TokenKey
+
+_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32)
+"""Row buckets up to 32: close together, because small batches are where a padded row costs most."""
+
+_TOKEN_STEPS = (16, 32, 48, 64, 96, 128)
+"""Token buckets up to 128; a few tokens more or less cost nothing there, weights are read all the same."""
+_TOKEN_WASTE = 0.15
+"""Most of a larger bucket that may be padding."""
+
+
+def row_buckets(max_rows: int) -> tuple[int, ...]:
+    """Row counts that have a graph, the last one `max_rows`: at most a quarter of a bucket is padding. Powers of
+    two are among them, for those are the row counts that people ask for."""
+    buckets = [rows for rows in _STEPS if rows < max_rows]
+    rows = _STEPS[-1]
+    while (rows := rows + (1 << (rows.bit_length() - 3))) < max_rows:
+        buckets.append(rows)
+    return (*buckets, max_rows)
+
+
+def token_buckets(budget: int) -> tuple[int, ...]:
+    """Token counts whose segments are captured, the last one `budget`: as few as keep padding below 15% above 128."""
+    buckets = [tokens for tokens in _TOKEN_STEPS if tokens < budget]
+    tokens = _TOKEN_STEPS[-1]
+    while True:
+        # Whole tiles of the products: 16 tokens, and more where a tile is little beside the bucket.
+        unit = max(16, 1 << (tokens.bit_length() - 5))
+        # The smallest step that is padded to `most` has one token more than the bucket before.
+        most = int((tokens + 1) / (1 - _TOKEN_WASTE))
+        tokens = max(most // unit * unit, tokens + 16)
+        if tokens >= budget:
+            return (*buckets, budget)
+        buckets.append(tokens)
+
+
+@dataclass(frozen=True)
+class TokenLadder:
+    """Buckets of tokens. A mixed step runs in the smallest that holds its tokens."""
+
+    budget: int
+    """The most tokens a step feeds."""
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError(f"a ladder needs tokens, not {self.budget}")
+
+    def __iter__(self) -> Iterator[TokenKey]:
+        """Every key, largest first."""
+        for tokens in reversed(token_buckets(self.budget)):
+            yield BatchLayout(1, tokens).token_key(tokens)
+
+    def key(self, layout: BatchLayout) -> TokenKey:
+        """Key of the segments that serve a step of this layout; ValueError when it exceeds the budget."""
+        buckets = token_buckets(self.budget)
+        place = bisect_left(buckets, layout.tokens)
+        if place == len(buckets):
+            raise ValueError(f"a step of {layout.tokens} tokens exceeds the budget of {self.budget}")
+        return layout.token_key(buckets[place])
+
+    def endings(self, rows: int) -> Iterator[TokenKey]:
+        """Keys of the endings of steps that sample up to so many rows, largest first: of each row one token's hidden
+        states are wanted of the last pass."""
+        most = self.key(BatchLayout(1, min(rows, self.budget)))
+        return (key for key in self if key.tokens <= most.tokens)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Buckets of (rows, width, drafts). A pure decode step runs in the smallest bucket that holds its rows."""
+
+    max_rows: int
+    width: int
+    """The most tokens a decode row feeds."""
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1 or self.width < 1:
+            raise ValueError(f"a ladder needs rows and tokens, not {self.max_rows} x {self.width}")
+
+    def modes(self) -> tuple[tuple[int, int], ...]:
+        """(width, drafts) of the steps that occur: drafting as always, drafting given up, and the step into and out of
+        that, which feeds what was drafted and drafts no more, or the other way round."""
+        most = self.width - 1
+        if not most:
+            return ((1, 0),)
+        return ((self.width, most), (1, 0), (self.width, 0), (1, most))
+
+    def __iter__(self) -> Iterator[GraphKey]:
+        """Every key, largest first: later captures reuse the memory of earlier, larger ones."""
+        for rows in reversed(row_buckets(self.max_rows)):
+            for width, drafts in self.modes():
+                yield BatchLayout(width, rows).graph_key(rows, drafts)
+
+    def key(self, layout: BatchLayout, drafts: int) -> GraphKey | None:
+        """Key of the graph that serves a step of this layout; None, never a wrong one, when there is none."""
+        if layout.prefill_tokens or not layout.decode_rows or (layout.width, drafts) not in self.modes():
+            return None
+        buckets = row_buckets(self.max_rows)
+        place = bisect_left(buckets, layout.decode_rows)
+        return layout.graph_key(buckets[place], drafts) if place < len(buckets) else None

@@ -1,0 +1,234 @@
+"""A step with prefill rows beside decode rows. Its token-wise segments are replayed from graphs where there are some,
+attention between them runs eagerly; decode rows attend, verify and draft as in a pure decode step.
+
+Everything the host says about a step reaches the device in one copy, and nothing here waits for the device: the step is
+launched behind the one before it.
+
+Shape legend: T tokens of the step, padding included, D decode rows, W width, F final prefill rows, R = D + F sampled
+rows, B prefill rows, N logits rows, P pages a row may hold, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import torch
+
+from kernels import decode_state
+from kernels.verify import accept_drafts
+from workers.graphs.segments import DRAFT, TARGET, Stage
+from workers.models.batch import Batch, DecodeBatch, PrefillBatch
+from workers.protocol.plan import BatchLayout, StepPlan
+from workers.step.parts import StepOutput, StepParts
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where this step's rows are. Contents move on with the draft pass, as the stage's do."""
+
+    layout: BatchLayout
+    slot_R: torch.Tensor
+    end_N: torch.Tensor
+    """The token of every logits row."""
+    length_F: torch.Tensor
+    """Cache entries of each final row after this step."""
+    token_DW: torch.Tensor
+    position_DW: torch.Tensor
+    cache_slot_DW: torch.Tensor
+    length_D: torch.Tensor
+    page_DP: torch.Tensor
+    page_BP: torch.Tensor
+    start: tuple[int, ...]
+    """Position of each prefill row's first token."""
+
+    @property
+    def end_F(self) -> torch.Tensor:
+        """The last token of every final prefill row."""
+        return self.end_N[self.layout.decode_tokens :]
+
+
+def _message(plan: StepPlan, stage: Stage) -> torch.Tensor:
+    """What the host knows about the step, laid out as `Stage.uploaded_X`; in pinned memory for a GPU.
+
+    Of every prefill token its id, position, whether it is live, its slot, the slot it is written to (-1, whose pages
+    are null pages, if it is suppressed) and the token after it; decode tokens come from the slots' state. Then, of the
+    rows: sampled slots, tokens of the logits rows, lengths of final rows, slots of prefill rows.
+    """
+    layout = plan.layout
+    pinned = stage.uploaded_X.is_cuda
+    message_X = torch.zeros(stage.uploaded_X.shape, dtype=torch.int64, pin_memory=pinned)
+    message_XT, rows_X = stage.split(message_X)
+    token_T, position_T, live_T, slot_T, write_slot_T, next_T = message_XT
+    live_T[: layout.tokens] = 1
+    slot_T.fill_(-1)
+    write_slot_T.fill_(-1)
+    for row, begin in zip(plan.prefill, layout.prefill_offsets(), strict=False):
+        count = len(row.tokens)
+        end = begin + count
+        # Eight times as fast as `torch.tensor`, which takes most of a millisecond for 8192 tokens.
+        token_T[begin:end] = fed = torch.frombuffer(array("q", row.tokens), dtype=torch.int64)
+        torch.arange(row.start, row.start + count, out=position_T[begin:end])
+        slot_T[begin:end] = row.slot
+        write_slot_T[begin + min(max(row.write_from - row.start, 0), count) : end] = row.slot
+        next_T[begin : end - 1] = fed[1:]
+        next_T[end - 1] = max(row.next_token, 0)
+    finals = [row for row in plan.prefill if row.final]
+    rows = [*plan.decode_slots, *(row.slot for row in finals), *layout.logits_tokens()]
+    rows += [row.start + len(row.tokens) for row in finals]
+    rows += [row.slot for row in plan.prefill]
+    rows_X[: len(rows)] = torch.tensor(rows)
+    return message_X
+
+
+class MixedStep:
+    """Runs plans that have prefill rows."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+
+    def run(self, plan: StepPlan, stage: Stage) -> StepOutput:
+        """Everything, from the slots' state and the plan's prompts to the slots' next state. The stage holds at least
+        the plan's tokens; the output lies in its memory until its next step."""
+        parts = self._parts
+        with stage.scratch.scope():
+            rows = self._rows(plan, stage)
+            stage.run_pass(TARGET, self._batch(rows, stage, first=0))
+            decided_N, logits_NV = self._sample(rows, stage)
+            newest_R = self._advance(rows, decided_N, stage)
+            if parts.width > 1:
+                self._draft(plan.drafts, rows, decided_N, newest_R, stage)
+        return StepOutput(rows.layout, decided_N, logits_NV)
+
+    def _rows(self, plan: StepPlan, stage: Stage) -> _Rows:
+        parts, layout, scratch = self._parts, plan.layout, stage.scratch
+        state, split = parts.state.tensors, layout.decode_tokens
+        shape = (layout.decode_rows, layout.width)
+        stage.uploaded_X.copy_(_message(plan, stage), non_blocking=True)
+        sizes = [layout.sampled_rows, layout.logits_rows, sum(layout.prefill_final), len(plan.prefill)]
+        slot_R, end_N, length_F, slot_B = torch.split(stage.rows_X[: sum(sizes)], sizes)
+        rows = _Rows(
+            layout=layout,
+            slot_R=slot_R,
+            end_N=end_N,
+            length_F=length_F,
+            token_DW=stage.token_T[:split].view(shape),
+            position_DW=stage.position_T[:split].view(shape),
+            cache_slot_DW=stage.cache_slot_T[:split].view(shape),
+            length_D=scratch.empty(layout.decode_rows, dtype=torch.int32),
+            page_DP=scratch.empty(layout.decode_rows, parts.state.pages_per_row, dtype=torch.int32),
+            page_BP=state.page_SP[slot_B],
+            start=tuple(row.start for row in plan.prefill),
+        )
+        if layout.decode_rows:
+            decode_state.feed(
+                state,
+                slot_R[: layout.decode_rows],
+                rows.token_DW,
+                rows.position_DW,
+                rows.cache_slot_DW,
+                rows.length_D,
+                rows.page_DP,
+            )
+        self._place(stage, split, stage.write_slot_T)
+        return rows
+
+    def _place(self, stage: Stage, split: int, slot_T: torch.Tensor) -> None:
+        """Cache indices of the tokens from `split` on, padding included: nobody's slot, -1, has null pages."""
+        stage.cache_slot_T[split:] = self._parts.state.cache_slots(slot_T[split:], stage.position_T[split:])
+
+    def _batch(self, rows: _Rows, stage: Stage, first: int) -> Batch:
+        """The target pass (first 0), or the draft layer's over the same layout, whose entries lie one further."""
+        layout = rows.layout
+        decode = DecodeBatch(rows.length_D, rows.page_DP) if layout.decode_rows else None
+        start = tuple(position + first for position in rows.start)
+        prefill = PrefillBatch(start, layout.prefill_tokens, rows.page_BP)
+        return Batch(layout, stage.position_T, stage.cache_slot_T, decode, prefill, first)
+
+    def _sample(self, rows: _Rows, stage: Stage) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The packed decision, made on rank 0 for all ranks: target tokens, accepted counts, which logits rows
+        are bad, how many ids are none. And the logits, None if no row is sampled."""
+        parts, layout, scratch = self._parts, rows.layout, stage.scratch
+        count = layout.logits_rows
+        decided_N = torch.zeros(layout.decision_size, dtype=torch.int64, device=parts.device)
+        if not count:
+            return decided_N, None
+        if stage.hidden_TE is None:
+            hidden_NE = stage.end(rows.end_N)
+        else:
+            hidden_NE = scratch.empty(count, stage.hidden_TE.shape[1], dtype=stage.hidden_TE.dtype)
+            torch.index_select(stage.hidden_TE, 0, rows.end_N, out=hidden_NE)
+        logits_NV = parts.model.logits(hidden_NE, scratch)
+        if parts.sampling is not None:
+            target_N, accepted_D = decided_N[layout.target_slice], decided_N[layout.accepted_slice]
+            position_N = scratch.empty(count, dtype=torch.int64)
+            torch.index_select(stage.position_T, 0, rows.end_N, out=position_N)
+            parts.sampling.target_tokens(
+                logits_NV,
+                layout,
+                rows.slot_R,
+                rows.token_DW,
+                position_N,
+                ahead=1,
+                out=target_N,
+                bad=decided_N[layout.bad_slice],
+                scratch=scratch,
+            )
+            target_DW = target_N[: layout.decode_tokens].view_as(rows.token_DW)
+            fault_1, vocab = parts.sampling.fault_1, parts.model.config.vocab_size
+            if layout.decode_rows:
+                accept_drafts(target_DW, rows.token_DW[:, 1:], accepted_D, vocab, fault_1)
+            self._commit(rows, target_DW, accepted_D, decided_N[layout.final_slice])
+            decided_N[-1:].copy_(fault_1)
+        return parts.group.broadcast(decided_N), logits_NV
+
+    def _commit(self, rows: _Rows, target_DW: torch.Tensor, accepted_D: torch.Tensor, final_F: torch.Tensor) -> None:
+        """Tell the sampling what was generated."""
+        assert self._parts.sampling is not None
+        token_RW = target_DW.new_zeros(len(rows.slot_R), rows.layout.width)
+        token_RW[: len(target_DW)] = target_DW
+        token_RW[len(target_DW) :, 0] = final_F
+        count_R = torch.cat([accepted_D, torch.zeros_like(final_F)])
+        self._parts.sampling.commit(rows.slot_R, token_RW, count_R, more=1)
+
+    def _advance(self, rows: _Rows, decided_N: torch.Tensor, stage: Stage) -> torch.Tensor:
+        """Take the verified tokens into the slots' state; the token [R] after which each sampled row's newest comes."""
+        state, layout = self._parts.state.tensors, rows.layout
+        decode, split = layout.decode_rows, layout.decode_tokens
+        newest_R = stage.scratch.empty(layout.sampled_rows, dtype=torch.int64)
+        if decode:
+            decode_state.advance(
+                state,
+                rows.slot_R[:decode],
+                decided_N[:split].view_as(rows.token_DW),
+                decided_N[layout.accepted_slice],
+                rows.position_DW,
+                rows.cache_slot_DW,
+                rows.length_D,
+                newest_R[:decode],
+            )
+        if layout.sampled_rows > decode:
+            newest_R[decode:] = rows.end_F
+            slot_F = rows.slot_R[decode:]
+            state.length_S[slot_F] = rows.length_F
+            state.last_S[slot_F] = decided_N[layout.final_slice]
+        return newest_R
+
+    def _draft(self, drafts: int, rows: _Rows, decided_N: torch.Tensor, newest_R: torch.Tensor, stage: Stage) -> None:
+        """Bring the draft layer's cache up to the newest token of every row, then draft for the next step."""
+        parts, layout, scratch = self._parts, rows.layout, stage.scratch
+        state, split = parts.state.tensors, layout.decode_tokens
+        # Behind a decode row's accepted tokens the target's are any valid ids: those queries' outputs are not read, and
+        # their cache entries are rewritten before they are attended to.
+        stage.token_T[:split] = decided_N[:split]
+        stage.token_T[split:] = stage.next_T[split:]
+        stage.token_T.index_copy_(0, rows.end_F, decided_N[layout.final_slice])
+        stage.position_T[split:] += 1
+        self._place(stage, split, stage.slot_T)
+        stage.run_pass(DRAFT, self._batch(rows, stage, first=1))
+        if not drafts or not layout.sampled_rows:
+            return
+        hidden_RE = stage.end(newest_R)
+        position_R = state.length_S[rows.slot_R] + 1
+        length_R = scratch.empty(layout.sampled_rows, dtype=torch.int32)
+        parts.draft(hidden_RE, rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R], drafts, scratch)

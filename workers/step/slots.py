@@ -1,0 +1,49 @@
+"""The host's hand on the slots' device state: newcomers and page grants of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.decode_state import SlotTensors
+from kernels.page import NULL_PAGE, PAGE_TOKENS
+from workers.memory.pinned import on_device
+from workers.protocol.plan import Admission, PageGrant
+
+
+class SlotState:
+    """Device state of every slot, changed by plans here and by the steps themselves through `kernels.decode_state`."""
+
+    def __init__(self, slots: int, drafts: int, pages_per_row: int, device: torch.device) -> None:
+        self.slots = slots
+        self.tensors = SlotTensors.allocate(slots, drafts, pages_per_row, device)
+
+    @property
+    def pages_per_row(self) -> int:
+        """Pages a row may hold."""
+        return self.tensors.page_SP.shape[1]
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Scrub the page-table rows of newly taken slots, so that no former tenant's page can be reached."""
+        if admissions:
+            page_SP = self.tensors.page_SP
+            slot_A = on_device([admission.slot for admission in admissions], torch.int64, page_SP.device)
+            page_SP.index_fill_(0, slot_A, NULL_PAGE)
+
+    def grant(self, grants: Sequence[PageGrant]) -> None:
+        """Append granted pages to the page tables."""
+        if not grants:
+            return
+        slots = [grant.slot for grant in grants for _ in grant.pages]
+        indices = [grant.first + offset for grant in grants for offset in range(len(grant.pages))]
+        pages = [page for grant in grants for page in grant.pages]
+        page_SP = self.tensors.page_SP
+        # One copy for all three; the values are ids, exact in int64.
+        grant_3G = on_device([slots, indices, pages], torch.int64, page_SP.device)
+        page_SP[grant_3G[0], grant_3G[1]] = grant_3G[2].to(torch.int32)
+
+    def cache_slots(self, slot_T: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
+        """Flat cache index [T] of each (slot, position): page * 64 + offset; in the null page where none is granted."""
+        page_T = self.tensors.page_SP[slot_T, position_T // PAGE_TOKENS].to(torch.int64)
+        return page_T * PAGE_TOKENS + position_T % PAGE_TOKENS
