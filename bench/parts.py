@@ -13,14 +13,15 @@ import torch
 from shapes import ATTENTION, DENSE, EXPERTS, HEAD, INPUT
 
 from kernels.repeat import nothing_repeated
-from workers.graphs.segments import DRAFT, Stage
 from workers.models import attention
 from workers.models.attention import LatentAttention
-from workers.models.deepseek import DecoderLayer, DeepseekModel
+from workers.models.deepseek import DeepseekModel
 from workers.models.feed_forward import MixtureOfExperts
+from workers.models.layer import DecoderLayer
 from workers.models.products import Products
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
+from workers.step.stage import DRAFT, Stage
 
 Name = Callable[..., str | None]
 """The part that a call with these arguments is; None: it is none."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.cache.latent import LatentCache
 from workers.memory.scratch import Scratch
-from workers.models.batch import LatentCache
 from workers.models.config import ModelConfig
 from workers.models.deepseek import DeepseekModel
 from workers.models.feed_forward import MixtureOfExperts

@@ -48,12 +48,13 @@ from shapes import BANDWIDTH, OPERATIONS, V2_LITE, Case, Tokens, Work, model_of,
 from kernels.linear import MOST_STREAMED
 from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
-from workers.graphs.segments import CapturedEnding, CapturedStage, Stage
+from workers.graphs.segments import CapturedEnding, CapturedStage
 from workers.memory.scratch import Scratch
 from workers.models.deepseek import DeepseekModel
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan
 from workers.step.ladder import TokenLadder
 from workers.step.mixed import MixedStep
+from workers.step.stage import Stage
 
 REPEATS, TABLES = 20, 5
 """Steps that are timed whole, and by parts."""

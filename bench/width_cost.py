@@ -41,10 +41,10 @@ from verdict import error
 from kernels import few_experts, moe
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
+from workers.cache.latent import LatentCache
 from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
 from workers.memory.scratch import Scratch
-from workers.models.batch import LatentCache
 from workers.models.deepseek import DeepseekModel
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout

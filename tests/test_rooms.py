@@ -1,4 +1,4 @@
-"""Imports point one way: from each package, and each room of it, to those below. The scheduler's side is free of torch."""
+"""Imports point one way: from each package, and each room of it, to those below. The scheduler needs no torch."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ ROOMS = {
     "workers": (
         ("config", "environment", "memory"),
         ("fit", "protocol", "parallel"),
-        ("channel", "weights", "scheduler"),
+        ("channel", "weights", "cache", "scheduler"),
         ("models",),
         ("step",),
         ("graphs",),
@@ -57,7 +57,7 @@ MODULES = modules()
 
 
 def imports(source: str, known: dict[str, Path] = MODULES) -> Iterator[str]:
-    """The modules, of those known and of the rooms beside the packages, that a file imports anywhere, types included."""
+    """The modules, of those known and of the folders beside the packages, that a file imports, for its types, too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -21,7 +21,6 @@ from kernels import decode_state, mla_decode
 from kernels.page import PAGE_TOKENS
 from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
-from workers.graphs.segments import DRAFT, Ending, Stage
 from workers.memory.scratch import Scratch
 from workers.models import attention
 from workers.models.batch import DecodeBatch
@@ -29,6 +28,7 @@ from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import GraphKey
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
+from workers.step.stage import DRAFT, Ending, Stage
 
 Fault = Callable[[pytest.MonkeyPatch, StepParts], None]
 """Replaces what is at fault, for as long as the patch lasts."""

@@ -12,7 +12,7 @@ from workers.parallel.group import TensorParallel
 from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
-from workers.rank.rank import Replica
+from workers.rank.rank import Rank
 from workers.scheduler import Scheduler
 
 
@@ -27,7 +27,7 @@ class InlineEngine:
     """Runs requests to their end; plans are made ahead of results, as in the real processes."""
 
     def __init__(self, config: EngineConfig, device: torch.device | None = None) -> None:
-        self.replica = Replica(config, TensorParallel(), device or torch.device("cpu"))
+        self.replica = Rank(config, TensorParallel(), device or torch.device("cpu"))
         self.runner = self.replica.runner
         self.scheduler = Scheduler(scheduler_config(config, self.replica.ready))
         self.finished: dict[str, Finished] = {}

@@ -15,11 +15,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from tests.workers.bench_shapes import SMALL
-from workers.graphs.segments import Ending, Stage
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import TokenKey
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
+from workers.step.stage import Ending, Stage
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_mixed_step_is_cut_into_parts(
 
 @torch.inference_mode()
 def test_parts_are_nested_and_leave_nothing_behind(bench: ModuleType) -> None:
-    from workers.models.deepseek import DecoderLayer
+    from workers.models.layer import DecoderLayer
 
     plain = DecoderLayer.finish
     step = bench.decode(small_model(bench, 2), 20, 2, 100)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
 from tests.workers.pretended import pretend
+from workers.cache.latent import LatentCache
 from workers.config import EngineConfig
 from workers.graphs import capture
 from workers.models import load_model
-from workers.models.batch import LatentCache
 from workers.parallel.group import TensorParallel
 from workers.proof import decode_steps as selftest
 from workers.proof import endings as ending_proof

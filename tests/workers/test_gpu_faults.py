@@ -23,11 +23,11 @@ from tests.workers.faults import (
     captured_with,
 )
 from tests.workers.test_gpu_engine import engine
+from workers.cache.latent import LatentCache
 from workers.graphs.capture import Warmed
 from workers.graphs.record import no_garbage_collection
-from workers.graphs.segments import CapturedEnding, CapturedStage, Ending, Stage
+from workers.graphs.segments import CapturedEnding, CapturedStage
 from workers.memory.scratch import Scratch
-from workers.models.batch import LatentCache
 from workers.proof.decode_steps import SelfTest
 from workers.proof.endings import prove_endings
 from workers.proof.segments import SegmentProof
@@ -35,6 +35,7 @@ from workers.protocol.plan import Admission, GraphKey
 from workers.protocol.report import BucketReport
 from workers.step.ladder import TokenLadder
 from workers.step.parts import StepParts
+from workers.step.stage import Ending, Stage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

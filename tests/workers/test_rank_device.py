@@ -7,7 +7,7 @@ import torch
 
 from workers.config import EngineConfig
 from workers.rank import rank as replica
-from workers.rank.rank import Replica, passed_over, pick_device
+from workers.rank.rank import Rank, passed_over, pick_device
 
 
 def test_a_rank_without_a_gpu_of_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,4 +40,4 @@ def test_gpus_that_torch_cannot_use_are_not_passed_over_in_silence(
 def test_a_gpu_that_others_fill_leaves_no_room_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3000 << 20, 140000 << 20))
     with pytest.raises(RuntimeError, match=r"no room .*: -11\d{3} MiB left.*; 3000 of the GPU's 140000 MiB are free"):
-        Replica._pages(EngineConfig(model="demo"), torch.device("cuda", 0), 1 << 20, 2048, 3, 0)
+        Rank._pages(EngineConfig(model="demo"), torch.device("cuda", 0), 1 << 20, 2048, 3, 0)

@@ -15,15 +15,15 @@ from tests.workers.recorded import no_host_values
 from tests.workers.test_engine import engine
 from tests.workers.test_segments import Buckets, RecordedEnding, RecordedStage
 from workers.config import EngineConfig
-from workers.graphs.segments import Ending, Stage
 from workers.memory.scratch import Scratch
 from workers.parallel.group import TensorParallel
 from workers.proof.endings import prove_endings
 from workers.proof.segments import SegmentProof
 from workers.protocol.report import BucketReport
-from workers.rank.rank import Replica
+from workers.rank.rank import Rank
 from workers.step.ladder import TokenLadder
 from workers.step.parts import StepParts
+from workers.step.stage import Ending, Stage
 
 BUDGET = 80
 
@@ -119,7 +119,7 @@ def prove_rank(rank: int, folder: Path, meeting: Path) -> None:
     try:
         settings = {"max_rows": 40, "token_budget": 160, "cache_pages": 60, "max_context": 200, "selftest": False}
         config = EngineConfig(model=str(folder), width=2, device="cpu", **settings)
-        parts = Replica(config, group, device).runner.parts
+        parts = Rank(config, group, device).runner.parts
         endings = [Ending(parts, key.tokens, Scratch(device)) for key in TokenLadder(160).endings(40)]
         stages = [Stage(parts, key.tokens, Scratch(device), Scratch(device)) for key in TokenLadder(BUDGET)]
         for seed in range(2):

@@ -16,13 +16,13 @@ from tests.tiny_models import write_tiny
 from tests.workers.recorded import Recording, no_host_values
 from tests.workers.test_engine import engine, greedy, random_prompts
 from workers.graphs.rehearsal import rehearsals, rehearse
-from workers.graphs.segments import Ending, Stage
 from workers.memory.scratch import Scratch
 from workers.models.products import Experts, Products
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
 from workers.step.ladder import TokenLadder
 from workers.step.mixed import MixedStep
 from workers.step.parts import StepOutput, StepParts
+from workers.step.stage import Ending, Stage
 
 POISON = 0xFF
 """Filled with it, a float is NaN and an id -1; with 0x7F, a float is nearly infinite and an id 2**63 and more."""

@@ -15,11 +15,11 @@ from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine
 from workers.graphs.capture import compile_steps, warm_up
 from workers.graphs.rehearsal import rehearse
-from workers.graphs.segments import Stage
 from workers.memory.scratch import Scratch
 from workers.step.decode import DecodeStep
 from workers.step.ladder import Ladder
 from workers.step.parts import StepParts
+from workers.step.stage import Stage
 
 ROWS, BUDGET = 3, 40
 

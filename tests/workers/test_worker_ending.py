@@ -38,9 +38,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """All that `run_worker` uses; its calls are recorded in their order."""
     world = Mock()
     names = ("connect_sender", "connect_receiver", "HeartbeatThread", "check_environment", "pick_device")
-    for name in (*names, "TensorParallel", "Replica", "last_words_have_left"):
+    for name in (*names, "TensorParallel", "Rank", "last_words_have_left"):
         monkeypatch.setattr(worker_process, name, getattr(world, name))
-    world.pick_device.return_value = world.Replica.return_value.runner.device = torch.device("cpu")
+    world.pick_device.return_value = world.Rank.return_value.runner.device = torch.device("cpu")
     world.connect_receiver.return_value.receive.return_value = StepPlan(1, 2, 1, (0,))
     return world
 
@@ -58,7 +58,7 @@ def order(world: Mock, *names: str) -> list[str]:
     return [name for name, *_ in world.mock_calls if name in names]
 
 
-GRAPHS, GROUP = "Replica().runner.close", "TensorParallel.close"
+GRAPHS, GROUP = "Rank().runner.close", "TensorParallel.close"
 
 
 def test_graphs_are_destroyed_before_the_process_group(world: Mock) -> None:
@@ -70,7 +70,7 @@ def test_graphs_are_destroyed_before_the_process_group(world: Mock) -> None:
 
 
 def test_after_an_error_the_cause_leaves_first_and_the_group_last(world: Mock) -> None:
-    world.Replica.return_value.runner.launch.side_effect = ValueError("the cause")
+    world.Rank.return_value.runner.launch.side_effect = ValueError("the cause")
     run(ValueError)
     told = [told.args[0] for told in world.connect_sender.return_value.send.call_args_list]
     assert told[-1] == Fault("rank 1: ValueError: the cause", 1)
@@ -103,7 +103,7 @@ def test_graphs_of_a_replica_that_never_came_to_be_are_destroyed_too(world: Mock
                 raise
             raise RuntimeError("the cause") from (error if known_to == "its cause" else None)
 
-    world.Replica.side_effect = fail
+    world.Rank.side_effect = fail
     world.TensorParallel.close.side_effect = lambda **_: events.append("group")
     run(RuntimeError)
     assert events == ["graphs", "group"]
@@ -111,8 +111,8 @@ def test_graphs_of_a_replica_that_never_came_to_be_are_destroyed_too(world: Mock
 
 def test_graphs_that_stay_keep_the_group_and_hide_no_cause(world: Mock, caplog: pytest.LogCaptureFixture) -> None:
     """NCCL would wait for them."""
-    world.Replica.return_value.runner.launch.side_effect = ValueError("the cause")
-    world.Replica.return_value.runner.close.side_effect = RuntimeError("not now")
+    world.Rank.return_value.runner.launch.side_effect = ValueError("the cause")
+    world.Rank.return_value.runner.close.side_effect = RuntimeError("not now")
     run(ValueError)
     assert order(world, GRAPHS, GROUP) == [GRAPHS]
     assert [record.getMessage() for record in caplog.records] == [
@@ -125,7 +125,7 @@ def test_on_a_lost_device_nothing_is_closed(world: Mock, monkeypatch: pytest.Mon
     world.pick_device.return_value = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", Mock(return_value=Mock(query=Mock(side_effect=lost))))
-    world.Replica.return_value.runner.launch.side_effect = lost
+    world.Rank.return_value.runner.launch.side_effect = lost
     run(torch.AcceleratorError)
     assert order(world, GRAPHS, GROUP) == []
 
@@ -142,7 +142,7 @@ def test_a_device_that_was_never_used_is_left_alone(world: Mock, monkeypatch: py
 LIMIT_S = 1.0
 
 
-class PretendedReplica:
+class PretendedRank:
     """Of a model of one all-reduce a step; rank 1 fails in step 2. `closing` says how its graphs take their end."""
 
     def __init__(self, folder: Path, closing: str, group: TensorParallel) -> None:
@@ -183,10 +183,10 @@ class PretendedReplica:
 def rank_process(rank: int, parent: Connection, folder: Path, closing: str) -> None:
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
 
-    def replica(_config: EngineConfig, group: TensorParallel, *_: Any) -> PretendedReplica:
-        return PretendedReplica(folder, closing, group)
+    def rank(_config: EngineConfig, group: TensorParallel, *_: Any) -> PretendedRank:
+        return PretendedRank(folder, closing, group)
 
-    setattr(worker_process, "Replica", replica)  # noqa: B010
+    setattr(worker_process, "Rank", rank)  # noqa: B010
     worker_process.CLOSING_LIMIT_S = LIMIT_S
     _worker_main(CONFIG, rank, parent)
 

@@ -13,13 +13,14 @@ from kernels.ahead import Compiled, compile_ahead
 from kernels.linear import MOST_STREAMED
 from workers.graphs.record import no_garbage_collection, record
 from workers.graphs.rehearsal import rehearse
-from workers.graphs.segments import CapturedEnding, CapturedStage, Stage
+from workers.graphs.segments import CapturedEnding, CapturedStage
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, TokenKey
 from workers.step.decode import DecodeStep
 from workers.step.ladder import Ladder, TokenLadder
 from workers.step.parts import StepOutput, StepParts
+from workers.step.stage import Stage
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import torch
 
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
-from workers.graphs.segments import Stage
 from workers.models.batch import Batch, DecodeBatch
 from workers.models.prefill import entries_of_a_row
 from workers.protocol.plan import BatchLayout, PrefillRow, StepPlan
 from workers.step.ladder import TokenLadder
 from workers.step.mixed import MixedStep
 from workers.step.parts import StepParts
+from workers.step.stage import Stage
 
 NOBODY = -1
 _SHORT = 16

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from workers.models.config import ConfigError, ModelConfig
     from workers.models.deepseek import DeepseekModel
     from workers.models.loading import load_model
-    from workers.weights.source import WeightsError
+    from workers.weights.checkpoint import WeightsError
 
 __all__ = ["ConfigError", "DeepseekModel", "ModelConfig", "WeightsError", "load_model"]
 
@@ -20,7 +20,7 @@ _FROM = {
     "ConfigError": "workers.models.config",
     "DeepseekModel": "workers.models.deepseek",
     "ModelConfig": "workers.models.config",
-    "WeightsError": "workers.weights.source",
+    "WeightsError": "workers.weights.checkpoint",
     "load_model": "workers.models.loading",
 }
 

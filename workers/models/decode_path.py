@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,14 +28,15 @@ from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode import mla_decode
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import rms_norm
+from workers.cache.latent import LatentCache
 from workers.memory.scratch import Scratch
 from workers.models.attention import LATENT_NORM_EPS, LatentAttention
-from workers.models.batch import Batch, DecodeBatch, LatentCache
+from workers.models.batch import Batch, DecodeBatch
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
-
-if TYPE_CHECKING:
-    from workers.models.deepseek import DecoderLayer, DeepseekModel
+from workers.models.layer import DecoderLayer, DraftLayer
+from workers.models.products import Products
+from workers.parallel.group import TensorParallel
 
 MOST_MERGED = 1
 """Most tokens whose attention is merged and multiplied by W_UV in one launch: it reads a token's pieces many times."""
@@ -93,10 +94,23 @@ class Step:
         return self.batch.layout.decode_tokens
 
 
+class Model(Protocol):
+    """What the path reads of a model."""
+
+    config: ModelConfig
+    products: Products
+    group: TensorParallel
+    embedding_YE: Tensor
+    layers: list[DecoderLayer]
+    norm_E: Tensor
+    rotation_PO: Tensor
+    draft_layer: DraftLayer | None
+
+
 class DecodePath:
     """The few-token path through one model."""
 
-    def __init__(self, model: DeepseekModel) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
 
     def takes(self, batch: Batch) -> bool:

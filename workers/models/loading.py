@@ -10,7 +10,10 @@ import torch
 from workers.models.config import ModelConfig
 from workers.models.deepseek import DeepseekModel
 from workers.parallel.group import TensorParallel
-from workers.weights.source import Census, Checkpoint, Reader, check_memory
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.memory_check import check_memory
+from workers.weights.reader import Reader
+from workers.weights.source import Census
 
 
 def load_model(

@@ -13,8 +13,9 @@ import msgspec
 
 from workers.channel.sockets import Addresses, connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
+from workers.processes.mailbox import OutputMailbox
 from workers.processes.outbox import Outbox
-from workers.protocol.front import EngineFault, ModelInfo, OutputMailbox, Refused, RequestFailed
+from workers.protocol.front import EngineFault, ModelInfo, Refused, RequestFailed
 from workers.protocol.messages import (
     EngineStats,
     Fault,

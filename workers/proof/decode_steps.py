@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from kernels.repeat import nothing_repeated
-from workers.models.batch import Batch, LatentCache, PrefillBatch
+from workers.cache.latent import LatentCache
+from workers.models.batch import Batch, PrefillBatch
 from workers.proof.scene import Ground, Outcome, Scene, differ
 from workers.protocol.plan import BatchLayout
 from workers.protocol.report import BucketReport

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
-from workers.graphs.segments import Stage
 from workers.memory.scratch import Scratch
 from workers.proof.decode_steps import ATTEMPTS, tolerance
 from workers.proof.scene import HUGE_PAGE, differ, scrub, slot_tensors
@@ -29,6 +28,7 @@ from workers.protocol.plan import Admission, PageGrant, PrefillRow, SamplingPara
 from workers.protocol.report import BucketReport
 from workers.step.mixed import MixedStep
 from workers.step.parts import StepOutput, StepParts
+from workers.step.stage import Stage
 
 MOST_DECODE_ROWS = 6
 MOST_CONTEXT = 3 * PAGE_TOKENS

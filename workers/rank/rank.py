@@ -10,10 +10,10 @@ import psutil
 import torch
 
 from kernels.page import PAGE_TOKENS, pages_for
+from workers.cache.latent import LatentCache
 from workers.config import EngineConfig
 from workers.environment import visible_gpus
 from workers.models import DeepseekModel, ModelConfig, load_model
-from workers.models.batch import LatentCache
 from workers.parallel.group import TensorParallel
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
@@ -68,7 +68,7 @@ def max_context(config: EngineConfig) -> int:
     return config.max_context or made_for
 
 
-class Replica:
+class Rank:
     """Model, cache and runner of one rank."""
 
     def __init__(

@@ -10,12 +10,11 @@ import torch
 
 from kernels.ahead import Compiled
 from kernels.page import NULL_PAGE, PAGE_TOKENS
+from workers.cache.latent import LatentCache
 from workers.graphs.capture import GraphRunner, Warmed, compile_steps, warm_up
-from workers.graphs.segments import Stage
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.models import DeepseekModel
-from workers.models.batch import LatentCache
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
 from workers.step.decode import DecodeStep
@@ -24,6 +23,7 @@ from workers.step.mixed import MixedStep
 from workers.step.parts import StepOutput, StepParts
 from workers.step.sampling import SamplingFault, SamplingState
 from workers.step.slots import SlotState
+from workers.step.stage import Stage
 
 
 class PlanError(ValueError):

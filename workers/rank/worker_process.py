@@ -24,7 +24,7 @@ from workers.config import EngineConfig
 from workers.environment import check_environment
 from workers.parallel.group import PeerLost, TensorParallel
 from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
-from workers.rank.rank import Replica, passed_over, pick_device
+from workers.rank.rank import Rank, passed_over, pick_device
 from workers.rank.runner import Launched, Runner
 
 logger = logging.getLogger(__name__)
@@ -126,12 +126,12 @@ def run_worker(
             progress(note)
         group = TensorParallel.connect(rank, config.tensor_parallel, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
-        replica = Replica(config, group, device, progress, results.send)
+        built = Rank(config, group, device, progress, results.send)
         loading = False
-        runner = replica.runner
+        runner = built.runner
         if rank == 0:
             heartbeat.figures = runner.stats.figures
-        results.send(replica.ready)
+        results.send(built.ready)
         _serve(runner, plans, results, rank)
     except BaseException as error:
         lost = isinstance(error, PeerLost)

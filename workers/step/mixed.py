@@ -17,10 +17,10 @@ import torch
 
 from kernels import decode_state
 from kernels.verify import accept_drafts
-from workers.graphs.segments import DRAFT, TARGET, Stage
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.protocol.plan import BatchLayout, StepPlan
 from workers.step.parts import StepOutput, StepParts
+from workers.step.stage import DRAFT, TARGET, Stage
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from kernels import decode_state
+from workers.cache.latent import LatentCache
 from workers.memory.scratch import Scratch
 from workers.models import DeepseekModel
-from workers.models.batch import Batch, DecodeBatch, LatentCache
+from workers.models.batch import Batch, DecodeBatch
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 from workers.step.sampling import SamplingState

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from workers.protocol.front import EngineFault, ModelInfo, OutputMailbox, Refused, RequestFailed
+from workers.processes.mailbox import OutputMailbox
+from workers.protocol.front import EngineFault, ModelInfo, Refused, RequestFailed
 from workers.protocol.messages import EngineStats, Request, RequestOutput
 from workers.protocol.plan import TopLogprobs
 from workers.protocol.report import SelfTestReport

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from fake_engine import out
 
-from workers.protocol.front import EngineFault, ModelInfo, OutputMailbox
+from workers.processes.mailbox import OutputMailbox
+from workers.protocol.front import EngineFault, ModelInfo
 from workers.protocol.plan import TopLogprobs
 
 

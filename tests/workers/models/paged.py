@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
+from workers.cache.latent import LatentCache
 from workers.models import DeepseekModel, load_model
-from workers.models.batch import Batch, DecodeBatch, LatentCache, PrefillBatch
+from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 

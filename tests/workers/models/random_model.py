@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from workers.models.batch import Batch, DecodeBatch, LatentCache
+from workers.cache.latent import LatentCache
+from workers.models.batch import Batch, DecodeBatch
 from workers.models.config import ModelConfig
 from workers.models.deepseek import DeepseekModel
 from workers.parallel.group import TensorParallel

@@ -22,12 +22,13 @@ from kernels.moe import AddNorm, reference
 from kernels.moe import launch as moe
 from kernels.rms_norm import launch as norms
 from tests.support.ptx import Fault, Unordered, emulated
+from workers.cache.latent import LatentCache
 from workers.memory.scratch import Scratch
 from workers.models import attention
 from workers.models import products as models_products
-from workers.models.batch import Batch, LatentCache
+from workers.models.batch import Batch
 from workers.models.deepseek import DeepseekModel
-from workers.models.segments import Flow
+from workers.models.flow import Flow
 
 pytestmark = pytest.mark.long
 

@@ -11,7 +11,8 @@ from random_model import V2_LITE_HEADS, decode_step, random_model
 
 from kernels.hopper import is_hopper
 from workers.memory.scratch import Scratch
-from workers.models.segments import Flow, Segments
+from workers.models.flow import Flow
+from workers.models.segments import Segments
 
 pytestmark = [
     pytest.mark.gpu,

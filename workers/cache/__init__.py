@@ -1,0 +1,1 @@
+"""Paged caches: what a rank keeps of every token, page by page."""

@@ -1,0 +1,72 @@
+"""Layers of DeepSeek V2 and V3 (2024): latent attention and a feed-forward part, and the layer that drafts.
+
+A layer states its own boundaries: `project` and `finish` are token-wise, attention runs between them. `segments` cuts a
+pass there.
+
+Shape legend: T tokens, E hidden features, F twice as many, C cached features, R rows, P pages, K = 64 entries a page.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.moe import AddNorm
+from kernels.rms_norm import rms_norm
+from workers.memory.scratch import Scratch
+from workers.models.attention import LatentAttention
+from workers.models.config import ModelConfig
+from workers.models.feed_forward import feed_forward
+from workers.models.flow import Flow
+from workers.models.products import Products
+from workers.weights.source import WeightSource
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each behind a norm and added to the residual stream.
+
+    The first norm is taken where the layer before ends, which its sum and the norm can do in one kernel."""
+
+    def __init__(self, source: WeightSource, products: Products, config: ModelConfig, layer: int) -> None:
+        prefix, hidden = f"model.layers.{layer}.", config.hidden_size
+        self.products, self.eps = products, config.rms_norm_eps
+        self.attention_norm_E = source.load(f"{prefix}input_layernorm.weight", hidden)
+        self.attention = LatentAttention(source, products, f"{prefix}self_attn.", config)
+        self.feed_forward_norm_E = source.load(f"{prefix}post_attention_layernorm.weight", hidden)
+        self.feed_forward = feed_forward(source, products, f"{prefix}mlp.", config, layer)
+
+    def project(self, flow: Flow, cache_slot_T: Tensor, cache_PKC: Tensor, scratch: Scratch) -> None:
+        """Token-wise, before attention: `flow.normed_TE`, of `attention_norm_E`, to what attention reads."""
+        self.attention.project(flow.normed_TE, flow.rotation_TO, cache_slot_T, cache_PKC, flow.projected, scratch)
+
+    def finish(self, flow: Flow, norm_E: Tensor, out_TE: Tensor, live_R: Tensor | None, scratch: Scratch) -> None:
+        """Token-wise, after attention: adds it, then the feed-forward part, to the residual; `out_TE`, which may be
+        `flow.normed_TE`, becomes the residual's norm with weights `norm_E`."""
+        x_TE = scratch.empty(*out_TE.shape, dtype=out_TE.dtype)
+        norm = AddNorm(flow.residual_TE, self.feed_forward_norm_E, self.eps)
+        decode_alone = flow.projected.latent_TC is None
+        self.attention.output(flow.attended_THV, norm, x_TE, scratch, decode_alone=decode_alone)
+        self.feed_forward(x_TE, AddNorm(flow.residual_TE, norm_E, self.eps), out_TE, scratch, live_R)
+
+
+class DraftLayer:
+    """Multi-token prediction (DeepSeek-V3, section 2.2): one layer that reads a token beside the hidden state of the
+    position before it. Embedding and head are the model's own."""
+
+    def __init__(self, source: WeightSource, products: Products, config: ModelConfig) -> None:
+        self.products = products
+        layer, hidden = config.num_layers, config.hidden_size
+        prefix = f"model.layers.{layer}."
+        self.eps = config.rms_norm_eps
+        self.embedding_norm_E = source.load(f"{prefix}enorm.weight", hidden)
+        self.hidden_norm_E = source.load(f"{prefix}hnorm.weight", hidden)
+        self.join_EF = source.load(f"{prefix}eh_proj.weight", hidden, 2 * hidden)
+        self.layer = DecoderLayer(source, products, config, layer)
+        self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
+
+    def join(self, embedded_TE: Tensor, hidden_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+        """Token-wise: embedding, then hidden state, each normed, side by side through one matrix."""
+        tokens, hidden = embedded_TE.shape
+        both_TF = scratch.empty(tokens, 2 * hidden, dtype=embedded_TE.dtype)
+        rms_norm(embedded_TE, self.embedding_norm_E, both_TF[:, :hidden], eps=self.eps)
+        rms_norm(hidden_TE, self.hidden_norm_E, both_TF[:, hidden:], eps=self.eps)
+        self.products.linear(both_TF, self.join_EF, out_TE)

@@ -1,0 +1,145 @@
+"""Where the passes of a mixed step run: what they read, write and hand on.
+
+A `Stage` holds that for steps of so many tokens: addresses stay, contents change from step to step. Tokens past a
+step's own are padding: token 0 at position 0, written to the null page, for no expert; their outputs are never read.
+What lives across segments lies in one memory; what a segment, or attention between two, needs on its way in another, of
+which each has all while it runs.
+
+The last pass ends for the few tokens alone whose hidden states are wanted. They are gathered, for where they lie
+depends on the stage, into an `Ending`, which lies in the second memory at the same place for all stages. Here segments
+and endings run eagerly; `workers.graphs.segments` has those that are graphs.
+
+Shape legend: T tokens, padding included, N tokens that are wanted, padding included, E hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from workers.memory.scratch import Scratch
+from workers.models.batch import Batch
+from workers.models.flow import Flow, PassTensors
+from workers.protocol.plan import BatchLayout, TokenKey
+from workers.step.ladder import TokenLadder
+from workers.step.parts import StepParts
+
+TARGET, DRAFT = 0, 1
+"""The passes of a step, in their order."""
+
+PER_TOKEN = 6
+"""Numbers a token that come from the host, see `Stage`."""
+
+
+class Ending:
+    """The last segment of the last pass, for `tokens` tokens that are wanted; here it runs eagerly. Padding is live:
+    it repeats a token of the step."""
+
+    def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
+        """All memory comes from `inner`: when a pass ends, nothing else in it is in use."""
+        self.tokens, self._inner = tokens, inner
+        segments = parts.model.segments if parts.width == 1 else parts.model.draft_segments
+        assert segments is not None
+        self._segments = segments
+        hidden, dtype = parts.model.config.hidden_size, parts.model.norm_E.dtype
+        self.out_NE = inner.empty(tokens, hidden, dtype=dtype)
+        """Final hidden states."""
+        self.flow = segments.flow_to_end(tokens, inner)
+
+    def gather(self, flow: Flow, token_N: torch.Tensor) -> None:
+        """Take the tokens `token_N` (int64) out of a stage's flow."""
+        self._segments.gather(flow, token_N, self.flow)
+
+    def run(self) -> None:
+        """Of what was gathered, make `out_NE`."""
+        self._segments.end(self.flow, self.out_NE, self._inner)
+
+    def fill(self, byte: int) -> None:
+        """Overwrite all memory that an ending uses, the stages' inner one with it."""
+        self._inner.fill(byte)
+
+
+class Stage:
+    """A place for mixed steps of up to `tokens` tokens; here the segments run eagerly.
+
+    Of the last pass only a few tokens' hidden states are wanted, so it ends with `end` instead of its last segment.
+    """
+
+    def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
+        """`scratch`: for what is handed on. `inner`: for what a segment, or attention, needs on its way.
+        Both may be shared by stages that run one after the other."""
+        self.parts, self.tokens, self.scratch, self.inner = parts, tokens, scratch, inner
+        model, slots = parts.model, parts.state.slots
+        # What the host says about a step arrives in one piece: of every token, then of the rows (see `MixedStep`).
+        self.uploaded_X = scratch.empty(PER_TOKEN * self._stride + (5 + parts.width) * slots, dtype=torch.int64)
+        uploaded_XT, self.rows_X = self.split(self.uploaded_X)
+        self.token_T, self.position_T, self.live_T, self.slot_T, self.write_slot_T, self.next_T = uploaded_XT
+        self.cache_slot_T = scratch.empty(tokens, dtype=torch.int64)
+        hidden, dtype = model.config.hidden_size, model.norm_E.dtype
+        self.hidden_TE = scratch.empty(tokens, hidden, dtype=dtype) if parts.width > 1 else None
+        """Of the target's pass, where the draft layer reads them."""
+        self.segments = [model.segments]
+        flow = model.segments.flow(tokens, scratch)
+        inputs = (self.token_T, self.position_T, self.cache_slot_T, self.live_T)
+        self.tensors = [PassTensors(*inputs, None, self.hidden_TE, flow)]
+        if parts.width > 1:
+            assert model.draft_segments is not None
+            self.segments.append(model.draft_segments)
+            # The draft layer's inputs replace the target's, and its pass the target's flow.
+            self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, flow))
+
+    @property
+    def _stride(self) -> int:
+        """Whole pieces of 16 bytes: kernels are compiled anew where a pointer is less aligned."""
+        return self.tokens + self.tokens % 2
+
+    def split(self, uploaded_X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a tensor like `uploaded_X` holds the numbers of every token, [PER_TOKEN, T], and those of the rows."""
+        end = PER_TOKEN * self._stride
+        return uploaded_X[:end].view(PER_TOKEN, self._stride)[:, : self.tokens], uploaded_X[end:]
+
+    def fill(self, byte: int) -> None:
+        """Overwrite all memory that steps use: nothing in it outlives one."""
+        self.scratch.fill(byte)
+        self.inner.fill(byte)
+
+    def clear(self) -> None:
+        """Feed padding alone: what runs then touches only the null page."""
+        self.uploaded_X.zero_()
+        self.cache_slot_T.zero_()
+
+    def indices(self, which: int) -> range:
+        """Of the segments that a pass runs for all tokens."""
+        return range(len(self.segments[which]) - (self.tensors[which].out_TE is None))
+
+    def run_pass(self, which: int, batch: Batch) -> None:
+        """TARGET or DRAFT, with the rows of `batch`: `hidden_TE` is the result, or what `end` makes of the last."""
+        self.segments[which].run_pass(
+            self.tensors[which],
+            batch,
+            self.parts.cache,
+            self.scratch,
+            lambda index: self.run_segment(which, index),
+            self.inner,
+        )
+
+    def end(self, token_N: torch.Tensor) -> torch.Tensor:
+        """Final hidden states of some tokens of the last pass, one at least, as many rows as `token_N` has; in `inner`,
+        which nothing uses behind the last pass."""
+        # As many tokens as a bucket has: that is what memory was measured for, and kernels were compiled or captured.
+        count = token_N.shape[0]
+        key = TokenLadder(self.tokens).key(BatchLayout(1, count))
+        padded_N = self.scratch.empty(key.tokens, dtype=torch.int64).zero_()
+        padded_N[:count] = token_N
+        with self.inner.scope():
+            ending = self.ending(key)
+            ending.gather(self.tensors[-1].flow, padded_N)
+            ending.run()
+        return ending.out_NE[:count]
+
+    def ending(self, key: TokenKey) -> Ending:
+        """Where the last pass ends for so many tokens."""
+        return Ending(self.parts, key.tokens, self.inner)
+
+    def run_segment(self, which: int, index: int) -> None:
+        """Segment `index` of a pass."""
+        self.segments[which].run(index, self.tensors[which], self.parts.cache, self.inner)

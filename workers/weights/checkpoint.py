@@ -1,0 +1,127 @@
+"""The safetensors files of a checkpoint: what is in them, whether it is what a model wants, and parts of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from workers.weights.source import Shape
+
+READABLE_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""By safetensors' names."""
+
+
+class WeightsError(ValueError):
+    """The checkpoint's files are missing, unreadable or do not hold what the model needs."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    file: Path
+    shape: Shape
+    dtype: str
+
+
+@dataclass
+class Checkpoint:
+    """The safetensors files of one folder, open for reading. Use as a context manager."""
+
+    folder: Path
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    _files: dict[Path, Any] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    @staticmethod
+    def open(folder: str | Path) -> Checkpoint:
+        """Open model.safetensors.index.json and its files, or model.safetensors; `WeightsError` if that fails."""
+        checkpoint = Checkpoint(Path(folder))
+        try:
+            for file in checkpoint._file_names():
+                checkpoint._open_file(checkpoint.folder / file)
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    def _file_names(self) -> list[str]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                return sorted(set(weight_map.values()))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise WeightsError(f"cannot read {index}: {error!r}") from error
+        if (self.folder / "model.safetensors").exists():
+            return ["model.safetensors"]
+        raise WeightsError(f"there is neither model.safetensors.index.json nor model.safetensors in {self.folder}")
+
+    def _open_file(self, path: Path) -> None:
+        try:
+            file = self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"cannot read {path}, is the download complete? {error}") from error
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            tensor = file.get_slice(name)
+            self.entries[name] = _Entry(path, tuple(tensor.get_shape()), tensor.get_dtype())
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether any tensor's name begins so."""
+        return any(name.startswith(prefix) for name in self.entries)
+
+    def verify(self, expected: Mapping[str, Shape], ignored: Iterable[str]) -> None:
+        """Compare with what the model wants; one `WeightsError` lists every tensor that is missing, unexpected, of the
+        wrong shape or of a dtype that cannot be read. Names that match a pattern of `ignored` may be there or not."""
+        skip = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))
+        missing = [name for name in expected if name not in self.entries]
+        unexpected = [name for name in self.entries if name not in expected and not skip.search(name)]
+        shared = {name: entry for name, entry in self.entries.items() if name in expected}
+        misshapen = [
+            f"{name} is {list(entry.shape)}, config.json wants {list(expected[name])}"
+            for name, entry in shared.items()
+            if entry.shape != expected[name]
+        ]
+        unreadable = [f"{n} is {entry.dtype}" for n, entry in shared.items() if entry.dtype not in READABLE_DTYPES]
+        lists = {
+            "missing": missing,
+            "unexpected": unexpected,
+            "of the wrong shape": misshapen,
+            f"of an unsupported dtype (supported: {', '.join(sorted(READABLE_DTYPES))})": unreadable,
+        }
+        problems = [_listed(what, names) for what, names in lists.items() if names]
+        if problems:
+            raise WeightsError("\n".join([f"the tensors in {self.folder} do not fit its config.json:", *problems]))
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """The part `index` of a tensor, on the CPU."""
+        entry = self.entries[name]
+        tensor: Tensor = self._files[entry.file].get_slice(name)[index]
+        return tensor
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _listed(what: str, names: list[str], limit: int = 12) -> str:
+    more = [f"    and {len(names) - limit} more"] if len(names) > limit else []
+    return "\n".join([f"  {len(names)} {what}:", *(f"    {name}" for name in sorted(names)[:limit]), *more])
