@@ -32,6 +32,7 @@ CONFIG = {
     "dashboard": False,
 }
 SECONDS = 3.0
+MOST_SECONDS = 60.0
 CLIENTS = 16
 ALWAYS_THE_SAME = (
     {"prompt": "def read_lines(path):", "max_tokens": 24, "temperature": 0},
@@ -68,14 +69,20 @@ async def test_nobody_notices_and_nothing_is_left(server: Server) -> None:
         open_before = [process.num_fds() for process in held]
         begun = time.monotonic()
 
+        def enough() -> bool:
+            """Not before much was served and some refused, which a busy machine takes longer for."""
+            spent = time.monotonic() - begun
+            assert spent < MOST_SECONDS, habits.seen
+            return spent > SECONDS and habits.seen["200"] > 10 and habits.seen["429"] > 0
+
         async def come_and_go(number: int) -> None:
             turn = number
-            while time.monotonic() - begun < SECONDS:
+            while not enough():
                 await ways[turn % len(ways)]()
                 turn += 1
 
         async def ask_on() -> None:
-            while time.monotonic() - begun < SECONDS:
+            while not enough():
                 assert [await ask(http, body) for body in ALWAYS_THE_SAME] == said
 
         async with asyncio.TaskGroup() as group:
@@ -92,8 +99,6 @@ async def test_nobody_notices_and_nothing_is_left(server: Server) -> None:
         now = await until(idle, 5.0)
         assert now["engine_preemptions_total"] > 0
         assert now["engine_cached_tokens_total"] > 0
-        assert habits.seen["200"] > 10
-        assert habits.seen["429"] > 0
         assert [await ask(http, body) for body in ALWAYS_THE_SAME] == said
 
         async def closed() -> bool:
