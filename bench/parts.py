@@ -15,9 +15,9 @@ from shapes import ATTENTION, DENSE, EXPERTS, HEAD, INPUT
 from kernels.repeat import nothing_repeated
 from workers.models import attention
 from workers.models.attention import LatentAttention
-from workers.models.deepseek import DeepseekModel
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.layer import DecoderLayer
+from workers.models.model import Model
 from workers.models.products import Products
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
@@ -163,12 +163,12 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (LatentAttention, "output", _always("attention's output, with the norm behind it")),
     (MixtureOfExperts, "route", _always("routing")),
     (Products, "experts", _always("experts, routed and shared")),
-    (DeepseekModel, "logits", _always(HEAD)),
+    (Model, "logits", _always(HEAD)),
     (SamplingState, "target_tokens", _always("sampling")),
     (SamplingState, "commit", _always("sampling")),
     (Stage, "run_pass", _drafted),
     (Stage, "end", _ended),
-    (DeepseekModel, "draft", _always("draft pass")),
+    (Model, "draft", _always("draft pass")),
     (StepParts, "draft", _always("draft loop")),
 )
 """Calls that are a part of a step. What lies in none of them is the rest: the state, the tokens' way to the device,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from workers.cache.latent import LatentCache
 from workers.memory.scratch import Scratch
-from workers.models.config import ModelConfig
-from workers.models.deepseek import DeepseekModel
 from workers.models.feed_forward import MixtureOfExperts
+from workers.models.model import Model
+from workers.models.registry import parse_config
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 from workers.rank.runner import Runner
@@ -66,17 +66,17 @@ class RandomWeights(WeightSource):
         """Says nothing."""
 
 
-def model_of(values: dict[str, Any], width: int, dtype: torch.dtype, device: torch.device) -> DeepseekModel:
+def model_of(values: dict[str, Any], width: int, dtype: torch.dtype, device: torch.device) -> Model:
     """A random model of these config values, with a draft layer if rows feed more than one token."""
     torch.manual_seed(0)
-    source, config = RandomWeights(TensorParallel(), dtype, device), ModelConfig.parse(values)
-    return DeepseekModel(source, config, draft_layer=width > 1, max_positions=config.max_positions)
+    source, config = RandomWeights(TensorParallel(), dtype, device), parse_config(values)
+    return Model(source, config, draft_layer=width > 1, max_positions=config.max_positions)
 
 
 class Case:
     """`rows` rows of `width` tokens over `context` cached tokens each, with pages for `room` more, in a runner."""
 
-    def __init__(self, model: DeepseekModel, rows: int, width: int, context: int, room: int, budget: int = 0) -> None:
+    def __init__(self, model: Model, rows: int, width: int, context: int, room: int, budget: int = 0) -> None:
         """`budget`: the most tokens a step of the runner feeds; those of the rows are always allowed."""
         self.model, self.rows, self.width, self.context = model, rows, width, context
         self.device = device = model.norm_E.device
@@ -164,13 +164,13 @@ class Tokens:
         return Tokens(tokens + length, tokens + 1, experts, cached, tokens * context, pairs, length, start)
 
 
-def woken(model: DeepseekModel, tokens: int) -> float:
+def woken(model: Model, tokens: int) -> float:
     """Experts of a layer that some of so many tokens choose, expected if all are equally likely."""
     routing = model.config.routing
     return routing.experts * (1 - (1 - routing.experts_per_token / routing.experts) ** tokens)
 
 
-def target_work(model: DeepseekModel, tokens: Tokens) -> dict[str, Work]:
+def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
     """What the target's pass cannot do without, by part."""
     size, count = model.norm_E.element_size(), tokens.count
     parts = dict.fromkeys((INPUT, ATTENTION, DENSE, EXPERTS), Work())

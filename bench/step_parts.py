@@ -50,7 +50,7 @@ from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
 from workers.graphs.segments import CapturedEnding, CapturedStage
 from workers.memory.scratch import Scratch
-from workers.models.deepseek import DeepseekModel
+from workers.models.model import Model
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan
 from workers.step.ladder import TokenLadder
 from workers.step.mixed import MixedStep
@@ -118,14 +118,14 @@ def budget_of(tokens: int) -> int:
     return next(budget for budget in BUDGETS if tokens <= budget)
 
 
-def prefill(model: DeepseekModel, rows: int, length: int, width: int) -> Measured:
+def prefill(model: Model, rows: int, length: int, width: int) -> Measured:
     """Whole prompts in one step, whose segments are replayed."""
     case = Case(model, rows, width, length, 2 * width, budget_of(rows * length))
     tokens = Tokens.prefill(rows, length, woken(model, rows * length))
     return beside(f"prefill {rows}x{length}, width {width}", case, tokens, (), range(rows), length, 0)
 
 
-def mixed(model: DeepseekModel, rows: int, length: int, width: int, context: int, start: int) -> Measured:
+def mixed(model: Model, rows: int, length: int, width: int, context: int, start: int) -> Measured:
     """Decode rows, and the last `length` tokens of one prompt, `start` of which are cached."""
     longest = max(context, start + length)
     case = Case(model, rows + 1, width, longest, 8 * width, budget_of(rows * width + length))
@@ -182,7 +182,7 @@ def beside(
     )
 
 
-def decode(model: DeepseekModel, rows: int, width: int, context: int) -> Measured:
+def decode(model: Model, rows: int, width: int, context: int) -> Measured:
     """A step of decode rows alone, which is one graph."""
     case = Case(model, rows, width, context, 8 * width)  # the profiler sees a few steps in a row
     measured = Scratch(case.device)
@@ -351,7 +351,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def steps(model: DeepseekModel, given: argparse.Namespace) -> Iterator[Measured]:
+def steps(model: Model, given: argparse.Namespace) -> Iterator[Measured]:
     """What was asked for, one after the other."""
     for rows, length in given.prefill or ():
         yield prefill(model, rows, length, given.width)

@@ -45,7 +45,7 @@ from workers.cache.latent import LatentCache
 from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
 from workers.memory.scratch import Scratch
-from workers.models.deepseek import DeepseekModel
+from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 from workers.step.decode import DecodeStep
@@ -115,7 +115,7 @@ class Both:
 class Pair:
     """The same tokens behind the same cache twice: slot 0 is one row of `width`, the slots behind it rows of one."""
 
-    def __init__(self, model: DeepseekModel, width: int, context: int) -> None:
+    def __init__(self, model: Model, width: int, context: int) -> None:
         """`context`: what the last token attends to, itself included; whole pages, see `arguments`."""
         self.width, self.device = width, model.norm_E.device
         torch.manual_seed(width)
@@ -238,7 +238,7 @@ def replayed(pair: Pair) -> tuple[list[tuple[float, float]], float]:
     return medians, error(one, many)
 
 
-def compare(model: DeepseekModel, width: int, context: int) -> bool:
+def compare(model: Model, width: int, context: int) -> bool:
     """Print what `width` tokens of a row cost; False if that is not the cost of the same computation."""
     few = Pair(model.shallow(), width, context).settle(lambda both: both.tipped)
     pair = Pair(model, width, context)

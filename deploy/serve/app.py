@@ -22,7 +22,8 @@ from deploy.mistakes import explain
 from workers.channel.ports import free_ports
 from workers.environment import check_environment
 from workers.fit import Unfit, check_fit
-from workers.models.config import ConfigError, ModelConfig
+from workers.models.fields import ConfigError
+from workers.models.registry import load_config
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -209,7 +210,7 @@ def _check_model(config: ServeConfig) -> None:
     """Unfit, or FileNotFoundError, for all that the model's config.json decides."""
     check_fit(config.engine)
     try:
-        ModelConfig.load(config.engine.folder)
+        load_config(config.engine.folder)
     except ConfigError as error:
         raise Unfit(f"{config.engine.folder}: {error}") from None
 

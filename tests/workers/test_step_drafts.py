@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tests.workers.harness import InlineEngine
 from tests.workers.models.paged import Paged
 from workers.config import DEMO_MODEL, EngineConfig
-from workers.models import DeepseekModel
+from workers.models import Model
 from workers.protocol.plan import SamplingParams
 from workers.scheduler.sequence import Phase
 from workers.step.sampling import SamplingState
@@ -33,7 +33,7 @@ def code() -> list[int]:
 
 
 @torch.inference_mode()
-def drafts_after(model: DeepseekModel, tokens: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+def drafts_after(model: Model, tokens: list[int], count: int) -> tuple[list[int], torch.Tensor]:
     """Greedy drafts behind `tokens`, all of which pass through the model as one chunk; and the draft layer's cache."""
     paged = Paged(model, [tokens], room=count + 1)
     step = paged.plan([], 1, [(0, len(tokens) - 1)])

@@ -9,19 +9,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workers.models.config import ConfigError, ModelConfig
-    from workers.models.deepseek import DeepseekModel
+    from workers.models.config import ModelConfig
+    from workers.models.fields import ConfigError
     from workers.models.loading import load_model
+    from workers.models.model import Model
+    from workers.models.registry import load_config, parse_config
     from workers.weights.checkpoint import WeightsError
 
-__all__ = ["ConfigError", "DeepseekModel", "ModelConfig", "WeightsError", "load_model"]
+__all__ = ["ConfigError", "Model", "ModelConfig", "WeightsError", "load_config", "load_model", "parse_config"]
 
 _FROM = {
-    "ConfigError": "workers.models.config",
-    "DeepseekModel": "workers.models.deepseek",
+    "ConfigError": "workers.models.fields",
+    "Model": "workers.models.model",
     "ModelConfig": "workers.models.config",
     "WeightsError": "workers.weights.checkpoint",
+    "load_config": "workers.models.registry",
     "load_model": "workers.models.loading",
+    "parse_config": "workers.models.registry",
 }
 
 

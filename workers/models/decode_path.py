@@ -94,7 +94,7 @@ class Step:
         return self.batch.layout.decode_tokens
 
 
-class Model(Protocol):
+class FewTokenModel(Protocol):
     """What the path reads of a model."""
 
     config: ModelConfig
@@ -110,7 +110,7 @@ class Model(Protocol):
 class DecodePath:
     """The few-token path through one model."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: FewTokenModel) -> None:
         self.model = model
 
     def takes(self, batch: Batch) -> bool:
@@ -127,7 +127,7 @@ class DecodePath:
         )
 
     def forward(self, token_T: Tensor, batch: Batch, cache: LatentCache, scratch: Scratch) -> Tensor:
-        """As `DeepseekModel.forward`."""
+        """As `Model.forward`."""
         model = self.model
         hidden_TE = self._hidden(batch, scratch)
         with scratch.scope():
@@ -141,7 +141,7 @@ class DecodePath:
         return hidden_TE
 
     def draft(self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: LatentCache, scratch: Scratch) -> Tensor:
-        """As `DeepseekModel.draft`."""
+        """As `Model.draft`."""
         draft, model = self.model.draft_layer, self.model
         if draft is None:
             raise ValueError("this model has no draft layer")

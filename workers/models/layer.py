@@ -1,4 +1,4 @@
-"""Layers of DeepSeek V2 and V3 (2024): latent attention and a feed-forward part, and the layer that drafts.
+"""Layers: latent attention and a feed-forward part (DeepSeek-V2, 2024), and the layer that drafts.
 
 A layer states its own boundaries: `project` and `finish` are token-wise, attention runs between them. `segments` cuts a
 pass there.
@@ -15,7 +15,7 @@ from kernels.rms_norm import rms_norm
 from workers.memory.scratch import Scratch
 from workers.models.attention import LatentAttention
 from workers.models.config import ModelConfig
-from workers.models.feed_forward import feed_forward
+from workers.models.feed_forward import FeedForward
 from workers.models.flow import Flow
 from workers.models.products import Products
 from workers.weights.source import WeightSource
@@ -26,13 +26,18 @@ class DecoderLayer:
 
     The first norm is taken where the layer before ends, which its sum and the norm can do in one kernel."""
 
-    def __init__(self, source: WeightSource, products: Products, config: ModelConfig, layer: int) -> None:
-        prefix, hidden = f"model.layers.{layer}.", config.hidden_size
-        self.products, self.eps = products, config.rms_norm_eps
-        self.attention_norm_E = source.load(f"{prefix}input_layernorm.weight", hidden)
-        self.attention = LatentAttention(source, products, f"{prefix}self_attn.", config)
-        self.feed_forward_norm_E = source.load(f"{prefix}post_attention_layernorm.weight", hidden)
-        self.feed_forward = feed_forward(source, products, f"{prefix}mlp.", config, layer)
+    def __init__(
+        self,
+        products: Products,
+        eps: float,
+        attention_norm_E: Tensor,
+        attention: LatentAttention,
+        feed_forward_norm_E: Tensor,
+        feed_forward: FeedForward,
+    ) -> None:
+        self.products, self.eps = products, eps
+        self.attention_norm_E, self.attention = attention_norm_E, attention
+        self.feed_forward_norm_E, self.feed_forward = feed_forward_norm_E, feed_forward
 
     def project(self, flow: Flow, cache_slot_T: Tensor, cache_PKC: Tensor, scratch: Scratch) -> None:
         """Token-wise, before attention: `flow.normed_TE`, of `attention_norm_E`, to what attention reads."""
@@ -52,15 +57,14 @@ class DraftLayer:
     """Multi-token prediction (DeepSeek-V3, section 2.2): one layer that reads a token beside the hidden state of the
     position before it. Embedding and head are the model's own."""
 
-    def __init__(self, source: WeightSource, products: Products, config: ModelConfig) -> None:
-        self.products = products
-        layer, hidden = config.num_layers, config.hidden_size
-        prefix = f"model.layers.{layer}."
+    def __init__(self, source: WeightSource, products: Products, config: ModelConfig, layer: DecoderLayer) -> None:
+        """`layer`: of index `config.num_layers`."""
+        self.products, self.layer, hidden = products, layer, config.hidden_size
+        prefix = f"model.layers.{config.num_layers}."
         self.eps = config.rms_norm_eps
         self.embedding_norm_E = source.load(f"{prefix}enorm.weight", hidden)
         self.hidden_norm_E = source.load(f"{prefix}hnorm.weight", hidden)
         self.join_EF = source.load(f"{prefix}eh_proj.weight", hidden, 2 * hidden)
-        self.layer = DecoderLayer(source, products, config, layer)
         self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
 
     def join(self, embedded_TE: Tensor, hidden_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from workers.models.config import ModelConfig
-from workers.models.deepseek import DeepseekModel
+from workers.models.family import Family
+from workers.models.model import Model
+from workers.models.registry import FAMILIES, load_config
 from workers.parallel.group import TensorParallel
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.memory_check import check_memory
@@ -26,7 +29,7 @@ def load_model(
     progress: Callable[[str], None] | None = None,
     draft_layer: bool = True,
     invariant: bool = False,
-) -> DeepseekModel:
+) -> Model:
     """Load this rank's share of the model in `folder`. Collective: call it on every rank of `group`.
 
     `max_positions`: positions that a token may have, those of steps that overshoot a request's end included. `progress`
@@ -37,19 +40,18 @@ def load_model(
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
     """
-    config = ModelConfig.load(folder)
+    config = load_config(folder)
+    family = FAMILIES[config.model_type]
     _check_shares(config, group)
     with Checkpoint.open(folder) as checkpoint:
-        draft_prefix = f"model.layers.{config.num_layers}."
+        draft_prefix = family.tensor(f"model.layers.{config.num_layers}.")
         draft_layer = draft_layer and config.draft_layers > 0 and checkpoint.has_any(draft_prefix)
-        census = Census(group, dtype)
-        DeepseekModel(census, config, draft_layer=draft_layer, max_positions=0, invariant=invariant)
-        checkpoint.verify(census.shapes, _ignored(config, draft_prefix, draft_layer))
+        census = Census(group, dtype, family.tensor)
+        Model(census, config, draft_layer=draft_layer, max_positions=0, invariant=invariant)
+        checkpoint.verify(census.shapes, _ignored(family, config, draft_prefix, draft_layer))
         check_memory(census.bytes, group, device)
-        with Reader(checkpoint, group, dtype, device, progress) as reader:
-            model = DeepseekModel(
-                reader, config, draft_layer=draft_layer, max_positions=max_positions, invariant=invariant
-            )
+        with Reader(checkpoint, group, dtype, device, progress, family.tensor) as reader:
+            model = Model(reader, config, draft_layer=draft_layer, max_positions=max_positions, invariant=invariant)
             reader.settle()
         return model
 
@@ -60,11 +62,11 @@ def _check_shares(config: ModelConfig, group: TensorParallel) -> None:
     group.shard(config.moe_intermediate_size, "moe_intermediate_size")
 
 
-def _ignored(config: ModelConfig, draft_prefix: str, draft_layer: bool) -> list[str]:
-    ignored = [r"rotary_emb\.inv_freq$"]
+def _ignored(family: Family, config: ModelConfig, draft_prefix: str, draft_layer: bool) -> list[str]:
+    ignored = family.ignored(config)
     if config.tied_embeddings:
-        ignored.append(r"^lm_head\.weight$")
-    draft = draft_prefix.replace(".", r"\.")
+        ignored.append(f"^{re.escape(family.tensor('lm_head.weight'))}$")
+    draft = re.escape(draft_prefix)
     if not draft_layer and config.draft_layers:
         ignored.append(f"^{draft}")
     # The draft layer shares the model's embedding and head; published checkpoints repeat them.

@@ -13,7 +13,8 @@ from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.latent import LatentCache
 from workers.config import EngineConfig
 from workers.environment import visible_gpus
-from workers.models import DeepseekModel, ModelConfig, load_model
+from workers.models import Model, load_model
+from workers.models.registry import load_config
 from workers.parallel.group import TensorParallel
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
@@ -62,7 +63,7 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 def max_context(config: EngineConfig) -> int:
     """Tokens a request may have: what is asked for, at most what the model was made for."""
-    made_for = ModelConfig.load(config.folder).max_positions
+    made_for = load_config(config.folder).max_positions
     if config.max_context is not None and config.max_context > made_for:
         raise ValueError(f"max_context = {config.max_context}, but the model was made for {made_for} tokens")
     return config.max_context or made_for
@@ -128,7 +129,7 @@ class Rank:
         if config.selftest:
             self._prove(config, group, progress, on_selftest)
         self.ready = Ready(group.rank, pages, context, model.config.vocab_size, width, model.config.eos_ids)
-        self.model: DeepseekModel = model
+        self.model: Model = model
         if progress:
             progress(f"{pages} pages of latent cache, {pages * page_bytes / 2**20:.0f} MiB; context {context}")
 
@@ -179,7 +180,7 @@ class Rank:
 
 
 def _sampling(
-    config: EngineConfig, model: DeepseekModel, width: int, group: TensorParallel, device: torch.device
+    config: EngineConfig, model: Model, width: int, group: TensorParallel, device: torch.device
 ) -> SamplingState | None:
     """What rank 0 samples with, all of its memory included: the cache gets what is left, and no request, whatever it
     asks for, needs more later."""

@@ -14,7 +14,7 @@ from workers.cache.latent import LatentCache
 from workers.graphs.capture import GraphRunner, Warmed, compile_steps, warm_up
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
-from workers.models import DeepseekModel
+from workers.models import Model
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
 from workers.step.decode import DecodeStep
@@ -53,7 +53,7 @@ class Runner:
 
     def __init__(
         self,
-        model: DeepseekModel,
+        model: Model,
         cache: LatentCache,
         slots: int,
         width: int,

@@ -12,7 +12,7 @@ import torch
 from kernels import decode_state
 from workers.cache.latent import LatentCache
 from workers.memory.scratch import Scratch
-from workers.models import DeepseekModel
+from workers.models import Model
 from workers.models.batch import Batch, DecodeBatch
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
@@ -24,7 +24,7 @@ from workers.step.slots import SlotState
 class StepParts:
     """The parts of one rank that every step uses."""
 
-    model: DeepseekModel
+    model: Model
     cache: LatentCache
     state: SlotState
     sampling: SamplingState | None

@@ -24,22 +24,24 @@ class Reader(WeightSource):
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[str], None] | None,
+        stored: Callable[[str], str] = str,
     ) -> None:
-        super().__init__(group, dtype, device)
+        super().__init__(group, dtype, device, stored)
         self.checkpoint = checkpoint
         self._progress = progress
         self._uploader = Uploader(device) if device.type == "cuda" else None
 
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
         """Reads only `index`; converts to the dtype and device of `into`."""
+        read = partial(self.checkpoint.read, self.stored(name), index)
         if self._uploader is None:
-            into.copy_(self.checkpoint.read(name, index))
+            into.copy_(read())
         else:
-            self._uploader.fill(into, partial(self.checkpoint.read, name, index))
+            self._uploader.fill(into, read)
 
     def lossless(self, name: str) -> torch.dtype:
         """See `WeightSource`."""
-        stored = READABLE_DTYPES[self.checkpoint.entries[name].dtype]
+        stored = READABLE_DTYPES[self.checkpoint.entries[self.stored(name)].dtype]
         return self.dtype if self.dtype == stored else torch.float32
 
     def settle(self) -> None:

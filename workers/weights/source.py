@@ -8,6 +8,7 @@ memory, each rank's with its slices alone. So the model's constructors are the o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,10 +21,18 @@ Shape = tuple[int, ...]
 class WeightSource(ABC):
     """Where a model's constructors get their tensors from."""
 
-    def __init__(self, group: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: Callable[[str], str] = str,
+    ) -> None:
+        """`stored`: what the checkpoint calls a tensor, of the name that the model asks for."""
         self.group = group
         self.dtype = dtype
         self.device = device
+        self.stored = stored
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory for weights."""
@@ -72,9 +81,10 @@ class WeightSource(ABC):
 class Census(WeightSource):
     """Collects what a model wants, without memory."""
 
-    def __init__(self, group: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__(group, dtype, torch.device("meta"))
+    def __init__(self, group: TensorParallel, dtype: torch.dtype, stored: Callable[[str], str] = str) -> None:
+        super().__init__(group, dtype, torch.device("meta"), stored)
         self.shapes: dict[str, Shape] = {}
+        """By the checkpoint's names."""
         self.bytes = 0
         """Of this rank's share."""
 
@@ -86,7 +96,7 @@ class Census(WeightSource):
 
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
         """Notes the name and the shape."""
-        self.shapes[name] = shape
+        self.shapes[self.stored(name)] = shape
 
     def progress(self, text: str) -> None:
         """Says nothing."""

@@ -14,7 +14,8 @@ from fake_engine import FakeEngine, Step, out, serving
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from workers.config import EngineConfig
-from workers.models import ModelConfig, load_model
+from workers.models import load_model
+from workers.models.registry import load_config
 from workers.parallel.group import TensorParallel
 from workers.protocol.messages import Request
 
@@ -59,7 +60,7 @@ async def test_what_fails_beside_them_is_told(bench: ModuleType) -> None:
 
 def test_the_model_that_it_writes_can_be_loaded(bench: ModuleType, tmp_path: Path) -> None:
     bench.write_model(tmp_path, 4096)
-    config = ModelConfig.load(EngineConfig(model=str(tmp_path)).folder)
+    config = load_config(EngineConfig(model=str(tmp_path)).folder)
     assert (config.max_positions, config.num_layers, config.draft_layers) == (4096, 1, 0)
     device = torch.device("cpu")
     model = load_model(tmp_path, group=TensorParallel(), dtype=torch.float32, device=device, max_positions=4096)

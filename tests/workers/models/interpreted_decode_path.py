@@ -30,7 +30,7 @@ from kernels.pending_norm import PendingNorm, launch_enter  # noqa: E402
 from kernels.rms_norm import launch as norms  # noqa: E402
 from workers.memory.scratch import Scratch  # noqa: E402
 from workers.models.batch import Batch, DecodeBatch  # noqa: E402
-from workers.models.config import ModelConfig  # noqa: E402
+from workers.models.registry import parse_config  # noqa: E402
 
 gluon.language.num_warps = lambda: 4
 CPU = torch.device("cpu")
@@ -180,7 +180,7 @@ def test_launches_of_a_pass(
 def test_the_path_equals_the_layers_in_fp32(lengths: list[int], width: int, overrides: dict[str, Any]) -> None:
     values = V2_LITE_HEADS | overrides
     model, wide = random_model(values, torch.bfloat16, CPU), random_model(values, torch.float32, CPU)
-    assert decode_path.unsupported(ModelConfig.parse(values), 1) == ""
+    assert decode_path.unsupported(parse_config(values), 1) == ""
     token_T, batch, cache = decode_step(model, lengths, width)
     _, _, wide_cache = decode_step(wide, lengths, width)
     before = [layer.clone() for layer in cache.layers]

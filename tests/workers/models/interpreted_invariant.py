@@ -15,7 +15,7 @@ from tiny_models import VOCAB, write_tiny  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from kernels import mla_decode  # noqa: E402
-from workers.models import DeepseekModel, absorbed, load_model, products  # noqa: E402
+from workers.models import Model, absorbed, load_model, products  # noqa: E402
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (76, 40, 20)]
 SIZES = {
@@ -35,14 +35,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla_decode, "multiprocessors", lambda _: 3)
 
 
-def load(folder: Path, dtype: torch.dtype, invariant: bool = True) -> DeepseekModel:
+def load(folder: Path, dtype: torch.dtype, invariant: bool = True) -> Model:
     return load_model(folder, group=ALONE, dtype=dtype, device=CPU, max_positions=512, invariant=invariant)
 
 
 Steps = list[tuple[list[int], int, list[tuple[int, int]]]]
 
 
-def logits(model: DeepseekModel, steps: Steps) -> Tensor:
+def logits(model: Model, steps: Steps) -> Tensor:
     """Of every token of row 0, and of the draft layer's."""
     paged = Paged(model, PROMPTS)
     found = []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.latent import LatentCache
-from workers.models import DeepseekModel, load_model
+from workers.models import Model, load_model
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 ALONE = TensorParallel()
 
 
-def load_fp32(folder: Path, group: TensorParallel = ALONE, device: torch.device = CPU) -> DeepseekModel:
+def load_fp32(folder: Path, group: TensorParallel = ALONE, device: torch.device = CPU) -> Model:
     return load_model(folder, group=group, dtype=torch.float32, device=device, max_positions=512)
 
 
@@ -62,7 +62,7 @@ class Step:
 class Paged:
     """A model, a cache poisoned with NaN, and rows with random disjoint pages (the null page is never one of them)."""
 
-    def __init__(self, model: DeepseekModel, sequences: Sequence[Sequence[int]], room: int = 1, seed: int = 0) -> None:
+    def __init__(self, model: Model, sequences: Sequence[Sequence[int]], room: int = 1, seed: int = 0) -> None:
         self.model = model
         self.device = device = model.norm_E.device
         counts = [pages_for(len(tokens) + room) for tokens in sequences]
@@ -133,7 +133,7 @@ class Paged:
         )
 
 
-def greedy(model: DeepseekModel, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+def greedy(model: Model, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """`count` greedy tokens after every prompt, all prompts in one batch."""
     paged = Paged(model, prompts, room=count + 1)
     rows = range(len(prompts))

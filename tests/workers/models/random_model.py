@@ -8,8 +8,8 @@ import torch
 
 from workers.cache.latent import LatentCache
 from workers.models.batch import Batch, DecodeBatch
-from workers.models.config import ModelConfig
-from workers.models.deepseek import DeepseekModel
+from workers.models.model import Model
+from workers.models.registry import parse_config
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 from workers.weights.source import WeightSource
@@ -47,18 +47,16 @@ class RandomWeights(WeightSource):
         """Says nothing."""
 
 
-def random_model(
-    values: dict[str, Any], dtype: torch.dtype, device: torch.device, *, invariant: bool = False
-) -> DeepseekModel:
+def random_model(values: dict[str, Any], dtype: torch.dtype, device: torch.device, *, invariant: bool = False) -> Model:
     """A model of these config values."""
     torch.manual_seed(5)
     source = RandomWeights(TensorParallel(), dtype, device)
-    config = ModelConfig.parse(values)
-    return DeepseekModel(source, config, draft_layer=False, max_positions=4096, invariant=invariant)
+    config = parse_config(values)
+    return Model(source, config, draft_layer=False, max_positions=4096, invariant=invariant)
 
 
 def decode_step(
-    model: DeepseekModel, lengths: list[int], width: int, cache_seed: int = 0
+    model: Model, lengths: list[int], width: int, cache_seed: int = 0
 ) -> tuple[torch.Tensor, Batch, LatentCache]:
     """Tokens, batch and a random cache in which row r has lengths[r] entries after the step (0: a padded row)."""
     torch.manual_seed(cache_seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from transformers import DeepseekV3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from workers.models import ConfigError, ModelConfig
+from workers.models import ConfigError
+from workers.models.registry import load_config, parse_config
 from workers.models.rope import frequencies, rotation_table, softmax_scale
 
 # The published config.json of DeepSeek-V3, without its quantization_config.
@@ -82,7 +84,7 @@ V2_LITE: dict[str, Any] = {
 
 
 def test_reads_deepseek_v3() -> None:
-    config = ModelConfig.parse(V3)
+    config = parse_config(V3)
     assert (config.num_layers, config.num_heads, config.cache_width, config.draft_layers) == (61, 128, 576, 1)
     assert config.routing.groups == 8
     assert config.routing.normalize
@@ -94,36 +96,36 @@ def test_reads_deepseek_v3() -> None:
 
 
 def test_reads_deepseek_v2_lite_and_kimi_k2() -> None:
-    lite = ModelConfig.parse(V2_LITE)
+    lite = parse_config(V2_LITE)
     assert lite.q_lora_rank is None
     assert (lite.routing.scoring, lite.routing.bias, lite.draft_layers) == ("softmax", False, 0)
-    assert ModelConfig.parse({**V3, "model_type": "kimi_k2"}) == ModelConfig.parse(V3)
+    assert replace(parse_config({**V3, "model_type": "kimi_k2"}), model_type="deepseek_v3") == parse_config(V3)
 
 
 def test_end_ids_of_the_generation_config_win(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V3))
-    assert ModelConfig.load(tmp_path).eos_ids == (1,)
+    assert load_config(tmp_path).eos_ids == (1,)
     generation = tmp_path / "generation_config.json"
     for given, found in ({"eos_token_id": [2, 7]}, (2, 7)), ({"eos_token_id": 3}, (3,)), ({"temperature": 0.6}, (1,)):
         generation.write_text(json.dumps(given))
-        assert ModelConfig.load(tmp_path).eos_ids == found
+        assert load_config(tmp_path).eos_ids == found
     generation.write_text('{"eos_token_id": 129280}')
     with pytest.raises(ConfigError, match=r"eos_token_id must be token ids below vocab_size = 129280, not 129280"):
-        ModelConfig.load(tmp_path)
+        load_config(tmp_path)
     generation.write_text("[]")
     with pytest.raises(ConfigError, match=r"generation_config.json does not hold a JSON object"):
-        ModelConfig.load(tmp_path)
+        load_config(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [-1, 129280, "1", True, 1.0, [1, None]])
 def test_end_ids_that_are_no_tokens_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="eos_token_id must be token ids"):
-        ModelConfig.parse({**V3, "eos_token_id": wrong})
+        parse_config({**V3, "eos_token_id": wrong})
 
 
 def test_several_end_ids() -> None:
-    assert ModelConfig.parse({**V3, "eos_token_id": [1, 5]}).eos_ids == (1, 5)
-    assert ModelConfig.parse({**V3, "eos_token_id": None}).eos_ids == ()
+    assert parse_config({**V3, "eos_token_id": [1, 5]}).eos_ids == (1, 5)
+    assert parse_config({**V3, "eos_token_id": None}).eos_ids == ()
 
 
 YARN = V3["rope_scaling"]
@@ -146,7 +148,7 @@ YARN = V3["rope_scaling"]
 )
 def test_rope_is_that_of_transformers(rope: dict[str, Any] | None) -> None:
     theirs = DeepseekV3Config(**{**V3, "rope_scaling": rope})
-    ours = ModelConfig.parse({**V3, "rope_scaling": rope})
+    ours = parse_config({**V3, "rope_scaling": rope})
     kind = theirs.rope_parameters["rope_type"]
     compute = ROPE_INIT_FUNCTIONS.get(kind, DeepseekV3RotaryEmbedding.compute_default_rope_parameters)
     frequency, magnitude = compute(theirs)
@@ -170,7 +172,7 @@ def test_written_back_by_transformers_it_reads_the_same(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "config.json").read_text())
     assert "rope_parameters" in written
     assert "rope_scaling" not in written
-    assert ModelConfig.load(tmp_path) == ModelConfig.parse(V3)
+    assert load_config(tmp_path) == parse_config(V3)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ def test_written_back_by_transformers_it_reads_the_same(tmp_path: Path) -> None:
 )
 def test_errors_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        ModelConfig.parse({**V3, **changes})
+        parse_config({**V3, **changes})
     for word in words:
         assert word in str(error.value)
 
@@ -220,17 +222,17 @@ def test_errors_name_the_field(changes: dict[str, Any], words: list[str]) -> Non
 )
 def test_errors_of_v2_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        ModelConfig.parse({**V2_LITE, **changes})
+        parse_config({**V2_LITE, **changes})
     for word in words:
         assert word in str(error.value)
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        ModelConfig.load(tmp_path)
+        load_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot read"):
-        ModelConfig.load(tmp_path)
+        load_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="JSON object"):
-        ModelConfig.load(tmp_path)
+        load_config(tmp_path)

@@ -14,8 +14,8 @@ from rank_processes import run_ranks
 from tiny_models import KINDS, VOCAB, write_tiny
 
 from workers.memory.scratch import Scratch
-from workers.models.config import ModelConfig
 from workers.models.decode_path import DecodePath, unsupported
+from workers.models.registry import load_config
 from workers.parallel.group import TensorParallel
 from workers.parallel.symmetric import MOST_BYTES
 
@@ -105,7 +105,7 @@ def test_no_pass_on_a_cpu_takes_the_path(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_shapes_are_named(overrides: dict[str, int], ranks: int, word: str, tmp_path: Path) -> None:
-    config = ModelConfig.load(write_tiny(tmp_path, "v3", **overrides))
+    config = load_config(write_tiny(tmp_path, "v3", **overrides))
     assert word in unsupported(config, ranks)
     assert bool(word) == bool(unsupported(config, ranks))
 
@@ -114,7 +114,7 @@ def test_unsupported_shapes_are_named(overrides: dict[str, int], ranks: int, wor
     ("experts", "groups", "word"), [(480, 5, "480 experts in 5 groups"), (512, 8, ""), (384, 1, "")]
 )
 def test_experts_that_a_warp_cannot_choose_from_are_named(experts: int, groups: int, word: str, tmp_path: Path) -> None:
-    config = ModelConfig.load(write_tiny(tmp_path, "v3", q_lora_rank=32, qk_rope_head_dim=16))
+    config = load_config(write_tiny(tmp_path, "v3", q_lora_rank=32, qk_rope_head_dim=16))
     routing = dataclasses.replace(config.routing, experts=experts, groups=groups, top_groups=1)
     reason = unsupported(dataclasses.replace(config, routing=routing), 1)
     assert word in reason

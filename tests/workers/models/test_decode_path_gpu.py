@@ -13,7 +13,7 @@ from random_model import V2_LITE_HEADS, decode_step, random_model
 from tiny_models import VOCAB, write_tiny
 
 from kernels.dependent import launches_dependently
-from workers.models import DeepseekModel, load_model
+from workers.models import Model, load_model
 from workers.models.batch import Batch
 from workers.models.decode_path import DecodePath, unsupported
 
@@ -107,7 +107,7 @@ def test_drafts_are_as_exact_as_the_layers(
     assert launches_dependently(model.norm_E.device)
     sequences = [random_tokens(151, seed, VOCAB), random_tokens(90, seed + 9, VOCAB)]
 
-    def outputs(model: DeepseekModel) -> torch.Tensor:
+    def outputs(model: Model) -> torch.Tensor:
         paged, found = Paged(model, sequences), []
         step = paged.plan([], 1, [(0, 70), (1, 63)])
         paged.draft(step, paged.forward(step))

@@ -27,8 +27,8 @@ from workers.memory.scratch import Scratch
 from workers.models import attention
 from workers.models import products as models_products
 from workers.models.batch import Batch
-from workers.models.deepseek import DeepseekModel
 from workers.models.flow import Flow
+from workers.models.model import Model
 
 pytestmark = pytest.mark.long
 
@@ -43,7 +43,7 @@ def absorb(*tensors: Any, eps: float, dependent: bool) -> None:
     heads.rope_absorb(*tensors, eps, dependent=dependent)
 
 
-def planned(model: DeepseekModel, batch: Batch) -> Batch:
+def planned(model: Model, batch: Batch) -> Batch:
     assert batch.decode is not None
     own, page_RP = model.layers[0].attention, batch.decode.page_RP
     shape = DecodeShape(len(LENGTHS), 1, own.heads, own.latent, own.rope, page_RP.shape[1])
@@ -55,7 +55,7 @@ def planned(model: DeepseekModel, batch: Batch) -> Batch:
     return replace(batch, decode=replace(batch.decode, workspace=workspace))
 
 
-def attended(dtype: torch.dtype, plan: Callable[[DeepseekModel, Batch], Batch]) -> tuple[Tensor, LatentCache, Tensor]:
+def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[Tensor, LatentCache, Tensor]:
     """A layer's attention over a cache of which this step writes every row's last entry; the cache, and those slots."""
     model = random_model(SMALL, dtype, CPU)
     _, batch, cache = decode_step(model, LENGTHS, 1)
@@ -70,7 +70,7 @@ def attended(dtype: torch.dtype, plan: Callable[[DeepseekModel, Batch], Batch]) 
     return flow.attended_THV.float(), cache, batch.cache_slot_T
 
 
-def layered(dtype: torch.dtype, plan: Callable[[DeepseekModel, Batch], Batch]) -> tuple[Flow, LatentCache, Tensor]:
+def layered(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[Flow, LatentCache, Tensor]:
     """Two layers' attention, from the norm before to the norm behind, in the same memory and with the same weights."""
     model = random_model(SMALL | {"hidden_size": 136, "v_head_dim": 72}, dtype, CPU)
     _, batch, cache = decode_step(model, LENGTHS, 1)

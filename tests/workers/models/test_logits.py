@@ -16,7 +16,7 @@ from paged import ALONE, CPU, Paged, greedy, load_fp32
 from tiny_models import KINDS, VOCAB, write_tiny
 from torch import Tensor
 
-from workers.models import DeepseekModel, load_model, prefill
+from workers.models import Model, load_model, prefill
 
 LONGEST = 200
 TOLERANCE = 1e-4
@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 class Pair:
     """Our model, transformers' model, and three sequences with transformers' logits."""
 
-    ours: DeepseekModel
+    ours: Model
     oracle: Any
     sequences: list[list[int]]
     logits: list[Tensor]

@@ -16,7 +16,7 @@ from transformers.cache_utils import MtpCache
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
-from workers.models import DeepseekModel
+from workers.models import Model
 
 LAYERS = 3
 V3_KINDS = ["v3", "v3-yarn", "v3-one-group", "v3-no-q-lora", "v3-tied"]
@@ -50,7 +50,7 @@ def oracle_drafts(oracle: Any, tokens: list[int], more: int) -> tuple[Tensor, li
     return first, further
 
 
-def our_drafts(model: DeepseekModel, tokens: list[int], cuts: list[int], more: int) -> tuple[Tensor, list[Tensor]]:
+def our_drafts(model: Model, tokens: list[int], cuts: list[int], more: int) -> tuple[Tensor, list[Tensor]]:
     """The same from our model: the prompt in prefill chunks that end at `cuts`, further drafts as decode rows."""
     paged = Paged(model, [tokens], room=more + 1)
     parts = []

@@ -17,6 +17,7 @@ from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.products import InvariantProducts, Products
+from workers.models.registry import parse_config
 from workers.parallel.group import TensorParallel
 from workers.weights.source import Shape, WeightSource
 
@@ -58,7 +59,7 @@ def checkpoint(shared: int) -> dict[str, Tensor]:
 
 def config(shared: int) -> ModelConfig:
     sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "n_routed_experts": EXPERTS}
-    return ModelConfig.parse(V2_LITE_HEADS | sizes | {"n_shared_experts": shared})
+    return parse_config(V2_LITE_HEADS | sizes | {"n_shared_experts": shared})
 
 
 def network(tensors: dict[str, Tensor], name: str, x_TE: Tensor) -> Tensor:

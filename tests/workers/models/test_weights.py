@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
 from workers.memory.scratch import Scratch
-from workers.models import DeepseekModel, WeightsError, load_model
+from workers.models import Model, WeightsError, load_model
 from workers.parallel.group import TensorParallel
-from workers.weights import source as weights
+from workers.weights import checkpoint, memory_check
 
 
-def load(folder: Path, **options: Any) -> DeepseekModel:
+def load(folder: Path, **options: Any) -> Model:
     return load_model(
         folder, **{"group": TensorParallel(), "dtype": torch.float32, "device": CPU, "max_positions": 64, **options}
     )
@@ -54,15 +54,14 @@ def test_indexed_files_are_read(tmp_path: Path) -> None:
 def test_each_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny(tmp_path)
     read: dict[str, torch.Size] = {}
-    original = weights.Checkpoint.read
+    original = checkpoint.Checkpoint.read
 
-    def recorded(self: weights.Checkpoint, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+    def recorded(self: checkpoint.Checkpoint, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         tensor = original(self, name, index)
         read[name] = tensor.shape
         return tensor
 
-    monkeypatch.setattr(weights.Checkpoint, "read", recorded)
-    monkeypatch.setattr(weights, "check_memory", lambda *_: None)
+    monkeypatch.setattr(checkpoint.Checkpoint, "read", recorded)
     monkeypatch.setattr("workers.models.loading.check_memory", lambda *_: None)  # collective
     load(folder, group=TensorParallel(1, 2))
     full = {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -178,19 +177,19 @@ def test_too_little_memory_is_said_before_loading(tmp_path: Path, monkeypatch: p
     folder = write_tiny(tmp_path)
     size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     lines: list[str] = []
-    monkeypatch.setattr(weights, "_free_host_bytes", lambda: size - 1)
+    monkeypatch.setattr(memory_check, "_free_host_bytes", lambda: size - 1)
     with pytest.raises(MemoryError, match="the weights need"):
         load(folder, progress=lines.append)
     assert not lines
-    monkeypatch.setattr(weights, "_free_host_bytes", lambda: size)
+    monkeypatch.setattr(memory_check, "_free_host_bytes", lambda: size)
     load(folder, progress=lines.append)
     assert "layer 3 of 3" in lines
     assert "draft layer" in lines
-    monkeypatch.setattr(weights, "_free_host_bytes", lambda: size * 2 // 3)
+    monkeypatch.setattr(memory_check, "_free_host_bytes", lambda: size * 2 // 3)
     load(folder, dtype=torch.bfloat16)
 
 
 def test_free_memory_is_positive_and_not_more_than_there_is() -> None:
     import psutil
 
-    assert 0 < weights._free_host_bytes() <= psutil.virtual_memory().total
+    assert 0 < memory_check._free_host_bytes() <= psutil.virtual_memory().total

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (2024): layers of latent attention and mixtures of experts, on one paged cache of latents.
+"""A model on one rank: layers of latent attention and mixtures of experts, on one paged cache of latents.
 
 Shape legend: T tokens, E hidden features, O rope features, N rows of logits, Y vocabulary, P positions.
 """
@@ -19,13 +19,14 @@ from workers.models.decode_path import DecodePath
 from workers.models.flow import PassTensors
 from workers.models.layer import DecoderLayer, DraftLayer
 from workers.models.products import InvariantProducts, Products
+from workers.models.registry import FAMILIES
 from workers.models.rope import rotation_table
 from workers.models.segments import Segments
 from workers.parallel.group import TensorParallel
 from workers.weights.source import WeightSource
 
 
-class DeepseekModel:
+class Model:
     """A whole model on this rank. Tensors in and out are the same on every rank."""
 
     def __init__(
@@ -48,14 +49,16 @@ class DeepseekModel:
         self.embedding_YE = source.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.head_YE = self._load_head(source)
         self.norm_E = source.load("model.norm.weight", config.hidden_size)
-        self.layers = []
-        for layer in range(config.num_layers):
-            source.progress(f"layer {layer + 1} of {config.num_layers}")
-            self.layers.append(DecoderLayer(source, products, config, layer))
+        family = FAMILIES[config.model_type]
+        self.layers: list[DecoderLayer] = []
+        for index in range(config.num_layers):
+            source.progress(f"layer {index + 1} of {config.num_layers}")
+            self.layers.append(family.layer(source, products, config, index))
         self.draft_layer = None
         if draft_layer:
             source.progress("draft layer")
-            self.draft_layer = DraftLayer(source, products, config)
+            layer = family.layer(source, products, config, config.num_layers)
+            self.draft_layer = DraftLayer(source, products, config, layer)
         self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
         self.segments = Segments(self._enter, self.layers, self.norm_E, self.rotation_PO, config.rms_norm_eps, 0)
         self.draft_segments = None
@@ -69,7 +72,7 @@ class DeepseekModel:
                 config.num_layers,
             )
 
-    def shallow(self) -> DeepseekModel:
+    def shallow(self) -> Model:
         """This model with a few of its layers: enough that it launches every kernel that the whole launches, for any
         batch. For warming up; the draft layer stays."""
         kinds = [type(layer.feed_forward) for layer in self.layers]

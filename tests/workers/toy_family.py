@@ -1,0 +1,88 @@
+"""A family that nobody publishes, as somebody would add one: fields and tensors with names of their own, and a
+feed-forward part that its checkpoints store in one piece."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from workers.models.config import ModelConfig, Rope, Routing
+from workers.models.family import Family
+from workers.models.fields import Fields
+
+if TYPE_CHECKING:
+    from workers.models.layer import DecoderLayer
+    from workers.models.products import Products
+    from workers.weights.source import WeightSource
+
+NAMES = {
+    r"^model\.embed_tokens\.": "tokens.",
+    r"^model\.layers\.(\d+)\.self_attn\.": r"blocks.\1.mla.",
+    r"^model\.layers\.(\d+)\.input_layernorm\.": r"blocks.\1.norm1.",
+    r"^model\.layers\.(\d+)\.post_attention_layernorm\.": r"blocks.\1.norm2.",
+    r"^model\.layers\.(\d+)\.": r"blocks.\1.",
+    r"^model\.norm\.": "norm.",
+    r"^lm_head\.": "logits.",
+}
+
+
+class Toy(Family):
+    """Dense layers alone; the gate and the up projection are one matrix, `w13`."""
+
+    def read(self, fields: Fields) -> ModelConfig:
+        vocab_size, depth = fields.count("vocabulary"), fields.count("depth")
+        return ModelConfig(
+            model_type=fields.text("model_type"),
+            vocab_size=vocab_size,
+            hidden_size=fields.count("width"),
+            intermediate_size=fields.count("inner_width"),
+            moe_intermediate_size=fields.count("inner_width"),
+            num_layers=depth,
+            num_dense_layers=depth,
+            draft_layers=0,
+            num_heads=fields.count("heads"),
+            q_lora_rank=None,
+            kv_lora_rank=fields.count("latent"),
+            qk_nope_head_dim=fields.count("head"),
+            qk_rope_head_dim=fields.count("roped"),
+            v_head_dim=fields.count("value"),
+            routing=Routing(1, 1, 0, "softmax", False, 1, 1, False, 1.0),
+            rope=Rope(fields.number("theta"), interleaved=True),
+            rms_norm_eps=fields.number("eps"),
+            max_positions=fields.count("context"),
+            tied_embeddings=False,
+            eos_ids=fields.token_ids("end", vocab_size),
+        )
+
+    def tensor(self, name: str) -> str:
+        for pattern, ours in NAMES.items():
+            name, found = re.subn(pattern, ours, name)
+            if found:
+                break
+        return name
+
+    def layer(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> DecoderLayer:
+        from workers.models.attention import LatentAttention
+        from workers.models.feed_forward import DenseFeedForward
+        from workers.models.layer import DecoderLayer
+
+        class Fused(DenseFeedForward):
+            def __init__(self) -> None:
+                self.products = products
+                share = config.intermediate_size // source.group.size
+                self.gate_up_FE = source.empty(2 * share, hidden)
+                for half in range(2):
+                    own = slice(half * share, (half + 1) * share)
+                    source.fill(self.gate_up_FE[own], f"{prefix}w13", shard=0, unit=half, units=2)
+                self.down_EI = source.empty(hidden, share)
+                source.fill(self.down_EI, f"{prefix}w2", shard=1)
+
+        prefix, hidden = f"model.layers.{index}.", config.hidden_size
+        return DecoderLayer(
+            products,
+            config.rms_norm_eps,
+            attention_norm_E=source.load(f"{prefix}input_layernorm.weight", hidden),
+            attention=LatentAttention(source, products, f"{prefix}self_attn.", config),
+            feed_forward_norm_E=source.load(f"{prefix}post_attention_layernorm.weight", hidden),
+            feed_forward=Fused(),
+        )

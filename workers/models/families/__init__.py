@@ -1,0 +1,1 @@
+"""Families of models, a file each; `workers.models.registry` lists them."""

@@ -1,0 +1,138 @@
+"""DeepSeek V2 (2024) and V3 (2024), and those who publish models of the same architecture."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from workers.fit import quantization, unsupported_quantization
+from workers.models.config import ModelConfig, Routing
+from workers.models.families.rope import read_rope
+from workers.models.family import Family
+from workers.models.fields import ConfigError, Fields
+
+
+class _Deepseek(Family):
+    """What V2 and V3 have in common."""
+
+    def read(self, fields: Fields) -> ModelConfig:
+        """See `Family`."""
+        _refuse_unsupported(fields)
+        for even in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank", "q_lora_rank"):
+            if fields.values.get(even) is not None and fields.count(even) % 2:
+                raise ConfigError(f"config.json: {even} = {fields.values[even]} is not supported; it must be even")
+        draft_layers = fields.count("num_nextn_predict_layers", fields.count("num_mtp_layers", 0, least=0), least=0)
+        if draft_layers > 1:
+            raise fields.unsupported("num_nextn_predict_layers", draft_layers, (0, 1))
+        vocab_size = fields.count("vocab_size")
+        return ModelConfig(
+            model_type=fields.text("model_type"),
+            vocab_size=vocab_size,
+            hidden_size=fields.count("hidden_size"),
+            intermediate_size=fields.count("intermediate_size"),
+            moe_intermediate_size=fields.count("moe_intermediate_size"),
+            num_layers=fields.count("num_hidden_layers"),
+            num_dense_layers=min(fields.count("first_k_dense_replace", 0, least=0), fields.count("num_hidden_layers")),
+            draft_layers=draft_layers,
+            num_heads=fields.count("num_attention_heads"),
+            q_lora_rank=fields.count("q_lora_rank") if fields.values.get("q_lora_rank") is not None else None,
+            kv_lora_rank=fields.count("kv_lora_rank"),
+            qk_nope_head_dim=fields.count("qk_nope_head_dim"),
+            qk_rope_head_dim=fields.count("qk_rope_head_dim"),
+            v_head_dim=fields.count("v_head_dim"),
+            routing=self.routing(fields),
+            rope=read_rope(fields, interleaved=self.interleaved(fields)),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            max_positions=fields.count("max_position_embeddings"),
+            tied_embeddings=fields.flag("tie_word_embeddings", False),
+            eos_ids=fields.token_ids("eos_token_id", vocab_size),
+        )
+
+    @abstractmethod
+    def routing(self, fields: Fields) -> Routing:
+        """How tokens choose experts."""
+
+    @abstractmethod
+    def interleaved(self, fields: Fields) -> bool:
+        """See `Rope`."""
+
+
+class DeepseekV2(_Deepseek):
+    """Softmax routing, greedy or limited to groups; rope in interleaved pairs; no layer that drafts."""
+
+    def read(self, fields: Fields) -> ModelConfig:
+        """See `Family`."""
+        config = super().read(fields)
+        if config.draft_layers:
+            raise ConfigError(
+                f"num_nextn_predict_layers = {config.draft_layers} is not supported for model_type "
+                f"{config.model_type!r}"
+            )
+        return config
+
+    def routing(self, fields: Fields) -> Routing:
+        """See `_Deepseek`."""
+        method = _only(fields, "topk_method", "greedy", "group_limited_greedy")
+        _only(fields, "scoring_func", "softmax")
+        if fields.flag("norm_topk_prob", False):
+            # The published code then drops routed_scaling_factor, others normalize and scale, others ignore the field.
+            raise fields.unsupported("norm_topk_prob (deepseek_v2)", True, (False,))
+        grouped = method != "greedy"
+        return Routing(
+            experts=fields.count("n_routed_experts"),
+            experts_per_token=fields.count("num_experts_per_tok"),
+            shared_experts=fields.count("n_shared_experts", 0, least=0),
+            scoring="softmax",
+            bias=False,
+            groups=fields.count("n_group", 1) if grouped else 1,
+            top_groups=fields.count("topk_group", 1) if grouped else 1,
+            normalize=False,
+            scale=fields.number("routed_scaling_factor", 1.0),
+        )
+
+    def interleaved(self, fields: Fields) -> bool:
+        """The published code knows nothing else."""
+        return True
+
+
+class DeepseekV3(_Deepseek):
+    """Sigmoid routing with a bias, limited to groups; perhaps a layer that drafts."""
+
+    def routing(self, fields: Fields) -> Routing:
+        """See `_Deepseek`."""
+        _only(fields, "topk_method", "noaux_tc")
+        _only(fields, "scoring_func", "sigmoid")
+        return Routing(
+            experts=fields.count("n_routed_experts"),
+            experts_per_token=fields.count("num_experts_per_tok"),
+            shared_experts=fields.count("n_shared_experts", 0, least=0),
+            scoring="sigmoid",
+            bias=True,
+            groups=fields.count("n_group", 1),
+            top_groups=fields.count("topk_group", 1),
+            normalize=fields.flag("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", 1.0),
+        )
+
+    def interleaved(self, fields: Fields) -> bool:
+        """transformers lets the config say otherwise."""
+        return fields.flag("rope_interleave", True)
+
+
+def _only(fields: Fields, name: str, *supported: str) -> str:
+    """The value of a field, of which the first supported one is the default."""
+    value = fields.text(name, supported[0])
+    if value not in supported:
+        raise fields.unsupported(f"{name} ({fields.text('model_type')})", value, supported)
+    return value
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    if kind := quantization(fields.values):
+        raise ConfigError(f"config.json: quantization_config: {unsupported_quantization(kind)}")
+    for name in ("attention_bias", "mlp_bias"):
+        if fields.flag(name, False):
+            raise fields.unsupported(name, True, (False,))
+    if (activation := fields.text("hidden_act", "silu")) != "silu":
+        raise fields.unsupported("hidden_act", activation, ("silu",))
+    if (every := fields.count("moe_layer_freq", 1)) != 1:
+        raise fields.unsupported("moe_layer_freq", every, (1,))

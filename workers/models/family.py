@@ -1,0 +1,52 @@
+"""What a family of models says of itself. A new one is a file in `families` and a line in `registry`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from workers.models.config import ModelConfig
+from workers.models.fields import Fields
+
+if TYPE_CHECKING:
+    from workers.models.layer import DecoderLayer
+    from workers.models.products import Products
+    from workers.weights.source import WeightSource
+
+
+class Family(ABC):
+    """A kind of checkpoint: how its config.json is read, how its tensors are called, what its layers are made of.
+
+    What a config.json says is wanted without torch, which takes seconds to import: a family imports what it builds
+    layers of when it builds one.
+    """
+
+    @abstractmethod
+    def read(self, fields: Fields) -> ModelConfig:
+        """What the values of a config.json mean. Every value that would change the computation is either understood or
+        refused with a `ConfigError` that names it."""
+
+    def tensor(self, name: str) -> str:
+        """What the checkpoint calls the tensor that DeepSeek V3's checkpoints call `name`."""
+        return name
+
+    def ignored(self, config: ModelConfig) -> list[str]:
+        """Patterns (`re.search`) of tensors that the checkpoint may have and the model does not read."""
+        return [r"rotary_emb\.inv_freq$"]
+
+    def layer(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> DecoderLayer:
+        """Layer `index` of the model, or the layer that drafts, whose index is `config.num_layers`. It gets its weights
+        from `source`, by the names of DeepSeek V3's checkpoints."""
+        from workers.models.attention import LatentAttention
+        from workers.models.feed_forward import feed_forward
+        from workers.models.layer import DecoderLayer
+
+        prefix, hidden = f"model.layers.{index}.", config.hidden_size
+        return DecoderLayer(
+            products,
+            config.rms_norm_eps,
+            attention_norm_E=source.load(f"{prefix}input_layernorm.weight", hidden),
+            attention=LatentAttention(source, products, f"{prefix}self_attn.", config),
+            feed_forward_norm_E=source.load(f"{prefix}post_attention_layernorm.weight", hidden),
+            feed_forward=feed_forward(source, products, f"{prefix}mlp.", config, index),
+        )

@@ -1,0 +1,52 @@
+"""The families of models, by the `model_type` of a config.json, and what a checkpoint's config.json says.
+
+Nothing from the checkpoint is executed, and nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from workers.models.config import ModelConfig
+from workers.models.families.deepseek import DeepseekV2, DeepseekV3
+from workers.models.family import Family
+from workers.models.fields import ConfigError, Fields
+
+FAMILIES: Final[dict[str, Family]] = {
+    "deepseek_v2": DeepseekV2(),
+    "deepseek_v3": DeepseekV3(),
+    "kimi_k2": DeepseekV3(),
+}
+
+
+def load_config(folder: str | Path) -> ModelConfig:
+    """Read `folder`/config.json, and end-of-sequence ids from a generation_config.json beside it; `ConfigError` says
+    what is wrong with them."""
+    path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
+    if not path.exists():
+        raise ConfigError(f"there is no config.json in {folder}: give the folder of a Hugging Face checkpoint")
+    values = _json_object(path)
+    if generation.exists() and (ids := _json_object(generation).get("eos_token_id")) is not None:
+        values["eos_token_id"] = ids
+    return parse_config(values)
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    """Read the values of a config.json; `ConfigError` names the field at fault."""
+    fields = Fields(values)
+    name = fields.text("model_type")
+    if name not in FAMILIES:
+        raise fields.unsupported("model_type", name, FAMILIES)
+    return FAMILIES[name].read(fields)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return values
