@@ -3,6 +3,7 @@ that a step must read and compute."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from workers.protocol.plan import BatchLayout
 from workers.rank.runner import Runner
 from workers.step.decode import DecodeStep
 from workers.weights.source import WeightSource
+from workers.weights.weight import Weight
 
 BANDWIDTH = 4.2e9
 """Bytes a millisecond: what reading a large tensor reaches on an H200."""
@@ -175,10 +177,11 @@ def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
     size, count = model.norm_E.element_size(), tokens.count
     parts = dict.fromkeys((INPUT, ATTENTION, DENSE, EXPERTS), Work())
 
-    def product(*weights: Tensor | None) -> Work:
+    def product(*weights: Weight | None) -> Work:
         """Every token with these matrices."""
-        numbers = sum(weight.numel() for weight in weights if weight is not None)
-        return Work(numbers * size, 2 * count * numbers)
+        matrices = [weight for weight in weights if weight is not None]
+        numbers = sum(math.prod(weight.shape) for weight in matrices)
+        return Work(sum(weight.nbytes for weight in matrices), 2 * count * numbers)
 
     for layer in model.layers:
         count = tokens.count
@@ -200,11 +203,11 @@ def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
         if isinstance(network, MixtureOfExperts):
             routing, router = network.routing, network.router_XE
             expert = product(network.gate_up_XFE[0], network.down_XEI[0])
-            parts[EXPERTS] += product(attention.out_EF) + Work(router.nbytes, 2 * count * router.numel())
+            parts[EXPERTS] += product(attention.out_EF) + product(router)
             # The shared experts are read whatever is chosen, and every token has them.
             read, seen = woken_here + routing.shared_experts, routing.experts_per_token + routing.shared_experts
             parts[EXPERTS] += Work(read * expert.bytes, seen * expert.operations)
         else:
             parts[DENSE] += product(attention.out_EF, network.gate_up_FE, network.down_EI)
     head = model.head_YE
-    return parts | {HEAD: Work(head.nbytes, 2 * tokens.logits * head.numel())}
+    return parts | {HEAD: Work(head.nbytes, 2 * tokens.logits * math.prod(head.shape))}

@@ -183,10 +183,10 @@ class PretendedRank:
 def rank_process(rank: int, parent: Connection, folder: Path, closing: str) -> None:
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
 
-    def rank(_config: EngineConfig, group: TensorParallel, *_: Any) -> PretendedRank:
+    def pretended(_config: EngineConfig, group: TensorParallel, *_: Any) -> PretendedRank:
         return PretendedRank(folder, closing, group)
 
-    setattr(worker_process, "Rank", rank)  # noqa: B010
+    setattr(worker_process, "Rank", pretended)  # noqa: B010
     worker_process.CLOSING_LIMIT_S = LIMIT_S
     _worker_main(CONFIG, rank, parent)
 

@@ -70,11 +70,11 @@ class Toy(Family):
             def __init__(self) -> None:
                 self.products = products
                 share = config.intermediate_size // source.group.size
-                self.gate_up_FE = source.empty(2 * share, hidden)
+                self.gate_up_FE = source.weight(2 * share, hidden)
                 for half in range(2):
                     own = slice(half * share, (half + 1) * share)
                     source.fill(self.gate_up_FE[own], f"{prefix}w13", shard=0, unit=half, units=2)
-                self.down_EI = source.empty(hidden, share)
+                self.down_EI = source.weight(hidden, share)
                 source.fill(self.down_EI, f"{prefix}w2", shard=1)
 
         prefix, hidden = f"model.layers.{index}.", config.hidden_size

@@ -126,7 +126,7 @@ class LatentAttention:
 
         # First columns: the query's latent or, in models without one, the query itself; then the cached features.
         first = query if config.q_lora_rank is None else config.q_lora_rank
-        self.down_FE = source.empty(first + config.cache_width, hidden)
+        self.down_FE = source.weight(first + config.cache_width, hidden)
         source.fill(self.down_FE[first:], f"{prefix}kv_a_proj_with_mqa.weight")
         if config.q_lora_rank is None:
             self.q_norm_A = self.q_up_QA = None
@@ -135,18 +135,18 @@ class LatentAttention:
         else:
             source.fill(self.down_FE[:first], f"{prefix}q_a_proj.weight")
             self.q_norm_A = source.load(f"{prefix}q_a_layernorm.weight", first)
-            query_rows = self.q_up_QA = source.empty(query, first)
+            query_rows = self.q_up_QA = source.weight(query, first)
             source.fill(query_rows, f"{prefix}q_b_proj.weight", shard=0)
         if not config.rope.interleaved:
             source.settle()
-            _interleave(query_rows.view(heads, config.qk_head_dim, -1)[:, self.nope :])
-            _interleave(self.down_FE[first + self.latent :].unsqueeze(0))
+            _interleave(query_rows.plain.view(heads, config.qk_head_dim, -1)[:, self.nope :])
+            _interleave(self.down_FE[first + self.latent :].plain.unsqueeze(0))
 
         self.kv_norm_L = source.load(f"{prefix}kv_a_layernorm.weight", self.latent)
         kv_up = source.empty(heads * (self.nope + self.value), self.latent)
         source.fill(kv_up, f"{prefix}kv_b_proj.weight", shard=0)
         self.kv_up_HFL = kv_up.view(heads, self.nope + self.value, self.latent)
-        self.out_EF = source.empty(hidden, heads * self.value)
+        self.out_EF = source.weight(hidden, heads * self.value)
         source.fill(self.out_EF, f"{prefix}o_proj.weight", shard=1)
 
     def planned(self, batch: Batch, scratch: Scratch) -> Batch:

@@ -187,12 +187,12 @@ class DecodePath:
         between, after = self._pending(step), stream.pending
         with scratch.scope():
             attended_TF = self._attention(layer.attention, stream, cache_PKC, step)
-            self._add(attended_TF, layer.attention.out_EF, residual_TE, layer.feed_forward_norm_E, between, step)
+            self._add(attended_TF, layer.attention.out_EF.plain, residual_TE, layer.feed_forward_norm_E, between, step)
         with scratch.scope():
             if isinstance(layer.feed_forward, DenseFeedForward):
                 act_TI = scratch.empty(step.tokens, layer.feed_forward.down_EI.shape[1], dtype=between.x_TE.dtype)
-                gated_linear(between, layer.feed_forward.gate_up_FE, act_TI, dependent=step.dependent)
-                self._add(act_TI, layer.feed_forward.down_EI, residual_TE, next_norm_E, after, step)
+                gated_linear(between, layer.feed_forward.gate_up_FE.plain, act_TI, dependent=step.dependent)
+                self._add(act_TI, layer.feed_forward.down_EI.plain, residual_TE, next_norm_E, after, step)
             else:
                 self._experts(layer.feed_forward, between, residual_TE, next_norm_E, after, step)
         return Stream(residual_TE, after)
@@ -205,15 +205,14 @@ class DecodePath:
         width = latent + attention.rope
         query_TF, kv_TC = down_TF[:, :-width], down_TF[:, -width:]
         if attention.q_up_QA is None or attention.q_norm_A is None:
-            normed_linear(stream.pending, attention.down_FE, down_TF, dependent=dependent)
+            normed_linear(stream.pending, attention.down_FE.plain, down_TF, dependent=dependent)
         else:
             square_TP = scratch.empty(tokens, query_TF.shape[1] // PIECE, dtype=torch.float32)
             query = PendingNorm(query_TF, square_TP, LATENT_NORM_EPS)
-            normed_linear(
-                stream.pending, attention.down_FE, down_TF, norm_A=attention.q_norm_A, next=query, dependent=dependent
-            )
+            down_FE, norm_A = attention.down_FE.plain, attention.q_norm_A
+            normed_linear(stream.pending, down_FE, down_TF, norm_A=norm_A, next=query, dependent=dependent)
             query_TF = scratch.empty(tokens, attention.q_up_QA.shape[0], dtype=dtype)
-            normed_linear(query, attention.q_up_QA, query_TF, dependent=dependent)
+            normed_linear(query, attention.q_up_QA.plain, query_TF, dependent=dependent)
         q_THC = scratch.empty(tokens, heads, width, dtype=dtype)
         rope_absorb(
             query_TF.view(tokens, heads, attention.nope + attention.rope),
@@ -266,7 +265,7 @@ class DecodePath:
         scratch, dependent, given = step.scratch, step.dependent, experts.routing
         routing = Routing(given.scoring, given.groups, given.top_groups, given.normalize, given.scale)
         logit_TX = scratch.empty(step.tokens, given.experts, dtype=torch.float32)
-        few_experts.router(x, experts.router_XE, logit_TX, dependent=dependent)
+        few_experts.router(x, experts.router_XE.plain, logit_TX, dependent=dependent)
         choice = Choice.empty(step.tokens, given.experts, given.experts_per_token, scratch.empty)
         few_experts.choose(logit_TX, experts.bias_X, step.rows.length_R, choice, routing, dependent=dependent)
         sum_TE = part_TE = None
@@ -276,8 +275,8 @@ class DecodePath:
         few_experts.experts(
             x,
             choice,
-            experts.gate_up_XFE,
-            experts.down_XEI,
+            experts.gate_up_XFE.plain,
+            experts.down_XEI.plain,
             residual_TE if part_TE is None else None,
             norm_E,
             out if part_TE is None else part_TE,

@@ -28,10 +28,10 @@ class DenseFeedForward:
     def __init__(self, source: WeightSource, products: Products, prefix: str, hidden: int, intermediate: int) -> None:
         self.products = products
         share = intermediate // source.group.size
-        self.gate_up_FE = source.empty(2 * share, hidden)
+        self.gate_up_FE = source.weight(2 * share, hidden)
         source.fill(self.gate_up_FE[:share], f"{prefix}gate_proj.weight", shard=0)
         source.fill(self.gate_up_FE[share:], f"{prefix}up_proj.weight", shard=0)
-        self.down_EI = source.empty(hidden, share)
+        self.down_EI = source.weight(hidden, share)
         source.fill(self.down_EI, f"{prefix}down_proj.weight", shard=1)
 
     def __call__(
@@ -61,15 +61,15 @@ class MixtureOfExperts:
         hidden, share = config.hidden_size, config.moe_intermediate_size // source.group.size
         # The router's scores decide discretely: nothing is rounded whatever the model's dtype.
         gate = f"{prefix}gate.weight"
-        self.router_XE = source.load(gate, routing.experts, hidden, dtype=source.lossless(gate))
+        self.router_XE = source.load_weight(gate, routing.experts, hidden, dtype=source.lossless(gate))
         self.bias_X = (
             source.load(f"{prefix}gate.e_score_correction_bias", routing.experts, dtype=torch.float32)
             if routing.bias
             else None
         )
         experts, units = routing.experts, routing.shared_experts
-        self.gate_up_XFE = source.empty(experts + units, 2 * share, hidden)
-        self.down_XEI = source.empty(experts + units, hidden, share)
+        self.gate_up_XFE = source.weight(experts + units, 2 * share, hidden)
+        self.down_XEI = source.weight(experts + units, hidden, share)
         for expert in range(experts):
             self._fill(source, expert, f"{prefix}experts.{expert}.")
         for unit in range(units):
@@ -77,7 +77,8 @@ class MixtureOfExperts:
 
     def _fill(self, source: WeightSource, expert: int, name: str, **part: int) -> None:
         gate_up_FE, down_EI = self.gate_up_XFE[expert], self.down_XEI[expert]
-        gate_IE, up_IE = gate_up_FE.chunk(2)
+        half = gate_up_FE.shape[0] // 2
+        gate_IE, up_IE = gate_up_FE[:half], gate_up_FE[half:]
         source.fill(gate_IE, f"{name}gate_proj.weight", shard=0, **part)
         source.fill(up_IE, f"{name}up_proj.weight", shard=0, **part)
         source.fill(down_EI, f"{name}down_proj.weight", shard=1, **part)
@@ -96,7 +97,7 @@ class MixtureOfExperts:
         has -1 and 0."""
         routing, tokens = self.routing, x_TE.shape[0]
         columns = routing.experts_per_token + routing.shared_experts
-        if x_TE.dtype != self.router_XE.dtype:
+        if x_TE.dtype != self.router_XE.plain.dtype:
             wide_TE = scratch.empty(*x_TE.shape, dtype=torch.float32)
             x_TE = wide_TE.copy_(x_TE)
         logit_TX = self.products.router(x_TE, self.router_XE, scratch)

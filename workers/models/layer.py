@@ -64,7 +64,7 @@ class DraftLayer:
         self.eps = config.rms_norm_eps
         self.embedding_norm_E = source.load(f"{prefix}enorm.weight", hidden)
         self.hidden_norm_E = source.load(f"{prefix}hnorm.weight", hidden)
-        self.join_EF = source.load(f"{prefix}eh_proj.weight", hidden, 2 * hidden)
+        self.join_EF = source.load_weight(f"{prefix}eh_proj.weight", hidden, 2 * hidden)
         self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
 
     def join(self, embedded_TE: Tensor, hidden_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:

@@ -24,6 +24,7 @@ from workers.models.rope import rotation_table
 from workers.models.segments import Segments
 from workers.parallel.group import TensorParallel
 from workers.weights.source import WeightSource
+from workers.weights.weight import Weight
 
 
 class Model:
@@ -88,14 +89,14 @@ class Model:
         """Layers of latent cache: the model's, then the draft layer's."""
         return self.config.num_layers + int(self.has_draft_layer)
 
-    def _load_head(self, source: WeightSource) -> Tensor:
+    def _load_head(self, source: WeightSource) -> Weight:
         """This rank's rows of the output head; the last ranks' are padded where the vocabulary does not divide."""
         vocab, group = self.config.vocab_size, self.group
         share = -(-vocab // group.size)
         begin = min(group.rank * share, vocab)
         rows = slice(begin, min(begin + share, vocab))
         if self.config.tied_embeddings and group.size == 1:
-            return self.embedding_YE
+            return Weight(self.embedding_YE)
         head_YE = source.empty(share, self.config.hidden_size).zero_()
         own_YE = head_YE[: rows.stop - rows.start]
         if self.config.tied_embeddings:
@@ -103,7 +104,7 @@ class Model:
             own_YE.copy_(self.embedding_YE[rows])
         else:
             source.fill_part(own_YE, "lm_head.weight", (vocab, self.config.hidden_size), (rows, slice(None)))
-        return head_YE
+        return Weight(head_YE)
 
     def forward(self, token_T: Tensor, batch: Batch, cache: LatentCache, scratch: Scratch | None = None) -> Tensor:
         """Hidden state of every token after the final norm, [T, E]; writes the tokens' latents to the cache.

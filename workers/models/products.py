@@ -21,6 +21,7 @@ from kernels.ordered_sum import ordered_sum
 from kernels.rms_norm import add_rms_norm
 from workers.memory.scratch import Scratch
 from workers.parallel.group import TensorParallel
+from workers.weights.weight import Weight
 
 GROUPS: Final = 8
 """Parts of every sum over ranks in invariant mode, all ranks together; so many ranks at most."""
@@ -38,8 +39,8 @@ class Experts:
 
     id_TK: Tensor
     weight_TK: Tensor
-    gate_up_XFE: Tensor
-    down_XEI: Tensor
+    gate_up_XFE: Weight
+    down_XEI: Weight
     shared: int = 0
     """The last so many experts are those of every token, as its last choices."""
 
@@ -53,15 +54,15 @@ class Products:
     def __init__(self, group: TensorParallel) -> None:
         self.group = group
 
-    def parts(self, tokens: int, weight_FE: Tensor) -> int:
+    def parts(self, tokens: int, weight_FE: Weight) -> int:
         """Parts in which products of decode rows' tokens with this rank's matrix are left for the kernel behind to add
         up, 0 where they are summed at once: cuBLAS's kernels, which start late and read nothing early, take longer than
         that costs."""
-        return 0 if self.invariant or self.group.size > 1 else parts_of(tokens, weight_FE)
+        return 0 if self.invariant or self.group.size > 1 else parts_of(tokens, weight_FE.plain)
 
-    def part_linear(self, x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor) -> None:
+    def part_linear(self, x_TE: Tensor, weight_FE: Weight, out_TPF: Tensor) -> None:
         """Parts of x · weight^T, as many as `parts` says."""
-        part_linear(x_TE, weight_FE, out_TPF, dependent=launches_dependently(x_TE.device))
+        part_linear(x_TE, weight_FE.plain, out_TPF, dependent=launches_dependently(x_TE.device))
 
     def add_norm(self, x_TE: Tensor, norm: AddNorm, out_TE: Tensor) -> None:
         """residual += x, out = rms_norm(residual), of what a sum over ranks or `part_linear` has left; `out_TE` may be
@@ -70,15 +71,15 @@ class Products:
         dependent = x_TE.shape[0] <= MOST_DEPENDENT and self.group.size == 1 and launches_dependently(x_TE.device)
         add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=dependent)
 
-    def linear(self, x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, *, dependent: bool = False) -> None:
+    def linear(self, x_TE: Tensor, weight_FE: Weight, out_TF: Tensor, *, dependent: bool = False) -> None:
         """out = x · weight^T; this rank's rows of the weight give its columns of the output."""
-        linear(x_TE, weight_FE, out_TF, dependent=dependent)
+        linear(x_TE, weight_FE.plain, out_TF, dependent=dependent)
 
     def head_linear(self, x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
         """out[t, h] = x[t, h] · weight[h]."""
         head_linear(x_THN, weight_HNL, out_THL)
 
-    def router(self, x_TE: Tensor, weight_XE: Tensor, scratch: Scratch) -> Tensor:
+    def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
         """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""
         (tokens, hidden), experts = x_TE.shape, weight_XE.shape[0]
         if (
@@ -91,25 +92,25 @@ class Products:
             # So few outputs are the work of a few multiprocessors, unless they share the sums.
             part_TPX = scratch.empty(tokens, ROUTER_PARTS, experts, dtype=torch.float32)
             dependent = launches_dependently(x_TE.device)
-            grouped_linear(x_TE, weight_XE, part_TPX, invariant=False, dependent=dependent)
+            grouped_linear(x_TE, weight_XE.plain, part_TPX, invariant=False, dependent=dependent)
             return part_TPX
         logit_TX = scratch.empty(tokens, experts, dtype=torch.float32)
         self.linear(x_TE, weight_XE, logit_TX)
         return logit_TX
 
-    def summed(self, x_TI: Tensor, weight_EI: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+    def summed(self, x_TI: Tensor, weight_EI: Weight, out_TE: Tensor, scratch: Scratch) -> None:
         """out = x · weight^T, summed over ranks."""
         part_TE = self.group.part(out_TE)
-        linear(x_TI, weight_EI, part_TE)
+        linear(x_TI, weight_EI.plain, part_TE)
         self.group.all_reduce(part_TE, out_TE)
 
     def experts(self, x_TE: Tensor, mixture: Experts, norm: AddNorm, out_TE: Tensor, scratch: Scratch) -> None:
         """residual += the weighted sum of a token's experts, summed over ranks; out = rms_norm(residual)."""
         part_TE, workspace = self.group.part(out_TE), None
         if x_TE.is_cuda:
-            shape = moe.experts_shape(x_TE, mixture.id_TK, mixture.down_XEI, shared=mixture.shared)
+            shape = moe.experts_shape(x_TE, mixture.id_TK, mixture.down_XEI.plain, shared=mixture.shared)
             workspace = scratch.empty(moe.workspace_bytes(shape), dtype=torch.uint8)
-        choice, weights = (mixture.id_TK, mixture.weight_TK), (mixture.gate_up_XFE, mixture.down_XEI)
+        choice, weights = (mixture.id_TK, mixture.weight_TK), (mixture.gate_up_XFE.plain, mixture.down_XEI.plain)
         # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
         dependent = launches_dependently(x_TE.device)
         alone = self.group.size == 1
@@ -146,19 +147,19 @@ class InvariantProducts(Products):
             )
         super().__init__(group)
 
-    def linear(self, x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, *, dependent: bool = False) -> None:
+    def linear(self, x_TE: Tensor, weight_FE: Weight, out_TF: Tensor, *, dependent: bool = False) -> None:
         """As in `Products`."""
-        linear(x_TE, weight_FE, out_TF, invariant=True, dependent=dependent)
+        linear(x_TE, weight_FE.plain, out_TF, invariant=True, dependent=dependent)
 
     def head_linear(self, x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
         """As in `Products`."""
         head_linear(x_THN, weight_HNL, out_THL, invariant=True)
 
-    def summed(self, x_TI: Tensor, weight_EI: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+    def summed(self, x_TI: Tensor, weight_EI: Weight, out_TE: Tensor, scratch: Scratch) -> None:
         """As in `Products`."""
         with scratch.scope():
             part_TGE = self._parts(x_TI.shape[0], self._groups(x_TI.shape[1]), out_TE.shape[1], scratch)
-            grouped_linear(x_TI, weight_EI, part_TGE)
+            grouped_linear(x_TI, weight_EI.plain, part_TGE)
             self._sum(part_TGE, out_TE, scratch)
 
     def experts(self, x_TE: Tensor, mixture: Experts, norm: AddNorm, out_TE: Tensor, scratch: Scratch) -> None:
@@ -170,13 +171,12 @@ class InvariantProducts(Products):
             part = slice(begin, begin + step)
             with scratch.scope():
                 id_TK, weight_TK = mixture.id_TK[part], mixture.weight_TK[part]
-                workspace = None
+                weights, workspace = (mixture.gate_up_XFE.plain, mixture.down_XEI.plain), None
                 if x_TE.is_cuda:
-                    size = moe.workspace_bytes(moe.experts_shape(x_TE[part], id_TK, mixture.down_XEI, groups=groups))
+                    size = moe.workspace_bytes(moe.experts_shape(x_TE[part], id_TK, weights[1], groups=groups))
                     workspace = scratch.empty(size, dtype=torch.uint8)
                 part_TGE = self._parts(id_TK.shape[0], groups, hidden, scratch)
                 part_TGE.zero_()
-                weights = mixture.gate_up_XFE, mixture.down_XEI
                 moe.add_experts(x_TE[part], id_TK, weight_TK, *weights, part_TGE, workspace=workspace)
                 self._sum(part_TGE, out_TE[part], scratch)
         self.add_norm(out_TE, norm, out_TE)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.parallel.group import TensorParallel
+from workers.weights.weight import Weight
 
 Shape = tuple[int, ...]
 
@@ -35,8 +36,18 @@ class WeightSource(ABC):
         self.stored = stored
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised memory for weights."""
+        """Uninitialised memory for a tensor that is no matrix of a product, such as the weights of a norm."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def weight(self, *shape: int, dtype: torch.dtype | None = None) -> Weight:
+        """Room for a matrix of weights, (N, K) or (X, N, K): see `Weight`."""
+        return Weight(self.empty(*shape, dtype=dtype))
+
+    def load_weight(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Weight:
+        """The whole matrix `name`, which must have `shape`."""
+        into = self.weight(*shape, dtype=dtype)
+        self.fill(into, name)
+        return into
 
     def load(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor `name`, which must have `shape`."""
@@ -45,7 +56,7 @@ class WeightSource(ABC):
         return into
 
     def fill(
-        self, into: Tensor, name: str, *, shard: int | None = None, unit: int | None = None, units: int = 1
+        self, into: Tensor | Weight, name: str, *, shard: int | None = None, unit: int | None = None, units: int = 1
     ) -> None:
         """Copy tensor `name` into `into`, or, with `shard`, this rank's part of that dimension (which `into` has).
 
@@ -54,13 +65,13 @@ class WeightSource(ABC):
         """
         if unit is not None and (shard is None or not 0 <= unit < units):
             raise ValueError(f"{name}: part {unit} of {units} of dimension {shard} does not exist")
-        shape, index = list(into.shape), [slice(None)] * into.ndim
+        shape, index = list(into.shape), [slice(None)] * len(into.shape)
         if shard is not None:
             length = shape[shard] * self.group.size
             own, begin = self.group.shard(length, name), (unit or 0) * length
             shape[shard] = length * units
             index[shard] = slice(begin + own.start, begin + own.stop)
-        self.fill_part(into, name, tuple(shape), tuple(index))
+        self.fill_part(into.data if isinstance(into, Weight) else into, name, tuple(shape), tuple(index))
 
     def lossless(self, name: str) -> torch.dtype:
         """The model's dtype if tensor `name` is stored in it, else fp32."""

@@ -22,7 +22,8 @@ from kernels import linear, mla_decode, repeat
 from kernels.mla_prefill import launch as prefill_launch
 from kernels.repeat import Repeat
 from workers.memory.scratch import Scratch
-from workers.models import deepseek, prefill
+from workers.models import model as models_model
+from workers.models import prefill
 
 Launch = tuple[Any, ...]
 
@@ -108,7 +109,7 @@ def test_a_repeated_layer_launches_what_it_would_itself(
     layers = 3
     model = random_model(V2_LITE_HEADS | {"num_hidden_layers": layers} | overrides, dtype, CPU, invariant=invariant)
     buffer = torch.zeros(1 << (29 if invariant else 27), dtype=torch.uint8)
-    monkeypatch.setattr(deepseek, "Scratch", lambda device: Scratch(device, buffer))
+    monkeypatch.setattr(models_model, "Scratch", lambda device: Scratch(device, buffer))
     for module in (linear, mla_decode, prefill_launch):
         monkeypatch.setattr(module, "is_hopper", lambda device: hopper)
     compared: list[tuple[list[Launch], list[Launch]]] = []

@@ -46,9 +46,9 @@ def test_indexed_files_are_read(tmp_path: Path) -> None:
     one, several = write_tiny(tmp_path / "one"), write_tiny(tmp_path / "several")
     split(several, 3)
     a, b = load_fp32(one), load_fp32(several)
-    assert torch.equal(a.head_YE, b.head_YE)
-    assert torch.equal(a.layers[2].attention.down_FE, b.layers[2].attention.down_FE)
-    assert torch.equal(a.layers[1].feed_forward.down_XEI, b.layers[1].feed_forward.down_XEI)
+    assert torch.equal(a.head_YE.plain, b.head_YE.plain)
+    assert torch.equal(a.layers[2].attention.down_FE.plain, b.layers[2].attention.down_FE.plain)
+    assert torch.equal(a.layers[1].feed_forward.down_XEI.plain, b.layers[1].feed_forward.down_XEI.plain)
 
 
 def test_each_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +88,11 @@ def test_a_router_is_kept_as_it_is_stored(stored: torch.dtype, tmp_path: Path) -
 
     rewrite(write_tiny(tmp_path, seed=3), narrow)
     experts = load(tmp_path, dtype=torch.bfloat16).layers[1].feed_forward
-    assert experts.router_XE.dtype == stored
+    assert experts.router_XE.plain.dtype == stored
     torch.manual_seed(1)
     x_TE = torch.randn(50, experts.router_XE.shape[1]).bfloat16()
     want = load(tmp_path, dtype=torch.float32).layers[1].feed_forward
-    assert want.router_XE.dtype == torch.float32
+    assert want.router_XE.plain.dtype == torch.float32
     for got, wanted in zip(experts.route(x_TE, Scratch(CPU)), want.route(x_TE.float(), Scratch(CPU)), strict=True):
         assert torch.equal(got, wanted)
 
