@@ -13,6 +13,7 @@ import torch
 from shapes import ATTENTION, DENSE, EXPERTS, HEAD, INPUT
 
 from kernels.repeat import nothing_repeated
+from workers.drafters.mtp import Mtp
 from workers.models import attention
 from workers.models.attention import LatentAttention
 from workers.models.feed_forward import MixtureOfExperts
@@ -168,7 +169,7 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (SamplingState, "commit", _always("sampling")),
     (Stage, "run_pass", _drafted),
     (Stage, "end", _ended),
-    (Model, "draft", _always("draft pass")),
+    (Mtp, "catch_up", _always("draft pass")),
     (StepParts, "draft", _always("draft loop")),
 )
 """Calls that are a part of a step. What lies in none of them is the rest: the state, the tokens' way to the device,

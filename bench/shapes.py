@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
+from workers.families.registry import FAMILIES, parse_config
 from workers.memory.scratch import Scratch
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
-from workers.models.registry import parse_config
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 from workers.rank.runner import Runner
@@ -72,7 +72,8 @@ def model_of(values: dict[str, Any], width: int, dtype: torch.dtype, device: tor
     """A random model of these config values, with a draft layer if rows feed more than one token."""
     torch.manual_seed(0)
     source, config = RandomWeights(TensorParallel(), dtype, device), parse_config(values)
-    return Model(source, config, draft_layer=width > 1, max_positions=config.max_positions)
+    family = FAMILIES[config.model_type]
+    return family.model(source, config, max_positions=config.max_positions, draft_layer=width > 1, invariant=False)
 
 
 class Case:
@@ -84,8 +85,7 @@ class Case:
         self.device = device = model.norm_E.device
         torch.manual_seed(rows)
         pages = -(-(context + room) // 64)
-        shape = (model.cache_layers, rows * pages + 1, 64, model.cache_width)
-        cache = LatentCache.allocate(*shape, model.norm_E.dtype, device)
+        cache = PagedCache.allocate(model.caches, rows * pages + 1, device)
         for layer in cache.layers:
             layer.normal_()
         self.runner = Runner(model, cache, rows, width, pages, max(budget, rows * width), TensorParallel())
@@ -193,11 +193,11 @@ def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
         up = attention.kv_up_HFL
         products += (count - tokens.prefilled + tokens.recalled) * up.numel()
         parts[INPUT] += product(attention.down_FE, attention.q_up_QA) + Work(0, 2 * tokens.prefilled * up.numel())
-        parts[ATTENTION] += Work(tokens.cached * model.cache_width * size, 2 * products)
+        parts[ATTENTION] += Work(tokens.cached * model.config.cache_width * size, 2 * products)
         # Read once, whichever part does it first.
         parts[INPUT if tokens.prefilled else ATTENTION] += Work(up.nbytes)
         woken_here = tokens.experts
-        if layer is model.layers[-1] and not model.has_draft_layer and tokens.logits < count:
+        if layer is model.layers[-1] and not model.drafter and tokens.logits < count:
             # Behind its attention nobody wants the others.
             count, woken_here = tokens.logits, woken(model, tokens.logits)
         if isinstance(network, MixtureOfExperts):

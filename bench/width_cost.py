@@ -41,7 +41,7 @@ from verdict import error
 from kernels import few_experts, moe
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
 from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
 from workers.memory.scratch import Scratch
@@ -120,8 +120,7 @@ class Pair:
         self.width, self.device = width, model.norm_E.device
         torch.manual_seed(width)
         pages, slots = context // PAGE_TOKENS, 1 + width
-        shape = (model.cache_layers, pages + 1, PAGE_TOKENS, model.cache_width)
-        self.cache = LatentCache.allocate(*shape, model.norm_E.dtype, self.device)
+        self.cache = PagedCache.allocate(model.caches, pages + 1, self.device)
         for layer in self.cache.layers:
             layer.normal_()
         self.state = SlotState(slots, width - 1, pages, self.device)

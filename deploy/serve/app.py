@@ -21,9 +21,9 @@ from deploy.config.application import ServeConfig
 from deploy.mistakes import explain
 from workers.channel.ports import free_ports
 from workers.environment import check_environment
+from workers.families.registry import load_config
 from workers.fit import Unfit, check_fit
-from workers.models.fields import ConfigError
-from workers.models.registry import load_config
+from workers.models.config import ConfigError
 
 if TYPE_CHECKING:
     from ray.serve import Application

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import Finished, InlineEngine
 from workers.config import EngineConfig
+from workers.drafters.mtp import Mtp
 from workers.processes.launch import local_engine
 from workers.protocol.front import EngineFault, RequestFailed
 from workers.protocol.messages import Request
@@ -170,9 +171,9 @@ def test_a_draft_layer_without_finite_numbers_costs_drafts_alone(folder: Path) -
     """Its drafts are tokens, though bad ones: the answers are those without any."""
     expected = [record.tokens for record in serve(InlineEngine(settings(folder, width=1)), good_jobs())]
     run = InlineEngine(settings(folder, width=3))
-    draft_layer = run.runner.parts.model.draft_layer
-    assert draft_layer is not None
-    draft_layer.embedding_norm_E.fill_(torch.nan)
+    drafter = run.runner.parts.drafter
+    assert isinstance(drafter, Mtp)
+    drafter.embedding_norm_E.fill_(torch.nan)
     assert [record.tokens for record in serve(run, good_jobs())] == expected
     assert run.scheduler.stats().bad_rows == 0
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
 from tests.workers.pretended import pretend
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
+from workers.families import load_model
 from workers.graphs import capture
-from workers.models import load_model
 from workers.parallel.group import TensorParallel
 from workers.proof import decode_steps as selftest
 from workers.proof import endings as ending_proof
@@ -47,7 +47,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Start:
-    """What a replica on a GPU does before it serves, see `workers.rank.rank.Replica`."""
+    """What a replica on a GPU does before it serves, see `workers.rank.rank.Rank`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, config: EngineConfig, ranks: int = 1, pages: int = 120) -> None:
         self._config, self._pages, self._group = config, pages, TensorParallel(0, ranks)
@@ -82,8 +82,7 @@ class Start:
 
     def _runner(self, pages: int) -> Runner:
         config, model, device = self._config, self._model, torch.device("cpu")
-        layers = model.config.num_layers + (config.width > 1)
-        cache = LatentCache.allocate(layers, pages, PAGE_TOKENS, model.cache_width, torch.bfloat16, device)
+        cache = PagedCache.allocate(model.caches, pages, device)
         pages_per_row = max_pages_per_row(self._context, config.width)
         sizes = (config.max_rows, config.width, pages_per_row, config.token_budget)
         return Runner(model, cache, *sizes, self._group)

@@ -13,10 +13,13 @@ from tiny_models import write_tiny
 from toy_family import Toy
 
 from workers.config import EngineConfig
-from workers.models import ConfigError, Model, WeightsError, load_config, load_model
-from workers.models.registry import FAMILIES
+from workers.families import load_config, load_model
+from workers.families.registry import FAMILIES
+from workers.models.config import ConfigError
+from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import SamplingParams
+from workers.weights.checkpoint import WeightsError
 
 FIELDS = {
     "vocab_size": "vocabulary",

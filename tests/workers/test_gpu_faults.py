@@ -23,7 +23,7 @@ from tests.workers.faults import (
     captured_with,
 )
 from tests.workers.test_gpu_engine import engine
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
 from workers.graphs.capture import Warmed
 from workers.graphs.record import no_garbage_collection
 from workers.graphs.segments import CapturedEnding, CapturedStage
@@ -184,7 +184,7 @@ def test_layers_launched_with_anothers_tensors_are_caught(rank: Rank, monkeypatc
 
 def test_padding_of_segments_that_is_written_to_a_row_is_caught(rank: Rank) -> None:
     """The last page of a pool so small that rows have it."""
-    few = LatentCache([layer[:8] for layer in rank.parts.cache.layers])
+    few = PagedCache([layer[:8] for layer in rank.parts.cache.layers])
     rank, seeds = replace(rank, parts=replace(rank.parts, cache=few)), range(4)
     assert [found.problems for found in reports(rank, seeds=seeds)] == [()] * 20
     found = reports(rank, ForgottenPadding, seeds)

@@ -161,7 +161,7 @@ def test_the_last_layer_ends_for_the_tokens_that_are_wanted(
     """A prompt of 100 tokens in chunks of 40: nothing is sampled of the first two, one token of the last."""
     run = engine(folder, width=width, token_budget=40, max_rows=4)
     model = run.runner.parts.model
-    last = model.layers[-1] if width == 1 else model.draft_layer.layer
+    last = model.layers[-1] if width == 1 else model.drafter.layer
     finish, seen = type(last).finish, []
 
     def noted(layer: Any, flow: Any, *rest: Any) -> None:

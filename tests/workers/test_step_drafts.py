@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tests.workers.harness import InlineEngine
 from tests.workers.models.paged import Paged
 from workers.config import DEMO_MODEL, EngineConfig
-from workers.models import Model
+from workers.models.model import Model
 from workers.protocol.plan import SamplingParams
 from workers.scheduler.sequence import Phase
 from workers.step.sampling import SamplingState
@@ -39,12 +39,12 @@ def drafts_after(model: Model, tokens: list[int], count: int) -> tuple[list[int]
     step = paged.plan([], 1, [(0, len(tokens) - 1)])
     hidden = paged.draft(step, paged.forward(step))
     entries = paged.cache.layers[-1][paged.rows[0].pages].flatten(0, 1)[1 : len(tokens)]
-    drafts = [int(model.draft_logits(hidden[0])[-1].argmax())]
+    drafts = [int(model.drafter.logits(hidden[0])[-1].argmax())]
     for _ in range(count - 1):
         paged.rows[0].tokens.append(drafts[-1])
         hidden = paged.draft(paged.plan([0], 1, []), {0: hidden[0][-1:]})
         paged.rows[0].written += 1
-        drafts.append(int(model.draft_logits(hidden[0])[-1].argmax()))
+        drafts.append(int(model.drafter.logits(hidden[0])[-1].argmax()))
     return drafts, entries
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from workers.families.family import Family
+from workers.families.fields import Fields
 from workers.models.config import ModelConfig, Rope, Routing
-from workers.models.family import Family
-from workers.models.fields import Fields
 
 if TYPE_CHECKING:
     from workers.models.layer import DecoderLayer

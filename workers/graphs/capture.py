@@ -90,8 +90,7 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     for key in {(key.width, key.drafts, key.rows * key.width <= MOST_STREAMED): key for key in reversed(keys)}.values():
         DecodeStep(parts, key, scratch).run()
     rehearse(Stage(few, token_budget, scratch, inner))
-    model = parts.model
-    passes = [one for one in (model.segments, model.draft_segments if parts.width > 1 else None) if one is not None]
+    passes = [parts.model.segments, *([parts.drafter.segments] if parts.width > 1 else [])]
     segments = sum(map(len, passes)) - 1  # the last one's are the endings
     graphs = len(keys) + segments * len(list(ladder)) + len(list(ladder.endings(max_rows)))
     return Warmed(scratch.peak, inner.peak, graphs)

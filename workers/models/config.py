@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.models.fields import ConfigError
-
 if TYPE_CHECKING:
     from kernels.moe import Scoring
+
+
+class ConfigError(ValueError):
+    """The checkpoint's config.json is unreadable, incomplete or asks for something that is not supported."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class ModelConfig:
     """Sizes and choices of one model. Counts are of the whole model, not of a rank's share."""
 
     model_type: str
-    """As config.json has it; `workers.models.registry` knows its family."""
+    """As config.json has it; `workers.families.registry` knows its family."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

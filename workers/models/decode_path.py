@@ -1,8 +1,8 @@
 """The path of pure decode steps of few tokens: the model's layers in as few, and as early, kernels as they can be.
 
-What it computes is what `deepseek` computes; what differs is where kernels begin and end. Norms are pending between
-kernels (`kernels.pending_norm`), the residual stream is fp32, every weight matrix is streamed once by kernels that
-begin with it before their predecessor has finished (programmatic dependent launch). Between ranks, sums go through
+What it computes is what the layers compute (`segments`); what differs is where kernels begin and end. Norms are pending
+between kernels (`kernels.pending_norm`), the residual stream is fp32, every weight matrix is streamed once by kernels
+that begin with it before their predecessor has finished (programmatic dependent launch). Between ranks, sums go through
 all-reduces, and the kernel after one is launched plainly.
 
 Shape legend: T tokens, R decode rows, W width, E hidden features, H heads of this rank, N / O non-rope / rope features
@@ -12,6 +12,7 @@ P pages, K = 64 entries a page.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -28,13 +29,13 @@ from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode import mla_decode
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import rms_norm
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.attention import LATENT_NORM_EPS, LatentAttention
 from workers.models.batch import Batch, DecodeBatch
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
-from workers.models.layer import DecoderLayer, DraftLayer
+from workers.models.layer import DecoderLayer
 from workers.models.products import Products
 from workers.parallel.group import TensorParallel
 
@@ -104,7 +105,6 @@ class FewTokenModel(Protocol):
     layers: list[DecoderLayer]
     norm_E: Tensor
     rotation_PO: Tensor
-    draft_layer: DraftLayer | None
 
 
 class DecodePath:
@@ -126,35 +126,32 @@ class DecodePath:
             and not unsupported(model.config, model.group.size)
         )
 
-    def forward(self, token_T: Tensor, batch: Batch, cache: LatentCache, scratch: Scratch) -> Tensor:
+    def forward(self, token_T: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch) -> Tensor:
         """As `Model.forward`."""
         model = self.model
+        own = cache.layers[: len(model.layers)]
+        return self.run(lambda _: (model.embedding_YE, token_T), model.layers, model.norm_E, own, batch, scratch)
+
+    def run(
+        self,
+        source: Callable[[Scratch], tuple[Tensor, Tensor | None]],
+        layers: Sequence[DecoderLayer],
+        norm_E: Tensor,
+        caches: Sequence[Tensor],
+        batch: Batch,
+        scratch: Scratch,
+    ) -> Tensor:
+        """A pass over `layers`, whose caches are `caches`: hidden states after the final norm, [T, E]. What enters is
+        what `source` gives: rows of a matrix, by their int64 indices [T], or a matrix of T rows."""
         hidden_TE = self._hidden(batch, scratch)
         with scratch.scope():
             step = self._step(batch, scratch)
-            first_norm_E = model.layers[0].attention_norm_E
-            stream = self._enter(model.embedding_YE, token_T, first_norm_E, step)
-            norms_E = [layer.attention_norm_E for layer in model.layers[1:]] + [model.norm_E]
-            for layer, norm_E, cache_PKC in zip(model.layers, norms_E, cache.layers, strict=False):
-                stream = self._layer(layer, stream, norm_E, cache_PKC, step)
-            self._leave(stream, model.norm_E, hidden_TE, step)
+            stream = self._enter(*source(scratch), layers[0].attention_norm_E, step)
+            next_norms_E = [layer.attention_norm_E for layer in layers[1:]] + [norm_E]
+            for layer, next_norm_E, cache_PKC in zip(layers, next_norms_E, caches, strict=True):
+                stream = self._layer(layer, stream, next_norm_E, cache_PKC, step)
+            self._leave(stream, norm_E, hidden_TE, step)
         return hidden_TE
-
-    def draft(self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: LatentCache, scratch: Scratch) -> Tensor:
-        """As `Model.draft`."""
-        draft, model = self.model.draft_layer, self.model
-        if draft is None:
-            raise ValueError("this model has no draft layer")
-        drafted_TE = self._hidden(batch, scratch)
-        with scratch.scope():
-            step = self._step(batch, scratch)
-            embedded_TE, joined_TE = self._hidden(batch, scratch), self._hidden(batch, scratch)
-            torch.index_select(model.embedding_YE, 0, token_T, out=embedded_TE)
-            draft.join(embedded_TE, hidden_TE, joined_TE, scratch)
-            stream = self._enter(joined_TE, None, draft.layer.attention_norm_E, step)
-            stream = self._layer(draft.layer, stream, draft.norm_E, cache.layers[model.config.num_layers], step)
-            self._leave(stream, draft.norm_E, drafted_TE, step)
-        return drafted_TE
 
     def _hidden(self, batch: Batch, scratch: Scratch) -> Tensor:
         model = self.model

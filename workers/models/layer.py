@@ -1,9 +1,9 @@
-"""Layers: latent attention and a feed-forward part (DeepSeek-V2, 2024), and the layer that drafts.
+"""Layers: latent attention and a feed-forward part (DeepSeek-V2, 2024).
 
 A layer states its own boundaries: `project` and `finish` are token-wise, attention runs between them. `segments` cuts a
 pass there.
 
-Shape legend: T tokens, E hidden features, F twice as many, C cached features, R rows, P pages, K = 64 entries a page.
+Shape legend: T tokens, E hidden features, C cached features, R rows, P pages, K = 64 entries a page.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.moe import AddNorm
-from kernels.rms_norm import rms_norm
 from workers.memory.scratch import Scratch
 from workers.models.attention import LatentAttention
-from workers.models.config import ModelConfig
 from workers.models.feed_forward import FeedForward
 from workers.models.flow import Flow
 from workers.models.products import Products
-from workers.weights.source import WeightSource
 
 
 class DecoderLayer:
@@ -51,26 +48,3 @@ class DecoderLayer:
         decode_alone = flow.projected.latent_TC is None
         self.attention.output(flow.attended_THV, norm, x_TE, scratch, decode_alone=decode_alone)
         self.feed_forward(x_TE, AddNorm(flow.residual_TE, norm_E, self.eps), out_TE, scratch, live_R)
-
-
-class DraftLayer:
-    """Multi-token prediction (DeepSeek-V3, section 2.2): one layer that reads a token beside the hidden state of the
-    position before it. Embedding and head are the model's own."""
-
-    def __init__(self, source: WeightSource, products: Products, config: ModelConfig, layer: DecoderLayer) -> None:
-        """`layer`: of index `config.num_layers`."""
-        self.products, self.layer, hidden = products, layer, config.hidden_size
-        prefix = f"model.layers.{config.num_layers}."
-        self.eps = config.rms_norm_eps
-        self.embedding_norm_E = source.load(f"{prefix}enorm.weight", hidden)
-        self.hidden_norm_E = source.load(f"{prefix}hnorm.weight", hidden)
-        self.join_EF = source.load_weight(f"{prefix}eh_proj.weight", hidden, 2 * hidden)
-        self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
-
-    def join(self, embedded_TE: Tensor, hidden_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
-        """Token-wise: embedding, then hidden state, each normed, side by side through one matrix."""
-        tokens, hidden = embedded_TE.shape
-        both_TF = scratch.empty(tokens, 2 * hidden, dtype=embedded_TE.dtype)
-        rms_norm(embedded_TE, self.embedding_norm_E, both_TF[:, :hidden], eps=self.eps)
-        rms_norm(hidden_TE, self.hidden_norm_E, both_TF[:, hidden:], eps=self.eps)
-        self.products.linear(both_TF, self.join_EF, out_TE)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.moe import AddNorm
 from kernels.repeat import Layers, Repeat
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.attention import Attending
 from workers.models.batch import Batch
@@ -32,7 +32,7 @@ from workers.models.layer import DecoderLayer
 
 
 class Segments:
-    """The segments of one pass: the model's own layers, or the draft layer."""
+    """The segments of one pass: the model's own layers, or a drafter's."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Segments:
             attended_THV=attention.attended(tokens, scratch),
         )
 
-    def run(self, index: int, tensors: PassTensors, cache: LatentCache, scratch: Scratch) -> None:
+    def run(self, index: int, tensors: PassTensors, cache: PagedCache, scratch: Scratch) -> None:
         """Segment `index`."""
         flow = tensors.flow
         norm_E, out_TE = self._norm_E, tensors.out_TE
@@ -106,11 +106,27 @@ class Segments:
         with scratch.scope():
             self.layers[-1].finish(flow_N, self._norm_E, out_NE, None, scratch)
 
+    def forward(
+        self, token_T: Tensor, source_TE: Tensor | None, batch: Batch, cache: PagedCache, scratch: Scratch
+    ) -> Tensor:
+        """A whole pass, in memory of `scratch`: final hidden states [T, E]. `source_TE`: see `PassTensors`."""
+        out_TE = scratch.empty(token_T.shape[0], self._norm_E.shape[0], dtype=self._norm_E.dtype)
+        decode_alone = batch.decode is not None and batch.prefill is None
+        # Of a step of decode rows alone some may be padding: their lengths say which.
+        live_R = batch.decode.length_R if batch.decode is not None and decode_alone else None
+        with scratch.scope():
+            # In invariant mode queries are absorbed in the same way in every pass.
+            decode_alone = decode_alone and not self.layers[0].products.invariant
+            flow = self.flow(token_T.shape[0], scratch, decode_alone=decode_alone)
+            tensors = PassTensors(token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow)
+            self.run_pass(tensors, batch, cache, scratch)
+        return out_TE
+
     def run_pass(
         self,
         tensors: PassTensors,
         batch: Batch,
-        cache: LatentCache,
+        cache: PagedCache,
         scratch: Scratch,
         segment: Callable[[int], None] | None = None,
         inner: Scratch | None = None,
@@ -144,7 +160,7 @@ class Segments:
                 if index < len(self.layers):
                     repeat(index, partial(self.layers[index].attention.attend, attending, self._cache(index, cache)))
 
-    def _own(self, cache: LatentCache) -> Layers:
+    def _own(self, cache: PagedCache) -> Layers:
         """What attention of each layer has for itself; the cache is nearly always the one it was the last time."""
         tensors = cache.layers[self._cache_layer : self._cache_layer + len(self.layers)]
         before = self._layers_of
@@ -154,5 +170,5 @@ class Segments:
             before = self._layers_of = tensors, Layers(own)
         return before[1]
 
-    def _cache(self, index: int, cache: LatentCache) -> Tensor:
+    def _cache(self, index: int, cache: PagedCache) -> Tensor:
         return cache.layers[self._cache_layer + index]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.repeat import nothing_repeated
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
 from workers.models.batch import Batch, PrefillBatch
 from workers.proof.scene import Ground, Outcome, Scene, differ
 from workers.protocol.plan import BatchLayout
@@ -49,7 +49,7 @@ fewer it would launch kernels that no replica needs, and compile them for this a
 PROGRESS_PERIOD_S = 2.0
 
 
-def tolerance(cache: LatentCache) -> float:
+def tolerance(cache: PagedCache) -> float:
     """For the model whose latents these are."""
     return TOLERANCE[cache.layers[0].dtype] * max(1.0, len(cache.layers) / LAYERS)
 

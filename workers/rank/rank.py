@@ -10,11 +10,12 @@ import psutil
 import torch
 
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.environment import visible_gpus
-from workers.models import Model, load_model
-from workers.models.registry import load_config
+from workers.families import load_model
+from workers.families.registry import load_config
+from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
@@ -98,14 +99,13 @@ class Rank:
             invariant=config.invariant,
             progress=progress,
         )
-        width = config.width if model.has_draft_layer else 1
-        layers = model.cache_layers
-        page_bytes = layers * PAGE_TOKENS * model.cache_width * dtype.itemsize
+        width = config.width if model.drafter is not None else 1
+        page_bytes = sum(spec.page_bytes for spec in model.caches)
         wants_graphs = config.graphs and device.type == "cuda"
         sampling = _sampling(config, model, width, group, device)
 
         def runner(pages: int, context: int) -> Runner:
-            cache = LatentCache.allocate(layers, pages, PAGE_TOKENS, model.cache_width, dtype, device)
+            cache = PagedCache.allocate(model.caches, pages, device)
             # At the end of the context a step still looks up where the entry behind its own would lie.
             pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
             return Runner(model, cache, config.max_rows, width, pages_per_row, config.token_budget, group, sampling)

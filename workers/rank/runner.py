@@ -10,11 +10,11 @@ import torch
 
 from kernels.ahead import Compiled
 from kernels.page import NULL_PAGE, PAGE_TOKENS
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
 from workers.graphs.capture import GraphRunner, Warmed, compile_steps, warm_up
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
-from workers.models import Model
+from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
 from workers.step.decode import DecodeStep
@@ -54,7 +54,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        cache: LatentCache,
+        cache: PagedCache,
         slots: int,
         width: int,
         pages_per_row: int,
@@ -64,8 +64,8 @@ class Runner:
     ) -> None:
         """`cache` has one layer a model layer, and one more for the draft layer if `width` > 1. `token_budget`: the
         most tokens a step feeds. `sampling`: what rank 0 samples with, if it is there already."""
-        if width > 1 and not model.has_draft_layer:
-            raise ValueError(f"width {width} needs a draft layer, and the model has none")
+        if width > 1 and model.drafter is None:
+            raise ValueError(f"width {width} needs a drafter, and the model has none")
         device = cache.layers[0].device
         if sampling is None and group.rank == 0:
             sampling = SamplingState(slots, model.config.vocab_size, device)

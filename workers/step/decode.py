@@ -76,7 +76,7 @@ class DecodeStep:
                 # Behind the accepted tokens the target's are any valid ids: those queries' outputs are not read, and
                 # their cache entries are rewritten before they are attended to.
                 batch = fed.batch(layout, first=1)
-                drafted_TE = parts.model.draft(target_RW.flatten(), hidden_TE, batch, parts.cache, scratch)
+                drafted_TE = parts.drafter.catch_up(target_RW.flatten(), hidden_TE, batch, parts.cache, scratch)
                 self._draft(drafted_TE, newest_R, fed)
         return StepOutput(layout, self.decided_N, logits_NV)
 

@@ -5,15 +5,17 @@ Shape legend: R sampled rows, E hidden size, P pages a row may hold, S slots, V 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kernels import decode_state
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
-from workers.models import Model
 from workers.models.batch import Batch, DecodeBatch
+from workers.models.drafter import Drafter
+from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 from workers.step.sampling import SamplingState
@@ -25,7 +27,7 @@ class StepParts:
     """The parts of one rank that every step uses."""
 
     model: Model
-    cache: LatentCache
+    cache: PagedCache
     state: SlotState
     sampling: SamplingState | None
     """On rank 0 only: it decides for all ranks."""
@@ -38,6 +40,13 @@ class StepParts:
         """Where everything is."""
         return self.cache.layers[0].device
 
+    @property
+    def drafter(self) -> Drafter:
+        """What proposes tokens; ValueError where there is none, so where `width` is 1."""
+        if self.model.drafter is None:
+            raise ValueError("this model has no drafter")
+        return self.model.drafter
+
     def draft(
         self,
         hidden_RE: torch.Tensor,
@@ -48,40 +57,53 @@ class StepParts:
         drafts: int,
         scratch: Scratch,
     ) -> None:
-        """Draft `drafts` tokens for every row, one pass of width 1 after the other, into the slots' state.
+        """Draft `drafts` tokens for every row into the slots' state.
 
-        `hidden_RE`: the draft layer's, of the rows' newest tokens, which it has in its cache already; their lengths in
-        the slots' state are those after them. `position_R`: of the first draft. `length_R` (int32) is written,
-        `page_RP` are the rows' page tables.
+        `hidden_RE`: the drafter's, of the rows' newest tokens, which it has in its cache already; their lengths in the
+        slots' state are those after them. `position_R`: of the first draft. `length_R` (int32) is written, `page_RP`
+        are the rows' page tables.
         """
-        rows, single = slot_R.shape[0], BatchLayout(1, slot_R.shape[0])
-        for index in range(drafts):
-            token_R = self._draft_tokens(hidden_RE, slot_R, position_R, index, scratch)
-            draft_position_R = scratch.empty(rows, dtype=torch.int64)
-            cache_slot_R = scratch.empty(rows, dtype=torch.int64)
-            decode_state.feed_draft(
-                self.state.tensors, slot_R, token_R, index, draft_position_R, cache_slot_R, length_R
-            )
-            if index + 1 == drafts:
-                break
-            batch = Batch(single, draft_position_R, cache_slot_R, DecodeBatch(length_R, page_RP), None, first=1)
-            hidden_RE = self.model.draft(token_R, hidden_RE, batch, self.cache, scratch)
-            position_R = scratch.empty(rows, dtype=torch.int64)
-            torch.add(draft_position_R, 1, out=position_R)
+        rows = _Drafted(self, slot_R, position_R, length_R, page_RP, scratch)
+        self.drafter.draft(hidden_RE, rows, drafts, self.cache, scratch)
 
-    def _draft_tokens(
-        self, hidden_RE: torch.Tensor, slot_R: torch.Tensor, position_R: torch.Tensor, index: int, scratch: Scratch
-    ) -> torch.Tensor:
-        """Draft number `index` of every row, int64 [R], decided on rank 0 for all ranks."""
-        token_R = scratch.empty(slot_R.shape[0], dtype=torch.int64)
+
+@dataclass
+class _Drafted:
+    """The rows of a step while they are drafted for; see `DraftedRows`."""
+
+    parts: StepParts
+    slot_R: torch.Tensor
+    position_R: torch.Tensor
+    """Of the draft that is chosen first, then of the one that was fed last, behind which the next one stands."""
+    length_R: torch.Tensor
+    page_RP: torch.Tensor
+    scratch: Scratch
+
+    def choose(self, logits: Callable[[], torch.Tensor], index: int) -> torch.Tensor:
+        """See `DraftedRows`."""
+        parts, scratch = self.parts, self.scratch
+        if index:
+            fed_R, self.position_R = self.position_R, scratch.empty(self.slot_R.shape[0], dtype=torch.int64)
+            torch.add(fed_R, 1, out=self.position_R)
+        token_R = scratch.empty(self.slot_R.shape[0], dtype=torch.int64)
         with scratch.scope():
-            logits_RV = self.model.draft_logits(hidden_RE, scratch)
-            if self.sampling is not None:
-                drafted_SX = self.state.tensors.draft_SK[:, :index]
-                self.sampling.draft_tokens(
-                    logits_RV, slot_R, position_R, drafted_SX=drafted_SX, out=token_R, scratch=scratch
+            logits_RV = logits()
+            if parts.sampling is not None:
+                drafted_SX = parts.state.tensors.draft_SK[:, :index]
+                parts.sampling.draft_tokens(
+                    logits_RV, self.slot_R, self.position_R, drafted_SX=drafted_SX, out=token_R, scratch=scratch
                 )
-        return self.group.broadcast(token_R)
+        return parts.group.broadcast(token_R)
+
+    def feed(self, token_R: torch.Tensor, index: int) -> Batch:
+        """See `DraftedRows`."""
+        rows, scratch = self.slot_R.shape[0], self.scratch
+        self.position_R = scratch.empty(rows, dtype=torch.int64)
+        cache_slot_R = scratch.empty(rows, dtype=torch.int64)
+        state = self.parts.state.tensors
+        decode_state.feed_draft(state, self.slot_R, token_R, index, self.position_R, cache_slot_R, self.length_R)
+        decode = DecodeBatch(self.length_R, self.page_RP)
+        return Batch(BatchLayout(1, rows), self.position_R, cache_slot_R, decode, None, first=1)
 
 
 @dataclass(frozen=True)

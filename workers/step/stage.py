@@ -37,9 +37,7 @@ class Ending:
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
         """All memory comes from `inner`: when a pass ends, nothing else in it is in use."""
         self.tokens, self._inner = tokens, inner
-        segments = parts.model.segments if parts.width == 1 else parts.model.draft_segments
-        assert segments is not None
-        self._segments = segments
+        self._segments = segments = parts.model.segments if parts.width == 1 else parts.drafter.segments
         hidden, dtype = parts.model.config.hidden_size, parts.model.norm_E.dtype
         self.out_NE = inner.empty(tokens, hidden, dtype=dtype)
         """Final hidden states."""
@@ -82,9 +80,8 @@ class Stage:
         inputs = (self.token_T, self.position_T, self.cache_slot_T, self.live_T)
         self.tensors = [PassTensors(*inputs, None, self.hidden_TE, flow)]
         if parts.width > 1:
-            assert model.draft_segments is not None
-            self.segments.append(model.draft_segments)
-            # The draft layer's inputs replace the target's, and its pass the target's flow.
+            self.segments.append(parts.drafter.segments)
+            # The drafter's inputs replace the target's, and its pass the target's flow.
             self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, flow))
 
     @property

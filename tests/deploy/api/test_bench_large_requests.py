@@ -14,8 +14,8 @@ from fake_engine import FakeEngine, Step, out, serving
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from workers.config import EngineConfig
-from workers.models import load_model
-from workers.models.registry import load_config
+from workers.families import load_model
+from workers.families.registry import load_config
 from workers.parallel.group import TensorParallel
 from workers.protocol.messages import Request
 
@@ -64,4 +64,4 @@ def test_the_model_that_it_writes_can_be_loaded(bench: ModuleType, tmp_path: Pat
     assert (config.max_positions, config.num_layers, config.draft_layers) == (4096, 1, 0)
     device = torch.device("cpu")
     model = load_model(tmp_path, group=TensorParallel(), dtype=torch.float32, device=device, max_positions=4096)
-    assert not model.has_draft_layer
+    assert not model.drafter

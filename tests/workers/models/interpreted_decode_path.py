@@ -28,9 +28,9 @@ from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling  #
 from kernels.moe import reference  # noqa: E402
 from kernels.pending_norm import PendingNorm, launch_enter  # noqa: E402
 from kernels.rms_norm import launch as norms  # noqa: E402
+from workers.families.registry import parse_config  # noqa: E402
 from workers.memory.scratch import Scratch  # noqa: E402
 from workers.models.batch import Batch, DecodeBatch  # noqa: E402
-from workers.models.registry import parse_config  # noqa: E402
 
 gluon.language.num_warps = lambda: 4
 CPU = torch.device("cpu")

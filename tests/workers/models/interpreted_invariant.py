@@ -15,7 +15,9 @@ from tiny_models import VOCAB, write_tiny  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from kernels import mla_decode  # noqa: E402
-from workers.models import Model, absorbed, load_model, products  # noqa: E402
+from workers.families import load_model  # noqa: E402
+from workers.models import absorbed, products  # noqa: E402
+from workers.models.model import Model  # noqa: E402
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (76, 40, 20)]
 SIZES = {
@@ -51,7 +53,7 @@ def logits(model: Model, steps: Steps) -> Tensor:
         hidden = paged.forward(step)
         drafted = paged.draft(step, hidden)
         if 0 in hidden:
-            found.append(torch.stack([model.logits(hidden[0]), model.draft_logits(drafted[0])]))
+            found.append(torch.stack([model.logits(hidden[0]), model.drafter.logits(drafted[0])]))
     return torch.cat(found, 1)
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.cache.latent import LatentCache
-from workers.models import Model, load_model
+from workers.cache.paged import PagedCache
+from workers.families import load_model
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
+from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 
@@ -67,9 +68,7 @@ class Paged:
         self.device = device = model.norm_E.device
         counts = [pages_for(len(tokens) + room) for tokens in sequences]
         pages = sum(counts) + 3
-        self.cache = LatentCache.allocate(
-            model.cache_layers, pages, PAGE_TOKENS, model.cache_width, model.norm_E.dtype, device
-        )
+        self.cache = PagedCache.allocate(model.caches, pages, device)
         for layer in self.cache.layers:
             layer.fill_(torch.nan)
         order = (torch.randperm(pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
@@ -100,7 +99,8 @@ class Paged:
         tokens = [t for f in step.feeds for t in self.rows[f.row].tokens[f.start + 1 : f.start + f.count + 1]]
         hidden_TE = torch.cat([hidden[feed.row] for feed in step.feeds])
         token_T = torch.tensor(tokens, device=self.device)
-        return self._by_row(step, self.model.draft(token_T, hidden_TE, self.batch(step, 1), self.cache))
+        assert self.model.drafter is not None
+        return self._by_row(step, self.model.drafter.catch_up(token_T, hidden_TE, self.batch(step, 1), self.cache))
 
     @staticmethod
     def _by_row(step: Step, x_TE: Tensor) -> dict[int, Tensor]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
+from workers.families.registry import FAMILIES, parse_config
 from workers.models.batch import Batch, DecodeBatch
 from workers.models.model import Model
-from workers.models.registry import parse_config
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 from workers.weights.source import WeightSource
@@ -52,19 +52,18 @@ def random_model(values: dict[str, Any], dtype: torch.dtype, device: torch.devic
     torch.manual_seed(5)
     source = RandomWeights(TensorParallel(), dtype, device)
     config = parse_config(values)
-    return Model(source, config, draft_layer=False, max_positions=4096, invariant=invariant)
+    family = FAMILIES[config.model_type]
+    return family.model(source, config, max_positions=4096, draft_layer=False, invariant=invariant)
 
 
 def decode_step(
     model: Model, lengths: list[int], width: int, cache_seed: int = 0
-) -> tuple[torch.Tensor, Batch, LatentCache]:
+) -> tuple[torch.Tensor, Batch, PagedCache]:
     """Tokens, batch and a random cache in which row r has lengths[r] entries after the step (0: a padded row)."""
     torch.manual_seed(cache_seed)
     device, rows = model.norm_E.device, len(lengths)
     pages = max(1, -(-max(lengths) // 64))
-    cache = LatentCache.allocate(
-        model.cache_layers, rows * pages + 1, 64, model.cache_width, model.norm_E.dtype, device
-    )
+    cache = PagedCache.allocate(model.caches, rows * pages + 1, device)
     for layer in cache.layers:
         layer.copy_(torch.randn(layer.shape).to(torch.bfloat16))
     table = torch.randperm(rows * pages).view(rows, pages).int() + 1

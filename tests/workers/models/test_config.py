@@ -13,8 +13,8 @@ from transformers import DeepseekV3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from workers.models import ConfigError
-from workers.models.registry import load_config, parse_config
+from workers.families.registry import load_config, parse_config
+from workers.models.config import ConfigError
 from workers.models.rope import frequencies, rotation_table, softmax_scale
 
 # The published config.json of DeepSeek-V3, without its quantization_config.

@@ -36,9 +36,9 @@ def test_mixed_steps_agree_with_the_cpu(kind: str, tmp_path: Path) -> None:
             step = paged.plan(decode, width, chunks)
             hidden = paged.forward(step)
             outputs += [model.logits(hidden[row]).cpu() for row in sorted(hidden)]
-            if model.has_draft_layer:
+            if model.drafter:
                 drafts = paged.draft(step, hidden)
-                outputs += [model.draft_logits(drafts[row]).cpu() for row in sorted(drafts)]
+                outputs += [model.drafter.logits(drafts[row]).cpu() for row in sorted(drafts)]
         results.append(outputs)
     for cpu, gpu in zip(*results, strict=True):
         torch.testing.assert_close(gpu, cpu, atol=1e-4, rtol=0)

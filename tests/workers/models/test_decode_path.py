@@ -13,9 +13,9 @@ from paged import CPU, Paged, load_fp32
 from rank_processes import run_ranks
 from tiny_models import KINDS, VOCAB, write_tiny
 
+from workers.families.registry import load_config
 from workers.memory.scratch import Scratch
 from workers.models.decode_path import DecodePath, unsupported
-from workers.models.registry import load_config
 from workers.parallel.group import TensorParallel
 from workers.parallel.symmetric import MOST_BYTES
 
@@ -27,7 +27,7 @@ def agree(folder: Path, group: TensorParallel | None = None) -> None:
     paged = Paged(model, [random_tokens(151, 0, VOCAB), random_tokens(90, 1, VOCAB), random_tokens(70, 2, VOCAB)])
     prefill = paged.plan([], 1, [(0, 70), (1, 63), (2, 1)])
     hidden = paged.forward(prefill)
-    if model.has_draft_layer:
+    if model.drafter:
         paged.draft(prefill, hidden)
     for decode, width in [([0], 1), ([0, 2], 3), ([1], 1), ([0, 1, 2], 2)]:
         step = paged.plan(decode, width, [])
@@ -44,8 +44,8 @@ def agree(folder: Path, group: TensorParallel | None = None) -> None:
         torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
         for ours, theirs in zip(written, paged.cache.layers, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4, equal_nan=True)
-        if model.has_draft_layer:
-            drafted = path.draft(following, want, paged.batch(step, 1), paged.cache, scratch)
+        if model.drafter:
+            drafted = model.drafter.catch_up_few(path, following, want, paged.batch(step, 1), paged.cache, scratch)
             theirs = paged.draft(step, hidden)
             torch.testing.assert_close(drafted, torch.cat([theirs[row] for row in decode]), atol=2e-4, rtol=1e-4)
 

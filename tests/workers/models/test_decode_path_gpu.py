@@ -13,9 +13,10 @@ from random_model import V2_LITE_HEADS, decode_step, random_model
 from tiny_models import VOCAB, write_tiny
 
 from kernels.dependent import launches_dependently
-from workers.models import Model, load_model
+from workers.families import load_model
 from workers.models.batch import Batch
 from workers.models.decode_path import DecodePath, unsupported
+from workers.models.model import Model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from kernels.moe import AddNorm, reference
 from kernels.moe import launch as moe
 from kernels.rms_norm import launch as norms
 from tests.support.ptx import Fault, Unordered, emulated
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models import attention
 from workers.models import products as models_products
@@ -55,7 +55,7 @@ def planned(model: Model, batch: Batch) -> Batch:
     return replace(batch, decode=replace(batch.decode, workspace=workspace))
 
 
-def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[Tensor, LatentCache, Tensor]:
+def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[Tensor, PagedCache, Tensor]:
     """A layer's attention over a cache of which this step writes every row's last entry; the cache, and those slots."""
     model = random_model(SMALL, dtype, CPU)
     _, batch, cache = decode_step(model, LENGTHS, 1)
@@ -70,7 +70,7 @@ def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple
     return flow.attended_THV.float(), cache, batch.cache_slot_T
 
 
-def layered(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[Flow, LatentCache, Tensor]:
+def layered(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[Flow, PagedCache, Tensor]:
     """Two layers' attention, from the norm before to the norm behind, in the same memory and with the same weights."""
     model = random_model(SMALL | {"hidden_size": 136, "v_head_dim": 72}, dtype, CPU)
     _, batch, cache = decode_step(model, LENGTHS, 1)

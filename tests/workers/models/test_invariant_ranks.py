@@ -13,7 +13,8 @@ from tiny_models import VOCAB, write_tiny
 from torch import Tensor
 
 from workers.config import DEMO_MODEL
-from workers.models import absorbed, load_model, products
+from workers.families import load_model
+from workers.models import absorbed, products
 from workers.models.products import InvariantProducts
 from workers.parallel.group import TensorParallel
 
@@ -30,9 +31,9 @@ def outputs(folder: Path, group: TensorParallel, dtype: torch.dtype) -> dict[str
         step = paged.plan(decode, 3, prefill)
         hidden = paged.forward(step)
         result |= {f"logits {index} {row}": model.logits(x) for row, x in hidden.items()}
-        if model.has_draft_layer:
+        if model.drafter:
             drafted = paged.draft(step, hidden)
-            result |= {f"drafts {index} {row}": model.draft_logits(x) for row, x in drafted.items()}
+            result |= {f"drafts {index} {row}": model.drafter.logits(x) for row, x in drafted.items()}
     return result
 
 

@@ -16,7 +16,9 @@ from paged import ALONE, CPU, Paged, greedy, load_fp32
 from tiny_models import KINDS, VOCAB, write_tiny
 from torch import Tensor
 
-from workers.models import Model, load_model, prefill
+from workers.families import load_model
+from workers.models import prefill
+from workers.models.model import Model
 
 LONGEST = 200
 TOLERANCE = 1e-4

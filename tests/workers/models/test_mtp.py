@@ -16,7 +16,9 @@ from transformers.cache_utils import MtpCache
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
-from workers.models import Model
+from workers.cache.paged import PagedCache
+from workers.models.model import Model
+from workers.rank.runner import Runner
 
 LAYERS = 3
 V3_KINDS = ["v3", "v3-yarn", "v3-one-group", "v3-no-q-lora", "v3-tied"]
@@ -57,14 +59,14 @@ def our_drafts(model: Model, tokens: list[int], cuts: list[int], more: int) -> t
     for count in [b - a for a, b in zip([0, *cuts], [*cuts, len(tokens) - 1], strict=True)]:
         step = paged.plan([], 1, [(0, count)])
         hidden = paged.draft(step, paged.forward(step))
-        parts.append(model.draft_logits(hidden[0]))
+        parts.append(model.drafter.logits(hidden[0]))
     logits, further = parts[-1][-1], []
     for _ in range(more):
         paged.rows[0].tokens.append(int(logits.argmax()))
         step = paged.plan([0], 1, [])
         hidden = paged.draft(step, {0: hidden[0][-1:]})
         paged.rows[0].written += 1
-        logits = model.draft_logits(hidden[0])[-1]
+        logits = model.drafter.logits(hidden[0])[-1]
         further.append(logits)
     return torch.cat(parts), further
 
@@ -89,7 +91,7 @@ def test_verified_tokens_reach_the_draft_layer_in_decode_rows(folder: Path) -> N
     parts = []
     for decode, width, chunks in [([], 1, [(0, 62)]), ([0], 4, []), ([0], 4, []), ([0], 4, [])]:
         step = paged.plan(decode, width, chunks)
-        parts.append(model.draft_logits(paged.draft(step, paged.forward(step))[0]))
+        parts.append(model.drafter.logits(paged.draft(step, paged.forward(step))[0]))
     torch.testing.assert_close(torch.cat(parts), want, atol=1e-4, rtol=0)
 
 
@@ -134,11 +136,10 @@ def test_entry_zero_is_never_read(folder: Path) -> None:
 def test_without_draft_layer(folder: Path) -> None:
     from paged import ALONE, CPU
 
-    from workers.models import load_model
+    from workers.families import load_model
 
     model = load_model(folder, group=ALONE, dtype=torch.float32, device=CPU, max_positions=64, draft_layer=False)
-    assert not model.has_draft_layer
-    assert model.cache_layers == LAYERS
-    paged = Paged(model, [[1, 2, 3]])
-    with pytest.raises(ValueError, match="no draft layer"):
-        paged.draft(paged.plan([], 1, [(0, 2)]), {0: torch.zeros(2, 48)})
+    assert model.drafter is None
+    assert len(model.caches) == LAYERS
+    with pytest.raises(ValueError, match="width 2 needs a drafter, and the model has none"):
+        Runner(model, PagedCache.allocate(model.caches, 4, CPU), 2, 2, 2, 16, ALONE)

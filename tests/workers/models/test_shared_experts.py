@@ -13,11 +13,11 @@ from random_model import V2_LITE_HEADS
 from torch import Tensor
 
 from kernels.moe import AddNorm
+from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.products import InvariantProducts, Products
-from workers.models.registry import parse_config
 from workers.parallel.group import TensorParallel
 from workers.weights.source import Shape, WeightSource
 

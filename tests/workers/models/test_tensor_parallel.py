@@ -11,7 +11,7 @@ from paged import CPU, Paged, greedy, load_fp32
 from rank_processes import run_ranks
 from tiny_models import VOCAB, write_tiny
 
-from workers.models import load_model
+from workers.families import load_model
 from workers.parallel.group import TensorParallel
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (1, 40, 130)]
@@ -25,8 +25,8 @@ def generate(folder: Path, group: TensorParallel) -> dict[str, object]:
     step = paged.plan([], 1, [(0, 39)])
     hidden = paged.forward(step)
     result = {"tokens": greedy(model, PROMPTS, 32), "logits": model.logits(hidden[0])}
-    if model.has_draft_layer:
-        result["drafts"] = model.draft_logits(paged.draft(step, hidden)[0])
+    if model.drafter:
+        result["drafts"] = model.drafter.logits(paged.draft(step, hidden)[0])
     return result
 
 

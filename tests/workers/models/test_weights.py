@@ -12,10 +12,12 @@ from paged import CPU, load_fp32
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
+from workers.families import load_model
 from workers.memory.scratch import Scratch
-from workers.models import Model, WeightsError, load_model
+from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.weights import checkpoint, memory_check
+from workers.weights.checkpoint import WeightsError
 
 
 def load(folder: Path, **options: Any) -> Model:
@@ -62,7 +64,7 @@ def test_each_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.Mon
         return tensor
 
     monkeypatch.setattr(checkpoint.Checkpoint, "read", recorded)
-    monkeypatch.setattr("workers.models.loading.check_memory", lambda *_: None)  # collective
+    monkeypatch.setattr("workers.families.loading.check_memory", lambda *_: None)  # collective
     load(folder, group=TensorParallel(1, 2))
     full = {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
     assert read.keys() == full.keys()
@@ -133,7 +135,7 @@ def test_well_known_extras_are_ignored(tmp_path: Path) -> None:
         tensors["model.layers.3.shared_head.head.weight"] = torch.zeros(131, 48)
 
     rewrite(folder, change)
-    assert load(folder).has_draft_layer
+    assert load(folder).drafter is not None
 
 
 def test_unreadable_dtype_is_named(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_a_declared_draft_layer_may_be_absent_but_not_partial(tmp_path: Path) ->
     with pytest.raises(WeightsError, match=r"(?s)1 missing.*model\.layers\.3\.eh_proj\.weight"):
         load(folder)
     rewrite(folder, lambda tensors: [tensors.pop(n) for n in list(tensors) if n.startswith("model.layers.3.")])
-    assert not load(folder).has_draft_layer
+    assert load(folder).drafter is None
 
 
 def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from workers.models.config import ModelConfig
-from workers.models.families.deepseek import DeepseekV2, DeepseekV3
-from workers.models.family import Family
-from workers.models.fields import ConfigError, Fields
+from workers.families.deepseek import DeepseekV2, DeepseekV3
+from workers.families.family import Family
+from workers.families.fields import Fields
+from workers.models.config import ConfigError, ModelConfig
 
 FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v2": DeepseekV2(),

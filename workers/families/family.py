@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING
 
+from workers.families.fields import Fields
 from workers.models.config import ModelConfig
-from workers.models.fields import Fields
 
 if TYPE_CHECKING:
     from workers.models.layer import DecoderLayer
+    from workers.models.model import Model
     from workers.models.products import Products
     from workers.weights.source import WeightSource
 
@@ -33,6 +35,22 @@ class Family(ABC):
     def ignored(self, config: ModelConfig) -> list[str]:
         """Patterns (`re.search`) of tensors that the checkpoint may have and the model does not read."""
         return [r"rotary_emb\.inv_freq$"]
+
+    def model(
+        self, source: WeightSource, config: ModelConfig, *, max_positions: int, draft_layer: bool, invariant: bool
+    ) -> Model:
+        """The whole model on one rank, and with `draft_layer` the drafter that its checkpoint has."""
+        from workers.drafters.mtp import Mtp
+        from workers.models.model import Model
+        from workers.models.products import InvariantProducts, Products
+
+        products = (InvariantProducts if invariant else Products)(source.group)
+        model = Model(source, config, products, partial(self.layer, source, products, config), max_positions)
+        if draft_layer:
+            source.progress("draft layer")
+            layer = self.layer(source, products, config, config.num_layers)
+            model.drafter = Mtp(source, model, layer)
+        return model
 
     def layer(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> DecoderLayer:
         """Layer `index` of the model, or the layer that drafts, whose index is `config.num_layers`. It gets its weights

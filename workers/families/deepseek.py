@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from workers.families.family import Family
+from workers.families.fields import Fields
+from workers.families.rope import read_rope
 from workers.fit import quantization, unsupported_quantization
-from workers.models.config import ModelConfig, Routing
-from workers.models.families.rope import read_rope
-from workers.models.family import Family
-from workers.models.fields import ConfigError, Fields
+from workers.models.config import ConfigError, ModelConfig, Routing
 
 
 class _Deepseek(Family):

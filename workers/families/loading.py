@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from workers.families.family import Family
+from workers.families.registry import FAMILIES, load_config
 from workers.models.config import ModelConfig
-from workers.models.family import Family
 from workers.models.model import Model
-from workers.models.registry import FAMILIES, load_config
 from workers.parallel.group import TensorParallel
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.memory_check import check_memory
@@ -47,11 +47,13 @@ def load_model(
         draft_prefix = family.tensor(f"model.layers.{config.num_layers}.")
         draft_layer = draft_layer and config.draft_layers > 0 and checkpoint.has_any(draft_prefix)
         census = Census(group, dtype, family.tensor)
-        Model(census, config, draft_layer=draft_layer, max_positions=0, invariant=invariant)
+        family.model(census, config, max_positions=0, draft_layer=draft_layer, invariant=invariant)
         checkpoint.verify(census.shapes, _ignored(family, config, draft_prefix, draft_layer))
         check_memory(census.bytes, group, device)
         with Reader(checkpoint, group, dtype, device, progress, family.tensor) as reader:
-            model = Model(reader, config, draft_layer=draft_layer, max_positions=max_positions, invariant=invariant)
+            model = family.model(
+                reader, config, max_positions=max_positions, draft_layer=draft_layer, invariant=invariant
+            )
             reader.settle()
         return model
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workers.models.config import Rope, Yarn
-from workers.models.fields import ConfigError, Fields
+from workers.families.fields import Fields
+from workers.models.config import ConfigError, Rope, Yarn
 
 
 def read_rope(fields: Fields, *, interleaved: bool) -> Rope:

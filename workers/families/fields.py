@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-
-class ConfigError(ValueError):
-    """The checkpoint's config.json is unreadable, incomplete or asks for something that is not supported."""
+from workers.models.config import ConfigError
 
 
 class Fields:

@@ -1,0 +1,36 @@
+"""The paged caches of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from workers.cache.spec import CacheSpec
+from workers.memory.pinned import on_device
+
+
+@dataclass
+class PagedCache:
+    """One tensor a layer, all of the same pages: the model's layers, then the drafter's."""
+
+    layers: list[torch.Tensor]
+    """Each as its `CacheSpec` allocates it."""
+
+    @staticmethod
+    def allocate(specs: Sequence[CacheSpec], pages: int, device: torch.device) -> PagedCache:
+        """A cache of so many pages, the null page included, with a layer per spec."""
+        return PagedCache([spec.allocate(pages, device) for spec in specs])
+
+    @property
+    def pages(self) -> int:
+        """Pages of every layer, the null page included."""
+        return self.layers[0].shape[0]
+
+    def scrub(self, pages: Sequence[int]) -> None:
+        """Fill these pages of every layer with zeros."""
+        if pages:
+            page_P = on_device(pages, torch.int64, self.layers[0].device)
+            for layer in self.layers:
+                layer.index_fill_(0, page_P, 0.0)

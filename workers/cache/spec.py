@@ -1,0 +1,54 @@
+"""What a cache keeps of every token of one layer, and how much memory that takes.
+
+All caches of a rank have the same pages: a page id means the same 64 tokens in each of them, so page tables, the prefix
+cache and preemption know of pages alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.page import PAGE_TOKENS
+
+
+class CacheSpec(ABC):
+    """The entries of one layer."""
+
+    @property
+    @abstractmethod
+    def entry_bytes(self) -> int:
+        """Bytes a token takes."""
+
+    @abstractmethod
+    def allocate(self, pages: int, device: torch.device) -> Tensor:
+        """Memory for so many pages, [pages, 64, ...], that holds no numbers that are not finite."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes a page takes."""
+        return PAGE_TOKENS * self.entry_bytes
+
+
+@dataclass(frozen=True)
+class LatentSpec(CacheSpec):
+    """Latents of multi-head latent attention: the normed latent, then the roped part of the key, as they are.
+
+    Every rank holds all of it, because heads share it.
+    """
+
+    width: int
+    """Features: kv_lora_rank + qk_rope_head_dim."""
+    dtype: torch.dtype
+
+    @property
+    def entry_bytes(self) -> int:
+        """See `CacheSpec`."""
+        return self.width * self.dtype.itemsize
+
+    def allocate(self, pages: int, device: torch.device) -> Tensor:
+        """[pages, 64, width], zeros."""
+        return torch.zeros(pages, PAGE_TOKENS, self.width, dtype=self.dtype, device=device)

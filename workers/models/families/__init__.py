@@ -1,1 +1,0 @@
-"""Families of models, a file each; `workers.models.registry` lists them."""
