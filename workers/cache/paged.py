@@ -1,4 +1,7 @@
-"""The paged caches of one rank."""
+"""The paged caches of one rank.
+
+Shape legend: E entries, C features or bytes of an entry.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from workers.cache.spec import CacheSpec
+from workers.memory.bits import bits
 from workers.memory.pinned import on_device
 
 
@@ -15,13 +20,14 @@ from workers.memory.pinned import on_device
 class PagedCache:
     """One tensor a layer, all of the same pages: the model's layers, then the drafter's."""
 
-    layers: list[torch.Tensor]
-    """Each as its `CacheSpec` allocates it."""
+    layers: list[Tensor]
+    """Each as its spec allocates it."""
+    specs: Sequence[CacheSpec]
 
     @staticmethod
     def allocate(specs: Sequence[CacheSpec], pages: int, device: torch.device) -> PagedCache:
         """A cache of so many pages, the null page included, with a layer per spec."""
-        return PagedCache([spec.allocate(pages, device) for spec in specs])
+        return PagedCache([spec.allocate(pages, device) for spec in specs], specs)
 
     @property
     def pages(self) -> int:
@@ -34,3 +40,8 @@ class PagedCache:
             page_P = on_device(pages, torch.int64, self.layers[0].device)
             for layer in self.layers:
                 layer.index_fill_(0, page_P, 0.0)
+
+    def entry_bits(self, layer: int, entry_E: Tensor) -> Tensor:
+        """All bits of some entries of a layer, as integers [E, C]. `entry_E` (int64): page * 64 + offset."""
+        cache_PKC = self.layers[layer]
+        return bits(cache_PKC.view(-1, cache_PKC.shape[-1]).index_select(0, entry_E))

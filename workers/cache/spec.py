@@ -1,7 +1,9 @@
-"""What a cache keeps of every token of one layer, and how much memory that takes.
+"""What a cache keeps of every token of one layer, how much memory that takes, and how it is tested.
 
 All caches of a rank have the same pages: a page id means the same 64 tokens in each of them, so page tables, the prefix
 cache and preemption know of pages alone.
+
+Shape legend: P pages, K = 64 entries a page.
 """
 
 from __future__ import annotations
@@ -26,6 +28,14 @@ class CacheSpec(ABC):
     @abstractmethod
     def allocate(self, pages: int, device: torch.device) -> Tensor:
         """Memory for so many pages, [pages, 64, ...], that holds no numbers that are not finite."""
+
+    @abstractmethod
+    def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
+        """Contents of so many pages as a model might leave them; equal generators give equal contents."""
+
+    @abstractmethod
+    def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
+        """Let the chosen entries (bool [P, K]) of `content` be such that all that is computed from one of them is NaN."""
 
     @property
     def page_bytes(self) -> int:
@@ -52,3 +62,12 @@ class LatentSpec(CacheSpec):
     def allocate(self, pages: int, device: torch.device) -> Tensor:
         """[pages, 64, width], zeros."""
         return torch.zeros(pages, PAGE_TOKENS, self.width, dtype=self.dtype, device=device)
+
+    def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
+        """About as large as normed latents are."""
+        content_PKC = torch.empty(pages, PAGE_TOKENS, self.width, dtype=self.dtype, device=device)
+        return content_PKC.uniform_(-1.7, 1.7, generator=generator)
+
+    def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
+        """See `CacheSpec`."""
+        content.masked_fill_(chosen_PK.unsqueeze(-1), torch.nan)

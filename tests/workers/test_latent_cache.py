@@ -1,0 +1,71 @@
+"""Random pages of the latent cache: what proofs of steps write to it, and what they see of it afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.page import PAGE_TOKENS
+from workers.cache.latent import LatentCache
+
+PAGE_P = torch.tensor([0, 4, 2])
+
+
+def cache_of(dtype: torch.dtype) -> LatentCache:
+    return LatentCache.allocate(3, 6, PAGE_TOKENS, 5, dtype, torch.device("cpu"))
+
+
+def noise(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_are_random_poisoned_where_told_and_alone_written(dtype: torch.dtype) -> None:
+    cache, poison_PK = cache_of(dtype), torch.rand(3, PAGE_TOKENS, generator=noise(1)) < 0.5
+    pages = cache.random_pages(PAGE_P, noise())
+    pages.poison(1, poison_PK)
+    assert not any(layer.any() for layer in cache.layers)
+    pages.restore()
+    for index, layer in enumerate(cache.layers):
+        written = layer[PAGE_P]
+        poisoned_PK = poison_PK if index == 1 else torch.zeros_like(poison_PK)
+        assert torch.equal(written.isnan(), poisoned_PK.unsqueeze(-1).expand_as(written))
+        assert 0.9 < written[~poisoned_PK].float().std() < 1.1
+        assert not layer[[1, 3, 5]].any()
+    assert not torch.equal(cache.layers[0], cache.layers[2])
+    again = cache_of(dtype)
+    again.random_pages(PAGE_P, noise()).restore()
+    assert torch.equal(again.layers[2], cache.layers[2])
+    cache.scrub(PAGE_P.tolist())
+    assert not any(layer.any() for layer in cache.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_bit_is_a_change(dtype: torch.dtype) -> None:
+    """Of a number, of the sign of 0, of a NaN; and what is restored has not changed."""
+    cache = cache_of(dtype)
+    pages = cache.random_pages(PAGE_P, noise())
+    poison_PK = torch.zeros(3, PAGE_TOKENS, dtype=torch.bool)
+    poison_PK[1, 7] = True
+    for layer in range(3):
+        pages.poison(layer, poison_PK)
+    pages.restore()
+    layer, whole = cache.layers[1], torch.int32 if dtype == torch.float32 else torch.int16
+    assert not any(pages.changed(index).any() for index in range(3))
+    entry_E = torch.tensor([4 * PAGE_TOKENS + 7, 2 * PAGE_TOKENS + 63])
+    before = cache.entry_bits(1, entry_E)
+    layer.view(whole)[4, 7, 0] += 1
+    layer.view(whole)[2, 63, 4] += 1
+    layer[5] = 1.0  # not in play
+    assert pages.changed(1).nonzero().tolist() == [[1, 7], [2, 63]]
+    assert (cache.entry_bits(1, entry_E) != before).nonzero().tolist() == [[0, 0], [1, 4]]
+    assert not pages.changed(0).any()
+    pages.restore()
+    assert not pages.changed(1).any()
+    assert torch.equal(cache.entry_bits(1, entry_E), before)
+    zeros = cache.random_pages(PAGE_P, noise())
+    for content in zeros._contents:
+        content.zero_()
+    zeros.restore()
+    layer[0, 0, 0] = -0.0
+    assert zeros.changed(1).nonzero().tolist() == [[0, 0]]
