@@ -335,7 +335,7 @@ FAULTS = {
     "bounds one entry too far": case(one_too_many, "logits differ"),
     "padding that writes slot 0": case(
         padding_in_slot_zero,
-        "a slot without a row changed",
+        "a slot without a sampled row changed",
         # Its former tenant's page belongs to somebody else by now.
         "cache of layer 0 changed outside the rows' own entries",
         seeds=range(6),
@@ -399,6 +399,22 @@ class ForgottenPadding(Stage):
     def run_segment(self, which: int, index: int) -> None:
         torch.le(self.live_T, 0, out=self._padding_T)
         self.cache_slot_T.masked_fill_(self._padding_T, PAGE_TOKENS * (self.parts.cache.pages - 1))
+        super().run_segment(which, index)
+
+
+class PaddingInSlotZero(Stage):
+    """A padded token is written to where slot 0 begins: to a former tenant's page where no row has that slot."""
+
+    def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
+        super().__init__(parts, tokens, scratch, inner)
+        self._padding_T = torch.zeros(tokens, dtype=torch.bool, device=parts.device)
+        self._begin_1 = torch.zeros(1, dtype=torch.int64, device=parts.device)
+
+    def run_segment(self, which: int, index: int) -> None:
+        torch.le(self.live_T, 0, out=self._padding_T)
+        _write(self._begin_1, self.parts.state.tensors.page_SP[0, :1])
+        self._begin_1.mul_(PAGE_TOKENS)
+        torch.where(self._padding_T, self._begin_1, self.cache_slot_T, out=self.cache_slot_T)
         super().run_segment(which, index)
 
 

@@ -18,7 +18,7 @@ from kernels import repeat
 from kernels.linear import reference
 from workers.graphs import capture, segments
 from workers.memory.scratch import Scratch
-from workers.proof import scene
+from workers.proof import decode_steps
 from workers.step.sampling import SamplingState
 
 _devices = count(1)
@@ -91,7 +91,7 @@ def pretend(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     empty = Scratch.empty
     patch.setattr(Scratch, "empty", lambda self, *shape, dtype: empty(self, *shape, dtype=dtype).zero_())
     patch.setattr(Scratch, "fill", lambda self, byte: None)
-    patch.setitem(scene.MOST_PAGES, "cpu", scene.MOST_PAGES["cuda"])
+    patch.setitem(decode_steps.MOST_PAGES, "cpu", decode_steps.MOST_PAGES["cuda"])
     for name, value in {"mem_get_info": (0, 0), "synchronize": None, "empty_cache": None}.items():
         patch.setattr(torch.cuda, name, lambda *args, value=value: value)
 

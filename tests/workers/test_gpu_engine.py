@@ -21,7 +21,6 @@ from workers.config import EngineConfig
 from workers.graphs.capture import GraphRunner, Warmed
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.proof.endings import prove_endings
-from workers.proof.scene import Ground
 from workers.proof.segments import SegmentProof
 from workers.protocol.plan import SamplingParams
 from workers.rank.runner import Runner
@@ -240,9 +239,9 @@ def test_twenty_replays_are_bitwise_equal(width: int) -> None:
     run = engine("cuda", width=width, dtype="bfloat16", graphs=True)
     graphs = run.runner.graphs
     assert graphs is not None
-    ground = Ground(run.runner.parts, seed=0)
+    proof = SelfTest(run.runner.parts)
     for captured in graphs.all():
-        step, scene = captured.step, ground.scene(captured.step.key)
+        step, scene = captured.step, proof.scene(captured.step.key)
         live, count = len(scene.rows) * step.key.width, step.layout.logits_rows
         step.slot_R.fill_(-1)
         step.slot_R[: len(scene.rows)] = scene.slot_R

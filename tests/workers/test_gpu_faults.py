@@ -18,6 +18,7 @@ from tests.workers.faults import (
     SEGMENT_FAULTS,
     ForgottenPadding,
     GroupedBounds,
+    PaddingInSlotZero,
     SplitPlans,
     bucket,
     captured_with,
@@ -189,3 +190,9 @@ def test_padding_of_segments_that_is_written_to_a_row_is_caught(rank: Rank) -> N
     assert [found.problems for found in reports(rank, seeds=seeds)] == [()] * 20
     found = reports(rank, ForgottenPadding, seeds)
     assert any("changed outside" in text or "differs" in text for one in found for text in one.problems)
+
+
+def test_padding_of_segments_that_is_written_to_a_former_tenants_page_is_caught(rank: Rank) -> None:
+    """Or to the first entry of the row that has slot 0, which is cached already."""
+    found = reports(rank, PaddingInSlotZero, range(4))
+    assert any("cache of layer 0 changed outside the rows' own entries" in one.problems for one in found), found

@@ -3,14 +3,16 @@ tests/workers/test_gpu_faults.py has the real ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from kernels.page import PAGE_TOKENS
 from tests.rank_processes import run_ranks
 from tests.tiny_models import write_tiny
-from tests.workers.faults import ENDING_FAULTS, SEGMENT_FAULTS, ForgottenPadding, captured_with
+from tests.workers.faults import ENDING_FAULTS, SEGMENT_FAULTS, ForgottenPadding, PaddingInSlotZero, captured_with
 from tests.workers.recorded import no_host_values
 from tests.workers.test_engine import engine
 from tests.workers.test_segments import Buckets, RecordedEnding, RecordedStage
@@ -19,10 +21,12 @@ from workers.memory.scratch import Scratch
 from workers.parallel.group import TensorParallel
 from workers.proof.endings import prove_endings
 from workers.proof.segments import SegmentProof
+from workers.protocol.plan import PrefillRow, StepPlan
 from workers.protocol.report import BucketReport
 from workers.rank.rank import Rank
 from workers.step.ladder import TokenLadder
-from workers.step.parts import StepParts
+from workers.step.mixed import MixedStep
+from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Ending, Stage
 
 BUDGET = 80
@@ -87,6 +91,127 @@ def test_padding_written_to_a_row_is_caught(folder: Path) -> None:
     stage = captured_with(RecordedStage, ForgottenPadding)
     reports = [r for seed in range(4) for r in report(parts_of(folder, pages=8), stage, seed)]
     assert any("changed outside" in text or "differs" in text for r in reports for text in r.problems)
+
+
+@torch.inference_mode()
+def report_of_eager(parts: StepParts, seeds: range) -> list[BucketReport]:
+    """Stages without graphs, whose eager steps are their own replays."""
+    stages = [Stage(parts, key.tokens, Scratch(parts.device), Scratch(parts.device)) for key in TokenLadder(BUDGET)]
+    return [found for seed in seeds for found in SegmentProof(parts, seed).run(stages)]
+
+
+def test_padding_written_to_a_former_tenants_page_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no row has slot 0, its table is a former tenant's."""
+    stage, honest, plans = captured_with(RecordedStage, PaddingInSlotZero), MixedStep.run, []
+
+    def run(step: MixedStep, plan: StepPlan, where: Stage) -> StepOutput:
+        if isinstance(where, PaddingInSlotZero):
+            plans.append((plan, where.tokens))
+        return honest(step, plan, where)
+
+    monkeypatch.setattr(MixedStep, "run", run)
+    reports = [found for seed in range(4) for found in report(parts_of(folder, rows=20), stage, seed)]
+    vacant = [
+        found
+        for found, (plan, tokens) in zip(reports, plans, strict=True)
+        if plan.layout.tokens < tokens and 0 not in slots_of(plan)
+    ]
+    assert len(vacant) > 5
+    for found in vacant:
+        assert "cache of layer 0 changed outside the rows' own entries" in found.problems
+
+
+def test_a_page_table_whose_tail_is_not_scrubbed_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of(folder)
+    monkeypatch.setattr(parts.state, "admit", lambda admissions: None)
+    reports = report_of_eager(parts, range(1))
+    assert [found.problems for found in reports] == [("a newcomer's page table keeps former pages",)] * 5
+
+
+def slots_of(plan: StepPlan) -> set[int]:
+    return {*plan.decode_slots, *(row.slot for row in plan.prefill)}
+
+
+def entry_of(parts: StepParts, row: PrefillRow, position: int) -> torch.Tensor:
+    """A row's entry in the draft layer's cache."""
+    page = int(parts.state.tensors.page_SP[row.slot, position // PAGE_TOKENS])
+    return parts.cache.layers[-1][page, position % PAGE_TOKENS]
+
+
+def former_page(parts: StepParts, plan: StepPlan) -> bool:
+    free = sorted(set(range(parts.state.slots)) - slots_of(plan))
+    if free:
+        parts.cache.layers[1][int(parts.state.tensors.page_SP[free[0], 0]), 5] = 1.0
+    return bool(free)
+
+
+def slot_without_row(parts: StepParts, plan: StepPlan) -> bool:
+    free = sorted(set(range(parts.state.slots)) - slots_of(plan))
+    if free:
+        parts.state.tensors.draft_SK[free[0]] += 1
+    return bool(free)
+
+
+def nobodys_slot(parts: StepParts, plan: StepPlan) -> bool:
+    parts.state.tensors.length_S[-1] += 1
+    return True
+
+
+def slot_of_a_chunk_in_the_middle(parts: StepParts, plan: StepPlan) -> bool:
+    middle = [row.slot for row in plan.prefill if not row.final]
+    if middle:
+        parts.state.tensors.last_S[middle[0]] += 1
+    return bool(middle)
+
+
+def draft_entry_before_the_first(parts: StepParts, plan: StepPlan) -> bool:
+    """Which pairs the token fed first with the hidden state before it, that of a step before."""
+    entry_of(parts, plan.prefill[0], plan.prefill[0].start).fill_(1.0)
+    return True
+
+
+def draft_entry_of_the_last_draft(parts: StepParts, plan: StepPlan) -> bool:
+    """Which is never fed. The first prefill row of a plan is final."""
+    row = plan.prefill[0]
+    entry_of(parts, row, row.start + len(row.tokens) + plan.drafts).fill_(1.0)
+    return True
+
+
+def draft_entry_behind_a_chunk_in_the_middle(parts: StepParts, plan: StepPlan) -> bool:
+    """Which is followed by no draft."""
+    middle = [row for row in plan.prefill if not row.final]
+    if middle:
+        entry_of(parts, middle[0], middle[0].start + len(middle[0].tokens) + 1).fill_(1.0)
+    return bool(middle)
+
+
+@pytest.mark.parametrize(
+    ("change", "caught"),
+    [
+        (former_page, "cache of layer 1 changed outside the rows' own entries"),
+        (slot_without_row, "a slot without a sampled row changed"),
+        (nobodys_slot, "a slot without a sampled row changed"),
+        (slot_of_a_chunk_in_the_middle, "a slot without a sampled row changed"),
+        (draft_entry_before_the_first, "cache of layer 3 changed outside the rows' own entries"),
+        (draft_entry_of_the_last_draft, "cache of layer 3 changed outside the rows' own entries"),
+        (draft_entry_behind_a_chunk_in_the_middle, "cache of layer 3 changed outside the rows' own entries"),
+    ],
+)
+def test_what_both_runs_change_wrongly_is_caught(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[StepParts, StepPlan], bool], caught: str
+) -> None:
+    parts, honest, changed = parts_of(folder, rows=12), MixedStep.run, {}
+
+    def run(step: MixedStep, plan: StepPlan, where: Stage) -> StepOutput:
+        output = honest(step, plan, where)
+        changed[plan] = change(parts, plan)
+        return output
+
+    monkeypatch.setattr(MixedStep, "run", run)
+    reports = report_of_eager(parts, range(3))
+    assert sum(changed.values()) >= 5
+    for found, wrong in zip(reports, changed.values(), strict=True):
+        assert found.problems == ((caught,) if wrong else ())
 
 
 @pytest.mark.parametrize("invariant", [False, True])

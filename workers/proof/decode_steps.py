@@ -1,11 +1,10 @@
 """The proof that a replay computes what eager computes, on random state with poisoned padding.
 
-For every captured step: slots, page tables, caches and drafts are random; what no row may touch is NaN (null page,
-entries past a row's length), huge (page ids past its pages) or a former tenant's (slots without a row). The step runs
-eagerly and as a replay from the same state, and both must agree bit for bit in tokens, accepted counts, logits, cache
-writes and slot state, and must have changed nothing else. Against a mistake that both share, the logits are compared
-with those of the same tokens fed as a prefill chunk, which takes another path through attention and knows nothing of
-buckets.
+For every captured step: slots, page tables, caches and drafts are random, and what no row may touch is poison (see
+`scene`). The step runs eagerly and as a replay from the same state, and both must agree bit for bit in tokens, accepted
+counts, logits, cache writes and slot state, and must have changed nothing else. Against a mistake that both share, the
+logits are compared with those of the same tokens fed as a prefill chunk, which takes another path through attention and
+knows nothing of buckets.
 
 Where nothing is captured, an eager step is its own candidate: a second run from the same state is what must agree.
 
@@ -23,11 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.page import PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
 from workers.cache.paged import PagedCache
 from workers.models.batch import Batch, PrefillBatch
-from workers.proof.scene import Ground, Outcome, Scene, differ
-from workers.protocol.plan import BatchLayout
+from workers.proof.ground import Ground
+from workers.proof.rows import Row
+from workers.proof.scene import Outcome, Scene
+from workers.protocol.plan import BatchLayout, GraphKey
 from workers.protocol.report import BucketReport
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
@@ -45,6 +47,9 @@ a whole row of logits: that happens to a row now and then, a mistake happens to 
 LEAST_PREFILLED = 16
 """Tokens that the prefill path is fed at least; copies of the rows make up for it. The smallest bucket of tokens: with
 fewer it would launch kernels that no replica needs, and compile them for this alone."""
+
+MOST_PAGES = {"cuda": 8, "cpu": 3}
+"""Pages of the longest row: on a GPU attention deals long rows out to many workers, on a CPU they are only slow."""
 
 PROGRESS_PERIOD_S = 2.0
 
@@ -66,8 +71,8 @@ class SelfTest:
     """Tests candidates on one rank's parts, one after the other."""
 
     def __init__(self, parts: StepParts, seed: int = 0) -> None:
-        self._parts = parts
-        self._ground = Ground(parts, seed)
+        self._parts, self._most_pages = parts, MOST_PAGES[parts.device.type]
+        self._ground = Ground(parts, seed, parts.state.slots * self._most_pages + 1)
 
     @torch.inference_mode()
     def run(self, candidates: Sequence[Candidate], progress: Callable[[str], None] | None = None) -> list[BucketReport]:
@@ -84,6 +89,36 @@ class SelfTest:
             self._ground.scrub()
         return reports
 
+    def scene(self, key: GraphKey) -> Scene:
+        """New random rows for a bucket, written to slots and cache."""
+        former, free = self._ground.pages()
+        return self._ground.scene(self._rows(key, free), former)
+
+    def _rows(self, key: GraphKey, free: Sequence[int]) -> list[Row]:
+        """As many live rows as slots and pages allow, one short of the bucket at times, with random lengths: short
+        ones, those around a page's end, and long ones."""
+        state, width, number = self._parts.state, self._parts.width, self._ground.number
+        overshoot = 2 * width
+        slots = self._ground.order(state.slots)
+        most = (
+            min(min(state.pages_per_row, self._most_pages) * PAGE_TOKENS, self._parts.model.max_positions) - overshoot
+        )
+        rows: list[Row] = []
+        used = 0
+        for slot in slots[: max(1, key.rows - number(0, 1))]:
+            kind = number(0, 3)
+            length = (1, 1 + number(0, 5), PAGE_TOKENS - number(0, width), number(1, most))[kind]
+            length = max(1, min(length, most))
+            need = pages_for(length + overshoot)
+            if used + need > len(free):
+                length, need = 1, 1
+                if used + need > len(free):
+                    break
+            pages = tuple(free[used : used + need])
+            rows.append(Row(slot, length, length, length + key.width, key.width, key.drafts, pages))
+            used += need
+        return rows
+
     def _bucket(self, candidate: Candidate) -> BucketReport:
         begin, key = time.perf_counter(), candidate.step.key
         rows, accepted, error = None, None, torch.inf
@@ -91,9 +126,9 @@ class SelfTest:
         try:
             scene, eager, error, problems = self._eager(candidate)
             replay = scene.outcome(candidate.replay())
-            problems += _problems(scene, eager, replay)
+            problems += scene.problems(eager, replay)
             rows = len(scene.rows)
-            accepted = int(eager.decided_N[candidate.step.layout.accepted_slice][:rows].sum())
+            accepted = int(eager.decided_N[eager.layout.accepted_slice][:rows].sum())
         except IndexError as oops:
             # A CPU notices what would read or write anywhere on a GPU.
             problems.append(f"indexed out of bounds: {oops}")
@@ -115,16 +150,14 @@ class SelfTest:
         problems: list[str] = []
         least = torch.inf
         for _ in range(ATTEMPTS):
-            scene = self._ground.scene(step.key)
-            if bool(scene.stale):
-                problems.append("a newcomer's page table keeps former pages")
+            scene = self.scene(step.key)
             step.slot_R.fill_(-1)
             step.slot_R[: len(scene.rows)] = scene.slot_R
             self._plausible_drafts(candidate, scene)
             with nothing_repeated():  # what is repeated is the graph's, and to be proven
                 eager = scene.outcome(step.run())
             scene.restore()
-            error = self._distance_from_prefill(scene, eager.logits_NV)
+            error = self._distance_from_prefill(scene, step.key.width, eager.logits_NV)
             scene.restore()
             least = min(least, error)
             if least <= bound:
@@ -136,7 +169,7 @@ class SelfTest:
     def _plausible_drafts(self, candidate: Candidate, scene: Scene) -> None:
         """Let some drafts be what the target will choose, so that acceptance is tested at every count. The replay
         says what that is, because it is fast; a wrong one fails whatever it is fed."""
-        step, width = candidate.step, scene.key.width
+        step, width = candidate.step, candidate.step.key.width
         reach_R = torch.tensor([self._ground.number(0, width - 1) for _ in scene.rows])
         reach, reach_R = int(reach_R.max()), reach_R.to(self._parts.device)
         for index in range(reach):
@@ -145,10 +178,10 @@ class SelfTest:
             scene.propose(index, target_RW[:, index], reach_R > index)
             scene.restore()
 
-    def _distance_from_prefill(self, scene: Scene, got_NV: Tensor) -> float:
+    def _distance_from_prefill(self, scene: Scene, width: int, got_NV: Tensor) -> float:
         """Relative error of a step's logits from those of the same tokens fed as prefill chunks: the median over rows,
         of the worst position."""
-        parts, width, own = self._parts, scene.key.width, len(scene.rows)
+        parts, own = self._parts, len(scene.rows)
         repeats = -(-LEAST_PREFILLED // (own * width))
         state, slot_R, rows = parts.state.tensors, scene.slot_R.repeat(repeats), [*scene.rows] * repeats
         token_RW = torch.cat([state.last_S[slot_R].unsqueeze(1), state.draft_SK[slot_R, : width - 1]], dim=1)
@@ -162,7 +195,7 @@ class SelfTest:
             position_T=position_T,
             cache_slot_T=cache_slot_T,
             decode=None,
-            prefill=PrefillBatch(tuple(row.length for row in rows), counts, state.page_SP[slot_R]),
+            prefill=PrefillBatch(tuple(row.start for row in rows), counts, state.page_SP[slot_R]),
         )
         want_NV = parts.model.logits(parts.model.forward(token_T, batch, parts.cache)[: own * width])
         error_N = (got_NV[: own * width] - want_NV).norm(dim=-1) / want_NV.norm(dim=-1)
@@ -170,30 +203,3 @@ class SelfTest:
         error_RW = torch.nan_to_num(error_N, nan=torch.inf).view(own, width)
         # Whether to try another state is one decision for all ranks.
         return float(parts.group.broadcast(error_RW.median(dim=0).values.max()))
-
-
-def _problems(scene: Scene, eager: Outcome, replay: Outcome) -> list[str]:
-    """What differs between the two runs, and what either should not have changed."""
-    layout = BatchLayout(scene.key.width, scene.key.rows)
-    rows, live = len(scene.rows), len(scene.rows) * layout.width
-    eager_R, replay_R = eager.decided_N[layout.accepted_slice][:rows], replay.decided_N[layout.accepted_slice][:rows]
-    eager_F, replay_F = (outcome.decided_N[layout.fault_slice] != 0 for outcome in (eager, replay))
-    found = [
-        ("target tokens differ", differ(eager.decided_N[:live], replay.decided_N[:live])),
-        ("accepted counts differ", differ(eager_R, replay_R)),
-        ("logits or ids were out of range", eager_F.any() | replay_F.any()),
-        ("logits differ", differ(eager.logits_NV[:live], replay.logits_NV[:live])),
-        ("a slot without a row changed", eager.foreign | replay.foreign),
-    ]
-    found += [
-        (f"{name} differs", differ(a, b))
-        for name, a, b in zip(scene.slot_names, eager.slots, replay.slots, strict=True)
-    ]
-    for layer, (a, b) in enumerate(zip(eager.own, replay.own, strict=True)):
-        found.append((f"cache of layer {layer} differs", differ(a, b)))
-    outside_L = eager.outside_L | replay.outside_L
-    for layer in range(len(outside_L)):
-        found.append((f"cache of layer {layer} changed outside the rows' own entries", outside_L[layer]))
-    # One wait for all of them.
-    told = torch.stack([wrong.view(()) for _, wrong in found]).tolist()
-    return [text for (text, _), wrong in zip(found, told, strict=True) if wrong]

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from workers.memory.bits import differ
 from workers.memory.scratch import Scratch
 from workers.models.flow import Flow
 from workers.proof.decode_steps import ATTEMPTS, tolerance
-from workers.proof.scene import differ
 from workers.proof.segments import POISON
 from workers.protocol.report import BucketReport
 from workers.step.parts import StepParts

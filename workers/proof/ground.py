@@ -1,0 +1,70 @@
+"""One rank's slots and cache as the ground of a proof: what its scenes are drawn from, and what is left behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+
+from kernels.page import NULL_PAGE
+from workers.proof.rows import Row
+from workers.proof.scene import Scene
+from workers.protocol.plan import Admission, SamplingParams
+from workers.step.parts import StepParts
+
+
+class Ground:
+    """One scene after the other is set on it, by draws that are the same on every rank."""
+
+    def __init__(self, parts: StepParts, seed: int, pages: int) -> None:
+        """`pages`: as many as the rows of one scene may take, and one for former tenants. Equal seeds give equal scenes
+        on every rank."""
+        self._parts = parts
+        self._host = torch.Generator().manual_seed(seed)
+        self._noise = torch.Generator(parts.device).manual_seed(seed)
+        # From the whole pool, so that large addresses occur; few, so that a CPU need not back all of it with memory.
+        most = min(parts.cache.pages - 1, pages)
+        self._pool = random.Random(seed).sample(range(NULL_PAGE + 1, parts.cache.pages), most)
+        if not self._pool:
+            raise RuntimeError("the self-test needs a pool of at least 2 pages, the null page included")
+
+    def number(self, low: int, high: int) -> int:
+        """A random one, both ends included."""
+        return int(torch.randint(low, high + 1, (1,), generator=self._host))
+
+    def numbers(self, count: int, end: int) -> list[int]:
+        """So many random ones below `end`."""
+        return torch.randint(0, end, (count,), generator=self._host).tolist()
+
+    def order(self, count: int) -> list[int]:
+        """The numbers below `count` in random order."""
+        return torch.randperm(count, generator=self._host).tolist()
+
+    def pages(self) -> tuple[list[int], list[int]]:
+        """A former tenant's page, none where the pool has but one, and those that rows may take."""
+        pool = [self._pool[index] for index in self.order(len(self._pool))]
+        former = pool[:1] if len(pool) > 1 else []
+        return former, pool[len(former) :]
+
+    def scene(self, rows: Sequence[Row], former: Sequence[int]) -> Scene:
+        """These rows, written to slots and cache."""
+        # Every other row samples, and so hot that its noise decides.
+        hot = self.number(0, 1)
+        sampling = [
+            SamplingParams(100, temperature=2.0 * ((hot + index) % 2), seed=self.number(0, 2**40))
+            for index in range(len(rows))
+        ]
+        return Scene(self._parts, rows, sampling, former, self._host, self._noise)
+
+    def scrub(self) -> None:
+        """Leave nothing of any scene behind in slots and pages: not a NaN, not a page id, not a parameter."""
+        parts, tensors = self._parts, self._parts.state.tensors
+        for field in fields(tensors):
+            getattr(tensors, field.name).zero_()
+        parts.cache.scrub([NULL_PAGE, *self._pool])
+        if parts.sampling is not None:
+            greedy = SamplingParams(1, temperature=0.0)
+            parts.sampling.admit([Admission(slot, greedy) for slot in range(parts.state.slots)])
+            parts.sampling.fault_1.zero_()
