@@ -27,7 +27,7 @@ PROCESS_ENVIRONMENT = {
 }
 """What a rank's process needs. Where its node does not have it already, the process asks for it and starts later."""
 
-DASHBOARD_FILE = Path(__file__).resolve().parent / "observability" / "grafana_dashboard.json"
+DASHBOARD_FILE = Path(__file__).resolve().parents[1] / "observability" / "grafana_dashboard.json"
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def install(folder: Path, binary: str, body_s: int = BODY_S) -> Path:
         (folder / f"{status}.json").write_text(json.dumps({"error": error}))
     (folder / "cause.lua").write_text(_CAUSE.format(file=json.dumps(str(folder / FAULT_FILE))))
     command = folder / "haproxy"
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     command.write_text(
         f"#!{sys.executable} -SE\n"
         "import sys\n"

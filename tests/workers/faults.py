@@ -249,12 +249,12 @@ def stashed_hidden_states() -> Fault:
     memory = Memory()
 
     def plant(patch: pytest.MonkeyPatch, parts: StepParts) -> None:
-        honest = parts.model.draft
+        honest = parts.drafter.catch_up
 
         def stale(token_T: Any, hidden_TE: Any, *rest: Any) -> Any:
             return honest(token_T, memory(hidden_TE.shape, lambda: hidden_TE), *rest)
 
-        patch.setattr(parts.model, "draft", stale)
+        patch.setattr(parts.drafter, "catch_up", stale)
 
     return plant
 

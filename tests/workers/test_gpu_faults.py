@@ -185,7 +185,7 @@ def test_layers_launched_with_anothers_tensors_are_caught(rank: Rank, monkeypatc
 
 def test_padding_of_segments_that_is_written_to_a_row_is_caught(rank: Rank) -> None:
     """The last page of a pool so small that rows have it."""
-    few = PagedCache([layer[:8] for layer in rank.parts.cache.layers])
+    few = PagedCache([layer[:8] for layer in rank.parts.cache.layers], rank.parts.cache.specs)
     rank, seeds = replace(rank, parts=replace(rank.parts, cache=few)), range(4)
     assert [found.problems for found in reports(rank, seeds=seeds)] == [()] * 20
     found = reports(rank, ForgottenPadding, seeds)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.page import NULL_PAGE, PAGE_TOKENS
+from workers.cache.random_pages import RandomPages
 from workers.memory.bits import differ
 from workers.memory.pinned import on_device
 from workers.proof.rows import Row, draft_entries, pages_in_play, target_entries
@@ -92,7 +93,7 @@ class Scene:
         self._entries = [target_entries(rows, unowned).to(device)] * len(cache.layers)
         if self.parts.width > 1:
             self._entries[-1] = draft_entries(rows, unowned).to(device)
-        self._pages = cache.random_pages(self._on_device(pages_in_play(rows, unowned)), noise)
+        self._pages = RandomPages(cache, self._on_device(pages_in_play(rows, unowned)), noise)
         for layer, entries in enumerate(self._entries):
             self._pages.poison(layer, entries.poison_PK)
 

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from kernels.page import PAGE_TOKENS
-from workers.cache.latent import LatentCache
+from workers.cache.paged import PagedCache
+from workers.cache.random_pages import RandomPages
+from workers.cache.spec import LatentSpec
 
 PAGE_P = torch.tensor([0, 4, 2])
 
 
-def cache_of(dtype: torch.dtype) -> LatentCache:
-    return LatentCache.allocate(3, 6, PAGE_TOKENS, 5, dtype, torch.device("cpu"))
+def cache_of(dtype: torch.dtype) -> PagedCache:
+    return PagedCache.allocate([LatentSpec(5, dtype)] * 3, 6, torch.device("cpu"))
 
 
 def noise(seed: int = 0) -> torch.Generator:
@@ -22,7 +24,7 @@ def noise(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_are_random_poisoned_where_told_and_alone_written(dtype: torch.dtype) -> None:
     cache, poison_PK = cache_of(dtype), torch.rand(3, PAGE_TOKENS, generator=noise(1)) < 0.5
-    pages = cache.random_pages(PAGE_P, noise())
+    pages = RandomPages(cache, PAGE_P, noise())
     pages.poison(1, poison_PK)
     assert not any(layer.any() for layer in cache.layers)
     pages.restore()
@@ -34,7 +36,7 @@ def test_pages_are_random_poisoned_where_told_and_alone_written(dtype: torch.dty
         assert not layer[[1, 3, 5]].any()
     assert not torch.equal(cache.layers[0], cache.layers[2])
     again = cache_of(dtype)
-    again.random_pages(PAGE_P, noise()).restore()
+    RandomPages(again, PAGE_P, noise()).restore()
     assert torch.equal(again.layers[2], cache.layers[2])
     cache.scrub(PAGE_P.tolist())
     assert not any(layer.any() for layer in cache.layers)
@@ -44,7 +46,7 @@ def test_pages_are_random_poisoned_where_told_and_alone_written(dtype: torch.dty
 def test_one_bit_is_a_change(dtype: torch.dtype) -> None:
     """Of a number, of the sign of 0, of a NaN; and what is restored has not changed."""
     cache = cache_of(dtype)
-    pages = cache.random_pages(PAGE_P, noise())
+    pages = RandomPages(cache, PAGE_P, noise())
     poison_PK = torch.zeros(3, PAGE_TOKENS, dtype=torch.bool)
     poison_PK[1, 7] = True
     for layer in range(3):
@@ -63,7 +65,7 @@ def test_one_bit_is_a_change(dtype: torch.dtype) -> None:
     pages.restore()
     assert not pages.changed(1).any()
     assert torch.equal(cache.entry_bits(1, entry_E), before)
-    zeros = cache.random_pages(PAGE_P, noise())
+    zeros = RandomPages(cache, PAGE_P, noise())
     for content in zeros._contents:
         content.zero_()
     zeros.restore()
