@@ -3,6 +3,9 @@
 Triton compiles a kernel when it is first launched, one at a time: a start with an empty cache would wait for every one
 of them. Most of the work is done outside the interpreter's lock (MLIR, ptxas, the C compiler that builds a launcher),
 so threads share it.
+
+Written for Triton 3.6, of which it needs private parts: what a launch calls, and the mode that compiles elsewhere.
+Without them `possible` says no and logs a line: kernels are then compiled when they are first launched.
 """
 
 from __future__ import annotations
@@ -13,11 +16,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 import torch
-from triton import AsyncCompileMode
-from triton.runtime.jit import JITCallable, JITFunction
+
+from kernels.private_ground import PrivateGround
+
+_GROUND: Final = PrivateGround(
+    "triton",
+    (
+        "triton.AsyncCompileMode(executor, ignore_errors)",
+        "triton.runtime.jit.JITFunction.run(grid, warmup)",
+        "triton.runtime.jit.JITCallable.parse",
+    ),
+    "kernels are compiled when they are first launched, one at a time, and a first start takes minutes longer",
+)
 
 
 @dataclass
@@ -50,14 +63,23 @@ class _Builders(Executor):
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
 
+def possible() -> bool:
+    """Whether this Triton can compile ahead; a line is logged where it cannot."""
+    return _GROUND.there()
+
+
 @contextmanager
 def compile_ahead(device: torch.device, threads: int) -> Iterator[Compiled]:
     """Within this context a launch computes nothing: its kernel is compiled, in one of so many threads, if it was not
     before. At the end all are ready. A kernel that does not compile raises where it is launched afterwards.
 
     For the whole process, so nobody else may launch anything meanwhile. What launches would have written is what it
-    was: with memory of zeros, say, all indices are valid.
+    was: with memory of zeros, say, all indices are valid. PrivateGroundGone where it is not `possible`.
     """
+    _GROUND.require()
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITCallable, JITFunction
+
     done, one_at_a_time = Compiled(), Lock()
     plain_run, plain_parse = JITFunction.run, JITCallable.parse
 

@@ -1,8 +1,33 @@
-"""To see every operator of torch that a piece of code calls."""
+"""To see every operator of torch that a piece of code calls.
+
+Written for torch 2.11 to 2.13, whose dispatch modes are private. Without them a mode sees nothing.
+"""
 
 from __future__ import annotations
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from typing import TYPE_CHECKING, Any, Final
+
+from kernels.private_ground import PrivateGround
+
+WATCHING: Final = PrivateGround(
+    "torch",
+    ("torch.utils._python_dispatch.TorchDispatchMode",),
+    "operators are not watched, so an allocation while a graph is captured is not noticed, and every layer launches "
+    "its kernels for itself, which takes the host several times as long",
+)
+
+if TYPE_CHECKING or WATCHING.there():
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+
+    class TorchDispatchMode:
+        """Stands in for torch's."""
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

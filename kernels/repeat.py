@@ -4,28 +4,51 @@ Layers of one shape launch the same kernels, with the same numbers and in the sa
 a layer's own. To find out what to launch, and to hand it to Triton, takes the host many times as long as the launch
 itself: longer than the device needs for a step of few tokens. So what the first layer launches is noted, and launched
 again with the next layer's tensors in the place of its own.
+
+Written for Triton 3.6 and torch 2.11 to 2.13, of which it needs private parts: how a kernel is launched, what a
+compiled one is made of, what an operator does. Where one is missing a line is logged, and every layer launches for
+itself.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from threading import get_ident
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
-from triton.backends.nvidia import driver as nvidia
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
-from kernels.operators import OperatorMode
+from kernels.launcher import STREAM
+from kernels.launcher import direct as _direct
+from kernels.operators import WATCHING, OperatorMode
+from kernels.private_ground import PrivateGround, lacking
 
-_RUN: Final = JITFunction.run
+_THEMSELVES: Final = "every layer launches its kernels for itself, which takes the host several times as long"
+_LAUNCHES: Final = PrivateGround(
+    "triton",
+    (
+        "triton.JITFunction.run(grid, warmup)",
+        "triton.runtime.jit.KernelParam.name",
+        "triton.runtime.jit.KernelParam.default",
+        "triton.backends.nvidia.driver.CudaLauncher.__call__(gridX, gridY, gridZ, stream, function)",
+    ),
+    _THEMSELVES,
+)
+_OPERATORS: Final = PrivateGround(
+    "torch", ("torch.ops.aten.add.Tensor._schema.is_mutable", "torch.ops.aten.add.Tensor.is_view"), _THEMSELVES
+)
+_STREAMS: Final = PrivateGround(
+    "torch", ("torch._C._cuda_getCurrentRawStream",), "the stream is asked for through objects, which takes longer"
+)
+_RUN: Final[Any] = getattr(JITFunction, "run", None)
 """How Triton launches. Whoever puts another function there, to compile alone for example, sees every launch."""
 _off = 0
+_known_types: set[tuple[type, type]] = set()
+"""Of kernels, and of what Triton makes of them: those that have what `_Kernel` takes."""
 
 
 class Layers:
@@ -69,9 +92,10 @@ class Repeat:
         """Do what `call` does for layer `index`.
 
         `call` is run for the first layer, for one whose tensors differ from the first's in shape, dtype or alignment,
-        and for all on a CPU or where `nothing_repeated` says so. It reads and writes the same tensors and numbers for
-        every layer, but for those that are the layer's own. RuntimeError if it makes a new tensor, or hands a layer's
-        own on in a list. It launches from one thread; what others launch meanwhile is theirs.
+        and for all on a CPU, where `nothing_repeated` says so, and where Triton or torch lack what is needed. It reads
+        and writes the same tensors and numbers for every layer, but for those that are the layer's own. RuntimeError if
+        it makes a new tensor, or hands a layer's own on in a list. It launches from one thread; what others launch
+        meanwhile is theirs.
         """
         layers = self._layers
         if index and self._noted and layers.alike[index]:
@@ -98,10 +122,18 @@ def nothing_repeated() -> Iterator[None]:
 
 
 def _possible(layers: Layers) -> bool:
-    return len(layers.own) > 1 and layers.own[0][0].is_cuda and not _off and JITFunction.run is _RUN
+    wanted = len(layers.own) > 1 and layers.own[0][0].is_cuda and not _off
+    return wanted and _known() and JITFunction.run is _RUN
+
+
+def _known() -> bool:
+    """Whether Triton and torch have what is needed to note a launch."""
+    return _LAUNCHES.there() and _OPERATORS.there() and WATCHING.there()
 
 
 def _stream(device: torch.device) -> int:
+    if not _STREAMS.there():
+        return int(torch.cuda.current_stream(device).cuda_stream)
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
@@ -172,39 +204,13 @@ class _Kernel:
 
     def __call__(self, own: Sequence[Tensor], addresses: Sequence[int], stream: int) -> None:
         args = self._args
-        args[_STREAM] = stream
+        args[STREAM] = stream
         for position, place in self._own:
             args[position] = addresses[place.which] + place.offset
         for position, place, like in self._boxes:
             base = _Address(addresses[place.which] + place.offset)
             args[position] = _Box(base, like.shape, like.strides, like.padding)
         self._launch(*args)
-
-
-_STREAM: Final = 3
-"""Which of a launcher's arguments is the stream."""
-_LAUNCHER: Final = "iiiKKppOOOOOO"
-"""The arguments before a kernel's own that Triton 3.6 hands to what it compiled: the grid, the stream, the kernel, two
-flags, two pieces of memory, what is known about the kernel and the launch, two hooks."""
-
-
-@cache
-def _direct(compiled: Any) -> tuple[Callable[..., None], Callable[..., list[Any]]] | None:
-    """What a compiled kernel's `run` calls in the end, and what makes that one's arguments of `run`'s, descriptors
-    encoded: most of the time of `run` is spent on that. None where this Triton has it otherwise."""
-    run, signature = compiled.run, compiled.src.signature
-    if getattr(nvidia, "_BASE_ARGS_FORMAT", "") != _LAUNCHER or run.global_scratch_size or run.profile_scratch_size:
-        return None
-    launch, fixed = run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
-    described = getattr(compiled.metadata, "tensordesc_meta", None)
-    encode = nvidia.wrap_handle_tensordesc(lambda *args: args, signature, described)
-    if any(str(kind).startswith("tensordesc") for kind in signature.values()):
-        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-
-    def arguments(*args: Any) -> list[Any]:
-        return list(encode(*args[: _STREAM + 2], *fixed, *args[_STREAM + 2 :]))
-
-    return launch, arguments
 
 
 class _Operation:
@@ -252,13 +258,19 @@ class _Operations(OperatorMode):
 
 @contextmanager
 def _noting(layers: Layers) -> Iterator[list[_Again]]:
-    """Within this context everything that is launched is also noted."""
+    """Within this context everything that is launched is also noted; if a launch cannot be, nothing is at the end."""
     noted: list[_Again] = []
-    thread = get_ident()
+    thread, whole = get_ident(), True
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        nonlocal whole
         compiled = _RUN(kernel, *args, grid=grid, warmup=warmup, **options)
-        if get_ident() == thread:
+        if get_ident() != thread:
+            return compiled
+        if gone := _unknown(kernel, compiled):
+            _LAUNCHES.lost(gone)
+            whole = False
+        else:
             noted.append(_Kernel(kernel, compiled, grid, args, options, layers))
         return compiled
 
@@ -266,8 +278,23 @@ def _noting(layers: Layers) -> Iterator[list[_Again]]:
     try:
         with _Operations(noted, layers):
             yield noted
+        if not whole:
+            noted.clear()
     finally:
         JITFunction.run = _RUN
+
+
+def _unknown(kernel: Any, compiled: Any) -> str:
+    """What a kernel, or what Triton made of it, does not have of what `_Kernel` takes; empty when they have all. It is
+    asked at every launch, and looks once a type."""
+    types = type(kernel), type(compiled)
+    if types in _known_types:
+        return ""
+    gone = lacking(kernel, ("params", "arg_names", "fn"))
+    gone = gone or lacking(compiled, ("run", "function", "packed_metadata"))
+    if not gone:
+        _known_types.add(types)
+    return gone
 
 
 def _storages(value: Any) -> set[int]:

@@ -2,11 +2,14 @@
 
 Shape legend: T tokens, E features, X experts, K experts a token, F = 2 I, I intermediate features of one expert. Of
 logits and their bias X is the routed experts; everything else counts shared ones as well.
+
+Hopper's own kernels (`hopper`) need a private part of Gluon, of Triton 3.6. Without it a line is logged, and Triton's
+tallest tiles stand in for them.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -15,11 +18,18 @@ from kernels.hopper import is_hopper, multiprocessors
 from kernels.moe import launch, reference, schedule
 from kernels.moe.launch import AddNorm
 from kernels.moe.schedule import ExpertsShape
+from kernels.private_ground import PrivateGround
 from kernels.rms_norm import add_rms_norm
 
 __all__ = ["AddNorm", "ExpertsShape", "Scoring", "add_experts", "experts", "experts_shape", "route", "workspace_bytes"]
 
 Scoring = Literal["softmax", "sigmoid"]
+
+_REINTERPRETED: Final = PrivateGround(
+    "triton",
+    ("triton.experimental.gluon.language.shared_memory_descriptor._reinterpret",),
+    "the experts of many tokens go without Hopper's own kernels, which are faster by up to a tenth",
+)
 
 
 def route(
@@ -145,7 +155,7 @@ def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, groups: int 
     experts, hidden, intermediate = down_XEI.shape
     tokens, chosen, dtype = x_TE.shape[0], id_TK.shape[1], x_TE.dtype
     aligned = x_TE.data_ptr() % 16 == 0 and x_TE.stride(0) % 8 == 0
-    hopper = multiprocessors(x_TE.device) if aligned and is_hopper(x_TE.device) else 0
+    hopper = multiprocessors(x_TE.device) if aligned and is_hopper(x_TE.device) and _REINTERPRETED.there() else 0
     return ExpertsShape(tokens, chosen, experts, hidden, intermediate, dtype, groups, shared, hopper)
 
 

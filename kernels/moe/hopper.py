@@ -29,6 +29,9 @@ at least one stage, the item that stood there has been handed back, so it has be
 On one H200 these are faster than Triton's by about a tenth at 1024 tokens of DeepSeek-V2-Lite and more, slower by 5
 hundredths at 256 (bench/moe.py prints both side by side): `schedule.tiling` takes them in place of Triton's tallest
 tiles.
+
+Written for Triton 3.6: a stage's halves are views that only a private part of Gluon makes. `kernels.moe` asks whether
+it is there before it chooses these kernels.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

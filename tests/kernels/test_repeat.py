@@ -18,9 +18,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels import launcher as launchers
 from kernels import repeat
 from kernels.mla_prefill.hopper import box
 from kernels.repeat import Layers, Repeat, nothing_repeated
+from tests.support.ground import untouched
 
 STREAM = 77
 
@@ -205,6 +207,41 @@ def test_what_other_threads_launch_is_not_repeated(log: list[tuple[Any, ...]]) -
     assert numbers == [1, 2, 2, 2]
 
 
+class OtherTriton:
+    """Stands for what another Triton makes of a kernel: it is launched, but not known."""
+
+    packed_metadata = "metadata"
+
+    def __init__(self, log: list[tuple[Any, ...]]) -> None:
+        self.log = log
+
+    def run(self, *args: Any) -> None:
+        self.log.append(tuple(map(plainly, args)))
+
+
+def test_what_is_launched_in_an_unknown_way_every_layer_launches_itself(
+    log: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, out = repeat._RUN, torch.empty(64)
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        plain(kernel, *args, grid=grid, warmup=warmup, **named)
+        return OtherTriton(log)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(repeat, "_RUN", run)
+    own = [(torch.randn(64),) for _ in range(3)]
+    with untouched(repeat) as lines:
+        for _ in range(2):
+            repeated = Repeat(Layers(own))
+            for index, (weight,) in enumerate(own):
+                repeated(index, partial(scaled[(1,)], weight, out, weight, None, 7, 0.5, N=64))
+    assert [launch[9] for launch in log] == 2 * [weight.data_ptr() for (weight,) in own]
+    [line] = lines
+    assert "OtherTriton.function" in line
+    assert JITFunction.run is run
+
+
 @pytest.mark.parametrize(
     "second",
     [
@@ -301,5 +338,26 @@ def test_the_inner_launcher_gets_what_the_outer_one_would_hand_it(
     launcher.global_scratch_size = 128
     assert repeat._direct(Compiled(launcher, src, described_as)) is None
     launcher.global_scratch_size = 0
-    monkeypatch.setattr(nvidia, "_BASE_ARGS_FORMAT", "another Triton's")
-    assert repeat._direct(Compiled(launcher, src, described_as)) is None
+    for hide in unknown_launchers(launcher, described):
+        with untouched(launchers) as lines, pytest.MonkeyPatch.context() as patch:
+            hide(patch)
+            assert [repeat._direct(Compiled(launcher, src, described_as)) for _ in range(2)] == [None] * 2
+            assert len(lines) == 1
+            assert "the whole of Triton's launcher" in lines[0]
+    with untouched(launchers) as lines:
+        assert repeat._direct(Compiled(launcher, src, described_as)) is not None
+        assert lines == []
+
+
+def unknown_launchers(launcher: Any, described: bool) -> list[Callable[[pytest.MonkeyPatch], None]]:
+    """Each makes Triton's launcher another one."""
+    parts = ["launch", "launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size"]
+    hiding = [partial(pytest.MonkeyPatch.delattr, target=launcher, name=name) for name in parts]
+    for name in ("_BASE_ARGS_FORMAT", "wrap_handle_tensordesc"):
+        hiding.append(partial(pytest.MonkeyPatch.delattr, target=nvidia, name=name))
+    another = {"target": nvidia, "name": "_BASE_ARGS_FORMAT", "value": "another Triton's"}
+    hiding.append(partial(pytest.MonkeyPatch.setattr, **another))
+    if described:
+        another = {"target": launcher, "name": "launch", "value": lambda *args: None}
+        hiding.append(partial(pytest.MonkeyPatch.setattr, **another))
+    return hiding

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
+from tests.support.ground import untouched
 from workers.parallel import symmetric
 from workers.parallel.group import TensorParallel
 from workers.parallel.symmetric import MOST_BYTES, fits, one_shot_bytes
@@ -76,6 +77,30 @@ def test_no_way_to_sum_is_trusted_untried(
     assert tried == sorted({16, largest})
     assert (found is None) == (wrong is not None)
     assert ("came out as 0.5" in caplog.text) == (wrong is not None)
+
+
+@pytest.mark.parametrize("name", ["rendezvous", "empty", "one_shot_all_reduce_out", "two_shot_all_reduce_out"])
+def test_without_symmetric_memory_sums_go_over_nccl(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch.distributed._symmetric_memory as memory
+
+    def gather(everyone: list[object], own: object) -> None:
+        everyone[:] = [own] * len(everyone)
+
+    monkeypatch.setattr(symmetric.dist, "all_gather_object", gather)
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "to be restored")
+    gone = memory if hasattr(memory, name) else torch.ops.symm_mem
+    getattr(gone, name)
+    monkeypatch.delattr(gone, name)
+    if gone is torch.ops.symm_mem:  # which looks for operators that it does not have
+        monkeypatch.setattr(type(gone), "__getattr__", object.__getattribute__)
+    with untouched(symmetric):
+        assert symmetric.connect(0, 2, torch.device("cpu")) is None
+    [record] = caplog.records
+    assert record.getMessage().startswith("all-reduce over NCCL alone, which is slower for small batches")
+    assert f"torch {torch.__version__} has no torch." in record.getMessage()
+    assert name in record.getMessage()
 
 
 def parts_of(ranks: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from kernels import repeat
 from kernels.repeat import Layers
+from tests.support.ground import untouched
 from tests.support.hopper import compile_only
+from workers.graphs import guard
 from workers.graphs.guard import CaptureViolation, capture_guard
 from workers.graphs.record import record
 
@@ -82,6 +85,20 @@ def test_a_kernel_that_nothing_has_compiled_before_is_refused() -> None:
         with capture_guard(CPU):
             doubled[(1,)](x, 64)
     assert len(compiled) == 2
+
+
+def test_without_tritons_hook_a_compilation_passes_and_the_rest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(64)
+    with untouched(guard) as lines, compile_only() as compiled:
+        with monkeypatch.context() as patch:  # for a moment: Triton reads it itself
+            patch.setattr(triton.knobs, "runtime", SimpleNamespace())
+            for _ in range(2):
+                with capture_guard(CPU), pytest.raises(CaptureViolation, match="allocates"):
+                    torch.add(x, x)
+        with capture_guard(CPU):
+            tripled[(1,)](x, 64)
+    assert len(compiled) == len(lines) == 1
+    assert "jit_cache_hook" in lines[0]
 
 
 @pytest.mark.gpu

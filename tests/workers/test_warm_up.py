@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels import ahead
+from kernels.ahead import Compiled
 from kernels.moe import reference as moe_reference
+from tests.support.ground import untouched
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine
 from workers.graphs.capture import compile_steps, warm_up
@@ -88,3 +92,16 @@ def test_compiling_ahead_leaves_nothing_behind(tmp_path: Path) -> None:
     assert compile_steps(parts, ROWS, BUDGET, threads=1).kernels == 0  # a CPU has none
     assert all(bool(layer[1:].isnan().all()) for layer in parts.cache.layers)
     assert not parts.state.tensors.length_S.any()
+
+
+def test_where_nothing_can_be_compiled_ahead_no_step_is_run_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = engine(write_tiny(tmp_path, "v3"), width=2, max_rows=ROWS, token_budget=BUDGET).runner.parts
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    with untouched(ahead) as lines:
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeStep, "run", lambda self: pytest.fail("a step was run"))
+            assert compile_steps(parts, ROWS, BUDGET, threads=1) == Compiled()
+        assert warm_up(parts, ROWS, BUDGET).graphs > 0
+    assert len(lines) == 1

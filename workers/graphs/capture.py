@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels import ahead
 from kernels.ahead import Compiled, compile_ahead
 from kernels.linear import MOST_STREAMED
 from workers.graphs.record import no_garbage_collection, record
@@ -67,7 +68,10 @@ class Warmed:
 
 @torch.inference_mode()
 def compile_steps(parts: StepParts, max_rows: int, token_budget: int, threads: int) -> Compiled:
-    """Compile what steps of all shapes launch, so many kernels at a time; nothing is computed."""
+    """Compile what steps of all shapes launch, so many kernels at a time; nothing is computed. Where Triton cannot
+    compile ahead, `warm_up` compiles them one after the other."""
+    if not ahead.possible():
+        return Compiled()
     few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
     with compile_ahead(parts.device, threads) as compiled:
         for key in Ladder(max_rows, parts.width):

@@ -8,7 +8,7 @@ from datetime import timedelta
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, but not typed as exported
 from torch.distributed.rendezvous import rendezvous as any_rendezvous
 
 LOOPBACK = "lo"

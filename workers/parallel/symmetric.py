@@ -5,6 +5,9 @@ exchange instead of a ring's 2 (n - 1), which is what counts for the few rows of
 every rank sums its share of the elements, then reads the others' sums, which is less to read (`bench/all_reduce.py`).
 Whoever computes a part writes it there (`part`), which saves a copy. torch's kernel that copies a part there itself is
 not used: it tells the others before all of its warps have copied. NVLink multicast is not used and stays off.
+
+Written for torch 2.11 to 2.13, whose symmetric memory is private. Without it, or where it does not work, a line is
+logged, and sums go over NCCL.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+
+from kernels.private_ground import PrivateGround
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +37,17 @@ _ALIGNMENT = 16
 """Bytes a part must be a multiple of, and begin at a multiple of."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
+
+_GROUND: Final = PrivateGround(
+    "torch",
+    (
+        "torch.distributed._symmetric_memory.empty",
+        "torch.distributed._symmetric_memory.rendezvous",
+        "torch.ops.symm_mem.one_shot_all_reduce_out",
+        "torch.ops.symm_mem.two_shot_all_reduce_out",
+    ),
+    "ranks cannot read each other's memory",
+)
 
 
 def one_shot_bytes(ranks: int) -> int:
@@ -50,9 +66,10 @@ class SymmetricSum:
     """The shared buffer of one group. Calls are ordered by one stream, captured or not."""
 
     def __init__(self, device: torch.device) -> None:
-        """All ranks together. RuntimeError where the GPUs cannot map each other's memory."""
+        """All ranks together. RuntimeError where the GPUs cannot map each other's memory, or torch has no way to."""
         # Its set-up is the one part of symmetric memory that can fail for the whole host, and nothing here needs it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        _GROUND.require()
         import torch.distributed._symmetric_memory as symmetric_memory
 
         group = dist.group.WORLD
