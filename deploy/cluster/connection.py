@@ -1,4 +1,8 @@
-"""The Ray an application runs on: one that exists, or one of its own with everything it needs in its environment."""
+"""The Ray an application runs on: one that exists, or one of its own with everything it needs in its environment.
+
+Written for Ray 2.60.0: `ray.init` is given two addresses by settings that are private (`ray_address` says what happens
+without them).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,14 @@ import psutil
 
 from deploy.cluster.environment import SidePorts, node_environment, resolve_ingress
 from deploy.cluster.quiet import quiet_driver
+from deploy.cluster.ray_address import alone, logs_folder
+from deploy.cluster.ray_address import knock as _knock
 from deploy.cluster.sessions import Sessions
 from deploy.config.application import ServeConfig
 from workers.channel.ports import fits_sockets, free_ports, socket_folder
 from workers.environment import visible_gpus
 
 Say = Callable[[str], None]
-KNOCK_TIMEOUT_S = 10.0
 NODES_ELSEWHERE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Whether Ray's nodes may be on several machines, on whatever operating system."""
 HAPROXY_SOCKETS = len(f"/{'node':->56}/metrics.sock") + 10
@@ -113,7 +118,7 @@ class RayConnection:
             import ray
 
             self._export({NODES_ELSEWHERE: "0"})  # for Ray's processes; this one has imported it
-            with self._sessions.of_their_own(), _alone():
+            with self._sessions.of_their_own(), alone(token=config.ray_auth == "token"):
                 ray.init(
                     address="local",
                     num_cpus=max(os.cpu_count() or 1, math.ceil(processes * config.cpus_per_process)),
@@ -130,7 +135,7 @@ class RayConnection:
         if config.dashboard:
             say(f"Ray dashboard at http://127.0.0.1:{dashboard} (`ray get-auth-token` prints its token)")
         say(f"figures for Prometheus at http://127.0.0.1:{figures}/metrics")
-        say(f"logs in {ray._private.worker._global_node.get_logs_dir_path()}")
+        say(f"logs in {logs_folder()}")
 
     def _export(self, variables: dict[str, str]) -> None:
         self._before |= {name: os.environ.get(name) for name in variables if name not in self._before}
@@ -152,17 +157,6 @@ class RayConnection:
                 os.environ[name] = value
 
 
-def _knock(address: str) -> str:
-    """The address that Ray takes it for; OSError where nobody listens there, which Ray itself tries for minutes."""
-    from ray._private.services import canonicalize_bootstrap_address_or_die
-
-    if "://" not in address:  # of the cluster that was started last, or with an address of this machine for localhost
-        address = canonicalize_bootstrap_address_or_die(address)
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
-    return address
-
-
 def _descendants() -> set[psutil.Process]:
     """Processes that this one started, and that those did."""
     return set(psutil.Process().children(recursive=True))
@@ -170,20 +164,6 @@ def _descendants() -> set[psutil.Process]:
 
 def _serve_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Within, Ray takes the address 127.0.0.1 for what it is, and all that it starts listens there alone. It would
-    otherwise put in its place the one by which other machines reach this one."""
-    from ray._private import ray_constants
-
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 `latentserve serve` sets them for the cluster that it starts. For nodes started by `ray start`, `python -m
 deploy.cluster.environment` prints them as shell exports; `cluster.yaml` evaluates that on every node.
+
+Many are private to Ray 2.60.0, which ignores those that it does not know. HAProxy is chosen only where Serve's template
+of its configuration is the one that `deploy.cluster.haproxy` knows; where not, a line is logged.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from pydantic import ValidationError
 
-from deploy.cluster.haproxy import find_binary, install
+from deploy.cluster.haproxy import find_binary, install, unknown_template
 from deploy.config.application import Ingress, ServeConfig
 from deploy.mistakes import explain
+from kernels.private_ground import PrivateGround
 from workers.environment import EnvironmentProblem
 
 PROCESS_ENVIRONMENT = {
@@ -26,6 +31,10 @@ PROCESS_ENVIRONMENT = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
 }
 """What a rank's process needs. Where its node does not have it already, the process asks for it and starts later."""
+
+_TEMPLATE: Final = PrivateGround(
+    "ray", (), "Ray Serve's own proxy stands in front in place of HAProxy, which passes on many times its tokens"
+)
 
 DASHBOARD_FILE = Path(__file__).resolve().parents[1] / "observability" / "grafana_dashboard.json"
 
@@ -46,13 +55,18 @@ def resolve_ingress(config: ServeConfig) -> Ingress:
     """The ingress for a cluster that we start ourselves; EnvironmentProblem when `direct` cannot be had."""
     if config.ingress == "proxy":
         return "proxy"
-    if find_binary() is not None:
-        return "direct"
-    if config.ingress == "direct":
-        raise EnvironmentProblem(
-            "ingress = direct, but no HAProxy binary is found: install ray[serve] or haproxy, or use proxy"
-        )
-    return "proxy"
+    if find_binary() is None:
+        if config.ingress == "direct":
+            raise EnvironmentProblem(
+                "ingress = direct, but no HAProxy binary is found: install ray[serve] or haproxy, or use proxy"
+            )
+        return "proxy"
+    if unknown := unknown_template():
+        if config.ingress == "direct":
+            raise EnvironmentProblem(f"ingress = direct, but {_TEMPLATE.problem(unknown)}, or use proxy")
+        _TEMPLATE.lost(unknown)
+        return "proxy"
+    return "direct"
 
 
 def node_environment(config: ServeConfig, ingress: Ingress, folder: Path, ports: SidePorts) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What stands between Ray Serve and its HAProxy binary: side doors closed, no gap, honest errors, no orphan left.
 
-Ray Serve 2.60 writes HAProxy's configuration and has no settings for what follows, so the command that Serve starts in
-HAProxy's place (see `install`) changes the configuration it was given, then becomes HAProxy:
+Written for Ray 2.60.0, whose Serve writes HAProxy's configuration and has no settings for what follows, so the command
+that Serve starts in HAProxy's place (see `install`) changes the configuration it was given, then becomes HAProxy:
 
 - the statistics page and the Prometheus exporter listen on 127.0.0.1, not on every interface;
 - Serve's fallback proxy is left out: it holds requests until there is a replica, and its streams cannot be guarded.
@@ -16,6 +16,9 @@ HAProxy's place (see `install`) changes the configuration it was given, then bec
 - a body may take BODY_S to arrive: Serve gives it no longer than the router to answer, which refuses slow clients;
 - so may a request's head, for which Serve gives an hour: connections on which none came would keep all others out;
 - HAProxy ends with the process that started it. One whose manager was killed would keep the port for ever.
+
+The lines that this looks for are those of Serve's own template, which is private: `unknown_template` says whether they
+are still there, before HAProxy is chosen.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 FAULT_FILE = "fault.txt"
@@ -113,6 +117,54 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
         if line == "global":
             lines.append(f"    lua-load-per-thread {folder / 'cause.lua'}")
     return "\n".join(lines)
+
+
+_LOOKED_FOR = (
+    _FRONT_DOOR,
+    _ERROR_FILE,
+    _ROUTER_FAILED,
+    _NO_ROUTE,
+    _POOL,
+    _HEALTHY,
+    _KEEP_ALIVE,
+    _BODY,
+    re.compile("^global$"),
+    re.compile(f"^frontend {_FRONT_SECTION}$"),
+    *(re.compile(rf"^(frontend|listen) {section}$") for section in _SIDE_SECTIONS),
+)
+_BRANCHES, _VALUES = re.compile(r"\{%.*?%\}", re.DOTALL), re.compile(r"\{\{.*?\}\}", re.DOTALL)
+
+
+def unknown_template() -> str:
+    """What Ray Serve's template of the configuration does not have of what `adapt` looks for; empty when it has all.
+
+    It is read, not imported: Ray Serve takes its settings from the environment when it is imported.
+    """
+    import importlib.util  # here: the command in HAProxy's place does without
+
+    ray = importlib.util.find_spec("ray")
+    file = Path(ray.origin).parent / "serve" / "_private" / "haproxy_templates.py" if ray and ray.origin else None
+    if file is None or not file.exists():
+        return "template of HAProxy's configuration"
+    return next((f"line like {wanted} in HAProxy's configuration" for wanted in _not_in(file.read_text())), "")
+
+
+def _not_in(source: str) -> Iterator[str]:
+    """Of the lines that `adapt` looks for, those that a module with the template does not have. All branches of the
+    template count, with a 1 for every value."""
+    import ast
+
+    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    template = "\n".join(text for text in texts if isinstance(text, str))
+    section, open_doors = "", set(_SIDE_SECTIONS)
+    lines = _VALUES.sub("1", _BRANCHES.sub("", template)).split("\n")
+    for line in lines:
+        if found := _SECTION.match(line):
+            section = found[2]
+        if _SIDE_DOOR.match(line):
+            open_doors.discard(section)
+    yield from (wanted.pattern for wanted in _LOOKED_FOR if not any(map(wanted.match, lines)))
+    yield from (f"`bind :PORT` of {section}" for section in sorted(open_doors))
 
 
 def _error_lines(folder: Path) -> list[str]:

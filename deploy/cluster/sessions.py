@@ -4,6 +4,9 @@
 them the streams and every way to end the rest in order. So each daemon begins a session of its own: only this process
 hears the signal, and ends Ray when it is done with it. Where somebody signals every single process, Ray is gone, and
 what asks it for anything waits for a minute: then `Watch` ends this process.
+
+Written for Ray 2.60.0, which starts its daemons by a private part of it. Where it does not, a line is logged, and they
+stay in our process group.
 """
 
 from __future__ import annotations
@@ -16,10 +19,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from deploy.cluster import keeper
 from deploy.cluster.keeper import Keeper
+from kernels.private_ground import PrivateGround
+
+_DAEMONS: Final = PrivateGround(
+    "ray",
+    ("ray._private.services.ConsolePopen",),
+    "Ray's daemons stay in this command's process group: a signal to the group ends them, and every stream, at once; "
+    "and where this process is killed nobody ends them for it",
+)
 
 LEAVE_S = 2.0
 """Seconds that processes of a Ray that has ended may take to end by themselves."""
@@ -47,7 +58,10 @@ class Sessions:
 
     @contextmanager
     def of_their_own(self) -> Iterator[None]:
-        """The daemons that Ray starts within begin sessions of their own. After `keep`."""
+        """The daemons that Ray starts within begin sessions of their own, where this Ray lets them. After `keep`."""
+        if not _DAEMONS.there():
+            yield
+            return
         from ray._private import services
 
         popen: Any = services.ConsolePopen
@@ -64,6 +78,8 @@ class Sessions:
             yield
         finally:
             services.ConsolePopen = popen
+        if not self._daemons:
+            _DAEMONS.lost("daemon that ray._private.services.ConsolePopen starts")
 
     @property
     def begun(self) -> bool:

@@ -1,6 +1,9 @@
 """Which replica serves a request: the policy Ray Serve asks (`LoadRouter`), and the deployment HAProxy asks (`Picker`).
 
 All arithmetic is in `deploy.routing.policy`.
+
+Written for Ray 2.60.0, where what HAProxy asks is private. Without it a line is logged, and HAProxy shares requests
+among replicas by itself.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ import asyncio
 import re
 import time
 import uuid
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from ray import serve
@@ -24,6 +27,20 @@ from deploy.routing.arrivals import TICKET_HEADER, Ticket, load_from_report
 from deploy.routing.asks import BYTES_PER_TOKEN, AskReader
 from deploy.routing.policy import Ask, Ledger, Load, choose
 from deploy.text.tokenizer import Tokenizer
+from kernels.private_ground import PrivateGround
+
+ASKED_BY_HAPROXY: Final = PrivateGround(
+    "ray",
+    (
+        "ray.serve.Application._with_ingress_request_router",
+        "ray.serve.handle.DeploymentHandle._init",
+        "ray.serve.handle.DeploymentHandle.choose_replica",
+        "ray.serve._private.request_router.replica_wrapper.ReplicaSelection(_replica)",
+        "ray.serve.request_router.ReplicaID.to_full_id_str",
+    ),
+    "HAProxy shares requests among replicas without a look at their load, nor at whose pages hold a prompt's beginning",
+)
+"""What a `Picker` needs, and who attaches it."""
 
 PICK_TIMEOUT_S = 0.5
 """Seconds to wait for a replica where there is none; HAProxy would wait longer, and the client with it."""
@@ -71,7 +88,7 @@ def _ask_of(pending: PendingRequest | None) -> Ask:
     if isinstance(ask, Ask):
         return ask
     for argument in pending.args:
-        scope = getattr(argument, "_asgi_scope", None) or getattr(argument, "asgi_scope", None)
+        scope = getattr(argument, "asgi_scope", None)
         for name, value in (scope or {}).get("headers", ()):
             if bytes(name).lower() == b"content-length" and (length := _length(bytes(value))) is not None:
                 return Ask(length // BYTES_PER_TOKEN)

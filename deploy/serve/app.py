@@ -19,6 +19,7 @@ from deploy.cluster.connection import CannotJoin, RayConnection, Say, cluster_to
 from deploy.cluster.sessions import Sessions, Watch
 from deploy.config.application import ServeConfig
 from deploy.mistakes import explain
+from deploy.serve import entrance
 from workers.channel.ports import free_ports
 from workers.environment import check_environment
 from workers.families.registry import load_config
@@ -108,7 +109,7 @@ class Running:
 
         say("draining: running streams may finish; a second signal ends them")
         try:
-            serve.delete(APPLICATION, _blocking=False)
+            entrance.delete(APPLICATION)
             deadline = time.monotonic() + self.config.drain.deregister_s + self.config.drain.timeout_s + END_TIMEOUT_S
             while APPLICATION in serve.status().applications and time.monotonic() < deadline:
                 time.sleep(POLL_S)
@@ -124,7 +125,7 @@ class Running:
 
         try:
             if not self._connection.own:
-                serve.delete(APPLICATION, _blocking=False)
+                entrance.delete(APPLICATION)
                 serve.status()  # by its answer the controller has heard of the deletion
         finally:
             self._connection.close()
@@ -223,13 +224,13 @@ def _check_port(config: ServeConfig) -> None:
 def _check_entrance(config: ServeConfig, say: Say) -> None:
     """StartFailed where Ray Serve runs and listens elsewhere: it goes on to, whatever it is told."""
     from ray import serve
-    from ray.serve.context import _get_global_client
 
-    client = _get_global_client(raise_if_no_controller_running=False)
-    if client is None:
+    if not entrance.known():
+        return
+    if (there := entrance.listens_at()) is None:
         _check_port(config)
-    elif (client.http_config.host, client.http_config.port) != (config.host, config.port):
-        host, port = client.http_config.host, client.http_config.port
+    elif there != (config.host, config.port):
+        host, port = there
         raise StartFailed(
             f"Ray Serve runs on this cluster and listens on {host}:{port}, not on {config.host}:{config.port}; give "
             f"--host {host} --port {port}, which replaces its application {APPLICATION}, or end it (`serve shutdown`)"

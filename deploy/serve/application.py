@@ -1,19 +1,30 @@
-"""The Ray Serve application: the engine deployment, and the router HAProxy asks in front of it."""
+"""The Ray Serve application: the engine deployment, and the router HAProxy asks in front of it.
+
+Written for Ray 2.60.0, where whether HAProxy stands in front, and the router that it asks, are private. Without them a
+line is logged; the environment then tells of the one, and HAProxy does without the other.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, Final
 
 import ray
 from ray import serve
-from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from deploy.config.application import Ingress, ServeConfig
-from deploy.routing.router import LoadRouter, picker_class
+from deploy.routing.router import ASKED_BY_HAPROXY, LoadRouter, picker_class
 from deploy.serve.replica import replica_class
+from kernels.private_ground import PrivateGround
 from workers.environment import EnvironmentProblem
+
+_HA_PROXY: Final = PrivateGround(
+    "ray",
+    ("ray.serve._private.constants.RAY_SERVE_ENABLE_HA_PROXY",),
+    "whether HAProxy stands in front is taken from this process's environment",
+)
 
 ENGINE = "engine"
 ROUTER = "router"
@@ -23,16 +34,25 @@ ONGOING_REQUESTS = 1 << 20
 
 def running_ingress(config: ServeConfig) -> Ingress:
     """What this cluster's processes were started for; EnvironmentProblem when the settings ask for something else."""
-    if config.ingress == "direct" and not RAY_SERVE_ENABLE_HA_PROXY:
+    direct = _has_ha_proxy()
+    if config.ingress == "direct" and not direct:
         raise EnvironmentProblem(
             "ingress = direct, but Ray was started without RAY_SERVE_ENABLE_HA_PROXY=1: evaluate "
             '`eval "$(python -m deploy.cluster.environment)"` before `ray start` on every node, or set ingress to proxy'
         )
-    if config.ingress == "proxy" and RAY_SERVE_ENABLE_HA_PROXY:
+    if config.ingress == "proxy" and direct:
         raise EnvironmentProblem(
             "ingress = proxy, but Ray was started with RAY_SERVE_ENABLE_HA_PROXY=1; use auto or direct"
         )
-    return "direct" if RAY_SERVE_ENABLE_HA_PROXY else "proxy"
+    return "direct" if direct else "proxy"
+
+
+def _has_ha_proxy() -> bool:
+    if not _HA_PROXY.there():
+        return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+    from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+
+    return bool(RAY_SERVE_ENABLE_HA_PROXY)
 
 
 def settled(config: ServeConfig) -> ServeConfig:
@@ -88,8 +108,12 @@ def build_application(config: ServeConfig, engine_class: type = replica_class) -
             request_routing_stats_timeout_s=max(5.0, 5 * config.routing.stats_period_s),
         ),
     }
+    direct = running_ingress(config) == "direct"
+    routed = direct and ASKED_BY_HAPROXY.there()
+    if direct and not routed:
+        del options["request_router_config"]  # Serve refuses one that HAProxy would never ask
     engine = serve.deployment(engine_class, name=ENGINE, **options).bind(config)
-    if running_ingress(config) == "proxy":
+    if not routed:
         return engine
     router = serve.deployment(
         picker_class,

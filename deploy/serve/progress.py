@@ -1,20 +1,24 @@
 """What starting replicas report to whoever waits for them: lines and failures, in Ray's key-value store.
 
 It needs no process of its own, and survives the replica that wrote it.
+
+Written for Ray 2.60.0, whose key-value store is private. Without it a line is logged, and nothing is reported.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Any, Final
 
 import msgspec
-from ray.experimental.internal_kv import (
-    _internal_kv_del,
-    _internal_kv_get,
-    _internal_kv_list,
-    _internal_kv_put,
-)
 
+from kernels.private_ground import PrivateGround
+
+_STORE: Final = PrivateGround(
+    "ray",
+    tuple(f"ray.experimental.internal_kv._internal_kv_{verb}" for verb in ("del", "get", "list", "put")),
+    "a start says nothing of its replicas' progress and little of why they fail; Ray's logs of their processes do",
+)
 _NAMESPACE = b"latentserve"
 _KEPT_LINES = 200
 _KEPT_REPORTS = 32
@@ -41,7 +45,7 @@ class Board:
     def __init__(self, application: str, replica: str) -> None:
         self._key = _key(application, replica)
         for old in reports(application)[:-_KEPT_REPORTS]:
-            _internal_kv_del(_key(application, old.replica), namespace=_NAMESPACE)
+            _store("del", _key(application, old.replica))
         self.report = Report(replica, time.time())
 
     def say(self, line: str) -> None:
@@ -58,22 +62,22 @@ class Board:
         self._write()
 
     def _write(self) -> None:
-        _internal_kv_put(self._key, msgspec.msgpack.encode(self.report), overwrite=True, namespace=_NAMESPACE)
+        _store("put", self._key, msgspec.msgpack.encode(self.report), overwrite=True)
 
 
 def reports(application: str) -> list[Report]:
     """Every report of the application's replicas, oldest first."""
     prefix = _key(application, "")
     found = []
-    for key in _internal_kv_list(prefix, namespace=_NAMESPACE):
-        if (value := _internal_kv_get(key, namespace=_NAMESPACE)) is not None:
+    for key in _store("list", prefix) or ():
+        if (value := _store("get", key)) is not None:
             found.append(msgspec.msgpack.decode(value, type=Report))
     return sorted(found, key=lambda report: report.started)
 
 
 def clear(application: str) -> None:
     """Forget the reports of an application."""
-    _internal_kv_del(_key(application, ""), del_by_prefix=True, namespace=_NAMESPACE)
+    _store("del", _key(application, ""), del_by_prefix=True)
 
 
 class Reader:
@@ -109,3 +113,12 @@ class Reader:
 
 def _key(application: str, replica: str) -> bytes:
     return f"progress/{application}/{replica}".encode()
+
+
+def _store(verb: str, *arguments: Any, **options: Any) -> Any:
+    """What Ray's store gives; None where this Ray has none."""
+    if not _STORE.there():
+        return None
+    from ray.experimental import internal_kv
+
+    return getattr(internal_kv, f"_internal_kv_{verb}")(*arguments, namespace=_NAMESPACE, **options)

@@ -1,18 +1,28 @@
 """Whether the nodes of a Ray have room for an application, and what its replicas wait for where they do not.
 
 Ray itself waits, for as long as it takes, and says so in the logs of its own processes alone.
+
+Written for Ray 2.60.0, whose Serve has a private prefix for the names of what it asks places for. Without it a line is
+logged, and the prefix of that version is looked for.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from typing import Final
 
 import ray
 
 from deploy.config.application import ServeConfig
 from deploy.serve.application import bundles, settled
+from kernels.private_ground import PrivateGround
 
+_NAMES: Final = PrivateGround(
+    "ray",
+    ("ray.serve._private.common.REPLICA_ID_FULL_ID_STR_PREFIX",),
+    "a start may not say for what its replicas wait; `ray status` does",
+)
 PATIENCE_S = 5.0
 """Seconds a replica may be without a place before that is news: Ray looks for one every second."""
 LOOK_PERIOD_S = 1.0
@@ -43,7 +53,7 @@ class WaitingReplicas:
     """Watches for replicas that Ray has found no place for."""
 
     def __init__(self, application: str, config: ServeConfig) -> None:
-        self._prefix = f"SERVE_REPLICA::{application}#"
+        self._prefix = f"{_replica_prefix()}{application}#"
         self._config = settled(config)
         self._takes = {name: needed for name, needed in needs(self._config, 1).items() if needed}
         self._since: dict[str, float] = {}
@@ -79,6 +89,14 @@ class WaitingReplicas:
             front, rank = bundles(self._config)[:2]
             return f"{line}, but no node has {_all(front)} for its front, or enough have not {_all(rank)} for a rank"
         return f"{line} (`ray status` shows what the nodes have)"
+
+
+def _replica_prefix() -> str:
+    if not _NAMES.there():
+        return "SERVE_REPLICA::"
+    from ray.serve._private.common import REPLICA_ID_FULL_ID_STR_PREFIX
+
+    return str(REPLICA_ID_FULL_ID_STR_PREFIX)
 
 
 def _all(resources: dict[str, float]) -> str:

@@ -1,17 +1,27 @@
-"""The layer between Ray Serve and a replica's front: routers' tickets in, one request id out, streams under guard."""
+"""The layer between Ray Serve and a replica's front: routers' tickets in, one request id out, streams under guard.
+
+Written for Ray 2.60.0 and the uvicorn in it: how a connection is found is private to both. Where it cannot be found a
+line is logged, and its streams go without a guard.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.routing.arrivals import TICKET_HEADER, Arrivals, Ticket
 from deploy.serve.guardian import Guardian
+from kernels.private_ground import PrivateGround
 
 REPLICA_HEADER = "x-latentserve-replica"
 """Of every answer: which replica gave it, as logs and metrics name it."""
 _TICKET = TICKET_HEADER.encode()
+_CONNECTION: Final = PrivateGround(
+    "ray",
+    (),
+    "streams are not guarded: where their front dies they end without an error event",
+)
 
 
 class UnderServe:
@@ -67,9 +77,14 @@ def connection_of(receive: Any) -> int | None:
     Serve hands the request on inside objects of its own, which hold the receive channel of uvicorn's request, which
     knows its transport.
     """
+    if hasattr(receive, "_receive_asgi_messages"):  # from Serve's proxy
+        return None
     cycle = getattr(getattr(receive, "_receive", None), "__self__", None)
     transport = getattr(cycle, "transport", None)
-    if transport is None or transport.get_extra_info("sslcontext") is not None:
+    if transport is None:
+        _CONNECTION.lost("transport of a connection where a request's receive channel had it")
+        return None
+    if transport.get_extra_info("sslcontext") is not None:
         return None
     connection = transport.get_extra_info("socket")
     return None if connection is None else int(connection.fileno())

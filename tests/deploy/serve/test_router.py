@@ -86,7 +86,7 @@ async def test_reports_are_read_once_and_forgotten_with_their_replica(
 async def test_behind_serves_proxy_the_length_of_the_body_is_all_there_is(
     policy: LoadRouter, headers: list[tuple[bytes, bytes]] | None, tokens: int
 ) -> None:
-    argument = SimpleNamespace(_asgi_scope=None if headers is None else {"headers": headers})
+    argument = SimpleNamespace(asgi_scope=None if headers is None else {"headers": headers})
     receipt: dict[str, str] = {}
     await chosen(policy, [replica("a")], pending(argument, receipt=receipt))
     ticket = Ticket.parse(receipt["ticket"])
