@@ -35,7 +35,7 @@ class CacheSpec(ABC):
 
     @abstractmethod
     def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
-        """Let the chosen entries (bool [P, K]) of `content` be such that all that is computed from one of them is NaN."""
+        """Make the chosen entries (bool [P, K]) of `content` such that whatever is computed from one of them is NaN."""
 
     @property
     def page_bytes(self) -> int:
