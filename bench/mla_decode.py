@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import timing
 
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace, hopper_tiling, portable_tiling
 
 LATENT, ROPE, PAGE = 512, 64, 64
 SHAPES = ((1, 4096), (1, 32768), (32, 4096), (128, 4096), (64, 16384))
@@ -108,7 +108,7 @@ def ours(
     return run_tiling(shape, choose(shape, torch.cuda.get_device_properties(0).multi_processor_count), layers, early)
 
 
-def run_tiling(shape: DecodeShape, tiling: Tiling, layers: list[dict[str, torch.Tensor]], early: bool) -> float:
+def run_tiling(shape: DecodeShape, tiling: DecodeTiling, layers: list[dict[str, torch.Tensor]], early: bool) -> float:
     """Microseconds of attention and merge with this tiling."""
     size = Workspace.bytes(shape, tiling, torch.bfloat16)
     workspace = Workspace.over(torch.empty(size, dtype=torch.uint8, device="cuda"), shape, tiling, torch.bfloat16)

@@ -32,7 +32,7 @@ from timing import microseconds
 from verdict import MOST_ERROR, error, verdict
 
 from kernels.moe import launch, reference, schedule
-from kernels.moe.schedule import ExpertsShape, Product, Tiling, Workspace
+from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
 
 MODELS = {
     "v2-lite": (6, 64, 2048, 1408, 0),
@@ -74,14 +74,16 @@ class Problem:
         reference.experts_grouped(self.x.float(), self.ids[0], self.weights[0], *weights, out)
         return out
 
-    def calls(self, tiling: Tiling, dependent: bool = True) -> list[launch.Experts]:
+    def calls(self, tiling: ExpertTiling, dependent: bool = True) -> list[launch.ExpertLaunches]:
         """One call for every routing, all with one workspace."""
         buffer = torch.empty(Workspace.bytes(self.shape, tiling), dtype=torch.uint8, device=self.x.device)
         scratch, out = Workspace.over(buffer, self.shape, tiling), torch.empty_like(self.x)
         if self.shape.groups:
             out = torch.zeros(self.shape.tokens, self.shape.groups, self.shape.hidden, device=self.x.device)
         return [
-            launch.Experts(self.x, id, weight, self.gate_up, self.down, out, scratch, self.shape, tiling, dependent)
+            launch.ExpertLaunches(
+                self.x, id, weight, self.gate_up, self.down, out, scratch, self.shape, tiling, dependent
+            )
             for id, weight in zip(self.ids, self.weights, strict=True)
         ]
 
@@ -97,12 +99,12 @@ def problem(shape: ExpertsShape, gate_up: torch.Tensor, down: torch.Tensor) -> P
     return Problem(shape, gate_up, down, x, ids, weights)
 
 
-def name_of(tiling: Tiling) -> str:
+def name_of(tiling: ExpertTiling) -> str:
     """Its rows, starred when it is Hopper's own kernels."""
     return f"{tiling.rows}{'*' if tiling.programs else ''}"
 
 
-def error_of(case: Problem, tiling: Tiling) -> float:
+def error_of(case: Problem, tiling: ExpertTiling) -> float:
     """How far the first routing's result is from `wanted`."""
     call = case.calls(tiling)[0]
     call.out_TE.zero_()
@@ -110,7 +112,7 @@ def error_of(case: Problem, tiling: Tiling) -> float:
     return error(call.out_TE.sum(1) if case.shape.groups else call.out_TE, case.wanted)
 
 
-def line(case: Problem, tiling: Tiling) -> tuple[str, float, float]:
+def line(case: Problem, tiling: ExpertTiling) -> tuple[str, float, float]:
     """A line of the table; the microseconds of a call and its error."""
     calls = case.calls(tiling)
     wrong_by = error_of(case, tiling)
@@ -167,14 +169,14 @@ def sweep(case: Problem, tries: Iterable[tuple[str, int, Product]]) -> None:
         print("\n".join(text for _, text in sorted(lines)), flush=True)
 
 
-def with_product(shape: ExpertsShape, name: str, rows: int, product: Product) -> Tiling:
+def with_product(shape: ExpertsShape, name: str, rows: int, product: Product) -> ExpertTiling:
     """A tiling in which one product is `product`. The other is that of tiles of 64 where none has this height."""
     own = schedule.PRODUCTS.get(rows, schedule.PRODUCTS[64])
     both = dict(zip(("gate_up", "down"), own, strict=True)) | {name: product}
-    return schedule.fitted(Tiling(rows, both["gate_up"], both["down"], schedule.tiling(shape).partial), shape)
+    return schedule.fitted(ExpertTiling(rows, both["gate_up"], both["down"], schedule.tiling(shape).partial), shape)
 
 
-def compile_one(shape: ExpertsShape, tiling: Tiling) -> None:
+def compile_one(shape: ExpertsShape, tiling: ExpertTiling) -> None:
     """Put the kernels of a call into Triton's cache, without a GPU."""
     from tests.support.hopper import compile_only
 
@@ -185,10 +187,10 @@ def compile_one(shape: ExpertsShape, tiling: Tiling) -> None:
     ids, weight = torch.zeros(few.tokens, shape.chosen, dtype=torch.int64), torch.zeros(few.tokens, shape.chosen)
     scratch = Workspace.over(torch.empty(Workspace.bytes(few, tiling), dtype=torch.uint8), few, tiling)
     with compile_only():
-        launch.Experts(x, ids, weight, gate_up, down, x, scratch, few, tiling, True).run()
+        launch.ExpertLaunches(x, ids, weight, gate_up, down, x, scratch, few, tiling, True).run()
 
 
-def compile_all(jobs: list[tuple[ExpertsShape, Tiling]], workers: int) -> None:
+def compile_all(jobs: list[tuple[ExpertsShape, ExpertTiling]], workers: int) -> None:
     """Compile side by side, so that the GPU does not wait for one compiler."""
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for future in [pool.submit(compile_one, *job) for job in jobs]:
@@ -237,7 +239,7 @@ def main() -> None:
     sys.exit(not all_right)
 
 
-def tilings(shape: ExpertsShape) -> list[Tiling]:
+def tilings(shape: ExpertsShape) -> list[ExpertTiling]:
     """What is chosen where Hopper's own kernels are not, and for many tokens those."""
     found = [schedule.tiling(shape)]
     if shape.tokens >= 256 and not shape.groups and torch.cuda.get_device_capability() == (9, 0):

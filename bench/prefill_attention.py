@@ -25,7 +25,7 @@ import timing
 from verdict import MOST_ERROR, error, verdict
 
 from kernels.mla_prefill import launch, reference
-from kernels.mla_prefill.launch import HOPPER, Tiling
+from kernels.mla_prefill.launch import HOPPER, PrefillTiling
 
 NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
 SHAPES = "1x128,1x256,1x512,1x1024,8x128,8x1024,1x8192,16x512,1x512+4096"
@@ -73,7 +73,7 @@ class Case:
         self.want_lse_TH = torch.empty_like(self.lse_TH)
         reference.mla_prefill(*self.tensors, self.want_THV, self.want_lse_TH, self.scale, self.causal)
 
-    def run(self, tiles: Tiling) -> None:
+    def run(self, tiles: PrefillTiling) -> None:
         """One launch."""
         launch.mla_prefill(
             *self.tensors,
@@ -85,7 +85,7 @@ class Case:
             tiles=tiles,
         )
 
-    def error(self, tiles: Tiling) -> float:
+    def error(self, tiles: PrefillTiling) -> float:
         """How far a launch is from the reference, in its outputs or, absolutely, in their log-sum-exp."""
         self.out_THV.fill_(torch.nan)
         self.lse_TH.fill_(torch.nan)
@@ -93,17 +93,17 @@ class Case:
         out = error(self.out_THV, self.want_THV)
         return out if (self.lse_TH - self.want_lse_TH).abs().max() <= MOST_ERROR else torch.nan
 
-    def microseconds(self, tiles: Tiling) -> float:
+    def microseconds(self, tiles: PrefillTiling) -> float:
         """Median time of one launch."""
         return timing.microseconds([lambda: self.run(tiles)])
 
 
-def choices(text: str) -> list[Tiling]:
+def choices(text: str) -> list[PrefillTiling]:
     """Tilings by name or numbers; without any, the portable kernel and Hopper's where it runs."""
     if not text:
         hopper = torch.cuda.get_device_capability() == (9, 0)
         return [launch.tiling(NOPE + ROPE, VALUE, torch.bfloat16, 128)] + [HOPPER] * hopper
-    return [HOPPER if part == "hopper" else Tiling(*map(int, part.split("x"))) for part in text.split(",")]
+    return [HOPPER if part == "hopper" else PrefillTiling(*map(int, part.split("x"))) for part in text.split(",")]
 
 
 def main() -> None:

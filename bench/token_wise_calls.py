@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import decode_state, few_experts, pending_norm
-from kernels.few_experts import Choice, Routing
+from kernels.few_experts import ChosenExperts, Routing
 from kernels.few_experts import launch as choice_launch
 from kernels.few_experts import reference as choice_reference
 from kernels.gather_context import launch as context_launch
@@ -466,11 +466,11 @@ def choose(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
         return None
     routing = Routing("softmax", 1, 1, False, 1.0)
 
-    def choice(t: Tensors) -> Choice:
-        return Choice(t["place"], t["weight"], t["slot"])
+    def choice(t: Tensors) -> ChosenExperts:
+        return ChosenExperts(t["place"], t["weight"], t["slot"])
 
     def make() -> Tensors:
-        made = few_experts.Choice.empty(tokens, sizes.experts, sizes.chosen, torch.zeros)
+        made = few_experts.ChosenExperts.empty(tokens, sizes.experts, sizes.chosen, torch.zeros)
         memory = {"place": made.place_TX, "weight": made.weight_TK, "slot": made.slot_S}
         return memory | {"logit": _logits(sizes, tokens), "length": torch.ones(tokens, dtype=torch.int32)}
 
@@ -536,7 +536,7 @@ def combine_norm(sizes: Sizes, tokens: int, device: torch.device) -> Call | None
         scratch = moe_schedule.Workspace(t["id"], t["id"], t["id"], t["partial"], t["partial"])
         tensors = (t["out"], t["id"], t["weight"], t["partial"], t["partial"], t["out"])
         add = moe_launch.AddNorm(t["residual"], t["norm"], EPS)
-        moe_launch.Experts(*tensors, scratch, shape, tiling, dependent).combine_norm(add)
+        moe_launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent).combine_norm(add)
 
     def reference(t: Tensors) -> None:
         sum_TE = (t["partial"].float().view(tokens, columns, -1) * t["weight"].unsqueeze(-1)).sum(1)

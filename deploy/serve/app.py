@@ -74,11 +74,11 @@ class Running:
     """An application that serves."""
 
     def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
-        from deploy.serve.progress import Reader
+        from deploy.serve.progress import ProgressReader
         from deploy.serve.room import WaitingReplicas
 
         self.config, self._connection = config, connection
-        self._reader, self._waiting = Reader(APPLICATION), WaitingReplicas(APPLICATION, config)
+        self._reader, self._waiting = ProgressReader(APPLICATION), WaitingReplicas(APPLICATION, config)
         self._address = connection.head_address if config.host == "0.0.0.0" else config.host
 
     @property

@@ -80,7 +80,7 @@ def clear(application: str) -> None:
     _store("del", _key(application, ""), del_by_prefix=True)
 
 
-class Reader:
+class ProgressReader:
     """Gives every line once, in order of replicas."""
 
     def __init__(self, application: str) -> None:

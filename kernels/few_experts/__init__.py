@@ -19,7 +19,7 @@ from kernels.few_experts import launch, reference
 from kernels.few_experts.launch import choosable
 from kernels.pending_norm.pieces import PendingNorm
 
-__all__ = ["Choice", "Routing", "choosable", "choose", "experts", "router"]
+__all__ = ["ChosenExperts", "Routing", "choosable", "choose", "experts", "router"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenExperts:
     """Who chose whom."""
 
     place_TX: Tensor
@@ -55,9 +55,9 @@ class Choice:
         return self.slot_S.shape[0] - 1
 
     @staticmethod
-    def empty(tokens: int, experts: int, chosen: int, empty: Callable[..., Tensor]) -> Choice:
+    def empty(tokens: int, experts: int, chosen: int, empty: Callable[..., Tensor]) -> ChosenExperts:
         """Memory for one, from `empty(*shape, dtype=...)`."""
-        return Choice(
+        return ChosenExperts(
             empty(tokens, experts, dtype=torch.int32),
             empty(tokens, chosen, dtype=torch.float32),
             empty(min(experts, tokens * chosen) + 1, dtype=torch.int32),
@@ -76,7 +76,7 @@ def choose(
     logit_TX: Tensor,
     bias_X: Tensor | None,
     length_R: Tensor,
-    choice: Choice,
+    choice: ChosenExperts,
     routing: Routing,
     *,
     dependent: bool = False,
@@ -95,7 +95,7 @@ def choose(
 
 def experts(
     x: PendingNorm,
-    choice: Choice,
+    choice: ChosenExperts,
     gate_up_XFE: Tensor,
     down_XEI: Tensor,
     residual_TE: Tensor | None,

@@ -28,7 +28,7 @@ from kernels.linear.stream import ROWS
 from kernels.pending_norm.pieces import PendingNorm
 
 if TYPE_CHECKING:
-    from kernels.few_experts import Choice, Routing
+    from kernels.few_experts import ChosenExperts, Routing
 
 MOST_PLAIN = 4
 """Most tokens whose router logits are summed on plain cores although tensor cores could."""
@@ -86,7 +86,7 @@ def choose(
     logit_TX: Tensor,
     bias_X: Tensor | None,
     length_R: Tensor,
-    choice: Choice,
+    choice: ChosenExperts,
     routing: Routing,
     *,
     dependent: bool = False,
@@ -129,7 +129,9 @@ def choose(
     )
 
 
-def gate_up(x: PendingNorm, choice: Choice, weight_XFE: Tensor, act_YI: Tensor, *, dependent: bool = False) -> None:
+def gate_up(
+    x: PendingNorm, choice: ChosenExperts, weight_XFE: Tensor, act_YI: Tensor, *, dependent: bool = False
+) -> None:
     """See `kernels.few_experts.experts`: the first half. `act_YI`: [T * (K + shared), I]."""
     tokens, features = x.x_TE.shape
     intermediate = act_YI.shape[1]
@@ -163,7 +165,7 @@ def gate_up(x: PendingNorm, choice: Choice, weight_XFE: Tensor, act_YI: Tensor, 
 
 def down(
     act_YI: Tensor,
-    choice: Choice,
+    choice: ChosenExperts,
     weight_XEI: Tensor,
     out_TE: Tensor,
     residual_TE: Tensor | None = None,
@@ -200,7 +202,7 @@ def down(
     )
 
 
-def _shared(choice: Choice, weight: Tensor, act_YI: Tensor) -> int:
+def _shared(choice: ChosenExperts, weight: Tensor, act_YI: Tensor) -> int:
     """How many experts are shared."""
     (tokens, chosen), shared = choice.weight_TK.shape, weight.shape[0] - choice.experts
     if shared < 0 or act_YI.shape[0] != tokens * (chosen + shared):

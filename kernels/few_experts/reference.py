@@ -13,7 +13,7 @@ from kernels.pending_norm import reference as pending_norm
 from kernels.pending_norm.pieces import PendingNorm
 
 if TYPE_CHECKING:
-    from kernels.few_experts import Choice, Routing
+    from kernels.few_experts import ChosenExperts, Routing
 
 
 def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor) -> None:
@@ -21,7 +21,7 @@ def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor) -> None:
     torch.mm(pending_norm.normed(x), weight_XE.t().float(), out=logit_TX)
 
 
-def choose(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: Choice, routing: Routing) -> None:
+def choose(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: ChosenExperts, routing: Routing) -> None:
     """See `kernels.few_experts.choose`."""
     tokens, chosen = choice.weight_TK.shape
     id_TK = torch.empty(tokens, chosen, dtype=torch.int64)
@@ -38,7 +38,7 @@ def choose(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: Ch
 
 def experts(
     x: PendingNorm,
-    choice: Choice,
+    choice: ChosenExperts,
     gate_up_XFE: Tensor,
     down_XEI: Tensor,
     residual_TE: Tensor | None,

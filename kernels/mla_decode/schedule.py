@@ -1,7 +1,7 @@
 """How one decode launch is cut up: the static tiling, the buffers it needs, and the rule that splits rows over workers.
 
-The cache of every row is counted in *units* (`Tiling.unit` tokens). All rows' units, laid end to end, are dealt to a
-fixed number of *workers* in equal contiguous shares, so a captured graph has a fixed grid while lengths change
+The cache of every row is counted in *units* (`DecodeTiling.unit` tokens). All rows' units, laid end to end, are dealt to
+a fixed number of *workers* in equal contiguous shares, so a captured graph has a fixed grid while lengths change
 freely: the dealing is done on the device by `kernel.plan_splits`. A row that crosses workers leaves one partial
 result a piece, which the merge adds up in order. In invariant mode every unit is a piece of its own, at an absolute
 position, so that a row's result depends on nothing but the row.
@@ -64,7 +64,7 @@ class DecodeShape:
 
 
 @dataclass(frozen=True)
-class Tiling:
+class DecodeTiling:
     """The static choices of one launch."""
 
     path: str
@@ -108,7 +108,7 @@ class Tiling:
         """Blocks of queries a short row has."""
         return -(-shape.queries // NARROW_BLOCK) if self.path == "either" else 1
 
-    def ways(self) -> tuple[Tiling, ...]:
+    def ways(self) -> tuple[DecodeTiling, ...]:
         """The attention kernels' tilings, in the order of their launches; of two, the plan says which works.
 
         The narrow one is first, because a short row gains most from programs that start beside those of the kernel
@@ -130,7 +130,7 @@ INVARIANT_UNIT = 512
 """Tokens of a piece in invariant mode, whatever the lengths and the page table."""
 
 
-def portable_tiling(shape: DecodeShape, multiprocessors: int) -> Tiling:
+def portable_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
     """A tiling for the portable kernel on a device of so many multiprocessors."""
     block = 16 if shape.queries <= 16 and not shape.invariant else 32  # at 64 it spills registers
     return _tiling(
@@ -144,7 +144,7 @@ def portable_tiling(shape: DecodeShape, multiprocessors: int) -> Tiling:
     )
 
 
-def hopper_tiling(shape: DecodeShape, multiprocessors: int) -> Tiling:
+def hopper_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
     """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models."""
     if (shape.latent, shape.rope) != (512, 64):
         return portable_tiling(shape, multiprocessors)
@@ -162,7 +162,9 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int) -> Tiling:
     return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
 
 
-def _tiling(shape: DecodeShape, path: str, programs: int, *, block: int, tile: int, warps: int, stages: int) -> Tiling:
+def _tiling(
+    shape: DecodeShape, path: str, programs: int, *, block: int, tile: int, warps: int, stages: int
+) -> DecodeTiling:
     """Complete a tiling: as many workers as keep all programs resident at once, and a merge that suits them."""
     workers = max(1, programs // -(-shape.queries // block))
     unit, row_cost = PAGE_TOKENS, 1
@@ -179,7 +181,7 @@ def _tiling(shape: DecodeShape, path: str, programs: int, *, block: int, tile: i
         merge_warps = 2 if pieces == 128 else queries
         if shape.rows == 1:
             row_cost = 0
-    return Tiling(
+    return DecodeTiling(
         path=path,
         block=block,
         tile=tile,
@@ -206,21 +208,21 @@ class Workspace:
     """The scratch memory of one launch shape: plan and partial results. Launches in stream order may share it."""
 
     shape: DecodeShape
-    tiling: Tiling
+    tiling: DecodeTiling
     plan: torch.Tensor
     """int32 [workers * WORKER_FIELDS + rows * ROW_FIELDS]."""
     partial_SQL: torch.Tensor
-    """Normalised partial outputs in the cache's dtype, S = `Tiling.slots`."""
+    """Normalised partial outputs in the cache's dtype, S = `DecodeTiling.slots`."""
     partial_lse_SQ: torch.Tensor
     """fp32 log2-sum-exp2 of each piece's scaled scores."""
 
     @staticmethod
-    def bytes(shape: DecodeShape, tiling: Tiling, dtype: torch.dtype) -> int:
+    def bytes(shape: DecodeShape, tiling: DecodeTiling, dtype: torch.dtype) -> int:
         """Bytes `over` needs."""
         return sum(size for _, size in _parts(shape, tiling, dtype))
 
     @staticmethod
-    def over(buffer: torch.Tensor, shape: DecodeShape, tiling: Tiling, dtype: torch.dtype) -> Workspace:
+    def over(buffer: torch.Tensor, shape: DecodeShape, tiling: DecodeTiling, dtype: torch.dtype) -> Workspace:
         """Lay a workspace over the front of a uint8 buffer of at least `bytes` bytes (ValueError when it is smaller).
 
         Nothing in it needs to be initialised; workspaces of several shapes may lie over one buffer.
@@ -245,7 +247,7 @@ class Workspace:
         )
 
 
-def _parts(shape: DecodeShape, tiling: Tiling, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
+def _parts(shape: DecodeShape, tiling: DecodeTiling, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
     """(dtype, bytes) of plan, partial outputs and partial sums, each padded to 256 bytes."""
     plan = 4 * (tiling.workers * WORKER_FIELDS + shape.rows * ROW_FIELDS)
     vectors = tiling.slots(shape) * shape.queries

@@ -15,7 +15,7 @@ from kernels.mla_prefill import kernel
 
 
 @dataclass(frozen=True)
-class Tiling:
+class PrefillTiling:
     """The static choices of one launch."""
 
     queries: int
@@ -29,20 +29,20 @@ class Tiling:
     """`kernel`, or `hopper`, whose other numbers are those of `HOPPER`."""
 
 
-HOPPER: Final = Tiling(128, 128, 9, 2, "hopper")
+HOPPER: Final = PrefillTiling(128, 128, 9, 2, "hopper")
 """For compute capability 9.0 and bfloat16, 128 + 64 features a key and 128 a value."""
 HOPPER_QUERIES: Final = 256
 """Fewest queries of the longest row that `hopper` is the faster kernel for (bench/prefill_attention.py)."""
 
 
-def tiling(features: int, value: int, dtype: torch.dtype, max_q: int) -> Tiling:
+def tiling(features: int, value: int, dtype: torch.dtype, max_q: int) -> PrefillTiling:
     """A tiling for keys of `features` and values of `value` features, padded to powers of two."""
     if dtype.itemsize > 2:
-        return Tiling(32, 32, 4, 1)
+        return PrefillTiling(32, 32, 4, 1)
     if max_q <= 64:
-        return Tiling(64, 64 if value <= 128 else 32, 4, 2)
+        return PrefillTiling(64, 64 if value <= 128 else 32, 4, 2)
     wide = 128 if features + value <= 320 else 64 if features + value <= 512 else 32
-    return Tiling(128, wide, 8, 2)
+    return PrefillTiling(128, wide, 8, 2)
 
 
 def mla_prefill(
@@ -58,7 +58,7 @@ def mla_prefill(
     scale: float,
     causal: bool,
     max_q: int,
-    tiles: Tiling | None = None,
+    tiles: PrefillTiling | None = None,
 ) -> None:
     """See `kernels.mla_prefill.mla_prefill`."""
     heads, nope, rope, value = q_THD.shape[1], k_SHN.shape[2], k_SO.shape[1], v_SHV.shape[2]

@@ -147,7 +147,7 @@ def _launch(
         device = tensors[0].device
         workspace = torch.empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8, device=device)
     scratch = schedule.Workspace.over(workspace, shape, tiling)
-    launch.Experts(*tensors, scratch, shape, tiling, dependent, add_norm).run()
+    launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent, add_norm).run()
 
 
 def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, groups: int = 0, shared: int = 0) -> ExpertsShape:

@@ -23,8 +23,8 @@ from kernels.moe.schedule import (
     SEGMENTS,
     SPAN,
     ExpertsShape,
+    ExpertTiling,
     Product,
-    Tiling,
     Workspace,
 )
 from kernels.rms_norm import launch as rms_norm
@@ -96,7 +96,7 @@ class AddNorm:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertLaunches:
     """One call of `kernels.moe.experts` or `add_experts`: `run` launches its kernels one after the other."""
 
     x_TE: Tensor
@@ -108,7 +108,7 @@ class Experts:
     """With groups [T, G, E], and added to."""
     scratch: Workspace
     shape: ExpertsShape
-    tiling: Tiling
+    tiling: ExpertTiling
     dependent: bool = False
     """Of tall tiles only the sort of few tokens is launched so: a launch costs nothing beside their products, and early
     starts disturb those."""

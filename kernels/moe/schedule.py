@@ -106,7 +106,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Tiling:
+class ExpertTiling:
     """The static choices of one call."""
 
     rows: int
@@ -142,7 +142,7 @@ IN_GROUPS = (Product(64, 64, 3, 4, tma=True), Product(128, 64, 3, 4, tma=True))
 """The same, of 64 pairs, for sums of groups: of any number of tokens, so that tiles of an expert go one by one."""
 
 
-def tiling(shape: ExpertsShape) -> Tiling:
+def tiling(shape: ExpertsShape) -> ExpertTiling:
     """The tiles for a call: as tall as a routed expert's tokens are many on average, so that weights are streamed once.
     A shared expert, which has all tokens, fills as many tiles as it takes. For the tallest Hopper has its own kernels;
     whether they take a call or not, its memory is the same.
@@ -150,7 +150,7 @@ def tiling(shape: ExpertsShape) -> Tiling:
     Sums of groups have one tile for every number of tokens, and keep what the order of a sum could round.
     """
     if shape.groups:
-        return fitted(Tiling(64, *IN_GROUPS, torch.float32), shape)
+        return fitted(ExpertTiling(64, *IN_GROUPS, torch.float32), shape)
     mean = shape.mean
     rows = 16 if mean < 12 else 64 if mean <= 56 else 128
     if shape.tokens <= 1:
@@ -160,10 +160,10 @@ def tiling(shape: ExpertsShape) -> Tiling:
     gate_up, down = PRODUCTS[rows]
     if rows == 64 and shape.hidden > MOST_HIDDEN:
         gate_up = replace(gate_up, stages=4)
-    return fitted(Tiling(rows, gate_up, down, shape.dtype), shape)
+    return fitted(ExpertTiling(rows, gate_up, down, shape.dtype), shape)
 
 
-def grouped(shape: ExpertsShape, programs: int) -> Tiling:
+def grouped(shape: ExpertsShape, programs: int) -> ExpertTiling:
     """The tiles of Hopper's own kernels, for many tokens of 16-bit floats; a program for each multiprocessor.
 
     As long as a routed expert's tokens fill one tile, its weights come from memory; a shared expert's, which has many
@@ -176,10 +176,10 @@ def grouped(shape: ExpertsShape, programs: int) -> Tiling:
             f"Hopper's kernels take 16-bit floats, at least 64 hidden and 32 intermediate of them, in one sum: {shape}"
         )
     products = Product(128, 64, 4, 4, 4, tma=True), Product(256, 64, 4, 4, 4, tma=True)
-    return fitted(Tiling(128, *products, shape.dtype, programs, shape.mean <= 128), shape)
+    return fitted(ExpertTiling(128, *products, shape.dtype, programs, shape.mean <= 128), shape)
 
 
-def fitted(tiling: Tiling, shape: ExpertsShape) -> Tiling:
+def fitted(tiling: ExpertTiling, shape: ExpertsShape) -> ExpertTiling:
     """`tiling`, with blocks no larger than the matrices and no more shared memory than fp32 may take."""
 
     def fit(product: Product, features: int, depth: int) -> Product:
@@ -217,12 +217,12 @@ class Workspace:
     """Every pair's results, of each group."""
 
     @staticmethod
-    def bytes(shape: ExpertsShape, tiling: Tiling) -> int:
+    def bytes(shape: ExpertsShape, tiling: ExpertTiling) -> int:
         """Bytes `over` needs."""
         return sum(size for _, size in _parts(shape, tiling))
 
     @staticmethod
-    def over(buffer: Tensor, shape: ExpertsShape, tiling: Tiling) -> Workspace:
+    def over(buffer: Tensor, shape: ExpertsShape, tiling: ExpertTiling) -> Workspace:
         """Lay a workspace over the front of a uint8 buffer (ValueError when it is too small)."""
         need = Workspace.bytes(shape, tiling)
         if buffer.dtype != torch.uint8 or buffer.numel() < need:
@@ -244,7 +244,7 @@ class Workspace:
         )
 
 
-def _parts(shape: ExpertsShape, tiling: Tiling) -> list[tuple[torch.dtype, int]]:
+def _parts(shape: ExpertsShape, tiling: ExpertTiling) -> list[tuple[torch.dtype, int]]:
     """(dtype, bytes) of the parts of a workspace, each padded to 256 bytes."""
     act = (shape.dtype, shape.pairs * shape.intermediate * shape.dtype.itemsize)
     if tiling.rows == 0:

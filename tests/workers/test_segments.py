@@ -17,7 +17,7 @@ from tests.workers.recorded import Recording, no_host_values
 from tests.workers.test_engine import engine, greedy, random_prompts
 from workers.graphs.rehearsal import rehearsals, rehearse
 from workers.memory.scratch import Scratch
-from workers.models.products import Experts, Products
+from workers.models.products import Mixture, Products
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
 from workers.step.ladder import TokenLadder
 from workers.step.mixed import MixedStep
@@ -182,7 +182,7 @@ def test_a_small_bucket_may_need_more_memory_than_the_largest(folder: Path, monk
     experts = Products.experts
 
     def wasteful(
-        self: Products, x_TE: torch.Tensor, mixture: Experts, norm: AddNorm, out_TE: torch.Tensor, scratch: Scratch
+        self: Products, x_TE: torch.Tensor, mixture: Mixture, norm: AddNorm, out_TE: torch.Tensor, scratch: Scratch
     ) -> None:
         scratch.empty(1 << 22 if x_TE.shape[0] == 48 else 0, dtype=torch.uint8)
         experts(self, x_TE, mixture, norm, out_TE, scratch)

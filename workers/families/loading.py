@@ -15,7 +15,7 @@ from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.memory_check import check_memory
-from workers.weights.reader import Reader
+from workers.weights.reader import CheckpointReader
 from workers.weights.source import Census
 
 
@@ -50,7 +50,7 @@ def load_model(
         family.model(census, config, max_positions=0, draft_layer=draft_layer, invariant=invariant)
         checkpoint.verify(census.shapes, _ignored(family, config, draft_prefix, draft_layer))
         check_memory(census.bytes, group, device)
-        with Reader(checkpoint, group, dtype, device, progress, family.tensor) as reader:
+        with CheckpointReader(checkpoint, group, dtype, device, progress, family.tensor) as reader:
             model = family.model(
                 reader, config, max_positions=max_positions, draft_layer=draft_layer, invariant=invariant
             )

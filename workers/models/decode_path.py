@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels import few_experts, pending_norm
 from kernels.dependent import launches_dependently
-from kernels.few_experts import Choice, Routing
+from kernels.few_experts import ChosenExperts, Routing
 from kernels.head_linear import head_linear, merge_up, rope_absorb
 from kernels.linear import MOST_STREAMED, gated_linear, linear, linear_to_residual, normed_linear
 from kernels.mla_decode import launch as attention_launch
@@ -263,7 +263,7 @@ class DecodePath:
         routing = Routing(given.scoring, given.groups, given.top_groups, given.normalize, given.scale)
         logit_TX = scratch.empty(step.tokens, given.experts, dtype=torch.float32)
         few_experts.router(x, experts.router_XE.plain, logit_TX, dependent=dependent)
-        choice = Choice.empty(step.tokens, given.experts, given.experts_per_token, scratch.empty)
+        choice = ChosenExperts.empty(step.tokens, given.experts, given.experts_per_token, scratch.empty)
         few_experts.choose(logit_TX, experts.bias_X, step.rows.length_R, choice, routing, dependent=dependent)
         sum_TE = part_TE = None
         if self.model.group.size > 1:

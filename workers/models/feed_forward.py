@@ -18,7 +18,7 @@ from kernels.moe import AddNorm
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
-from workers.models.products import MOST_DEPENDENT, Experts, Products
+from workers.models.products import MOST_DEPENDENT, Mixture, Products
 from workers.weights.source import WeightSource
 
 
@@ -89,7 +89,7 @@ class MixtureOfExperts:
         """As `DenseFeedForward`. `live_R` (integers, None: all are live): token t belongs to row t // (T // R), and the
         tokens of rows with 0 are padding, for which no expert computes."""
         id_TK, weight_TK = self.route(x_TE, scratch, live_R)
-        mixture = Experts(id_TK, weight_TK, self.gate_up_XFE, self.down_XEI, self.routing.shared_experts)
+        mixture = Mixture(id_TK, weight_TK, self.gate_up_XFE, self.down_XEI, self.routing.shared_experts)
         self.products.experts(x_TE, mixture, norm, out_TE, scratch)
 
     def route(self, x_TE: Tensor, scratch: Scratch, live_R: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ PART_BYTES: Final = 1 << 29
 
 
 @dataclass(frozen=True)
-class Experts:
+class Mixture:
     """What a mixture computes for its tokens, this rank's share of the intermediate features."""
 
     id_TK: Tensor
@@ -104,7 +104,7 @@ class Products:
         linear(x_TI, weight_EI.plain, part_TE)
         self.group.all_reduce(part_TE, out_TE)
 
-    def experts(self, x_TE: Tensor, mixture: Experts, norm: AddNorm, out_TE: Tensor, scratch: Scratch) -> None:
+    def experts(self, x_TE: Tensor, mixture: Mixture, norm: AddNorm, out_TE: Tensor, scratch: Scratch) -> None:
         """residual += the weighted sum of a token's experts, summed over ranks; out = rms_norm(residual)."""
         part_TE, workspace = self.group.part(out_TE), None
         if x_TE.is_cuda:
@@ -162,7 +162,7 @@ class InvariantProducts(Products):
             grouped_linear(x_TI, weight_EI.plain, part_TGE)
             self._sum(part_TGE, out_TE, scratch)
 
-    def experts(self, x_TE: Tensor, mixture: Experts, norm: AddNorm, out_TE: Tensor, scratch: Scratch) -> None:
+    def experts(self, x_TE: Tensor, mixture: Mixture, norm: AddNorm, out_TE: Tensor, scratch: Scratch) -> None:
         """As in `Products`; a group's sum has the token's experts in the order of its choice, the shared ones last."""
         groups = self._groups(mixture.down_XEI.shape[2])
         tokens, hidden = x_TE.shape

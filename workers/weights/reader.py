@@ -14,7 +14,7 @@ from workers.weights.source import Shape, WeightSource
 from workers.weights.upload import Uploader
 
 
-class Reader(WeightSource):
+class CheckpointReader(WeightSource):
     """Fills memory from a verified checkpoint; a GPU's in the background, see `settle`. Use as a context manager."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Reader(WeightSource):
         if self._uploader is not None:
             self._uploader.settle()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:

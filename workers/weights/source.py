@@ -1,8 +1,8 @@
 """Where a model's constructors get their weights from.
 
 A model builds itself from a `WeightSource`, twice: a `Census` first collects, on the meta device, which tensors it
-wants, in which shapes and how many bytes they take; after that was held against the files, a `Reader` fills real
-memory, each rank's with its slices alone. So the model's constructors are the only place that names a tensor.
+wants, in which shapes and how many bytes they take; after that was held against the files, a `CheckpointReader` fills
+real memory, each rank's with its slices alone. So the model's constructors are the only place that names a tensor.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ def test_without_rays_store_nothing_is_reported(lines: list[str], monkeypatch: p
     board = progress.Board("a", "r")
     board.say("starting")
     board.fail("why", lasting=True)
-    reader = progress.Reader("a")
+    reader = progress.ProgressReader("a")
     assert (reader.new_lines(), reader.failures(), reader.lasting_failure()) == ([], [], "")
     progress.clear("a")
     [line] = lines
@@ -396,7 +396,7 @@ def test_with_rays_store_reports_come_through(lines: list[str], monkeypatch: pyt
     for verb, way in ways.items():
         monkeypatch.setattr(internal_kv, f"_internal_kv_{verb}", way)
     progress.Board("a", "r").say("starting")
-    assert progress.Reader("a").new_lines() == ["starting"]
+    assert progress.ProgressReader("a").new_lines() == ["starting"]
     progress.clear("a")
     assert not kept
     assert lines == []

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.few_experts import Choice, Routing
+from kernels.few_experts import ChosenExperts, Routing
 from kernels.few_experts import launch as experts_launch
 from kernels.few_experts import reference as experts_reference
 from kernels.head_linear import launch as head_launch
@@ -203,7 +203,7 @@ def check_choose(
     dead: bool = False,
     rows: int | None = None,
     equal: Equal = "some",
-) -> Choice:
+) -> ChosenExperts:
     """The choice of experts, ties and padding included, equals the reference's."""
     torch.manual_seed(tokens)
     logit = torch.randn(tokens, experts)
@@ -222,9 +222,9 @@ def check_choose(
     length = torch.randint(1, 9, (tokens if rows is None else rows,), dtype=torch.int32)
     if dead:
         length[::2] = 0
-    want = Choice.empty(tokens, experts, chosen, Place(torch.device("cpu")).empty)
+    want = ChosenExperts.empty(tokens, experts, chosen, Place(torch.device("cpu")).empty)
     experts_reference.choose(logit, bias, length, want, routing)
-    got = Choice.empty(tokens, experts, chosen, place.empty)
+    got = ChosenExperts.empty(tokens, experts, chosen, place.empty)
     on_device = [None if x is None else x.to(place.device) for x in (logit, bias, length)]
     assert on_device[0] is not None
     assert on_device[2] is not None
@@ -288,7 +288,7 @@ def check_companions(place: Place, tokens: int, experts: int, chosen: int, hidde
         if broken:
             for values in (logit, x.x_TE, x.square_TP):
                 values[tokens // 2] = torch.nan
-        choice = Choice.empty(tokens, experts, chosen, place.empty)
+        choice = ChosenExperts.empty(tokens, experts, chosen, place.empty)
         routing = Routing("softmax", 1, 1, False, 1.5)
         experts_launch.choose(
             logit.to(place.device), None, length.to(place.device), choice, routing, dependent=place.dependent

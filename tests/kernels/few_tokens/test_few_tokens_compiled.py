@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.few_experts import Choice, Routing
+from kernels.few_experts import ChosenExperts, Routing
 from kernels.few_experts import launch as experts_launch
 from kernels.head_linear import launch as head_launch
 from kernels.linear import launch
@@ -172,7 +172,7 @@ def test_feed_forward(name: str, tokens: int) -> None:
     for dtype in (BF16, FP32):
         weight = empty(m.experts, m.hidden, dtype=dtype)
         gate(lambda w=weight: experts_launch.router(x, w, logit, dependent=True))  # type: ignore[misc]
-    choice = Choice.empty(tokens, m.experts, m.chosen, empty)
+    choice = ChosenExperts.empty(tokens, m.experts, m.chosen, empty)
     bias = None if m.routing.scoring == "softmax" else empty(m.experts, dtype=FP32)
     gate(lambda: experts_launch.choose(logit, bias, length, choice, m.routing, dependent=True))
     act = empty(tokens * (m.chosen + m.shared), m.expert)
@@ -245,14 +245,14 @@ def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
     length, routing = torch.ones(1, dtype=torch.int32), Routing("softmax", 1, 1, False, 1.0)
     with compile_only() as compiled:
         for tokens in (5, 6, 7, 8):
-            choice = Choice.empty(tokens, 64, 6, empty)
+            choice = ChosenExperts.empty(tokens, 64, 6, empty)
             experts_launch.choose(empty(tokens, 64, dtype=FP32), None, length, choice, routing, dependent=True)
     assert len({kernel.hash for kernel in compiled}) == 1
 
 
 @pytest.mark.parametrize(("experts", "groups"), [(520, 1), (320, 64)])
 def test_more_experts_than_a_warp_holds_are_refused(experts: int, groups: int) -> None:
-    choice, length = Choice.empty(4, experts, 8, empty), torch.ones(4, dtype=torch.int32)
+    choice, length = ChosenExperts.empty(4, experts, 8, empty), torch.ones(4, dtype=torch.int32)
     routing = Routing("softmax", groups, 2, False, 1.0)
     with compile_only() as compiled, pytest.raises(ValueError, match="do not fit a warp"):
         experts_launch.choose(empty(4, experts, dtype=FP32), None, length, choice, routing)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import DecodeShape, Tiling, Workspace
+from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace
 from kernels.page import PAGE_TOKENS, pages_for
 
 POISONED_PAGE = 2147480000
@@ -71,13 +71,13 @@ class Case:
             invariant=self.invariant,
         )
 
-    def workspace(self, tiling: Tiling) -> Workspace:
+    def workspace(self, tiling: DecodeTiling) -> Workspace:
         """A workspace full of NaN and huge numbers."""
         size = Workspace.bytes(self.shape, tiling, self.dtype)
         buffer = torch.full((size,), 255, dtype=torch.uint8, device=self.device)
         return Workspace.over(buffer, self.shape, tiling, self.dtype)
 
-    def run(self, tiling: Tiling, workspace: Workspace | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, tiling: DecodeTiling, workspace: Workspace | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of the kernels."""
         workspace = workspace or self.workspace(tiling)
         t = self.tensors
@@ -115,7 +115,7 @@ class Case:
                 lse[row, token] = torch.logsumexp(self.scale * (q @ seen.T), -1)
         return out, lse
 
-    def check(self, tiling: Tiling) -> None:
+    def check(self, tiling: DecodeTiling) -> None:
         """Run, then compare. Kernels run before the oracle does, so that nothing the oracle leaves can help them."""
         self.run(tiling)
         self.compare()

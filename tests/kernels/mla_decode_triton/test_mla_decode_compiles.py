@@ -8,7 +8,7 @@ import torch
 from decode_case import Case
 
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import Tiling, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import DecodeTiling, hopper_tiling, portable_tiling
 from tests.support.hopper import compile_only, instructions, resources
 
 pytestmark = pytest.mark.gate
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gate
 PROCESSORS = 132
 
 
-def compiled(case: Case, tiling: Tiling, dependent: bool = False, early: bool = False) -> dict[str, Any]:
+def compiled(case: Case, tiling: DecodeTiling, dependent: bool = False, early: bool = False) -> dict[str, Any]:
     """The compiled kernels by name; none spills."""
     t, workspace = case.tensors, case.workspace(tiling)
     with compile_only() as kernels:

@@ -10,12 +10,19 @@ import torch
 from decode_case import Case
 
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import SHORT_TOKENS, DecodeShape, Tiling, Workspace, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import (
+    SHORT_TOKENS,
+    DecodeShape,
+    DecodeTiling,
+    Workspace,
+    hopper_tiling,
+    portable_tiling,
+)
 from kernels.page import pages_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-Choose = Callable[[DecodeShape, int], Tiling]
+Choose = Callable[[DecodeShape, int], DecodeTiling]
 DEEPSEEK = {"latent": 512, "rope": 64, "dtype": torch.bfloat16, "device": "cuda"}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.moe import launch, schedule
 from kernels.moe.launch import AddNorm
-from kernels.moe.schedule import ExpertsShape, Tiling, Workspace
+from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
 
 
 @dataclass
@@ -90,21 +90,21 @@ class Experts:
         for name, tensor in self.tensors.items():
             tensor.copy_(self.inputs[name])
 
-    def tiling(self, **changes: object) -> Tiling:
+    def tiling(self, **changes: object) -> ExpertTiling:
         return schedule.fitted(replace(schedule.tiling(self.shape), **changes), self.shape)  # type: ignore[arg-type]
 
-    def tall_tiling(self) -> Tiling:
+    def tall_tiling(self) -> ExpertTiling:
         """The Triton kernels as they serve many tokens, pairs' results rounded however few there are."""
         gate_up, down = schedule.PRODUCTS[128]
         return self.tiling(rows=128, gate_up=gate_up, down=down, partial=self.dtype)
 
-    def workspace(self, tiling: Tiling) -> Tensor:
+    def workspace(self, tiling: ExpertTiling) -> Tensor:
         """Full of NaN and of ids and counts that no memory has."""
         buffer = torch.empty(Workspace.bytes(self.shape, tiling), dtype=torch.uint8, device=self.device)
         self.poison(buffer, tiling)
         return buffer
 
-    def poison(self, buffer: Tensor, tiling: Tiling) -> None:
+    def poison(self, buffer: Tensor, tiling: ExpertTiling) -> None:
         buffer.fill_(0x7F)
         scratch = Workspace.over(buffer, self.shape, tiling)
         scratch.act_YI.fill_(torch.nan)
@@ -126,14 +126,14 @@ class Experts:
         torch.testing.assert_close(self.tensors["out"].double(), normed, atol=1e-6, rtol=rtol)
 
     def call(
-        self, tiling: Tiling, workspace: Tensor, dependent: bool = False, norm: AddNorm | None = None
-    ) -> launch.Experts:
+        self, tiling: ExpertTiling, workspace: Tensor, dependent: bool = False, norm: AddNorm | None = None
+    ) -> launch.ExpertLaunches:
         assert self.weights is not None
         t, scratch = self.tensors, Workspace.over(workspace, self.shape, tiling)
         tensors = (t["x"], t["id"], t["weight"], *self.weights, t["out"])
-        return launch.Experts(*tensors, scratch, self.shape, tiling, dependent, norm)
+        return launch.ExpertLaunches(*tensors, scratch, self.shape, tiling, dependent, norm)
 
-    def run(self, tiling: Tiling | None = None, dependent: bool = False, norm: AddNorm | None = None) -> Tensor:
+    def run(self, tiling: ExpertTiling | None = None, dependent: bool = False, norm: AddNorm | None = None) -> Tensor:
         tiling = tiling or schedule.tiling(self.shape)
         self.call(tiling, self.workspace(tiling), dependent, norm).run()
         return self.tensors["out"]

@@ -14,10 +14,10 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from kernels.moe import schedule  # noqa: E402
-from kernels.moe.schedule import Tiling, Workspace  # noqa: E402
+from kernels.moe.schedule import ExpertTiling, Workspace  # noqa: E402
 
 
-def check(case: Experts, tiling: Tiling | None = None) -> None:
+def check(case: Experts, tiling: ExpertTiling | None = None) -> None:
     case.run(tiling)
     case.check()
 

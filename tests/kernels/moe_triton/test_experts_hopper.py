@@ -30,7 +30,7 @@ def kernels(shape: ExpertsShape) -> list[object]:
     scratch = Workspace.over(buffer, shape, tiling)
     out = torch.empty(shape.tokens, shape.groups, shape.hidden) if shape.groups else torch.empty_like(x)
     with compile_only() as compiled:
-        call = launch.Experts(x, ids, weight, gate_up, down, out, scratch, shape, tiling, dependent=True)
+        call = launch.ExpertLaunches(x, ids, weight, gate_up, down, out, scratch, shape, tiling, dependent=True)
         call.run()
         if tiling.rows and not shape.groups:
             call.combine_norm(launch.AddNorm(out, torch.empty(shape.hidden, dtype=shape.dtype), 1e-6))

@@ -7,14 +7,14 @@ import torch
 from experts_case import Experts
 
 from kernels.moe import schedule
-from kernels.moe.launch import Experts as Call
-from kernels.moe.schedule import FEW, Tiling
+from kernels.moe.launch import ExpertLaunches as Call
+from kernels.moe.schedule import FEW, ExpertTiling
 from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
 
 
-def grouped(case: Experts, programs: int = 3, stages: int = 4, group: int = 8) -> Tiling:
+def grouped(case: Experts, programs: int = 3, stages: int = 4, group: int = 8) -> ExpertTiling:
     tiling = schedule.grouped(case.shape, programs)
     gate_up, down = (replace(product, stages=stages, group=group) for product in (tiling.gate_up, tiling.down))
     return replace(tiling, gate_up=gate_up, down=down)

@@ -11,7 +11,7 @@ from experts_case import Experts
 
 from kernels import moe
 from kernels.moe import schedule
-from kernels.moe.schedule import Tiling
+from kernels.moe.schedule import ExpertTiling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ def make(model: str, tokens: int, **changes: object) -> Experts:
     return case
 
 
-def grouped(case: Experts, stages: int = 4) -> Tiling:
+def grouped(case: Experts, stages: int = 4) -> ExpertTiling:
     tiling = schedule.grouped(case.shape, torch.cuda.get_device_properties(0).multi_processor_count)
     gate_up, down = (replace(product, stages=stages) for product in (tiling.gate_up, tiling.down))
     return replace(tiling, gate_up=gate_up, down=down)

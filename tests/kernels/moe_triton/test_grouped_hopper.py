@@ -30,7 +30,7 @@ def products(shape: ExpertsShape, stages: int = 4) -> list[object]:
     ids, weight = torch.zeros(shape.tokens, shape.chosen, dtype=torch.int64), torch.zeros(shape.tokens, shape.chosen)
     scratch = Workspace.over(torch.empty(Workspace.bytes(shape, tiling), dtype=torch.uint8), shape, tiling)
     with compile_only() as compiled:
-        call = launch.Experts(x, ids, weight, gate_up, down, torch.empty_like(x), scratch, shape, tiling)
+        call = launch.ExpertLaunches(x, ids, weight, gate_up, down, torch.empty_like(x), scratch, shape, tiling)
         call.gate_up()
         call.down()
     return compiled

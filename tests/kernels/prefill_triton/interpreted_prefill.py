@@ -13,13 +13,13 @@ from prefill_case import Case  # noqa: E402
 
 from kernels.merge_attention import launch as merge_launch  # noqa: E402
 from kernels.merge_attention import reference as merge_reference  # noqa: E402
-from kernels.mla_prefill.launch import Tiling  # noqa: E402
+from kernels.mla_prefill.launch import PrefillTiling  # noqa: E402
 
 RAGGED = [(20, 20), (1, 40), (40, 7), (3, 0), (17, 33), (16, 16)]
 """Chunks with context, rows with fewer keys than queries, rows without any."""
 
 
-def check(case: Case, causal: bool, tiles: Tiling | None = None, max_q: int | None = None) -> None:
+def check(case: Case, causal: bool, tiles: PrefillTiling | None = None, max_q: int | None = None) -> None:
     case.run(causal, tiles, max_q)
     case.check(causal)
 
@@ -27,7 +27,7 @@ def check(case: Case, causal: bool, tiles: Tiling | None = None, max_q: int | No
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_ragged_rows(dtype: torch.dtype, causal: bool) -> None:
-    check(Case(RAGGED, dtype=dtype), causal, Tiling(16, 16, 4, 1))
+    check(Case(RAGGED, dtype=dtype), causal, PrefillTiling(16, 16, 4, 1))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -38,19 +38,21 @@ def test_the_tiling_of_the_launcher(causal: bool) -> None:
 
 @pytest.mark.parametrize(("nope", "rope", "value"), [(12, 4, 5), (16, 16, 40), (24, 20, 16)])
 def test_features_that_fill_no_tile(nope: int, rope: int, value: int) -> None:
-    check(Case(RAGGED, heads=3, nope=nope, rope=rope, value=value), True, Tiling(16, 16, 4, 1))
+    check(Case(RAGGED, heads=3, nope=nope, rope=rope, value=value), True, PrefillTiling(16, 16, 4, 1))
 
 
 def test_fp32_results_of_bfloat16_inputs() -> None:
-    check(Case(RAGGED, dtype=torch.bfloat16, out_dtype=torch.float32), False, Tiling(16, 16, 4, 1))
+    check(Case(RAGGED, dtype=torch.bfloat16, out_dtype=torch.float32), False, PrefillTiling(16, 16, 4, 1))
 
 
 def test_the_grid_may_be_too_large() -> None:
-    check(Case([(20, 20), (3, 9)]), True, Tiling(16, 16, 4, 1), max_q=70)
+    check(Case([(20, 20), (3, 9)]), True, PrefillTiling(16, 16, 4, 1), max_q=70)
 
 
 def test_more_pairs_of_row_and_head_than_are_taken_together() -> None:
-    check(Case([(20, 20), (3, 9), (33, 40)] * 2, heads=7, nope=16, rope=16, value=16), True, Tiling(16, 16, 4, 1))
+    check(
+        Case([(20, 20), (3, 9), (33, 40)] * 2, heads=7, nope=16, rope=16, value=16), True, PrefillTiling(16, 16, 4, 1)
+    )
 
 
 @settings(max_examples=12, deadline=None)
@@ -64,12 +66,12 @@ def test_more_pairs_of_row_and_head_than_are_taken_together() -> None:
     seed=st.integers(0, 100),
 )
 def test_any_rows(rows: list[tuple[int, int]], causal: bool, queries: int, keys: int, seed: int) -> None:
-    check(Case(rows, heads=1, nope=16, rope=16, value=16, seed=seed), causal, Tiling(queries, keys, 4, 1))
+    check(Case(rows, heads=1, nope=16, rope=16, value=16, seed=seed), causal, PrefillTiling(queries, keys, 4, 1))
 
 
 def test_a_row_alone_equals_the_row_in_a_batch() -> None:
     case = Case(RAGGED, dtype=torch.bfloat16)
-    case.run(True, Tiling(16, 16, 4, 1))
+    case.run(True, PrefillTiling(16, 16, 4, 1))
     for row in (0, 1, 4):
         q, k = case.cu_q[row], case.cu_k[row]
         rows = [case.rows[row]]
@@ -78,7 +80,7 @@ def test_a_row_alone_equals_the_row_in_a_batch() -> None:
         alone.q[3 : 3 + count_q] = case.q[q : q + count_q]
         alone.kv[3 : 3 + count_k] = case.kv[k : k + count_k]
         alone.latent[3 : 3 + count_k] = case.latent[k : k + count_k]
-        alone.run(True, Tiling(16, 16, 4, 1))
+        alone.run(True, PrefillTiling(16, 16, 4, 1))
         assert torch.equal(alone.out[3 : 3 + count_q], case.out[q : q + count_q])
         assert torch.equal(alone.lse[3 : 3 + count_q], case.lse[q : q + count_q])
 
@@ -90,7 +92,7 @@ def test_a_row_that_is_no_number_changes_nothing_of_its_neighbours(causal: bool)
     for values, own in ((broken.q, q), (broken.kv, k), (broken.latent, k)):
         values[own] = torch.nan
     for case in (whole, broken):
-        case.run(causal, Tiling(16, 16, 4, 1))
+        case.run(causal, PrefillTiling(16, 16, 4, 1))
     for a, b in ((whole.out, broken.out), (whole.lse, broken.lse)):
         assert torch.equal(a[: q.start], b[: q.start])
         assert torch.equal(a[q.stop :], b[q.stop :])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.mla_prefill import launch
-from kernels.mla_prefill.launch import Tiling
+from kernels.mla_prefill.launch import PrefillTiling
 
 TOLERANCE = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (2e-2, 2e-2), torch.float16: (2e-3, 4e-3)}
 GAP = 3
@@ -58,7 +58,7 @@ class Case:
         self.lse = torch.full((queries, heads), 7.0, device=device)
         self.cu = [torch.tensor(cu, dtype=torch.int32, device=device) for cu in (self.cu_q, self.cu_k)]
 
-    def run(self, causal: bool, tiles: Tiling | None = None, max_q: int | None = None) -> None:
+    def run(self, causal: bool, tiles: PrefillTiling | None = None, max_q: int | None = None) -> None:
         launch.mla_prefill(
             self.q,
             self.kv[..., : self.nope],

@@ -9,7 +9,7 @@ from prefill_case import REAL, Case
 
 from kernels.merge_attention import merge_attention, reference
 from kernels.mla_prefill import launch
-from kernels.mla_prefill.launch import HOPPER, Tiling
+from kernels.mla_prefill.launch import HOPPER, PrefillTiling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -25,7 +25,7 @@ RAGGED = [(1, 1), (63, 63), (64, 64), (65, 65), (200, 1000), (1, 4097), (129, 3)
         pytest.param(HOPPER, id="hopper", marks=pytest.mark.timeout(60, method="thread")),
     ]
 )
-def tiles(request: pytest.FixtureRequest) -> Tiling | None:
+def tiles(request: pytest.FixtureRequest) -> PrefillTiling | None:
     """For features of `REAL`: the launcher's own choice, or Hopper's kernel."""
     if request.param is HOPPER and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this kernel is Hopper's")
@@ -46,7 +46,7 @@ def test_ragged_rows(dtype: torch.dtype, sizes: dict[str, int], causal: bool) ->
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_either_path(tiles: Tiling | None, out_dtype: torch.dtype, causal: bool) -> None:
+def test_either_path(tiles: PrefillTiling | None, out_dtype: torch.dtype, causal: bool) -> None:
     lengths = (0, 1, 63, 64, 65, 127, 128, 129, 300)
     for rows in (RAGGED, [(queries, keys) for queries in lengths for keys in lengths]):
         case = Case(rows, heads=3, dtype=torch.bfloat16, out_dtype=out_dtype, device="cuda", **REAL)
@@ -54,14 +54,14 @@ def test_either_path(tiles: Tiling | None, out_dtype: torch.dtype, causal: bool)
         case.check(causal)
 
 
-def test_long_rows(tiles: Tiling | None) -> None:
+def test_long_rows(tiles: PrefillTiling | None) -> None:
     case = Case([(4097, 4097), (300, 9000)], heads=2, dtype=torch.bfloat16, device="cuda", **REAL)
     case.run(True, tiles)
     case.check(True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_replayed_on_other_rows(tiles: Tiling | None, causal: bool) -> None:
+def test_replayed_on_other_rows(tiles: PrefillTiling | None, causal: bool) -> None:
     """The grid is for the longest row there may be; which rows there are is the replay's."""
     first = Case([(300, 300), (100, 100)], heads=4, dtype=torch.bfloat16, device="cuda", **REAL)
     graph = capture(lambda: first.run(causal, tiles, max_q=512))
@@ -81,7 +81,7 @@ def test_replayed_on_other_rows(tiles: Tiling | None, causal: bool) -> None:
         first.check(causal)
 
 
-def test_a_row_alone_equals_the_row_in_a_batch(tiles: Tiling | None) -> None:
+def test_a_row_alone_equals_the_row_in_a_batch(tiles: PrefillTiling | None) -> None:
     case = Case(RAGGED, heads=4, dtype=torch.bfloat16, device="cuda", **REAL)
     case.run(True, tiles)
     for row, (queries, keys) in enumerate(RAGGED):
@@ -109,7 +109,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(tiles: Tiling | None) -> None:
         assert same_bits(lse, case.lse[own])
 
 
-def test_addresses_past_two_to_the_31_elements(tiles: Tiling | None) -> None:
+def test_addresses_past_two_to_the_31_elements(tiles: PrefillTiling | None) -> None:
     """Keys so far apart that a 32-bit offset would wrap."""
     case = Case([(130, 600)], heads=2, dtype=torch.bfloat16, device="cuda", **REAL)
     case.run(True, tiles)

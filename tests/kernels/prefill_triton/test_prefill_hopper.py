@@ -7,7 +7,7 @@ import torch
 from prefill_case import REAL, Case
 
 from kernels.merge_attention import launch as merge_launch
-from kernels.mla_prefill.launch import HOPPER, Tiling
+from kernels.mla_prefill.launch import HOPPER, PrefillTiling
 from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
@@ -56,7 +56,7 @@ def test_hoppers_own_kernel(causal: bool, out_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tiles", [None, HOPPER], ids=["triton", "hopper"])
-def test_the_number_of_tokens_and_rows_compiles_nothing_new(tiles: Tiling | None) -> None:
+def test_the_number_of_tokens_and_rows_compiles_nothing_new(tiles: PrefillTiling | None) -> None:
     with compile_only() as compiled:
         for rows in ([(100, 100)], [(70, 80), (65, 66)], [(128, 4096)] * 16):
             Case(rows, heads=1, dtype=torch.bfloat16, **REAL).run(True, tiles)

@@ -11,7 +11,7 @@ from kernels import moe
 from kernels.moe import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models import products
-from workers.models.products import Experts, InvariantProducts, Products
+from workers.models.products import InvariantProducts, Mixture, Products
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Weight
 
@@ -23,7 +23,7 @@ def test_experts_are_launched_dependently_where_the_device_can(able: bool, monke
     monkeypatch.setattr(products, "launches_dependently", lambda device: able)
     monkeypatch.setattr(moe, "experts", lambda *_, dependent, **__: asked.append(dependent))
     x_TE, id_TK = torch.zeros(2, 16), torch.zeros(2, 1, dtype=torch.int64)
-    mixture = Experts(id_TK, torch.ones(2, 1), Weight(torch.zeros(1, 32, 16)), Weight(torch.zeros(1, 16, 16)))
+    mixture = Mixture(id_TK, torch.ones(2, 1), Weight(torch.zeros(1, 32, 16)), Weight(torch.zeros(1, 16, 16)))
     norm = AddNorm(torch.zeros(2, 16), torch.ones(16), 1e-6)
     Products(TensorParallel()).experts(x_TE, mixture, norm, torch.zeros(2, 16), Scratch(x_TE.device))
     assert asked == [able]
