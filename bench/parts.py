@@ -14,8 +14,8 @@ from shapes import ATTENTION, DENSE, EXPERTS, HEAD, INPUT
 
 from kernels.repeat import nothing_repeated
 from workers.drafters.mtp import Mtp
-from workers.models import attention
-from workers.models.attention import LatentAttention
+from workers.models.attention import backend, decode_rows, expanded
+from workers.models.attention.latent import LatentAttention
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.layer import DecoderLayer
 from workers.models.model import Model
@@ -152,13 +152,13 @@ def _always(name: str) -> Name:
 PARTS: tuple[tuple[Any, str, Name], ...] = (
     (DecoderLayer, "project", _always(INPUT)),
     (LatentAttention, "attend", _always(ATTENTION)),
-    (attention, "gather_context", _always("context of prefill rows")),
-    (attention, "linear", _always("keys and values of prefill rows")),
-    (attention, "mla_prefill", _always("prefill rows")),
-    (attention, "mla_decode", _always("decode rows")),
-    (attention.launch, "attend", _always("decode rows, before their merge")),
-    (attention, "merge_up", _always("decode rows' merge with W_UV")),
-    (attention, "rope_absorb", _always("absorbing")),
+    (expanded, "gather_context", _always("context of prefill rows")),
+    (backend, "linear", _always("keys and values of prefill rows")),
+    (expanded, "mla_prefill", _always("prefill rows")),
+    (decode_rows, "mla_decode", _always("decode rows")),
+    (decode_rows.launch, "attend", _always("decode rows, before their merge")),
+    (decode_rows, "merge_up", _always("decode rows' merge with W_UV")),
+    (decode_rows, "rope_absorb", _always("absorbing")),
     (Products, "head_linear", _always("absorbing")),
     (DecoderLayer, "finish", _finished),
     (LatentAttention, "output", _always("attention's output, with the norm behind it")),

@@ -186,11 +186,12 @@ def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
     for layer in model.layers:
         count = tokens.count
         attention, network = layer.attention, layer.feed_forward
-        latent, rope = attention.latent, attention.rope
+        heads = attention.heads
+        latent, rope = heads.latent, heads.rope
         products = tokens.absorbed * (2 * latent + rope)
-        products += tokens.expanded * (attention.nope + rope + attention.value)
-        products *= attention.heads
-        up = attention.kv_up_HFL
+        products += tokens.expanded * (heads.nope + rope + heads.value)
+        products *= heads.count
+        up = heads.up_HFL
         products += (count - tokens.prefilled + tokens.recalled) * up.numel()
         parts[INPUT] += product(attention.down_FE, attention.q_up_QA) + Work(0, 2 * tokens.prefilled * up.numel())
         parts[ATTENTION] += Work(tokens.cached * model.config.cache_width * size, 2 * products)

@@ -1,9 +1,9 @@
 """How one decode launch is cut up: the static tiling, the buffers it needs, and the rule that splits rows over workers.
 
-The cache of every row is counted in *units* (`DecodeTiling.unit` tokens). All rows' units, laid end to end, are dealt to
-a fixed number of *workers* in equal contiguous shares, so a captured graph has a fixed grid while lengths change
-freely: the dealing is done on the device by `kernel.plan_splits`. A row that crosses workers leaves one partial
-result a piece, which the merge adds up in order. In invariant mode every unit is a piece of its own, at an absolute
+The cache of every row is counted in *units* (`DecodeTiling.unit` tokens). All rows' units, laid end to end, are
+dealt to a fixed number of *workers* in equal contiguous shares, so a captured graph has a fixed grid while lengths
+change freely: the dealing is done on the device by `kernel.plan_splits`. A row that crosses workers leaves one partial
+result per piece, which the merge adds up in order. In invariant mode every unit is a piece of its own, at an absolute
 position, so that a row's result depends on nothing but the row.
 """
 

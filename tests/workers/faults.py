@@ -22,7 +22,7 @@ from kernels.page import PAGE_TOKENS
 from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
 from workers.memory.scratch import Scratch
-from workers.models import attention
+from workers.models.attention import decode_rows, latent
 from workers.models.batch import DecodeBatch
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import GraphKey
@@ -138,7 +138,7 @@ class SplitPlans:
             self._plant_reference(patch)
 
     def _plant(self, patch: pytest.MonkeyPatch) -> None:
-        honest = attention.plan_decode
+        honest = decode_rows.plan_decode
 
         def plan(shape: Any, length_R: Tensor, *rest: Any, first: int) -> Any:
             workspace = honest(shape, length_R, *rest, first=first)
@@ -148,13 +148,13 @@ class SplitPlans:
                 _write(workspace.plan, made)
             return workspace
 
-        patch.setattr(attention, "plan_decode", plan)
+        patch.setattr(decode_rows, "plan_decode", plan)
 
     def _plant_reference(self, patch: pytest.MonkeyPatch) -> None:
         """The reference plans nothing, so something that could be stale is put beside it."""
-        honest = attention.mla_decode
+        honest = decode_rows.mla_decode
 
-        def deal(layer: Any, rows: DecodeBatch, width: int, first: int, *rest: Any) -> DecodeBatch:
+        def deal(heads: Any, rows: DecodeBatch, width: int, first: int, *rest: Any) -> DecodeBatch:
             made = self.memory((rows.length_R.shape, width, first), rows.length_R.clone)
             length_R = made if self.frozen else rows.length_R.clone()
             return replace(rows, workspace=Dealt(length_R))  # type: ignore[arg-type]
@@ -164,8 +164,8 @@ class SplitPlans:
         ) -> None:
             honest(q, cache, page, torch.minimum(length, workspace.length_R), out, lse, **options)
 
-        patch.setattr(attention.LatentAttention, "_dealt", deal)
-        patch.setattr(attention, "mla_decode", dealt)
+        patch.setattr(latent, "plan_rows", deal)
+        patch.setattr(decode_rows, "mla_decode", dealt)
 
 
 class GroupedBounds:
@@ -182,7 +182,7 @@ class GroupedBounds:
 
     def _plant(self, patch: pytest.MonkeyPatch) -> None:
         """The kernels count bounds from a row's last token, so every token becomes a row, of the row's length."""
-        launch, honest_plan = mla_decode.launch, attention.plan_decode
+        launch, honest_plan = mla_decode.launch, decode_rows.plan_decode
         honest_attend, honest_merge = launch.attend, launch.merge
         grouped: dict[int, tuple[Any, Tensor, Tensor]] = {}
 
@@ -208,19 +208,19 @@ class GroupedBounds:
         def merge(out: Any, lse: Any, workspace: Any, **options: Any) -> None:
             honest_merge(*_alone(out, lse), workspace, **options)
 
-        patch.setattr(attention, "plan_decode", plan)
+        patch.setattr(decode_rows, "plan_decode", plan)
         patch.setattr(launch, "attend", attend)
         patch.setattr(launch, "merge", merge)
 
     def _plant_reference(self, patch: pytest.MonkeyPatch) -> None:
-        honest = attention.mla_decode
+        honest = decode_rows.mla_decode
 
         def grouped(q: Any, cache: Any, page: Any, length: Any, out: Any, lse: Any, **options: Any) -> None:
             for token in range(q.shape[1]):
                 part = slice(token, token + 1)
                 honest(q[:, part], cache, page, length, out[:, part], lse[:, part], **options)
 
-        patch.setattr(attention, "mla_decode", grouped)
+        patch.setattr(decode_rows, "mla_decode", grouped)
 
 
 def _alone(*tensors_RW: Tensor) -> list[Tensor]:

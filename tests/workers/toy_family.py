@@ -62,7 +62,7 @@ class Toy(Family):
         return name
 
     def layer(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> DecoderLayer:
-        from workers.models.attention import LatentAttention
+        from workers.models.attention.latent import LatentAttention
         from workers.models.feed_forward import DenseFeedForward
         from workers.models.layer import DecoderLayer
 

@@ -55,7 +55,7 @@ class Family(ABC):
     def layer(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> DecoderLayer:
         """Layer `index` of the model, or the layer that drafts, whose index is `config.num_layers`. It gets its weights
         from `source`, by the names of DeepSeek V3's checkpoints."""
-        from workers.models.attention import LatentAttention
+        from workers.models.attention.latent import LatentAttention
         from workers.models.feed_forward import feed_forward
         from workers.models.layer import DecoderLayer
 

@@ -10,8 +10,8 @@ import torch
 
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
+from workers.models.attention.expanded import entries_of_a_row
 from workers.models.batch import Batch, DecodeBatch
-from workers.models.prefill import entries_of_a_row
 from workers.protocol.plan import BatchLayout, PrefillRow, StepPlan
 from workers.step.ladder import TokenLadder
 from workers.step.mixed import MixedStep
@@ -126,8 +126,8 @@ def rehearse(stage: Stage) -> None:
     batch = Batch(layout, stage.position_T, stage.cache_slot_T, decode, None)
     for geometry in attention.largest_geometries(stage.tokens, parts.state.slots, pages, device):
         with stage.scratch.scope(), stage.inner.scope():
-            planned, rotation_PO = attention.planned(batch, stage.scratch), parts.model.rotation_PO
-            attention.attending(flow.projected, flow.attended_THV, planned, geometry, rotation_PO, stage.inner)
+            planned, rotation_PO = attention.plan(batch, stage.scratch), parts.model.rotation_PO
+            attention.backends(flow.projected, flow.attended_THV, planned, geometry, rotation_PO, stage.inner)
     # What was sampled for nobody.
     for tensor_S in (parts.state.tensors.length_S, parts.state.tensors.last_S):
         tensor_S[NOBODY] = 0

@@ -31,7 +31,8 @@ from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import rms_norm
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
-from workers.models.attention import LATENT_NORM_EPS, LatentAttention
+from workers.models.attention.decode_rows import LATENT_NORM_EPS
+from workers.models.attention.latent import LatentAttention
 from workers.models.batch import Batch, DecodeBatch
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
@@ -158,7 +159,7 @@ class DecodePath:
         return scratch.empty(batch.layout.tokens, model.config.hidden_size, dtype=model.embedding_YE.dtype)
 
     def _step(self, batch: Batch, scratch: Scratch) -> Step:
-        batch = self.model.layers[0].attention.planned(batch, scratch)
+        batch = self.model.layers[0].attention.plan(batch, scratch)
         rows = batch.decode
         if rows is None or batch.prefill is not None:
             raise ValueError("this path is for pure decode steps")
@@ -197,9 +198,9 @@ class DecodePath:
     def _attention(self, attention: LatentAttention, stream: Stream, cache_PKC: Tensor, step: Step) -> Tensor:
         """This rank's heads, [T, H * V]."""
         tokens, scratch, dependent = step.tokens, step.scratch, step.dependent
-        heads, latent, dtype = attention.heads, attention.latent, stream.pending.x_TE.dtype
+        heads, dtype = attention.heads, stream.pending.x_TE.dtype
         down_TF = scratch.empty(tokens, attention.down_FE.shape[0], dtype=dtype)
-        width = latent + attention.rope
+        width = heads.latent + heads.rope
         query_TF, kv_TC = down_TF[:, :-width], down_TF[:, -width:]
         if attention.q_up_QA is None or attention.q_norm_A is None:
             normed_linear(stream.pending, attention.down_FE.plain, down_TF, dependent=dependent)
@@ -210,12 +211,12 @@ class DecodePath:
             normed_linear(stream.pending, down_FE, down_TF, norm_A=norm_A, next=query, dependent=dependent)
             query_TF = scratch.empty(tokens, attention.q_up_QA.shape[0], dtype=dtype)
             normed_linear(query, attention.q_up_QA.plain, query_TF, dependent=dependent)
-        q_THC = scratch.empty(tokens, heads, width, dtype=dtype)
+        q_THC = scratch.empty(tokens, heads.count, width, dtype=dtype)
         rope_absorb(
-            query_TF.view(tokens, heads, attention.nope + attention.rope),
+            query_TF.view(tokens, heads.count, heads.nope + heads.rope),
             kv_TC,
-            attention.kv_up_HFL[:, : attention.nope],
-            attention.kv_norm_L,
+            heads.key_HNL,
+            heads.norm_L,
             step.rotation_PO,
             step.batch.position_T,
             step.batch.cache_slot_T,
@@ -229,15 +230,15 @@ class DecodePath:
     def _attend(self, attention: LatentAttention, q_THC: Tensor, cache_PKC: Tensor, step: Step) -> Tensor:
         """Absorbed attention and W_UV."""
         tokens, rows, scratch, workspace = step.tokens, step.rows, step.scratch, step.rows.workspace
-        heads, latent, width, dtype = attention.heads, attention.latent, step.batch.layout.width, q_THC.dtype
-        out_THV = scratch.empty(tokens, heads, attention.value, dtype=dtype)
-        attended_THL = scratch.empty(tokens, heads, latent, dtype=dtype)
-        lse_TH = scratch.empty(tokens, heads, dtype=torch.float32)
-        shape = (tokens // width, width, heads)
+        heads, width, dtype = attention.heads, step.batch.layout.width, q_THC.dtype
+        out_THV = scratch.empty(tokens, heads.count, heads.value, dtype=dtype)
+        attended_THL = scratch.empty(tokens, heads.count, heads.latent, dtype=dtype)
+        lse_TH = scratch.empty(tokens, heads.count, dtype=torch.float32)
+        shape = (tokens // width, width, heads.count)
         q_RWHC, attended_RWHL, lse_RWH = q_THC.view(*shape, -1), attended_THL.view(*shape, -1), lse_TH.view(shape)
-        value_HVL = attention.kv_up_HFL[:, attention.nope :]
+        value_HVL = heads.value_HVL
         where = (q_RWHC, cache_PKC, rows.page_RP, rows.length_R, attended_RWHL, lse_RWH)
-        scale, first = attention.scale, step.batch.first
+        scale, first = heads.scale, step.batch.first
         if workspace is None:
             mla_decode(*where, scale=scale, first=first)
             head_linear(attended_THL, value_HVL.transpose(1, 2), out_THV)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.models.attention import Projected
+from workers.models.attention.latent import Projected
 
 
 @dataclass(frozen=True)

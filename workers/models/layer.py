@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.moe import AddNorm
 from workers.memory.scratch import Scratch
-from workers.models.attention import LatentAttention
+from workers.models.attention.latent import LatentAttention
 from workers.models.feed_forward import FeedForward
 from workers.models.flow import Flow
 from workers.models.products import Products

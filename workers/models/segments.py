@@ -25,7 +25,7 @@ from kernels.moe import AddNorm
 from kernels.repeat import Layers, Repeat
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
-from workers.models.attention import Attending
+from workers.models.attention.backend import Backend
 from workers.models.batch import Batch
 from workers.models.flow import Flow, PassTensors
 from workers.models.layer import DecoderLayer
@@ -133,32 +133,32 @@ class Segments:
     ) -> None:
         """The whole pass, without the last segment where `tensors` have no output. `segment` runs a segment of these
         tensors by its index, `run` if it is None; attention of the rows of `batch`, whose tokens come first, runs
-        between them. How decode rows are dealt out lives across segments, in `scratch`. Attention's other memory comes
+        between them. The plan of decode rows lives across segments, in `scratch`. Attention's other memory comes
         from `inner`, which is all the segments' while they run; without one from `scratch`, which they must not use
         then."""
         flow = tensors.flow
         attention = self.layers[0].attention
         with scratch.scope():
-            attending: Attending | None = None
+            backends: list[Backend] | None = None
             repeat = Repeat(self._own(cache))
 
-            def prepare() -> Attending:
-                planned = attention.planned(batch, scratch)
+            def prepare() -> list[Backend]:
+                planned = attention.plan(batch, scratch)
                 with nullcontext() if inner is None else inner.scope():
                     where = (flow.projected, flow.attended_THV, planned, attention.geometry(batch), self._rotation_PO)
-                    return attention.attending(*where, scratch if inner is None else inner)
+                    return attention.backends(*where, scratch if inner is None else inner)
 
             if batch.prefill is None:
-                attending = prepare()
+                backends = prepare()
             for index in range(len(self) if tensors.out_TE is not None else len(self.layers)):
                 if segment is None:
                     self.run(index, tensors, cache, scratch)
                 else:
                     segment(index)
                 # Where prefill rows lie takes the host a while: the device has the first segment meanwhile.
-                attending = attending or prepare()
+                backends = backends or prepare()
                 if index < len(self.layers):
-                    repeat(index, partial(self.layers[index].attention.attend, attending, self._cache(index, cache)))
+                    repeat(index, partial(self.layers[index].attention.attend, backends, self._cache(index, cache)))
 
     def _own(self, cache: PagedCache) -> Layers:
         """What attention of each layer has for itself; the cache is nearly always the one it was the last time."""

@@ -80,7 +80,12 @@ def route(logit: Any, bias: Any, ids: torch.Tensor, *rest: Any, shared: int, dep
 def plan(self: Any, batch: Batch, rows: DecodeBatch, scratch: Scratch) -> Workspace:
     own = self.model.layers[0].attention
     shape = DecodeShape(
-        batch.layout.decode_rows, batch.layout.width, own.heads, own.latent, own.rope, rows.page_RP.shape[1]
+        batch.layout.decode_rows,
+        batch.layout.width,
+        own.heads.count,
+        own.heads.latent,
+        own.heads.rope,
+        rows.page_RP.shape[1],
     )
     tiling = hopper_tiling(shape, 8)
     assert tiling.path == "narrow"

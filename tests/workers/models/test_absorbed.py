@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from kernels.mla_decode import DecodeShape, Workspace
 from kernels.mla_decode.schedule import hopper_tiling
-from workers.models.absorbed import AbsorbedRows
+from workers.models.attention.absorbed_chunks import ChunkRows
 from workers.models.batch import Batch, PrefillBatch
 from workers.protocol.plan import BatchLayout
 
 
-def rows_of(start: list[int], count: list[int], heads: int, pages: int) -> AbsorbedRows:
+def rows_of(start: list[int], count: list[int], heads: int, pages: int) -> ChunkRows:
     table = torch.arange(len(start) * pages, dtype=torch.int32).view(-1, pages)
     batch = Batch(
         BatchLayout(1, 0, tuple(count), (True,) * len(count)),
@@ -22,7 +22,7 @@ def rows_of(start: list[int], count: list[int], heads: int, pages: int) -> Absor
         None,
         PrefillBatch(tuple(start), tuple(count), table),
     )
-    rows = AbsorbedRows.of(batch, heads)
+    rows = ChunkRows.of(batch, heads)
     assert rows is not None
     return rows
 
@@ -47,7 +47,7 @@ def test_every_token_sees_what_is_before_it(chunks: list[tuple[int, int]], heads
     assert sum(len(decode.length_R) for _, decode in rows.parts()) == len(rows.length_R)
 
 
-def need(rows: AbsorbedRows, heads: int) -> int:
+def need(rows: ChunkRows, heads: int) -> int:
     """Bytes, of latents of 512 + 64 features in bf16."""
     counts = [len(decode.length_R) for _, decode in rows.parts()]
     assert max(counts) == counts[0]
@@ -67,5 +67,5 @@ def test_none_needs_more_memory_than_the_largest(
 ) -> None:
     start, count = [a for a, _ in chunks], [b for _, b in chunks]
     tokens, rows, pages = sum(count) + spare[0], len(count) + spare[1], 80 + spare[2]
-    largest = AbsorbedRows.largest(tokens, rows, pages, heads, torch.device("cpu"))
+    largest = ChunkRows.largest(tokens, rows, pages, heads, torch.device("cpu"))
     assert need(rows_of(start, count, heads, pages), heads) <= max(need(some, heads) for some in largest)

@@ -34,7 +34,9 @@ def planned(self: Any, batch: Batch, scratch: Scratch) -> decode_path.Step:
     assert batch.decode is not None
     own, page_RP = self.model.layers[0].attention, batch.decode.page_RP
     layout = batch.layout
-    shape = DecodeShape(layout.decode_rows, layout.width, own.heads, own.latent, own.rope, page_RP.shape[1])
+    shape = DecodeShape(
+        layout.decode_rows, layout.width, own.heads.count, own.heads.latent, own.heads.rope, page_RP.shape[1]
+    )
     tiling = hopper_tiling(shape, 3)
     assert tiling.path == ("narrow" if shape.queries <= 32 else "either")
     tiling = replace(tiling, short=min(tiling.short, SHORT))

@@ -24,8 +24,8 @@ from kernels.rms_norm import launch as norms
 from tests.support.ptx import Fault, Unordered, emulated
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
-from workers.models import attention
 from workers.models import products as models_products
+from workers.models.attention import decode_rows
 from workers.models.batch import Batch
 from workers.models.flow import Flow
 from workers.models.model import Model
@@ -46,7 +46,7 @@ def absorb(*tensors: Any, eps: float, dependent: bool) -> None:
 def planned(model: Model, batch: Batch) -> Batch:
     assert batch.decode is not None
     own, page_RP = model.layers[0].attention, batch.decode.page_RP
-    shape = DecodeShape(len(LENGTHS), 1, own.heads, own.latent, own.rope, page_RP.shape[1])
+    shape = DecodeShape(len(LENGTHS), 1, own.heads.count, own.heads.latent, own.heads.rope, page_RP.shape[1])
     tiling = hopper_tiling(shape, 12)  # the longest row is split
     assert tiling.path == "narrow"
     buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
@@ -64,9 +64,9 @@ def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple
     torch.manual_seed(7)
     flow.projected.down_TF.copy_(torch.randn(flow.projected.down_TF.shape).bfloat16())
     own, tensors = model.layers[0].attention, (flow.projected, flow.attended_THV)
-    attending = own.attending(*tensors, plan(model, batch), None, model.rotation_PO, scratch)
+    backends = own.backends(*tensors, plan(model, batch), None, model.rotation_PO, scratch)
     for _ in range(2):  # the second finds the first one's lines in L1
-        own.attend(attending, cache.layers[0])
+        own.attend(backends, cache.layers[0])
     return flow.attended_THV.float(), cache, batch.cache_slot_T
 
 
@@ -80,11 +80,11 @@ def layered(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[
     for x in (flow.normed_TE, flow.residual_TE):
         x.copy_(torch.randn(x.shape).bfloat16())
     own, tensors = model.layers[0].attention, (flow.projected, flow.attended_THV)
-    attending = own.attending(*tensors, plan(model, batch), None, model.rotation_PO, scratch)
+    backends = own.backends(*tensors, plan(model, batch), None, model.rotation_PO, scratch)
     norm = AddNorm(flow.residual_TE, model.layers[0].feed_forward_norm_E, 1e-6)
     for _ in range(2):
         own.project(flow.normed_TE, None, batch.cache_slot_T, cache.layers[0], flow.projected, scratch)
-        own.attend(attending, cache.layers[0])
+        own.attend(backends, cache.layers[0])
         own.output(flow.attended_THV, norm, flow.normed_TE, scratch, decode_alone=True)
     return flow, cache, batch.cache_slot_T
 
@@ -100,12 +100,12 @@ def check_parts(**how: Any) -> list[str]:
     want, wide_cache, slot_T = layered(torch.float32, lambda model, batch: batch)
     with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
         patch.setattr(linear, "is_hopper", lambda device: True)
-        patch.setattr(attention, "rope_absorb", absorb)
+        patch.setattr(decode_rows, "rope_absorb", absorb)
         patch.setattr(models_products, "part_linear", launch_part_linear)
         patch.setattr(models_products, "add_rms_norm", lambda *args, eps, dependent: norms.add_rms_norm(
             *args, eps, dependent=dependent
         ))  # fmt: skip
-        for module in (attention, models_products):
+        for module in (decode_rows, models_products):
             patch.setattr(module, "launches_dependently", lambda device: True)
         got, cache, _ = layered(torch.bfloat16, planned)
     assert got.projected.in_parts
@@ -143,8 +143,8 @@ def test_planted_faults_around_parts_are_found(kernel: str, what: str, by: str) 
 def check(**how: Any) -> list[str]:
     want, wide_cache, slot_T = attended(torch.float32, lambda model, batch: batch)
     with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
-        patch.setattr(attention, "rope_absorb", absorb)
-        patch.setattr(attention, "launches_dependently", lambda device: True)
+        patch.setattr(decode_rows, "rope_absorb", absorb)
+        patch.setattr(decode_rows, "launches_dependently", lambda device: True)
         got, cache, _ = attended(torch.bfloat16, planned)
     # bf16 at every boundary: the absorbed query, the entry, the pieces, the output.
     assert float((got - want)[LIVE].norm() / want[LIVE].norm()) < 1e-2

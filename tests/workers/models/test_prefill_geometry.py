@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kernels.gather_context import gather_context
 from kernels.page import PAGE_TOKENS, pages_for
+from workers.models.attention.expanded import CONTEXT_ENTRIES, PrefillGeometry, entries_of_a_row
 from workers.models.batch import Batch, PrefillBatch
-from workers.models.prefill import CONTEXT_ENTRIES, PrefillGeometry, entries_of_a_row
 from workers.protocol.plan import BatchLayout
 
 CPU = torch.device("cpu")

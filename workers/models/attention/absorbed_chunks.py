@@ -1,11 +1,12 @@
-"""Prefill rows on the way of decode rows, for invariant mode: one form of attention whatever a token is fed with.
+"""Prefill rows as decode rows, for invariant mode: one form of attention whatever a token is fed with.
 
-Shape legend: R rows, W width, U = R * W queries, T prefill tokens, P pages.
+Shape legend: R rows, W width, U = R * W queries, T prefill tokens, H heads of this rank, D features of a query, V value
+features, C cached features, P pages, K = 64 entries a page.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from kernels.mla_decode import INVARIANT_UNIT
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.memory.pinned import on_device
+from workers.memory.scratch import Scratch
+from workers.models.attention.backend import Backend, Heads
+from workers.models.attention.decode_rows import DecodeMemory, DecodeRows, plan_rows
 from workers.models.batch import Batch, DecodeBatch
 
 WIDEST: Final = 8
@@ -27,9 +31,10 @@ ROWS: Final = 512
 
 
 @dataclass(frozen=True)
-class AbsorbedRows:
-    """Every chunk cut into rows of `width` tokens, the last of which ends where the chunk ends. What the first row
-    lacks is filled up in front with the chunk's first token: bounds below its own, results that nobody reads."""
+class ChunkRows:
+    """The geometry: every chunk cut into rows of `width` tokens, the last of which ends where the chunk ends. What the
+    first row lacks is filled up in front with the chunk's first token: bounds below its own, results that nobody
+    reads."""
 
     width: int
     token_U: Tensor
@@ -41,12 +46,12 @@ class AbsorbedRows:
     page_RP: Tensor
 
     @staticmethod
-    def of(batch: Batch, heads: int) -> AbsorbedRows | None:
+    def of(batch: Batch, heads: int) -> ChunkRows | None:
         """The prefill rows of `batch`, or None when it has none."""
         prefill = batch.prefill
         if prefill is None or not prefill.count:
             return None
-        width = AbsorbedRows.width_of(heads)
+        width = ChunkRows.width_of(heads)
         token: list[int] = []
         place: list[int] = []
         length: list[int] = []
@@ -62,7 +67,7 @@ class AbsorbedRows:
             begin += count
         device = prefill.page_NP.device
         pages = prefill.page_NP[:, : pages_for(max(length))]
-        return AbsorbedRows(
+        return ChunkRows(
             width,
             on_device(token, torch.int64, device),
             on_device(place, torch.int64, device),
@@ -71,12 +76,12 @@ class AbsorbedRows:
         )
 
     @staticmethod
-    def largest(tokens: int, rows: int, pages: int, heads: int, device: torch.device) -> list[AbsorbedRows]:
+    def largest(tokens: int, rows: int, pages: int, heads: int, device: torch.device) -> list[ChunkRows]:
         """Some of which one needs as much memory as any of so many tokens, chunks and pages. Nothing attends by them.
 
         The more pieces of context, the fewer rows at once: most memory is at a power of two of them, or at the end.
         """
-        width = AbsorbedRows.width_of(heads)
+        width = ChunkRows.width_of(heads)
         count = tokens // width + rows
         token_U = torch.zeros(count * width, dtype=torch.int64, device=device)
         place_T = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -84,7 +89,7 @@ class AbsorbedRows:
         unit = INVARIANT_UNIT // PAGE_TOKENS
         powers = [unit << power for power in range((-(-pages // unit)).bit_length())]
         return [
-            AbsorbedRows(width, token_U, place_T, length_R, length_R.new_zeros(count, columns))
+            ChunkRows(width, token_U, place_T, length_R, length_R.new_zeros(count, columns))
             for columns in sorted({min(columns, pages) for columns in (*powers, pages)})
         ]
 
@@ -106,3 +111,52 @@ class AbsorbedRows:
             )
             for begin in range(0, self.length_R.shape[0], step)
         ]
+
+
+@dataclass(frozen=True)
+class AbsorbedChunks(Backend):
+    """Prefill rows of which some neighbouring tokens are a decode row."""
+
+    chunks: ChunkRows
+    q_THD: Tensor
+    q_UHD: Tensor
+    parts: tuple[DecodeRows, ...]
+    """One after the other, in the same memory."""
+    workspace: Tensor
+    """Of the plan of the part whose turn it is."""
+    out_UHV: Tensor
+    out_THV: Tensor
+
+    @staticmethod
+    def of(
+        heads: Heads, q_THD: Tensor, out_THV: Tensor, chunks: ChunkRows, first: int, scratch: Scratch
+    ) -> AbsorbedChunks:
+        """Of the prefill rows' tokens alone: their roped queries, and where their output goes."""
+        queries = chunks.token_U.shape[0]
+        q_UHD = scratch.empty(queries, *q_THD.shape[1:], dtype=q_THD.dtype)
+        out_UHV = scratch.empty(queries, *out_THV.shape[1:], dtype=out_THV.dtype)
+        parts = chunks.parts()
+        _, largest = parts[0]
+        memory = DecodeMemory.of(heads, largest.length_R.shape[0], chunks.width, scratch)
+        workspace = scratch.empty(0, dtype=torch.uint8)
+
+        def reserve(size: int) -> Tensor:
+            nonlocal workspace
+            workspace = scratch.empty(size, dtype=torch.uint8)
+            return workspace
+
+        plan_rows(heads, largest, chunks.width, first, reserve)
+        rows = tuple(
+            DecodeRows(part, first, q_UHD[where], None, memory.first(part.length_R.shape[0]), out_UHV[where])
+            for where, part in parts
+        )
+        return AbsorbedChunks(chunks, q_THD, q_UHD, rows, workspace, out_UHV, out_THV)
+
+    def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
+        """See `Backend`."""
+        torch.index_select(self.q_THD, 0, self.chunks.token_U, out=self.q_UHD)
+        for part in self.parts:
+            # One workspace for all parts, so each is planned when its turn comes.
+            planned = plan_rows(heads, part.rows, self.chunks.width, part.first, lambda size: self.workspace)
+            replace(part, rows=planned).attend(heads, cache_PKC)
+        torch.index_select(self.out_UHV, 0, self.chunks.place_T, out=self.out_THV)

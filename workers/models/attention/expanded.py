@@ -1,4 +1,5 @@
-"""The geometry of a step's prefill rows, and what their attention reads and writes: made once, read by every layer.
+"""The expanded form: keys and values of all heads, which costs fewer products than the absorbed form when many queries
+share them. For prefill rows. Their geometry is made once a pass and read by every layer.
 
 Cached context is attended to in bounded pieces: its keys and values, expanded from the latent, are many times the
 latent's size and never exist for a whole long context at once. A piece holds as much of every row, side by side, and
@@ -20,10 +21,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.gather_context import gather_context
 from kernels.linear import MOST_STREAMED
+from kernels.merge_attention import merge_attention
+from kernels.mla_prefill import mla_prefill
 from kernels.page import PAGE_TOKENS
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
+from workers.models.attention.backend import Backend, Heads
 from workers.models.batch import Batch
 
 CONTEXT_ENTRIES: Final = 4096
@@ -111,8 +116,8 @@ class PrefillGeometry:
 
 
 @dataclass(frozen=True)
-class PrefillAttending:
-    """Views of the prefill rows' tokens, and memory, for the expanded form."""
+class ExpandedChunks(Backend):
+    """Prefill rows whose keys and values are expanded: the chunk's own tokens causally, then cached context."""
 
     geometry: PrefillGeometry
     q_THD: Tensor
@@ -130,7 +135,7 @@ class PrefillAttending:
         geometry: PrefillGeometry,
         nope: int,
         scratch: Scratch,
-    ) -> PrefillAttending:
+    ) -> ExpandedChunks:
         """Of the prefill rows' tokens alone: queries, latents with their roped keys, the other `nope` features of their
         keys with their values, and where the output goes."""
         (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
@@ -169,7 +174,35 @@ class PrefillAttending:
                 )
             )
         own = keys(latent_TC, kv_THF, geometry.cu_q_B1, geometry.max_q, sums[0])
-        return PrefillAttending(geometry, q_THD, own, tuple(context), out_THV)
+        return ExpandedChunks(geometry, q_THD, own, tuple(context), out_THV)
+
+    def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
+        """See `Backend`."""
+        own, context = self.own, self.context
+        self._attend(heads, own, causal=True)
+        for piece in context:
+            keys = piece.keys
+            gather_context(cache_PKC, self.geometry.page_BP, keys.cu_k_B1, piece.source_SC, begin=piece.begin)
+            heads.expand(piece.latent_XL, piece.kv_XF)
+            self._attend(heads, keys, causal=False)
+            into_THV = self.out_THV if piece is context[-1] else own.out_THV
+            merge_attention(own.out_THV, own.lse_TH, keys.out_THV, keys.lse_TH, into_THV, own.lse_TH)
+
+    def _attend(self, heads: Heads, keys: PrefillKeys, *, causal: bool) -> None:
+        mla_prefill(
+            self.q_THD,
+            keys.key_SHN,
+            keys.key_SO,
+            keys.value_SHV,
+            self.geometry.cu_q_B1,
+            keys.cu_k_B1,
+            keys.out_THV,
+            keys.lse_TH,
+            scale=heads.scale,
+            causal=causal,
+            max_q=self.geometry.max_q,
+            max_k=keys.max_k,
+        )
 
 
 def entries_of_a_row(rows: int) -> int:

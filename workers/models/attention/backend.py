@@ -1,0 +1,63 @@
+"""What stands between the two token-wise sides of a layer's attention.
+
+Shape legend: H heads of this rank, F = N + V features that a latent expands to (N non-rope features of a key, V value
+features), L latent features, C cached features, P pages, K = 64 entries a page, S latents.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.linear import linear
+from workers.models.products import Products
+
+
+@dataclass(frozen=True)
+class Heads:
+    """This rank's heads of one layer: their sizes, and the weights that lead from latents to keys and values."""
+
+    count: int
+    nope: int
+    """Features of a query or a key that are not roped."""
+    rope: int
+    value: int
+    latent: int
+    scale: float
+    """Factor on attention scores."""
+    up_HFL: Tensor
+    """Of every head the rows of W_UK, then those of W_UV."""
+    norm_L: Tensor
+    """Weights of the latent's norm."""
+    products: Products
+
+    @property
+    def key_HNL(self) -> Tensor:
+        """W_UK."""
+        return self.up_HFL[:, : self.nope]
+
+    @property
+    def value_HVL(self) -> Tensor:
+        """W_UV."""
+        return self.up_HFL[:, self.nope :]
+
+    def expand(self, latent_SL: Tensor, kv_SF: Tensor) -> None:
+        """Keys without their roped part, and values, of all heads side by side."""
+        linear(latent_SL, self.up_HFL.flatten(0, 1), kv_SF)
+
+    def tensors(self, cache_PKC: Tensor) -> tuple[Tensor, ...]:
+        """What `Backend.attend` reads or writes of a layer alone."""
+        return cache_PKC, self.up_HFL, self.norm_L
+
+
+class Backend(ABC):
+    """How some rows of a pass attend: views of their tokens, and memory. Made once per pass, for all layers of one
+    shape."""
+
+    @abstractmethod
+    def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
+        """Attention of these rows in one layer, into the output that this was made for. What is a layer's own comes
+        from its `Heads` and its cache, so that what one layer launches can be launched again for the next
+        (`kernels.repeat`)."""

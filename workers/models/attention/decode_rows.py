@@ -1,0 +1,123 @@
+"""The absorbed form over the paged cache, for decode rows: W_UK is applied to the query instead of the cache, W_UV to
+the attended latent, so that all heads attend to the same cache entries (DeepSeek-V2, 2024, section 2.1).
+
+Shape legend: T = R * W tokens, H heads of this rank, N / O non-rope / rope features of a query, D = N + O, L latent
+features, C = L + O cached features, V value features, R rows, W width, P pages or parts of a sum, K = 64 entries per
+page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernels.dependent import launches_dependently
+from kernels.head_linear import merge_up, rope_absorb
+from kernels.linear import MOST_STREAMED
+from kernels.mla_decode import DecodeShape, launch, mla_decode, plan_decode
+from workers.memory.scratch import Scratch
+from workers.models.attention.backend import Backend, Heads
+from workers.models.batch import DecodeBatch
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside attention; the published models do not take it from rms_norm_eps."""
+
+
+def plan_rows(heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Callable[[int], Tensor]) -> DecodeBatch:
+    """`rows` with a plan of which programs of a GPU read which of their entries, in memory of `empty` (bytes to uint8);
+    on a CPU as they are. It holds for all layers of one shape."""
+    if not rows.length_R.is_cuda:
+        return rows
+    shape = DecodeShape(
+        *(rows.length_R.shape[0], width, heads.count, heads.latent, heads.rope, rows.page_RP.shape[1]),
+        invariant=heads.products.invariant,
+    )
+    workspace = plan_decode(shape, rows.length_R, rows.page_RP, heads.norm_L.dtype, empty, first=first)
+    return replace(rows, workspace=workspace)
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What attention reads where queries and latents come to it neither roped nor normed, nor are in the cache; both
+    may be parts of sums, [T, P, H, D] and [T, P, C]."""
+
+    q_THD: Tensor
+    kv_TC: Tensor
+    rotation_PO: Tensor
+    position_T: Tensor
+    cache_slot_T: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeMemory:
+    """Absorbed queries, attended latents and log-sum-exps."""
+
+    q_RWHC: Tensor
+    attended_RWHL: Tensor
+    lse_RWH: Tensor
+
+    @staticmethod
+    def of(heads: Heads, rows: int, width: int, scratch: Scratch) -> DecodeMemory:
+        """For so many rows."""
+        shape, dtype = (rows, width, heads.count), heads.norm_L.dtype
+        return DecodeMemory(
+            scratch.empty(*shape, heads.latent + heads.rope, dtype=dtype),
+            scratch.empty(*shape, heads.latent, dtype=dtype),
+            scratch.empty(*shape, dtype=torch.float32),
+        )
+
+    def first(self, rows: int) -> DecodeMemory:
+        """The part of the first so many rows."""
+        return DecodeMemory(self.q_RWHC[:rows], self.attended_RWHL[:rows], self.lse_RWH[:rows])
+
+
+@dataclass(frozen=True)
+class DecodeRows(Backend):
+    """Rows of as many tokens each."""
+
+    rows: DecodeBatch
+    """Planned."""
+    first: int
+    q_THD: Tensor
+    """Roped, unless they are `entering`."""
+    entering: Entering | None
+    memory: DecodeMemory
+    out_THV: Tensor
+
+    def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
+        """See `Backend`."""
+        memory, entering, workspace = self.memory, self.entering, self.rows.workspace
+        # Where attention begins with a kernel of ours, that one lets the next start as `early` asks.
+        dependent = entering is not None and launches_dependently(cache_PKC.device)
+        q_THC = memory.q_RWHC.flatten(0, 1)
+        if entering is None:
+            heads.products.head_linear(self.q_THD[..., : heads.nope], heads.key_HNL, q_THC[..., : heads.latent])
+            q_THC[..., heads.latent :].copy_(self.q_THD[..., heads.nope :])
+        else:
+            rope_absorb(
+                entering.q_THD,
+                entering.kv_TC,
+                heads.key_HNL,
+                heads.norm_L,
+                entering.rotation_PO,
+                entering.position_T,
+                entering.cache_slot_T,
+                q_THC,
+                cache_PKC,
+                eps=LATENT_NORM_EPS,
+                dependent=dependent,
+            )
+        attended_THL, invariant = memory.attended_RWHL.flatten(0, 1), heads.products.invariant
+        tensors = (
+            *(memory.q_RWHC, cache_PKC, self.rows.page_RP, self.rows.length_R),
+            *(memory.attended_RWHL, memory.lse_RWH),
+        )
+        if workspace is None or invariant or attended_THL.shape[0] <= MOST_STREAMED:
+            mla_decode(*tensors, scale=heads.scale, first=self.first, workspace=workspace, invariant=invariant)
+            heads.products.head_linear(attended_THL, heads.value_HVL.transpose(1, 2), self.out_THV)
+            return
+        launch.attend(*tensors, workspace, scale=heads.scale, first=self.first, dependent=dependent, early=dependent)
+        merge_up(memory.attended_RWHL, workspace, heads.value_HVL, self.out_THV, dependent=dependent)

@@ -1,0 +1,251 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): only a latent and one shared roped key are cached.
+
+Decode rows attend in the absorbed form (`decode_rows`), prefill rows in the expanded form (`expanded`) or, in invariant
+mode, in the absorbed form as well (`absorbed_chunks`).
+
+Shape legend: T tokens, E hidden features, H heads of this rank, N / O non-rope / rope features of a query, D = N + O,
+L latent features, C = L + O cached features, V value features, A features of the query's latent, Q = H D, F features of
+the first product, P pages (of `part_TPF` and `part_TPE`: parts of sums), K = 64 entries a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernels.moe import AddNorm
+from kernels.rms_norm import rms_norm
+from kernels.rope_cache import rope_cache
+from workers.memory.scratch import Scratch
+from workers.models.attention.absorbed_chunks import AbsorbedChunks, ChunkRows
+from workers.models.attention.backend import Backend, Heads
+from workers.models.attention.decode_rows import LATENT_NORM_EPS, DecodeMemory, DecodeRows, Entering, plan_rows
+from workers.models.attention.expanded import ExpandedChunks, PrefillGeometry
+from workers.models.batch import Batch
+from workers.models.config import ModelConfig
+from workers.models.products import Products
+from workers.models.rope import softmax_scale
+from workers.weights.source import WeightSource
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What `project` leaves for attention: memory that all layers of a pass may share."""
+
+    down_TF: Tensor
+    """Output of the first product, or parts of it, [T, P, F] in fp32; in models without a query latent its first
+    columns are the queries."""
+    q_THD: Tensor
+    """Parts, [T, P, H, D], where `down_TF` is."""
+    latent_TC: Tensor | None
+    """None in passes of decode rows alone, whose attention rotates and writes the cache itself: see `Entering`."""
+    kv_THF: Tensor | None = None
+    """Keys without their roped part, and values, of prefill rows; None where no row attends to such."""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether attention adds up what the product has left."""
+        return self.down_TF.dim() == 3
+
+
+class LatentAttention:
+    """One layer's attention; `project` and `output` are token-wise, `attend` stands between them."""
+
+    def __init__(self, source: WeightSource, products: Products, prefix: str, config: ModelConfig) -> None:
+        self.products = products
+        count, hidden = config.num_heads // source.group.size, config.hidden_size
+        nope, value, latent = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
+        query = count * config.qk_head_dim
+
+        # First columns: the query's latent or, in models without one, the query itself; then the cached features.
+        first = query if config.q_lora_rank is None else config.q_lora_rank
+        self.down_FE = source.weight(first + config.cache_width, hidden)
+        source.fill(self.down_FE[first:], f"{prefix}kv_a_proj_with_mqa.weight")
+        if config.q_lora_rank is None:
+            self.q_norm_A = self.q_up_QA = None
+            query_rows = self.down_FE[:first]
+            source.fill(query_rows, f"{prefix}q_proj.weight", shard=0)
+        else:
+            source.fill(self.down_FE[:first], f"{prefix}q_a_proj.weight")
+            self.q_norm_A = source.load(f"{prefix}q_a_layernorm.weight", first)
+            query_rows = self.q_up_QA = source.weight(query, first)
+            source.fill(query_rows, f"{prefix}q_b_proj.weight", shard=0)
+        if not config.rope.interleaved:
+            source.settle()
+            _interleave(query_rows.plain.view(count, config.qk_head_dim, -1)[:, nope:])
+            _interleave(self.down_FE[first + latent :].plain.unsqueeze(0))
+
+        norm_L = source.load(f"{prefix}kv_a_layernorm.weight", latent)
+        up = source.empty(count * (nope + value), latent)
+        source.fill(up, f"{prefix}kv_b_proj.weight", shard=0)
+        self.heads = Heads(
+            count=count,
+            nope=nope,
+            rope=config.qk_rope_head_dim,
+            value=value,
+            latent=latent,
+            scale=softmax_scale(config),
+            up_HFL=up.view(count, nope + value, latent),
+            norm_L=norm_L,
+            products=products,
+        )
+        self.out_EF = source.weight(hidden, count * value)
+        source.fill(self.out_EF, f"{prefix}o_proj.weight", shard=1)
+
+    def plan(self, batch: Batch, scratch: Scratch) -> Batch:
+        """`batch` with its decode rows planned, for this layer and all that are shaped like it."""
+        rows = batch.decode
+        if rows is None or not batch.layout.decode_rows:
+            return batch
+        width, first = batch.layout.width, batch.first
+        planned = plan_rows(self.heads, rows, width, first, lambda size: scratch.empty(size, dtype=torch.uint8))
+        return replace(batch, decode=planned)
+
+    def geometry(self, batch: Batch) -> PrefillGeometry | ChunkRows | None:
+        """Where the prefill rows lie, for all layers; in invariant mode they take the way of decode rows."""
+        if self.products.invariant:
+            return ChunkRows.of(batch, self.heads.count)
+        return PrefillGeometry.of(batch)
+
+    def largest_geometries(
+        self, tokens: int, rows: int, pages: int, device: torch.device
+    ) -> Sequence[PrefillGeometry | ChunkRows]:
+        """Some of so many tokens, rows and pages a row, of which one needs as much memory as any."""
+        if self.products.invariant:
+            return ChunkRows.largest(tokens, rows, pages, self.heads.count, device)
+        return [PrefillGeometry.largest(tokens, rows, device)]
+
+    def projected(self, tokens: int, scratch: Scratch, *, decode_alone: bool = False) -> Projected:
+        """Memory for `project`; `decode_alone`: in a pass of decode rows alone."""
+        heads = self.heads
+        dtype, width = heads.norm_L.dtype, heads.latent + heads.rope
+        parts = self.products.parts(tokens, self.down_FE) if decode_alone and self.q_up_QA is None else 0
+        if parts:
+            part_TPF = scratch.empty(tokens, parts, self.down_FE.shape[0], dtype=torch.float32)
+            q_TPHD = part_TPF[..., :-width].view(tokens, parts, heads.count, heads.nope + heads.rope)
+            return Projected(part_TPF, q_TPHD, None)
+        down_TF = scratch.empty(tokens, self.down_FE.shape[0], dtype=dtype)
+        query_TQ = down_TF[:, :-width]
+        if self.q_up_QA is not None:
+            query_TQ = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
+        q_THD = query_TQ.view(tokens, heads.count, heads.nope + heads.rope)
+        if decode_alone:
+            return Projected(down_TF, q_THD, None)
+        latent_TC = scratch.empty(tokens, width, dtype=dtype)
+        if self.products.invariant:
+            return Projected(down_TF, q_THD, latent_TC)
+        kv_THF = scratch.empty(tokens, heads.count, heads.nope + heads.value, dtype=dtype)
+        return Projected(down_TF, q_THD, latent_TC, kv_THF)
+
+    def project(
+        self,
+        x_TE: Tensor,
+        rotation_TO: Tensor | None,
+        cache_slot_T: Tensor,
+        cache_PKC: Tensor,
+        out: Projected,
+        scratch: Scratch,
+    ) -> None:
+        """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache, and
+        expanded to keys and values. In passes of decode rows alone the products alone, and attention does the rest."""
+        down_TF, q_THD, heads = out.down_TF, out.q_THD, self.heads
+        if out.in_parts:
+            self.products.part_linear(x_TE, self.down_FE, down_TF)
+            return
+        self.products.linear(x_TE, self.down_FE, down_TF)
+        width = heads.latent + heads.rope
+        if self.q_norm_A is not None and self.q_up_QA is not None:
+            query_TA = scratch.empty(x_TE.shape[0], self.q_norm_A.shape[0], dtype=x_TE.dtype)
+            rms_norm(down_TF[:, :-width], self.q_norm_A, query_TA, eps=LATENT_NORM_EPS)
+            self.products.linear(query_TA, self.q_up_QA, q_THD.flatten(1))
+        if rotation_TO is None or out.latent_TC is None:
+            return
+        rope_cache(
+            q_THD[..., heads.nope :],
+            down_TF[:, -width:],
+            heads.norm_L,
+            rotation_TO,
+            cache_slot_T,
+            out.latent_TC,
+            cache_PKC,
+            eps=LATENT_NORM_EPS,
+        )
+        if out.kv_THF is not None:
+            heads.expand(out.latent_TC[:, : heads.latent], out.kv_THF.flatten(1))
+
+    def attended(self, tokens: int, scratch: Scratch) -> Tensor:
+        """Memory for the output of `attend`, [T, H, V]."""
+        heads = self.heads
+        return scratch.empty(tokens, heads.count, heads.value, dtype=heads.norm_L.dtype)
+
+    def backends(
+        self,
+        projected: Projected,
+        out_THV: Tensor,
+        batch: Batch,
+        geometry: PrefillGeometry | ChunkRows | None,
+        rotation_PO: Tensor,
+        scratch: Scratch,
+    ) -> list[Backend]:
+        """How the rows of a pass attend, one backend per kind of rows, for this layer and all that are shaped like it:
+        views, and memory that they write before they read.
+
+        `batch` is planned. Decode rows come first, then prefill rows; tokens past the layout's are padding, and neither
+        read nor written. `rotation_PO`: see `rotation_table`.
+        """
+        split, end, heads = batch.layout.decode_tokens, batch.layout.tokens, self.heads
+        found: list[Backend] = []
+        if batch.decode is not None:
+            memory = DecodeMemory.of(heads, batch.layout.decode_rows, batch.layout.width, scratch)
+            entering = None
+            if projected.latent_TC is None:
+                kv_TC = projected.down_TF[..., -heads.latent - heads.rope :]
+                entering = Entering(projected.q_THD, kv_TC, rotation_PO, batch.position_T, batch.cache_slot_T)
+            q_THD = projected.q_THD[:split]
+            found.append(DecodeRows(batch.decode, batch.first, q_THD, entering, memory, out_THV[:split]))
+        if geometry is not None:
+            assert projected.latent_TC is not None  # a pass of decode rows alone has no prefill rows
+            own = slice(split, end)
+            q_THD, own_THV = projected.q_THD[own], out_THV[own]
+            if isinstance(geometry, ChunkRows):
+                found.append(AbsorbedChunks.of(heads, q_THD, own_THV, geometry, batch.first, scratch))
+            else:
+                assert projected.kv_THF is not None
+                kv = projected.latent_TC[own], projected.kv_THF[own]
+                found.append(ExpandedChunks.of(q_THD, *kv, own_THV, geometry, heads.nope, scratch))
+        return found
+
+    def tensors(self, cache_PKC: Tensor) -> tuple[Tensor, ...]:
+        """What `attend` reads or writes of this layer alone; all else is in the backends."""
+        return self.heads.tensors(cache_PKC)
+
+    def attend(self, backends: Sequence[Backend], cache_PKC: Tensor) -> None:
+        """Attention of all rows into the output that `backends` were made for."""
+        for backend in backends:
+            backend.attend(self.heads, cache_PKC)
+
+    def output(
+        self, attended_THV: Tensor, norm: AddNorm, out_TE: Tensor, scratch: Scratch, *, decode_alone: bool = False
+    ) -> None:
+        """Token-wise: residual += the output, summed over ranks; out = rms_norm(residual). `decode_alone`: in a pass of
+        decode rows alone."""
+        tokens = out_TE.shape[0]
+        parts = self.products.parts(tokens, self.out_EF) if decode_alone else 0
+        if parts:
+            with scratch.scope():
+                part_TPE = scratch.empty(tokens, parts, out_TE.shape[1], dtype=torch.float32)
+                self.products.part_linear(attended_THV.flatten(1), self.out_EF, part_TPE)
+                self.products.add_norm(part_TPE, norm, out_TE)
+        else:
+            self.products.summed(attended_THV.flatten(1), self.out_EF, out_TE, scratch)
+            self.products.add_norm(out_TE, norm, out_TE)
+
+
+def _interleave(rows_HOE: Tensor) -> None:
+    """Reorder rope rows from pairs (i, i + half) to pairs (2i, 2i + 1), in place: products of q and k do not change."""
+    half = rows_HOE.shape[1] // 2
+    first_HIE, second_HIE = rows_HOE[:, :half], rows_HOE[:, half:]
+    rows_HOE.copy_(torch.stack([first_HIE, second_HIE], dim=2).flatten(1, 2))
