@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kernels.moe.schedule import ExpertsShape, tiling
+from tests.gated import launched
 
 ROOT = Path(__file__).parents[3]
 DESIGN = (ROOT / "docs" / "design.md").read_text()
@@ -48,6 +49,12 @@ def test_the_table_has_every_upper_bound_of_kernels_and_models() -> None:
     }
     assert len(found) > 10
     assert found <= known
+
+
+def test_the_section_names_every_kernel_that_is_launched() -> None:
+    """And no other; two of its words are functions."""
+    named = {*re.findall(r"`([a-z_]+)`", SECTION)} - {"unsupported", "tiling"}
+    assert named == {name.split(".")[-1] for name in launched()}
 
 
 @pytest.mark.parametrize(("mean", "rows"), [(11.9, 16), (12.1, 64), (55.9, 64), (56.1, 128)])
