@@ -13,7 +13,7 @@ from random_model import V2_LITE_HEADS, random_model
 from tiny_models import KINDS, VOCAB, write_tiny
 
 from kernels.repeat import Repeat, nothing_repeated
-from workers.models import prefill
+from workers.models.attention import expanded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +58,7 @@ def test_repeated_layers_give_the_bits_of_their_own_launches(
 ) -> None:
     """Decode rows alone; beside chunks, short and long, with and without context; chunks alone. Context comes in two
     pieces, once in one of 14 entries."""
-    monkeypatch.setattr(prefill, "CONTEXT_ENTRIES", 256)
+    monkeypatch.setattr(expanded, "CONTEXT_ENTRIES", 256)
     values = V2_LITE_HEADS | {"num_hidden_layers": 4} | overrides
     model = random_model(values, dtype, torch.device("cuda"), invariant=invariant)
     sequences = [random_tokens(80, row, 160) for row in range(rows)]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from workers.config import DEMO_MODEL
 from workers.families import load_model
-from workers.models import absorbed, products
+from workers.models import products
+from workers.models.attention import absorbed_chunks
 from workers.models.products import InvariantProducts
 from workers.parallel.group import TensorParallel
 
@@ -69,7 +70,7 @@ def test_parts_that_take_turns_change_no_bit(tmp_path: Path, monkeypatch: pytest
     """Long contexts attend, and many tokens go through experts, some at a time."""
     folder = write_tiny(tmp_path, "v3-yarn", seed=2)
     want = outputs(folder, TensorParallel(), torch.float32)
-    monkeypatch.setattr(absorbed, "PIECES", 2)
+    monkeypatch.setattr(absorbed_chunks, "PIECES", 2)
     monkeypatch.setattr(products, "PART_BYTES", 1)
     for name, logits in outputs(folder, TensorParallel(), torch.float32).items():
         assert torch.equal(logits, want[name])

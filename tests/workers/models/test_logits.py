@@ -17,7 +17,7 @@ from tiny_models import KINDS, VOCAB, write_tiny
 from torch import Tensor
 
 from workers.families import load_model
-from workers.models import prefill
+from workers.models.attention import expanded
 from workers.models.model import Model
 
 LONGEST = 200
@@ -56,7 +56,7 @@ def test_logits_under_every_chunking(kind: str, data: st.DataObject) -> None:
     paged = Paged(both.ours, [s[:n] for s, n in zip(both.sequences, lengths, strict=False)], seed=lengths[0])
     got: list[list[Tensor]] = [[] for _ in lengths]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "CONTEXT_ENTRIES", data.draw(st.sampled_from([64, 128, 4096]), label="context piece"))
+        patch.setattr(expanded, "CONTEXT_ENTRIES", data.draw(st.sampled_from([64, 128, 4096]), label="context piece"))
         for number in range(100):
             left = [len(row.tokens) - row.written for row in paged.rows]
             if not any(left):

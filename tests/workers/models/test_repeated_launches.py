@@ -23,7 +23,7 @@ from kernels.mla_prefill import launch as prefill_launch
 from kernels.repeat import Repeat
 from workers.memory.scratch import Scratch
 from workers.models import model as models_model
-from workers.models import prefill
+from workers.models.attention import expanded
 
 Launch = tuple[Any, ...]
 
@@ -105,7 +105,7 @@ def test_a_repeated_layer_launches_what_it_would_itself(
 ) -> None:
     """Decode rows alone; beside chunks, short and long, with and without context; chunks alone. Context comes in two
     pieces, once in one of 14 entries."""
-    monkeypatch.setattr(prefill, "CONTEXT_ENTRIES", 256)
+    monkeypatch.setattr(expanded, "CONTEXT_ENTRIES", 256)
     layers = 3
     model = random_model(V2_LITE_HEADS | {"num_hidden_layers": layers} | overrides, dtype, CPU, invariant=invariant)
     buffer = torch.zeros(1 << (29 if invariant else 27), dtype=torch.uint8)
