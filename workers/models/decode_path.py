@@ -23,15 +23,12 @@ from torch import Tensor
 from kernels import few_experts, pending_norm
 from kernels.dependent import launches_dependently
 from kernels.few_experts import ChosenExperts, Routing
-from kernels.head_linear import head_linear, merge_up, rope_absorb
 from kernels.linear import MOST_STREAMED, gated_linear, linear, linear_to_residual, normed_linear
-from kernels.mla_decode import launch as attention_launch
-from kernels.mla_decode import mla_decode
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import rms_norm
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
-from workers.models.attention.decode_rows import LATENT_NORM_EPS
+from workers.models.attention.decode_rows import LATENT_NORM_EPS, DecodeMemory, DecodeRows, Entering
 from workers.models.attention.latent import LatentAttention
 from workers.models.batch import Batch, DecodeBatch
 from workers.models.config import ModelConfig
@@ -39,9 +36,6 @@ from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
 from workers.models.layer import DecoderLayer
 from workers.models.products import Products
 from workers.parallel.group import TensorParallel
-
-MOST_MERGED = 1
-"""Most tokens whose attention is merged and multiplied by W_UV in one launch: it reads a token's pieces many times."""
 
 
 @cache
@@ -211,44 +205,13 @@ class DecodePath:
             normed_linear(stream.pending, down_FE, down_TF, norm_A=norm_A, next=query, dependent=dependent)
             query_TF = scratch.empty(tokens, attention.q_up_QA.shape[0], dtype=dtype)
             normed_linear(query, attention.q_up_QA.plain, query_TF, dependent=dependent)
-        q_THC = scratch.empty(tokens, heads.count, width, dtype=dtype)
-        rope_absorb(
-            query_TF.view(tokens, heads.count, heads.nope + heads.rope),
-            kv_TC,
-            heads.key_HNL,
-            heads.norm_L,
-            step.rotation_PO,
-            step.batch.position_T,
-            step.batch.cache_slot_T,
-            q_THC,
-            cache_PKC,
-            eps=LATENT_NORM_EPS,
-            dependent=dependent,
-        )
-        return self._attend(attention, q_THC, cache_PKC, step)
-
-    def _attend(self, attention: LatentAttention, q_THC: Tensor, cache_PKC: Tensor, step: Step) -> Tensor:
-        """Absorbed attention and W_UV."""
-        tokens, rows, scratch, workspace = step.tokens, step.rows, step.scratch, step.rows.workspace
-        heads, width, dtype = attention.heads, step.batch.layout.width, q_THC.dtype
+        batch = step.batch
+        q_THD = query_TF.view(tokens, heads.count, heads.nope + heads.rope)
+        entering = Entering(q_THD, kv_TC, step.rotation_PO, batch.position_T, batch.cache_slot_T)
+        memory = DecodeMemory.of(heads, batch.layout.decode_rows, batch.layout.width, scratch)
         out_THV = scratch.empty(tokens, heads.count, heads.value, dtype=dtype)
-        attended_THL = scratch.empty(tokens, heads.count, heads.latent, dtype=dtype)
-        lse_TH = scratch.empty(tokens, heads.count, dtype=torch.float32)
-        shape = (tokens // width, width, heads.count)
-        q_RWHC, attended_RWHL, lse_RWH = q_THC.view(*shape, -1), attended_THL.view(*shape, -1), lse_TH.view(shape)
-        value_HVL = heads.value_HVL
-        where = (q_RWHC, cache_PKC, rows.page_RP, rows.length_R, attended_RWHL, lse_RWH)
-        scale, first = heads.scale, step.batch.first
-        if workspace is None:
-            mla_decode(*where, scale=scale, first=first)
-            head_linear(attended_THL, value_HVL.transpose(1, 2), out_THV)
-        else:
-            attention_launch.attend(*where, workspace, scale=scale, first=first, dependent=True, early=True)
-            if tokens <= MOST_MERGED:
-                merge_up(attended_RWHL, workspace, value_HVL, out_THV, dependent=True)
-            else:
-                attention_launch.merge(attended_RWHL, lse_RWH, workspace, dependent=True)
-                head_linear(attended_THL, value_HVL.transpose(1, 2), out_THV, dependent=True)
+        rows = DecodeRows(step.rows, batch.first, q_THD, entering, memory, out_THV, few=dependent)
+        rows.attend(heads, cache_PKC)
         return out_THV.flatten(1)
 
     def _experts(

@@ -18,6 +18,7 @@ from random_model import V2_LITE_HEADS, decode_step, random_model  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
+import workers.models.attention.decode_rows as decode_rows  # noqa: E402
 import workers.models.decode_path as decode_path  # noqa: E402
 from kernels import moe  # noqa: E402
 from kernels.few_experts import launch as experts  # noqa: E402
@@ -95,6 +96,11 @@ def plan(self: Any, batch: Batch, rows: DecodeBatch, scratch: Scratch) -> Worksp
     return workspace
 
 
+def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Callable[..., None]:
+    """The model that is compared with is in fp32, and computes as it always does on a CPU."""
+    return lambda x, *rest, **options: (launch if x.dtype == torch.bfloat16 else otherwise)(x, *rest, **options)
+
+
 @pytest.fixture(autouse=True)
 def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the path does for tensors on a GPU, for tensors on a CPU."""
@@ -114,13 +120,17 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "normed_linear": normed,
         "linear_to_residual": to_residual,
         "gated_linear": products.stream_gate_up,
-        "rope_absorb": lambda *args, eps: heads.rope_absorb(*args, eps),
-        "merge_up": heads.merge_up,
-        "head_linear": lambda x, weight, out: products.stream_heads(x, weight.transpose(1, 2), out),
         "rms_norm": lambda x, weight, out, *, eps: norms.rms_norm(x, weight, out, eps),
     }
     for name, function in replaced.items():
         monkeypatch.setattr(decode_path, name, plainly(function))
+    replaced = {
+        "rope_absorb": lambda *args, eps: heads.rope_absorb(*args, eps),
+        "merge_up": heads.merge_up,
+        "head_linear": lambda x, weight, out: products.stream_heads(x, weight.transpose(1, 2), out),
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(decode_rows, name, in_bf16(plainly(function), getattr(decode_rows, name)))
     monkeypatch.setattr(decode_path, "pending_norm", SimpleNamespace(enter=plainly(launch_enter)))
     few = SimpleNamespace(
         router=plainly(experts.router),
@@ -132,7 +142,7 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "route", route)
     CHOSEN.clear()
     attend = SimpleNamespace(attend=plainly(attention.attend), merge=plainly(attention.merge))
-    monkeypatch.setattr(decode_path, "attention_launch", attend)
+    monkeypatch.setattr(decode_rows, "launch", attend)
     monkeypatch.setattr(decode_path.DecodePath, "_step", step)
 
 

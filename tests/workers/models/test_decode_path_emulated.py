@@ -2,6 +2,7 @@
 other on memory that holds poison."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from random_model import V2_LITE_HEADS, decode_step, random_model
 
+import workers.models.attention.decode_rows as decode_rows
 import workers.models.decode_path as decode_path
 from kernels.few_experts import launch as experts
 from kernels.head_linear import launch as heads
@@ -67,6 +69,11 @@ def head_linear(x: Any, weight: Any, out: Any, *, dependent: bool) -> None:
     products.stream_heads(x, weight.transpose(1, 2), out, dependent=dependent)
 
 
+def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Callable[..., None]:
+    """The model that is compared with is in fp32, and computes as it always does on a CPU."""
+    return lambda x, *rest, **options: (launch if x.dtype == torch.bfloat16 else otherwise)(x, *rest, **options)
+
+
 @pytest.fixture(autouse=True)
 def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the path does for tensors on a GPU, for tensors on a CPU."""
@@ -74,15 +81,15 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "normed_linear": normed,
         "linear_to_residual": to_residual,
         "gated_linear": products.stream_gate_up,
-        "rope_absorb": heads.rope_absorb,
-        "merge_up": heads.merge_up,
-        "head_linear": head_linear,
         "rms_norm": norms.rms_norm,
         "pending_norm": SimpleNamespace(enter=launch_enter),
         "few_experts": SimpleNamespace(router=experts.router, choose=experts.choose, experts=all_experts),
     }
     for name, function in replaced.items():
         monkeypatch.setattr(decode_path, name, function)
+    replaced = {"rope_absorb": heads.rope_absorb, "merge_up": heads.merge_up, "head_linear": head_linear}
+    for name, function in replaced.items():
+        monkeypatch.setattr(decode_rows, name, in_bf16(function, getattr(decode_rows, name)))
     monkeypatch.setattr(decode_path.DecodePath, "_step", planned)
 
 

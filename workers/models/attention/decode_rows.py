@@ -10,20 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from kernels.dependent import launches_dependently
-from kernels.head_linear import merge_up, rope_absorb
+from kernels.head_linear import head_linear, merge_up, rope_absorb
 from kernels.linear import MOST_STREAMED
 from kernels.mla_decode import DecodeShape, launch, mla_decode, plan_decode
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Heads
 from workers.models.batch import DecodeBatch
 
-LATENT_NORM_EPS = 1e-6
+LATENT_NORM_EPS: Final = 1e-6
 """Of the norms inside attention; the published models do not take it from rms_norm_eps."""
+MOST_MERGED: Final = 1
+"""Most of few tokens whose attention is merged and multiplied by W_UV in one launch: it reads a token's pieces many
+times."""
 
 
 def plan_rows(heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Callable[[int], Tensor]) -> DecodeBatch:
@@ -86,12 +90,14 @@ class DecodeRows(Backend):
     entering: Entering | None
     memory: DecodeMemory
     out_THV: Tensor
+    few: bool = False
+    """On the way of few tokens, where every kernel is launched dependently: see `workers.models.decode_path`."""
 
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         """See `Backend`."""
         memory, entering, workspace = self.memory, self.entering, self.rows.workspace
         # Where attention begins with a kernel of ours, that one lets the next start as `early` asks.
-        dependent = entering is not None and launches_dependently(cache_PKC.device)
+        dependent = self.few or (entering is not None and launches_dependently(cache_PKC.device))
         q_THC = memory.q_RWHC.flatten(0, 1)
         if entering is None:
             heads.products.head_linear(self.q_THD[..., : heads.nope], heads.key_HNL, q_THC[..., : heads.latent])
@@ -111,13 +117,18 @@ class DecodeRows(Backend):
                 dependent=dependent,
             )
         attended_THL, invariant = memory.attended_RWHL.flatten(0, 1), heads.products.invariant
+        tokens, value_HLV = attended_THL.shape[0], heads.value_HVL.transpose(1, 2)
         tensors = (
             *(memory.q_RWHC, cache_PKC, self.rows.page_RP, self.rows.length_R),
             *(memory.attended_RWHL, memory.lse_RWH),
         )
-        if workspace is None or invariant or attended_THL.shape[0] <= MOST_STREAMED:
+        if workspace is None or invariant or (tokens <= MOST_STREAMED and not self.few):
             mla_decode(*tensors, scale=heads.scale, first=self.first, workspace=workspace, invariant=invariant)
-            heads.products.head_linear(attended_THL, heads.value_HVL.transpose(1, 2), self.out_THV)
+            heads.products.head_linear(attended_THL, value_HLV, self.out_THV)
             return
         launch.attend(*tensors, workspace, scale=heads.scale, first=self.first, dependent=dependent, early=dependent)
-        merge_up(memory.attended_RWHL, workspace, heads.value_HVL, self.out_THV, dependent=dependent)
+        if self.few and tokens > MOST_MERGED:
+            launch.merge(memory.attended_RWHL, memory.lse_RWH, workspace, dependent=dependent)
+            head_linear(attended_THL, value_HLV, self.out_THV, dependent=dependent)
+        else:
+            merge_up(memory.attended_RWHL, workspace, heads.value_HVL, self.out_THV, dependent=dependent)
