@@ -1,6 +1,6 @@
 """A model that cannot be served: `latentserve serve` says why at once, ends with an error, and leaves nothing behind.
 
-What it does follows from a fault that lasts; tests/workers/test_replica_processes.py says what makes one.
+What it does follows from a fault that lasts; tests/workers/processes/test_replica_processes.py says what makes one.
 """
 
 import contextlib

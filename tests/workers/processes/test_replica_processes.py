@@ -204,7 +204,7 @@ async def test_nothing_outlives_a_killed_parent(folder: Path, connected: bool) -
     )
     script = folder / "parent.py"
     script.write_text(code)
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     sockets = Path(tempfile.mkdtemp())  # short: a socket's path has at most 107 characters
     parent = subprocess.Popen(
         [sys.executable, script, config(folder).model_dump_json()],

@@ -55,7 +55,7 @@ print(gc.collect())
 
 
 def run(program: str, *arguments: str) -> str:
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],

@@ -118,7 +118,7 @@ def test_a_capture_on_a_gpu_refuses_it_and_the_next_one_succeeds(
     device = torch.device("cuda", 0)
     x = torch.ones(64, device=device)
     doubled[(1,)](x, 64)  # loads it
-    with pytest.raises(CaptureViolation, match=rf"{message}.*, at tests/workers/test_guard\.py:\d+"):
+    with pytest.raises(CaptureViolation, match=rf"{message}.*, at tests/workers/graphs/test_guard\.py:\d+"):
         record(device, lambda: mistake(x))
     graph, _ = record(device, lambda: doubled[(1,)](x, 64))
     graph.replay()

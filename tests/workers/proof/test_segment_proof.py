@@ -1,5 +1,5 @@
 """The proof of replayed segments finds planted faults, and passes on what is right. On a CPU a graph is emulated;
-tests/workers/test_gpu_faults.py has the real ones."""
+tests/workers/proof/test_gpu_faults.py has the real ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.workers.graphs.test_segments import Buckets, RecordedEnding, RecordedStage
 
 from kernels.page import PAGE_TOKENS
 from tests.rank_processes import run_ranks
@@ -15,7 +16,6 @@ from tests.tiny_models import write_tiny
 from tests.workers.faults import ENDING_FAULTS, SEGMENT_FAULTS, ForgottenPadding, PaddingInSlotZero, captured_with
 from tests.workers.recorded import no_host_values
 from tests.workers.test_engine import engine
-from tests.workers.test_segments import Buckets, RecordedEnding, RecordedStage
 from workers.config import EngineConfig
 from workers.memory.scratch import Scratch
 from workers.parallel.group import TensorParallel

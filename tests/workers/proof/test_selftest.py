@@ -1,5 +1,5 @@
 """The self-test finds planted faults, and passes on what is right. Here a replay is a second run of the same step; on a
-GPU it is a graph (tests/workers/test_gpu_faults.py)."""
+GPU it is a graph (tests/workers/proof/test_gpu_faults.py)."""
 
 from __future__ import annotations
 
