@@ -16,9 +16,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    import gpu_tests
+def runner() -> ModuleType:
+    from tests import gpu_tests
 
     return gpu_tests
 

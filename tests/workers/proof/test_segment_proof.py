@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.workers.graphs.test_segments import Buckets, RecordedEnding, RecordedStage
 
 from kernels.page import PAGE_TOKENS
 from tests.rank_processes import run_ranks
 from tests.tiny_models import write_tiny
 from tests.workers.faults import ENDING_FAULTS, SEGMENT_FAULTS, ForgottenPadding, PaddingInSlotZero, captured_with
+from tests.workers.graphs.test_segments import Buckets, RecordedEnding, RecordedStage
 from tests.workers.recorded import no_host_values
 from tests.workers.test_engine import engine
 from workers.config import EngineConfig

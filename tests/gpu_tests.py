@@ -1,7 +1,7 @@
 """Runs every test that needs a GPU and prints one line a file.
 
-    python bench/gpu_tests.py                              # all, one after the other
-    python bench/gpu_tests.py --jobs 8 --workers 4         # most of their time is compilation
+    python tests/gpu_tests.py                              # all, one after the other
+    python tests/gpu_tests.py --jobs 8 --workers 4         # most of their time is compilation
 
 Each file runs in processes of its own, so that a kernel that hangs or crashes the device costs one line, not the run.
 Exit status 0 when all passed that the GPUs here are enough for; the last line says how many were skipped. Test files
