@@ -1,4 +1,4 @@
-"""What the HTTP front costs with an engine that is free: tokens a second at many streams, time to first token at one.
+"""What the HTTP front costs with an engine that is free: tokens per second at many streams, time to first token at one.
 
     python bench/frontend.py --streams 64 --tokens 512
 
@@ -146,7 +146,7 @@ class Stream(asyncio.Protocol):
 
 
 async def throughput(port: int, streams: int, tokens: int) -> tuple[float, float]:
-    """(tokens a second, events a token) of `streams` streams at once."""
+    """(tokens per second, events per token) of `streams` streams at once."""
     loop = asyncio.get_running_loop()
     connections = [(await loop.create_connection(Stream, "127.0.0.1", port))[1] for _ in range(streams)]
     raw = body(tokens)
@@ -179,7 +179,7 @@ async def measure(port: int, options: argparse.Namespace) -> None:
     for _ in range(options.repeat):
         rate, events = await throughput(port, options.streams, options.tokens)
         rates.append(rate)
-        print(f"{options.streams} streams x {options.tokens} tokens: {rate:9.0f} tok/s, {events:.3f} events a token")
+        print(f"{options.streams} streams x {options.tokens} tokens: {rate:9.0f} tok/s, {events:.3f} events per token")
     times = sorted(await first_tokens(port, options.requests))
     median, p99 = statistics.median(times) * 1e3, times[int(len(times) * 0.99)] * 1e3
     print(f"median of {options.repeat}: {statistics.median(rates):.0f} tok/s")

@@ -233,7 +233,7 @@ def report(step: Measured) -> None:
     print(
         f"  floor {total.ms:.3f} ms ({total.ms / wall:.0%} of the wall): {total.bytes / 1e9:.2f} GB in "
         f"{total.bytes / BANDWIDTH:.3f} ms, {total.operations / 1e12:.2f} TFLOP in {total.operations / OPERATIONS:.3f} "
-        f"ms, {step.tokens.experts:.1f} experts a layer"
+        f"ms, {step.tokens.experts:.1f} experts per layer"
     )
     parts.wait()
     begin = time.perf_counter()
@@ -305,7 +305,7 @@ def prompts(text: str) -> list[tuple[int, int]]:
     pairs = [tuple(map(int, part.split("x"))) for part in text.split(",") if part]
     for pair in pairs:
         if len(pair) != 2 or min(pair) < 1 or pair[0] * pair[1] > BUDGETS[-1]:
-            raise argparse.ArgumentTypeError(f"prompts are ROWSxTOKENS, at most {BUDGETS[-1]} tokens a step: {text}")
+            raise argparse.ArgumentTypeError(f"prompts are ROWSxTOKENS, at most {BUDGETS[-1]} tokens per step: {text}")
     return [(rows, length) for rows, length in pairs]
 
 
@@ -342,7 +342,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error("--width must be positive, and smaller than --context")
     for rows, length in found.mixed or ():
         if rows * found.width + length > BUDGETS[-1]:
-            parser.error(f"at most {BUDGETS[-1]} tokens a step: {rows} rows of {found.width} and {length} are more")
+            parser.error(f"at most {BUDGETS[-1]} tokens per step: {rows} rows of {found.width} and {length} are more")
     for rows in found.decode or ():
         if rows * found.width <= MOST_STREAMED:
             parser.error(

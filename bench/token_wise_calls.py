@@ -2,7 +2,7 @@
 
 Shape legend: T tokens, R rows, W width, E hidden features, I intermediate features, H heads, N features of a head's
 query without rope, O rope features, D = N + O, L latent features, C = L + O, V value features, X routed experts,
-K experts a token (shared ones last), P parts of a sum, S slots.
+K experts per token (shared ones last), P parts of a sum, S slots.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs every test that needs a GPU and prints one line a file.
+"""Runs every test that needs a GPU and prints one line per file.
 
     python tests/gpu_tests.py                              # all, one after the other
     python tests/gpu_tests.py --jobs 8 --workers 4         # most of their time is compilation

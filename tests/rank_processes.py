@@ -22,6 +22,6 @@ def start_method() -> SpawnContext | ForkServerContext:
 
 
 def run_ranks(main: Callable[..., None], ranks: int, *arguments: Any) -> None:
-    """Call `main(rank, *arguments)` in a process a rank; raises what the first of them raises."""
+    """Call `main(rank, *arguments)` in a process per rank; raises what the first of them raises."""
     method = start_method().get_start_method()
     torch.multiprocessing.start_processes(main, arguments, ranks, start_method=method)

@@ -42,7 +42,7 @@ class LatencyShape:
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """One batch size. Times in seconds, speeds in tokens a second."""
+    """One batch size. Times in seconds, speeds in tokens per second."""
 
     batch: int
     input: int

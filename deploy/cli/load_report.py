@@ -100,7 +100,7 @@ class LoadReport:
 
     @property
     def throughput(self) -> dict[str, float]:
-        """Requests and tokens a second over the whole run."""
+        """Requests and tokens per second over the whole run."""
         per = 1 / self.duration if self.duration else 0.0
         return {
             "requests_per_s": round(self.finished * per, 3),

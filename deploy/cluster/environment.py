@@ -26,8 +26,8 @@ from kernels.private_ground import PrivateGround
 from workers.environment import EnvironmentProblem
 
 PROCESS_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # two threads a rank on a busy machine are slower than one
-    # One GPU a rank is reserved, all of them stay visible: symmetric memory opens its neighbours' memory.
+    "OMP_NUM_THREADS": "1",  # two threads per rank on a busy machine are slower than one
+    # One GPU per rank is reserved, all of them stay visible: symmetric memory opens its neighbours' memory.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
 }
 """What a rank's process needs. Where its node does not have it already, the process asks for it and starts later."""

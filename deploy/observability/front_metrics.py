@@ -175,7 +175,7 @@ class FrontMetrics:
     def request_finished(
         self, endpoint: str, reason: str, seconds: float, generated: int, cached: int, per_token: float | None
     ) -> None:
-        """A sequence ended, `seconds` after its request arrived; `per_token`: mean seconds a token, if it had several
+        """A sequence ended, `seconds` after its request arrived; `per_token`: mean seconds per token, if it had several
         outputs."""
         self._in_flight.dec()
         self._requests.labels(endpoint, reason).inc()

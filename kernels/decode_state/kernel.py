@@ -1,4 +1,4 @@
-"""The bookkeeping of a decode step in Triton: one program a row, no atomics, nothing read from padded rows."""
+"""The bookkeeping of a decode step in Triton: one program per row, no atomics, nothing read from padded rows."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -78,7 +78,7 @@ def advance(
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program a row; the step's positions are computed anew, so that nothing is read that it writes."""
+    """One program per row; the step's positions are computed anew, so that nothing is read that it writes."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     live = slot >= 0
@@ -112,7 +112,7 @@ def feed_draft(
     pages,
     drafts,
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     live = slot >= 0

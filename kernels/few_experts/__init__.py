@@ -2,8 +2,8 @@
 
 Every chosen expert's weights are streamed once for all its tokens, as are those of shared experts, which all have.
 
-Shape legend: T tokens, R rows, E features, X experts (in weights the shared ones behind the others), K experts a token
-chooses, S = min(X, T K) slots, Y = T K choices, F = 2 I, I intermediate features of one expert.
+Shape legend: T tokens, R rows, E features, X experts (in weights the shared ones behind the others), K experts that a
+token chooses, S = min(X, T K) slots, Y = T K choices, F = 2 I, I intermediate features of one expert.
 """
 
 from __future__ import annotations

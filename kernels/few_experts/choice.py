@@ -1,4 +1,4 @@
-"""How a few tokens choose experts, and the list of all that were chosen, in Gluon: one program, some tokens a warp.
+"""How a few tokens choose experts, and the list of all that were chosen, in Gluon: one program, some tokens per warp.
 
 A warp holds all experts of its tokens, so the best of them is found by one instruction (`redux.sync`, of 32-bit
 integers that are ordered like the scores), and nothing but who was chosen passes between warps: once, a bit an expert.

@@ -1,6 +1,6 @@
 """Gathers pieces of cached context, which lie in pages all over the cache, one row's behind the other's.
 
-Shape legend: B rows, P pages (of the cache, or of a row's page table), K = 64 entries a page, C cached features, S
+Shape legend: B rows, P pages (of the cache, or of a row's page table), K = 64 entries per page, C cached features, S
 gathered entries.
 """
 

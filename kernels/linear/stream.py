@@ -61,7 +61,7 @@ def weight_rows_layout(warps):
 
 @gluon.constexpr_function
 def token_pieces(width, warps):
-    """Layout in which a tile of the tokens, [warps, tokens, width], is copied: 16 bytes a thread."""
+    """Layout in which a tile of the tokens, [warps, tokens, width], is copied: 16 bytes per thread."""
     return gl.BlockedLayout([1, 1, 8], [1, 32 // (width // 8), width // 8], [warps, 1, 1], [2, 1, 0])
 
 

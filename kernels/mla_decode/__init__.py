@@ -1,7 +1,7 @@
 """Attention of decode rows over the paged latent cache, in the absorbed form of multi-head latent attention.
 
-Shape legend: R rows, W width, H heads, L latent features (kv_lora_rank), C = L + rope features, K = 64 entries a page,
-P pages (of the cache, or of a row's page table).
+Shape legend: R rows, W width, H heads, L latent features (kv_lora_rank), C = L + rope features, K = 64 entries per
+page, P pages (of the cache, or of a row's page table).
 """
 
 from __future__ import annotations

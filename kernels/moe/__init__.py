@@ -1,6 +1,6 @@
 """Mixture of experts: which experts a token goes to, and what they compute.
 
-Shape legend: T tokens, E features, X experts, K experts a token, F = 2 I, I intermediate features of one expert. Of
+Shape legend: T tokens, E features, X experts, K experts per token, F = 2 I, I intermediate features of one expert. Of
 logits and their bias X is the routed experts; everything else counts shared ones as well.
 
 Hopper's own kernels (`hopper`) need a private part of Gluon, of Triton 3.6. Without it a line is logged, and Triton's

@@ -204,7 +204,7 @@ def fetch_gathered(
     K: gl.constexpr, FEATURES: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The fetching partition of `gate_up`: four warps that copy the tokens of a tile's pairs 16 bytes a thread."""
+    """The fetching partition of `gate_up`: four warps that copy the tokens of a tile's pairs 16 bytes per thread."""
     lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, lanes))
@@ -263,7 +263,7 @@ def fetch_gathered(
 
 @gluon.jit
 def store_rows(value, target, row, column, inside, STRIDE: gl.constexpr):
-    """Write results row by row, 16 bytes a thread."""
+    """Write results row by row, 16 bytes per thread."""
     pointer = target + row.to(gl.int64)[:, None] * STRIDE + column[None, :]
     gl.store(pointer, value, mask=inside[:, None])
 

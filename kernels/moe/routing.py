@@ -1,4 +1,4 @@
-"""Choice of experts in Triton: one program a token, every comparison on integers that are ordered like the scores.
+"""Choice of experts in Triton: one program per token, every comparison on integers that are ordered like the scores.
 
 Among 32 lanes the greatest of 32-bit integers is found by one instruction, that of floats or of 64 bits by five steps
 of shuffles.

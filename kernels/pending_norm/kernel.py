@@ -1,4 +1,4 @@
-"""The residual stream's entry, in Triton: one program a token, which holds the whole row."""
+"""The residual stream's entry, in Triton: one program per token, which holds the whole row."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

@@ -43,7 +43,7 @@ def whole_value(whole, slot, COLUMN: tl.constexpr):
 
 @triton.jit
 def row_and_place(n, decode_tokens, WIDTH: tl.constexpr):
-    """Sampled row and place in its window of logits row `n`: WIDTH logits rows a decode row, then one a row."""
+    """Sampled row and place in its window of logits row `n`: WIDTH logits rows per decode row, then one per row."""
     decode = n < decode_tokens
     row = tl.where(decode, n // WIDTH, n - decode_tokens + decode_tokens // WIDTH)
     return row, tl.where(decode, n % WIDTH, 0)

@@ -1,4 +1,4 @@
-"""The floors of top_k and top_p in Triton, without a sort: one program a row narrows a bracket around each threshold.
+"""The floors of top_k and top_p in Triton, without a sort: one program per row narrows a bracket around each threshold.
 
 Both filters have one form: the largest value t of the row at which the ids of logit >= t reach a weight, in number (k)
 or in mass (top_p of the total). Passes over the row (which the L2 cache holds) weigh it above two pivots at once,

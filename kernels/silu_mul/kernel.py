@@ -1,4 +1,4 @@
-"""The SwiGLU gate in Triton: one program a row and a block of its columns."""
+"""The SwiGLU gate in Triton: one program per row and a block of its columns."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

@@ -1,4 +1,4 @@
-"""Verification in Triton: a block of rows a program."""
+"""Verification in Triton: a block of rows per program."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

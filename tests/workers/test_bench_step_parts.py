@@ -285,7 +285,7 @@ def test_arguments(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> Non
     given = bench.arguments(["--prefill", "1x100,2x8192", "--width", "2"])
     assert (given.prefill, given.decode, given.kernels) == ([(1, 100), (2, 8192)], None, False)
     for wrong, said in (
-        (["--prefill", "3x8192"], "at most 16384 tokens a step"),
+        (["--prefill", "3x8192"], "at most 16384 tokens per step"),
         (["--prefill", "1024"], "ROWSxTOKENS"),
         (["--decode", "8", "--width", "2"], "bench/decode_step.py"),
         (["--decode", "64", "--width", "0"], "--width must be positive"),

@@ -18,7 +18,7 @@ from workers.memory.pinned import on_device
 
 @dataclass
 class PagedCache:
-    """One tensor a layer, all of the same pages: the model's layers, then the drafter's."""
+    """One tensor per layer, all of the same pages: the model's layers, then the drafter's."""
 
     layers: list[Tensor]
     """Each as its spec allocates it."""

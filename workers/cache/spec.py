@@ -3,7 +3,7 @@
 All caches of a rank have the same pages: a page id means the same 64 tokens in each of them, so page tables, the prefix
 cache and preemption know of pages alone.
 
-Shape legend: P pages, K = 64 entries a page.
+Shape legend: P pages, K = 64 entries per page.
 """
 
 from __future__ import annotations

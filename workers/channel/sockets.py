@@ -40,7 +40,7 @@ class Addresses(msgspec.Struct, frozen=True):
     outputs: str
     """Scheduler -> front."""
     plans: tuple[str, ...]
-    """Scheduler -> worker, one a rank."""
+    """Scheduler -> worker, one per rank."""
     results: str
     """Workers -> scheduler."""
     pulse: str

@@ -1,7 +1,7 @@
 """The token-wise segments of mixed steps as graphs, a set of them for every token bucket, and endings for all buckets.
 
 Attention and all else that depends on rows runs eagerly between the segments. An ending lies at the same place whatever
-the bucket is, so one graph a number of tokens that are wanted serves them all.
+the bucket is, so one graph per number of tokens that are wanted serves them all.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ all-reduces, and the kernel after one is launched plainly.
 
 Shape legend: T tokens, R decode rows, W width, E hidden features, H heads of this rank, N / O non-rope / rope features
 of a query, D = N + O, L latent features, C = L + O cached features, V value features, A features of the query's latent,
-P pages, K = 64 entries a page.
+P pages, K = 64 entries per page.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every rank holds an equal share of each network's intermediate features, and the
 to the residual stream, whose norm the next layer reads.
 
 Shape legend: T tokens, E hidden features, I intermediate features of this rank, F = 2 I (gate, then up), X experts,
-K experts a token (both with the shared ones, where those are stored or chosen), R rows.
+K experts per token (both with the shared ones, where those are stored or chosen), R rows.
 """
 
 from __future__ import annotations

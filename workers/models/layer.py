@@ -3,7 +3,7 @@
 A layer states its own boundaries: `project` and `finish` are token-wise, attention runs between them. `segments` cuts a
 pass there.
 
-Shape legend: T tokens, E hidden features, C cached features, R rows, P pages, K = 64 entries a page.
+Shape legend: T tokens, E hidden features, C cached features, R rows, P pages, K = 64 entries per page.
 """
 
 from __future__ import annotations

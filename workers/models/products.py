@@ -1,7 +1,7 @@
 """How a rank multiplies: the products of all layers and their sums over ranks. Layers ask one object and know no mode.
 
 Shape legend: T tokens, E hidden features, F output features, H heads of this rank, N / L features of a head, I
-intermediate features of this rank, X experts, K experts a token, G groups of this rank, R ranks, P parts of a sum.
+intermediate features of this rank, X experts, K experts per token, G groups of this rank, R ranks, P parts of a sum.
 """
 
 from __future__ import annotations

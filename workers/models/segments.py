@@ -7,7 +7,7 @@ tokens and replayed for any step that has no more, whatever its rows are. Where 
 wanted, the last segment runs for those alone (`gather`, then `end`).
 
 Shape legend: T tokens, padding included, N tokens that are wanted, E hidden features, H heads of this rank, V value
-features, O rope features, R rows, C cached features, P pages, K = 64 entries a page.
+features, O rope features, R rows, C cached features, P pages, K = 64 entries per page.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class LocalReplica:
 
     def __init__(self, config: EngineConfig) -> None:
         """Starts them all. They import what they need, which takes ranks seconds, and wait for `connect`."""
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads a rank on a busy machine are slower than one
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads per rank on a busy machine are slower than one
         # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         context = _start_method()

@@ -76,7 +76,7 @@ class SelfTest:
 
     @torch.inference_mode()
     def run(self, candidates: Sequence[Candidate], progress: Callable[[str], None] | None = None) -> list[BucketReport]:
-        """One report a candidate, in order. Slots and cache are scrubbed afterwards."""
+        """One report per candidate, in order. Slots and cache are scrubbed afterwards."""
         reports: list[BucketReport] = []
         said = time.perf_counter()
         try:

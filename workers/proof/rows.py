@@ -1,6 +1,6 @@
 """The rows of a step that is proven, and what the step may do to the cache because of them.
 
-Shape legend: P pages in play, K = 64 entries a page, E entries.
+Shape legend: P pages in play, K = 64 entries per page, E entries.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ a row's pages); slots without a row hold what a former tenant left there, its pa
 What all ranks must agree on is drawn on the host; the cache's contents are drawn where they lie, in the same order
 everywhere. A scene keeps one copy of what it wrote: it is restored from it, and compared with it.
 
-Shape legend: R rows, S slots, P pages in play, K = 64 entries a page, E entries, C cached features, L layers, T
+Shape legend: R rows, S slots, P pages in play, K = 64 entries per page, E entries, C cached features, L layers, T
 page-table entries, N logits rows, V vocabulary.
 """
 

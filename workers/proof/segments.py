@@ -45,7 +45,7 @@ class SegmentProof:
 
     @torch.inference_mode()
     def run(self, stages: Sequence[Stage], progress: Callable[[str], None] | None = None) -> list[BucketReport]:
-        """One report a stage, in order. Slots and cache are scrubbed afterwards."""
+        """One report per stage, in order. Slots and cache are scrubbed afterwards."""
         reports: list[BucketReport] = []
         ground = self._ground(max((stage.tokens for stage in stages), default=0))
         try:

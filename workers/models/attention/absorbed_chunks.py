@@ -1,7 +1,7 @@
 """Prefill rows as decode rows, for invariant mode: one form of attention whatever a token is fed with.
 
 Shape legend: R rows, W width, U = R * W queries, T prefill tokens, H heads of this rank, D features of a query, V value
-features, C cached features, P pages, K = 64 entries a page.
+features, C cached features, P pages, K = 64 entries per page.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What stands between the two token-wise sides of a layer's attention.
 
 Shape legend: H heads of this rank, F = N + V features that a latent expands to (N non-rope features of a key, V value
-features), L latent features, C cached features, P pages, K = 64 entries a page, S latents.
+features), L latent features, C cached features, P pages, K = 64 entries per page, S latents.
 """
 
 from __future__ import annotations

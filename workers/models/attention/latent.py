@@ -5,7 +5,7 @@ mode, in the absorbed form as well (`absorbed_chunks`).
 
 Shape legend: T tokens, E hidden features, H heads of this rank, N / O non-rope / rope features of a query, D = N + O,
 L latent features, C = L + O cached features, V value features, A features of the query's latent, Q = H D, F features of
-the first product, P pages (of `part_TPF` and `part_TPE`: parts of sums), K = 64 entries a page.
+the first product, P pages (of `part_TPF` and `part_TPE`: parts of sums), K = 64 entries per page.
 """
 
 from __future__ import annotations
