@@ -6,9 +6,9 @@ embedding, layers, head, sampling, verification and drafts in one graph.
     python bench/decode_step.py --no-kernels          # without the tables of single kernels
 
 One line per number of rows: the few-token path, the plain layers beside it, and the time in which the bytes can be
-read. Then every kernel of the path alone: its launches of one step, in order, in a graph without the others; its share is of
-the bytes of weights it streams at 4.2 TB/s, the read bandwidth of an H200. Weights are normal(0, 0.02), norms 1, so
-that routing is that of random tokens; a draft layer, where there is one, is as random.
+read. Then every kernel of the path alone: its launches of one step, in order, in a graph without the others; its share
+is of the bytes of weights it streams at 4.2 TB/s, the read bandwidth of an H200. Weights are normal(0, 0.02), norms 1,
+so that routing is that of random tokens; a draft layer, where there is one, is as random.
 """
 
 from __future__ import annotations
