@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import decode_state, few_experts, pending_norm
-from kernels.few_experts import ChosenExperts, Routing
+from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as choice_launch
 from kernels.few_experts import reference as choice_reference
 from kernels.gather_context import launch as context_launch
@@ -43,11 +43,12 @@ from kernels.rms_norm import launch as norm_launch
 from kernels.rms_norm import reference as norm_reference
 from kernels.rope_cache import launch as rope_launch
 from kernels.rope_cache import reference as rope_reference
+from kernels.routing_rule import RoutingRule
 from kernels.silu_mul import launch as gate_launch
 from kernels.silu_mul import reference as gate_reference
 from kernels.verify import launch as verify_launch
 from kernels.verify import reference as verify_reference
-from workers.models.decode_path import MOST_MERGED
+from workers.models.attention.decode_rows import MOST_MERGED
 from workers.models.products import MOST_DEPENDENT, ROUTER_PARTS
 
 EPS = 1e-6
@@ -464,7 +465,7 @@ def choose(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
     """Which experts a few tokens go to."""
     if tokens > MOST_STREAMED:
         return None
-    routing = Routing("softmax", 1, 1, False, 1.0)
+    routing = RoutingRule("softmax", 1, 1, False, 1.0)
 
     def choice(t: Tensors) -> ChosenExperts:
         return ChosenExperts(t["place"], t["weight"], t["slot"])
@@ -491,7 +492,7 @@ def choose(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
 def route(sizes: Sizes, tokens: int, device: torch.device) -> Call:
     """Which experts more tokens go to; of some the router leaves its sums in parts."""
     parts = ROUTER_PARTS if MOST_STREAMED < tokens <= MOST_DEPENDENT else 0
-    rule = ("softmax", 1, 1, False, 1.0, sizes.shared)
+    rule = RoutingRule("softmax", 1, 1, False, 1.0), sizes.shared
 
     def make() -> Tensors:
         logit, columns = _logits(sizes, tokens), sizes.chosen + sizes.shared

@@ -189,8 +189,8 @@ def choices() -> Iterator[list[Tensor]]:
         choose(logit_TX, bias_X, length_R, choice, *args, **kw)
         noted.append(choice.place_TX >= 0)
 
-    def routing(logit: Tensor, bias_X: Tensor | None, id_TK: Tensor, weight_TK: Tensor, **kw: Any) -> None:
-        route(logit, bias_X, id_TK, weight_TK, **kw)
+    def routing(logit: Tensor, bias_X: Tensor | None, id_TK: Tensor, weight_TK: Tensor, *args: Any, **kw: Any) -> None:
+        route(logit, bias_X, id_TK, weight_TK, *args, **kw)
         expert_X = torch.arange(logit.shape[-1], device=logit.device)
         noted.append((id_TK.unsqueeze(2) == expert_X).any(1))
 

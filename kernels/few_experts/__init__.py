@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,19 +17,9 @@ from torch import Tensor
 from kernels.few_experts import launch, reference
 from kernels.few_experts.launch import choosable
 from kernels.pending_norm.pieces import PendingNorm
+from kernels.routing_rule import RoutingRule
 
-__all__ = ["ChosenExperts", "Routing", "choosable", "choose", "experts", "router"]
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How tokens choose experts; the meanings are those of `kernels.moe.route`."""
-
-    scoring: Literal["softmax", "sigmoid"]
-    groups: int
-    top_groups: int
-    normalize: bool
-    scale: float
+__all__ = ["ChosenExperts", "choosable", "choose", "experts", "router"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,7 @@ def choose(
     bias_X: Tensor | None,
     length_R: Tensor,
     choice: ChosenExperts,
-    routing: Routing,
+    rule: RoutingRule,
     *,
     dependent: bool = False,
 ) -> None:
@@ -88,9 +77,9 @@ def choose(
     is at most 512, in at most 32 groups.
     """
     if logit_TX.is_cuda:
-        launch.choose(logit_TX, bias_X, length_R, choice, routing, dependent=dependent)
+        launch.choose(logit_TX, bias_X, length_R, choice, rule, dependent=dependent)
     else:
-        reference.choose(logit_TX, bias_X, length_R, choice, routing)
+        reference.choose(logit_TX, bias_X, length_R, choice, rule)
 
 
 def experts(

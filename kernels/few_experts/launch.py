@@ -28,7 +28,8 @@ from kernels.linear.stream import ROWS
 from kernels.pending_norm.pieces import PendingNorm
 
 if TYPE_CHECKING:
-    from kernels.few_experts import ChosenExperts, Routing
+    from kernels.few_experts import ChosenExperts
+    from kernels.routing_rule import RoutingRule
 
 MOST_PLAIN = 4
 """Most tokens whose router logits are summed on plain cores although tensor cores could."""
@@ -87,7 +88,7 @@ def choose(
     bias_X: Tensor | None,
     length_R: Tensor,
     choice: ChosenExperts,
-    routing: Routing,
+    rule: RoutingRule,
     *,
     dependent: bool = False,
 ) -> None:
@@ -95,7 +96,7 @@ def choose(
     (tokens, experts), chosen = logit_TX.shape, choice.weight_TK.shape[1]
     if not (logit_TX.is_contiguous() and length_R.is_contiguous()) or tokens % length_R.shape[0]:
         raise ValueError("logits and lengths are contiguous, and rows have equally many tokens")
-    groups = routing.groups
+    groups = rule.groups
     if not choosable(experts, groups):
         raise ValueError(f"{experts} experts in {groups} groups do not fit a warp")
     group_block, member_block = _blocks(experts, groups)
@@ -111,18 +112,18 @@ def choose(
         tokens,
         (1 << 16) // (tokens // length_R.shape[0]) + 1,
         choice.slots,
-        routing.scale,
+        rule.scale,
         EXPERTS=experts,
         GROUPS=groups,
         GROUP_BLOCK=group_block,
         MEMBER_BLOCK=member_block,
-        TOP_GROUPS=routing.top_groups,
+        TOP_GROUPS=rule.top_groups,
         CHOSEN=chosen,
         TOKENS=block,
         WARPS=warps,
-        SOFTMAX=routing.scoring == "softmax",
+        SOFTMAX=rule.scoring == "softmax",
         BIASED=bias_X is not None,
-        NORMALIZE=routing.normalize,
+        NORMALIZE=rule.normalize,
         DEPENDENT=dependent,
         num_warps=warps,
         **options(dependent),

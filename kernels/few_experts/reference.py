@@ -13,7 +13,8 @@ from kernels.pending_norm import reference as pending_norm
 from kernels.pending_norm.pieces import PendingNorm
 
 if TYPE_CHECKING:
-    from kernels.few_experts import ChosenExperts, Routing
+    from kernels.few_experts import ChosenExperts
+    from kernels.routing_rule import RoutingRule
 
 
 def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor) -> None:
@@ -21,12 +22,11 @@ def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor) -> None:
     torch.mm(pending_norm.normed(x), weight_XE.t().float(), out=logit_TX)
 
 
-def choose(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: ChosenExperts, routing: Routing) -> None:
+def choose(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: ChosenExperts, rule: RoutingRule) -> None:
     """See `kernels.few_experts.choose`."""
     tokens, chosen = choice.weight_TK.shape
     id_TK = torch.empty(tokens, chosen, dtype=torch.int64)
-    rule = (routing.scoring, routing.groups, routing.top_groups, routing.normalize, routing.scale)
-    moe.route(logit_TX, bias_X, id_TK, choice.weight_TK, *rule)
+    moe.route(logit_TX, bias_X, id_TK, choice.weight_TK, rule)
     live_T = (length_R > 0).repeat_interleave(tokens // length_R.shape[0])
     rank_TK = torch.arange(chosen, dtype=torch.int32).expand(tokens, chosen)
     choice.place_TX.fill_(-1).scatter_(1, id_TK, torch.where(live_T.unsqueeze(1), rank_TK, -1))

@@ -9,7 +9,7 @@ tallest tiles stand in for them.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -20,10 +20,9 @@ from kernels.moe.launch import AddNorm
 from kernels.moe.schedule import ExpertsShape
 from kernels.private_ground import PrivateGround
 from kernels.rms_norm import add_rms_norm
+from kernels.routing_rule import RoutingRule
 
-__all__ = ["AddNorm", "ExpertsShape", "Scoring", "add_experts", "experts", "experts_shape", "route", "workspace_bytes"]
-
-Scoring = Literal["softmax", "sigmoid"]
+__all__ = ["AddNorm", "ExpertsShape", "add_experts", "experts", "experts_shape", "route", "workspace_bytes"]
 
 _REINTERPRETED: Final = PrivateGround(
     "triton",
@@ -37,24 +36,17 @@ def route(
     bias_X: Tensor | None,
     id_TK: Tensor,
     weight_TK: Tensor,
+    rule: RoutingRule,
     *,
-    scoring: Scoring,
-    groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
     shared: int = 0,
     live_R: Tensor | None = None,
     dependent: bool = False,
 ) -> None:
     """Choose K experts for every token and the weights of their outputs.
 
-    - `logit_TX`: fp32 router logits, or parts of them [T, P, X] that are added in their order; scores = softmax or
-      sigmoid of them. `bias_X` (fp32, may be None) is added to the scores for the choice only, never to the weights.
-    - With `groups` > 1 the experts form equal groups of neighbours, and only those of the best `top_groups` groups may
-      be chosen. A group's rank is its best score, or the sum of its two best when there is a bias.
-    - `id_TK` (int64) and `weight_TK` (fp32): the experts, best first, and their scores; `normalize` divides a token's
-      weights by their sum (+ 1e-20), then all are multiplied by `scale`. Both are contiguous.
+    - `logit_TX`: fp32 router logits, or parts of them [T, P, X] that are added in their order. `bias_X`: fp32, may be
+      None. `rule` says what becomes of them.
+    - `id_TK` (int64) and `weight_TK` (fp32): the experts, best first, and their weights. Both are contiguous.
     - `shared`: the last so many of the K are not chosen: they are experts X, X + 1, ... with weight 1, the shared
       experts, which are stored behind the routed ones.
     - `live_R` (integers): token t belongs to row t // (T // R), and the tokens of rows with 0 are padding: their ids
@@ -63,13 +55,11 @@ def route(
 
     On a GPU X is at most 512, the number of chosen experts at most 16. Ids exist and differ whatever the logits hold.
     Ties go to the lowest id, of experts and of groups.
-    Source: DeepSeek-V2 (2024), section 2.2 (softmax, best score), DeepSeek-V3 (2024), section 2.1.2 (sigmoid, bias).
     """
-    rule = (scoring, groups, top_groups, normalize, scale, shared, live_R)
     if logit_TX.is_cuda:
-        launch.route(logit_TX, bias_X, id_TK, weight_TK, *rule, dependent=dependent)
+        launch.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R, dependent=dependent)
     else:
-        reference.route(logit_TX, bias_X, id_TK, weight_TK, *rule)
+        reference.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R)
 
 
 def experts(

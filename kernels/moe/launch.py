@@ -28,6 +28,7 @@ from kernels.moe.schedule import (
     Workspace,
 )
 from kernels.rms_norm import launch as rms_norm
+from kernels.routing_rule import RoutingRule
 
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
@@ -39,11 +40,7 @@ def route(
     bias_X: Tensor | None,
     id_TK: Tensor,
     weight_TK: Tensor,
-    scoring: str,
-    groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
+    rule: RoutingRule,
     shared: int = 0,
     live_R: Tensor | None = None,
     *,
@@ -51,6 +48,7 @@ def route(
 ) -> None:
     """See `kernels.moe.route`."""
     tokens, *parts, experts = logit_TX.shape
+    groups = rule.groups
     columns = id_TK.shape[1]
     chosen = columns - shared
     if not tokens:
@@ -64,7 +62,7 @@ def route(
         id_TK,
         weight_TK,
         1 if live_R is None else tokens // live_R.shape[0],
-        scale,
+        rule.scale,
         LOGIT_STRIDE=logit_TX.stride(0),
         PART_STRIDE=logit_TX.stride(-2) if parts else 0,
         PARTS=parts[0] if parts else 1,
@@ -72,13 +70,13 @@ def route(
         GROUPS=groups,
         GROUP_BLOCK=triton.next_power_of_2(groups),
         MEMBER_BLOCK=triton.next_power_of_2(experts // groups),
-        TOP_GROUPS=top_groups,
+        TOP_GROUPS=rule.top_groups,
         CHOSEN=chosen,
         SHARED=shared,
         COLUMNS=columns,
-        SOFTMAX=scoring == "softmax",
+        SOFTMAX=rule.scoring == "softmax",
         BIASED=bias_X is not None,
-        NORMALIZE=normalize,
+        NORMALIZE=rule.normalize,
         LIVE=live_R is not None,
         DEPENDENT=dependent,
         num_warps=1,

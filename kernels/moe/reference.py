@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels import steady
 from kernels.linear import grouped_linear, linear
+from kernels.routing_rule import RoutingRule
 
 
 def route(
@@ -15,11 +16,7 @@ def route(
     bias_X: Tensor | None,
     id_TK: Tensor,
     weight_TK: Tensor,
-    scoring: str,
-    groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
+    rule: RoutingRule,
     shared: int = 0,
     live_R: Tensor | None = None,
 ) -> None:
@@ -28,23 +25,23 @@ def route(
         logit_TX = logit_TX.sum(1)
     tokens, experts = logit_TX.shape
     count = id_TK.shape[1] - shared
-    if scoring == "softmax":
+    if rule.scoring == "softmax":
         power_TX = steady.exp(logit_TX - logit_TX.amax(-1, keepdim=True))
         score_TX = power_TX / power_TX.sum(-1, keepdim=True)
     else:
         score_TX = steady.sigmoid(logit_TX)
     choice_TX = score_TX if bias_X is None else score_TX + bias_X
-    if groups > 1:
-        member_TGX = choice_TX.view(choice_TX.shape[0], groups, -1)
+    if rule.groups > 1:
+        member_TGX = choice_TX.view(choice_TX.shape[0], rule.groups, -1)
         group_TG = member_TGX.amax(-1) if bias_X is None else member_TGX.topk(2, dim=-1).values.sum(-1)
-        closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, _best(group_TG, top_groups), False)
+        closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, _best(group_TG, rule.top_groups), False)
         choice_TX = member_TGX.masked_fill(closed_TG.unsqueeze(-1), -torch.inf).flatten(1)
     chosen_TK = _best(choice_TX, count)
     chosen_weight_TK = score_TX.gather(1, chosen_TK)
-    if normalize:
+    if rule.normalize:
         chosen_weight_TK = chosen_weight_TK / (chosen_weight_TK.sum(-1, keepdim=True) + 1e-20)
     id_TK[:, :count] = chosen_TK
-    weight_TK[:, :count] = chosen_weight_TK * scale
+    weight_TK[:, :count] = chosen_weight_TK * rule.scale
     id_TK[:, count:] = torch.arange(experts, experts + shared, device=id_TK.device)
     weight_TK[:, count:] = 1.0
     if live_R is not None and tokens:

@@ -14,6 +14,7 @@ from kernels.mla_decode import mla_decode
 from kernels.moe import route
 from kernels.ordered_sum import ordered_sum
 from kernels.page import PAGE_TOKENS, pages_for
+from kernels.routing_rule import RoutingRule
 from kernels.silu_mul import silu_mul
 
 COUNTS = (1, 2, 3, 5, 16, 17, 64)
@@ -133,7 +134,7 @@ def test_route(experts: int, scoring: str) -> None:
 
     def weights(part: Tensor) -> Tensor:
         ids, weight = torch.empty(len(part), 3, dtype=torch.int64), torch.empty(len(part), 3)
-        route(part, None, ids, weight, scoring=scoring, groups=1, top_groups=1, normalize=True, scale=1.5)  # type: ignore[arg-type]
+        route(part, None, ids, weight, RoutingRule(scoring, 1, 1, True, 1.5))  # type: ignore[arg-type]
         return torch.cat([ids.float(), weight], 1)
 
     same_in_every_call(weights, torch.randn(70, experts))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels import moe
 from kernels.moe import reference
+from kernels.routing_rule import RoutingRule, Scoring
 
 
 def naive_route(
@@ -48,7 +49,7 @@ def naive_route(
     norm=st.booleans(),
 )
 def test_route_matches_the_rule(
-    data: st.DataObject, geometry: tuple[int, int, int, int], scoring: moe.Scoring, biased: bool, norm: bool
+    data: st.DataObject, geometry: tuple[int, int, int, int], scoring: Scoring, biased: bool, norm: bool
 ) -> None:
     experts, groups, top, k = geometry
     # Multiples of 1/4 that repeat: scores tie exactly, within and across groups.
@@ -63,11 +64,7 @@ def test_route_matches_the_rule(
         None if bias is None else torch.tensor(bias),
         ids,
         weights,
-        scoring=scoring,
-        groups=groups,
-        top_groups=top,
-        normalize=norm,
-        scale=2.5,
+        RoutingRule(scoring, groups, top, norm, 2.5),
     )
     for token, row in enumerate(logits):
         want_ids, want_weights = naive_route(fp32(row), bias, k, scoring, groups, top, norm, 2.5)
@@ -92,10 +89,9 @@ def softmax(row: list[float]) -> list[float]:
 
 def test_ties_go_to_the_lowest_id() -> None:
     ids, weights = torch.empty(1, 3, dtype=torch.int64), torch.empty(1, 3)
-    options = {"scoring": "sigmoid", "normalize": True, "scale": 1.0}
-    moe.route(torch.zeros(1, 64), torch.zeros(64), ids, weights, groups=8, top_groups=2, **options)
+    moe.route(torch.zeros(1, 64), torch.zeros(64), ids, weights, RoutingRule("sigmoid", 8, 2, True, 1.0))
     assert ids.tolist() == [[0, 1, 2]]
-    moe.route(torch.zeros(1, 64), torch.zeros(64), ids, weights, groups=1, top_groups=1, **options)
+    moe.route(torch.zeros(1, 64), torch.zeros(64), ids, weights, RoutingRule("sigmoid", 1, 1, True, 1.0))
     assert ids.tolist() == [[0, 1, 2]]
     torch.testing.assert_close(weights, torch.full((1, 3), 1 / 3))
 
@@ -108,11 +104,7 @@ def test_the_bias_chooses_but_does_not_weigh() -> None:
         bias,
         ids,
         weights,
-        scoring="sigmoid",
-        groups=1,
-        top_groups=1,
-        normalize=False,
-        scale=1.0,
+        RoutingRule("sigmoid", 1, 1, False, 1.0),
     )
     assert ids.item() == 1
     assert weights.item() == pytest.approx(1 / (1 + math.e))

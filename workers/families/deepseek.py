@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from kernels.routing_rule import RoutingRule
 from workers.families.family import Family
 from workers.families.fields import Fields
 from workers.families.rope import read_rope
@@ -81,12 +82,14 @@ class DeepseekV2(_Deepseek):
             experts=fields.count("n_routed_experts"),
             experts_per_token=fields.count("num_experts_per_tok"),
             shared_experts=fields.count("n_shared_experts", 0, least=0),
-            scoring="softmax",
             bias=False,
-            groups=fields.count("n_group", 1) if grouped else 1,
-            top_groups=fields.count("topk_group", 1) if grouped else 1,
-            normalize=False,
-            scale=fields.number("routed_scaling_factor", 1.0),
+            rule=RoutingRule(
+                scoring="softmax",
+                groups=fields.count("n_group", 1) if grouped else 1,
+                top_groups=fields.count("topk_group", 1) if grouped else 1,
+                normalize=False,
+                scale=fields.number("routed_scaling_factor", 1.0),
+            ),
         )
 
     def interleaved(self, fields: Fields) -> bool:
@@ -105,12 +108,14 @@ class DeepseekV3(_Deepseek):
             experts=fields.count("n_routed_experts"),
             experts_per_token=fields.count("num_experts_per_tok"),
             shared_experts=fields.count("n_shared_experts", 0, least=0),
-            scoring="sigmoid",
             bias=True,
-            groups=fields.count("n_group", 1),
-            top_groups=fields.count("topk_group", 1),
-            normalize=fields.flag("norm_topk_prob", True),
-            scale=fields.number("routed_scaling_factor", 1.0),
+            rule=RoutingRule(
+                scoring="sigmoid",
+                groups=fields.count("n_group", 1),
+                top_groups=fields.count("topk_group", 1),
+                normalize=fields.flag("norm_topk_prob", True),
+                scale=fields.number("routed_scaling_factor", 1.0),
+            ),
         )
 
     def interleaved(self, fields: Fields) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kernels.moe import Scoring
+from kernels.routing_rule import RoutingRule
 
 
 class ConfigError(ValueError):
@@ -44,31 +42,27 @@ class Rope:
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts; the field meanings are those of `kernels.moe.route`."""
+    """The experts there are, and how tokens choose some."""
 
     experts: int
     experts_per_token: int
     shared_experts: int
-    scoring: Scoring
     bias: bool
-    groups: int
-    top_groups: int
-    normalize: bool
-    scale: float
+    """Whether the router has one."""
+    rule: RoutingRule
 
     def __post_init__(self) -> None:
-        if self.experts % self.groups:
-            raise ConfigError(f"n_routed_experts = {self.experts} is not divisible by n_group = {self.groups}")
-        if not 1 <= self.top_groups <= self.groups:
-            raise ConfigError(f"topk_group = {self.top_groups} must lie between 1 and n_group = {self.groups}")
-        size = self.experts // self.groups
-        if self.groups > 1 and self.bias and size < 2:
+        groups, top_groups = self.rule.groups, self.rule.top_groups
+        if self.experts % groups:
+            raise ConfigError(f"n_routed_experts = {self.experts} is not divisible by n_group = {groups}")
+        if not 1 <= top_groups <= groups:
+            raise ConfigError(f"topk_group = {top_groups} must lie between 1 and n_group = {groups}")
+        size = self.experts // groups
+        if groups > 1 and self.bias and size < 2:
+            raise ConfigError(f"n_group = {groups} leaves {size} expert a group; groups are ranked by their two best")
+        if not 1 <= self.experts_per_token <= size * top_groups:
             raise ConfigError(
-                f"n_group = {self.groups} leaves {size} expert a group; groups are ranked by their two best"
-            )
-        if not 1 <= self.experts_per_token <= size * self.top_groups:
-            raise ConfigError(
-                f"num_experts_per_tok = {self.experts_per_token} must lie between 1 and the {size * self.top_groups} "
+                f"num_experts_per_tok = {self.experts_per_token} must lie between 1 and the {size * top_groups} "
                 "experts of the chosen groups"
             )
 

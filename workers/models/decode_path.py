@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels import few_experts, pending_norm
 from kernels.dependent import launches_dependently
-from kernels.few_experts import ChosenExperts, Routing
+from kernels.few_experts import ChosenExperts
 from kernels.linear import MOST_STREAMED, gated_linear, linear, linear_to_residual, normed_linear
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import rms_norm
@@ -59,8 +59,8 @@ def unsupported(config: ModelConfig, ranks: int) -> str:
     if config.moe_intermediate_size // ranks > 4096:
         return f"moe_intermediate_size on a rank is {config.moe_intermediate_size // ranks}, more than 4096"
     routing = config.routing
-    if not few_experts.choosable(routing.experts, routing.groups):
-        return f"{routing.experts} experts in {routing.groups} groups are more than a warp chooses from"
+    if not few_experts.choosable(routing.experts, routing.rule.groups):
+        return f"{routing.experts} experts in {routing.rule.groups} groups are more than a warp chooses from"
     return ""
 
 
@@ -224,11 +224,10 @@ class DecodePath:
         step: Step,
     ) -> None:
         scratch, dependent, given = step.scratch, step.dependent, experts.routing
-        routing = Routing(given.scoring, given.groups, given.top_groups, given.normalize, given.scale)
         logit_TX = scratch.empty(step.tokens, given.experts, dtype=torch.float32)
         few_experts.router(x, experts.router_XE.plain, logit_TX, dependent=dependent)
         choice = ChosenExperts.empty(step.tokens, given.experts, given.experts_per_token, scratch.empty)
-        few_experts.choose(logit_TX, experts.bias_X, step.rows.length_R, choice, routing, dependent=dependent)
+        few_experts.choose(logit_TX, experts.bias_X, step.rows.length_R, choice, given.rule, dependent=dependent)
         sum_TE = part_TE = None
         if self.model.group.size > 1:
             sum_TE = scratch.empty(*x.x_TE.shape, dtype=x.x_TE.dtype)

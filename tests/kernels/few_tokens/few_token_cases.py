@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.few_experts import ChosenExperts, Routing
+from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as experts_launch
 from kernels.few_experts import reference as experts_reference
 from kernels.head_linear import launch as head_launch
@@ -24,6 +24,7 @@ from kernels.linear import launch
 from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, portable_tiling
 from kernels.pending_norm import PIECE, PendingNorm, launch_enter
+from kernels.routing_rule import RoutingRule
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -199,7 +200,7 @@ def check_choose(
     tokens: int,
     experts: int,
     chosen: int,
-    routing: Routing,
+    routing: RoutingRule,
     dead: bool = False,
     rows: int | None = None,
     equal: Equal = "some",
@@ -242,7 +243,7 @@ def check_experts(
     place: Place, tokens: int, experts: int, chosen: int, hidden: int, intermediate: int, shared: int, residual: bool
 ) -> None:
     """Both halves of the experts, with a residual and without."""
-    routing = Routing("softmax", 1, 1, True, 1.5)
+    routing = RoutingRule("softmax", 1, 1, True, 1.5)
     choice = check_choose(place, tokens, experts, chosen, routing, dead=tokens > 2)
     x, normed = pending(place, tokens, hidden)
     gate_up = place.normal(experts + shared, 2 * intermediate, hidden, scale=0.1)
@@ -289,7 +290,7 @@ def check_companions(place: Place, tokens: int, experts: int, chosen: int, hidde
             for values in (logit, x.x_TE, x.square_TP):
                 values[tokens // 2] = torch.nan
         choice = ChosenExperts.empty(tokens, experts, chosen, place.empty)
-        routing = Routing("softmax", 1, 1, False, 1.5)
+        routing = RoutingRule("softmax", 1, 1, False, 1.5)
         experts_launch.choose(
             logit.to(place.device), None, length.to(place.device), choice, routing, dependent=place.dependent
         )

@@ -11,7 +11,7 @@ import few_token_cases as cases  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from kernels.few_experts import Routing  # noqa: E402
+from kernels.routing_rule import RoutingRule  # noqa: E402
 
 CPU = cases.Place(torch.device("cpu"))
 TOKENS = [1, 2, 3, 5, 8, 16]
@@ -66,11 +66,11 @@ def test_router(tokens: int) -> None:
 
 
 ROUTINGS = {
-    "v2-lite": (64, 6, Routing("softmax", 1, 1, False, 1.0)),
-    "v2": (160, 6, Routing("softmax", 8, 3, False, 16.0)),
-    "v3": (256, 8, Routing("sigmoid", 8, 4, True, 2.5)),
-    "one group": (24, 3, Routing("sigmoid", 1, 1, True, 2.5)),
-    "odd groups": (18, 2, Routing("sigmoid", 3, 2, False, 1.0)),
+    "v2-lite": (64, 6, RoutingRule("softmax", 1, 1, False, 1.0)),
+    "v2": (160, 6, RoutingRule("softmax", 8, 3, False, 16.0)),
+    "v3": (256, 8, RoutingRule("sigmoid", 8, 4, True, 2.5)),
+    "one group": (24, 3, RoutingRule("sigmoid", 1, 1, True, 2.5)),
+    "odd groups": (18, 2, RoutingRule("sigmoid", 3, 2, False, 1.0)),
 }
 
 

@@ -4,18 +4,18 @@ import few_token_cases as cases
 import pytest
 import torch
 
-from kernels.few_experts import Routing
+from kernels.routing_rule import RoutingRule
 from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
 
 CPU = cases.Place(torch.device("cpu"))
 MODELS = {
-    "v2-lite": (64, 6, Routing("softmax", 1, 1, False, 1.0)),
-    "v2": (160, 6, Routing("softmax", 8, 3, False, 16.0)),
-    "v3": (256, 8, Routing("sigmoid", 8, 4, True, 2.5)),
-    "k2": (384, 8, Routing("sigmoid", 1, 1, True, 2.827)),
-    "odd groups": (18, 2, Routing("sigmoid", 3, 2, False, 1.0)),
+    "v2-lite": (64, 6, RoutingRule("softmax", 1, 1, False, 1.0)),
+    "v2": (160, 6, RoutingRule("softmax", 8, 3, False, 16.0)),
+    "v3": (256, 8, RoutingRule("sigmoid", 8, 4, True, 2.5)),
+    "k2": (384, 8, RoutingRule("sigmoid", 1, 1, True, 2.827)),
+    "odd groups": (18, 2, RoutingRule("sigmoid", 3, 2, False, 1.0)),
 }
 
 

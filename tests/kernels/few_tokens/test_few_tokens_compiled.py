@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.few_experts import ChosenExperts, Routing
+from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as experts_launch
 from kernels.head_linear import launch as head_launch
 from kernels.linear import launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
 from kernels.pending_norm import PendingNorm, launch_enter
+from kernels.routing_rule import RoutingRule
 from tests.support.hopper import compile_only, resources
 
 pytestmark = pytest.mark.gate
@@ -39,13 +40,13 @@ class Model:
     shared: int
     experts: int
     chosen: int
-    routing: Routing
+    routing: RoutingRule
     vocab: int
 
 
-V2_LITE_ROUTING = Routing("softmax", 1, 1, False, 1.0)
-V2_ROUTING, V3_ROUTING = Routing("softmax", 8, 3, False, 16.0), Routing("sigmoid", 8, 4, True, 2.5)
-K2_ROUTING = Routing("sigmoid", 1, 1, True, 2.827)
+V2_LITE_ROUTING = RoutingRule("softmax", 1, 1, False, 1.0)
+V2_ROUTING, V3_ROUTING = RoutingRule("softmax", 8, 3, False, 16.0), RoutingRule("sigmoid", 8, 4, True, 2.5)
+K2_ROUTING = RoutingRule("sigmoid", 1, 1, True, 2.827)
 MODELS = {
     "v2-lite": Model(2048, 16, None, 512, 64, 128, 128, 10944, 1408, 2, 64, 6, V2_LITE_ROUTING, 102400),
     "v2 on 8 ranks": Model(5120, 16, 1536, 512, 64, 128, 128, 1536, 192, 2, 160, 6, V2_ROUTING, 12800),
@@ -242,7 +243,7 @@ def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
         for tokens in (1, 2, 7, 8):
             launch.stream_linear(empty(tokens, 256), weight, empty(tokens, 512), dependent=True)
     assert len({kernel.hash for kernel in compiled}) == 1
-    length, routing = torch.ones(1, dtype=torch.int32), Routing("softmax", 1, 1, False, 1.0)
+    length, routing = torch.ones(1, dtype=torch.int32), RoutingRule("softmax", 1, 1, False, 1.0)
     with compile_only() as compiled:
         for tokens in (5, 6, 7, 8):
             choice = ChosenExperts.empty(tokens, 64, 6, empty)
@@ -253,7 +254,7 @@ def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
 @pytest.mark.parametrize(("experts", "groups"), [(520, 1), (320, 64)])
 def test_more_experts_than_a_warp_holds_are_refused(experts: int, groups: int) -> None:
     choice, length = ChosenExperts.empty(4, experts, 8, empty), torch.ones(4, dtype=torch.int32)
-    routing = Routing("softmax", groups, 2, False, 1.0)
+    routing = RoutingRule("softmax", groups, 2, False, 1.0)
     with compile_only() as compiled, pytest.raises(ValueError, match="do not fit a warp"):
         experts_launch.choose(empty(4, experts, dtype=FP32), None, length, choice, routing)
     assert not compiled

@@ -8,8 +8,8 @@ import few_token_cases as cases
 import pytest
 import torch
 
-from kernels.few_experts import Routing
 from kernels.linear import launch
+from kernels.routing_rule import RoutingRule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,10 +61,10 @@ def test_routers_and_choices(tokens: int) -> None:
     cases.check_router(place(), tokens, 64, 2048, torch.bfloat16)
     cases.check_router(place(), tokens, 256, 7168)
     for equal in cases.EQUAL:
-        cases.check_choose(place(), tokens, 64, 6, Routing("softmax", 1, 1, False, 1.0), tokens == 5, equal=equal)
-        cases.check_choose(place(), tokens, 160, 6, Routing("softmax", 8, 3, False, 16.0), equal=equal)
-        cases.check_choose(place(), tokens, 256, 8, Routing("sigmoid", 8, 4, True, 2.5), tokens == 16, equal=equal)
-        cases.check_choose(place(), tokens, 384, 8, Routing("sigmoid", 1, 1, True, 2.827), equal=equal)
+        cases.check_choose(place(), tokens, 64, 6, RoutingRule("softmax", 1, 1, False, 1.0), tokens == 5, equal=equal)
+        cases.check_choose(place(), tokens, 160, 6, RoutingRule("softmax", 8, 3, False, 16.0), equal=equal)
+        cases.check_choose(place(), tokens, 256, 8, RoutingRule("sigmoid", 8, 4, True, 2.5), tokens == 16, equal=equal)
+        cases.check_choose(place(), tokens, 384, 8, RoutingRule("sigmoid", 1, 1, True, 2.827), equal=equal)
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 16])

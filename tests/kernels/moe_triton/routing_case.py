@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe import launch, reference
+from kernels.routing_rule import RoutingRule
 
 
 @dataclass
@@ -69,8 +70,8 @@ class Routing:
 
     def _call(self, logit: Tensor, bias: Tensor, ids: Tensor, weight: Tensor) -> tuple[object, ...]:
         bias_or_none = bias if self.biased else None
-        rule = (self.scoring, self.groups, self.top_groups, self.normalize, self.scale, self.shared)
-        return (logit, bias_or_none, ids, weight, *rule)
+        rule = RoutingRule(self.scoring, self.groups, self.top_groups, self.normalize, self.scale)
+        return (logit, bias_or_none, ids, weight, rule, self.shared)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """(ids, weights) of the reference in float64."""

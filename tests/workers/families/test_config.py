@@ -86,8 +86,8 @@ V2_LITE: dict[str, Any] = {
 def test_reads_deepseek_v3() -> None:
     config = parse_config(V3)
     assert (config.num_layers, config.num_heads, config.cache_width, config.draft_layers) == (61, 128, 576, 1)
-    assert config.routing.groups == 8
-    assert config.routing.normalize
+    assert config.routing.rule.groups == 8
+    assert config.routing.rule.normalize
     assert config.is_dense(2)
     assert not config.is_dense(3)
     assert config.eos_ids == (1,)
@@ -98,7 +98,7 @@ def test_reads_deepseek_v3() -> None:
 def test_reads_deepseek_v2_lite_and_kimi_k2() -> None:
     lite = parse_config(V2_LITE)
     assert lite.q_lora_rank is None
-    assert (lite.routing.scoring, lite.routing.bias, lite.draft_layers) == ("softmax", False, 0)
+    assert (lite.routing.rule.scoring, lite.routing.bias, lite.draft_layers) == ("softmax", False, 0)
     assert replace(parse_config({**V3, "model_type": "kimi_k2"}), model_type="deepseek_v3") == parse_config(V3)
 
 

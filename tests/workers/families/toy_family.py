@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from kernels.routing_rule import RoutingRule
 from workers.families.family import Family
 from workers.families.fields import Fields
 from workers.models.config import ModelConfig, Rope, Routing
@@ -46,7 +47,7 @@ class Toy(Family):
             qk_nope_head_dim=fields.count("head"),
             qk_rope_head_dim=fields.count("roped"),
             v_head_dim=fields.count("value"),
-            routing=Routing(1, 1, 0, "softmax", False, 1, 1, False, 1.0),
+            routing=Routing(1, 1, 0, bias=False, rule=RoutingRule("softmax", 1, 1, False, 1.0)),
             rope=Rope(fields.number("theta"), interleaved=True),
             rms_norm_eps=fields.number("eps"),
             max_positions=fields.count("context"),

@@ -115,7 +115,8 @@ def test_unsupported_shapes_are_named(overrides: dict[str, int], ranks: int, wor
 )
 def test_experts_that_a_warp_cannot_choose_from_are_named(experts: int, groups: int, word: str, tmp_path: Path) -> None:
     config = load_config(write_tiny(tmp_path, "v3", q_lora_rank=32, qk_rope_head_dim=16))
-    routing = dataclasses.replace(config.routing, experts=experts, groups=groups, top_groups=1)
+    rule = dataclasses.replace(config.routing.rule, groups=groups, top_groups=1)
+    routing = dataclasses.replace(config.routing, experts=experts, rule=rule)
     reason = unsupported(dataclasses.replace(config, routing=routing), 1)
     assert word in reason
     assert bool(word) == bool(reason)

@@ -21,6 +21,7 @@ from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
 from kernels.moe import AddNorm, reference
 from kernels.moe import launch as moe
 from kernels.rms_norm import launch as norms
+from kernels.routing_rule import RoutingRule
 from tests.support.ptx import Fault, Unordered, emulated
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
@@ -177,7 +178,7 @@ def routed(**how: Any) -> list[str]:
     logit_TPX = torch.full((tokens, parts, experts), torch.nan)
     id_TK, weight_TK = torch.zeros(tokens, chosen, dtype=torch.int64), torch.zeros(tokens, chosen)
     want_id, want_weight = id_TK.clone(), weight_TK.clone()
-    rule = ("softmax", 1, 1, False, 1.0, 0, None)
+    rule = RoutingRule("softmax", 1, 1, False, 1.0)
     with emulated(consecutive=True, fences=False, **how) as launches:
         for x_TE, norm_E, weight_XE in layers:
             x.copy_(x_TE)
@@ -186,9 +187,9 @@ def routed(**how: Any) -> list[str]:
             x_groups = normed.unflatten(1, (parts, -1))
             weight_groups = weight_XE.unflatten(1, (parts, -1)).transpose(0, 1)
             products.tiled(x_groups, weight_groups, logit_TPX, invariant=False, dependent=True)
-            moe.route(logit_TPX, None, id_TK, weight_TK, *rule, dependent=True)
+            moe.route(logit_TPX, None, id_TK, weight_TK, rule, dependent=True)
             want_TE = (want_TE * want_TE.square().mean(1, keepdim=True).add(1e-6).rsqrt() * norm_E).bfloat16()
-            reference.route(want_TE.float() @ weight_XE.float().T, None, want_id, want_weight, *rule)
+            reference.route(want_TE.float() @ weight_XE.float().T, None, want_id, want_weight, rule)
             assert torch.equal(id_TK, want_id)
             torch.testing.assert_close(weight_TK, want_weight, rtol=1e-2, atol=1e-3)
     return launches

@@ -1,0 +1,30 @@
+"""By which rule tokens choose experts: of all kernels that let them. No torch, for configurations have one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Scoring = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How a token's router logits become experts and weights.
+
+    Source: DeepSeek-V2 (2024), section 2.2 (softmax, a group's best score), DeepSeek-V3 (2024), section 2.1.2 (sigmoid,
+    bias).
+    """
+
+    scoring: Scoring
+    """What makes scores of logits. A bias, where there is one, is added to them for the choice only, never to the
+    weights."""
+    groups: int
+    """With more than 1 the experts form equal groups of neighbours."""
+    top_groups: int
+    """Only the experts of so many groups may be chosen: the best by their best score, or by the sum of their two best
+    where there is a bias."""
+    normalize: bool
+    """Divide a token's weights by their sum (+ 1e-20)."""
+    scale: float
+    """Factor on all weights, behind that."""
