@@ -40,7 +40,13 @@ class _Deepseek(Family):
             qk_nope_head_dim=fields.count("qk_nope_head_dim"),
             qk_rope_head_dim=fields.count("qk_rope_head_dim"),
             v_head_dim=fields.count("v_head_dim"),
-            routing=self.routing(fields),
+            routing=Routing(
+                experts=fields.count("n_routed_experts"),
+                experts_per_token=fields.count("num_experts_per_tok"),
+                shared_experts=fields.count("n_shared_experts", 0, least=0),
+                bias=self.bias,
+                rule=self.rule(fields),
+            ),
             rope=read_rope(fields, interleaved=self.interleaved(fields)),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             max_positions=fields.count("max_position_embeddings"),
@@ -48,8 +54,11 @@ class _Deepseek(Family):
             eos_ids=fields.token_ids("eos_token_id", vocab_size),
         )
 
+    bias: bool
+    """Whether the router has one."""
+
     @abstractmethod
-    def routing(self, fields: Fields) -> Routing:
+    def rule(self, fields: Fields) -> RoutingRule:
         """How tokens choose experts."""
 
     @abstractmethod
@@ -59,6 +68,8 @@ class _Deepseek(Family):
 
 class DeepseekV2(_Deepseek):
     """Softmax routing, greedy or limited to groups; rope in interleaved pairs; no layer that drafts."""
+
+    bias = False
 
     def read(self, fields: Fields) -> ModelConfig:
         """See `Family`."""
@@ -70,26 +81,19 @@ class DeepseekV2(_Deepseek):
             )
         return config
 
-    def routing(self, fields: Fields) -> Routing:
+    def rule(self, fields: Fields) -> RoutingRule:
         """See `_Deepseek`."""
-        method = _only(fields, "topk_method", "greedy", "group_limited_greedy")
+        grouped = _only(fields, "topk_method", "greedy", "group_limited_greedy") != "greedy"
         _only(fields, "scoring_func", "softmax")
         if fields.flag("norm_topk_prob", False):
             # The published code then drops routed_scaling_factor, others normalize and scale, others ignore the field.
             raise fields.unsupported("norm_topk_prob (deepseek_v2)", True, (False,))
-        grouped = method != "greedy"
-        return Routing(
-            experts=fields.count("n_routed_experts"),
-            experts_per_token=fields.count("num_experts_per_tok"),
-            shared_experts=fields.count("n_shared_experts", 0, least=0),
-            bias=False,
-            rule=RoutingRule(
-                scoring="softmax",
-                groups=fields.count("n_group", 1) if grouped else 1,
-                top_groups=fields.count("topk_group", 1) if grouped else 1,
-                normalize=False,
-                scale=fields.number("routed_scaling_factor", 1.0),
-            ),
+        return RoutingRule(
+            scoring="softmax",
+            groups=fields.count("n_group", 1) if grouped else 1,
+            top_groups=fields.count("topk_group", 1) if grouped else 1,
+            normalize=False,
+            scale=fields.number("routed_scaling_factor", 1.0),
         )
 
     def interleaved(self, fields: Fields) -> bool:
@@ -100,22 +104,18 @@ class DeepseekV2(_Deepseek):
 class DeepseekV3(_Deepseek):
     """Sigmoid routing with a bias, limited to groups; perhaps a layer that drafts."""
 
-    def routing(self, fields: Fields) -> Routing:
+    bias = True
+
+    def rule(self, fields: Fields) -> RoutingRule:
         """See `_Deepseek`."""
         _only(fields, "topk_method", "noaux_tc")
         _only(fields, "scoring_func", "sigmoid")
-        return Routing(
-            experts=fields.count("n_routed_experts"),
-            experts_per_token=fields.count("num_experts_per_tok"),
-            shared_experts=fields.count("n_shared_experts", 0, least=0),
-            bias=True,
-            rule=RoutingRule(
-                scoring="sigmoid",
-                groups=fields.count("n_group", 1),
-                top_groups=fields.count("topk_group", 1),
-                normalize=fields.flag("norm_topk_prob", True),
-                scale=fields.number("routed_scaling_factor", 1.0),
-            ),
+        return RoutingRule(
+            scoring="sigmoid",
+            groups=fields.count("n_group", 1),
+            top_groups=fields.count("topk_group", 1),
+            normalize=fields.flag("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", 1.0),
         )
 
     def interleaved(self, fields: Fields) -> bool:

@@ -10,6 +10,7 @@ from workers.families.fields import Fields
 from workers.models.config import ModelConfig
 
 if TYPE_CHECKING:
+    from workers.models.feed_forward import FeedForward
     from workers.models.layer import DecoderLayer
     from workers.models.model import Model
     from workers.models.products import Products
@@ -56,7 +57,6 @@ class Family(ABC):
         """Layer `index` of the model, or the layer that drafts, whose index is `config.num_layers`. It gets its weights
         from `source`, by the names of DeepSeek V3's checkpoints."""
         from workers.models.attention.latent import LatentAttention
-        from workers.models.feed_forward import feed_forward
         from workers.models.layer import DecoderLayer
 
         prefix, hidden = f"model.layers.{index}.", config.hidden_size
@@ -66,5 +66,11 @@ class Family(ABC):
             attention_norm_E=source.load(f"{prefix}input_layernorm.weight", hidden),
             attention=LatentAttention(source, products, f"{prefix}self_attn.", config),
             feed_forward_norm_E=source.load(f"{prefix}post_attention_layernorm.weight", hidden),
-            feed_forward=feed_forward(source, products, f"{prefix}mlp.", config, index),
+            feed_forward=self.feed_forward(source, products, config, index),
         )
+
+    def feed_forward(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> FeedForward:
+        """The feed-forward part of that layer."""
+        from workers.models.feed_forward import feed_forward
+
+        return feed_forward(source, products, f"model.layers.{index}.mlp.", config, index)

@@ -156,7 +156,8 @@ class Segments:
                 else:
                     segment(index)
                 # Where prefill rows lie takes the host a while: the device has the first segment meanwhile.
-                backends = backends or prepare()
+                if backends is None:
+                    backends = prepare()
                 if index < len(self.layers):
                     repeat(index, partial(self.layers[index].attention.attend, backends, self._cache(index, cache)))
 

@@ -92,7 +92,8 @@ class Scene:
         rows, cache, device = self.rows, self.parts.cache, self.parts.device
         self._entries = [target_entries(rows, unowned).to(device)] * len(cache.layers)
         if self.parts.width > 1:
-            self._entries[-1] = draft_entries(rows, unowned).to(device)
+            drafter = slice(len(self.parts.model.cache), None)
+            self._entries[drafter] = [draft_entries(rows, unowned).to(device)] * len(self.parts.drafter.cache)
         self._pages = RandomPages(cache, self._on_device(pages_in_play(rows, unowned)), noise)
         for layer, entries in enumerate(self._entries):
             self._pages.poison(layer, entries.poison_PK)

@@ -12,7 +12,7 @@ from workers.families.fields import Fields
 from workers.models.config import ModelConfig, Rope, Routing
 
 if TYPE_CHECKING:
-    from workers.models.layer import DecoderLayer
+    from workers.models.feed_forward import FeedForward
     from workers.models.products import Products
     from workers.weights.source import WeightSource
 
@@ -62,15 +62,13 @@ class Toy(Family):
                 break
         return name
 
-    def layer(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> DecoderLayer:
-        from workers.models.attention.latent import LatentAttention
+    def feed_forward(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> FeedForward:
         from workers.models.feed_forward import DenseFeedForward
-        from workers.models.layer import DecoderLayer
 
         class Fused(DenseFeedForward):
             def __init__(self) -> None:
-                self.products = products
-                share = config.intermediate_size // source.group.size
+                prefix, hidden = f"model.layers.{index}.", config.hidden_size
+                self.products, share = products, config.intermediate_size // source.group.size
                 self.gate_up_FE = source.weight(2 * share, hidden)
                 for half in range(2):
                     own = slice(half * share, (half + 1) * share)
@@ -78,12 +76,4 @@ class Toy(Family):
                 self.down_EI = source.weight(hidden, share)
                 source.fill(self.down_EI, f"{prefix}w2", shard=1)
 
-        prefix, hidden = f"model.layers.{index}.", config.hidden_size
-        return DecoderLayer(
-            products,
-            config.rms_norm_eps,
-            attention_norm_E=source.load(f"{prefix}input_layernorm.weight", hidden),
-            attention=LatentAttention(source, products, f"{prefix}self_attn.", config),
-            feed_forward_norm_E=source.load(f"{prefix}post_attention_layernorm.weight", hidden),
-            feed_forward=Fused(),
-        )
+        return Fused()
