@@ -5,7 +5,7 @@ embedding, layers, head, sampling, verification and drafts in one graph.
     python bench/decode_step.py --rows 1 --width 4    # one row that verifies and drafts three tokens
     python bench/decode_step.py --no-kernels          # without the tables of single kernels
 
-One line per number of rows: the few-token path, the plain layers beside it, and the time in which the bytes can be
+One line per number of rows: the way of few tokens, that of many beside it, and the time in which the bytes can be
 read. Then every kernel of the path alone: its launches of one step, in order, in a graph without the others; its share
 is of the bytes of weights it streams at 4.2 TB/s, the read bandwidth of an H200. Weights are normal(0, 0.02), norms 1,
 so that routing is that of random tokens; a draft layer, where there is one, is as random.
@@ -29,7 +29,7 @@ from shapes import BANDWIDTH, V2_LITE, Case, Tokens, model_of, target_work
 from timing import captured, milliseconds
 
 from workers.memory.scratch import Scratch
-from workers.models.decode_path import DecodePath
+from workers.models.ways import Ways
 
 REPEATS = 50
 
@@ -51,13 +51,13 @@ def replayed(case: Case) -> list[float]:
 
 @contextmanager
 def plain_layers() -> Iterator[None]:
-    """Within this context no pass takes the few-token path."""
-    takes = DecodePath.takes
-    DecodePath.takes = lambda self, batch: False
+    """Within this context no pass takes the way of few tokens."""
+    takes = Ways.takes_few
+    Ways.takes_few = lambda self, batch, dtype, device: False
     try:
         yield
     finally:
-        DecodePath.takes = takes
+        Ways.takes_few = takes
 
 
 def chosen_experts(case: Case) -> float:

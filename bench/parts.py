@@ -18,8 +18,8 @@ from workers.models.attention import backend, decode_rows, expanded
 from workers.models.attention.latent import LatentAttention
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.layer import DecoderLayer
+from workers.models.many_tokens import ManyTokens
 from workers.models.model import Model
-from workers.models.products import Products
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
 from workers.step.stage import DRAFT, Stage
@@ -159,11 +159,11 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (decode_rows.launch, "attend", _always("decode rows, before their merge")),
     (decode_rows, "merge_up", _always("decode rows' merge with W_UV")),
     (decode_rows, "rope_absorb", _always("absorbing")),
-    (Products, "head_linear", _always("absorbing")),
+    (decode_rows, "head_linear", _always("absorbing")),
     (DecoderLayer, "finish", _finished),
     (LatentAttention, "output", _always("attention's output, with the norm behind it")),
-    (MixtureOfExperts, "route", _always("routing")),
-    (Products, "experts", _always("experts, routed and shared")),
+    (ManyTokens, "route", _always("routing")),
+    (ManyTokens, "experts", _always("experts, routed and shared")),
     (Model, "logits", _always(HEAD)),
     (SamplingState, "target_tokens", _always("sampling")),
     (SamplingState, "commit", _always("sampling")),

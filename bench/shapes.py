@@ -202,8 +202,8 @@ def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
             # Behind its attention nobody wants the others.
             count, woken_here = tokens.logits, woken(model, tokens.logits)
         if isinstance(network, MixtureOfExperts):
-            routing, router = network.routing, network.router_XE
-            expert = product(network.gate_up_XFE[0], network.down_XEI[0])
+            routing, router = network.mixture.routing, network.mixture.router_XE
+            expert = product(network.mixture.gate_up_XFE[0], network.mixture.down_XEI[0])
             parts[EXPERTS] += product(attention.out_EF) + product(router)
             # The shared experts are read whatever is chosen, and every token has them.
             read, seen = woken_here + routing.shared_experts, routing.experts_per_token + routing.shared_experts

@@ -49,7 +49,7 @@ from kernels.silu_mul import reference as gate_reference
 from kernels.verify import launch as verify_launch
 from kernels.verify import reference as verify_reference
 from workers.models.attention.decode_rows import MOST_MERGED
-from workers.models.products import MOST_DEPENDENT, ROUTER_PARTS
+from workers.models.many_tokens import MOST_DEPENDENT, ROUTER_PARTS
 
 EPS = 1e-6
 CONTEXT_PAGES = 16

@@ -1,4 +1,4 @@
-"""A norm on its way: what the kernels of the few-token path hand one another instead of normed activations.
+"""A norm on its way: what the kernels of few tokens hand one another instead of normed activations.
 
 The sum of squares of a row is complete only when every program that wrote a piece of the row is done, so the division
 by the root mean square is left to whoever multiplies the row by a matrix: it commutes with the product.

@@ -12,7 +12,7 @@ import torch
 
 from tests.workers.bench_shapes import SMALL
 from workers.memory.scratch import Scratch
-from workers.models.decode_path import DecodePath
+from workers.models.ways import Ways
 
 CPU = torch.device("cpu")
 
@@ -31,12 +31,12 @@ def model(bench: ModuleType) -> Any:
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("few", [False, True], ids=["layers", "few-token path"])
+@pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
 @torch.inference_mode()
 def test_a_row_computes_what_rows_of_one_token_compute(
     width: int, few: bool, bench: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DecodePath, "takes", lambda self, batch: few)
+    monkeypatch.setattr(Ways, "takes_few", lambda *_: few)
     pair = bench.Pair(model, width, 128)
     before = pair.state.tensors.length_S.clone()
     both = pair.settle(lambda both: both.tipped + both.more)

@@ -16,9 +16,7 @@ from workers.cache.paged import PagedCache
 from workers.cache.spec import LatentSpec
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
-from workers.models.decode_path import DecodePath
 from workers.models.drafter import DraftedRows, Drafter
-from workers.models.flow import PassTensors
 from workers.models.layer import DecoderLayer
 from workers.models.model import Model
 from workers.models.segments import Segments
@@ -39,30 +37,14 @@ class Mtp(Drafter):
         self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
         self.cache = [LatentSpec(config.cache_width, source.dtype)]
         self.segments = Segments(
-            self._enter, [layer], self.norm_E, model.rotation_PO, config.rms_norm_eps, config.num_layers
+            self._join, model.ways, [layer], self.norm_E, model.rotation_PO, config.rms_norm_eps, config.num_layers
         )
 
     def catch_up(
         self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None
     ) -> Tensor:
         """See `Drafter`."""
-        scratch, path = scratch or Scratch(token_T.device), DecodePath(self.model)
-        if path.takes(batch):
-            return self.catch_up_few(path, token_T, hidden_TE, batch, cache, scratch)
-        return self.segments.forward(token_T, hidden_TE, batch, cache, scratch)
-
-    def catch_up_few(
-        self, path: DecodePath, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch
-    ) -> Tensor:
-        """The same on the way of few tokens."""
-
-        def joined(scratch: Scratch) -> tuple[Tensor, None]:
-            joined_TE = scratch.empty(*hidden_TE.shape, dtype=hidden_TE.dtype)
-            self._join(token_T, hidden_TE, joined_TE, scratch)
-            return joined_TE, None
-
-        own = cache.layers[self.model.config.num_layers :]
-        return path.run(joined, [self.layer], self.norm_E, own, batch, scratch)
+        return self.segments.forward(token_T, hidden_TE, batch, cache, scratch or Scratch(token_T.device))
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """See `Drafter`."""
@@ -76,16 +58,16 @@ class Mtp(Drafter):
             if index + 1 < drafts:
                 hidden_RE = self.catch_up(token_R, hidden_RE, batch, cache, scratch)
 
-    def _enter(self, tensors: PassTensors, scratch: Scratch) -> None:
-        assert tensors.source_TE is not None
-        self._join(tensors.token_T, tensors.source_TE, tensors.flow.normed_TE, scratch)
-
-    def _join(self, token_T: Tensor, hidden_TE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+    def _join(self, token_T: Tensor, hidden_TE: Tensor | None, scratch: Scratch) -> tuple[Tensor, None]:
         """Token-wise: embedding, then hidden state, each normed, side by side through one matrix."""
+        assert hidden_TE is not None
         tokens, hidden = hidden_TE.shape
-        embedded_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
-        torch.index_select(self.model.embedding_YE, 0, token_T, out=embedded_TE)
-        both_TF = scratch.empty(tokens, 2 * hidden, dtype=hidden_TE.dtype)
-        rms_norm(embedded_TE, self.embedding_norm_E, both_TF[:, :hidden], eps=self.eps)
-        rms_norm(hidden_TE, self.hidden_norm_E, both_TF[:, hidden:], eps=self.eps)
-        self.model.products.linear(both_TF, self.join_EF, out_TE)
+        joined_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
+        with scratch.scope():
+            embedded_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
+            torch.index_select(self.model.embedding_YE, 0, token_T, out=embedded_TE)
+            both_TF = scratch.empty(tokens, 2 * hidden, dtype=hidden_TE.dtype)
+            rms_norm(embedded_TE, self.embedding_norm_E, both_TF[:, :hidden], eps=self.eps)
+            rms_norm(hidden_TE, self.hidden_norm_E, both_TF[:, hidden:], eps=self.eps)
+            self.model.ways.any.linear(both_TF, self.join_EF, joined_TE)
+        return joined_TE, None

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from workers.models.feed_forward import FeedForward
     from workers.models.layer import DecoderLayer
     from workers.models.model import Model
-    from workers.models.products import Products
     from workers.weights.source import WeightSource
 
 
@@ -43,17 +42,17 @@ class Family(ABC):
         """The whole model on one rank, and with `draft_layer` the drafter that its checkpoint has."""
         from workers.drafters.mtp import Mtp
         from workers.models.model import Model
-        from workers.models.products import InvariantProducts, Products
+        from workers.models.ways import Ways
 
-        products = (InvariantProducts if invariant else Products)(source.group)
-        model = Model(source, config, products, partial(self.layer, source, products, config), max_positions)
+        ways = Ways(config, source.group, invariant=invariant)
+        layer = partial(self.layer, source, config, invariant=invariant)
+        model = Model(source, config, ways, layer, max_positions)
         if draft_layer:
             source.progress("draft layer")
-            layer = self.layer(source, products, config, config.num_layers)
-            model.drafter = Mtp(source, model, layer)
+            model.drafter = Mtp(source, model, layer(config.num_layers))
         return model
 
-    def layer(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> DecoderLayer:
+    def layer(self, source: WeightSource, config: ModelConfig, index: int, *, invariant: bool) -> DecoderLayer:
         """Layer `index` of the model, or the layer that drafts, whose index is `config.num_layers`. It gets its weights
         from `source`, by the names of DeepSeek V3's checkpoints."""
         from workers.models.attention.latent import LatentAttention
@@ -61,16 +60,15 @@ class Family(ABC):
 
         prefix, hidden = f"model.layers.{index}.", config.hidden_size
         return DecoderLayer(
-            products,
             config.rms_norm_eps,
             attention_norm_E=source.load(f"{prefix}input_layernorm.weight", hidden),
-            attention=LatentAttention(source, products, f"{prefix}self_attn.", config),
+            attention=LatentAttention(source, f"{prefix}self_attn.", config, invariant=invariant),
             feed_forward_norm_E=source.load(f"{prefix}post_attention_layernorm.weight", hidden),
-            feed_forward=self.feed_forward(source, products, config, index),
+            feed_forward=self.feed_forward(source, config, index),
         )
 
-    def feed_forward(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> FeedForward:
+    def feed_forward(self, source: WeightSource, config: ModelConfig, index: int) -> FeedForward:
         """The feed-forward part of that layer."""
         from workers.models.feed_forward import feed_forward
 
-        return feed_forward(source, products, f"model.layers.{index}.mlp.", config, index)
+        return feed_forward(source, f"model.layers.{index}.mlp.", config, index)

@@ -11,7 +11,6 @@ import torch
 
 from kernels import ahead
 from kernels.ahead import Compiled, compile_ahead
-from kernels.linear import MOST_STREAMED
 from workers.graphs.record import no_garbage_collection, record
 from workers.graphs.rehearsal import rehearse
 from workers.graphs.segments import CapturedEnding, CapturedStage
@@ -90,9 +89,6 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     # All share scratch memory. Fewer tokens may need more: of some numbers of them products are left in parts.
     for key in keys:
         DecodeStep(few, key, scratch).run()
-    # On the way of few tokens through the model memory grows with the layers, so the largest steps have all of them.
-    for key in {(key.width, key.drafts, key.rows * key.width <= MOST_STREAMED): key for key in reversed(keys)}.values():
-        DecodeStep(parts, key, scratch).run()
     rehearse(Stage(few, token_budget, scratch, inner))
     passes = [parts.model.segments, *([parts.drafter.segments] if parts.width > 1 else [])]
     segments = sum(map(len, passes)) - 1  # the last one's are the endings

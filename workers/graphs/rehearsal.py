@@ -52,7 +52,7 @@ def companies(parts: StepParts, budget: int) -> Iterator[StepPlan]:
         for rows in sorted({*_doubled(1, slots), MOST_STREAMED // width}):
             if 0 < rows < slots and rows * width < budget:
                 yield _plan(width, drafts, (NOBODY,) * rows, _single(1, 0))
-    if not parts.model.products.invariant:
+    if not parts.model.ways.invariant:
         return
     for rows in _doubled(1, min(slots, budget)):
         yield _plan(1, drafts, (), _single(rows, 0))

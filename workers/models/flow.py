@@ -7,18 +7,22 @@ R rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Generic
 
 from torch import Tensor
 
 from workers.models.attention.latent import Projected
+from workers.models.token_wise import N, TokenWise
 
 
 @dataclass(frozen=True)
-class Flow:
+class Flow(Generic[N]):
     """What segments and attention hand on to each other. One for all layers: each part is dead when the next layer
     writes it."""
 
-    normed_TE: Tensor
+    way: TokenWise[N]
+    """How what is token-wise is computed; the memory here is made for it."""
+    normed: N
     """The norm of `residual_TE` that the next layer reads."""
     residual_TE: Tensor
     rotation_TO: Tensor | None
@@ -44,4 +48,4 @@ class PassTensors:
     """Hidden states that the draft layer reads beside the tokens."""
     out_TE: Tensor | None
     """Hidden states after the final norm; None where `gather` and `end` take the last segment's place."""
-    flow: Flow
+    flow: Flow[Any]

@@ -17,13 +17,11 @@ from workers.cache.spec import CacheSpec, LatentSpec
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
-from workers.models.decode_path import DecodePath
 from workers.models.drafter import Drafter
-from workers.models.flow import PassTensors
 from workers.models.layer import DecoderLayer
-from workers.models.products import Products
 from workers.models.rope import rotation_table
 from workers.models.segments import Segments
+from workers.models.ways import Ways
 from workers.parallel.group import TensorParallel
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
@@ -36,13 +34,13 @@ class Model:
         self,
         source: WeightSource,
         config: ModelConfig,
-        products: Products,
+        ways: Ways,
         layer: Callable[[int], DecoderLayer],
         max_positions: int,
     ) -> None:
         """`layer` builds the layer of an index."""
         group = source.group
-        self.products = products
+        self.ways = ways
         self.config = config
         self.group: TensorParallel = group
         self.cache: list[CacheSpec] = [LatentSpec(config.cache_width, source.dtype)] * config.num_layers
@@ -57,7 +55,7 @@ class Model:
             source.progress(f"layer {index + 1} of {config.num_layers}")
             self.layers.append(layer(index))
         self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
-        self.segments = Segments(self._enter, self.layers, self.norm_E, self.rotation_PO, config.rms_norm_eps, 0)
+        self.segments = Segments(self._enter, ways, self.layers, self.norm_E, self.rotation_PO, config.rms_norm_eps, 0)
         self.drafter: Drafter | None = None
         """What proposes tokens to it, where there is something: whoever builds the model says."""
 
@@ -100,17 +98,15 @@ class Model:
         `token_T`: int64 ids below the vocabulary size. `batch.position_T` must lie below `max_positions`. All memory
         comes from `scratch` (here and below: fresh memory when there is none), except for the prefill rows' geometry.
         """
-        scratch, path = scratch or Scratch(token_T.device), DecodePath(self)
-        if path.takes(batch):
-            return path.forward(token_T, batch, cache, scratch)
-        return self.segments.forward(token_T, None, batch, cache, scratch)
+        return self.segments.forward(token_T, None, batch, cache, scratch or Scratch(token_T.device))
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Logits of final-norm hidden states, fp32 [N, Y]."""
         scratch = scratch or Scratch(hidden_NE.device)
         rows, share, ranks = hidden_NE.shape[0], self.head_YE.shape[0], self.group.size
         part_NY = scratch.empty(rows, share, dtype=torch.float32)
-        self.products.linear(hidden_NE, self.head_YE, part_NY, dependent=launches_dependently(hidden_NE.device))
+        dependent = launches_dependently(hidden_NE.device)
+        self.ways.any.linear(hidden_NE, self.head_YE, part_NY, dependent=dependent)
         if ranks == 1:
             return part_NY
         parts_GNY = self.group.all_gather(part_NY, scratch.empty(ranks, rows, share, dtype=torch.float32))
@@ -118,5 +114,5 @@ class Model:
         logits_NY.view(rows, ranks, share).copy_(parts_GNY.transpose(0, 1))
         return logits_NY[:, : self.config.vocab_size]
 
-    def _enter(self, tensors: PassTensors, scratch: Scratch) -> None:
-        torch.index_select(self.embedding_YE, 0, tensors.token_T, out=tensors.flow.normed_TE)
+    def _enter(self, token_T: Tensor, source_TE: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        return self.embedding_YE, token_T

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from workers.models.attention.backend import Backend
 from workers.models.batch import Batch
 from workers.models.flow import Flow, PassTensors
 from workers.models.layer import DecoderLayer
+from workers.models.token_wise import TokenWise
+from workers.models.ways import Ways
 
 
 class Segments:
@@ -36,88 +39,107 @@ class Segments:
 
     def __init__(
         self,
-        enter: Callable[[PassTensors, Scratch], None],
+        enter: Callable[[Tensor, Tensor | None, Scratch], tuple[Tensor, Tensor | None]],
+        ways: Ways,
         layers: Sequence[DecoderLayer],
         norm_E: Tensor,
         rotation_PO: Tensor,
         eps: float,
         cache_layer: int,
     ) -> None:
-        """`enter` turns tokens into the residual stream, in the place of its norm; the cache of `layers`[i] is layer
-        `cache_layer` + i."""
-        self.layers = layers
+        """`enter` says what enters the residual stream, of `token_T` and `source_TE` of `PassTensors`: rows of a matrix
+        by their indices, or without those a matrix of T rows. The cache of `layers`[i] is layer `cache_layer` + i."""
+        self.layers, self.ways = layers, ways
         self._enter, self._norm_E, self._eps, self._cache_layer = enter, norm_E, eps, cache_layer
         self._rotation_PO = rotation_PO
         self._layers_of: tuple[list[Tensor], Layers] | None = None
 
     def of(self, layers: Sequence[DecoderLayer]) -> Segments:
         """The segments of a pass over other layers."""
-        return Segments(self._enter, layers, self._norm_E, self._rotation_PO, self._eps, self._cache_layer)
+        return Segments(self._enter, self.ways, layers, self._norm_E, self._rotation_PO, self._eps, self._cache_layer)
 
     def __len__(self) -> int:
         return len(self.layers) + 1
 
-    def flow(self, tokens: int, scratch: Scratch, *, decode_alone: bool = False) -> Flow:
-        """Memory for passes of so many tokens. `decode_alone`: of decode rows alone, and not in invariant mode."""
+    def flow(self, tokens: int, scratch: Scratch, way: TokenWise[Any] | None = None) -> Flow[Any]:
+        """Memory for passes of so many tokens on one way; without one, on that for any pass."""
         attention, hidden, dtype = self.layers[0].attention, self._norm_E.shape[0], self._norm_E.dtype
-        rotation_PO = self._rotation_PO
+        rotation_PO, way = self._rotation_PO, way or self.ways.any
+        rotation_shape = tokens, rotation_PO.shape[1]
         return Flow(
-            normed_TE=scratch.empty(tokens, hidden, dtype=dtype),
-            residual_TE=scratch.empty(tokens, hidden, dtype=dtype),
-            rotation_TO=None if decode_alone else scratch.empty(tokens, rotation_PO.shape[1], dtype=rotation_PO.dtype),
-            projected=attention.projected(tokens, scratch, decode_alone=decode_alone),
+            way=way,
+            normed=way.normed(tokens, hidden, dtype, self._eps, scratch),
+            residual_TE=way.residual(tokens, hidden, dtype, scratch),
+            rotation_TO=None if way.decode_alone else scratch.empty(*rotation_shape, dtype=rotation_PO.dtype),
+            projected=attention.projected(way, tokens, scratch),
             attended_THV=attention.attended(tokens, scratch),
         )
 
     def run(self, index: int, tensors: PassTensors, cache: PagedCache, scratch: Scratch) -> None:
         """Segment `index`."""
-        flow = tensors.flow
-        norm_E, out_TE = self._norm_E, tensors.out_TE
-        if index < len(self.layers):
-            norm_E, out_TE = self.layers[index].attention_norm_E, flow.normed_TE
-        assert out_TE is not None
+        flow, ends = tensors.flow, index == len(self.layers)
+        norm = AddNorm(flow.residual_TE, self._norm_E if ends else self.layers[index].attention_norm_E, self._eps)
         with scratch.scope():
-            if index:
-                self.layers[index - 1].finish(flow, norm_E, out_TE, tensors.live_R, scratch)
+            if ends:
+                self._end(flow, norm, tensors.out_TE, tensors.live_R, scratch)
+            elif index:
+                self.layers[index - 1].finish(flow, norm, flow.normed, tensors.live_R, scratch)
             else:
                 if flow.rotation_TO is not None:
                     torch.index_select(self._rotation_PO, 0, tensors.position_T, out=flow.rotation_TO)
-                flow.residual_TE.zero_()
-                self._enter(tensors, scratch)
-                norm = AddNorm(flow.residual_TE, norm_E, self._eps)
-                self.layers[0].products.add_norm(flow.normed_TE, norm, out_TE)
-        if index < len(self.layers):
+                entering = self._enter(tensors.token_T, tensors.source_TE, scratch)
+                flow.way.enter(*entering, norm, flow.normed)
+        if not ends:
             with scratch.scope():
                 self.layers[index].project(flow, tensors.cache_slot_T, self._cache(index, cache), scratch)
 
-    def flow_to_end(self, tokens: int, scratch: Scratch) -> Flow:
+    def flow_to_end(self, tokens: int, scratch: Scratch) -> Flow[Any]:
         """Memory for so many tokens that are wanted: what `end` reads, and nothing else of a flow."""
         residual_NE = scratch.empty(tokens, self._norm_E.shape[0], dtype=self._norm_E.dtype)
         attended_NHV = self.layers[0].attention.attended(tokens, scratch)
         return replace(self.flow(0, scratch), residual_TE=residual_NE, attended_THV=attended_NHV)
 
-    def gather(self, flow: Flow, token_N: Tensor, flow_N: Flow) -> None:
+    def gather(self, flow: Flow[Any], token_N: Tensor, flow_N: Flow[Any]) -> None:
         """Of a pass whose last attention has run, what `end` reads of the tokens `token_N` (int64)."""
         torch.index_select(flow.residual_TE, 0, token_N, out=flow_N.residual_TE)
         torch.index_select(flow.attended_THV, 0, token_N, out=flow_N.attended_THV)
 
-    def end(self, flow_N: Flow, out_NE: Tensor, scratch: Scratch) -> None:
+    def end(self, flow_N: Flow[Any], out_NE: Tensor, scratch: Scratch) -> None:
         """The last segment for the tokens that `flow_N` holds, none of them padding."""
         with scratch.scope():
-            self.layers[-1].finish(flow_N, self._norm_E, out_NE, None, scratch)
+            self._end(flow_N, AddNorm(flow_N.residual_TE, self._norm_E, self._eps), out_NE, None, scratch)
+
+    def _end(
+        self, flow: Flow[Any], norm: AddNorm, out_TE: Tensor | None, live_R: Tensor | None, scratch: Scratch
+    ) -> None:
+        assert out_TE is not None  # else `gather` and `end` take this segment's place
+        last = flow.way.last(flow.normed, out_TE)
+        self.layers[-1].finish(flow, norm, last, live_R, scratch)
+        flow.way.leave(norm, last, out_TE)
 
     def forward(
         self, token_T: Tensor, source_TE: Tensor | None, batch: Batch, cache: PagedCache, scratch: Scratch
     ) -> Tensor:
-        """A whole pass, in memory of `scratch`: final hidden states [T, E]. `source_TE`: see `PassTensors`."""
+        """A whole pass on its fastest way, in memory of `scratch`: final hidden states [T, E]. `source_TE`: see
+        `PassTensors`."""
+        way = self.ways.of(batch, self._norm_E.dtype, self._norm_E.device)
+        return self.forward_on(way, token_T, source_TE, batch, cache, scratch)
+
+    def forward_on(
+        self,
+        way: TokenWise[Any],
+        token_T: Tensor,
+        source_TE: Tensor | None,
+        batch: Batch,
+        cache: PagedCache,
+        scratch: Scratch,
+    ) -> Tensor:
+        """The same on a way that is given."""
         out_TE = scratch.empty(token_T.shape[0], self._norm_E.shape[0], dtype=self._norm_E.dtype)
-        decode_alone = batch.decode is not None and batch.prefill is None
         # Of a step of decode rows alone some may be padding: their lengths say which.
-        live_R = batch.decode.length_R if batch.decode is not None and decode_alone else None
+        live_R = batch.decode.length_R if batch.decode is not None and batch.prefill is None else None
         with scratch.scope():
-            # In invariant mode queries are absorbed in the same way in every pass.
-            decode_alone = decode_alone and not self.layers[0].products.invariant
-            flow = self.flow(token_T.shape[0], scratch, decode_alone=decode_alone)
+            flow = self.flow(token_T.shape[0], scratch, way)
             tensors = PassTensors(token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow)
             self.run_pass(tensors, batch, cache, scratch)
         return out_TE

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def _proved(parts: StepParts, ending: Ending, host: torch.Generator, noise: torc
     )
 
 
-def _ended(ending: Ending, flow: Flow, token_N: Tensor) -> Tensor:
+def _ended(ending: Ending, flow: Flow[Any], token_N: Tensor) -> Tensor:
     """Final hidden states fp32 [N, E]."""
     ending.gather(flow, token_N)
     ending.run()

@@ -14,6 +14,8 @@ Shape legend: T tokens, padding included, N tokens that are wanted, padding incl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from workers.memory.scratch import Scratch
@@ -43,7 +45,7 @@ class Ending:
         """Final hidden states."""
         self.flow = segments.flow_to_end(tokens, inner)
 
-    def gather(self, flow: Flow, token_N: torch.Tensor) -> None:
+    def gather(self, flow: Flow[Any], token_N: torch.Tensor) -> None:
         """Take the tokens `token_N` (int64) out of a stage's flow."""
         self._segments.gather(flow, token_N, self.flow)
 

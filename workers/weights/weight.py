@@ -1,8 +1,8 @@
 """A matrix of weights, in whatever format it is stored.
 
 Models name tensors and never ask for a format: they make room for a matrix (`WeightSource.weight`), have it filled, and
-hand it to whoever multiplies (`workers.models.products`, `workers.models.decode_path`). That one asks the weight, and
-chooses a kernel that reads its format.
+hand it to whoever multiplies (see `workers.models.token_wise`). That one asks the weight, and chooses a kernel that
+reads its format.
 
 Shape legend: X experts, N output features, K input features.
 """

@@ -13,7 +13,6 @@ from workers.models.config import ModelConfig, Rope, Routing
 
 if TYPE_CHECKING:
     from workers.models.feed_forward import FeedForward
-    from workers.models.products import Products
     from workers.weights.source import WeightSource
 
 NAMES = {
@@ -62,13 +61,13 @@ class Toy(Family):
                 break
         return name
 
-    def feed_forward(self, source: WeightSource, products: Products, config: ModelConfig, index: int) -> FeedForward:
+    def feed_forward(self, source: WeightSource, config: ModelConfig, index: int) -> FeedForward:
         from workers.models.feed_forward import DenseFeedForward
 
         class Fused(DenseFeedForward):
             def __init__(self) -> None:
                 prefix, hidden = f"model.layers.{index}.", config.hidden_size
-                self.products, share = products, config.intermediate_size // source.group.size
+                share = config.intermediate_size // source.group.size
                 self.gate_up_FE = source.weight(2 * share, hidden)
                 for half in range(2):
                     own = slice(half * share, (half + 1) * share)

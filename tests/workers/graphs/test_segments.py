@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.moe import AddNorm
 from tests.tiny_models import write_tiny
 from tests.workers.recorded import Recording, no_host_values
 from tests.workers.test_engine import engine, greedy, random_prompts
 from workers.graphs.rehearsal import rehearsals, rehearse
 from workers.memory.scratch import Scratch
-from workers.models.products import Mixture, Products
+from workers.models.many_tokens import ManyTokens
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
 from workers.step.ladder import TokenLadder
 from workers.step.mixed import MixedStep
@@ -179,15 +178,13 @@ def test_the_last_layer_ends_for_the_tokens_that_are_wanted(
 def test_a_small_bucket_may_need_more_memory_than_the_largest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the experts' workspace on a GPU does: it holds results in fp32 while there are few."""
     no_host_values(monkeypatch)
-    experts = Products.experts
+    experts = ManyTokens.experts
 
-    def wasteful(
-        self: Products, x_TE: torch.Tensor, mixture: Mixture, norm: AddNorm, out_TE: torch.Tensor, scratch: Scratch
-    ) -> None:
-        scratch.empty(1 << 22 if x_TE.shape[0] == 48 else 0, dtype=torch.uint8)
-        experts(self, x_TE, mixture, norm, out_TE, scratch)
+    def wasteful(self: ManyTokens, x_TE: torch.Tensor, *rest: Any) -> None:
+        rest[-1].empty(1 << 22 if x_TE.shape[0] == 48 else 0, dtype=torch.uint8)
+        experts(self, x_TE, *rest)
 
-    monkeypatch.setattr(Products, "experts", wasteful)
+    monkeypatch.setattr(ManyTokens, "experts", wasteful)
     Buckets(engine(folder).runner.parts, 80, RecordedStage)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor  # noqa: E402
 
 from kernels import mla_decode  # noqa: E402
 from workers.families import load_model  # noqa: E402
-from workers.models import products  # noqa: E402
+from workers.models import invariant  # noqa: E402
 from workers.models.attention import absorbed_chunks  # noqa: E402
 from workers.models.model import Model  # noqa: E402
 
@@ -82,7 +82,7 @@ def test_chunks_widths_and_company_change_no_bit(
     assert want.isfinite().all()
     assert torch.equal(logits(model, COMPANY), want)
     monkeypatch.setattr(absorbed_chunks, "PIECES", 3)
-    monkeypatch.setattr(products, "PART_BYTES", 100_000)
+    monkeypatch.setattr(invariant, "PART_BYTES", 100_000)
     assert torch.equal(logits(model, COMPANY[:2]), want[:, :38])
     monkeypatch.undo()
     if dtype == torch.float32:

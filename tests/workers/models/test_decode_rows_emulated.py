@@ -25,11 +25,12 @@ from kernels.routing_rule import RoutingRule
 from tests.support.ptx import Fault, Unordered, emulated
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
-from workers.models import products as models_products
+from workers.models import many_tokens
 from workers.models.attention import decode_rows
 from workers.models.batch import Batch
 from workers.models.flow import Flow
 from workers.models.model import Model
+from workers.parallel.group import TensorParallel
 
 pytestmark = pytest.mark.long
 
@@ -61,7 +62,7 @@ def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple
     model = random_model(SMALL, dtype, CPU)
     _, batch, cache = decode_step(model, LENGTHS, 1)
     scratch = Scratch(CPU, torch.full((1 << 20,), 255, dtype=torch.uint8))
-    flow = model.segments.flow(len(LENGTHS), scratch, decode_alone=True)
+    flow = model.segments.flow(len(LENGTHS), scratch, many_tokens.DecodeTokens(TensorParallel()))
     torch.manual_seed(7)
     flow.projected.down_TF.copy_(torch.randn(flow.projected.down_TF.shape).bfloat16())
     own, tensors = model.layers[0].attention, (flow.projected, flow.attended_THV)
@@ -71,23 +72,24 @@ def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple
     return flow.attended_THV.float(), cache, batch.cache_slot_T
 
 
-def layered(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[Flow, PagedCache, Tensor]:
+def layered(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[Flow[Tensor], PagedCache, Tensor]:
     """Two layers' attention, from the norm before to the norm behind, in the same memory and with the same weights."""
     model = random_model(SMALL | {"hidden_size": 136, "v_head_dim": 72}, dtype, CPU)
     _, batch, cache = decode_step(model, LENGTHS, 1)
     scratch = Scratch(CPU, torch.full((1 << 21,), 255, dtype=torch.uint8))
-    flow = model.segments.flow(len(LENGTHS), scratch, decode_alone=True)
+    flow = model.segments.flow(len(LENGTHS), scratch, many_tokens.DecodeTokens(TensorParallel()))
     torch.manual_seed(7)
-    for x in (flow.normed_TE, flow.residual_TE):
+    for x in (flow.normed, flow.residual_TE):
         x.copy_(torch.randn(x.shape).bfloat16())
     own, tensors = model.layers[0].attention, (flow.projected, flow.attended_THV)
     backends = own.backends(*tensors, plan(model, batch), None, model.rotation_PO, scratch)
+    way, slot_T = flow.way, batch.cache_slot_T
     norm = AddNorm(flow.residual_TE, model.layers[0].feed_forward_norm_E, 1e-6)
     for _ in range(2):
-        own.project(flow.normed_TE, None, batch.cache_slot_T, cache.layers[0], flow.projected, scratch)
+        own.project(way, flow.normed, None, slot_T, cache.layers[0], flow.projected, scratch)
         own.attend(backends, cache.layers[0])
-        own.output(flow.attended_THV, norm, flow.normed_TE, scratch, decode_alone=True)
-    return flow, cache, batch.cache_slot_T
+        own.output(way, flow.attended_THV, norm, flow.normed, scratch)
+    return flow, cache, slot_T
 
 
 def launch_part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, *, dependent: bool) -> None:
@@ -102,16 +104,15 @@ def check_parts(**how: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
         patch.setattr(linear, "is_hopper", lambda device: True)
         patch.setattr(decode_rows, "rope_absorb", absorb)
-        patch.setattr(models_products, "part_linear", launch_part_linear)
-        patch.setattr(models_products, "add_rms_norm", lambda *args, eps, dependent: norms.add_rms_norm(
+        patch.setattr(many_tokens, "part_linear", launch_part_linear)
+        patch.setattr(many_tokens, "add_rms_norm", lambda *args, eps, dependent: norms.add_rms_norm(
             *args, eps, dependent=dependent
         ))  # fmt: skip
-        for module in (decode_rows, models_products):
+        for module in (decode_rows, many_tokens):
             patch.setattr(module, "launches_dependently", lambda device: True)
         got, cache, _ = layered(torch.bfloat16, planned)
-    assert got.projected.in_parts
-    assert got.projected.down_TF.shape[1] == 3
-    for ours, theirs in ((got.residual_TE, want.residual_TE), (got.normed_TE, want.normed_TE)):
+    assert got.projected.down_TF.shape[1:-1] == (3,)
+    for ours, theirs in ((got.residual_TE, want.residual_TE), (got.normed, want.normed)):
         assert float((ours.float() - theirs).norm() / theirs.norm()) < 1e-2
     entries, wide_entries = (x.layers[0].flatten(0, 1)[slot_T[LIVE]].float() for x in (cache, wide_cache))
     # Of the second layer: its input has been rounded several times.

@@ -11,8 +11,6 @@ from random_model import V2_LITE_HEADS, decode_step, random_model
 
 from kernels.hopper import is_hopper
 from workers.memory.scratch import Scratch
-from workers.models.flow import Flow
-from workers.models.segments import Segments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,21 +21,16 @@ pytestmark = [
 @pytest.mark.parametrize("lengths", [[600], [130, 0, 70, 1], [3000] + [64] * 7], ids=["equal", "ragged", "one long"])
 @pytest.mark.parametrize(("rows", "width"), [(17, 1), (33, 1), (32, 2), (64, 1), (64, 2), (256, 1)])
 @pytest.mark.parametrize("overrides", [{}, {"q_lora_rank": 64}], ids=["query", "latent query"])
-def test_many_rows_agree_with_mixed_steps(
-    rows: int, width: int, lengths: list[int], overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_rows_agree_with_mixed_steps(rows: int, width: int, lengths: list[int], overrides: dict[str, Any]) -> None:
     lengths = [max(length, width) if length else 0 for length in (lengths * rows)[:rows]]
     model = random_model(V2_LITE_HEADS | overrides, torch.bfloat16, torch.device("cuda"))
     live_T = (torch.tensor(lengths).repeat_interleave(width) > 0).to("cuda")
-    flow = Segments.flow
-    own = flow(model.segments, rows * width, Scratch(torch.device("cuda")), decode_alone=True).projected
-    served = is_hopper(torch.device("cuda")) and rows * width <= 64 and not overrides
-    assert own.in_parts == served
-
-    def rotated(self: Segments, tokens: int, scratch: Scratch, *, decode_alone: bool = False) -> Flow:
-        return flow(self, tokens, scratch)
-
     token_T, batch, cache = decode_step(model, lengths, width)
+    device = token_T.device
+    way = model.ways.of(batch, torch.bfloat16, device)
+    projected = model.segments.flow(rows * width, Scratch(device), way).projected
+    in_parts = is_hopper(device) and rows * width <= 64 and not overrides
+    assert (projected.down_TF.dim() == 3) == in_parts
     before = [layer.clone() for layer in cache.layers]
     got_TE = model.forward(token_T, batch, cache)
     for _ in range(20):
@@ -45,8 +38,7 @@ def test_many_rows_agree_with_mixed_steps(
     written = [layer.clone() for layer in cache.layers]
     for layer, old in zip(cache.layers, before, strict=True):
         layer.copy_(old)
-    monkeypatch.setattr(Segments, "flow", rotated)
-    want_TE = model.forward(token_T, batch, cache)
+    want_TE = model.segments.forward_on(model.ways.any, token_T, None, batch, cache, Scratch(device))
     slot = batch.cache_slot_T[live_T]
     for old, ours, theirs in zip(before, written, cache.layers, strict=True):
         untouched = torch.ones(old.shape[0] * 64, dtype=torch.bool, device="cuda")

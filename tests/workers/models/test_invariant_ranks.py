@@ -14,9 +14,9 @@ from torch import Tensor
 
 from workers.config import DEMO_MODEL
 from workers.families import load_model
-from workers.models import products
+from workers.models import invariant
 from workers.models.attention import absorbed_chunks
-from workers.models.products import InvariantProducts
+from workers.models.invariant import InvariantTokens
 from workers.parallel.group import TensorParallel
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (90, 41, 9)]
@@ -71,7 +71,7 @@ def test_parts_that_take_turns_change_no_bit(tmp_path: Path, monkeypatch: pytest
     folder = write_tiny(tmp_path, "v3-yarn", seed=2)
     want = outputs(folder, TensorParallel(), torch.float32)
     monkeypatch.setattr(absorbed_chunks, "PIECES", 2)
-    monkeypatch.setattr(products, "PART_BYTES", 1)
+    monkeypatch.setattr(invariant, "PART_BYTES", 1)
     for name, logits in outputs(folder, TensorParallel(), torch.float32).items():
         assert torch.equal(logits, want[name])
 
@@ -79,4 +79,4 @@ def test_parts_that_take_turns_change_no_bit(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("size", [3, 6, 16])
 def test_other_numbers_of_ranks_have_no_tree(size: int) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel = {size} is none of them"):
-        InvariantProducts(TensorParallel(0, size))
+        InvariantTokens(TensorParallel(0, size))

@@ -17,7 +17,8 @@ from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import MixtureOfExperts
-from workers.models.products import InvariantProducts, Products
+from workers.models.invariant import InvariantTokens
+from workers.models.many_tokens import ManyTokens
 from workers.parallel.group import TensorParallel
 from workers.weights.source import Shape, WeightSource
 
@@ -82,26 +83,26 @@ def wanted(tensors: dict[str, Tensor], x_TE: Tensor) -> Tensor:
 
 
 def computed(
-    tensors: dict[str, Tensor], x_TE: Tensor, group: TensorParallel, kind: type[Products] = Products, **live: Any
+    tensors: dict[str, Tensor], x_TE: Tensor, group: TensorParallel, kind: type[ManyTokens] = ManyTokens, **live: Any
 ) -> tuple[Tensor, Tensors]:
     """This rank's part of the sum: on an empty residual stream the stream itself, and its norm what is given on."""
     source = Tensors(tensors, group, x_TE.dtype)
     shared = tensors.get("shared_experts.up_proj.weight", torch.empty(0)).shape[0] // WIDTH
-    mixture = MixtureOfExperts(source, kind(TensorParallel()), "", config(shared))
-    assert mixture.gate_up_XFE.shape == (EXPERTS + shared, 2 * WIDTH // group.size, HIDDEN)
+    experts = MixtureOfExperts(source, "", config(shared))
+    assert experts.mixture.gate_up_XFE.shape == (EXPERTS + shared, 2 * WIDTH // group.size, HIDDEN)
     sum_TE, out_TE = torch.zeros_like(x_TE), torch.full_like(x_TE, torch.nan)
     norm = AddNorm(sum_TE, torch.linspace(0.5, 2, HIDDEN, dtype=x_TE.dtype), 1e-6)
-    mixture(x_TE, norm, out_TE, Scratch(CPU), **live)
+    experts(kind(TensorParallel()), x_TE, norm, out_TE, Scratch(CPU), **live)
     torch.testing.assert_close(
         out_TE, F.rms_norm(sum_TE.float(), (HIDDEN,), norm.weight_E.float(), 1e-6).to(x_TE.dtype)
     )
     return sum_TE, source
 
 
-@pytest.mark.parametrize("kind", [Products, InvariantProducts])
+@pytest.mark.parametrize("kind", [ManyTokens, InvariantTokens])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", [0, 1, 2, 3])
-def test_units_are_the_network(shared: int, dtype: torch.dtype, kind: type[Products]) -> None:
+def test_units_are_the_network(shared: int, dtype: torch.dtype, kind: type[ManyTokens]) -> None:
     tensors = checkpoint(shared)
     x_TE = torch.randn(50, HIDDEN).to(dtype)
     got, want = computed(tensors, x_TE, TensorParallel(), kind)[0], wanted(tensors, x_TE)

@@ -14,6 +14,7 @@ from tiny_models import write_tiny
 
 from workers.families import load_model
 from workers.memory.scratch import Scratch
+from workers.models.many_tokens import ManyTokens
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.weights import checkpoint, memory_check
@@ -50,7 +51,7 @@ def test_indexed_files_are_read(tmp_path: Path) -> None:
     a, b = load_fp32(one), load_fp32(several)
     assert torch.equal(a.head_YE.plain, b.head_YE.plain)
     assert torch.equal(a.layers[2].attention.down_FE.plain, b.layers[2].attention.down_FE.plain)
-    assert torch.equal(a.layers[1].feed_forward.down_XEI.plain, b.layers[1].feed_forward.down_XEI.plain)
+    assert torch.equal(a.layers[1].feed_forward.mixture.down_XEI.plain, b.layers[1].feed_forward.mixture.down_XEI.plain)
 
 
 def test_each_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +91,14 @@ def test_a_router_is_kept_as_it_is_stored(stored: torch.dtype, tmp_path: Path) -
 
     rewrite(write_tiny(tmp_path, seed=3), narrow)
     experts = load(tmp_path, dtype=torch.bfloat16).layers[1].feed_forward
-    assert experts.router_XE.plain.dtype == stored
+    assert experts.mixture.router_XE.plain.dtype == stored
     torch.manual_seed(1)
-    x_TE = torch.randn(50, experts.router_XE.shape[1]).bfloat16()
+    x_TE = torch.randn(50, experts.mixture.router_XE.shape[1]).bfloat16()
     want = load(tmp_path, dtype=torch.float32).layers[1].feed_forward
-    assert want.router_XE.plain.dtype == torch.float32
-    for got, wanted in zip(experts.route(x_TE, Scratch(CPU)), want.route(x_TE.float(), Scratch(CPU)), strict=True):
+    assert want.mixture.router_XE.plain.dtype == torch.float32
+    way, memory = ManyTokens(TensorParallel()), Scratch(CPU)
+    ours, theirs = way.route(x_TE, experts.mixture, memory), way.route(x_TE.float(), want.mixture, memory)
+    for got, wanted in zip(ours, theirs, strict=True):
         assert torch.equal(got, wanted)
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kernels.linear import linear
-from workers.models.products import Products
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class Heads:
     """Of every head the rows of W_UK, then those of W_UV."""
     norm_L: Tensor
     """Weights of the latent's norm."""
-    products: Products
+    invariant: bool
+    """Whether all is computed in one way, whatever it is computed with."""
 
     @property
     def key_HNL(self) -> Tensor:

@@ -26,8 +26,8 @@ from workers.models.batch import DecodeBatch
 LATENT_NORM_EPS: Final = 1e-6
 """Of the norms inside attention; the published models do not take it from rms_norm_eps."""
 MOST_MERGED: Final = 1
-"""Most of few tokens whose attention is merged and multiplied by W_UV in one launch: it reads a token's pieces many
-times."""
+"""Most of few tokens whose attention is merged and multiplied by W_UV in one launch: for several it would read a
+token's pieces too many times."""
 
 
 def plan_rows(heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Callable[[int], Tensor]) -> DecodeBatch:
@@ -37,7 +37,7 @@ def plan_rows(heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Ca
         return rows
     shape = DecodeShape(
         *(rows.length_R.shape[0], width, heads.count, heads.latent, heads.rope, rows.page_RP.shape[1]),
-        invariant=heads.products.invariant,
+        invariant=heads.invariant,
     )
     workspace = plan_decode(shape, rows.length_R, rows.page_RP, heads.norm_L.dtype, empty, first=first)
     return replace(rows, workspace=workspace)
@@ -90,17 +90,16 @@ class DecodeRows(Backend):
     entering: Entering | None
     memory: DecodeMemory
     out_THV: Tensor
-    few: bool = False
-    """On the way of few tokens, where every kernel is launched dependently: see `workers.models.decode_path`."""
 
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         """See `Backend`."""
         memory, entering, workspace = self.memory, self.entering, self.rows.workspace
         # Where attention begins with a kernel of ours, that one lets the next start as `early` asks.
-        dependent = self.few or (entering is not None and launches_dependently(cache_PKC.device))
+        dependent = entering is not None and launches_dependently(cache_PKC.device)
         q_THC = memory.q_RWHC.flatten(0, 1)
         if entering is None:
-            heads.products.head_linear(self.q_THD[..., : heads.nope], heads.key_HNL, q_THC[..., : heads.latent])
+            absorbed_THL = q_THC[..., : heads.latent]
+            head_linear(self.q_THD[..., : heads.nope], heads.key_HNL, absorbed_THL, invariant=heads.invariant)
             q_THC[..., heads.latent :].copy_(self.q_THD[..., heads.nope :])
         else:
             rope_absorb(
@@ -116,18 +115,18 @@ class DecodeRows(Backend):
                 eps=LATENT_NORM_EPS,
                 dependent=dependent,
             )
-        attended_THL, invariant = memory.attended_RWHL.flatten(0, 1), heads.products.invariant
+        attended_THL, invariant = memory.attended_RWHL.flatten(0, 1), heads.invariant
         tokens, value_HLV = attended_THL.shape[0], heads.value_HVL.transpose(1, 2)
         tensors = (
             *(memory.q_RWHC, cache_PKC, self.rows.page_RP, self.rows.length_R),
             *(memory.attended_RWHL, memory.lse_RWH),
         )
-        if workspace is None or invariant or (tokens <= MOST_STREAMED and not self.few):
+        if workspace is None or invariant:
             mla_decode(*tensors, scale=heads.scale, first=self.first, workspace=workspace, invariant=invariant)
-            heads.products.head_linear(attended_THL, value_HLV, self.out_THV)
+            head_linear(attended_THL, value_HLV, self.out_THV, invariant=invariant)
             return
         launch.attend(*tensors, workspace, scale=heads.scale, first=self.first, dependent=dependent, early=dependent)
-        if self.few and tokens > MOST_MERGED:
+        if MOST_MERGED < tokens <= MOST_STREAMED:
             launch.merge(memory.attended_RWHL, memory.lse_RWH, workspace, dependent=dependent)
             head_linear(attended_THL, value_HLV, self.out_THV, dependent=dependent)
         else:

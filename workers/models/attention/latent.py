@@ -5,7 +5,7 @@ mode, in the absorbed form as well (`absorbed_chunks`).
 
 Shape legend: T tokens, E hidden features, H heads of this rank, N / O non-rope / rope features of a query, D = N + O,
 L latent features, C = L + O cached features, V value features, A features of the query's latent, Q = H D, F features of
-the first product, P pages (of `part_TPF` and `part_TPE`: parts of sums), K = 64 entries per page.
+the first product, P pages (of `part_TPF`: parts of sums), K = 64 entries per page.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kernels.moe import AddNorm
-from kernels.rms_norm import rms_norm
 from kernels.rope_cache import rope_cache
 from workers.memory.scratch import Scratch
 from workers.models.attention.absorbed_chunks import AbsorbedChunks, ChunkRows
@@ -26,8 +25,8 @@ from workers.models.attention.decode_rows import LATENT_NORM_EPS, DecodeMemory, 
 from workers.models.attention.expanded import ExpandedChunks, PrefillGeometry
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
-from workers.models.products import Products
 from workers.models.rope import softmax_scale
+from workers.models.token_wise import N, TokenWise
 from workers.weights.source import WeightSource
 
 
@@ -45,17 +44,11 @@ class Projected:
     kv_THF: Tensor | None = None
     """Keys without their roped part, and values, of prefill rows; None where no row attends to such."""
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether attention adds up what the product has left."""
-        return self.down_TF.dim() == 3
-
 
 class LatentAttention:
     """One layer's attention; `project` and `output` are token-wise, `attend` stands between them."""
 
-    def __init__(self, source: WeightSource, products: Products, prefix: str, config: ModelConfig) -> None:
-        self.products = products
+    def __init__(self, source: WeightSource, prefix: str, config: ModelConfig, *, invariant: bool) -> None:
         count, hidden = config.num_heads // source.group.size, config.hidden_size
         nope, value, latent = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
         query = count * config.qk_head_dim
@@ -90,7 +83,7 @@ class LatentAttention:
             scale=softmax_scale(config),
             up_HFL=up.view(count, nope + value, latent),
             norm_L=norm_L,
-            products=products,
+            invariant=invariant,
         )
         self.out_EF = source.weight(hidden, count * value)
         source.fill(self.out_EF, f"{prefix}o_proj.weight", shard=1)
@@ -106,7 +99,7 @@ class LatentAttention:
 
     def geometry(self, batch: Batch) -> PrefillGeometry | ChunkRows | None:
         """Where the prefill rows lie, for all layers; in invariant mode they take the way of decode rows."""
-        if self.products.invariant:
+        if self.heads.invariant:
             return ChunkRows.of(batch, self.heads.count)
         return PrefillGeometry.of(batch)
 
@@ -114,15 +107,15 @@ class LatentAttention:
         self, tokens: int, rows: int, pages: int, device: torch.device
     ) -> Sequence[PrefillGeometry | ChunkRows]:
         """Some of so many tokens, rows and pages a row, of which one needs as much memory as any."""
-        if self.products.invariant:
+        if self.heads.invariant:
             return ChunkRows.largest(tokens, rows, pages, self.heads.count, device)
         return [PrefillGeometry.largest(tokens, rows, device)]
 
-    def projected(self, tokens: int, scratch: Scratch, *, decode_alone: bool = False) -> Projected:
-        """Memory for `project`; `decode_alone`: in a pass of decode rows alone."""
+    def projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
+        """Memory for `project`."""
         heads = self.heads
         dtype, width = heads.norm_L.dtype, heads.latent + heads.rope
-        parts = self.products.parts(tokens, self.down_FE) if decode_alone and self.q_up_QA is None else 0
+        parts = way.parts(tokens, self.down_FE) if self.q_up_QA is None else 0
         if parts:
             part_TPF = scratch.empty(tokens, parts, self.down_FE.shape[0], dtype=torch.float32)
             q_TPHD = part_TPF[..., :-width].view(tokens, parts, heads.count, heads.nope + heads.rope)
@@ -132,17 +125,18 @@ class LatentAttention:
         if self.q_up_QA is not None:
             query_TQ = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
         q_THD = query_TQ.view(tokens, heads.count, heads.nope + heads.rope)
-        if decode_alone:
+        if way.decode_alone:
             return Projected(down_TF, q_THD, None)
         latent_TC = scratch.empty(tokens, width, dtype=dtype)
-        if self.products.invariant:
+        if heads.invariant:
             return Projected(down_TF, q_THD, latent_TC)
         kv_THF = scratch.empty(tokens, heads.count, heads.nope + heads.value, dtype=dtype)
         return Projected(down_TF, q_THD, latent_TC, kv_THF)
 
     def project(
         self,
-        x_TE: Tensor,
+        way: TokenWise[N],
+        x: N,
         rotation_TO: Tensor | None,
         cache_slot_T: Tensor,
         cache_PKC: Tensor,
@@ -152,20 +146,16 @@ class LatentAttention:
         """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache, and
         expanded to keys and values. In passes of decode rows alone the products alone, and attention does the rest."""
         down_TF, q_THD, heads = out.down_TF, out.q_THD, self.heads
-        if out.in_parts:
-            self.products.part_linear(x_TE, self.down_FE, down_TF)
-            return
-        self.products.linear(x_TE, self.down_FE, down_TF)
-        width = heads.latent + heads.rope
-        if self.q_norm_A is not None and self.q_up_QA is not None:
-            query_TA = scratch.empty(x_TE.shape[0], self.q_norm_A.shape[0], dtype=x_TE.dtype)
-            rms_norm(down_TF[:, :-width], self.q_norm_A, query_TA, eps=LATENT_NORM_EPS)
-            self.products.linear(query_TA, self.q_up_QA, q_THD.flatten(1))
+        if self.q_norm_A is None or self.q_up_QA is None:
+            way.linear(x, self.down_FE, down_TF)
+        else:
+            latent = way.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, down_TF, scratch)
+            way.linear(latent, self.q_up_QA, q_THD.flatten(1))
         if rotation_TO is None or out.latent_TC is None:
             return
         rope_cache(
             q_THD[..., heads.nope :],
-            down_TF[:, -width:],
+            down_TF[:, -heads.latent - heads.rope :],
             heads.norm_L,
             rotation_TO,
             cache_slot_T,
@@ -227,21 +217,9 @@ class LatentAttention:
         for backend in backends:
             backend.attend(self.heads, cache_PKC)
 
-    def output(
-        self, attended_THV: Tensor, norm: AddNorm, out_TE: Tensor, scratch: Scratch, *, decode_alone: bool = False
-    ) -> None:
-        """Token-wise: residual += the output, summed over ranks; out = rms_norm(residual). `decode_alone`: in a pass of
-        decode rows alone."""
-        tokens = out_TE.shape[0]
-        parts = self.products.parts(tokens, self.out_EF) if decode_alone else 0
-        if parts:
-            with scratch.scope():
-                part_TPE = scratch.empty(tokens, parts, out_TE.shape[1], dtype=torch.float32)
-                self.products.part_linear(attended_THV.flatten(1), self.out_EF, part_TPE)
-                self.products.add_norm(part_TPE, norm, out_TE)
-        else:
-            self.products.summed(attended_THV.flatten(1), self.out_EF, out_TE, scratch)
-            self.products.add_norm(out_TE, norm, out_TE)
+    def output(self, way: TokenWise[N], attended_THV: Tensor, norm: AddNorm, out: N, scratch: Scratch) -> None:
+        """Token-wise: residual += the output, summed over ranks; `out` = its norm."""
+        way.add(attended_THV.flatten(1), self.out_EF, norm, out, scratch)
 
 
 def _interleave(rows_HOE: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The few-token path on a GPU: the model takes it, and it agrees with the layers as all other passes run them."""
+"""The way of few tokens on a GPU: the model takes it, and it agrees with the way of many."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tiny_models import VOCAB, write_tiny
 from kernels.dependent import launches_dependently
 from workers.families import load_model
 from workers.models.batch import Batch
-from workers.models.decode_path import DecodePath, unsupported
+from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.model import Model
+from workers.models.ways import Ways
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,14 +53,14 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(errors(got, want).max())
 
 
-def never(self: DecodePath, batch: Batch) -> bool:
+def never(self: Ways, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
     return False
 
 
 @pytest.mark.parametrize("overrides", [{}, V3], ids=["v2", "v3"])
 @pytest.mark.parametrize("rows", [[600], [1], [200, 65], [130, 0, 70, 1], [3000, 100, 64, 63], [100] * 16])
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
-def test_the_path_agrees_with_the_layers(
+def test_the_way_agrees_with_that_of_many(
     rows: list[int], width: int, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if len(rows) * width > 16:
@@ -70,7 +71,7 @@ def test_the_path_agrees_with_the_layers(
     errors = []
     for seed in range(ATTEMPTS):
         token_T, batch, cache = decode_step(model, lengths, width, seed)
-        assert DecodePath(model).takes(batch)
+        assert isinstance(model.ways.of(batch, torch.bfloat16, token_T.device), FewTokens)
         before = [layer.clone() for layer in cache.layers]
         got_TE = model.forward(token_T, batch, cache)
         written = [layer.clone() for layer in cache.layers]
@@ -78,7 +79,7 @@ def test_the_path_agrees_with_the_layers(
         for layer, old in zip(cache.layers, before, strict=True):
             layer.copy_(old)
         with monkeypatch.context() as patch:
-            patch.setattr(DecodePath, "takes", never)
+            patch.setattr(Ways, "takes_few", never)
             want_TE = model.forward(token_T, batch, cache)
         error = off(got_TE[live_T], want_TE[live_T])
         touched = torch.zeros(cache.layers[0].shape[0] * 64, dtype=torch.bool, device="cuda")
@@ -93,7 +94,7 @@ def test_the_path_agrees_with_the_layers(
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("seed", range(3))
-def test_drafts_are_as_exact_as_the_layers(
+def test_drafts_are_as_exact_as_on_the_way_of_many(
     seed: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verify steps, the draft layer's pass over them, and a step of width 1 behind them, against fp32 on a CPU.
@@ -120,7 +121,7 @@ def test_drafts_are_as_exact_as_the_layers(
 
     want_TE = outputs(load_fp32(folder))
     ours_T = errors(outputs(model), want_TE)
-    monkeypatch.setattr(DecodePath, "takes", never)
+    monkeypatch.setattr(Ways, "takes_few", never)
     theirs_T = errors(outputs(model), want_TE)
     assert ours_T.max() < 2 * theirs_T.max(), (ours_T, theirs_T)
     assert ours_T.median() < 1.5 * theirs_T.median(), (ours_T, theirs_T)

@@ -1,4 +1,4 @@
-"""The few-token path computes what the model's layers compute, one kernel boundary differently: on a CPU in fp32."""
+"""The way of few tokens computes what the way of many does, one kernel boundary differently: on a CPU in fp32."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from tiny_models import KINDS, VOCAB, write_tiny
 
 from workers.families.registry import load_config
 from workers.memory.scratch import Scratch
-from workers.models.decode_path import DecodePath, unsupported
+from workers.models.few_tokens import FewTokens, unsupported
+from workers.models.many_tokens import DecodeTokens
 from workers.parallel.group import TensorParallel
 from workers.parallel.symmetric import MOST_BYTES
 
 
 def agree(folder: Path, group: TensorParallel | None = None) -> None:
-    """Decode steps of several widths through the path and through the layers: hidden states, drafts and caches."""
+    """Decode steps of several widths on both ways: hidden states, drafts and caches."""
     model = load_fp32(folder, group or TensorParallel())
-    path = DecodePath(model)
+    way = FewTokens(model.group, dependent=True)
     paged = Paged(model, [random_tokens(151, 0, VOCAB), random_tokens(90, 1, VOCAB), random_tokens(70, 2, VOCAB)])
     prefill = paged.plan([], 1, [(0, 70), (1, 63), (2, 1)])
     hidden = paged.forward(prefill)
@@ -37,7 +38,7 @@ def agree(folder: Path, group: TensorParallel | None = None) -> None:
             [t for f in step.feeds for t in paged.rows[f.row].tokens[f.start + 1 : f.start + f.count + 1]]
         )
         scratch = Scratch(CPU)
-        got = path.forward(tokens, batch, paged.cache, scratch)
+        got = model.segments.forward_on(way, tokens, None, batch, paged.cache, scratch)
         written = [layer.clone() for layer in paged.cache.layers]
         hidden = paged.forward(step)
         want = torch.cat([hidden[row] for row in decode])
@@ -45,13 +46,14 @@ def agree(folder: Path, group: TensorParallel | None = None) -> None:
         for ours, theirs in zip(written, paged.cache.layers, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4, equal_nan=True)
         if model.drafter:
-            drafted = model.drafter.catch_up_few(path, following, want, paged.batch(step, 1), paged.cache, scratch)
+            entering = following, want, paged.batch(step, 1)
+            drafted = model.drafter.segments.forward_on(way, *entering, paged.cache, scratch)
             theirs = paged.draft(step, hidden)
             torch.testing.assert_close(drafted, torch.cat([theirs[row] for row in decode]), atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_path_equals_the_layers(kind: str, tmp_path: Path) -> None:
+def test_the_way_equals_that_of_many(kind: str, tmp_path: Path) -> None:
     overrides = {} if "no-q-lora" in kind else {"q_lora_rank": 32}
     agree(write_tiny(tmp_path, kind, seed=3, **overrides))
 
@@ -82,16 +84,17 @@ def rank_main(rank: int, size: int, folder: Path, shared: bool) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_path_equals_the_layers_on_two_ranks(shared: bool, tmp_path: Path) -> None:
+def test_the_way_equals_that_of_many_on_two_ranks(shared: bool, tmp_path: Path) -> None:
     write_tiny(tmp_path / "v3", "v3", seed=4, q_lora_rank=32)
     write_tiny(tmp_path / "v2-no-q-lora", "v2-no-q-lora", seed=4)
     run_ranks(rank_main, 2, 2, tmp_path, shared)
 
 
-def test_no_pass_on_a_cpu_takes_the_path(tmp_path: Path) -> None:
+def test_no_pass_on_a_cpu_takes_the_way(tmp_path: Path) -> None:
     model = load_fp32(write_tiny(tmp_path, "v3", q_lora_rank=32))
     paged = Paged(model, [random_tokens(20, 0, VOCAB)])
-    assert not DecodePath(model).takes(paged.batch(paged.plan([0], 1, []), 0))
+    batch = paged.batch(paged.plan([0], 1, []), 0)
+    assert isinstance(model.ways.of(batch, torch.bfloat16, CPU), DecodeTokens)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""A pass of the few-token path as it was compiled, run by the PTX emulator: its launches are dependent, and follow each
-other on memory that holds poison."""
+"""A pass on the way of few tokens as it was compiled, run by the PTX emulator: its launches are dependent, and follow
+each other on memory that holds poison."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from random_model import V2_LITE_HEADS, decode_step, random_model
 
 import workers.models.attention.decode_rows as decode_rows
-import workers.models.decode_path as decode_path
+import workers.models.few_tokens as few_tokens
 from kernels.few_experts import launch as experts
 from kernels.head_linear import launch as heads
 from kernels.linear import launch as products
@@ -22,7 +22,9 @@ from kernels.pending_norm import PendingNorm, launch_enter
 from kernels.rms_norm import launch as norms
 from tests.support.ptx import Unordered, emulated
 from workers.memory.scratch import Scratch
+from workers.models.attention.latent import LatentAttention
 from workers.models.batch import Batch
+from workers.parallel.group import TensorParallel
 
 pytestmark = pytest.mark.long
 
@@ -32,20 +34,20 @@ SHORT = 128
 """Tokens up to which attention takes a row alone in narrow blocks."""
 
 
-def planned(self: Any, batch: Batch, scratch: Scratch) -> decode_path.Step:
-    assert batch.decode is not None
-    own, page_RP = self.model.layers[0].attention, batch.decode.page_RP
-    layout = batch.layout
-    shape = DecodeShape(
-        layout.decode_rows, layout.width, own.heads.count, own.heads.latent, own.heads.rope, page_RP.shape[1]
-    )
+def planned(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
+    rows, layout = batch.decode, batch.layout
+    assert rows is not None
+    if own.heads.norm_L.dtype != torch.bfloat16:
+        return batch
+    heads, pages = own.heads, rows.page_RP.shape[1]
+    shape = DecodeShape(layout.decode_rows, layout.width, heads.count, heads.latent, heads.rope, pages)
     tiling = hopper_tiling(shape, 3)
     assert tiling.path == ("narrow" if shape.queries <= 32 else "either")
     tiling = replace(tiling, short=min(tiling.short, SHORT))
     buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
     workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
-    attention.plan(batch.decode.length_R, page_RP, workspace, first=batch.first)
-    return decode_path.Step(batch, replace(batch.decode, workspace=workspace), self.model.rotation_PO, scratch, True)
+    attention.plan(rows.length_R, rows.page_RP, workspace, first=batch.first)
+    return replace(batch, decode=replace(rows, workspace=workspace))
 
 
 def normed(x: PendingNorm, weight: Any, out: Any, *, norm_A: Any = None, next: Any = None, dependent: bool) -> None:
@@ -76,7 +78,7 @@ def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Call
 
 @pytest.fixture(autouse=True)
 def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the path does for tensors on a GPU, for tensors on a CPU."""
+    """What the way launches for tensors on a GPU, for tensors on a CPU."""
     replaced = {
         "normed_linear": normed,
         "linear_to_residual": to_residual,
@@ -86,11 +88,12 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "few_experts": SimpleNamespace(router=experts.router, choose=experts.choose, experts=all_experts),
     }
     for name, function in replaced.items():
-        monkeypatch.setattr(decode_path, name, function)
+        monkeypatch.setattr(few_tokens, name, function)
     replaced = {"rope_absorb": heads.rope_absorb, "merge_up": heads.merge_up, "head_linear": head_linear}
     for name, function in replaced.items():
         monkeypatch.setattr(decode_rows, name, in_bf16(function, getattr(decode_rows, name)))
-    monkeypatch.setattr(decode_path.DecodePath, "_step", planned)
+    monkeypatch.setattr(decode_rows, "launches_dependently", lambda device: True)
+    monkeypatch.setattr(LatentAttention, "plan", planned)
 
 
 def check(lengths: list[int], width: int, heads: int = 2, **how: Any) -> list[str]:
@@ -100,7 +103,8 @@ def check(lengths: list[int], width: int, heads: int = 2, **how: Any) -> list[st
     _, _, wide_cache = decode_step(wide, lengths, width)
     poisoned = torch.full((1 << 20,), 255, dtype=torch.uint8)
     with emulated(consecutive=True, **how) as launches:
-        got = decode_path.DecodePath(model).forward(token_T, batch, cache, Scratch(CPU, poisoned))
+        way = few_tokens.FewTokens(TensorParallel(), dependent=True)
+        got = model.segments.forward_on(way, token_T, None, batch, cache, Scratch(CPU, poisoned))
     want = wide.forward(token_T, batch, wide_cache)
     alive = torch.tensor(lengths).repeat_interleave(width) > 0
     error = ((got.float() - want).norm(dim=1) / want.norm(dim=1))[alive]

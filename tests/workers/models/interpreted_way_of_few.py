@@ -1,5 +1,5 @@
-"""The few-token path on the kernels it launches on Hopper, interpreted: from the embedding to the final norm. Run with
-TRITON_INTERPRET=1, see test_decode_path_interpreted.py."""
+"""The way of few tokens on the kernels it launches on Hopper, interpreted: from the embedding to the final norm. Run
+with TRITON_INTERPRET=1, see test_way_of_few_interpreted.py."""
 
 from tests.support import bounds, gluon_interpreter, interpreter
 
@@ -19,7 +19,7 @@ from triton.experimental import gluon  # noqa: E402
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
 import workers.models.attention.decode_rows as decode_rows  # noqa: E402
-import workers.models.decode_path as decode_path  # noqa: E402
+import workers.models.few_tokens as few_tokens  # noqa: E402
 from kernels import moe  # noqa: E402
 from kernels.few_experts import launch as experts  # noqa: E402
 from kernels.head_linear import launch as heads  # noqa: E402
@@ -29,9 +29,13 @@ from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling  #
 from kernels.moe import reference  # noqa: E402
 from kernels.pending_norm import PendingNorm, launch_enter  # noqa: E402
 from kernels.rms_norm import launch as norms  # noqa: E402
+from workers.cache.paged import PagedCache  # noqa: E402
 from workers.families.registry import parse_config  # noqa: E402
 from workers.memory.scratch import Scratch  # noqa: E402
-from workers.models.batch import Batch, DecodeBatch  # noqa: E402
+from workers.models.attention.latent import LatentAttention  # noqa: E402
+from workers.models.batch import Batch  # noqa: E402
+from workers.models.model import Model  # noqa: E402
+from workers.parallel.group import TensorParallel  # noqa: E402
 
 gluon.language.num_warps = lambda: 4
 CPU = torch.device("cpu")
@@ -64,7 +68,7 @@ def all_experts(x: Any, choice: Any, gate_up: Any, down: Any, residual: Any, nor
 
 
 CHOSEN: list[torch.Tensor] = []
-"""Of every layer with experts, whom every token chose [T, X]: first of the path, then of the layers."""
+"""Of every layer with experts, whom every token chose [T, X]: first on the way of few, then of many."""
 
 
 def choose(logit: Any, bias: Any, length: Any, choice: Any, routing: Any) -> None:
@@ -78,8 +82,11 @@ def route(logit: Any, bias: Any, ids: torch.Tensor, *rest: Any, shared: int, dep
     CHOSEN.append(torch.zeros(logit.shape, dtype=torch.bool).scatter_(1, routed, True))
 
 
-def plan(self: Any, batch: Batch, rows: DecodeBatch, scratch: Scratch) -> Workspace:
-    own = self.model.layers[0].attention
+def plan(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
+    rows = batch.decode
+    assert rows is not None
+    if own.heads.norm_L.dtype != torch.bfloat16:
+        return batch
     shape = DecodeShape(
         batch.layout.decode_rows,
         batch.layout.width,
@@ -93,7 +100,12 @@ def plan(self: Any, batch: Batch, rows: DecodeBatch, scratch: Scratch) -> Worksp
     buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
     workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
     attention.plan(rows.length_R, rows.page_RP, workspace, first=batch.first)
-    return workspace
+    return replace(batch, decode=replace(rows, workspace=workspace))
+
+
+def on_way_of_few(model: Model, token_T: torch.Tensor, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    way = few_tokens.FewTokens(TensorParallel(), dependent=True)
+    return model.segments.forward_on(way, token_T, None, batch, cache, Scratch(CPU))
 
 
 def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Callable[..., None]:
@@ -103,18 +115,13 @@ def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Call
 
 @pytest.fixture(autouse=True)
 def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the path does for tensors on a GPU, for tensors on a CPU."""
+    """What the way launches for tensors on a GPU, for tensors on a CPU."""
 
     def normed(x: PendingNorm, weight: Any, out: Any, *, norm_A: Any = None, next: Any = None) -> None:
         products.stream_linear(x.x_TE, weight, out, pending=x, norm=norm_A, next=next)
 
     def to_residual(x: Any, weight: Any, residual: Any, norm: Any, out: PendingNorm) -> None:
         products.stream_linear(x, weight, out.x_TE, residual_TF=residual, norm=norm, next=out)
-
-    def step(self: Any, batch: Batch, scratch: Scratch) -> decode_path.Step:
-        assert batch.decode is not None
-        rows = replace(batch.decode, workspace=plan(self, batch, batch.decode, scratch))
-        return decode_path.Step(batch, rows, self.model.rotation_PO, scratch, True)
 
     replaced = {
         "normed_linear": normed,
@@ -123,7 +130,7 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "rms_norm": lambda x, weight, out, *, eps: norms.rms_norm(x, weight, out, eps),
     }
     for name, function in replaced.items():
-        monkeypatch.setattr(decode_path, name, plainly(function))
+        monkeypatch.setattr(few_tokens, name, plainly(function))
     replaced = {
         "rope_absorb": lambda *args, eps: heads.rope_absorb(*args, eps),
         "merge_up": heads.merge_up,
@@ -131,19 +138,19 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, function in replaced.items():
         monkeypatch.setattr(decode_rows, name, in_bf16(plainly(function), getattr(decode_rows, name)))
-    monkeypatch.setattr(decode_path, "pending_norm", SimpleNamespace(enter=plainly(launch_enter)))
+    monkeypatch.setattr(few_tokens, "pending_norm", SimpleNamespace(enter=plainly(launch_enter)))
     few = SimpleNamespace(
         router=plainly(experts.router),
         choose=plainly(choose),
         experts=plainly(all_experts),
         choosable=experts.choosable,
     )
-    monkeypatch.setattr(decode_path, "few_experts", few)
+    monkeypatch.setattr(few_tokens, "few_experts", few)
     monkeypatch.setattr(moe, "route", route)
     CHOSEN.clear()
     attend = SimpleNamespace(attend=plainly(attention.attend), merge=plainly(attention.merge))
     monkeypatch.setattr(decode_rows, "launch", attend)
-    monkeypatch.setattr(decode_path.DecodePath, "_step", step)
+    monkeypatch.setattr(LatentAttention, "plan", plan)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +177,10 @@ def test_launches_of_a_pass(
 
     model = random_model(V2_LITE_HEADS | overrides, torch.bfloat16, CPU)
     token_T, batch, cache = decode_step(model, lengths, width)
-    path = decode_path.DecodePath(model)
-    step = path._step(batch, Scratch(CPU))
-    monkeypatch.setattr(decode_path.DecodePath, "_step", lambda *_: step)
+    planned = model.layers[0].attention.plan(batch, Scratch(CPU))
+    monkeypatch.setattr(LatentAttention, "plan", lambda *_: planned)
     monkeypatch.setattr(GridExecutor, "__call__", counted)
-    path.forward(token_T, batch, cache, Scratch(CPU))
+    on_way_of_few(model, token_T, batch, cache)
     assert count == launches
 
 
@@ -192,14 +198,14 @@ def test_launches_of_a_pass(
         (V3_ROUTING, [64, 90, 0], 3),
     ],
 )
-def test_the_path_equals_the_layers_in_fp32(lengths: list[int], width: int, overrides: dict[str, Any]) -> None:
+def test_the_way_equals_that_of_many_in_fp32(lengths: list[int], width: int, overrides: dict[str, Any]) -> None:
     values = V2_LITE_HEADS | overrides
     model, wide = random_model(values, torch.bfloat16, CPU), random_model(values, torch.float32, CPU)
-    assert decode_path.unsupported(parse_config(values), 1) == ""
+    assert few_tokens.unsupported(parse_config(values), 1) == ""
     token_T, batch, cache = decode_step(model, lengths, width)
     _, _, wide_cache = decode_step(wide, lengths, width)
     before = [layer.clone() for layer in cache.layers]
-    got = decode_path.DecodePath(model).forward(token_T, batch, cache, Scratch(CPU))
+    got = on_way_of_few(model, token_T, batch, cache)
     want = wide.forward(token_T, batch, wide_cache)
     alive = torch.tensor(lengths).repeat_interleave(width) > 0
     error = (got.float() - want).norm(dim=1) / want.norm(dim=1)

@@ -1,0 +1,48 @@
+"""How the products of many tokens are launched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from random_model import V2_LITE_HEADS
+
+from kernels import moe
+from kernels.moe import AddNorm
+from workers.families.registry import parse_config
+from workers.memory.scratch import Scratch
+from workers.models import many_tokens
+from workers.models.invariant import InvariantTokens
+from workers.models.many_tokens import DecodeTokens, ManyTokens
+from workers.models.token_wise import Mixture
+from workers.parallel.group import TensorParallel
+from workers.weights.weight import Weight
+
+
+@pytest.mark.parametrize("able", [False, True])
+def test_experts_are_launched_dependently_where_the_device_can(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bench/moe.py times them."""
+    asked = []
+    monkeypatch.setattr(many_tokens, "launches_dependently", lambda device: able)
+    monkeypatch.setattr(moe, "experts", lambda *_, dependent, **__: asked.append(dependent))
+    x_TE, id_TK = torch.zeros(2, 16), torch.zeros(2, 1, dtype=torch.int64)
+    router_XE, gate_up_XFE, down_XEI = (Weight(torch.zeros(shape)) for shape in ((1, 16), (1, 32, 16), (1, 16, 16)))
+    mixture = Mixture(parse_config(V2_LITE_HEADS).routing, router_XE, None, gate_up_XFE, down_XEI)
+    norm = AddNorm(torch.zeros(2, 16), torch.ones(16), 1e-6)
+    choice, out_TE = (id_TK, torch.ones(2, 1)), torch.zeros(2, 16)
+    ManyTokens(TensorParallel()).experts(x_TE, *choice, mixture, norm, out_TE, Scratch(x_TE.device))
+    assert asked == [able]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "want"), [(DecodeTokens, 1, 5), (DecodeTokens, 2, 0), (ManyTokens, 1, 0), (InvariantTokens, 1, 0)]
+)
+def test_sums_are_left_in_parts_where_nobody_else_needs_them(
+    kind: type[ManyTokens], ranks: int, want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All-reduce needs a sum, and invariant mode has an order of its own."""
+    monkeypatch.setattr(many_tokens, "parts_of", lambda tokens, weight_FE: 5)
+    own = kind(TensorParallel())
+    monkeypatch.setattr(own, "group", SimpleNamespace(size=ranks))
+    assert own.parts(17, Weight(torch.zeros(2, 2))) == want

@@ -1,0 +1,144 @@
+"""The way of few tokens: as few, and as early, kernels as there can be.
+
+What it computes is what the way of many tokens does; what differs is where kernels begin and end. Norms are pending
+between kernels (`kernels.pending_norm`), the residual stream is fp32, every weight matrix is streamed once by kernels
+that begin with it before their predecessor has finished (programmatic dependent launch). Between ranks, sums go through
+all-reduces, and the kernel after one is launched plainly.
+
+Shape legend: T tokens, E hidden features, F output features, I intermediate features of this rank, X experts, A
+features of a norm, Y rows of a table.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kernels import few_experts, pending_norm
+from kernels.few_experts import ChosenExperts
+from kernels.linear import gated_linear, linear, linear_to_residual, normed_linear
+from kernels.moe import AddNorm
+from kernels.pending_norm import PIECE, PendingNorm
+from kernels.rms_norm import rms_norm
+from workers.memory.scratch import Scratch
+from workers.models.config import ModelConfig
+from workers.models.token_wise import Mixture, TokenWise
+from workers.parallel.group import TensorParallel
+from workers.weights.weight import Weight
+
+
+@cache
+def unsupported(config: ModelConfig, ranks: int) -> str:
+    """Why a model of this shape cannot take this way on a GPU; empty if it can."""
+    rank_features = {
+        "hidden_size": config.hidden_size,
+        "kv_lora_rank + qk_rope_head_dim": config.kv_lora_rank + config.qk_rope_head_dim,
+        "q_lora_rank": config.q_lora_rank or PIECE,
+        "query features": config.num_heads // ranks * config.qk_head_dim,
+        "value features": config.num_heads // ranks * config.v_head_dim,
+        "intermediate_size": config.intermediate_size // ranks,
+        "moe_intermediate_size": config.moe_intermediate_size // ranks,
+    }
+    for name, features in rank_features.items():
+        if features % PIECE:
+            return f"{name} on a rank is {features}, no multiple of {PIECE}"
+    for name, features in {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}.items():
+        if features < 16 or features & (features - 1):
+            return f"{name} = {features} is no power of two of at least 16"
+    if config.moe_intermediate_size // ranks > 4096:
+        return f"moe_intermediate_size on a rank is {config.moe_intermediate_size // ranks}, more than 4096"
+    routing = config.routing
+    if not few_experts.choosable(routing.experts, routing.rule.groups):
+        return f"{routing.experts} experts in {routing.rule.groups} groups are more than a warp chooses from"
+    return ""
+
+
+class FewTokens(TokenWise[PendingNorm]):
+    """For passes of at most `kernels.linear.MOST_STREAMED` tokens of decode rows alone; on a GPU in bf16."""
+
+    decode_alone = True
+
+    def __init__(self, group: TensorParallel, *, dependent: bool) -> None:
+        """`dependent`: programmatic dependent launch, which the device must be able to do."""
+        self.group, self._dependent = group, dependent
+
+    def residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+        """See `TokenWise`: fp32."""
+        return scratch.empty(tokens, hidden, dtype=torch.float32)
+
+    def normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> PendingNorm:
+        """See `TokenWise`."""
+        return PendingNorm.empty(tokens, hidden, eps, dtype, scratch.empty)
+
+    def enter(self, rows_YE: Tensor, id_T: Tensor | None, norm: AddNorm, out: PendingNorm) -> None:
+        """See `TokenWise`."""
+        pending_norm.enter(rows_YE, id_T, norm.residual_TE, norm.weight_E, out, dependent=self._dependent)
+
+    def linear(self, x: PendingNorm, weight_FE: Weight, out_TF: Tensor) -> None:
+        """See `TokenWise`."""
+        normed_linear(x, weight_FE.plain, out_TF, dependent=self._dependent)
+
+    def latent_linear(
+        self, x: PendingNorm, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
+    ) -> PendingNorm:
+        """See `TokenWise`."""
+        tokens, features = out_TF.shape[0], norm_A.shape[0]
+        square_TP = scratch.empty(tokens, features // PIECE, dtype=torch.float32)
+        latent = PendingNorm(out_TF[:, :features], square_TP, eps)
+        normed_linear(x, weight_FE.plain, out_TF, norm_A=norm_A, next=latent, dependent=self._dependent)
+        return latent
+
+    def gated(self, x: PendingNorm, gate_up_FE: Weight, scratch: Scratch) -> Tensor:
+        """See `TokenWise`."""
+        act_TI = scratch.empty(x.x_TE.shape[0], gate_up_FE.shape[0] // 2, dtype=x.x_TE.dtype)
+        gated_linear(x, gate_up_FE.plain, act_TI, dependent=self._dependent)
+        return act_TI
+
+    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: PendingNorm, scratch: Scratch) -> None:
+        """See `TokenWise`."""
+        if self.group.size == 1:
+            into = norm.residual_TE, norm.weight_E, out
+            linear_to_residual(x_TF, weight_EF.plain, *into, dependent=self._dependent)
+            return
+        sum_TE, part_TE = self._sum(out, scratch)
+        linear(x_TF, weight_EF.plain, part_TE, dependent=self._dependent)
+        self._reduce(part_TE, sum_TE, norm, out)
+
+    def add_experts(
+        self, x: PendingNorm, mixture: Mixture, norm: AddNorm, out: PendingNorm, scratch: Scratch, live_R: Tensor | None
+    ) -> None:
+        """See `TokenWise`."""
+        assert live_R is not None  # of decode rows alone some may be padding
+        routing, tokens, dependent = mixture.routing, x.x_TE.shape[0], self._dependent
+        logit_TX = scratch.empty(tokens, routing.experts, dtype=torch.float32)
+        few_experts.router(x, mixture.router_XE.plain, logit_TX, dependent=dependent)
+        choice = ChosenExperts.empty(tokens, routing.experts, routing.experts_per_token, scratch.empty)
+        few_experts.choose(logit_TX, mixture.bias_X, live_R, choice, routing.rule, dependent=dependent)
+        weights, memory = (mixture.gate_up_XFE.plain, mixture.down_XEI.plain), scratch.empty
+        if self.group.size == 1:
+            into = norm.residual_TE, norm.weight_E
+            few_experts.experts(x, choice, *weights, *into, out, memory, dependent=dependent)
+            return
+        sum_TE, part_TE = self._sum(out, scratch)
+        few_experts.experts(x, choice, *weights, None, norm.weight_E, part_TE, memory, dependent=dependent)
+        self._reduce(part_TE, sum_TE, norm, out)
+
+    def last(self, normed: PendingNorm, out_TE: Tensor) -> PendingNorm:
+        """See `TokenWise`."""
+        return normed
+
+    def leave(self, norm: AddNorm, last: PendingNorm, out_TE: Tensor) -> None:
+        """See `TokenWise`."""
+        rms_norm(norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=self._dependent)
+
+    def _sum(self, out: PendingNorm, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """Memory for a sum over ranks, and for this rank's part of it."""
+        sum_TE = scratch.empty(*out.x_TE.shape, dtype=out.x_TE.dtype)
+        return sum_TE, self.group.part(sum_TE)
+
+    def _reduce(self, part_TE: Tensor, sum_TE: Tensor, norm: AddNorm, out: PendingNorm) -> None:
+        self.group.all_reduce(part_TE, sum_TE)
+        # Launched plainly: the all-reduce is not ours.
+        pending_norm.add(sum_TE, norm.residual_TE, norm.weight_E, out)

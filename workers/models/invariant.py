@@ -1,0 +1,110 @@
+"""The way whose bits are always the same: a token's do not depend on the batch, the width or the number of ranks.
+
+Shape legend: T tokens, E hidden features, F output features, I intermediate features of this rank, X experts, K experts
+per token, G groups of this rank, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels import moe
+from kernels.linear import grouped_linear, linear
+from kernels.moe import AddNorm
+from kernels.ordered_sum import ordered_sum
+from workers.memory.scratch import Scratch
+from workers.models.many_tokens import ManyTokens
+from workers.models.token_wise import Mixture
+from workers.parallel.group import TensorParallel
+from workers.weights.weight import Weight
+
+GROUPS: Final = 8
+"""Parts of every sum over ranks, all ranks together; so many ranks at most."""
+PART_BYTES: Final = 1 << 29
+"""Most bytes of experts' parts at once; more tokens take turns."""
+
+
+class InvariantTokens(ManyTokens):
+    """Every product in one way, whatever it is computed with.
+
+    A sum over ranks is a sum over 8 groups of input features (the largest power of two that divides them, if that is
+    less), each summed in fp32, then added up as a balanced binary tree. A rank has neighbouring groups, which are a
+    subtree: so the tree is the same for 1, 2, 4 and 8 ranks.
+    """
+
+    def __init__(self, group: TensorParallel) -> None:
+        if group.size not in (1, 2, 4, 8):
+            raise ValueError(
+                f"invariant mode has one order of sums for 1, 2, 4 and 8 ranks; tensor_parallel = {group.size} is none "
+                "of them"
+            )
+        super().__init__(group)
+
+    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, *, dependent: bool = False) -> None:
+        """See `TokenWise`."""
+        linear(x, weight_FE.plain, out_TF, invariant=True, dependent=dependent)
+
+    def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
+        """See `ManyTokens`."""
+        logit_TX = scratch.empty(x_TE.shape[0], weight_XE.shape[0], dtype=torch.float32)
+        self.linear(x_TE, weight_XE, logit_TX)
+        return logit_TX
+
+    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
+        """See `TokenWise`."""
+        with scratch.scope():
+            part_TGE = self._parts(x_TF.shape[0], self._groups(x_TF.shape[1]), out.shape[1], scratch)
+            grouped_linear(x_TF, weight_EF.plain, part_TGE)
+            self._sum(part_TGE, out, scratch)
+        self.add_norm(out, norm, out)
+
+    def experts(
+        self,
+        x_TE: Tensor,
+        id_TK: Tensor,
+        weight_TK: Tensor,
+        mixture: Mixture,
+        norm: AddNorm,
+        out_TE: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        """See `ManyTokens`; a group's sum has the token's experts in the order of its choice, the shared ones last."""
+        gate_up_XFE, down_XEI = mixture.gate_up_XFE.plain, mixture.down_XEI.plain
+        groups, (tokens, hidden) = self._groups(down_XEI.shape[2]), x_TE.shape
+        step = max(1, PART_BYTES // (id_TK.shape[1] * groups * hidden * 4))
+        for begin in range(0, tokens, step):
+            turn = slice(begin, begin + step)
+            with scratch.scope():
+                choice, workspace = (id_TK[turn], weight_TK[turn]), None
+                if x_TE.is_cuda:
+                    size = moe.workspace_bytes(moe.experts_shape(x_TE[turn], choice[0], down_XEI, groups=groups))
+                    workspace = scratch.empty(size, dtype=torch.uint8)
+                part_TGE = self._parts(choice[0].shape[0], groups, hidden, scratch)
+                part_TGE.zero_()
+                moe.add_experts(x_TE[turn], *choice, gate_up_XFE, down_XEI, part_TGE, workspace=workspace)
+                self._sum(part_TGE, out_TE[turn], scratch)
+        self.add_norm(out_TE, norm, out_TE)
+
+    def _groups(self, features: int) -> int:
+        """Groups of this rank, which has `features` of the input features."""
+        features, groups = features * self.group.size, GROUPS
+        while features % groups:
+            groups //= 2
+        return groups // self.group.size
+
+    @staticmethod
+    def _parts(tokens: int, groups: int, features: int, scratch: Scratch) -> Tensor:
+        return scratch.empty(tokens, groups, features, dtype=torch.float32)
+
+    def _sum(self, part_TGE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
+        """The tree: this rank's groups, then the ranks."""
+        part_GTE, ranks = part_TGE.transpose(0, 1), self.group.size
+        if ranks == 1:
+            ordered_sum(part_GTE, out_TE)
+            return
+        own_TE = scratch.empty(*out_TE.shape, dtype=torch.float32)
+        ordered_sum(part_GTE, own_TE)
+        self.group.ordered_sum(own_TE, scratch.empty(ranks, *out_TE.shape, dtype=torch.float32), out_TE)

@@ -1,0 +1,208 @@
+"""The way of many tokens: every product in the way that is fastest for their number, norms between them.
+
+Shape legend: T tokens, E hidden features, F output features, I intermediate features of this rank, X experts, K experts
+per token (both with the shared ones, where those are stored or chosen), P parts of a sum, A features of a norm.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels import moe
+from kernels.dependent import launches_dependently
+from kernels.linear import MOST_STREAMED, grouped_linear, linear, part_linear, parts_of
+from kernels.moe import AddNorm
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.silu_mul import silu_mul
+from workers.memory.scratch import Scratch
+from workers.models.token_wise import Mixture, TokenWise
+from workers.parallel.group import TensorParallel
+from workers.weights.weight import Weight
+
+MOST_DEPENDENT: Final = 512
+"""Most tokens whose small kernels are launched dependently."""
+ROUTER_PARTS: Final = 16
+"""Parts of the sums of few tokens' router logits."""
+
+
+class ManyTokens(TokenWise[Tensor]):
+    """For any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream."""
+
+    def __init__(self, group: TensorParallel) -> None:
+        self.group = group
+
+    def residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+        """See `TokenWise`."""
+        return scratch.empty(tokens, hidden, dtype=dtype)
+
+    def normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> Tensor:
+        """See `TokenWise`."""
+        return scratch.empty(tokens, hidden, dtype=dtype)
+
+    def enter(self, rows_YE: Tensor, id_T: Tensor | None, norm: AddNorm, out: Tensor) -> None:
+        """See `TokenWise`."""
+        norm.residual_TE.zero_()
+        if id_T is not None:
+            torch.index_select(rows_YE, 0, id_T, out=out)
+        self.add_norm(rows_YE if id_T is None else out, norm, out)
+
+    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, *, dependent: bool = False) -> None:
+        """See `TokenWise`."""
+        linear(x, weight_FE.plain, out_TF, dependent=dependent)
+
+    def latent_linear(
+        self, x: Tensor, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
+    ) -> Tensor:
+        """See `TokenWise`."""
+        self.linear(x, weight_FE, out_TF)
+        out_TA = scratch.empty(x.shape[0], norm_A.shape[0], dtype=x.dtype)
+        rms_norm(out_TF[:, : norm_A.shape[0]], norm_A, out_TA, eps=eps)
+        return out_TA
+
+    def gated(self, x: Tensor, gate_up_FE: Weight, scratch: Scratch) -> Tensor:
+        """See `TokenWise`."""
+        tokens, features = x.shape[0], gate_up_FE.shape[0]
+        gate_up_TF = scratch.empty(tokens, features, dtype=x.dtype)
+        self.linear(x, gate_up_FE, gate_up_TF)
+        act_TI = scratch.empty(tokens, features // 2, dtype=x.dtype)
+        silu_mul(gate_up_TF, act_TI)
+        return act_TI
+
+    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
+        """See `TokenWise`."""
+        part_TE = self.group.part(out)
+        linear(x_TF, weight_EF.plain, part_TE)
+        self.group.all_reduce(part_TE, out)
+        self.add_norm(out, norm, out)
+
+    def add_norm(self, x_TE: Tensor, norm: AddNorm, out_TE: Tensor) -> None:
+        """residual += x, out = rms_norm(residual), of a sum over ranks or parts of a sum [T, P, E]; `out_TE` may be
+        `x_TE`."""
+        # Behind many tokens' kernels a launch costs nothing, and behind a collective it is a plain one.
+        dependent = x_TE.shape[0] <= MOST_DEPENDENT and self.group.size == 1 and launches_dependently(x_TE.device)
+        add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=dependent)
+
+    def add_experts(
+        self, x: Tensor, mixture: Mixture, norm: AddNorm, out: Tensor, scratch: Scratch, live_R: Tensor | None
+    ) -> None:
+        """See `TokenWise`."""
+        id_TK, weight_TK = self.route(x, mixture, scratch, live_R)
+        self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch)
+
+    def route(
+        self, x_TE: Tensor, mixture: Mixture, scratch: Scratch, live_R: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Expert ids int64 and weights fp32, both [T, K]; the same on every rank. The shared experts come last. Padding
+        has -1 and 0."""
+        routing, tokens = mixture.routing, x_TE.shape[0]
+        columns = routing.experts_per_token + routing.shared_experts
+        if x_TE.dtype != mixture.router_XE.plain.dtype:
+            wide_TE = scratch.empty(*x_TE.shape, dtype=torch.float32)
+            x_TE = wide_TE.copy_(x_TE)
+        logits = self.router(x_TE, mixture.router_XE, scratch)
+        id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
+        weight_TK = scratch.empty(tokens, columns, dtype=torch.float32)
+        moe.route(
+            logits,
+            mixture.bias_X,
+            id_TK,
+            weight_TK,
+            routing.rule,
+            shared=routing.shared_experts,
+            live_R=live_R,
+            dependent=tokens <= MOST_DEPENDENT and launches_dependently(x_TE.device),
+        )
+        return id_TK, weight_TK
+
+    def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
+        """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""
+        (tokens, hidden), experts = x_TE.shape, weight_XE.shape[0]
+        if (
+            MOST_STREAMED < tokens <= MOST_DEPENDENT
+            and x_TE.is_cuda
+            and x_TE.dtype.itemsize == 2
+            and hidden % (16 * ROUTER_PARTS) == 0
+        ):
+            # So few outputs are the work of a few multiprocessors, unless they share the sums.
+            part_TPX = scratch.empty(tokens, ROUTER_PARTS, experts, dtype=torch.float32)
+            dependent = launches_dependently(x_TE.device)
+            grouped_linear(x_TE, weight_XE.plain, part_TPX, invariant=False, dependent=dependent)
+            return part_TPX
+        logit_TX = scratch.empty(tokens, experts, dtype=torch.float32)
+        self.linear(x_TE, weight_XE, logit_TX)
+        return logit_TX
+
+    def experts(
+        self,
+        x_TE: Tensor,
+        id_TK: Tensor,
+        weight_TK: Tensor,
+        mixture: Mixture,
+        norm: AddNorm,
+        out_TE: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        """residual += the weighted sum of a token's experts, summed over ranks; out = rms_norm(residual)."""
+        part_TE, workspace = self.group.part(out_TE), None
+        gate_up_XFE, down_XEI = mixture.gate_up_XFE.plain, mixture.down_XEI.plain
+        shared = mixture.routing.shared_experts
+        if x_TE.is_cuda:
+            shape = moe.experts_shape(x_TE, id_TK, down_XEI, shared=shared)
+            workspace = scratch.empty(moe.workspace_bytes(shape), dtype=torch.uint8)
+        alone = self.group.size == 1
+        moe.experts(
+            x_TE,
+            id_TK,
+            weight_TK,
+            gate_up_XFE,
+            down_XEI,
+            part_TE,
+            shared=shared,
+            add_norm=norm if alone else None,
+            workspace=workspace,
+            # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
+            dependent=launches_dependently(x_TE.device),
+        )
+        if not alone:
+            self.group.all_reduce(part_TE, out_TE)
+            self.add_norm(out_TE, norm, out_TE)
+
+    def last(self, normed: Tensor, out_TE: Tensor) -> Tensor:
+        """See `TokenWise`."""
+        return out_TE
+
+    def leave(self, norm: AddNorm, last: Tensor, out_TE: Tensor) -> None:
+        """It is there already."""
+
+
+class DecodeTokens(ManyTokens):
+    """For passes of decode rows alone. Some products of their tokens leave parts of sums for the kernel behind to add
+    up: cuBLAS's kernels, which start late and read nothing early, take longer than that costs."""
+
+    decode_alone = True
+
+    def parts(self, tokens: int, weight_FE: Weight) -> int:
+        """See `TokenWise`. A sum over ranks needs whole sums."""
+        return 0 if self.group.size > 1 else parts_of(tokens, weight_FE.plain)
+
+    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, *, dependent: bool = False) -> None:
+        """See `TokenWise`."""
+        if out_TF.dim() == 3:
+            part_linear(x, weight_FE.plain, out_TF, dependent=launches_dependently(x.device))
+        else:
+            super().linear(x, weight_FE, out_TF, dependent=dependent)
+
+    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
+        """See `TokenWise`."""
+        tokens, hidden = out.shape
+        parts = self.parts(tokens, weight_EF)
+        if not parts:
+            super().add(x_TF, weight_EF, norm, out, scratch)
+            return
+        with scratch.scope():
+            part_TPE = scratch.empty(tokens, parts, hidden, dtype=torch.float32)
+            self.linear(x_TF, weight_EF, part_TPE)
+            self.add_norm(part_TPE, norm, out)

@@ -1,0 +1,106 @@
+"""What layers compute token by token: products with weights, norms, experts, sums over ranks.
+
+Layers ask one object for it, and know neither a mode nor a number of tokens. There is one way for many tokens
+(`many_tokens`), one for few (`few_tokens`) and one whose bits are always the same (`invariant`); `ways` chooses one for
+each pass.
+
+Shape legend: T tokens, E hidden features, F output features, I intermediate features of this rank, X experts (in
+weights the shared ones behind the others), A features of a norm, P parts of a sum, Y rows of a table.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from kernels.moe import AddNorm
+from workers.memory.scratch import Scratch
+from workers.models.config import Routing
+from workers.parallel.group import TensorParallel
+from workers.weights.weight import Weight
+
+N = TypeVar("N")
+"""Tokens' features behind a norm, as a way keeps them: layers hand them on and do not look inside."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The weights of a mixture of experts, this rank's share of the intermediate features."""
+
+    routing: Routing
+    router_XE: Weight
+    """Of the experts that tokens choose from."""
+    bias_X: Tensor | None
+    """fp32."""
+    gate_up_XFE: Weight
+    """Of an expert its gate rows, then its up rows."""
+    down_XEI: Weight
+
+
+class TokenWise(ABC, Generic[N]):
+    """One way to compute what is token-wise. Memory comes from `scratch`, results are the same on every rank.
+
+    AddNorm names a residual stream, the weights of the norm that is read next, and its epsilon.
+    """
+
+    group: TensorParallel
+    decode_alone = False
+    """Whether it is for passes of decode rows alone whose attention reads queries and latents neither roped nor normed,
+    and writes the cache itself: see `Entering`."""
+
+    @abstractmethod
+    def residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+        """Memory for a residual stream, [T, E], of a model in `dtype`."""
+
+    @abstractmethod
+    def normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> N:
+        """Memory for a norm of the residual stream."""
+
+    @abstractmethod
+    def enter(self, rows_YE: Tensor, id_T: Tensor | None, norm: AddNorm, out: N) -> None:
+        """residual = rows `id_T` (int64) of `rows_YE`, or without ids `rows_YE` itself; `out` = its norm."""
+
+    @abstractmethod
+    def linear(self, x: N, weight_FE: Weight, out_TF: Tensor) -> None:
+        """out = x · weight^T; this rank's rows of the weight give its columns of the output. `out_TF` may be memory for
+        `parts`."""
+
+    @abstractmethod
+    def latent_linear(self, x: N, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch) -> N:
+        """out = x · weight^T; returned is the norm of weight `norm_A` of its first A columns."""
+
+    def parts(self, tokens: int, weight_FE: Weight) -> int:
+        """Parts, [T, P, F] in fp32, in which `linear` leaves sums where the kernel behind adds them up; 0 where it adds
+        them up itself."""
+        return 0
+
+    @abstractmethod
+    def gated(self, x: N, gate_up_FE: Weight, scratch: Scratch) -> Tensor:
+        """silu(gate) * up of gate, up = x · weight^T, [T, I]."""
+
+    @abstractmethod
+    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: N, scratch: Scratch) -> None:
+        """residual += x · weight^T, summed over ranks; `out` = its norm."""
+
+    @abstractmethod
+    def add_experts(
+        self, x: N, mixture: Mixture, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None
+    ) -> None:
+        """residual += the weighted sum of a token's experts, summed over ranks; `out` = its norm, which shares no
+        memory with `x`.
+
+        `live_R` (integers, None: all are live): token t belongs to row t // (T // R), and the tokens of rows with 0 are
+        padding, for which no expert computes.
+        """
+
+    @abstractmethod
+    def last(self, normed: N, out_TE: Tensor) -> N:
+        """Where the last layer leaves the final norm, which `leave` is told of: `normed` or `out_TE`."""
+
+    @abstractmethod
+    def leave(self, norm: AddNorm, last: N, out_TE: Tensor) -> None:
+        """`out_TE` = the final norm of the residual stream."""

@@ -1,0 +1,44 @@
+"""Which way a pass takes through what is token-wise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.dependent import launches_dependently
+from kernels.linear import MOST_STREAMED
+from workers.models.batch import Batch
+from workers.models.config import ModelConfig
+from workers.models.few_tokens import FewTokens, unsupported
+from workers.models.invariant import InvariantTokens
+from workers.models.many_tokens import DecodeTokens, ManyTokens
+from workers.models.token_wise import TokenWise
+from workers.parallel.group import TensorParallel
+
+
+class Ways:
+    """The ways of one model on one rank."""
+
+    def __init__(self, config: ModelConfig, group: TensorParallel, *, invariant: bool) -> None:
+        self.invariant = invariant
+        """Whether a token's bits are the same in any batch, at any width and on any number of ranks."""
+        self.any: ManyTokens = InvariantTokens(group) if invariant else ManyTokens(group)
+        """The way that any pass may take."""
+        self._config, self._group = config, group
+        self._decode, self._few = DecodeTokens(group), FewTokens(group, dependent=True)
+
+    def of(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> TokenWise[Any]:
+        """The fastest way for a pass with these rows, of a model in `dtype`. In invariant mode there is one."""
+        if self.invariant or batch.decode is None or batch.prefill is not None:
+            return self.any
+        return self._few if self.takes_few(batch, dtype, device) else self._decode
+
+    def takes_few(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether a pass of decode rows alone takes the way of few tokens."""
+        return (
+            0 < batch.layout.tokens <= MOST_STREAMED
+            and dtype == torch.bfloat16
+            and launches_dependently(device)
+            and not unsupported(self._config, self._group.size)
+        )
