@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.block_scaled import Matrix
 from kernels.few_experts import choice as choice_kernel
 from kernels.few_experts import kernel, stream
 from kernels.hopper import multiprocessors
@@ -24,6 +25,7 @@ from kernels.linear.launch import (
     stream_linear,
     streamable,
 )
+from kernels.linear.stored import stored
 from kernels.linear.stream import ROWS
 from kernels.pending_norm.pieces import PendingNorm
 
@@ -131,12 +133,12 @@ def choose(
 
 
 def gate_up(
-    x: PendingNorm, choice: ChosenExperts, weight_XFE: Tensor, act_YI: Tensor, *, dependent: bool = False
+    x: PendingNorm, choice: ChosenExperts, weight_XFE: Matrix, act_YI: Tensor, *, dependent: bool = False
 ) -> None:
     """See `kernels.few_experts.experts`: the first half. `act_YI`: [T * (K + shared), I]."""
     tokens, features = x.x_TE.shape
     intermediate = act_YI.shape[1]
-    shared = _shared(choice, weight_XFE, act_YI)
+    shared, (data, scales, how) = _shared(choice, weight_XFE, act_YI), stored(weight_XFE)
     cut = Streaming.of(features)
     programs = min((shared + choice.slots) * triton.cdiv(intermediate, ROWS // 2), multiprocessors(x.x_TE.device))
     constants = pieces(x)
@@ -144,7 +146,8 @@ def gate_up(
     stream.gate_up[(programs,)](
         x.x_TE,
         x.square_TP,
-        weight_XFE,
+        data,
+        scales,
         choice.slot_S,
         choice.place_TX,
         choice.weight_TK,
@@ -152,6 +155,7 @@ def gate_up(
         tokens,
         choice.slots,
         x.eps,
+        STORED=how,
         I=intermediate,
         K=features,
         EXPERTS=choice.experts,
@@ -167,7 +171,7 @@ def gate_up(
 def down(
     act_YI: Tensor,
     choice: ChosenExperts,
-    weight_XEI: Tensor,
+    weight_XEI: Matrix,
     out_TE: Tensor,
     residual_TE: Tensor | None = None,
     norm_E: Tensor | None = None,
@@ -178,10 +182,11 @@ def down(
     """See `kernels.few_experts.experts`: the second half."""
     tokens, features = out_TE.shape
     intermediate = act_YI.shape[1]
-    shared = _shared(choice, weight_XEI, act_YI)
+    shared, (data, scales, how) = _shared(choice, weight_XEI, act_YI), stored(weight_XEI)
     stream.down[(triton.cdiv(features, ROWS),)](
         act_YI,
-        weight_XEI,
+        data,
+        scales,
         choice.slot_S,
         choice.place_TX,
         out_TE if residual_TE is None else residual_TE,
@@ -190,6 +195,7 @@ def down(
         out_TE if square_TP is None else square_TP,
         tokens,
         choice.slots,
+        STORED=how,
         E=features,
         I=intermediate,
         EXPERTS=choice.experts,
@@ -203,7 +209,7 @@ def down(
     )
 
 
-def _shared(choice: ChosenExperts, weight: Tensor, act_YI: Tensor) -> int:
+def _shared(choice: ChosenExperts, weight: Matrix, act_YI: Tensor) -> int:
     """How many experts are shared."""
     (tokens, chosen), shared = choice.weight_TK.shape, weight.shape[0] - choice.experts
     if shared < 0 or act_YI.shape[0] != tokens * (chosen + shared):
@@ -211,6 +217,7 @@ def _shared(choice: ChosenExperts, weight: Tensor, act_YI: Tensor) -> int:
             f"weights of {weight.shape[0]} experts and activations of {act_YI.shape[0]} (token, expert) pairs do not "
             f"fit {tokens} tokens that choose {chosen} of {choice.experts}"
         )
-    if not weight.is_contiguous() or not act_YI.is_contiguous():
+    data = weight if isinstance(weight, Tensor) else weight.data
+    if not data.is_contiguous() or not act_YI.is_contiguous():
         raise ValueError("the experts' weights and activations are contiguous")
     return shared

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kernels.linear.ring import tokens_ring, weights_ring
 from kernels.linear.stream import (
@@ -25,16 +25,22 @@ from kernels.linear.stream import (
     add_to_residual,
     copy_squares,
     copy_token_tile,
+    gate_up_rows,
     gate_up_values,
     inverse_rms,
     let_kernel_after_start,
     products_layout,
     residual_before,
+    scale_rows_layout,
+    scales_memory,
     share,
     shared_tiles,
     sums_layout,
+    times,
+    token_tile,
     tokens_layout,
     wait_for_kernel_before,
+    weight_scales,
 )
 
 _ROWS = gl.constexpr(ROWS)
@@ -70,23 +76,36 @@ def choice_weights(weight, rank, layout: gl.constexpr, CHOSEN: gl.constexpr, TOK
 @gluon.jit
 def copy_gate_up(
     ring_s, weight, block, expert, exists, chunk,
-    I: gl.constexpr, K: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+    STORED: gl.constexpr, I: gl.constexpr, K: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Start copying a chunk of 8 gate rows and of their 8 up rows."""
     half: gl.constexpr = _ROWS // 2
     BLOCKS: gl.constexpr = (I + half - 1) // half
-    i = gl.arange(0, _ROWS, tokens_layout(WIDTH, WARPS))
-    row = gl.minimum(block % BLOCKS * half + i % half, I - 1) + i // half * I
+    row = gate_up_rows(block % BLOCKS, I, tokens_layout(WIDTH, WARPS, STORED.piece))
     at = (gl.maximum(expert, 0).to(gl.int64) * (2 * I) + row) * K
-    copy_token_tile(ring_s, weight, at, (i >= 0) & exists, chunk, 0, K, WIDTH, WARPS)
+    copy_token_tile(ring_s, weight, at, (row >= 0) & exists, chunk, 0, K, WIDTH, WARPS, STORED.piece)
+
+
+@gluon.jit
+def gate_up_scales(
+    scale, block, expert, exists,
+    STORED: gl.constexpr, I: gl.constexpr, CHUNKS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The scales of these rows, of all chunks."""
+    half: gl.constexpr = _ROWS // 2
+    BLOCKS: gl.constexpr = (I + half - 1) // half
+    EXPERT_ROWS: gl.constexpr = (2 * I + STORED.rows - 1) // STORED.rows
+    row = gate_up_rows(block % BLOCKS, I, scale_rows_layout(WARPS)) // STORED.rows
+    at = (gl.maximum(expert, 0).to(gl.int64) * EXPERT_ROWS + row) * STORED.scales
+    return weight_scales(scale, at, CHUNKS, WIDTH, WARPS, STORED, exists)
 
 
 @gluon.jit(do_not_specialize=["tokens", "slots", "eps"])
 def gate_up(
-    x, square, weight, slot, place, choice_weight, out, tokens, slots, eps,
-    I: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, SHARED: gl.constexpr, CHOSEN: gl.constexpr,
-    X_STRIDE: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr,
-    STAGES: gl.constexpr, RESIDENT: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    x, square, weight, weight_scale, slot, place, choice_weight, out, tokens, slots, eps,
+    STORED: gl.constexpr, I: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, SHARED: gl.constexpr,
+    CHOSEN: gl.constexpr, X_STRIDE: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr, TOKENS: gl.constexpr,
+    WIDTH: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Gated activations of every token and each of its experts, already weighted: row t * (CHOSEN + SHARED) + rank.
 
@@ -99,16 +118,17 @@ def gate_up(
     LOOK: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
     HELD: gl.constexpr = RESIDENT and CHUNKS * TOKENS <= 64
     sums: gl.constexpr = sums_layout(half, WARPS)
-    left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), 8)
-    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(WARPS), 8)
+    left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), STORED.piece)
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    w_s = weights_ring(weight, WIDTH, WARPS, STAGES)
+    w_s = weights_ring(weight, WIDTH, WARPS, STAGES, STORED)
+    scales_s = scales_memory(weight, CHUNKS, WARPS, STORED)
     for stage in gl.static_range(STAGES):
         block = program + stage // CHUNKS * programs
         if block < SHARED * BLOCKS:
             copy_gate_up(
-                w_s.index(stage), weight, block, EXPERTS + block // BLOCKS, True, stage % CHUNKS, I, K, WIDTH, WARPS
+                w_s.index(stage), weight, block, EXPERTS + block // BLOCKS, True, stage % CHUNKS, STORED, I, K, WIDTH,
+                WARPS,
             )  # fmt: skip
     if DEPENDENT:
         wait_for_kernel_before()
@@ -126,24 +146,33 @@ def gate_up(
             copy_token_tile(x_s[chunk], x, x_at, token < tokens, chunk, 0, K, WIDTH, WARPS)
     else:
         x_s = tokens_ring(x, TOKENS, WIDTH, WARPS, STAGES)
+        having = ()
+        for j in gl.static_range(LOOK + 1):
+            having = having + (
+                choice_ranks(place, experts[j], tokens, tokens_layout(WIDTH, WARPS), EXPERTS, CHOSEN, TOKENS) >= 0,
+            )  # fmt: skip
     async_copy.commit_group()
     for stage in gl.static_range(STAGES):
         block = program + stage // CHUNKS * programs
         if block >= SHARED * BLOCKS:
             copy_gate_up(
-                w_s.index(stage), weight, block, experts[stage // CHUNKS], block < blocks, stage % CHUNKS, I, K, WIDTH,
-                WARPS,
+                w_s.index(stage), weight, block, experts[stage // CHUNKS], block < blocks, stage % CHUNKS, STORED, I, K,
+                WIDTH, WARPS,
             )  # fmt: skip
         if not RESIDENT:
-            copy_token_tile(x_s.index(stage), x, x_at, token < tokens, stage % CHUNKS, 0, K, WIDTH, WARPS)
+            copy_token_tile(x_s.index(stage), x, x_at, having[stage // CHUNKS], stage % CHUNKS, 0, K, WIDTH, WARPS)
         async_copy.commit_group()
+    if STORED.fp8:
+        scales_s.store(gate_up_scales(
+            weight_scale, program, experts[0], program < blocks, STORED, I, CHUNKS, WIDTH, WARPS
+        ))  # fmt: skip
     async_copy.wait_group(STAGES)
     gl.thread_barrier()
     scale = inverse_rms(square_s, eps, K, half, WARPS)
     if HELD:
         held = ()
         for chunk in gl.static_range(CHUNKS):
-            held = held + (x_s[chunk].permute((0, 2, 1)).load(right),)
+            held = held + (token_tile(x_s[chunk], WARPS, STORED),)
     columns: gl.constexpr = gl.SliceLayout(0, sums)
     t = gl.arange(0, TOKENS, columns)
     rank = choice_ranks(place, experts[0], tokens, columns, EXPERTS, CHOSEN, TOKENS)
@@ -152,6 +181,14 @@ def gate_up(
     for block in range(program, blocks, programs):
         later = expert_of(slot, (block + (LOOK + 1) * programs) // BLOCKS, slots, EXPERTS, SHARED)
         later_rank = choice_ranks(place, experts[1], tokens, columns, EXPERTS, CHOSEN, TOKENS)
+        if STORED.fp8:
+            later_scales = gate_up_scales(
+                weight_scale, block + programs, experts[1], block + programs < blocks, STORED, I, CHUNKS, WIDTH, WARPS
+            )  # fmt: skip
+        if not RESIDENT:
+            later_having = (
+                choice_ranks(place, later, tokens, tokens_layout(WIDTH, WARPS), EXPERTS, CHOSEN, TOKENS) >= 0
+            )  # fmt: skip
         total = gl.zeros([WARPS, _ROWS, TOKENS], gl.float32, products_layout(WARPS))
         for chunk in gl.static_range(CHUNKS):
             async_copy.wait_group(STAGES - 1)
@@ -159,22 +196,25 @@ def gate_up(
             if HELD:
                 tile = held[chunk]
             elif RESIDENT:
-                tile = x_s[chunk].permute((0, 2, 1)).load(right)
+                tile = token_tile(x_s[chunk], WARPS, STORED)
             else:
-                tile = x_s.index(stage).permute((0, 2, 1)).load(right)
-            total = mma_v2(w_s.index(stage).load(left), tile, total)
+                tile = token_tile(x_s.index(stage), WARPS, STORED)
+            total = times(w_s.index(stage).load(left), tile, scales_s, chunk, total, WARPS, STORED)
             gl.thread_barrier()
             ahead = block + (chunk + STAGES) // CHUNKS * programs
             copy_gate_up(
                 w_s.index(stage), weight, ahead, experts[(chunk + STAGES) // CHUNKS], ahead < blocks,
-                (chunk + STAGES) % CHUNKS, I, K, WIDTH, WARPS,
+                (chunk + STAGES) % CHUNKS, STORED, I, K, WIDTH, WARPS,
             )  # fmt: skip
             if not RESIDENT:
                 copy_token_tile(
-                    x_s.index(stage), x, x_at, token < tokens, (chunk + STAGES) % CHUNKS, 0, K, WIDTH, WARPS
+                    x_s.index(stage), x, x_at, having[(chunk + STAGES) // CHUNKS], (chunk + STAGES) % CHUNKS, 0, K,
+                    WIDTH, WARPS,
                 )  # fmt: skip
             async_copy.commit_group()
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+        if STORED.fp8:
+            scales_s.store(later_scales)
         later_factor = choice_weights(choice_weight, later_rank, columns, CHOSEN, TOKENS)
         gate, up = gate_up_values(share(total, WARPS, TOKENS), WARPS)
         gate = gate * scale[None, :]
@@ -187,16 +227,30 @@ def gate_up(
         experts = experts[1:] + (later,)
         rank = later_rank
         factor = later_factor
+        if not RESIDENT:
+            having = having[1:] + (later_having,)
     async_copy.wait_group(0)
 
 
 @gluon.jit
 def copy_unit_weights(
-    tile_s, weight, row, expert, chunk, E: gl.constexpr, I: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
-):
+    tile_s, weight, row, expert, chunk,
+    STORED: gl.constexpr, E: gl.constexpr, I: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     """Start copying a chunk of the rows of an expert that begin at the offsets `row`; zeros for no expert."""
     at = row + gl.maximum(expert, 0).to(gl.int64) * (E * I)
-    copy_token_tile(tile_s, weight, at, (row >= 0) & (expert >= 0), chunk, 0, I, WIDTH, WARPS)
+    copy_token_tile(tile_s, weight, at, (row >= 0) & (expert >= 0), chunk, 0, I, WIDTH, WARPS, STORED.piece)
+
+
+@gluon.jit
+def unit_scales(
+    scale, row, expert,
+    STORED: gl.constexpr, E: gl.constexpr, CHUNKS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The scales of an expert's `row` ([16]), of all chunks."""
+    EXPERT_ROWS: gl.constexpr = (E + STORED.rows - 1) // STORED.rows
+    at = (gl.maximum(expert, 0).to(gl.int64) * EXPERT_ROWS + row // STORED.rows) * STORED.scales
+    return weight_scales(scale, at, CHUNKS, WIDTH, WARPS, STORED, expert >= 0)
 
 
 @gluon.jit
@@ -207,10 +261,11 @@ def copy_unit_tokens(tile_s, act, first, rank, chunk, I: gl.constexpr, WIDTH: gl
 
 @gluon.jit(do_not_specialize=["tokens", "slots"])
 def down(
-    act, weight, slot, place, residual, norm, out, out_square, tokens, slots,
-    E: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, SHARED: gl.constexpr, CHOSEN: gl.constexpr,
-    RESIDUAL: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, PIECES: gl.constexpr,
-    TOKENS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    act, weight, weight_scale, slot, place, residual, norm, out, out_square, tokens, slots,
+    STORED: gl.constexpr, E: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, SHARED: gl.constexpr,
+    CHOSEN: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
+    PIECES: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Sum over every unit's activations; added to the residual, or stored. Grid: E / 16.
 
@@ -221,8 +276,7 @@ def down(
     LOOK: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
     sums: gl.constexpr = sums_layout(_ROWS, WARPS)
     rows: gl.constexpr = tokens_layout(WIDTH, WARPS)
-    left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), 8)
-    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(WARPS), 8)
+    left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), STORED.piece)
     program = gl.program_id(0)
     if DEPENDENT:
         let_kernel_after_start()
@@ -233,13 +287,18 @@ def down(
     ranks = ()
     for j in gl.static_range(LOOK + 1):
         ranks = ranks + (choice_ranks(place, experts[j], tokens, rows, EXPERTS, CHOSEN, TOKENS),)
-    row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, rows), E - 1).to(gl.int64) * I
+    row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, tokens_layout(WIDTH, WARPS, STORED.piece)), E - 1)
+    row = row.to(gl.int64) * I
+    scales_s = scales_memory(weight, CHUNKS, WARPS, STORED)
+    if STORED.fp8:
+        scaled_row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, scale_rows_layout(WARPS)), E - 1)
+        scales_s.store(unit_scales(weight_scale, scaled_row, experts[0], STORED, E, CHUNKS, WIDTH, WARPS))
     token = gl.arange(0, TOKENS, rows) * (CHOSEN + SHARED)
-    w_s = weights_ring(weight, WIDTH, WARPS, STAGES)
+    w_s = weights_ring(weight, WIDTH, WARPS, STAGES, STORED)
     x_s = tokens_ring(act, TOKENS, WIDTH, WARPS, STAGES)
     for stage in gl.static_range(STAGES):
         copy_unit_weights(
-            w_s.index(stage), weight, row, experts[stage // CHUNKS], stage % CHUNKS, E, I, WIDTH, WARPS
+            w_s.index(stage), weight, row, experts[stage // CHUNKS], stage % CHUNKS, STORED, E, I, WIDTH, WARPS
         )  # fmt: skip
     f = program * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
     t = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
@@ -260,14 +319,17 @@ def down(
     for unit in range(units):
         later = expert_of(slot, unit + LOOK + 2, slots, EXPERTS, SHARED)
         later_rank = choice_ranks(place, experts[LOOK + 1], tokens, rows, EXPERTS, CHOSEN, TOKENS)
+        if STORED.fp8:
+            later_scales = unit_scales(weight_scale, scaled_row, experts[1], STORED, E, CHUNKS, WIDTH, WARPS)
         for chunk in gl.static_range(CHUNKS):
             async_copy.wait_group(STAGES - 1)
             gl.thread_barrier()
-            total = mma_v2(w_s.index(stage).load(left), x_s.index(stage).permute((0, 2, 1)).load(right), total)
+            tile = token_tile(x_s.index(stage), WARPS, STORED)
+            total = times(w_s.index(stage).load(left), tile, scales_s, chunk, total, WARPS, STORED)
             gl.thread_barrier()
             copy_unit_weights(
-                w_s.index(stage), weight, row, experts[(chunk + STAGES) // CHUNKS], (chunk + STAGES) % CHUNKS, E, I,
-                WIDTH, WARPS,
+                w_s.index(stage), weight, row, experts[(chunk + STAGES) // CHUNKS], (chunk + STAGES) % CHUNKS, STORED,
+                E, I, WIDTH, WARPS,
             )  # fmt: skip
             copy_unit_tokens(
                 x_s.index(stage), act, token, ranks[(chunk + STAGES) // CHUNKS], (chunk + STAGES) % CHUNKS, I, WIDTH,
@@ -277,6 +339,8 @@ def down(
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         experts = experts[1:] + (later,)
         ranks = ranks[1:] + (later_rank,)
+        if STORED.fp8:
+            scales_s.store(later_scales)
     async_copy.wait_group(0)
     y = gl.sum(share(total, WARPS, TOKENS).load(sums.parent), 0)
     if RESIDUAL and not EARLY_RESIDUAL:

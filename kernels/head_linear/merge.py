@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from kernels.linear.stored import PLAIN
 from kernels.linear.stream import (
     ROWS,
     copy_token_tile,
@@ -21,6 +22,7 @@ from kernels.linear.stream import (
     shared_tiles,
     sums_layout,
     times,
+    token_tile,
     tokens_layout,
     wait_for_kernel_before,
     weight_rows_layout,
@@ -29,6 +31,7 @@ from kernels.linear.stream import (
 from kernels.mla_decode.schedule import ROW_FIELDS, WORKER_FIELDS
 
 _ROWS = gl.constexpr(ROWS)
+_PLAIN = gl.constexpr(PLAIN)
 _WORKER = gl.constexpr(WORKER_FIELDS)
 _ROW = gl.constexpr(ROW_FIELDS)
 
@@ -52,9 +55,9 @@ def merge_up(
     program = gl.program_id(0)
     head = program // BLOCKS
     token = gl.program_id(1)
-    row = program % BLOCKS * _ROWS + gl.arange(0, _ROWS, weight_rows_layout(WARPS))
+    row = program % BLOCKS * _ROWS + gl.arange(0, _ROWS, weight_rows_layout(WARPS, 8))
     at = head.to(gl.int64) * W_HEAD + gl.minimum(row, F - 1).to(gl.int64) * W_STRIDE
-    tiles = weight_tiles(weight, at, 0, LATENT, WIDTH, WARPS, CHUNKS)
+    tiles = weight_tiles(weight, at, 0, LATENT, WIDTH, WARPS, CHUNKS, _PLAIN)
     about = plan + workers * _WORKER + token // WIDTH_TOKENS * _ROW
     slot = gl.load(about)
     later = gl.load(about + 1)
@@ -96,7 +99,7 @@ def merge_up(
         gl.thread_barrier()
         acc = gl.zeros([WARPS, _ROWS, COLUMNS], gl.float32, products_layout(WARPS))
         for chunk in gl.static_range(CHUNKS):
-            acc = times(tiles[chunk], x_s[chunk], acc, WARPS)
+            acc = times(tiles[chunk], token_tile(x_s[chunk], WARPS, _PLAIN), x_s, 0, acc, WARPS, _PLAIN)
         part = gl.sum(share(acc, WARPS, COLUMNS).load(sums.parent), 0)
         gl.thread_barrier()
         y = y * shrink[None, :] + part * factor[None, :]

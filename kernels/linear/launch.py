@@ -13,8 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.block_scaled import BlockScaled, Matrix
 from kernels.hopper import multiprocessors
 from kernels.linear import kernel, ring, stream
+from kernels.linear.stored import PLAIN, stored
 from kernels.pending_norm.pieces import PendingNorm
 
 MOST_STREAMED = 16
@@ -52,14 +54,13 @@ class Streaming:
         return Streaming(warps, 64, -(-features // (warps * 64)))
 
 
-def streamable(x_TE: Tensor, weight: Tensor) -> bool:
-    """Whether `stream` can multiply these: few tokens, bf16 rows of whole 16-byte pieces."""
-    return (
-        x_TE.shape[0] <= MOST_STREAMED
-        and x_TE.dtype == weight.dtype == torch.bfloat16
-        and _in_pieces(x_TE)
-        and _in_pieces(weight)
-    )
+def streamable(x_TE: Tensor, weight: Matrix) -> bool:
+    """Whether `stream` can multiply these: few tokens in bf16, weights in bf16 or FP8, all in rows of whole 16-byte
+    pieces."""
+    few = x_TE.shape[0] <= MOST_STREAMED and x_TE.dtype == torch.bfloat16 and _in_pieces(x_TE)
+    if isinstance(weight, BlockScaled):
+        return few and weight.shape[-1] % 16 == 0 and weight.data.data_ptr() % 16 == 0
+    return few and weight.dtype == torch.bfloat16 and _in_pieces(weight)
 
 
 def _in_pieces(x: Tensor) -> bool:
@@ -86,7 +87,7 @@ def pieces(pending: PendingNorm | None) -> dict[str, Any]:
 
 def stream_linear(
     x_TE: Tensor,
-    weight_FE: Tensor,
+    weight_FE: Matrix,
     out_TF: Tensor,
     *,
     pending: PendingNorm | None = None,
@@ -99,7 +100,8 @@ def stream_linear(
     tokens, features = x_TE.shape
     rows = weight_FE.shape[0]
     cut = Streaming.of(features)
-    if pending is None and residual_TF is None and next is None and _many_rows(rows, cut, x_TE):
+    alone = pending is None and residual_TF is None and next is None
+    if alone and isinstance(weight_FE, Tensor) and _many_rows(rows, cut, x_TE):
         _ring_linear(x_TE, weight_FE, out_TF, cut, dependent)
         return
     epilogue, norm_features, out_pieces = stream.STORE, 0, 1
@@ -107,25 +109,27 @@ def stream_linear(
         epilogue, norm_features = stream.RESIDUAL, rows
     elif next is not None:
         epilogue, norm_features = stream.NORMED, next.x_TE.shape[1]
-    square = out_TF
+    square, (data, scales, how) = out_TF, stored(weight_FE)
     if next is not None:
         square = next.square_TP
         out_pieces = square.shape[1]
     stream.stream_linear[(triton.cdiv(rows, stream.ROWS), 1)](
         x_TE,
         x_TE if pending is None else pending.square_TP,
-        weight_FE,
+        data,
+        scales,
         out_TF,
         out_TF if residual_TF is None else residual_TF,
-        weight_FE if norm is None else norm,
+        out_TF if norm is None else norm,
         square,
         tokens,
         0.0 if pending is None else pending.eps,
+        STORED=how,
         F=rows,
         K=features,
         X_STRIDE=x_TE.stride(0),
         X_HEAD=0,
-        W_STRIDE=weight_FE.stride(0),
+        W_STRIDE=data.stride(0),
         W_HEAD=0,
         OUT_STRIDE=out_TF.stride(0),
         OUT_HEAD=0,
@@ -172,9 +176,10 @@ def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependen
     tokens, heads, features = x_THN.shape
     rows = weight_HFN.shape[1]
     stream.stream_linear[(triton.cdiv(rows, stream.ROWS), heads)](
-        *(x_THN, x_THN, weight_HFN, out_THF, out_THF, weight_HFN, out_THF),
+        *(x_THN, x_THN, weight_HFN, weight_HFN, out_THF, out_THF, out_THF, out_THF),
         tokens,
         0.0,
+        STORED=PLAIN,
         F=rows,
         K=features,
         X_STRIDE=x_THN.stride(0),
@@ -193,21 +198,23 @@ def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependen
     )
 
 
-def stream_gate_up(pending: PendingNorm, weight_FE: Tensor, out_TI: Tensor, *, dependent: bool = False) -> None:
+def stream_gate_up(pending: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, dependent: bool = False) -> None:
     """Gated activations of few tokens."""
     tokens, features = pending.x_TE.shape
-    intermediate = weight_FE.shape[0] // 2
+    intermediate, (data, scales, how) = weight_FE.shape[0] // 2, stored(weight_FE)
     stream.stream_gate_up[(triton.cdiv(intermediate, stream.ROWS // 2),)](
         pending.x_TE,
         pending.square_TP,
-        weight_FE,
+        data,
+        scales,
         out_TI,
         tokens,
         pending.eps,
+        STORED=how,
         I=intermediate,
         K=features,
         X_STRIDE=pending.x_TE.stride(0),
-        W_STRIDE=weight_FE.stride(0),
+        W_STRIDE=data.stride(0),
         OUT_STRIDE=out_TI.stride(0),
         **pieces(pending),
         **cut_up(Streaming.of(features), tokens, dependent),

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from kernels.linear.stored import PLAIN
 from kernels.linear.stream import (
     ROWS,
     copy_token_tile,
@@ -28,12 +29,15 @@ from kernels.linear.stream import (
 )
 
 _ROWS = gl.constexpr(ROWS)
+_PLAIN = gl.constexpr(PLAIN)
 
 
 @gluon.jit
-def weights_ring(weight, WIDTH: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):
+def weights_ring(weight, WIDTH: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, STORED: gl.constexpr):
     """Shared memory for STAGES tiles of weights. Eight lanes read 64 bytes of two rows: of different banks."""
-    halves: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0])
+    # Rows of 64 bytes are of different banks anyway, rows of 128 bytes begin at the same one.
+    phases: gl.constexpr = 1 if WIDTH * 8 // STORED.piece <= 32 else 2
+    halves: gl.constexpr = gl.SwizzledSharedLayout(4 * STORED.piece, 1, phases, [2, 1, 0])
     return gl.allocate_shared_memory(weight.dtype.element_ty, [STAGES, WARPS, _ROWS, WIDTH], halves)
 
 
@@ -71,7 +75,7 @@ def ring_linear(
     programs = gl.num_programs(0)
     if DEPENDENT:
         let_kernel_after_start()
-    w_s = weights_ring(weight, WIDTH, WARPS, STAGES)
+    w_s = weights_ring(weight, WIDTH, WARPS, STAGES, _PLAIN)
     for stage in gl.static_range(STAGES):
         block = gl.program_id(0) + stage // CHUNKS * programs
         copy_rows(w_s.index(stage), weight, block, stage % CHUNKS, F, K, W_STRIDE, WIDTH, WARPS)

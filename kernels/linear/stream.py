@@ -18,6 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from kernels.linear.stored import widened
+
 ROWS = 16
 """Weight rows of a program."""
 _ROWS = gl.constexpr(ROWS)
@@ -54,21 +56,39 @@ def products_layout(warps):
 
 
 @gluon.constexpr_function
-def weight_rows_layout(warps):
-    """Layout of the weight rows [16] a program loads."""
-    return gl.SliceLayout(0, gl.SliceLayout(2, gl.DotOperandLayout(0, products_layout(warps), 8)))
+def weight_rows_layout(warps, piece):
+    """Layout of the weight rows [16] a program loads, in pieces of so many features."""
+    return gl.SliceLayout(0, gl.SliceLayout(2, gl.DotOperandLayout(0, products_layout(warps), piece)))
 
 
 @gluon.constexpr_function
-def token_pieces(width, warps):
-    """Layout in which a tile of the tokens, [warps, tokens, width], is copied: 16 bytes per thread."""
-    return gl.BlockedLayout([1, 1, 8], [1, 32 // (width // 8), width // 8], [warps, 1, 1], [2, 1, 0])
+def scales_layout(warps):
+    """Layout in which a program loads the scales [chunks * warps, 16] of its weights."""
+    return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def tokens_layout(width, warps):
+def scale_rows_layout(warps):
+    """Layout of the weight rows [16] of which a program loads the scales."""
+    return gl.SliceLayout(0, scales_layout(warps))
+
+
+@gluon.constexpr_function
+def filled_up(count):
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+@gluon.constexpr_function
+def token_pieces(width, warps, piece=8):
+    """Layout in which a tile of the tokens, [warps, tokens, width], is copied: 16 bytes, a piece, per thread."""
+    return gl.BlockedLayout([1, 1, piece], [1, 32 // (width // piece), width // piece], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def tokens_layout(width, warps, piece=8):
     """Layout of the tokens [tokens] whose tiles are copied."""
-    return gl.SliceLayout(0, gl.SliceLayout(2, token_pieces(width, warps)))
+    return gl.SliceLayout(0, gl.SliceLayout(2, token_pieces(width, warps, piece)))
 
 
 @gluon.constexpr_function
@@ -78,37 +98,63 @@ def sums_layout(rows, warps):
 
 
 @gluon.jit
-def weight_tile(weight, at, chunk, turn, FEATURES: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, exists=True):
+def weight_tile(
+    weight, at, chunk, turn, FEATURES: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, STORED: gl.constexpr,
+    exists=True,
+):  # fmt: skip
     """Rows at the offsets `at` ([16]) of chunk `chunk` of the features: [WARPS, 16, WIDTH], the left operand.
 
     `turn` deals the parts of a chunk to the warps in another order, for chunks that do not fill all warps. Zeros where
     it does not exist.
     """
-    left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), 8)
+    left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), STORED.piece)
     warp = (gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, left))) + turn) % WARPS
     k = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, left)))
     feature = chunk * (WARPS * WIDTH) + warp[:, None, None] * WIDTH + k[None, None, :]
     where = weight + at[None, :, None] + feature
     if (chunk + 1) * WARPS * WIDTH <= FEATURES:
-        return gl.load(where, mask=exists, other=0.0, eviction_policy="evict_first")
-    return gl.load(where, mask=(feature < FEATURES) & exists, other=0.0, eviction_policy="evict_first")
+        return gl.load(where, mask=exists, other=0, eviction_policy="evict_first")
+    return gl.load(where, mask=(feature < FEATURES) & exists, other=0, eviction_policy="evict_first")
 
 
 @gluon.jit
 def weight_tiles(
-    weight, at, turn, FEATURES: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, CHUNKS: gl.constexpr
-):
+    weight, at, turn, FEATURES: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, CHUNKS: gl.constexpr,
+    STORED: gl.constexpr,
+):  # fmt: skip
     """The first `CHUNKS` weight tiles."""
     tiles = ()
     for chunk in gl.static_range(CHUNKS):
-        tiles = tiles + (weight_tile(weight, at, chunk, turn, FEATURES, WIDTH, WARPS),)
+        tiles = tiles + (weight_tile(weight, at, chunk, turn, FEATURES, WIDTH, WARPS, STORED),)
     return tiles
 
 
 @gluon.jit
-def copy_token_tile(tile_s, x, at, live, chunk, turn, FEATURES: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+def weight_scales(
+    scale, at, CHUNKS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, STORED: gl.constexpr, exists=True
+):
+    """The scales of the rows whose first ones are at the offsets `at` ([16]), for every chunk of the features and every
+    warp: [chunks * WARPS, 16], the chunks filled up to a power of two."""
+    share = gl.arange(0, filled_up(CHUNKS) * WARPS, gl.SliceLayout(1, scales_layout(WARPS)))
+    column = gl.minimum(share * WIDTH // STORED.features, STORED.scales - 1)
+    return gl.load(scale + at[None, :] + column[:, None], mask=exists, other=0.0)
+
+
+@gluon.jit
+def scales_memory(weight, CHUNKS: gl.constexpr, WARPS: gl.constexpr, STORED: gl.constexpr):
+    """Shared memory for `weight_scales`; nobody's where there are none."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    shares: gl.constexpr = filled_up(CHUNKS) * WARPS if STORED.fp8 else 1
+    return gl.allocate_shared_memory(gl.float32, [shares, _ROWS], plain)
+
+
+@gluon.jit
+def copy_token_tile(
+    tile_s, x, at, live, chunk, turn, FEATURES: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+    PIECE: gl.constexpr = 8,
+):  # fmt: skip
     """Start copying the same features of the tokens at the offsets `at`, zero where not `live`."""
-    pieces: gl.constexpr = token_pieces(WIDTH, WARPS)
+    pieces: gl.constexpr = token_pieces(WIDTH, WARPS, PIECE)
     warp = (gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, pieces))) + turn) % WARPS
     k = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, pieces)))
     feature = chunk * (WARPS * WIDTH) + warp[:, None, None] * WIDTH + k[None, None, :]
@@ -130,20 +176,34 @@ def shared_tiles(x, WIDTH: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constex
 
 
 @gluon.jit
-def times(tile, tile_s, total, WARPS: gl.constexpr):
+def token_tile(tile_s, WARPS: gl.constexpr, STORED: gl.constexpr):
+    """A tile of the tokens as the right operand, its features in the order of the weights'."""
+    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(WARPS), STORED.piece)
+    return tile_s.permute((0, 2, 1)).load(right)
+
+
+@gluon.jit
+def times(tile, tokens, scales_s, chunk, total, WARPS: gl.constexpr, STORED: gl.constexpr):
     """total += weights x tokens of one chunk."""
-    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(WARPS), 8)
-    return mma_v2(tile, tile_s.permute((0, 2, 1)).load(right), total)
+    if STORED.fp8:
+        scale = scales_s.slice(chunk * WARPS, WARPS).load(gl.SliceLayout(2, products_layout(WARPS)))
+        part = mma_v2(widened(tile), tokens, gl.zeros_like(total))
+        total += part * scale[:, :, None]
+    else:
+        total = mma_v2(tile, tokens, total)
+    return total
 
 
 @gluon.jit
 def products(
-    weight, at, x, x_at, live, tiles,
+    weight, at, x, x_at, live, tiles, scales_s,
     FEATURES: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr, DEPTH: gl.constexpr,
+    STORED: gl.constexpr,
 ):  # fmt: skip
     """Products of 16 weight rows with TOKENS tokens, each warp's share of them in shared memory: [WARPS, 16, TOKENS].
 
-    `tiles`: the first DEPTH weight tiles. Copies started before are waited for as well.
+    `tiles`: the first DEPTH weight tiles; `scales_s`: of all, written without a barrier behind. Copies started before
+    are waited for as well.
     """
     CHUNKS: gl.constexpr = (FEATURES + WARPS * WIDTH - 1) // (WARPS * WIDTH)
     x_s = shared_tiles(x, WIDTH, WARPS, TOKENS, DEPTH)
@@ -158,10 +218,11 @@ def products(
         if CHUNKS > DEPTH:
             async_copy.wait_group(DEPTH - 1)
             gl.thread_barrier()
-        total = times(tiles[chunk], x_s[chunk % DEPTH], total, WARPS)
+        tokens = token_tile(x_s[chunk % DEPTH], WARPS, STORED)
+        total = times(tiles[chunk], tokens, scales_s, chunk, total, WARPS, STORED)
         if CHUNKS > DEPTH:
             if chunk + DEPTH < CHUNKS:
-                tiles = tiles + (weight_tile(weight, at, chunk + DEPTH, 0, FEATURES, WIDTH, WARPS),)
+                tiles = tiles + (weight_tile(weight, at, chunk + DEPTH, 0, FEATURES, WIDTH, WARPS, STORED),)
                 gl.thread_barrier()
                 copy_token_tile(x_s[chunk % DEPTH], x, x_at, live, chunk + DEPTH, 0, FEATURES, WIDTH, WARPS)
             async_copy.commit_group()
@@ -228,12 +289,12 @@ def add_to_residual(
 
 @gluon.jit(do_not_specialize=["tokens", "eps"])
 def stream_linear(
-    x, square, weight, out, residual, norm, out_square, tokens, eps,
-    F: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, X_HEAD: gl.constexpr, W_STRIDE: gl.constexpr,
-    W_HEAD: gl.constexpr, OUT_STRIDE: gl.constexpr, OUT_HEAD: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr,
-    SCALED: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr, EPILOGUE: gl.constexpr,
-    NORM_FEATURES: gl.constexpr, OUT_PIECES: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr,
-    DEPTH: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
+    x, square, weight, scale, out, residual, norm, out_square, tokens, eps,
+    STORED: gl.constexpr, F: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, X_HEAD: gl.constexpr,
+    W_STRIDE: gl.constexpr, W_HEAD: gl.constexpr, OUT_STRIDE: gl.constexpr, OUT_HEAD: gl.constexpr,
+    RESIDUAL_STRIDE: gl.constexpr, SCALED: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr,
+    EPILOGUE: gl.constexpr, NORM_FEATURES: gl.constexpr, OUT_PIECES: gl.constexpr, TOKENS: gl.constexpr,
+    WIDTH: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """y = x · weight^T for up to TOKENS tokens, SCALED: times each token's inverse root mean square. Grid: rows / 16,
     heads. EARLY: the kernel after may start at once, else only after this one has waited for the kernel before."""
@@ -242,9 +303,15 @@ def stream_linear(
     head = gl.program_id(1).to(gl.int64)
     if DEPENDENT and EARLY:
         let_kernel_after_start()
-    row = program * _ROWS + gl.arange(0, _ROWS, weight_rows_layout(WARPS))
+    row = program * _ROWS + gl.arange(0, _ROWS, weight_rows_layout(WARPS, STORED.piece))
     at = head * W_HEAD + gl.minimum(row, F - 1).to(gl.int64) * W_STRIDE
-    tiles = weight_tiles(weight, at, 0, K, WIDTH, WARPS, DEPTH)
+    tiles = weight_tiles(weight, at, 0, K, WIDTH, WARPS, DEPTH, STORED)
+    CHUNKS: gl.constexpr = (K + WARPS * WIDTH - 1) // (WARPS * WIDTH)
+    scales_s = scales_memory(weight, CHUNKS, WARPS, STORED)
+    if STORED.fp8:
+        scaled_row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, scale_rows_layout(WARPS)), F - 1)
+        scaled_at = scaled_row // STORED.rows * STORED.scales
+        scales_s.store(weight_scales(scale, scaled_at, CHUNKS, WIDTH, WARPS, STORED))
     f = program * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
     t = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
     inside = (f < F)[:, None] & (t < tokens)[None, :]
@@ -263,7 +330,7 @@ def stream_linear(
         before = residual_before(residual, f, t, inside, RESIDUAL_STRIDE)
     token = gl.arange(0, TOKENS, tokens_layout(WIDTH, WARPS))
     x_at = token.to(gl.int64) * X_STRIDE + head * X_HEAD
-    parts_s = products(weight, at, x, x_at, token < tokens, tiles, K, WIDTH, WARPS, TOKENS, DEPTH)
+    parts_s = products(weight, at, x, x_at, token < tokens, tiles, scales_s, K, WIDTH, WARPS, TOKENS, DEPTH, STORED)
     y = gl.sum(parts_s.load(sums.parent), 0)
     if SCALED:
         y = y * inverse_rms(square_s, eps, K, _ROWS, WARPS)[None, :]
@@ -287,30 +354,36 @@ def stream_linear(
 
 @gluon.jit(do_not_specialize=["tokens", "eps"])
 def stream_gate_up(
-    x, square, weight, out, tokens, eps,
-    I: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, W_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
-    SCALED: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr,
+    x, square, weight, scale, out, tokens, eps,
+    STORED: gl.constexpr, I: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, W_STRIDE: gl.constexpr,
+    OUT_STRIDE: gl.constexpr, SCALED: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr,
+    TOKENS: gl.constexpr, WIDTH: gl.constexpr,
     DEPTH: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """out = silu(gate · x) * (up · x), the I gate rows of the weight before the I up rows. Grid: I / 8."""
     if DEPENDENT:
         let_kernel_after_start()
-    at = gate_up_rows(gl.program_id(0), I, W_STRIDE, WARPS)
-    tiles = weight_tiles(weight, at, 0, K, WIDTH, WARPS, DEPTH)
+    row = gate_up_rows(gl.program_id(0), I, weight_rows_layout(WARPS, STORED.piece))
+    at = row.to(gl.int64) * W_STRIDE
+    tiles = weight_tiles(weight, at, 0, K, WIDTH, WARPS, DEPTH, STORED)
+    CHUNKS: gl.constexpr = (K + WARPS * WIDTH - 1) // (WARPS * WIDTH)
+    scales_s = scales_memory(weight, CHUNKS, WARPS, STORED)
+    if STORED.fp8:
+        scaled_at = gate_up_rows(gl.program_id(0), I, scale_rows_layout(WARPS)) // STORED.rows * STORED.scales
+        scales_s.store(weight_scales(scale, scaled_at, CHUNKS, WIDTH, WARPS, STORED))
     if DEPENDENT:
         wait_for_kernel_before()
     gate_up_program(
-        x, square, weight, at, tiles, out, gl.program_id(0), tokens, eps, I, K, X_STRIDE, OUT_STRIDE, SCALED, PIECES,
-        PIECE_BLOCK, TOKENS, WIDTH, DEPTH, WARPS,
+        x, square, weight, at, tiles, scales_s, out, gl.program_id(0), tokens, eps, STORED, I, K, X_STRIDE, OUT_STRIDE,
+        SCALED, PIECES, PIECE_BLOCK, TOKENS, WIDTH, DEPTH, WARPS,
     )  # fmt: skip
 
 
 @gluon.jit
-def gate_up_rows(program, I: gl.constexpr, W_STRIDE: gl.constexpr, WARPS: gl.constexpr):
-    """Offsets of 8 gate rows and of their 8 up rows."""
-    i = gl.arange(0, _ROWS, weight_rows_layout(WARPS))
-    row = gl.minimum(program * (_ROWS // 2) + i % (_ROWS // 2), I - 1) + (i // (_ROWS // 2)) * I
-    return row.to(gl.int64) * W_STRIDE
+def gate_up_rows(block, I: gl.constexpr, LAYOUT: gl.constexpr):
+    """8 gate rows of a matrix, and their 8 up rows."""
+    i = gl.arange(0, _ROWS, LAYOUT)
+    return gl.minimum(block * (_ROWS // 2) + i % (_ROWS // 2), I - 1) + (i // (_ROWS // 2)) * I
 
 
 @gluon.jit
@@ -325,8 +398,9 @@ def gate_up_values(parts_s, WARPS: gl.constexpr):
 
 @gluon.jit
 def gate_up_program(
-    x, square, weight, at, tiles, out, program, tokens, eps,
-    I: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, SCALED: gl.constexpr,
+    x, square, weight, at, tiles, scales_s, out, program, tokens, eps,
+    STORED: gl.constexpr, I: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
+    SCALED: gl.constexpr,
     PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -337,7 +411,7 @@ def gate_up_program(
         square_s = copy_squares(square, tokens, PIECES, PIECE_BLOCK, TOKENS, WARPS)
     token = gl.arange(0, TOKENS, tokens_layout(WIDTH, WARPS))
     x_at = token.to(gl.int64) * X_STRIDE
-    parts_s = products(weight, at, x, x_at, token < tokens, tiles, K, WIDTH, WARPS, TOKENS, DEPTH)
+    parts_s = products(weight, at, x, x_at, token < tokens, tiles, scales_s, K, WIDTH, WARPS, TOKENS, DEPTH, STORED)
     gate, up = gate_up_values(parts_s, WARPS)
     if SCALED:
         scale = inverse_rms(square_s, eps, K, half, WARPS)

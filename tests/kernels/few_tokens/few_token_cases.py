@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_scaled import BlockScaled, Matrix
 from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as experts_launch
 from kernels.few_experts import reference as experts_reference
@@ -41,6 +42,10 @@ def copy_contiguous(x: Tensor, out: Tensor) -> None:
     _copy[(1,)](x, out, SIZE=out.numel())
 
 
+Blocks = tuple[int, int] | None
+"""Rows and features of weights in FP8 that share a scale; None: weights in bf16."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a case runs, and how it launches."""
@@ -51,6 +56,20 @@ class Place:
     def normal(self, *shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
         """Random numbers; the same on every device."""
         return (torch.randn(*shape) * scale).to(self.device, dtype)
+
+    def matrix(self, *shape: int, blocks: Blocks = None, scale: float = 1.0) -> tuple[Matrix, Tensor]:
+        """Random weights in bf16, or in FP8 with a scale for each of such blocks; and what they are in fp64."""
+        if blocks is None:
+            plain = self.normal(*shape, scale=scale)
+            return plain, plain.double()
+        rows, features = blocks
+        codes = torch.randn(shape) * 64
+        codes[torch.rand(shape) < 0.1] *= 2**-13  # zero and subnormal numbers
+        scales = torch.rand(*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // features)).add(0.5) * scale / 64
+        data = codes.to(torch.float8_e4m3fn).to(self.device)
+        stored = BlockScaled(data, scales.to(self.device), rows, features)
+        wide = stored.scales.double().repeat_interleave(rows, -2)[..., : shape[-2], :]
+        return stored, data.double() * wide.repeat_interleave(features, -1)[..., : shape[-1]]
 
     def poison(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
         """Memory nobody has written."""
@@ -79,14 +98,14 @@ def pending(place: Place, tokens: int, features: int, scale: float = 1.0) -> tup
     return PendingNorm(x, square, EPS), x.double() / rms
 
 
-def check_linear(place: Place, tokens: int, rows: int, features: int) -> None:
+def check_linear(place: Place, tokens: int, rows: int, features: int, blocks: Blocks = None) -> None:
     """Plain products, bf16 and fp32 out, from strided rows."""
     torch.manual_seed(tokens)
-    x, weight = place.normal(tokens, 2 * features)[:, :features], place.normal(rows, features)
+    x, (weight, wide) = place.normal(tokens, 2 * features)[:, :features], place.matrix(rows, features, blocks=blocks)
     for dtype in (BF16, torch.float32):
         out = place.poison(tokens, rows + 3, dtype=dtype)
         launch.stream_linear(x, weight, out[:, :rows], dependent=place.dependent)
-        close(out[:, :rows], x.double() @ weight.double().T, 2**-8 if dtype == BF16 else 1e-5)
+        close(out[:, :rows], x.double() @ wide.T, 2**-8 if dtype == BF16 else 1e-5)
         assert out[:, rows:].isnan().all()
 
 
@@ -122,13 +141,15 @@ def check_heads(place: Place, tokens: int, heads: int, rows: int, features: int)
     close(out, torch.einsum("thn,hln->thl", x.double(), weight.double()))
 
 
-def check_normed(place: Place, tokens: int, rows: int, features: int, next_features: int) -> None:
+def check_normed(
+    place: Place, tokens: int, rows: int, features: int, next_features: int, blocks: Blocks = None
+) -> None:
     """norm(x) times a matrix, with and without a norm of the first columns behind it."""
     torch.manual_seed(tokens)
     x, normed = pending(place, tokens, features, 30.0)
-    weight, out = place.normal(rows, features, scale=0.1), place.poison(tokens, rows)
+    (weight, wide), out = place.matrix(rows, features, blocks=blocks, scale=0.1), place.poison(tokens, rows)
     launch.stream_linear(x.x_TE, weight, out, pending=x, dependent=place.dependent)
-    want = normed @ weight.double().T
+    want = normed @ wide.T
     close(out, want)
     norm, out = place.normal(next_features), place.poison(tokens, rows)
     after = PendingNorm(out[:, :next_features], place.poison(tokens, next_features // PIECE, dtype=torch.float32), EPS)
@@ -138,12 +159,13 @@ def check_normed(place: Place, tokens: int, rows: int, features: int, next_featu
     close(after.square_TP, want[:, :next_features].square().unflatten(1, (-1, PIECE)).sum(-1), 1e-4)
 
 
-def check_residual(place: Place, tokens: int, rows: int, features: int) -> None:
+def check_residual(place: Place, tokens: int, rows: int, features: int, blocks: Blocks = None) -> None:
     """A product added to the residual, and the pending norm of the sum."""
     torch.manual_seed(tokens)
-    x, weight, norm = place.normal(tokens, features), place.normal(rows, features, scale=0.1), place.normal(rows)
+    x, norm = place.normal(tokens, features), place.normal(rows)
+    weight, wide = place.matrix(rows, features, blocks=blocks, scale=0.1)
     residual = place.normal(tokens, rows, dtype=torch.float32)
-    want = residual.double() + x.double() @ weight.double().T
+    want = residual.double() + x.double() @ wide.T
     out = PendingNorm.empty(tokens, rows, EPS, BF16, place.empty)
     launch.stream_linear(x, weight, out.x_TE, residual_TF=residual, norm=norm, next=out, dependent=place.dependent)
     close(residual, want, 1e-5, 1.0)
@@ -151,13 +173,14 @@ def check_residual(place: Place, tokens: int, rows: int, features: int) -> None:
     close(out.square_TP, want.square().unflatten(1, (-1, PIECE)).sum(-1), 1e-4)
 
 
-def check_gated(place: Place, tokens: int, intermediate: int, features: int) -> None:
+def check_gated(place: Place, tokens: int, intermediate: int, features: int, blocks: Blocks = None) -> None:
     """The gate of a feed-forward layer."""
     torch.manual_seed(tokens)
     x, normed = pending(place, tokens, features)
-    weight, out = place.normal(2 * intermediate, features, scale=0.1), place.poison(tokens, intermediate)
+    weight, wide = place.matrix(2 * intermediate, features, blocks=blocks, scale=0.1)
+    out = place.poison(tokens, intermediate)
     launch.stream_gate_up(x, weight, out, dependent=place.dependent)
-    gate, up = (normed @ weight.double().T).chunk(2, dim=1)
+    gate, up = (normed @ wide.T).chunk(2, dim=1)
     close(out, F.silu(gate) * up)
 
 
@@ -240,24 +263,32 @@ def check_choose(
 
 
 def check_experts(
-    place: Place, tokens: int, experts: int, chosen: int, hidden: int, intermediate: int, shared: int, residual: bool
+    place: Place,
+    tokens: int,
+    experts: int,
+    chosen: int,
+    hidden: int,
+    intermediate: int,
+    shared: int,
+    residual: bool,
+    blocks: Blocks = None,
 ) -> None:
     """Both halves of the experts, with a residual and without."""
     routing = RoutingRule("softmax", 1, 1, True, 1.5)
     choice = check_choose(place, tokens, experts, chosen, routing, dead=tokens > 2)
     x, normed = pending(place, tokens, hidden)
-    gate_up = place.normal(experts + shared, 2 * intermediate, hidden, scale=0.1)
-    down = place.normal(experts + shared, hidden, intermediate, scale=0.1)
+    gate_up, wide_up = place.matrix(experts + shared, 2 * intermediate, hidden, blocks=blocks, scale=0.1)
+    down, wide_down = place.matrix(experts + shared, hidden, intermediate, blocks=blocks, scale=0.1)
     want = torch.zeros(tokens, hidden, dtype=torch.float64, device=place.device)
     if shared:  # as the one network they are: all gate rows, all up rows
-        gate, up = (torch.cat([*rows]).double() for rows in gate_up[experts:].chunk(2, dim=1))
-        want += (F.silu(normed @ gate.T) * (normed @ up.T)) @ torch.cat([*down[experts:]], 1).double().T
+        gate, up = (torch.cat([*rows]) for rows in wide_up[experts:].chunk(2, dim=1))
+        want += (F.silu(normed @ gate.T) * (normed @ up.T)) @ torch.cat([*wide_down[experts:]], 1).T
     for token in range(tokens):
         for expert in range(experts):
             rank = int(choice.place_TX[token, expert])
             if rank >= 0:
-                gate, up = (gate_up[expert].double() @ normed[token]).chunk(2)
-                want[token] += down[expert].double() @ (F.silu(gate) * up) * float(choice.weight_TK[token, rank])
+                gate, up = (wide_up[expert] @ normed[token]).chunk(2)
+                want[token] += wide_down[expert] @ (F.silu(gate) * up) * float(choice.weight_TK[token, rank])
     choice.weight_TK[choice.place_TX.amax(1) < 0] = torch.nan
     act = place.poison(tokens * (chosen + shared), intermediate)
     experts_launch.gate_up(x, choice, gate_up, act, dependent=place.dependent)

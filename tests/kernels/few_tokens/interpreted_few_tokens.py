@@ -88,6 +88,27 @@ def test_experts(tokens: int, shared: int) -> None:
     cases.check_experts(CPU, tokens, 6, 2, 48, 40, shared, residual=tokens != 3)
 
 
+BLOCKS = [(128, 128), (64, 64), (16, 128)]
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_products_of_fp8_weights(tokens: int, blocks: tuple[int, int]) -> None:
+    """Whose sizes end in the middle of blocks, too."""
+    cases.check_linear(CPU, tokens, 53, 192, blocks)
+    cases.check_linear(CPU, tokens, 150, 2608, blocks)
+    cases.check_normed(CPU, tokens, 88, 192, 48, blocks)
+    cases.check_residual(CPU, tokens, 192, 144, blocks)
+    cases.check_gated(CPU, tokens, blocks[0], 336, blocks)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_experts_of_fp8_weights(tokens: int, shared: int, blocks: tuple[int, int]) -> None:
+    cases.check_experts(CPU, tokens, 6, 2, 144, blocks[0], shared, tokens != 3, blocks)
+
+
 @pytest.mark.parametrize("tokens", [2, 5, 16])
 def test_companions_that_are_not_numbers_change_nothing(tokens: int) -> None:
     cases.check_companions(CPU, tokens, 6, 2, 48, shared=tokens % 2)

@@ -4,6 +4,7 @@ import few_token_cases as cases
 import pytest
 import torch
 
+from kernels.block_scaled import BlockScaled
 from kernels.few_experts import launch
 from kernels.linear import launch as linear_launch
 from tests.support.ptx import emulated
@@ -29,12 +30,40 @@ def test_experts(
     assert launches.count("gate_up") == launches.count("down") == 1
 
 
-def test_tokens_that_stream_beside_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocks", [None, (32, 64)])
+def test_tokens_that_stream_beside_the_weights(blocks: cases.Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where they are too many bytes to stay."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(launch, "RESIDENT_BYTES", 0)
     with emulated():
-        cases.check_experts(CPU, 4, 5, 2, 576, 32, 1, residual=True)
+        cases.check_experts(CPU, 4, 5, 2, 576, 32, 1, True, blocks)
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "programs"), [(1, 592, 3), (16, 192, 2)])
+def test_experts_of_fp8_weights(tokens: int, hidden: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: programs)
+    with emulated(tokens, consecutive=True):
+        cases.check_experts(cases.Place(CPU.device, dependent=True), tokens, 6, 2, hidden, 64, 1, True, (64, 128))
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_products_of_fp8_weights(tokens: int) -> None:
+    place = cases.Place(CPU.device, dependent=True)
+    with emulated(tokens, consecutive=True):
+        cases.check_linear(place, tokens, 150, 2608, (128, 128))
+        cases.check_normed(place, tokens, 88, 192, 48, (64, 64))
+        cases.check_gated(place, tokens, 32, 336, (32, 128))
+
+
+def test_every_fp8_weight_is_what_it_is_in_bf16() -> None:
+    """Zero and subnormal numbers included; NaN apart, which no checkpoint that is loaded holds."""
+    code = torch.arange(256, dtype=torch.uint8)
+    code[(code & 127) == 127] = 0
+    weight = BlockScaled(code.view(16, 16).view(torch.float8_e4m3fn), torch.ones(1, 1))
+    out = torch.full((16, 16), torch.nan)
+    with emulated():
+        linear_launch.stream_linear(torch.eye(16).bfloat16(), weight, out)
+    assert torch.equal(out.T, weight.data.float())
 
 
 @pytest.mark.parametrize(
