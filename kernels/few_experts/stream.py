@@ -81,9 +81,12 @@ def copy_gate_up(
     """Start copying a chunk of 8 gate rows and of their 8 up rows."""
     half: gl.constexpr = _ROWS // 2
     BLOCKS: gl.constexpr = (I + half - 1) // half
-    row = gate_up_rows(block % BLOCKS, I, tokens_layout(WIDTH, WARPS, STORED.piece))
+    rows: gl.constexpr = tokens_layout(WIDTH, WARPS, STORED.piece)
+    row = gate_up_rows(block % BLOCKS, I, rows)
     at = (gl.maximum(expert, 0).to(gl.int64) * (2 * I) + row) * K
-    copy_token_tile(ring_s, weight, at, (row >= 0) & exists, chunk, 0, K, WIDTH, WARPS, STORED.piece)
+    copy_token_tile(
+        ring_s, weight, at, (gl.arange(0, _ROWS, rows) >= 0) & exists, chunk, 0, K, WIDTH, WARPS, STORED.piece
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -324,8 +327,9 @@ def down(
         for chunk in gl.static_range(CHUNKS):
             async_copy.wait_group(STAGES - 1)
             gl.thread_barrier()
+            weights = w_s.index(stage).load(left)
             tile = token_tile(x_s.index(stage), WARPS, STORED)
-            total = times(w_s.index(stage).load(left), tile, scales_s, chunk, total, WARPS, STORED)
+            total = times(weights, tile, scales_s, chunk, total, WARPS, STORED)
             gl.thread_barrier()
             copy_unit_weights(
                 w_s.index(stage), weight, row, experts[(chunk + STAGES) // CHUNKS], (chunk + STAGES) % CHUNKS, STORED,

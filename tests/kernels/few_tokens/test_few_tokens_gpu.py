@@ -43,6 +43,19 @@ def test_v3_products(tokens: int) -> None:
     cases.check_enter(place(), tokens, 7168)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+def test_v3_products_in_fp8(tokens: int) -> None:
+    blocks = (128, 128)
+    cases.check_normed(place(), tokens, 2112, 7168, 1536, blocks)
+    cases.check_normed(place(), tokens, 3072, 1536, 48, blocks)
+    cases.check_residual(place(), tokens, 7168, 2048, blocks)
+    cases.check_gated(place(), tokens, 2304, 7168, blocks)
+    cases.check_gated(place(), tokens, 640, 192, (64, 64))
+    cases.check_linear(place(), tokens, 10001, 2048, blocks)
+    cases.check_experts(place(), tokens, 24, 8, 7168, 256, 1, True, blocks)
+    cases.check_experts(place(), tokens, 8, 2, 192, 128, 1, True, (64, 64))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 16, 17, 33, 64, 300])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_tiled(tokens: int, invariant: bool) -> None:
