@@ -20,6 +20,7 @@ from workers.models.drafter import DraftedRows, Drafter
 from workers.models.layer import DecoderLayer
 from workers.models.model import Model
 from workers.models.segments import Segments
+from workers.weights.part import Part
 from workers.weights.source import WeightSource
 
 
@@ -33,7 +34,7 @@ class Mtp(Drafter):
         self.model, self.layer, self.eps = model, layer, config.rms_norm_eps
         self.embedding_norm_E = source.load(f"{prefix}enorm.weight", hidden)
         self.hidden_norm_E = source.load(f"{prefix}hnorm.weight", hidden)
-        self.join_EF = source.load_weight(f"{prefix}eh_proj.weight", hidden, 2 * hidden)
+        self.join_EF = source.matrix(Part(f"{prefix}eh_proj.weight", hidden, 2 * hidden))
         self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
         self.cache = [LatentSpec(config.cache_width, source.dtype)]
         self.segments = Segments(

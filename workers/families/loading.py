@@ -14,6 +14,7 @@ from workers.models.config import ModelConfig
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.weights.checkpoint import Checkpoint
+from workers.weights.loading_progress import LoadingProgress
 from workers.weights.memory_check import check_memory
 from workers.weights.reader import CheckpointReader
 from workers.weights.source import Census
@@ -33,9 +34,9 @@ def load_model(
     """Load this rank's share of the model in `folder`. Collective: call it on every rank of `group`.
 
     `max_positions`: positions that a token may have, those of steps that overshoot a request's end included. `progress`
-    gets a line for every layer. Without `draft_layer`, a multi-token-prediction layer in the checkpoint is left on the
-    disk; a checkpoint may also lack the one its config declares. `invariant`: a token's logits are bitwise the same in
-    any batch and on 1, 2, 4 or 8 ranks.
+    gets a line every few seconds, and one where a matrix cannot be kept as it is stored. Without `draft_layer`, a
+    multi-token-prediction layer in the checkpoint is left on the disk; a checkpoint may also lack the one its config
+    declares. `invariant`: a token's logits are bitwise the same in any batch and on 1, 2, 4 or 8 ranks.
 
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
@@ -46,15 +47,17 @@ def load_model(
     with Checkpoint.open(folder) as checkpoint:
         draft_prefix = family.tensor(f"model.layers.{config.num_layers}.")
         draft_layer = draft_layer and config.draft_layers > 0 and checkpoint.has_any(draft_prefix)
-        census = Census(group, dtype, family.tensor)
+        census = Census(group, dtype, family.tensor, checkpoint.dtypes)
         family.model(census, config, max_positions=0, draft_layer=draft_layer, invariant=invariant)
-        checkpoint.verify(census.shapes, _ignored(family, config, draft_prefix, draft_layer))
+        checkpoint.verify(census.wanted, _ignored(family, config, draft_prefix, draft_layer))
         check_memory(census.bytes, group, device)
-        with CheckpointReader(checkpoint, group, dtype, device, progress, family.tensor) as reader:
+        told = LoadingProgress(census.bytes, progress)
+        with CheckpointReader(checkpoint, group, dtype, device, told, family.tensor) as reader:
             model = family.model(
                 reader, config, max_positions=max_positions, draft_layer=draft_layer, invariant=invariant
             )
             reader.settle()
+        told.end()
         return model
 
 
@@ -67,10 +70,10 @@ def _check_shares(config: ModelConfig, group: TensorParallel) -> None:
 def _ignored(family: Family, config: ModelConfig, draft_prefix: str, draft_layer: bool) -> list[str]:
     ignored = family.ignored(config)
     if config.tied_embeddings:
-        ignored.append(f"^{re.escape(family.tensor('lm_head.weight'))}$")
+        ignored.append(f"^{re.escape(family.tensor('lm_head.weight'))}(_|$)")
     draft = re.escape(draft_prefix)
     if not draft_layer and config.draft_layers:
         ignored.append(f"^{draft}")
     # The draft layer shares the model's embedding and head; published checkpoints repeat them.
-    ignored.append(f"^{draft}(embed_tokens|shared_head\\.head)\\.weight$")
+    ignored.append(f"^{draft}(embed_tokens|shared_head\\.head)\\.weight(_|$)")
     return ignored

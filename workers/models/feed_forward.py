@@ -9,6 +9,8 @@ K experts per token (both with the shared ones, where those are stored or chosen
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,19 +18,18 @@ from kernels.moe import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.token_wise import Mixture, N, TokenWise
+from workers.weights.part import Part
 from workers.weights.source import WeightSource
+from workers.weights.weight import Format, Weight
 
 
 class DenseFeedForward:
     """down · (silu(gate · x) * (up · x))."""
 
     def __init__(self, source: WeightSource, prefix: str, hidden: int, intermediate: int) -> None:
-        share = intermediate // source.group.size
-        self.gate_up_FE = source.weight(2 * share, hidden)
-        source.fill(self.gate_up_FE[:share], f"{prefix}gate_proj.weight", shard=0)
-        source.fill(self.gate_up_FE[share:], f"{prefix}up_proj.weight", shard=0)
-        self.down_EI = source.weight(hidden, share)
-        source.fill(self.down_EI, f"{prefix}down_proj.weight", shard=1)
+        gate, up = (Part(f"{prefix}{name}_proj.weight", intermediate, hidden, shard=0) for name in ("gate", "up"))
+        self.gate_up_FE = source.matrix(gate, up)
+        self.down_EI = source.matrix(Part(f"{prefix}down_proj.weight", hidden, intermediate, shard=1))
 
     def __call__(
         self, way: TokenWise[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
@@ -44,38 +45,59 @@ class MixtureOfExperts:
     The shared experts are one network in the checkpoint, n_shared_experts times as wide as an expert. Its intermediate
     features fall apart into that many units of an expert's width, whose results add up to the network's: so they are
     kept as experts behind the routed ones, which every token chooses with weight 1, and computed in the same launches.
+    Only where the routed experts alone are stored quantized are the shared ones a network of their own.
     """
 
     def __init__(self, source: WeightSource, prefix: str, config: ModelConfig) -> None:
-        routing = config.routing
-        hidden, share = config.hidden_size, config.moe_intermediate_size // source.group.size
+        routing, hidden = config.routing, config.hidden_size
         experts, units = routing.experts, routing.shared_experts
         # The router's scores decide discretely: nothing is rounded whatever the model's dtype.
         gate = f"{prefix}gate.weight"
-        router_XE = source.load_weight(gate, experts, hidden, dtype=source.lossless(gate))
+        router_XE = Weight(source.load(gate, experts, hidden, dtype=source.lossless(gate)))
         bias = f"{prefix}gate.e_score_correction_bias"
         bias_X = source.load(bias, experts, dtype=torch.float32) if routing.bias else None
-        gate_up_XFE = source.weight(experts + units, 2 * share, hidden)
-        down_XEI = source.weight(experts + units, hidden, share)
+        networks = [_Network(f"{prefix}experts.{expert}.", config) for expert in range(experts)]
+        shared = [_Network(f"{prefix}shared_experts.", config, unit, units) for unit in range(units)]
+        self.shared: DenseFeedForward | None = None
+        """The shared experts, where they are a network of their own; the mixture then has none."""
+        if units and _apart(source, networks, shared):
+            width = units * config.moe_intermediate_size
+            self.shared = DenseFeedForward(source, f"{prefix}shared_experts.", hidden, width)
+            routing = replace(routing, shared_experts=0)
+        else:
+            networks += shared
+        gate_up_XFE = source.experts([network.gate_up for network in networks])
+        down_XEI = source.experts([network.down for network in networks])
         self.mixture = Mixture(routing, router_XE, bias_X, gate_up_XFE, down_XEI)
-        for expert in range(experts):
-            self._fill(source, expert, f"{prefix}experts.{expert}.")
-        for unit in range(units):
-            self._fill(source, experts + unit, f"{prefix}shared_experts.", unit=unit, units=units)
-
-    def _fill(self, source: WeightSource, expert: int, name: str, **part: int) -> None:
-        gate_up_FE, down_EI = self.mixture.gate_up_XFE[expert], self.mixture.down_XEI[expert]
-        half = gate_up_FE.shape[0] // 2
-        gate_IE, up_IE = gate_up_FE[:half], gate_up_FE[half:]
-        source.fill(gate_IE, f"{name}gate_proj.weight", shard=0, **part)
-        source.fill(up_IE, f"{name}up_proj.weight", shard=0, **part)
-        source.fill(down_EI, f"{name}down_proj.weight", shard=1, **part)
 
     def __call__(
         self, way: TokenWise[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
     ) -> None:
         """As `DenseFeedForward`."""
+        if self.shared is not None:
+            self.shared(way, x, norm, out, scratch)  # the norm of the sum so far is written over
         way.add_experts(x, self.mixture, norm, out, scratch, live_R)
+
+
+class _Network:
+    """One expert's tensors, or one unit's of the shared experts'."""
+
+    def __init__(self, name: str, config: ModelConfig, unit: int = 0, units: int = 1) -> None:
+        hidden, width = config.hidden_size, units * config.moe_intermediate_size
+        self.gate_up = [
+            Part(f"{name}{half}_proj.weight", width, hidden, shard=0, unit=unit, units=units) for half in ("gate", "up")
+        ]
+        self.down = [Part(f"{name}down_proj.weight", hidden, width, shard=1, unit=unit, units=units)]
+
+
+def _apart(source: WeightSource, routed: list[_Network], shared: list[_Network]) -> bool:
+    """Whether the routed experts stay quantized only if the shared ones are not kept behind them."""
+
+    def formats(networks: list[_Network]) -> list[Format]:
+        stacks = [network.gate_up for network in networks], [network.down for network in networks]
+        return [source.layout(stack).format for stack in stacks]
+
+    return formats(routed) != formats(routed + shared)
 
 
 FeedForward = DenseFeedForward | MixtureOfExperts

@@ -23,6 +23,7 @@ from workers.models.rope import rotation_table
 from workers.models.segments import Segments
 from workers.models.ways import Ways
 from workers.parallel.group import TensorParallel
+from workers.weights.part import Part
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
 
@@ -89,7 +90,7 @@ class Model:
             source.settle()
             own_YE.copy_(self.embedding_YE[rows])
         else:
-            source.fill_part(own_YE, "lm_head.weight", (vocab, self.config.hidden_size), (rows, slice(None)))
+            source.fill(Weight(own_YE), Part("lm_head.weight", vocab, self.config.hidden_size, own=rows))
         return Weight(head_YE)
 
     def forward(self, token_T: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None) -> Tensor:

@@ -8,21 +8,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from workers.weights.source import Shape
-
-READABLE_DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-"""By safetensors' names."""
+from workers.weights.stored import Shape, Wanted
 
 
 class WeightsError(ValueError):
@@ -82,33 +73,45 @@ class Checkpoint:
         """Whether any tensor's name begins so."""
         return any(name.startswith(prefix) for name in self.entries)
 
-    def verify(self, expected: Mapping[str, Shape], ignored: Iterable[str]) -> None:
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Of every tensor, by safetensors' names."""
+        return {name: entry.dtype for name, entry in self.entries.items()}
+
+    def verify(self, wanted: Mapping[str, Wanted], ignored: Iterable[str]) -> None:
         """Compare with what the model wants; one `WeightsError` lists every tensor that is missing, unexpected, of the
         wrong shape or of a dtype that cannot be read. Names that match a pattern of `ignored` may be there or not."""
         skip = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))
-        missing = [name for name in expected if name not in self.entries]
-        unexpected = [name for name in self.entries if name not in expected and not skip.search(name)]
-        shared = {name: entry for name, entry in self.entries.items() if name in expected}
+        missing = [name for name in wanted if name not in self.entries]
+        unexpected = [name for name in self.entries if name not in wanted and not skip.search(name)]
+        shared = {name: entry for name, entry in self.entries.items() if name in wanted}
         misshapen = [
-            f"{name} is {list(entry.shape)}, config.json wants {list(expected[name])}"
+            f"{name} is {list(entry.shape)}, config.json wants {list(wanted[name].shape)}"
             for name, entry in shared.items()
-            if entry.shape != expected[name]
+            if entry.shape != wanted[name].shape
         ]
-        unreadable = [f"{n} is {entry.dtype}" for n, entry in shared.items() if entry.dtype not in READABLE_DTYPES]
+        unreadable = [
+            f"{name} is {entry.dtype}; supported: {', '.join(sorted(wanted[name].dtypes))}"
+            for name, entry in shared.items()
+            if entry.dtype not in wanted[name].dtypes
+        ]
         lists = {
             "missing": missing,
             "unexpected": unexpected,
             "of the wrong shape": misshapen,
-            f"of an unsupported dtype (supported: {', '.join(sorted(READABLE_DTYPES))})": unreadable,
+            "of an unsupported dtype": unreadable,
         }
         problems = [_listed(what, names) for what, names in lists.items() if names]
         if problems:
             raise WeightsError("\n".join([f"the tensors in {self.folder} do not fit its config.json:", *problems]))
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """The part `index` of a tensor, on the CPU."""
+        """The part `index` of a tensor, on the CPU; `WeightsError` when the file cannot be read."""
         entry = self.entries[name]
-        tensor: Tensor = self._files[entry.file].get_slice(name)[index]
+        try:
+            tensor: Tensor = self._files[entry.file].get_slice(name)[index]
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"cannot read {name} of {entry.file}, is the download complete? {error}") from error
         return tensor
 
     def close(self) -> None:

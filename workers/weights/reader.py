@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from workers.parallel.group import TensorParallel
-from workers.weights.checkpoint import READABLE_DTYPES, Checkpoint
-from workers.weights.source import Shape, WeightSource
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.loading_progress import LoadingProgress
+from workers.weights.part import Part
+from workers.weights.quantised import PARTS
+from workers.weights.source import WeightSource
+from workers.weights.stored import Shape
 from workers.weights.upload import Uploader
+from workers.weights.weight import Format, Weight
+
+MOST_DEQUANTISED: Final = 1 << 20
+"""Numbers that a thread dequantises at once: what that takes on a device is little, however many threads there are."""
 
 
 class CheckpointReader(WeightSource):
@@ -23,26 +32,47 @@ class CheckpointReader(WeightSource):
         group: TensorParallel,
         dtype: torch.dtype,
         device: torch.device,
-        progress: Callable[[str], None] | None,
+        progress: LoadingProgress,
         stored: Callable[[str], str] = str,
     ) -> None:
-        super().__init__(group, dtype, device, stored)
+        super().__init__(group, dtype, device, stored, checkpoint.dtypes)
         self.checkpoint = checkpoint
         self._progress = progress
         self._uploader = Uploader(device) if device.type == "cuda" else None
 
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
         """Reads only `index`; converts to the dtype and device of `into`."""
-        read = partial(self.checkpoint.read, self.stored(name), index)
+        self._put(into, partial(self.checkpoint.read, self.stored(name), index))
+
+    def fill_matrix(self, into: Weight, part: Part) -> None:
+        """Reads only what this rank has; dequantises on the device of `into` what that has as plain numbers."""
+        stored = self.stored_format(part.name)
+        if stored is Format.PLAIN:
+            super().fill_matrix(into, part)
+            return
+        rows, columns = part.index(self.group)
+        found = PARTS[stored](self.checkpoint, self.stored(part.name), part.shape, rows, columns)
+        if into.scales is not None:
+            self._put(into.data, found.data)
+            self._put(into.scales, partial(found.scales, into.block))
+            return
+        count, width = into.shape
+        step = max(1, MOST_DEQUANTISED // max(1, width))
+        for begin in range(0, count, step):
+            some = found.of_rows(begin, min(begin + step, count))
+            place = into.plain[begin : begin + step]
+            if self._uploader is None:
+                place.copy_(some.numbers(*some.covering()))
+            else:
+                self._uploader.fill_computed(place, some.covering, some.numbers)
+            self._progress.add(place.nbytes)
+
+    def _put(self, into: Tensor, read: Callable[[], Tensor]) -> None:
         if self._uploader is None:
             into.copy_(read())
         else:
             self._uploader.fill(into, read)
-
-    def lossless(self, name: str) -> torch.dtype:
-        """See `WeightSource`."""
-        stored = READABLE_DTYPES[self.checkpoint.entries[self.stored(name)].dtype]
-        return self.dtype if self.dtype == stored else torch.float32
+        self._progress.add(into.nbytes)
 
     def settle(self) -> None:
         """See `WeightSource`."""
@@ -57,6 +87,9 @@ class CheckpointReader(WeightSource):
             self._uploader.close()
 
     def progress(self, text: str) -> None:
-        """Passes the line on."""
-        if self._progress is not None:
-            self._progress(text)
+        """Passes the line on, with how far loading is."""
+        self._progress.at(text)
+
+    def tell(self, text: str) -> None:
+        """See `WeightSource`."""
+        self._progress.note(text)

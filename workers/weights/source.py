@@ -2,21 +2,23 @@
 
 A model builds itself from a `WeightSource`, twice: a `Census` first collects, on the meta device, which tensors it
 wants, in which shapes and how many bytes they take; after that was held against the files, a `CheckpointReader` fills
-real memory, each rank's with its slices alone. So the model's constructors are the only place that names a tensor.
+real memory, each rank's with its slices alone. So the model's constructors are the only place that names a tensor, and
+the checkpoint is the only one that says how matrices are stored.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from workers.parallel.group import TensorParallel
-from workers.weights.weight import Weight
-
-Shape = tuple[int, ...]
+from workers.weights.layout import Layout, layout_of
+from workers.weights.part import Part, RopeRows
+from workers.weights.stored import PLAIN_DTYPES, Shape, Wanted, stored_format, tensors_of
+from workers.weights.weight import GROUP, Format, Weight
 
 
 class WeightSource(ABC):
@@ -28,62 +30,114 @@ class WeightSource(ABC):
         dtype: torch.dtype,
         device: torch.device,
         stored: Callable[[str], str] = str,
+        dtypes: Mapping[str, str] | None = None,
     ) -> None:
-        """`stored`: what the checkpoint calls a tensor, of the name that the model asks for."""
+        """`stored`: what the checkpoint calls a tensor, of the name that the model asks for. `dtypes`: of the
+        checkpoint's tensors, by its names and in safetensors' words; without them all are plain."""
         self.group = group
         self.dtype = dtype
         self.device = device
         self.stored = stored
+        self.dtypes = dtypes or {}
+        self._told: set[str] = set()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised memory for a tensor that is no matrix of a product, such as the weights of a norm."""
+        """Uninitialised memory for a tensor."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def weight(self, *shape: int, dtype: torch.dtype | None = None) -> Weight:
-        """Room for a matrix of weights, (N, K) or (X, N, K): see `Weight`."""
-        return Weight(self.empty(*shape, dtype=dtype))
-
-    def load_weight(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Weight:
-        """The whole matrix `name`, which must have `shape`."""
-        into = self.weight(*shape, dtype=dtype)
-        self.fill(into, name)
-        return into
-
     def load(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole tensor `name`, which must have `shape`."""
+        """The whole tensor `name`, which must have `shape`, as plain numbers. Only matrices may be stored quantized."""
+        if len(shape) == 2:
+            return self.plain(Part(name, *shape), dtype=dtype)
         into = self.empty(*shape, dtype=dtype)
-        self.fill(into, name)
+        self.fill_part(into, name, shape, tuple(slice(0, size) for size in shape))
         return into
 
-    def fill(
-        self, into: Tensor | Weight, name: str, *, shard: int | None = None, unit: int | None = None, units: int = 1
-    ) -> None:
-        """Copy tensor `name` into `into`, or, with `shard`, this rank's part of that dimension (which `into` has).
+    def plain(self, part: Part, dtype: torch.dtype | None = None) -> Tensor:
+        """What this rank reads of a matrix, as plain numbers however it is stored: for what is no matrix of a product,
+        or cannot be one as it is stored."""
+        rows, columns = part.index(self.group)
+        into = self.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=dtype)
+        self.fill(Weight(into), part)
+        return into
 
-        `unit`: not of the whole dimension, but of the unit-th of its `units` equal parts. ValueError when there is no
-        such part.
-        """
-        if unit is not None and (shard is None or not 0 <= unit < units):
-            raise ValueError(f"{name}: part {unit} of {units} of dimension {shard} does not exist")
-        shape, index = list(into.shape), [slice(None)] * len(into.shape)
-        if shard is not None:
-            length = shape[shard] * self.group.size
-            own, begin = self.group.shard(length, name), (unit or 0) * length
-            shape[shard] = length * units
-            index[shard] = slice(begin + own.start, begin + own.stop)
-        self.fill_part(into.data if isinstance(into, Weight) else into, name, tuple(shape), tuple(index))
+    def matrix(self, *parts: Part) -> Weight:
+        """The matrix [N, K] that has the rows of `parts`, one behind the other; see `layout` for its format."""
+        layout = self.layout([parts])
+        weight = self._room((), parts, layout)
+        self._stack(weight, parts)
+        return weight
+
+    def experts(self, stacks: Sequence[Sequence[Part]]) -> Weight:
+        """The matrices [X, N, K] that have the rows of each of `stacks`, all in one format."""
+        weight = self._room((len(stacks),), stacks[0], self.layout(stacks))
+        for expert, parts in enumerate(stacks):
+            self._stack(weight[expert], parts)
+        return weight
+
+    def layout(self, stacks: Sequence[Sequence[Part]]) -> Layout:
+        """How `experts` keeps these: as they are stored, where all are stored alike and no rank's share begins inside
+        of what shares a scale; else plain, which the user is told."""
+        return layout_of(stacks, self.stored_format, self.group)
+
+    def stored_format(self, name: str) -> Format:
+        """How the checkpoint stores matrix `name`."""
+        return stored_format(self.stored(name), self.dtypes)
 
     def lossless(self, name: str) -> torch.dtype:
         """The model's dtype if tensor `name` is stored in it, else fp32."""
-        return torch.float32
+        return self.dtype if PLAIN_DTYPES.get(self.dtypes.get(self.stored(name), "")) == self.dtype else torch.float32
+
+    def _room(self, outer: tuple[int, ...], parts: Sequence[Part], layout: Layout) -> Weight:
+        """Room for a matrix, or for several."""
+        if layout.note and layout.note not in self._told and self.group.rank == 0:  # all ranks choose alike
+            self._told.add(layout.note)
+            self.tell(layout.note)
+        shares = [part.index(self.group) for part in parts]
+        height = sum(rows.stop - rows.start for rows, _ in shares)
+        width = shares[0][1].stop - shares[0][1].start
+        match layout.format:
+            case Format.PLAIN:
+                return Weight(self.empty(*outer, height, width))
+            case Format.FP8_BLOCKS:
+                assert layout.block is not None
+                blocks = [-(-size // side) for size, side in zip((height, width), layout.block, strict=True)]
+                data = self.empty(*outer, height, width, dtype=torch.float8_e4m3fn)
+                return Weight(data, layout.format, self.empty(*outer, *blocks, dtype=torch.float32), layout.block)
+            case Format.INT4_GROUPS:
+                data = self.empty(*outer, height, width // 2, dtype=torch.uint8)
+                scales = self.empty(*outer, height, width // GROUP, dtype=torch.bfloat16)
+                return Weight(data, layout.format, scales)
+
+    def _stack(self, weight: Weight, parts: Sequence[Part]) -> None:
+        begin = 0
+        for part in parts:
+            own, _ = part.index(self.group)
+            end = begin + own.stop - own.start
+            self.fill(weight[begin:end], part)
+            begin = end
+
+    def fill(self, into: Weight, part: Part) -> None:
+        """Copy what this rank reads of `part` into `into`, which is plain or in the format in which it is stored."""
+        self.fill_matrix(into, part)
+        if part.rope is not None:
+            self.settle()
+            _reorder(into, part.rope)
+
+    def fill_matrix(self, into: Weight, part: Part) -> None:
+        """`fill`, in the checkpoint's order. Here of plain matrices alone."""
+        self.fill_part(into.plain, part.name, part.shape, part.index(self.group))
 
     @abstractmethod
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
-        """Copy `index` of the tensor `name`, whose shape in the checkpoint is `shape`, into `into`."""
+        """Copy `index` of the plain tensor `name`, whose shape in the checkpoint is `shape`, into `into`."""
 
     @abstractmethod
     def progress(self, text: str) -> None:
         """Tell the user what is being loaded."""
+
+    def tell(self, text: str) -> None:  # noqa: B027 - most sources have nobody to tell
+        """Tell the user what is not as the checkpoint would have it."""
 
     def settle(self) -> None:  # noqa: B027 - most sources fill at once
         """Wait until everything that was asked for is in place: before it is read or changed, and at the end."""
@@ -92,12 +146,18 @@ class WeightSource(ABC):
 class Census(WeightSource):
     """Collects what a model wants, without memory."""
 
-    def __init__(self, group: TensorParallel, dtype: torch.dtype, stored: Callable[[str], str] = str) -> None:
-        super().__init__(group, dtype, torch.device("meta"), stored)
-        self.shapes: dict[str, Shape] = {}
+    def __init__(
+        self,
+        group: TensorParallel,
+        dtype: torch.dtype,
+        stored: Callable[[str], str] = str,
+        dtypes: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(group, dtype, torch.device("meta"), stored, dtypes)
+        self.wanted: dict[str, Wanted] = {}
         """By the checkpoint's names."""
         self.bytes = 0
-        """Of this rank's share."""
+        """Of this rank's share, scales included."""
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Counts the bytes."""
@@ -107,7 +167,20 @@ class Census(WeightSource):
 
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
         """Notes the name and the shape."""
-        self.shapes[self.stored(name)] = shape
+        self.wanted[self.stored(name)] = Wanted(shape)
+
+    def fill_matrix(self, into: Weight, part: Part) -> None:
+        """Notes the tensors that the matrix consists of."""
+        self.wanted |= tensors_of(self.stored(part.name), self.stored_format(part.name), *part.shape)
 
     def progress(self, text: str) -> None:
         """Says nothing."""
+
+
+def _reorder(weight: Weight, rope: RopeRows) -> None:
+    """Put rows into the order in which they are kept, in place. Scales of FP8 blocks stay: see `layout_of`."""
+    order = rope.order(weight.shape[0], weight.data.device)
+    tensors = [weight.data] if weight.scales is None or weight.block is not None else [weight.data, weight.scales]
+    for tensor in tensors:
+        numbers = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+        numbers.copy_(numbers[order])

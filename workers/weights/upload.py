@@ -52,6 +52,9 @@ class Uploader:
 
     def __init__(self, device: torch.device, threads: int = THREADS, piece_bytes: int = PIECE_BYTES) -> None:
         self._device = device
+        self._index = None
+        if device.type == "cuda":  # threads begin on GPU 0, and `torch.device("cuda")` has no index
+            self._index = torch.cuda.current_device() if device.index is None else device.index
         self._piece_bytes = piece_bytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="upload")
         self._own = threading.local()
@@ -60,25 +63,46 @@ class Uploader:
     def fill(self, into: Tensor, read: Callable[[], Tensor]) -> None:
         """Begin to copy what `read` returns, a tensor on the CPU, into `into`; dtypes may differ. The copy comes after
         all that the caller's stream was given before. May raise the error of an earlier copy."""
+        self._begin(lambda lane: self._send(lane, read(), into))
+
+    def fill_computed(
+        self, into: Tensor, read: Callable[[], tuple[Tensor, ...]], compute: Callable[..., Tensor]
+    ) -> None:
+        """As `fill`, of what `compute` makes, on the device, of what `read` returns. What is read, and what computing
+        takes, is memory of the device until that is done."""
+
+        def work(lane: _Lane) -> None:
+            given = []
+            for tensor in read():
+                given.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=into.device))
+                self._send(lane, tensor, given[-1])
+            into.copy_(compute(*given))
+
+        self._begin(work)
+
+    def _begin(self, work: Callable[[_Lane], None]) -> None:
         if len(self._pending) == MOST_PENDING:
             self._pending.popleft().result()
         before = None
         if self._device.type == "cuda":
             before = torch.cuda.current_stream(self._device).record_event()
-        self._pending.append(self._pool.submit(self._copy, into, read, before))
+        self._pending.append(self._pool.submit(self._do, work, before))
 
     @torch.inference_mode()
-    def _copy(self, into: Tensor, read: Callable[[], Tensor], before: torch.cuda.Event | None) -> None:
+    def _do(self, work: Callable[[_Lane], None], before: torch.cuda.Event | None) -> None:
         if not hasattr(self._own, "lane"):
-            if self._device.type == "cuda":
-                torch.cuda.set_device(into.device)  # has an index, which `torch.device("cuda")` has not
+            if self._index is not None:
+                torch.cuda.set_device(self._index)
             self._own.lane = _Lane(self._device, self._piece_bytes)
         lane: _Lane = self._own.lane
         if lane.stream is not None and before is not None:
             lane.stream.wait_event(before)
         with torch.cuda.stream(lane.stream) if lane.stream is not None else nullcontext():
-            for part, place in _pieces(read(), into, self._piece_bytes):
-                lane.send(part, place)
+            work(lane)
+
+    def _send(self, lane: _Lane, source: Tensor, into: Tensor) -> None:
+        for part, place in _pieces(source, into, self._piece_bytes):
+            lane.send(part, place)
 
     def settle(self) -> None:
         """Wait until everything asked for is in place; raises the first error of a copy."""

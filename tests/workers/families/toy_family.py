@@ -10,6 +10,7 @@ from kernels.routing_rule import RoutingRule
 from workers.families.family import Family
 from workers.families.fields import Fields
 from workers.models.config import ModelConfig, Rope, Routing
+from workers.weights.part import Part
 
 if TYPE_CHECKING:
     from workers.models.feed_forward import FeedForward
@@ -67,12 +68,9 @@ class Toy(Family):
         class Fused(DenseFeedForward):
             def __init__(self) -> None:
                 prefix, hidden = f"model.layers.{index}.", config.hidden_size
-                share = config.intermediate_size // source.group.size
-                self.gate_up_FE = source.weight(2 * share, hidden)
-                for half in range(2):
-                    own = slice(half * share, (half + 1) * share)
-                    source.fill(self.gate_up_FE[own], f"{prefix}w13", shard=0, unit=half, units=2)
-                self.down_EI = source.weight(hidden, share)
-                source.fill(self.down_EI, f"{prefix}w2", shard=1)
+                width = config.intermediate_size
+                halves = (Part(f"{prefix}w13", 2 * width, hidden, shard=0, unit=unit, units=2) for unit in range(2))
+                self.gate_up_FE = source.matrix(*halves)
+                self.down_EI = source.matrix(Part(f"{prefix}w2", hidden, width, shard=1))
 
         return Fused()

@@ -15,11 +15,13 @@ from torch import Tensor
 from kernels.moe import AddNorm
 from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
+from workers.models import feed_forward
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import ManyTokens
 from workers.parallel.group import TensorParallel
+from workers.weights.part import Part
 from workers.weights.source import Shape, WeightSource
 
 HIDDEN, WIDTH, EXPERTS = 48, 64, 8
@@ -83,13 +85,20 @@ def wanted(tensors: dict[str, Tensor], x_TE: Tensor) -> Tensor:
 
 
 def computed(
-    tensors: dict[str, Tensor], x_TE: Tensor, group: TensorParallel, kind: type[ManyTokens] = ManyTokens, **live: Any
+    tensors: dict[str, Tensor],
+    x_TE: Tensor,
+    group: TensorParallel,
+    kind: type[ManyTokens] = ManyTokens,
+    behind: int | None = None,
+    **live: Any,
 ) -> tuple[Tensor, Tensors]:
-    """This rank's part of the sum: on an empty residual stream the stream itself, and its norm what is given on."""
+    """This rank's part of the sum: on an empty residual stream the stream itself, and its norm what is given on.
+    `behind`: shared experts kept behind the routed ones, if not all."""
     source = Tensors(tensors, group, x_TE.dtype)
     shared = tensors.get("shared_experts.up_proj.weight", torch.empty(0)).shape[0] // WIDTH
     experts = MixtureOfExperts(source, "", config(shared))
-    assert experts.mixture.gate_up_XFE.shape == (EXPERTS + shared, 2 * WIDTH // group.size, HIDDEN)
+    units = shared if behind is None else behind
+    assert experts.mixture.gate_up_XFE.shape == (EXPERTS + units, 2 * WIDTH // group.size, HIDDEN)
     sum_TE, out_TE = torch.zeros_like(x_TE), torch.full_like(x_TE, torch.nan)
     norm = AddNorm(sum_TE, torch.linspace(0.5, 2, HIDDEN, dtype=x_TE.dtype), 1e-6)
     experts(kind(TensorParallel()), x_TE, norm, out_TE, Scratch(CPU), **live)
@@ -140,7 +149,26 @@ def test_padding_wakes_no_shared_expert(shared: int) -> None:
 
 
 def test_a_part_that_does_not_exist_is_refused() -> None:
-    source, into = Tensors({}, TensorParallel(), torch.float32), torch.empty(2, 3)
     for part in ({"shard": 0, "unit": 2, "units": 2}, {"shard": 0, "unit": -1, "units": 2}, {"unit": 0, "units": 2}):
         with pytest.raises(ValueError, match=r"w: part -?\d of 2 of dimension (0|None) does not exist"):
-            source.fill(into, "w", **part)
+            Part("w", 4, 3, **part)
+
+
+@pytest.mark.parametrize("kind", [ManyTokens, InvariantTokens])
+@pytest.mark.parametrize("shared", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_shared_experts_of_another_format_are_a_network_of_their_own(
+    size: int, shared: int, kind: type[ManyTokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where INT4 experts stand beside shared ones in bf16: the same sum, and every number read once."""
+    monkeypatch.setattr(feed_forward, "_apart", lambda *_: True)
+    tensors = checkpoint(shared)
+    x_TE = torch.randn(50, HIDDEN)
+    sum_TE, read = torch.zeros_like(x_TE), {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for rank in range(size):
+        part_TE, source = computed(tensors, x_TE, TensorParallel(rank, size), kind, behind=0)
+        sum_TE += part_TE
+        read = {name: read[name] + source.read[name] for name in tensors}
+    torch.testing.assert_close(sum_TE.double(), wanted(tensors, x_TE), rtol=1e-5, atol=1e-5)
+    for name, times in read.items():
+        assert bool((times == (size if name == "gate.weight" else 1)).all()), name

@@ -51,6 +51,17 @@ def test_strided_parts_and_other_dtypes(uploader: Uploader, device: torch.device
     assert not into[:, 25:].any()
 
 
+def test_what_is_computed_of_uploads(uploader: Uploader, device: torch.device) -> None:
+    """More than a buffer holds, many at once, into memory of another dtype."""
+    sources = [(torch.randn(n, 9).to(torch.float8_e4m3fn), torch.rand(n, 1)) for n in range(1, 100)]
+    into = [torch.full(data.shape, torch.nan, dtype=torch.bfloat16, device=device) for data, _ in sources]
+    for pair, place in zip(sources, into, strict=True):
+        uploader.fill_computed(place, lambda pair=pair: pair, lambda data, scale: data.float() * scale)
+    uploader.settle()
+    for (data, scale), place in zip(sources, into, strict=True):
+        assert torch.equal(place.cpu(), (data.float() * scale).bfloat16())
+
+
 def test_an_error_reaches_settle(uploader: Uploader, device: torch.device) -> None:
     def broken() -> torch.Tensor:
         raise OSError("the disk is gone")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from workers.memory.scratch import Scratch
 from workers.models.many_tokens import ManyTokens
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
-from workers.weights import checkpoint, memory_check
+from workers.weights import checkpoint, loading_progress, memory_check
 from workers.weights.checkpoint import WeightsError
 
 
@@ -188,10 +190,42 @@ def test_too_little_memory_is_said_before_loading(tmp_path: Path, monkeypatch: p
     assert not lines
     monkeypatch.setattr(memory_check, "_free_host_bytes", lambda: size)
     load(folder, progress=lines.append)
-    assert "layer 3 of 3" in lines
-    assert "draft layer" in lines
+    assert lines[-1].startswith("0.00 GiB of weights loaded in ")
     monkeypatch.setattr(memory_check, "_free_host_bytes", lambda: size * 2 // 3)
     load(folder, dtype=torch.bfloat16)
+
+
+def test_progress_says_where_how_much_and_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line every three seconds of a load that takes a second for every tensor."""
+    clock = itertools.count()
+    monkeypatch.setattr(loading_progress.time, "perf_counter", lambda: float(next(clock)))
+    lines: list[str] = []
+    load(write_tiny(tmp_path), progress=lines.append)
+    patterns = [
+        rf"{where}: 0\.00 of 0\.00 GiB of weights, about \d+ s left" for where in ("layer 3 of 3", "draft layer")
+    ]
+    for pattern in patterns:
+        assert any(re.fullmatch(pattern, line) for line in lines), pattern
+    assert re.fullmatch(r"0\.00 GiB of weights loaded in \d+\.0 s", lines[-1])
+    seconds = next(clock)
+    assert len(lines) <= seconds / loading_progress.PERIOD_S + 2
+
+
+def test_progress_estimates_from_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loading_progress.time, "perf_counter", lambda: now[0])
+    lines: list[str] = []
+    progress = loading_progress.LoadingProgress(100 << 30, lines.append)
+    progress.at("layer 1 of 9")
+    for seconds in range(1, 11):
+        now[0] = float(seconds)
+        progress.add(4 << 30)
+    assert lines == [
+        "layer 1 of 9: 0.00 of 100.00 GiB of weights",
+        "layer 1 of 9: 12.00 of 100.00 GiB of weights, about 22 s left",
+        "layer 1 of 9: 24.00 of 100.00 GiB of weights, about 19 s left",
+        "layer 1 of 9: 36.00 of 100.00 GiB of weights, about 16 s left",
+    ]
 
 
 def test_free_memory_is_positive_and_not_more_than_there_is() -> None:

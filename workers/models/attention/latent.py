@@ -27,6 +27,7 @@ from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.rope import softmax_scale
 from workers.models.token_wise import N, TokenWise
+from workers.weights.part import Part, RopeRows
 from workers.weights.source import WeightSource
 
 
@@ -51,29 +52,26 @@ class LatentAttention:
     def __init__(self, source: WeightSource, prefix: str, config: ModelConfig, *, invariant: bool) -> None:
         count, hidden = config.num_heads // source.group.size, config.hidden_size
         nope, value, latent = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
-        query = count * config.qk_head_dim
 
         # First columns: the query's latent or, in models without one, the query itself; then the cached features.
-        first = query if config.q_lora_rank is None else config.q_lora_rank
-        self.down_FE = source.weight(first + config.cache_width, hidden)
-        source.fill(self.down_FE[first:], f"{prefix}kv_a_proj_with_mqa.weight")
+        first = count * config.qk_head_dim if config.q_lora_rank is None else config.q_lora_rank
+        rotated = None if config.rope.interleaved else config.qk_rope_head_dim
+        query_rope = RopeRows(config.qk_head_dim, rotated) if rotated else None
+        down_rope = RopeRows(config.cache_width, rotated) if rotated else None
+        down = Part(f"{prefix}kv_a_proj_with_mqa.weight", config.cache_width, hidden, rope=down_rope)
+        rows = config.num_heads * config.qk_head_dim
         if config.q_lora_rank is None:
             self.q_norm_A = self.q_up_QA = None
-            query_rows = self.down_FE[:first]
-            source.fill(query_rows, f"{prefix}q_proj.weight", shard=0)
+            query = Part(f"{prefix}q_proj.weight", rows, hidden, shard=0, rope=query_rope)
         else:
-            source.fill(self.down_FE[:first], f"{prefix}q_a_proj.weight")
+            query = Part(f"{prefix}q_a_proj.weight", first, hidden)
             self.q_norm_A = source.load(f"{prefix}q_a_layernorm.weight", first)
-            query_rows = self.q_up_QA = source.weight(query, first)
-            source.fill(query_rows, f"{prefix}q_b_proj.weight", shard=0)
-        if not config.rope.interleaved:
-            source.settle()
-            _interleave(query_rows.plain.view(count, config.qk_head_dim, -1)[:, nope:])
-            _interleave(self.down_FE[first + latent :].plain.unsqueeze(0))
+            self.q_up_QA = source.matrix(Part(f"{prefix}q_b_proj.weight", rows, first, shard=0, rope=query_rope))
+        self.down_FE = source.matrix(query, down)
 
         norm_L = source.load(f"{prefix}kv_a_layernorm.weight", latent)
-        up = source.empty(count * (nope + value), latent)
-        source.fill(up, f"{prefix}kv_b_proj.weight", shard=0)
+        # Its heads are taken apart, and its keys' half is used transposed: no stored format can be multiplied so.
+        up = source.plain(Part(f"{prefix}kv_b_proj.weight", config.num_heads * (nope + value), latent, shard=0))
         self.heads = Heads(
             count=count,
             nope=nope,
@@ -85,8 +83,7 @@ class LatentAttention:
             norm_L=norm_L,
             invariant=invariant,
         )
-        self.out_EF = source.weight(hidden, count * value)
-        source.fill(self.out_EF, f"{prefix}o_proj.weight", shard=1)
+        self.out_EF = source.matrix(Part(f"{prefix}o_proj.weight", hidden, config.num_heads * value, shard=1))
 
     def plan(self, batch: Batch, scratch: Scratch) -> Batch:
         """`batch` with its decode rows planned, for this layer and all that are shaped like it."""
@@ -220,10 +217,3 @@ class LatentAttention:
     def output(self, way: TokenWise[N], attended_THV: Tensor, norm: AddNorm, out: N, scratch: Scratch) -> None:
         """Token-wise: residual += the output, summed over ranks; `out` = its norm."""
         way.add(attended_THV.flatten(1), self.out_EF, norm, out, scratch)
-
-
-def _interleave(rows_HOE: Tensor) -> None:
-    """Reorder rope rows from pairs (i, i + half) to pairs (2i, 2i + 1), in place: products of q and k do not change."""
-    half = rows_HOE.shape[1] // 2
-    first_HIE, second_HIE = rows_HOE[:, :half], rows_HOE[:, half:]
-    rows_HOE.copy_(torch.stack([first_HIE, second_HIE], dim=2).flatten(1, 2))

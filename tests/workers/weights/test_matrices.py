@@ -1,0 +1,220 @@
+"""Matrices made of parts of a checkpoint's tensors, whatever their format, against what those tensors mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantised_checkpoints import WRITERS
+from safetensors.torch import save_file
+
+from workers.parallel.group import TensorParallel
+from workers.weights.checkpoint import Checkpoint, WeightsError
+from workers.weights.loading_progress import LoadingProgress
+from workers.weights.part import Part, RopeRows
+from workers.weights.reader import CheckpointReader
+from workers.weights.source import Census
+from workers.weights.weight import Format, Weight
+
+CPU = torch.device("cpu")
+FORMATS = {"fp8": Format.FP8_BLOCKS, "int4": Format.INT4_GROUPS, "plain": Format.PLAIN}
+
+
+def read(
+    folder: Path, stacks: list[list[Part]], group: TensorParallel, dtype: torch.dtype = torch.float32
+) -> tuple[Weight, list[str]]:
+    """One matrix, or those of several experts, as a rank loads them after its census; and what the user is told."""
+    said: list[str] = []
+
+    def build(source: Any) -> Weight:
+        return source.matrix(*stacks[0]) if len(stacks) == 1 else source.experts(stacks)
+
+    with Checkpoint.open(folder) as checkpoint:
+        census = Census(group, dtype, dtypes=checkpoint.dtypes)
+        counted = build(census)
+        checkpoint.verify(census.wanted, ["other"])
+        with CheckpointReader(checkpoint, group, dtype, CPU, LoadingProgress(census.bytes, None)) as reader:
+            reader.tell = said.append  # type: ignore[method-assign]
+            weight = build(reader)
+            reader.settle()
+    assert census.bytes == weight.nbytes
+    assert (counted.format, counted.block, counted.shape) == (weight.format, weight.block, weight.shape)
+    return weight, said
+
+
+def reordered(numbers: np.ndarray, rope: RopeRows) -> np.ndarray:
+    """A row at a time."""
+    result = numbers.copy()
+    for head in range(0, len(numbers), rope.head):
+        first = head + rope.head - rope.rope
+        for i in range(rope.rope // 2):
+            result[first + 2 * i], result[first + 2 * i + 1] = numbers[first + i], numbers[first + rope.rope // 2 + i]
+    return result
+
+
+@st.composite
+def parts_of(draw: st.DrawFn, ranks: int, shard: int | None, width: int) -> Part:
+    """A part that `ranks` can share, whose share of the columns is `width` wide."""
+    units = draw(st.sampled_from([1, 1, 2, 3])) if shard is not None else 1
+    unit = draw(st.integers(0, units - 1))
+    share = draw(st.one_of(st.integers(1, 150), st.sampled_from([16, 32, 48, 64, 96, 128, 192, 256])))
+    rope, rows, columns = None, share, width
+    if shard == 0:
+        rows *= ranks * units
+    elif shard == 1:
+        columns *= ranks * units
+    if units == 1 and shard != 1 and draw(st.integers(0, 3)) == 0:
+        head = draw(st.sampled_from([48, 64, 96, 192]))
+        rows = head * draw(st.integers(1, 2)) * (ranks if shard == 0 else 1)
+        rope = RopeRows(head, draw(st.sampled_from([16, 32])))
+    return Part("", rows, columns, shard=shard, unit=unit, units=units, rope=rope)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    ranks = data.draw(st.sampled_from([1, 2, 4]), label="ranks")
+    shard = data.draw(st.sampled_from([None, 0, 1]), label="shard")
+    width = data.draw(
+        st.one_of(st.integers(1, 200), st.sampled_from([32, 64, 96, 128, 160, 256])), label="columns of a rank"
+    )
+    shapes = data.draw(st.lists(parts_of(ranks, shard, width), min_size=1, max_size=3), label="parts")
+    kinds = [data.draw(st.sampled_from(list(WRITERS)), label="kind")] * len(shapes)
+    if data.draw(st.integers(0, 4), label="mixed") == 0:
+        kinds[-1] = "plain"
+    experts = data.draw(st.sampled_from([1, 1, 2]), label="experts")
+    tensors: dict[str, torch.Tensor] = {}
+    stacks, meant = [], {}
+    for expert in range(experts):
+        parts = []
+        for number, (part, kind) in enumerate(zip(shapes, kinds, strict=True)):
+            name = f"experts.{expert}.{number}.weight"
+            parts.append(Part(name, part.rows, part.columns, part.shard, part.unit, part.units, rope=part.rope))
+            written, meant[name] = WRITERS[kind](name, part.rows, part.columns, seed=17 * expert + number)
+            tensors |= written
+        stacks.append(parts)
+    folder = tmp_path_factory.mktemp("matrices")
+    save_file(tensors, folder / "model.safetensors")
+
+    loaded = []
+    for rank in range(ranks):
+        group = TensorParallel(rank, ranks)
+        weight, said = read(folder, stacks, group)
+        want = []
+        for parts in stacks:
+            rows = []
+            for part in parts:
+                share = meant[part.name][part.index(group)]
+                rows.append(reordered(share, part.rope) if part.rope else share)
+            want.append(np.concatenate(rows))
+        wanted = torch.from_numpy(np.stack(want) if experts > 1 else want[0])
+        assert torch.equal(weight.dequantised(torch.float32), wanted)
+        assert len(said) == (rank == 0 and weight.format is Format.PLAIN and set(kinds) != {"plain"})
+        loaded.append(weight)
+    assert len({(weight.format, weight.block) for weight in loaded}) == 1, "ranks differ"
+    if set(kinds) == {"fp8"}:
+        if len(shapes) == 1 and shard is None and shapes[0].rope is None:
+            assert loaded[0].block == (128, 128), "blocks are made smaller only where they have to be"
+        if loaded[0].block:
+            assert loaded[0].block[0] >= 16
+            assert loaded[0].block[1] >= 32
+    if set(kinds) == {"int4"} and shard != 1 and width % 32 == 0:
+        assert loaded[0].format is Format.INT4_GROUPS
+
+
+@pytest.mark.parametrize(
+    ("ranks", "intermediate", "block"),
+    [
+        (1, 18432, (128, 128)),
+        (8, 18432, (128, 128)),
+        (8, 1536, (64, 128)),
+        (8, 2048, (128, 128)),
+        (32, 2048, (64, 128)),
+    ],
+)
+def test_blocks_of_published_widths(ranks: int, intermediate: int, block: tuple[int, int]) -> None:
+    """Gate above up, of which every rank has a share."""
+    parts = [Part(f"mlp.{half}_proj.weight", intermediate, 7168, shard=0) for half in ("gate", "up")]
+    census = Census(TensorParallel(0, ranks), torch.bfloat16, dtypes={part.name: "F8_E4M3" for part in parts})
+    assert census.matrix(*parts).block == block
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_plain_tensors_and_rows_of_a_quantized_matrix(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In pieces that begin inside of blocks, on two ranks that do not share equally."""
+    tensors, want = WRITERS[kind]("a.weight", 201, 96, seed=3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with Checkpoint.open(tmp_path) as checkpoint, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.weights.reader.MOST_DEQUANTISED", 7 * 96)
+        reader = CheckpointReader(checkpoint, TensorParallel(1, 2), dtype, CPU, LoadingProgress(0, None))
+        whole = reader.load("a.weight", 201, 96)
+        rows = reader.plain(Part("a.weight", 201, 96, own=slice(101, 201)))
+    assert torch.equal(whole, torch.from_numpy(want).to(dtype))
+    assert torch.equal(rows, torch.from_numpy(want[101:]).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("fp8", {"a.weight_scale_inv": None}, ["1 missing", "a.weight_scale_inv"]),
+        ("fp8", {"a.weight_scale_inv": torch.ones(3, 2)}, ["a.weight_scale_inv is [3, 2]", "[2, 2]"]),
+        ("fp8", {"a.weight_scale_inv": torch.ones(2, 2).double()}, ["a.weight_scale_inv is F64", "F32"]),
+        ("fp8", {"a.weight_scale_inv": torch.full((2, 2), torch.nan)}, ["a.weight_scale_inv", "NaN or infinite"]),
+        ("fp8", {"a.weight_scale_inv": torch.full((2, 2), torch.inf)}, ["a.weight_scale_inv", "NaN or infinite"]),
+        ("fp8", {"a.weight": torch.zeros(200, 160).to(torch.float8_e5m2)}, ["a.weight is F8_E5M2", "unexpected"]),
+        ("fp8", {"a.weight": torch.zeros(200, 160).bfloat16()}, ["1 unexpected", "a.weight_scale_inv"]),
+        ("fp8", {"a.weight_scale": torch.ones(1)}, ["1 unexpected", "a.weight_scale"]),
+        ("int4", {"a.weight_scale": None}, ["1 missing", "a.weight_scale"]),
+        ("int4", {"a.weight_shape": None}, ["1 missing", "a.weight_shape"]),
+        ("int4", {"a.weight_packed": None}, ["1 missing", "a.weight", "2 unexpected"]),
+        ("int4", {"a.weight_shape": torch.tensor([160, 200])}, ["a.weight_shape says [160, 200]", "[200, 160]"]),
+        ("int4", {"a.weight_scale": torch.ones(200, 5).half()}, ["a.weight_scale is F16", "BF16"]),
+        ("int4", {"a.weight_scale": torch.ones(200, 2).bfloat16()}, ["a.weight_scale is [200, 2]", "[200, 5]"]),
+        ("int4", {"a.weight_scale": torch.full((200, 5), torch.nan).bfloat16()}, ["a.weight_scale", "NaN or infinite"]),
+        ("int4", {"a.weight_zero_point": torch.zeros(200, 5)}, ["1 unexpected", "a.weight_zero_point"]),
+        ("int4", {"a.weight_g_idx": torch.zeros(160)}, ["1 unexpected", "a.weight_g_idx"]),
+    ],
+)
+def test_damaged_tensors_are_named(kind: str, change: dict, words: list[str], tmp_path: Path) -> None:
+    tensors = WRITERS[kind]("a.weight", 200, 160, seed=1)[0] | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError) as error:
+        read(tmp_path, [[Part("a.weight", 200, 160)]], TensorParallel())
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_what_is_kept_unquantized_is_told_once(tmp_path: Path) -> None:
+    tensors = {}
+    for layer in range(3):
+        tensors |= WRITERS["fp8"](f"model.layers.{layer}.self_attn.q_b_proj.weight", 48, 64, seed=layer)[0]
+    save_file(tensors, tmp_path / "model.safetensors")
+    for rank in range(2):
+        said: list[str] = []
+        with Checkpoint.open(tmp_path) as checkpoint:
+            told = LoadingProgress(0, said.append)
+            reader = CheckpointReader(checkpoint, TensorParallel(rank, 2), torch.float32, CPU, told)
+            for layer in range(3):
+                part = Part(f"model.layers.{layer}.self_attn.q_b_proj.weight", 48, 64, shard=0)
+                assert reader.matrix(part).format is Format.PLAIN
+        notes = [line for line in said if "unquantized" in line]
+        words = "self_attn.q_b_proj: this rank's rows begin inside of a 128 x 128 block; kept unquantized"
+        assert notes == [words] * (rank == 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda group: Part("w", 5, 4, shard=0, units=2).index(group),
+        lambda group: Part("w", 6, 4, shard=0, units=2).index(group),
+    ],
+)
+def test_parts_that_ranks_cannot_share_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"^w"):
+        wrong(TensorParallel(0, 2))

@@ -1,0 +1,72 @@
+"""The format in which a rank keeps a matrix that is made of several tensors of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Final
+
+from workers.parallel.group import TensorParallel
+from workers.weights.part import Part
+from workers.weights.stored import BLOCK
+from workers.weights.weight import GROUP, Format
+
+LEAST_BLOCK: Final = (16, 32)
+"""Rows and columns of the smallest blocks that kernels read."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a matrix is kept."""
+
+    format: Format = Format.PLAIN
+    block: tuple[int, int] | None = None
+    """See `Weight`."""
+    note: str = ""
+    """What to tell of a matrix that is stored quantized and kept plain."""
+
+
+def layout_of(stacks: Sequence[Sequence[Part]], stored: Callable[[str], Format], group: TensorParallel) -> Layout:
+    """How to keep matrices, each of which has rows of some parts, one behind the other. As they are stored, if that can
+    be: else plain. Matrices of several experts are kept alike, and all ranks choose alike."""
+    formats = {stored(part.name) for parts in stacks for part in parts}
+    if formats == {Format.PLAIN}:
+        return Layout()
+    if len(formats) > 1:
+        return Layout(note=f"{_kind(stacks)}: stored partly quantized and partly not; kept unquantized")
+    kept = (_int4 if formats == {Format.INT4_GROUPS} else _fp8)(stacks, group)
+    return replace(kept, note=f"{_kind(stacks)}: {kept.note}; kept unquantized") if kept.note else kept
+
+
+def _fp8(stacks: Sequence[Sequence[Part]], group: TensorParallel) -> Layout:
+    """Blocks so small that no seam and no share of a rank begins inside of one."""
+    rows = columns = BLOCK
+    for parts in stacks:
+        place = 0
+        for part in parts:
+            if part.rope is not None and not part.rope.stay_within(BLOCK, part.rows):
+                return Layout(note=f"rows that change places lie in several {BLOCK} x {BLOCK} blocks")
+            row_step, column_step = part.steps(group)
+            rows, columns = gcd(rows, place, row_step), gcd(columns, column_step)
+            own, _ = part.index(group)
+            place += own.stop - own.start
+    for what, size, least in zip(("rows", "columns"), (rows, columns), LEAST_BLOCK, strict=True):
+        if size < least:
+            return Layout(note=f"this rank's {what} begin inside of a {BLOCK} x {BLOCK} block")
+    return Layout(Format.FP8_BLOCKS, (rows, columns))
+
+
+def _int4(stacks: Sequence[Sequence[Part]], group: TensorParallel) -> Layout:
+    for part in (part for parts in stacks for part in parts):
+        _, columns = part.index(group)
+        if part.steps(group)[1] % GROUP or (columns.stop - columns.start) % GROUP:
+            return Layout(note=f"this rank's columns begin or end inside of a group of {GROUP}")
+    return Layout(Format.INT4_GROUPS)
+
+
+def _kind(stacks: Sequence[Sequence[Part]]) -> str:
+    """What the parts are called in every layer, such as `experts.gate_proj and experts.up_proj`."""
+    names = [re.sub(r"\.\d+(?=\.)", "", part.name.removesuffix(".weight")) for parts in stacks for part in parts]
+    return " and ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))

@@ -1,0 +1,81 @@
+"""Which rows and columns of which tensors of a checkpoint a rank's matrix is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from workers.parallel.group import TensorParallel
+
+
+@dataclass(frozen=True)
+class RopeRows:
+    """The last `rope` of every `head` rows are rotated in pairs (i, i + rope / 2) and are to be kept in pairs
+    (2i, 2i + 1): products of queries and keys that are both kept so do not change."""
+
+    head: int
+    rope: int
+
+    def order(self, rows: int, device: torch.device) -> Tensor:
+        """Where each of a matrix's rows comes from, int64."""
+        order_HR = torch.arange(rows, device=device).view(-1, self.head)
+        roped = order_HR[:, self.head - self.rope :]
+        roped.copy_(roped.reshape(-1, 2, self.rope // 2).transpose(1, 2).flatten(1))
+        return order_HR.flatten()
+
+    def stay_within(self, block: int, rows: int) -> bool:
+        """Whether no row of `rows` changes its block of so many rows."""
+        firsts = range(self.head - self.rope, rows, self.head)
+        return all(first // block == (first + self.rope - 1) // block for first in firsts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix of the checkpoint, or what a rank reads of it."""
+
+    name: str
+    """As DeepSeek V3's checkpoints call it."""
+    rows: int
+    columns: int
+    """Of all of it: what the files must have."""
+    shard: int | None = None
+    """The dimension that the ranks share equally among themselves; None: each has all of it."""
+    unit: int = 0
+    units: int = 1
+    """Of that dimension not all, but the unit-th of so many equal parts."""
+    own: slice | None = None
+    """The rows that this rank reads, where the ranks do not share equally."""
+    rope: RopeRows | None = None
+    """Rows that are kept in another order."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.unit < self.units or (self.units > 1 and self.shard is None):
+            raise ValueError(f"{self.name}: part {self.unit} of {self.units} of dimension {self.shard} does not exist")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of all of it."""
+        return self.rows, self.columns
+
+    def index(self, group: TensorParallel) -> tuple[slice, slice]:
+        """The rows and the columns that this rank reads; ValueError when ranks cannot share."""
+        index = [self.own or slice(0, self.rows), slice(0, self.columns)]
+        if self.shard is not None:
+            length, rest = divmod(self.shape[self.shard], self.units)
+            if rest:
+                raise ValueError(f"{self.name}: {self.units} parts cannot share dimension {self.shard} of {self.shape}")
+            own, begin = group.shard(length, self.name), self.unit * length
+            index[self.shard] = slice(begin + own.start, begin + own.stop)
+        return index[0], index[1]
+
+    def steps(self, group: TensorParallel) -> tuple[int, int]:
+        """The greatest numbers that divide the first row, and the first column, of whatever rank; 0 where all begin
+        at 0."""
+        steps = [self.own.start if self.own else 0, 0]
+        if self.shard is not None:
+            length = self.shape[self.shard] // self.units
+            steps[self.shard] = gcd(self.unit * length, length // group.size if group.size > 1 else 0)
+        return steps[0], steps[1]
