@@ -17,7 +17,7 @@ PACKAGES = ("kernels", "workers", "deploy")
 
 ROOMS = {
     "workers": (
-        ("config", "environment", "memory"),
+        ("config", "environment", "memory", "quantization"),
         ("fit", "protocol", "parallel"),
         ("channel", "weights", "cache", "scheduler"),
         ("models",),

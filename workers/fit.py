@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from workers.config import EngineConfig
+from workers.quantization import unsupported_quantization
 
 SHARED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
 """What ranks divide among themselves: counts in config.json."""
@@ -32,43 +33,16 @@ def check_fit(config: EngineConfig) -> None:
         raise Unfit(f"cannot read {config.folder / 'config.json'}: {error}") from None
     if not isinstance(values, dict):
         raise Unfit(f"{config.folder / 'config.json'} does not hold a JSON object")
-    causes = [_quantization(config, values), _ranks(config, values), _context(config, values)]
+    text = values.get("text_config")
+    model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
+    causes = [_quantization(config, values), _ranks(config, model), _context(config, model)]
     if found := [cause for cause in causes if cause]:
         raise Unfit("\n".join(found))
 
 
-def quantization(values: dict[str, Any]) -> str:
-    """What the weights of the checkpoint with this config.json are quantized to, such as fp8; empty where they are
-    not."""
-    text = values.get("text_config")
-    for place in (values, text if isinstance(text, dict) else {}):
-        if (given := place.get("quantization_config")) is not None:
-            return _method(given if isinstance(given, dict) else {})
-    return ""
-
-
-def unsupported_quantization(kind: str) -> str:
-    """What to say of weights quantized to `kind`."""
-    return (
-        f"quantized weights ({kind}) are not supported yet; supported: bfloat16, float16 and float32. Give a "
-        "checkpoint in bf16: docs/models.md names some, and how to convert one, under Checkpoints"
-    )
-
-
-def _method(given: dict[str, Any]) -> str:
-    method = str(given.get("quant_method", "of unknown method"))
-    groups = given.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict) and weights.get("num_bits") in (4, 8):
-            kind = "FP" if weights.get("type") == "float" else "INT"
-            return f"{kind}{weights['num_bits']}, {method}"
-    return method
-
-
 def _quantization(config: EngineConfig, values: dict[str, Any]) -> str:
-    kind = quantization(values)
-    return f"{config.folder / 'config.json'}: {unsupported_quantization(kind)}" if kind else ""
+    said = unsupported_quantization(values)
+    return f"{config.folder / 'config.json'}: {said}" if said else ""
 
 
 def _ranks(config: EngineConfig, values: dict[str, Any]) -> str:

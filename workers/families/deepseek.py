@@ -8,8 +8,8 @@ from kernels.routing_rule import RoutingRule
 from workers.families.family import Family
 from workers.families.fields import Fields
 from workers.families.rope import read_rope
-from workers.fit import quantization, unsupported_quantization
 from workers.models.config import ConfigError, ModelConfig, Routing
+from workers.quantization import unsupported_quantization
 
 
 class _Deepseek(Family):
@@ -132,8 +132,8 @@ def _only(fields: Fields, name: str, *supported: str) -> str:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if kind := quantization(fields.values):
-        raise ConfigError(f"config.json: quantization_config: {unsupported_quantization(kind)}")
+    if said := unsupported_quantization(fields.values):
+        raise ConfigError(f"config.json: {fields.prefix}{said}")
     for name in ("attention_bias", "mlp_bias"):
         if fields.flag(name, False):
             raise fields.unsupported(name, True, (False,))

@@ -193,7 +193,7 @@ def test_written_back_by_transformers_it_reads_the_same(tmp_path: Path) -> None:
         ({"scoring_func": "softmax"}, ["scoring_func", "'softmax'", "'sigmoid'"]),
         ({"topk_method": "greedy"}, ["topk_method", "'greedy'", "'noaux_tc'"]),
         ({"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers", "2"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8", "not supported yet"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "FP8", "weight_block_size"]),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling.type", "'linear'", "'yarn'"]),
         ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling.factor"]),
         ({"rope_scaling": "yarn"}, ["rope_scaling", "object"]),

@@ -1,0 +1,165 @@
+"""Every tensor of a model loaded from a quantized checkpoint, against a plain checkpoint of the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged import CPU
+from quantised_checkpoints import FP8_NAMES, INT4_NAMES, quantise
+from safetensors.torch import load_file, save_file
+from tiny_models import write_tiny
+
+from workers.families import load_model
+from workers.models.feed_forward import MixtureOfExperts
+from workers.models.model import Model
+from workers.parallel.group import TensorParallel
+from workers.weights.checkpoint import WeightsError
+from workers.weights.weight import Format, Weight
+
+WIDTHS: dict[str, dict[str, int | None]] = {
+    "ends inside of blocks": {
+        "hidden_size": 160,
+        "intermediate_size": 320,
+        "moe_intermediate_size": 192,
+        "n_shared_experts": 2,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 144,
+    },
+    "whole blocks": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 512,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 128,
+    },
+    "hardly anything fits": {"q_lora_rank": None, "intermediate_size": 72, "moe_intermediate_size": 40},
+}
+
+
+def checkpoints(folder: Path, kind: str, names: str, **overrides: Any) -> tuple[Path, Path]:
+    """A quantized checkpoint, and a plain one of the same numbers."""
+    overrides = {"num_hidden_layers": 2, "n_routed_experts": 4, **overrides}
+    twin, quantised = (write_tiny(folder / name, "v3-one-group", seed=2, **overrides) for name in ("twin", kind))
+    save_file(quantise(quantised, kind, names), twin / "model.safetensors")
+    return quantised, twin
+
+
+def load(folder: Path, group: TensorParallel, dtype: torch.dtype) -> tuple[Model, int]:
+    """One rank's model, without its neighbours, and the bytes that were asked for before it was loaded."""
+    asked: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.families.loading.check_memory", lambda wanted, *_: asked.append(wanted))
+        return load_model(folder, group=group, dtype=dtype, device=CPU, max_positions=8), asked[0]
+
+
+def loaded(thing: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Weight | torch.Tensor]]:
+    """Every weight and every other tensor of a model's layers, its drafter and itself, by name."""
+    seen = set() if seen is None else seen
+    if isinstance(thing, Weight | torch.Tensor):
+        yield path, thing
+    elif isinstance(thing, list):
+        for index, element in enumerate(thing):
+            yield from loaded(element, f"{path}.{index}", seen)
+    elif type(thing).__module__.startswith(("workers.models", "workers.drafters")) and id(thing) not in seen:
+        seen.add(id(thing))
+        for name, own in vars(thing).items():
+            if name not in ("segments", "rotation_PO", "products"):
+                yield from loaded(own, f"{path}.{name}", seen)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        pytest.param("fp8", FP8_NAMES, id="fp8"),
+        pytest.param("int4", INT4_NAMES, id="int4-experts"),
+        pytest.param("fp8", INT4_NAMES, id="fp8-experts"),
+    ],
+)
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_every_tensor_is_that_of_the_plain_twin(
+    widths: str, kind: str, names: str, dtype: torch.dtype, ranks: int, tmp_path: Path
+) -> None:
+    """For every rank, bit for bit. The twin is held against transformers elsewhere."""
+    overrides = WIDTHS[widths]
+    if names == INT4_NAMES:  # then the shared experts are shared among ranks as one network, here as units of one
+        overrides = overrides | {"n_shared_experts": 1}
+    quantised, twin = checkpoints(tmp_path, kind, names, **overrides)
+    for rank in range(ranks):
+        group = TensorParallel(rank, ranks)
+        (model, asked), (plain, _) = load(quantised, group, dtype), load(twin, group, dtype)
+        got, want = dict(loaded(model)), dict(loaded(plain))
+        mixtures = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MixtureOfExperts)]
+        apart = any(mixture.shared is not None for mixture in mixtures)
+        assert asked == sum(tensor.nbytes for tensor in got.values()), "counted bytes are not those that were taken"
+        if widths != "hardly anything fits":
+            assert all(part.mixture.gate_up_XFE.format is not Format.PLAIN for part in mixtures)
+            assert apart == (names == INT4_NAMES)
+        if not apart:
+            assert got.keys() == want.keys()
+        for name, tensor in got.items():
+            other = _shared_apart(name, want) if apart and "feed_forward" in name else want[name]
+            other = other.plain if isinstance(other, Weight) else other
+            if isinstance(tensor, Weight):
+                tensor = tensor.dequantised(other.dtype)
+            assert torch.equal(tensor, other), name
+
+
+def _shared_apart(name: str, twin: dict[str, Any]) -> Any:
+    """What the twin, which has the units of the shared experts behind the routed ones, has in that place."""
+    layer, _, own = name.partition(".feed_forward.")
+    gate_up, down = (twin.get(f"{layer}.feed_forward.mixture.{which}") for which in ("gate_up_XFE", "down_XEI"))
+    if own == "mixture.gate_up_XFE":
+        return gate_up.plain[:4]
+    if own == "mixture.down_XEI":
+        return down.plain[:4]
+    if own == "shared.gate_up_FE":
+        halves = gate_up.plain[4:].unflatten(1, (2, -1))
+        return torch.cat([halves[:, half].flatten(0, 1) for half in range(2)])
+    if own == "shared.down_EI":
+        return torch.cat(list(down.plain[4:]), dim=1)
+    return twin[name]
+
+
+def test_norms_and_other_vectors_may_not_be_quantized(tmp_path: Path) -> None:
+    """They have no blocks, so nobody can say what such numbers mean."""
+    folder, _ = checkpoints(tmp_path, "fp8", FP8_NAMES)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_a_layernorm.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=rf"(?s)unsupported dtype.*{name} is F8_E4M3; supported: BF16, F16"):
+        load(folder, TensorParallel(), torch.float32)
+
+
+def test_all_matrices_may_be_quantized(tmp_path: Path) -> None:
+    """Embedding, head, router and the draft layer's first product, too, which nobody publishes so."""
+    quantised, twin = checkpoints(tmp_path, "fp8", r"\.weight$", **WIDTHS["whole blocks"])
+    (model, _), (plain, _) = (load(folder, TensorParallel(), torch.float32) for folder in (quantised, twin))
+    assert torch.equal(model.embedding_YE, plain.embedding_YE)
+    assert torch.equal(model.head_YE.plain, plain.head_YE.plain)
+    assert model.drafter.join_EF.format is Format.FP8_BLOCKS
+    assert torch.equal(model.drafter.join_EF.dequantised(torch.float32), plain.drafter.join_EF.plain)
+    for layer, other in zip(model.layers[1:], plain.layers[1:], strict=True):
+        assert torch.equal(layer.feed_forward.mixture.router_XE.plain, other.feed_forward.mixture.router_XE.plain)
+
+
+def test_repeated_embeddings_of_the_draft_layer_are_left_on_the_disk(tmp_path: Path) -> None:
+    folder, _ = checkpoints(tmp_path, "fp8", FP8_NAMES)
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("embed_tokens", "shared_head.head"):
+        tensors[f"model.layers.2.{name}.weight"] = torch.zeros(131, 48).to(torch.float8_e4m3fn)
+        tensors[f"model.layers.2.{name}.weight_scale_inv"] = torch.ones(2, 1)
+    save_file(tensors, folder / "model.safetensors")
+    assert load(folder, TensorParallel(), torch.float32)[0].drafter is not None
