@@ -71,8 +71,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "v3-one-group": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False},
     "v3-no-q-lora": {"n_group": 4, "topk_group": 3, "q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 0.5}},
     "v3-tied": {"n_group": 4, "topk_group": 2, "tie_word_embeddings": True},
+    "glm": {"num_attention_heads": 20, "num_key_value_heads": 20, "qk_nope_head_dim": 24, "v_head_dim": 32}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "routed_scaling_factor": 1.8},
+    "kimi": {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "num_experts_per_tok": 4}
+    | {"rope_parameters": {**YARN, "rope_theta": 50000.0, "mscale_all_dim": 1.0}},
 }
-"""Names beginning with v3 have a multi-token-prediction layer."""
+"""Names beginning with v3 or glm have a multi-token-prediction layer. Kimi's is the text part of a model that sees."""
 
 
 def write_tiny(folder: Path | str, kind: str = "v3", seed: int = 0, **overrides: Any) -> Path:
@@ -92,15 +96,17 @@ def write_tiny(folder: Path | str, kind: str = "v3", seed: int = 0, **overrides:
 def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     import tempfile
 
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+    import transformers
 
-    v3 = kind.startswith("v3")
+    family = kind.partition("-")[0]
+    name = {"v2": "DeepseekV2", "v3": "DeepseekV3", "kimi": "DeepseekV3", "glm": "Glm4MoeLite"}[family]
+    config_class, model_class = (getattr(transformers, name + what) for what in ("Config", "ForCausalLM"))
     values = {**_COMMON, **KINDS[kind], **json.loads(overrides)}
-    drafts = values.pop("num_nextn_predict_layers", 1) if v3 else 0
+    drafts = values.pop("num_nextn_predict_layers", 1) if family in ("v3", "glm") else 0
     layers = values["num_hidden_layers"]
-    config_class, model_class = (
-        (DeepseekV3Config, DeepseekV3ForCausalLM) if v3 else (DeepseekV2Config, DeepseekV2ForCausalLM)
-    )
+    if family == "glm":
+        dense = values.pop("first_k_dense_replace")
+        values["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (layers + drafts - dense)
     # The draft layer's block is an ordinary last layer, so one layer more is made and its config then says one fewer.
     config = config_class(**{**values, "num_hidden_layers": layers + drafts})
     generator = torch.Generator().manual_seed(seed)
@@ -123,9 +129,25 @@ def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[st
             tensors[prefix + name] = torch.empty(shape)
             _randomize(name, tensors[prefix + name], generator)
     written |= {"num_hidden_layers": layers}
-    if v3:
+    if family in ("v3", "glm"):
         written |= {"num_nextn_predict_layers": drafts}
-    return written, tensors
+    if family == "glm":
+        written["mlp_layer_types"] = written["mlp_layer_types"][:layers]
+    return _seeing(written, tensors) if family == "kimi" else (written, tensors)
+
+
+def _seeing(text: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The checkpoint of a Kimi K2.5 that has this text part, with some of the tensors by which it would see."""
+    config = {
+        "model_type": "kimi_k25",
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "text_config": text | {"model_type": "kimi_k2"},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
+        "projection_hidden_size": 32,
+        "tie_word_embeddings": False,
+    }
+    eyes = {"vision_tower.patch_embed.proj.bias": torch.zeros(32), "mm_projector.pre_norm.bias": torch.zeros(32)}
+    return config, {f"language_model.{name}": tensor for name, tensor in tensors.items()} | eyes
 
 
 @torch.no_grad()

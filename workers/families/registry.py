@@ -12,12 +12,16 @@ from typing import Any, Final
 from workers.families.deepseek import DeepseekV2, DeepseekV3
 from workers.families.family import Family
 from workers.families.fields import Fields
+from workers.families.glm import Glm4MoeLite
+from workers.families.kimi import KimiK25
 from workers.models.config import ConfigError, ModelConfig
 
 FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v2": DeepseekV2(),
     "deepseek_v3": DeepseekV3(),
+    "glm4_moe_lite": Glm4MoeLite(),
     "kimi_k2": DeepseekV3(),
+    "kimi_k25": KimiK25(),
 }
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, Glm4MoeLiteConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from workers.families.registry import load_config, parse_config
-from workers.models.config import ConfigError
+from workers.families.registry import FAMILIES, load_config, parse_config
+from workers.models.config import ConfigError, Rope
 from workers.models.rope import frequencies, rotation_table, softmax_scale
 
 # The published config.json of DeepSeek-V3, without its quantization_config.
@@ -100,6 +100,115 @@ def test_reads_deepseek_v2_lite_and_kimi_k2() -> None:
     assert lite.q_lora_rank is None
     assert (lite.routing.rule.scoring, lite.routing.bias, lite.draft_layers) == ("softmax", False, 0)
     assert replace(parse_config({**V3, "model_type": "kimi_k2"}), model_type="deepseek_v3") == parse_config(V3)
+
+
+# What GLM-4.7-Flash has in its config.json.
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829],
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
+
+def test_reads_glm_flash() -> None:
+    """As a DeepSeek V3 of its sizes, which makes its draft layer that of DeepSeek V3, too."""
+    config = parse_config(GLM)
+    twin = parse_config({**GLM, "model_type": "deepseek_v3"})
+    assert replace(config, model_type="deepseek_v3") == twin
+    assert (config.num_layers, config.num_dense_layers, config.draft_layers, config.cache_width) == (47, 1, 1, 576)
+    assert config.rope == Rope(1e6, interleaved=True)
+
+
+def test_glm_says_which_layers_are_dense() -> None:
+    kinds = ["dense"] * 2 + ["sparse"] * 45
+    bare = {name: value for name, value in GLM.items() if name != "first_k_dense_replace"}
+    assert parse_config({**GLM, "mlp_layer_types": kinds}).num_dense_layers == 2
+    assert parse_config(bare).num_dense_layers == 1
+    for wrong in (kinds[1:], kinds[::-1], "dense", ["dense", "odd"]):
+        with pytest.raises(ConfigError, match="mlp_layer_types must have 47 entries"):
+            parse_config({**GLM, "mlp_layer_types": wrong})
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor = 0\.5"):
+        parse_config({**GLM, "partial_rotary_factor": 0.5})
+
+
+def test_glm_written_by_transformers_reads_the_same(tmp_path: Path) -> None:
+    """Defaults that it leaves away included."""
+    Glm4MoeLiteConfig(**{**GLM, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}).save_pretrained(
+        tmp_path
+    )
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "mlp_layer_types" in written
+    assert replace(load_config(tmp_path), draft_layers=1) == parse_config(GLM)
+    assert parse_config({name: value for name, value in GLM.items() if "scaling" not in name}) == parse_config(GLM)
+
+
+K2: dict[str, Any] = {**V3, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "eos_token_id": 163}
+K25: dict[str, Any] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "text_config": {**K2, "model_type": "kimi_k2"},
+    "vision_config": {"hidden_size": 1152},
+    "media_placeholder_token_id": 163605,
+}
+
+
+@pytest.mark.parametrize("inner", ["kimi_k2", "deepseek_v3", None])
+def test_reads_the_text_part_of_kimi_k25(inner: str | None, tmp_path: Path) -> None:
+    values = {**K25, "text_config": {**K2, "model_type": inner}}
+    assert replace(parse_config(values), model_type="deepseek_v3") == parse_config(K2)
+    assert FAMILIES[parse_config(values).model_type].tensor("lm_head.weight") == "language_model.lm_head.weight"
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert load_config(tmp_path).eos_ids == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"text_config": None}, ["text_config must be an object"]),
+        ({"text_config": {**K2, "model_type": "llama"}}, ["text_config.model_type", "'llama'", "'kimi_k2'"]),
+        ({"text_config": {**K2, "hidden_size": "x"}}, ["text_config.hidden_size", "integer"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"text_config": {**K2, "quantization_config": {}}}, ["text_config.quantization_config"]),
+    ],
+)
+def test_errors_of_kimi_k25_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({**K25, **changes})
+    for word in words:
+        assert word in str(error.value)
 
 
 def test_end_ids_of_the_generation_config_win(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 logging.set_verbosity_error()
@@ -15,8 +15,10 @@ logging.disable_progress_bar()
 
 
 def load_oracle(folder: Path) -> Any:
-    """transformers' model of a checkpoint folder, fp32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """transformers' model of a checkpoint folder, fp32. Of one that sees the whole, whose eyes are random."""
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

@@ -1,0 +1,41 @@
+"""Kimi K2.5 and its successors (2026): a Kimi K2 that sees. Its text part is served; what sees is left on the disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from workers.families.deepseek import DeepseekV3
+from workers.families.fields import Fields
+from workers.models.config import ConfigError, ModelConfig
+from workers.quantization import unsupported_quantization
+
+_TEXT_TYPES: Final = ("kimi_k2", "deepseek_v3")
+"""Both mean the same."""
+
+
+class KimiK25(DeepseekV3):
+    """The fields of the text part are in `text_config`, and its tensors' names begin with `language_model.`."""
+
+    def read(self, fields: Fields) -> ModelConfig:
+        """See `Family`."""
+        if said := unsupported_quantization(fields.values):
+            raise ConfigError(f"config.json: {said}")
+        given = fields.values.get("text_config")
+        if not isinstance(given, dict):
+            raise ConfigError(f"config.json: text_config must be an object, not {given!r}")
+        # What stands outside counts for the whole model; end ids of a generation_config.json are put there, too.
+        outer = {name: fields.values[name] for name in ("eos_token_id", "tie_word_embeddings") if name in fields.values}
+        text = Fields({**given, **{name: value for name, value in outer.items() if value is not None}}, "text_config.")
+        if (kind := text.text("model_type", _TEXT_TYPES[0])) not in _TEXT_TYPES:
+            raise text.unsupported("model_type", kind, _TEXT_TYPES)
+        text.values["model_type"] = kind
+        return replace(super().read(text), model_type=fields.text("model_type"))
+
+    def tensor(self, name: str) -> str:
+        """See `Family`."""
+        return f"language_model.{name}"
+
+    def ignored(self, config: ModelConfig) -> list[str]:
+        """See `Family`."""
+        return [*super().ignored(config), r"^vision_tower\.", r"^mm_projector\."]
