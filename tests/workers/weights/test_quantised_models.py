@@ -54,12 +54,12 @@ def checkpoints(folder: Path, kind: str, names: str, **overrides: Any) -> tuple[
     return quantised, twin
 
 
-def load(folder: Path, group: TensorParallel, dtype: torch.dtype) -> tuple[Model, int]:
+def load(folder: Path, group: TensorParallel, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Model, int]:
     """One rank's model, without its neighbours, and the bytes that were asked for before it was loaded."""
     asked: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workers.families.loading.check_memory", lambda wanted, *_: asked.append(wanted))
-        return load_model(folder, group=group, dtype=dtype, device=CPU, max_positions=8), asked[0]
+        return load_model(folder, group=group, dtype=dtype, device=device, max_positions=8), asked[0]
 
 
 def loaded(thing: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Weight | torch.Tensor]]:
@@ -163,3 +163,24 @@ def test_repeated_embeddings_of_the_draft_layer_are_left_on_the_disk(tmp_path: P
         tensors[f"model.layers.2.{name}.weight_scale_inv"] = torch.ones(2, 1)
     save_file(tensors, folder / "model.safetensors")
     assert load(folder, TensorParallel(), torch.float32)[0].drafter is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("kind", "names"), [("fp8", FP8_NAMES), ("int4", INT4_NAMES)])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_a_gpu_gets_what_a_cpu_gets(widths: str, kind: str, names: str, ranks: int, tmp_path: Path) -> None:
+    """Bit for bit, what is dequantized, or reordered, there included."""
+    folder, _ = checkpoints(tmp_path, kind, names, **WIDTHS[widths])
+    group = TensorParallel(ranks - 1, ranks)
+    (ours, _), (theirs, _) = (load(folder, group, torch.bfloat16, device) for device in (torch.device("cuda", 0), CPU))
+    got, want = dict(loaded(ours)), dict(loaded(theirs))
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        other = want[name]
+        if isinstance(tensor, Weight) and isinstance(other, Weight):
+            assert (tensor.format, tensor.block) == (other.format, other.block)
+            tensor, other = tensor.dequantised(torch.float32), other.dequantised(torch.float32)
+        assert tensor.is_cuda
+        assert torch.equal(tensor.cpu(), other), name

@@ -48,6 +48,11 @@ def test_strided_parts_and_other_dtypes(uploader: Uploader, device: torch.device
     uploader.settle()
     assert torch.equal(into[:, 5:25].cpu(), source[:, 10:].float())
     assert not into[:, :5].any()
+    quantized = torch.randint(0, 120, (40, 30), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    kept = torch.zeros(2, 40, 20, dtype=torch.float8_e4m3fn, device=device)
+    uploader.fill(kept[1], lambda: quantized[:, 10:])
+    uploader.settle()
+    assert torch.equal(kept[1].cpu().view(torch.uint8), quantized[:, 10:].view(torch.uint8))
     assert not into[:, 25:].any()
 
 
