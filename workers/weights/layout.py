@@ -13,8 +13,8 @@ from workers.weights.part import Part
 from workers.weights.stored import BLOCK
 from workers.weights.weight import GROUP, Format
 
-LEAST_BLOCK: Final = (16, 32)
-"""Rows and columns of the smallest blocks that kernels read."""
+LEAST_BLOCK: Final = (16, 64)
+"""Rows and columns of the smallest blocks that kernels read: see `kernels.block_scaled`."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,14 @@ class Fp8Part(QuantisedPart):
     """Of a matrix in e4m3, a scale for each block."""
 
     def data(self) -> Tensor:
-        """See `QuantisedPart`."""
-        return self.checkpoint.read(self.name, (self.rows, self.columns))
+        """See `QuantisedPart`. NaN, which kernels take for a number, is an error."""
+        data = self.checkpoint.read(self.name, (self.rows, self.columns))
+        byte = data.view(torch.uint8)
+        # There are two: one is the largest byte without a sign, the other the largest with one. So looking for them is
+        # as fast as copying.
+        if byte.numel() and (int(byte.max()) == 0xFF or int(byte.view(torch.int8).max()) == 0x7F):
+            raise WeightsError(f"{self.name} holds NaN; weights are numbers. Is the download complete?")
+        return data
 
     def scales(self, block: tuple[int, int] | None) -> Tensor:
         """See `QuantisedPart`. Those of blocks smaller than the published ones are repeated."""

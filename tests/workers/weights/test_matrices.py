@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quantised_checkpoints import WRITERS
 from safetensors.torch import save_file
 
+from kernels.block_scaled import BlockScaled
 from workers.parallel.group import TensorParallel
 from workers.weights.checkpoint import Checkpoint, WeightsError
 from workers.weights.loading_progress import LoadingProgress
@@ -45,6 +46,14 @@ def read(
     assert census.bytes == weight.nbytes
     assert (counted.format, counted.block, counted.shape) == (weight.format, weight.block, weight.shape)
     return weight, said
+
+
+def kernels_read(weight: Weight) -> None:
+    """ValueError where kernels do not take a matrix in FP8 as it is kept."""
+    assert weight.scales is not None
+    assert weight.block is not None
+    matrix = BlockScaled(weight.data, weight.scales, *weight.block)
+    assert torch.equal(matrix.float(), weight.dequantised(torch.float32))
 
 
 def reordered(numbers: np.ndarray, rope: RopeRows) -> np.ndarray:
@@ -122,7 +131,8 @@ def test_matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory:
             assert loaded[0].block == (128, 128), "blocks are made smaller only where they have to be"
         if loaded[0].block:
             assert loaded[0].block[0] >= 16
-            assert loaded[0].block[1] >= 32
+            assert loaded[0].block[1] >= 64
+            kernels_read(loaded[0])
     if set(kinds) == {"int4"} and shard != 1 and width % 32 == 0:
         assert loaded[0].format is Format.INT4_GROUPS
 
@@ -159,6 +169,14 @@ def test_plain_tensors_and_rows_of_a_quantized_matrix(kind: str, dtype: torch.dt
     assert torch.equal(rows, torch.from_numpy(want[101:]).to(dtype))
 
 
+def negative_nan(row: int, column: int) -> torch.Tensor:
+    """In one place of a matrix [200, 160] that has the largest and the smallest number in others."""
+    byte = torch.randint(0, 255, (200, 160), dtype=torch.uint8)
+    byte[byte == 127] = 126
+    byte[row, column] = 255
+    return byte.view(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
@@ -167,6 +185,8 @@ def test_plain_tensors_and_rows_of_a_quantized_matrix(kind: str, dtype: torch.dt
         ("fp8", {"a.weight_scale_inv": torch.ones(2, 2).double()}, ["a.weight_scale_inv is F64", "F32"]),
         ("fp8", {"a.weight_scale_inv": torch.full((2, 2), torch.nan)}, ["a.weight_scale_inv", "NaN or infinite"]),
         ("fp8", {"a.weight_scale_inv": torch.full((2, 2), torch.inf)}, ["a.weight_scale_inv", "NaN or infinite"]),
+        ("fp8", {"a.weight": torch.full((200, 160), torch.nan).to(torch.float8_e4m3fn)}, ["a.weight holds NaN"]),
+        ("fp8", {"a.weight": negative_nan(199, 159)}, ["a.weight holds NaN"]),
         ("fp8", {"a.weight": torch.zeros(200, 160).to(torch.float8_e5m2)}, ["a.weight is F8_E5M2", "unexpected"]),
         ("fp8", {"a.weight": torch.zeros(200, 160).bfloat16()}, ["1 unexpected", "a.weight_scale_inv"]),
         ("fp8", {"a.weight_scale": torch.ones(1)}, ["1 unexpected", "a.weight_scale"]),
