@@ -42,28 +42,15 @@ def peak(
     slots,
     windows,
     drafts,
-    real,
-    whole,
-    stop,
-    bias_id,
-    bias,
-    seen,
+    tables,
     peak_out,
     peak_id_out,
     decode_tokens,
     before,
     nobody,
     draft_stride,
-    VOCAB: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOWS: tl.constexpr,
-    DRAFTED: tl.constexpr,
-    BY_SLOT: tl.constexpr,
-    STOPS: tl.constexpr,
-    BIASES: tl.constexpr,
-    BIAS_LANES: tl.constexpr,
-    COUNTED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ADJUST: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -76,17 +63,14 @@ def peak(
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     first = block * BLOCK
     v = first + tl.arange(0, BLOCK)
-    at_logit = logits + n.to(tl.int64) * STRIDE + v
-    x = tl.load(at_logit, mask=v < VOCAB, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    row, window = row_and_place(n, decode_tokens, WIDTH)
+    at_logit = logits + n.to(tl.int64) * LAYOUT.stride + v
+    x = tl.load(at_logit, mask=v < ADJUST.vocab, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    row, window = row_and_place(n, decode_tokens, LAYOUT.width)
     slot = tl.load(slots + row)
     if (slot >= 0) & (slot < nobody):
-        window = drafts_before(n, window, before, windows, WINDOWS, DRAFTED)
-        own = drafts + (slot if BY_SLOT else row.to(tl.int64)) * draft_stride
-        x = adjusted(
-            x, v, first, first + BLOCK - 1, slot, window, own, real, whole, stop, bias_id, bias, seen,
-            VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
-        )  # fmt: skip
+        window = drafts_before(n, window, before, windows, LAYOUT)
+        own = drafts + (slot if LAYOUT.by_slot else row.to(tl.int64)) * draft_stride
+        x = adjusted(x, v, first, first + BLOCK - 1, slot, window, own, tables, ADJUST)
     top, best = lowest_of_largest(x, v)
     at = n * tl.num_programs(1) + block
     tl.store(peak_out + at, top)
@@ -94,11 +78,11 @@ def peak(
 
 
 @triton.jit
-def row_peak(peak_in, n, PEAKS: tl.constexpr, PEAK_LANES: tl.constexpr):
+def row_peak(peak_in, n, PEAKS: tl.constexpr):
     """The largest adjusted logit of a row."""
-    lane = tl.arange(0, PEAK_LANES)
-    at = peak_in + n * PEAKS + lane
-    return tl.max(tl.load(at, mask=lane < PEAKS, other=float("-inf"), cache_modifier=".cg"), 0)
+    lane = tl.arange(0, PEAKS.lanes)
+    at = peak_in + n * PEAKS.number + lane
+    return tl.max(tl.load(at, mask=lane < PEAKS.number, other=float("-inf"), cache_modifier=".cg"), 0)
 
 
 @triton.jit
@@ -124,12 +108,7 @@ def draw(
     positions,
     windows,
     drafts,
-    real,
-    whole,
-    stop,
-    bias_id,
-    bias,
-    seen,
+    tables,
     peak_in,
     floor_in,
     score_out,
@@ -139,18 +118,9 @@ def draw(
     nobody,
     draft_stride,
     ahead,
-    VOCAB: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOWS: tl.constexpr,
-    DRAFTED: tl.constexpr,
-    BY_SLOT: tl.constexpr,
-    STOPS: tl.constexpr,
-    BIASES: tl.constexpr,
-    BIAS_LANES: tl.constexpr,
-    COUNTED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ADJUST: tl.constexpr,
     PEAKS: tl.constexpr,
-    PEAK_LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -158,38 +128,37 @@ def draw(
     if DEPENDENT:
         gdc_launch_dependents()
     n = tl.program_id(0)
-    row, window = row_and_place(n, decode_tokens, WIDTH)
+    row, window = row_and_place(n, decode_tokens, LAYOUT.width)
     if DEPENDENT:
         gdc_wait()
     slot = tl.load(slots + row)
     temperature = 0.0
     if (slot >= 0) & (slot < nobody):
-        temperature = real_value(real, slot, _TEMPERATURE)
+        temperature = real_value(tables.real, slot, _TEMPERATURE)
     if temperature != 0.0:
-        top = row_peak(peak_in, n, PEAKS, PEAK_LANES)
+        top = row_peak(peak_in, n, PEAKS)
         if tl.abs(top) < float("inf"):
-            window = drafts_before(n, window, before, windows, WINDOWS, DRAFTED)
-            own = drafts + (slot if BY_SLOT else row.to(tl.int64)) * draft_stride
-            floor = tl.log(real_value(real, slot, _MIN_P))
-            if is_searched(whole_value(whole, slot, _TOP_K), real_value(real, slot, _TOP_P), VOCAB):
+            window = drafts_before(n, window, before, windows, LAYOUT)
+            own = drafts + (slot if LAYOUT.by_slot else row.to(tl.int64)) * draft_stride
+            floor = tl.log(real_value(tables.real, slot, _MIN_P))
+            if is_searched(
+                whole_value(tables.whole, slot, _TOP_K), real_value(tables.real, slot, _TOP_P), ADJUST.vocab
+            ):
                 floor = tl.load(floor_in + n, cache_modifier=".cg")
             floor = tl.maximum(floor, _HOPELESS)
-            seed = whole_value(whole, slot, _SEED)
+            seed = whole_value(tables.whole, slot, _SEED)
             position = tl.load(positions + n) + ahead
             quad = tl.arange(0, BLOCK // 4)[:, None]
             inner = quad * 4 + tl.arange(0, 4)[None, :]
             best = tl.full((BLOCK // 4, 4), float("-inf"), tl.float32)
             best_id = tl.full((BLOCK // 4, 4), _NO_ID, tl.int32)
             part = tl.program_id(1)
-            for block in range(part, tl.cdiv(VOCAB, BLOCK), tl.num_programs(1)):
+            for block in range(part, tl.cdiv(ADJUST.vocab, BLOCK), tl.num_programs(1)):
                 first = block * BLOCK
                 v = first + inner
-                at_logit = logits + n.to(tl.int64) * STRIDE + v
-                x = tl.load(at_logit, mask=v < VOCAB, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-                x = adjusted(
-                    x, v, first, first + BLOCK - 1, slot, window, own, real, whole, stop, bias_id, bias, seen,
-                    VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
-                )  # fmt: skip
+                at_logit = logits + n.to(tl.int64) * LAYOUT.stride + v
+                x = tl.load(at_logit, mask=v < ADJUST.vocab, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+                x = adjusted(x, v, first, first + BLOCK - 1, slot, window, own, tables, ADJUST)
                 scaled = tl.div_rn(x - top, tl.zeros_like(x) + temperature)
                 if tl.max(tl.max(scaled, 1), 0) >= floor:
                     counter = first // 4 + quad
@@ -197,7 +166,7 @@ def draw(
                     high = tl.zeros_like(counter) + (position >> 32).to(tl.int32)
                     w0, w1, w2, w3 = tl.philox(seed, counter, low, high, tl.zeros_like(counter))
                     word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK // 4, 4)
-                    score = tl.where((scaled >= floor) & (v < VOCAB), scaled + gumbel(word), float("-inf"))
+                    score = tl.where((scaled >= floor) & (v < ADJUST.vocab), scaled + gumbel(word), float("-inf"))
                     better = score > best  # later blocks have higher ids: equal ones do not replace
                     best = tl.where(better, score, best)
                     best_id = tl.where(better, v, best_id)

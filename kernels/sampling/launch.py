@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from kernels.sampling import kernel, search
+from kernels.sampling.rows import Adjustment, PeakBlocks, RowLayout, SlotPointers
 from kernels.sampling.tables import FILTERS, GENERATED, NEUTRAL_WHOLE, Feature, SlotTables
 from kernels.sampling.workspace import ASIDE, DRAW_BLOCK, PEAK_BLOCK, SampledRows, SampleWorkspace
 
@@ -42,27 +43,39 @@ def sample(
     draft_stride = 0 if rows.draft is None else rows.draft.stride(0)
     windows = rows.slot_R if rows.window_N is None else rows.window_N
     drafts = rows.slot_R if rows.draft is None else rows.draft
-    lists = (tables.stop_SK, tables.bias_id_SB, tables.bias_SB, tables.seen_SV)
-    history = (windows, drafts, tables.real_SF, tables.whole_SI, *lists)
+    pointers = SlotPointers(
+        real=tables.real_SF,
+        whole=tables.whole_SI,
+        stop=tables.stop_SK,
+        bias_id=tables.bias_id_SB,
+        bias=tables.bias_SB,
+        seen=tables.seen_SV,
+    )
+    history = (windows, drafts, pointers)
     numbers = (decode_tokens, rows.before, nobody, draft_stride)
-    sizes: dict[str, Any] = {
-        "VOCAB": vocab,
-        "STRIDE": logits_NV.stride(0),
-        "WIDTH": rows.width,
-        "WINDOWS": rows.window_N is not None,
-        "DRAFTED": rows.draft is not None,
-        "BY_SLOT": rows.by_slot,
-        "STOPS": tables.stop_SK.shape[1],
-        "BIASES": tables.bias_SB.shape[1],
-        "BIAS_LANES": triton.next_power_of_2(tables.bias_SB.shape[1]),
-        "COUNTED": bool(features & Feature.PENALTIES),
+    biases = tables.bias_SB.shape[1]
+    common: dict[str, Any] = {
+        "LAYOUT": RowLayout(
+            stride=logits_NV.stride(0),
+            width=rows.width,
+            windows=rows.window_N is not None,
+            drafted=rows.draft is not None,
+            by_slot=rows.by_slot,
+        ),
+        "ADJUST": Adjustment(
+            vocab=vocab,
+            stops=tables.stop_SK.shape[1],
+            biases=biases,
+            bias_lanes=triton.next_power_of_2(biases),
+            counted=bool(features & Feature.PENALTIES),
+        ),
         "DEPENDENT": dependent,
         **_UNFUSED,
         **_options(dependent),
     }
-    peaks = triton.cdiv(vocab, PEAK_BLOCK)
-    peak_lanes = triton.next_power_of_2(peaks)
-    kernel.peak[(number, peaks)](
+    blocks = triton.cdiv(vocab, PEAK_BLOCK)
+    peaks = PeakBlocks(number=blocks, lanes=triton.next_power_of_2(blocks))
+    kernel.peak[(number, blocks)](
         logits_NV,
         rows.slot_R,
         *history,
@@ -71,7 +84,7 @@ def sample(
         *numbers,
         BLOCK=PEAK_BLOCK,
         num_warps=4,
-        **sizes,
+        **common,
     )
     if features & FILTERS & ~Feature.MIN_P and features & Feature.NOISE:
         search.search[(number,)](
@@ -83,12 +96,9 @@ def sample(
             workspace.aside_NA,
             *numbers,
             PEAKS=peaks,
-            PEAK_LANES=peak_lanes,
-            ROWS=_SEARCH_ROWS,
-            LANES=_SEARCH_LANES,
-            ASIDE=ASIDE,
+            CUT=search.SearchCut(rows=_SEARCH_ROWS, lanes=_SEARCH_LANES, aside=ASIDE),
             num_warps=_SEARCH_WARPS,
-            **sizes,
+            **common,
         )
     if features & Feature.NOISE:
         kernel.draw[(number, parts)](
@@ -103,10 +113,9 @@ def sample(
             *numbers,
             rows.ahead,
             PEAKS=peaks,
-            PEAK_LANES=peak_lanes,
             BLOCK=DRAW_BLOCK,
             num_warps=4,
-            **sizes,
+            **common,
         )
     kernel.finish[(number,)](
         rows.slot_R,
@@ -121,8 +130,8 @@ def sample(
         nobody,
         parts,
         WIDTH=rows.width,
-        PEAKS=peaks,
-        LANES=max(peak_lanes, triton.next_power_of_2(parts)),
+        PEAKS=blocks,
+        LANES=max(peaks.lanes, triton.next_power_of_2(parts)),
         NOISE=bool(features & Feature.NOISE),
         NAMED=bad_N is not None,
         DEPENDENT=dependent,

@@ -8,6 +8,8 @@ logits equal the reference's bit for bit.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -27,6 +29,56 @@ _MIN_TOKENS = tl.constexpr(tables.MIN_TOKENS)
 _BIASED = tl.constexpr(tables.BIASED)
 _GENERATED = tl.constexpr(tables.GENERATED)
 _NO_ID = tl.constexpr(2**31 - 1)
+
+
+class SlotPointers(NamedTuple):
+    """The tensors of `tables.SlotTables` as a launch takes them and a kernel sees them: one argument."""
+
+    real: Any
+    whole: Any
+    stop: Any
+    bias_id: Any
+    bias: Any
+    seen: Any
+
+
+class Adjustment(NamedTuple):
+    """What is compiled into the adjustment of logits: one constant of a launch."""
+
+    vocab: int
+    """Ids of the vocabulary."""
+    stops: int
+    """Stop ids a slot has room for."""
+    biases: int
+    """Biases a slot has room for."""
+    bias_lanes: int
+    """The same, padded to a power of two."""
+    counted: bool
+    """Whether some slot may have penalties, so that its tokens are counted."""
+
+
+class RowLayout(NamedTuple):
+    """Where logits rows and their drafts lie: one constant of a launch."""
+
+    stride: int
+    """Elements from one logits row to the next."""
+    width: int
+    """Logits rows of a decode row."""
+    windows: bool
+    """Whether still more drafts lie before each logits row, as many as `SampledRows.window_N` says."""
+    drafted: bool
+    """Whether there are drafts."""
+    by_slot: bool
+    """Whether drafts lie in the order of slots, not of sampled rows."""
+
+
+class PeakBlocks(NamedTuple):
+    """The blocks of ids of which `kernel.peak` keeps the largest logit each: one constant of a launch."""
+
+    number: int
+    """Blocks of a logits row."""
+    lanes: int
+    """The same, padded to a power of two."""
 
 
 @triton.jit
@@ -50,66 +102,47 @@ def row_and_place(n, decode_tokens, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def drafts_before(n, place, before, windows, WINDOWS: tl.constexpr, DRAFTED: tl.constexpr):
+def drafts_before(n, place, before, windows, LAYOUT: tl.constexpr):
     """How many drafts lie before logits row `n`, at `place` of its window."""
     window = place * 0
-    if DRAFTED:
+    if LAYOUT.drafted:
         window = place + before
-        if WINDOWS:
+        if LAYOUT.windows:
             window += tl.load(windows + n).to(tl.int32)
     return window
 
 
 @triton.jit
-def adjusted(
-    x,
-    v,
-    first,
-    last,
-    slot,
-    window,
-    drafts,
-    real,
-    whole,
-    stop,
-    bias_id,
-    bias,
-    seen,
-    VOCAB: tl.constexpr,
-    STOPS: tl.constexpr,
-    BIASES: tl.constexpr,
-    BIAS_LANES: tl.constexpr,
-    COUNTED: tl.constexpr,
-):
+def adjusted(x, v, first, last, slot, window, drafts, tables, ADJUST: tl.constexpr):
     """Logits `x` of the ids `v` (all in `first` ... `last`) of a row, NaN made +inf. `drafts`: the `window` drafts
     before it. Ids outside the vocabulary must come with -inf and keep it, unless they would be +inf."""
-    if COUNTED:
-        repetition = real_value(real, slot, _REPETITION)
-        frequency = real_value(real, slot, _FREQUENCY)
-        presence = real_value(real, slot, _PRESENCE)
+    if ADJUST.counted:
+        repetition = real_value(tables.real, slot, _REPETITION)
+        frequency = real_value(tables.real, slot, _FREQUENCY)
+        presence = real_value(tables.real, slot, _PRESENCE)
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
-            count = tl.load(seen + slot * VOCAB + v, mask=v < VOCAB, other=0, cache_modifier=".cg")
+            count = tl.load(tables.seen + slot * ADJUST.vocab + v, mask=v < ADJUST.vocab, other=0, cache_modifier=".cg")
             for index in range(window):
                 draft = tl.load(drafts + index, cache_modifier=".cg")
-                draft = tl.where((draft >= 0) & (draft < VOCAB), draft, -1).to(tl.int32)
+                draft = tl.where((draft >= 0) & (draft < ADJUST.vocab), draft, -1).to(tl.int32)
                 count += tl.where(v == draft, 2, 0)
             penalised = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
             x = tl.where(count != 0, penalised, x)
             times = count >> 1
             x = x - times.to(tl.float32) * frequency
             x = x - tl.where(times != 0, presence, 0.0)
-    biased = whole_value(whole, slot, _BIASED)
+    biased = whole_value(tables.whole, slot, _BIASED)
     if biased > 0:
-        lane = tl.arange(0, BIAS_LANES)
-        ids = tl.load(bias_id + slot * BIASES + lane, mask=lane < biased, other=_NO_ID)
+        lane = tl.arange(0, ADJUST.bias_lanes)
+        ids = tl.load(tables.bias_id + slot * ADJUST.biases + lane, mask=lane < biased, other=_NO_ID)
         begin = tl.sum((ids < first).to(tl.int32), 0)
         end = tl.sum((ids <= last).to(tl.int32), 0)
         for index in range(begin, end):
-            here = v == tl.load(bias_id + slot * BIASES + index).to(tl.int32)
-            x = tl.where(here, x + tl.load(bias + slot * BIASES + index), x)
-    if whole_value(whole, slot, _GENERATED) + window < whole_value(whole, slot, _MIN_TOKENS):
-        for index in range(STOPS):
-            x = tl.where(v == tl.load(stop + slot * STOPS + index).to(tl.int32), float("-inf"), x)
+            here = v == tl.load(tables.bias_id + slot * ADJUST.biases + index).to(tl.int32)
+            x = tl.where(here, x + tl.load(tables.bias + slot * ADJUST.biases + index), x)
+    if whole_value(tables.whole, slot, _GENERATED) + window < whole_value(tables.whole, slot, _MIN_TOKENS):
+        for index in range(ADJUST.stops):
+            x = tl.where(v == tl.load(tables.stop + slot * ADJUST.stops + index).to(tl.int32), float("-inf"), x)
     return tl.where(x != x, float("inf"), x)
 
 

@@ -10,6 +10,8 @@ are, so ties stand or fall together and the k-th value is exact; masses are sums
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -31,6 +33,16 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LARGEST = tl.constexpr(3.0e38)
 _LOWEST_KEY = tl.constexpr(-2139095041)
 """Key of -inf."""
+
+
+class SearchCut(NamedTuple):
+    """How a search walks over a logits row: one constant of a launch."""
+
+    rows: int
+    lanes: int
+    """Ids are read in blocks of `rows` x `lanes`; sums run over a lane first."""
+    aside: int
+    """Ids that are kept aside and searched bit by bit, once so few are left."""
 
 
 @triton.jit
@@ -59,46 +71,39 @@ def halfway(low, high):
 
 
 @triton.jit
-def row_block(
-    first, offset, SIZE: tl.constexpr, mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
-    VOCAB: tl.constexpr, STOPS: tl.constexpr, BIASES: tl.constexpr, BIAS_LANES: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
+def row_block(first, offset, SIZE: tl.constexpr, mine, slot, window, own, tables, ADJUST: tl.constexpr):
     """Ids `first` + `offset` (SIZE of them) and their adjusted logits, -inf past the vocabulary."""
     v = first + offset
-    x = tl.load(mine + v, mask=v < VOCAB, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    x = adjusted(
-        x, v, first, first + SIZE - 1, slot, window, own, real, whole, stop, bias_id, bias, seen,
-        VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
-    )  # fmt: skip
+    x = tl.load(mine + v, mask=v < ADJUST.vocab, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    x = adjusted(x, v, first, first + SIZE - 1, slot, window, own, tables, ADJUST)
     return v, x
 
 
 @triton.jit
 def largest_reaching(
-    target, low, number_low, top, rate, aside,
-    mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
-    VOCAB: tl.constexpr, STOPS: tl.constexpr, BIASES: tl.constexpr, BIAS_LANES: tl.constexpr, COUNTED: tl.constexpr,
-    BY_MASS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, ASIDE: tl.constexpr,
+    target, low, number_low, top, rate, aside, mine, slot, window, own, tables,
+    ADJUST: tl.constexpr, BY_MASS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Key of the largest logit of the row at which the ids of at least that logit reach `target`, in number or BY_MASS.
 
     Those of at least the key `low`, `number_low` ids (or fewer, if that is all of them), are known to.
     """
-    BLOCK: tl.constexpr = ROWS * LANES
+    LANES: tl.constexpr = CUT.lanes
+    BLOCK: tl.constexpr = CUT.rows * LANES
     PIECE: tl.constexpr = BLOCK // 2
-    inner = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    inner = tl.arange(0, CUT.rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     # Ids of at least `low` reach the target, ids of at least `high` do not.
     high = key_of(top) + 1
     number_high = tl.full((), 0, tl.int32)
     above = 0.0
     reach = 2.0
     halve = False
-    while (number_low - number_high > ASIDE) & (low + 1 < high):
+    while (number_low - number_high > CUT.aside) & (low + 1 < high):
         value_high = tl.minimum(value_of(high), top)
         value_low = value_of(low)
         near = value_high - (value_high - value_low) * 0.33
         far = value_high - (value_high - value_low) * 0.67
-        if number_low == VOCAB:  # nothing known below yet
+        if number_low == ADJUST.vocab:  # nothing known below yet
             near = tl.maximum(value_high - reach, near)
             far = tl.maximum(value_high - 4.0 * reach, far)
             reach *= 16.0
@@ -113,11 +118,8 @@ def largest_reaching(
         mass_1 = tl.zeros((LANES,), tl.float32)
         count_0 = tl.zeros((LANES,), tl.int32)
         count_1 = tl.zeros((LANES,), tl.int32)
-        for first in range(0, VOCAB, BLOCK):
-            _, x = row_block(
-                first, inner, BLOCK, mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
-                VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
-            )  # fmt: skip
+        for first in range(0, ADJUST.vocab, BLOCK):
+            _, x = row_block(first, inner, BLOCK, mine, slot, window, own, tables, ADJUST)
             count_0 += tl.sum((x >= value_0).to(tl.int32), 0)
             count_1 += tl.sum((x >= value_1).to(tl.int32), 0)
             if BY_MASS:
@@ -145,17 +147,14 @@ def largest_reaching(
         limit = value_of(high)
         used = tl.full((), 0, tl.int32)
         tl.debug_barrier()
-        for first in range(0, VOCAB, PIECE):
-            v, x = row_block(
-                first, tl.arange(0, PIECE), PIECE, mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
-                VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
-            )  # fmt: skip
-            inside = (x >= least) & (x < limit) & (v < VOCAB)
+        for first in range(0, ADJUST.vocab, PIECE):
+            v, x = row_block(first, tl.arange(0, PIECE), PIECE, mine, slot, window, own, tables, ADJUST)
+            inside = (x >= least) & (x < limit) & (v < ADJUST.vocab)
             place = used + tl.cumsum(inside.to(tl.int32), 0) - 1
             tl.store(aside + place, x, mask=inside)
             used += tl.sum(inside.to(tl.int32), 0)
         tl.debug_barrier()
-        lane = tl.arange(0, ASIDE)
+        lane = tl.arange(0, CUT.aside)
         x = tl.load(aside + lane, cache_modifier=".cg")  # the unused ones mean nothing
         weight = tl.where(lane < used, 1.0, 0.0)
         if BY_MASS:
@@ -174,12 +173,7 @@ def search(
     slots,
     windows,
     drafts,
-    real,
-    whole,
-    stop,
-    bias_id,
-    bias,
-    seen,
+    tables,
     peak_in,
     floor_out,
     aside,
@@ -187,55 +181,45 @@ def search(
     before,
     nobody,
     draft_stride,
-    VOCAB: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOWS: tl.constexpr,
-    DRAFTED: tl.constexpr,
-    BY_SLOT: tl.constexpr,
-    STOPS: tl.constexpr,
-    BIASES: tl.constexpr,
-    BIAS_LANES: tl.constexpr,
-    COUNTED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ADJUST: tl.constexpr,
     PEAKS: tl.constexpr,
-    PEAK_LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    ASIDE: tl.constexpr,
+    CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One program a logits row: the least scaled logit that min_p, then top_k, then top_p keep, if it takes a search.
 
-    The row is read in blocks of ROWS x LANES; sums run over a lane first. `aside` has room for ASIDE values a row.
+    `aside` has room for the values that are kept aside of every row.
     """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+    LANES: tl.constexpr = CUT.lanes
+    BLOCK: tl.constexpr = CUT.rows * LANES
     n = tl.program_id(0)
-    row, window = row_and_place(n, decode_tokens, WIDTH)
+    row, window = row_and_place(n, decode_tokens, LAYOUT.width)
     slot = tl.load(slots + row)
     temperature = 0.0
     top_k = tl.full((), 0, tl.int64)
     top_p = 1.0
     if (slot >= 0) & (slot < nobody):
-        temperature = real_value(real, slot, _TEMPERATURE)
-        top_k = whole_value(whole, slot, _TOP_K)
-        top_p = real_value(real, slot, _TOP_P)
-    if (temperature != 0.0) & is_searched(top_k, top_p, VOCAB):
-        top = row_peak(peak_in, n, PEAKS, PEAK_LANES)
+        temperature = real_value(tables.real, slot, _TEMPERATURE)
+        top_k = whole_value(tables.whole, slot, _TOP_K)
+        top_p = real_value(tables.real, slot, _TOP_P)
+    if (temperature != 0.0) & is_searched(top_k, top_p, ADJUST.vocab):
+        top = row_peak(peak_in, n, PEAKS)
         if tl.abs(top) < float("inf"):
-            window = drafts_before(n, window, before, windows, WINDOWS, DRAFTED)
-            own = drafts + (slot if BY_SLOT else row.to(tl.int64)) * draft_stride
-            mine = logits + n.to(tl.int64) * STRIDE
-            beside = aside + n.to(tl.int64) * ASIDE
+            window = drafts_before(n, window, before, windows, LAYOUT)
+            own = drafts + (slot if LAYOUT.by_slot else row.to(tl.int64)) * draft_stride
+            mine = logits + n.to(tl.int64) * LAYOUT.stride
+            beside = aside + n.to(tl.int64) * CUT.aside
             rate = tl.minimum(_LOG2E / temperature, _LARGEST)
-            floor = tl.log(real_value(real, slot, _MIN_P))
+            floor = tl.log(real_value(tables.real, slot, _MIN_P))
             low = tl.full((), _LOWEST_KEY, tl.int32)
-            if (top_k > 0) & (top_k < VOCAB):
+            if (top_k > 0) & (top_k < ADJUST.vocab):
                 low = largest_reaching(
-                    top_k.to(tl.float32), low, tl.full((), VOCAB, tl.int32), top, rate, beside,
-                    mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
-                    VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED, False, ROWS, LANES, ASIDE,
+                    top_k.to(tl.float32), low, tl.full((), ADJUST.vocab, tl.int32), top, rate, beside,
+                    mine, slot, window, own, tables, ADJUST, False, CUT,
                 )  # fmt: skip
             if top_p < 1.0:
                 # What min_p and top_k left: its mass, and how many ids.
@@ -243,18 +227,14 @@ def search(
                 least = value_of(low)
                 mass = tl.zeros((LANES,), tl.float32)
                 number = tl.zeros((LANES,), tl.int32)
-                inner = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-                for first in range(0, VOCAB, ROWS * LANES):
-                    v, x = row_block(
-                        first, inner, ROWS * LANES, mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
-                        VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED,
-                    )  # fmt: skip
-                    kept = (x >= least) & (v < VOCAB)
+                inner = tl.arange(0, CUT.rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+                for first in range(0, ADJUST.vocab, BLOCK):
+                    v, x = row_block(first, inner, BLOCK, mine, slot, window, own, tables, ADJUST)
+                    kept = (x >= least) & (v < ADJUST.vocab)
                     mass += tl.sum(tl.where(kept, tl.exp2((x - top) * rate), 0.0), 0)
                     number += tl.sum(kept.to(tl.int32), 0)
                 low = largest_reaching(
                     top_p * tl.sum(mass, 0), low, tl.sum(number, 0), top, rate, beside,
-                    mine, slot, window, own, real, whole, stop, bias_id, bias, seen,
-                    VOCAB, STOPS, BIASES, BIAS_LANES, COUNTED, True, ROWS, LANES, ASIDE,
+                    mine, slot, window, own, tables, ADJUST, True, CUT,
                 )  # fmt: skip
             tl.store(floor_out + n, tl.maximum(floor, tl.div_rn(value_of(low) - top, temperature)))
