@@ -51,13 +51,10 @@ def plan_splits(
     table_stride,
     short,
     parts,
-    UNIT: tl.constexpr,
-    ROW_COST: tl.constexpr,
+    SPLIT: tl.constexpr,
     LEAST: tl.constexpr,
-    PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     WORKERS: tl.constexpr,
-    INVARIANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Each program writes the records of `WORKERS` programs of the attention; the first one also lists the rows to
@@ -71,14 +68,14 @@ def plan_splits(
         gdc_wait()
     row = tl.arange(0, ROWS)
     tokens = tl.load(length + row, mask=row < rows, other=0)
-    units = tl.where(tokens > first, tl.cdiv(tokens, UNIT) - first // UNIT, 0)
-    span = tl.where(units > 0, units + ROW_COST, 0)
+    units = tl.where(tokens > first, tl.cdiv(tokens, SPLIT.unit) - first // SPLIT.unit, 0)
+    span = tl.where(units > 0, units + SPLIT.row_cost, 0)
     total = tl.sum(span, 0)
     parts = tl.where(tl.max(tokens, 0) <= short, parts, 1)
     dealt = workers // parts
     share = tl.maximum(tl.cdiv(total, dealt), LEAST)
     room = span
-    if not INVARIANT:
+    if not SPLIT.invariant:
         # Shares that start where a row starts save partial results. When all rows are about equally long, slightly
         # larger shares make every row a whole number of shares, or every share a whole number of rows.
         longest = tl.max(span, 0)
@@ -103,9 +100,9 @@ def plan_splits(
         begin[None, :], position[:, None]
     )
     left = tl.sum(tl.maximum(overlap, 0), 1)
-    unit = tl.maximum(offset - ROW_COST, 0) + first // UNIT
+    unit = tl.maximum(offset - SPLIT.row_cost, 0) + first // SPLIT.unit
     tokens_here = tl.sum(tl.where(here, tokens[None, :], 0), 1)
-    entry = tl.minimum((unit * UNIT) // PAGE, tl.maximum(tl.cdiv(tokens_here, PAGE) - 1, 0))
+    entry = tl.minimum((unit * SPLIT.unit) // SPLIT.page, tl.maximum(tl.cdiv(tokens_here, SPLIT.page) - 1, 0))
     alive = (index < workers) & (left > 0)
     page = tl.load(table + mine.to(tl.int64) * table_stride + entry, mask=alive, other=0)
     record = plan + index * _WORKER
@@ -119,12 +116,12 @@ def plan_splits(
     tl.store(record + _PARTS, parts, mask=inside)
 
     if tl.program_id(0) == 0:
-        if INVARIANT:
+        if SPLIT.invariant:
             pieces = units
             slot = begin
             later = begin + 1
         else:
-            head = (begin + ROW_COST) // share
+            head = (begin + SPLIT.row_cost) // share
             pieces = tl.where(units > 0, (begin + tl.maximum(span, 1) - 1) // share - head + 1, 0)
             slot = workers + head
             later = head + 1
@@ -157,34 +154,30 @@ def attend(
     heads,
     blocks,
     workers,
-    BLOCK: tl.constexpr,
+    FEATURES: tl.constexpr,
+    SPLIT: tl.constexpr,
     TILE: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROW_COST: tl.constexpr,
-    LATENT: tl.constexpr,
-    LATENT_LANES: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_LANES: tl.constexpr,
-    PAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INVARIANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One worker: its units of one or several rows, for one block of queries. `scale` includes log2(e), `drafts` is
     the tokens of a row less one."""
-    FEATURES: tl.constexpr = LATENT + ROPE
+    BLOCK: tl.constexpr = TILE.queries
+    TOKENS: tl.constexpr = TILE.tokens
+    LATENT: tl.constexpr = FEATURES.latent
+    LATENT_LANES: tl.constexpr = FEATURES.latent_lanes
+    ENTRY: tl.constexpr = LATENT + FEATURES.rope
     worker = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
     m = block * BLOCK + tl.arange(0, BLOCK)
-    n = tl.arange(0, TILE)
+    n = tl.arange(0, TOKENS)
     c = tl.arange(0, LATENT_LANES)
-    r = tl.arange(0, ROPE_LANES)
+    r = tl.arange(0, FEATURES.rope_lanes)
     inside = m < queries
     has_latent = _features(inside, LATENT, LATENT_LANES)
-    has_rope = _features(inside, ROPE, ROPE_LANES)
+    has_rope = _features(inside, FEATURES.rope, FEATURES.rope_lanes)
     back = drafts - m // heads  # tokens of the row after this one
     row = tl.load(plan + worker * _WORKER)
     at = tl.load(plan + worker * _WORKER + 1)
@@ -192,17 +185,17 @@ def attend(
     position = tl.load(plan + worker * _WORKER + 3)
     while left > 0:
         tokens = tl.load(length + row)
-        units = tl.where(tokens > first, tl.cdiv(tokens, UNIT) - first // UNIT, 0)
-        span = tl.where(units > 0, units + ROW_COST, 0)
+        units = tl.where(tokens > first, tl.cdiv(tokens, SPLIT.unit) - first // SPLIT.unit, 0)
+        span = tl.where(units > 0, units + SPLIT.row_cost, 0)
         take = tl.minimum(left, span - at)
-        if INVARIANT:
+        if SPLIT.invariant:
             take = tl.minimum(take, 1)
-        begin = tl.maximum(at - ROW_COST, 0)
-        end = at + take - ROW_COST
+        begin = tl.maximum(at - SPLIT.row_cost, 0)
+        end = at + take - SPLIT.row_cost
         if end > begin:
             vector = (row.to(tl.int64) * queries + m)[:, None]
             # .cg: a dependent launch may find lines of an earlier layer in L1.
-            at_q = q + vector * FEATURES
+            at_q = q + vector * ENTRY
             q_latent = tl.load(at_q + c[None, :], mask=has_latent, other=0.0, cache_modifier=".cg")
             q_rope = tl.load(at_q + LATENT + r[None, :], mask=has_rope, other=0.0, cache_modifier=".cg")
             bound = tl.minimum(tokens - back, tokens)
@@ -210,22 +203,22 @@ def attend(
             total = tl.zeros((BLOCK,), tl.float32)
             sum_latent = tl.zeros((BLOCK, LATENT_LANES), tl.float32)
             pages = table + row.to(tl.int64) * table_stride
-            last = (tokens - 1) // PAGE
-            start = (first // UNIT + begin) * UNIT // TILE
-            stop = tl.minimum((first // UNIT + end) * UNIT, tokens)
-            page = tl.load(pages + start * TILE // PAGE)
-            for tile in range(start, tl.cdiv(stop, TILE)):
-                next_page = tl.load(pages + tl.minimum((tile + 1) * TILE // PAGE, last))
-                entry = tile * TILE + n
-                base = cache + (page.to(tl.int64) * PAGE + tile * TILE % PAGE) * FEATURES
+            last = (tokens - 1) // SPLIT.page
+            start = (first // SPLIT.unit + begin) * SPLIT.unit // TOKENS
+            stop = tl.minimum((first // SPLIT.unit + end) * SPLIT.unit, tokens)
+            page = tl.load(pages + start * TOKENS // SPLIT.page)
+            for tile in range(start, tl.cdiv(stop, TOKENS)):
+                next_page = tl.load(pages + tl.minimum((tile + 1) * TOKENS // SPLIT.page, last))
+                entry = tile * TOKENS + n
+                base = cache + (page.to(tl.int64) * SPLIT.page + tile * TOKENS % SPLIT.page) * ENTRY
                 written = (entry < tokens) & (entry >= first)
-                at_latent = base + n[:, None] * FEATURES + c[None, :]
-                at_rope = base + n[:, None] * FEATURES + LATENT + r[None, :]
+                at_latent = base + n[:, None] * ENTRY + c[None, :]
+                at_rope = base + n[:, None] * ENTRY + LATENT + r[None, :]
                 latent = tl.load(at_latent, mask=_features(written, LATENT, LATENT_LANES), other=0.0)
-                rope = tl.load(at_rope, mask=_features(written, ROPE, ROPE_LANES), other=0.0)
+                rope = tl.load(at_rope, mask=_features(written, FEATURES.rope, FEATURES.rope_lanes), other=0.0)
                 page = next_page
-                score = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
-                score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION) * scale
+                score = tl.dot(q_latent, tl.trans(latent), input_precision=FEATURES.precision)
+                score = tl.dot(q_rope, tl.trans(rope), score, input_precision=FEATURES.precision) * scale
                 seen = (entry[None, :] < bound[:, None]) & (entry >= first)[None, :]
                 score = tl.where(seen, score, _MASKED)
                 new_top = tl.maximum(top, tl.max(score, 1))
@@ -234,7 +227,7 @@ def attend(
                 total = total * shrink + tl.sum(weight, 1)
                 sum_latent = sum_latent * shrink[:, None]
                 top = new_top
-                sum_latent = tl.dot(weight.to(latent.dtype), latent, sum_latent, input_precision=PRECISION)
+                sum_latent = tl.dot(weight.to(latent.dtype), latent, sum_latent, input_precision=FEATURES.precision)
             divisor = tl.where(total > 0, total, 1.0)
             sum_latent = sum_latent / divisor[:, None]
             log = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
@@ -243,7 +236,7 @@ def attend(
                 tl.store(lse + row.to(tl.int64) * queries + m, log * _LN2, mask=inside)
             else:
                 slot = tl.where(begin == 0, workers + worker, worker)
-                if INVARIANT:
+                if SPLIT.invariant:
                     slot = position
                 piece = (slot.to(tl.int64) * queries + m)[:, None]
                 tl.store(

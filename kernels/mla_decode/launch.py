@@ -19,7 +19,8 @@ import triton
 from torch import Tensor
 
 from kernels.mla_decode import kernel
-from kernels.mla_decode.schedule import DecodeShape, Workspace
+from kernels.mla_decode.records import Features, Overlap, Split, Tile
+from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace
 from kernels.page import PAGE_TOKENS
 
 
@@ -37,13 +38,10 @@ def plan(length_R: Tensor, page_RP: Tensor, workspace: Workspace, *, first: int 
         page_RP.stride(0),
         tiling.short,
         tiling.parts(shape),
-        UNIT=tiling.unit,
-        ROW_COST=tiling.row_cost,
+        SPLIT=_split(shape, tiling),
         LEAST=tiling.least,
-        PAGE=PAGE_TOKENS,
         ROWS=max(16, triton.next_power_of_2(shape.rows)),
         WORKERS=workers,
-        INVARIANT=shape.invariant,
         DEPENDENT=dependent,
         num_warps=4,
         **_options(dependent),
@@ -77,17 +75,13 @@ def attend(
         shape.width - 1,
         shape.heads,
     )
-    split: dict[str, Any] = {
-        "UNIT": tiling.unit,
-        "ROW_COST": tiling.row_cost,
-        "DEPENDENT": dependent,
-        "num_warps": tiling.warps,
-        **_options(dependent),
-    }
+    common: dict[str, Any] = {"SPLIT": _split(shape, tiling), "num_warps": tiling.warps, **_options(dependent)}
     grid = (tiling.workers * tiling.blocks(shape),)
     ways = tiling.ways()
     for way in ways:
         dealt = (way.blocks(shape), way.workers)
+        tile = Tile(queries=way.block, tokens=way.tile)
+        overlap = Overlap(stages=way.stages, dependent=dependent, early=early, either=len(ways) > 1)
         if way.path == "triton":
             kernel.attend[grid](
                 q_RWHC,
@@ -95,35 +89,16 @@ def attend(
                 *where,
                 *numbers,
                 *dealt,
-                BLOCK=way.block,
-                TILE=way.tile,
-                LATENT=shape.latent,
-                LATENT_LANES=max(16, triton.next_power_of_2(shape.latent)),
-                ROPE=shape.rope,
-                ROPE_LANES=max(16, triton.next_power_of_2(shape.rope)),
-                PAGE=PAGE_TOKENS,
-                PRECISION="ieee" if q_RWHC.dtype == torch.float32 else "tf32",
-                INVARIANT=shape.invariant,
+                FEATURES=_features(shape, q_RWHC.dtype),
+                TILE=tile,
+                DEPENDENT=dependent,
                 num_stages=way.stages,
-                **split,
+                **common,
             )
         elif way.path == "narrow":
             from kernels.mla_decode.narrow import attend_narrow
 
-            attend_narrow[grid](
-                q_RWHC,
-                cache_PKC,
-                *where,
-                *numbers,
-                *dealt,
-                BLOCK=way.block,
-                TILE=way.tile,
-                PAGE=PAGE_TOKENS,
-                STAGES=way.stages,
-                EARLY=early,
-                IF_SHORT=len(ways) > 1,
-                **split,
-            )
+            attend_narrow[grid](q_RWHC, cache_PKC, *where, *numbers, *dealt, TILE=tile, OVERLAP=overlap, **common)
         else:
             from kernels.mla_decode.wide import attend_wide, boxes
 
@@ -134,11 +109,8 @@ def attend(
                 *where,
                 *numbers,
                 *dealt,
-                INVARIANT=shape.invariant,
-                EARLY=early,
-                PREFETCH=way.stages,
-                IF_LONG=len(ways) > 1,
-                **split,
+                OVERLAP=overlap,
+                **common,
             )
 
 
@@ -190,6 +162,22 @@ def _check(
             raise ValueError(f"{name} must be contiguous, {sizes} of {dtype}, not {got}")
     if page_RP.shape != (shape.rows, shape.pages) or page_RP.dtype != torch.int32 or page_RP.stride(1) != 1:
         raise ValueError(f"page_RP must be int32 {(shape.rows, shape.pages)} with contiguous rows: {page_RP.shape}")
+
+
+def _split(shape: DecodeShape, tiling: DecodeTiling) -> Split:
+    """How plan and attention count the rows' cache."""
+    return Split(unit=tiling.unit, page=PAGE_TOKENS, row_cost=tiling.row_cost, invariant=shape.invariant)
+
+
+def _features(shape: DecodeShape, dtype: torch.dtype) -> Features:
+    """The portable kernel's features of vectors of `dtype`."""
+    return Features(
+        latent=shape.latent,
+        latent_lanes=max(16, triton.next_power_of_2(shape.latent)),
+        rope=shape.rope,
+        rope_lanes=max(16, triton.next_power_of_2(shape.rope)),
+        precision="ieee" if dtype == torch.float32 else "tf32",
+    )
 
 
 def _options(dependent: bool) -> dict[str, bool]:

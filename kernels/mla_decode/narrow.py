@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from kernels.mla_decode.records import Share
 from kernels.mla_decode.schedule import PARTS_FIELD, WORKER_FIELDS
 
 _MASKED = gl.constexpr(-1.0e33)
@@ -102,35 +103,15 @@ def _copy_query(q, row, block, queries, latent_s, rope_s, BLOCK: gl.constexpr, W
 
 @gluon.jit
 def narrow_worker(
-    q,
-    cache,
-    table,
-    length,
-    out,
-    lse,
-    partial,
-    partial_lse,
-    record,
-    scale,
-    first,
-    table_stride,
-    queries,
-    drafts,
-    heads,
-    workers,
-    worker,
-    block,
-    BLOCK: gl.constexpr,
-    TILE: gl.constexpr,
-    UNIT: gl.constexpr,
-    ROW_COST: gl.constexpr,
-    PAGE: gl.constexpr,
-    STAGES: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-    EARLY: gl.constexpr,
+    q, cache, table, table_stride, record, share, SPLIT: gl.constexpr, TILE: gl.constexpr, OVERLAP: gl.constexpr
 ):
-    """One worker, whose record in the plan is at `record`: its units of one or several rows, for one block of queries.
-    Waits, and lets the kernel after start, where `EARLY`."""
+    """One worker's `Share`, whose record in the plan is at `record`: its units of one or several rows, for one block of
+    queries. Waits, and lets the kernel after start, where `OVERLAP.early`."""
+    BLOCK: gl.constexpr = TILE.queries
+    TOKENS: gl.constexpr = TILE.tokens
+    PAGE: gl.constexpr = SPLIT.page
+    STAGES: gl.constexpr = OVERLAP.stages
+    EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
     LATENT: gl.constexpr = 512
     ROPE: gl.constexpr = 64
     CHUNK: gl.constexpr = 64
@@ -144,79 +125,80 @@ def narrow_worker(
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
 
+    first = share.first
     row = gl.load(record)
     at = gl.load(record + 1)
     left = gl.load(record + 2)
     page = gl.load(record + 4)
     tokens = gl.load(record + 5)
-    latent_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, LATENT], swizzled)
-    rope_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], swizzled)
+    latent_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, LATENT], swizzled)
+    rope_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, ROPE], swizzled)
     q_latent_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, LATENT], swizzled)
     q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, ROPE], swizzled)
-    m = block * BLOCK + gl.arange(0, BLOCK, per_query)
-    n = gl.arange(0, TILE, per_column)
-    lowest_unit = first // UNIT
-    lowest_tile = lowest_unit * UNIT // TILE
+    m = share.block * BLOCK + gl.arange(0, BLOCK, per_query)
+    n = gl.arange(0, TOKENS, per_column)
+    lowest_unit = first // SPLIT.unit
+    lowest_tile = lowest_unit * SPLIT.unit // TOKENS
     slot = 0  # of this row's first tile
     own = 0  # which of the two places has this row's query
     ahead = left < 0  # whether the row before has asked for both
-    if DEPENDENT and EARLY:
+    if EARLY:
         if left <= 0:
             wait_for_kernel_before()
             let_kernel_after_start()
     while left > 0:
-        units = gl.where(tokens > first, (tokens + UNIT - 1) // UNIT - lowest_unit, 0)
-        span = gl.where(units > 0, units + ROW_COST, 0)
+        units = gl.where(tokens > first, (tokens + SPLIT.unit - 1) // SPLIT.unit - lowest_unit, 0)
+        span = gl.where(units > 0, units + SPLIT.row_cost, 0)
         take = gl.minimum(left, span - at)
-        begin = gl.maximum(at - ROW_COST, 0)
-        end = at + take - ROW_COST
+        begin = gl.maximum(at - SPLIT.row_cost, 0)
+        end = at + take - SPLIT.row_cost
         pages = table + row.to(gl.int64) * table_stride
         last = gl.maximum(tokens - 1, 0) // PAGE
-        start = (lowest_unit + begin) * UNIT // TILE
-        stop = (gl.minimum((lowest_unit + end) * UNIT, tokens) + TILE - 1) // TILE
+        start = (lowest_unit + begin) * SPLIT.unit // TOKENS
+        stop = (gl.minimum((lowest_unit + end) * SPLIT.unit, tokens) + TOKENS - 1) // TOKENS
         stop = gl.where(end > begin, stop, start)
 
         # What the kernel before may have written is asked for after it has finished: the row's newest entries and the
-        # query. Everything older, when `EARLY`, before.
+        # query. Everything older, when `OVERLAP.early`, before.
         settled = 0
-        if DEPENDENT and EARLY:
-            settled = tokens - drafts - 1
+        if EARLY:
+            settled = tokens - share.drafts - 1
         for s in gl.static_range(AHEAD):
             asked = ahead & (s == 0)
-            if (start + s < stop) & ((start + s + 1) * TILE <= settled) & (not asked):
+            if (start + s < stop) & ((start + s + 1) * TOKENS <= settled) & (not asked):
                 if s > 0:
-                    page = gl.load(pages + gl.minimum((start + s) * TILE // PAGE, last))
+                    page = gl.load(pages + gl.minimum((start + s) * TOKENS // PAGE, last))
                 to = (slot + s) % STAGES
                 _copy_tile(
-                    cache, page, start + s, tokens, first, latent_s.index(to), rope_s.index(to), TILE, PAGE, WARPS
+                    cache, page, start + s, tokens, first, latent_s.index(to), rope_s.index(to), TOKENS, PAGE, WARPS
                 )
-        if DEPENDENT and EARLY:
+        if EARLY:
             wait_for_kernel_before()
             let_kernel_after_start()
         if (stop > start) & (not ahead):
-            _copy_query(q, row, block, queries, q_latent_s.index(own), q_rope_s.index(own), BLOCK, WARPS)
+            _copy_query(q, row, share.block, share.queries, q_latent_s.index(own), q_rope_s.index(own), BLOCK, WARPS)
         for s in gl.static_range(AHEAD):
             asked = ahead & (s == 0)
-            if (start + s < stop) & ((start + s + 1) * TILE > settled) & (not asked):
+            if (start + s < stop) & ((start + s + 1) * TOKENS > settled) & (not asked):
                 if s > 0:
-                    page = gl.load(pages + gl.minimum((start + s) * TILE // PAGE, last))
+                    page = gl.load(pages + gl.minimum((start + s) * TOKENS // PAGE, last))
                 to = (slot + s) % STAGES
                 _copy_tile(
-                    cache, page, start + s, tokens, first, latent_s.index(to), rope_s.index(to), TILE, PAGE, WARPS
+                    cache, page, start + s, tokens, first, latent_s.index(to), rope_s.index(to), TOKENS, PAGE, WARPS
                 )
             async_copy.commit_group()
-        page = gl.load(pages + gl.minimum((start + AHEAD) * TILE // PAGE, last))
+        page = gl.load(pages + gl.minimum((start + AHEAD) * TOKENS // PAGE, last))
         # The next row, if this worker's share goes beyond this one, and whether it has entries there.
         goes_on = left > take
-        next_tokens = gl.load(length + row + 1, mask=goes_on, other=0)
+        next_tokens = gl.load(share.length + row + 1, mask=goes_on, other=0)
         next_page = gl.load(table + (row + 1).to(gl.int64) * table_stride + first // PAGE, mask=goes_on, other=0)
-        follows = goes_on & (next_tokens > first) & (left - take > ROW_COST)
+        follows = goes_on & (next_tokens > first) & (left - take > SPLIT.row_cost)
 
         # Tokens of the row after a query's; kept from row to row they would spill registers.
-        back = drafts - (m + unknown_zero()) // heads
+        back = share.drafts - (m + unknown_zero()) // share.heads
         bound = gl.minimum(tokens - back, tokens)
         top = gl.full([BLOCK], _LOWEST, gl.float32, per_query)
-        weights = gl.zeros([BLOCK, TILE], gl.float32, mma)
+        weights = gl.zeros([BLOCK, TOKENS], gl.float32, mma)
         sum_latent = gl.zeros([BLOCK, LATENT], gl.float32, mma)
         for tile in range(start, stop):
             stage = (slot + tile - start) % STAGES
@@ -234,21 +216,22 @@ def narrow_worker(
                     first,
                     latent_s.index(free),
                     rope_s.index(free),
-                    TILE,
+                    TOKENS,
                     PAGE,
                     WARPS,
                 )
             if beyond:
                 _copy_query(
-                    q, row + 1, block, queries, q_latent_s.index(1 - own), q_rope_s.index(1 - own), BLOCK, WARPS
-                )
+                    q, row + 1, share.block, share.queries,
+                    q_latent_s.index(1 - own), q_rope_s.index(1 - own), BLOCK, WARPS,
+                )  # fmt: skip
             async_copy.commit_group()
-            page = gl.load(pages + gl.minimum((tile + AHEAD + 1) * TILE // PAGE, last))
+            page = gl.load(pages + gl.minimum((tile + AHEAD + 1) * TOKENS // PAGE, last))
             keys = latent_s.index(stage)
             query = q_latent_s.index(own)
-            # Two chains of products hide half of their latency: a warp has only TILE / WARPS columns.
-            score = gl.zeros([BLOCK, TILE], gl.float32, mma)
-            other = gl.zeros([BLOCK, TILE], gl.float32, mma)
+            # Two chains of products hide half of their latency: a warp has only TOKENS / WARPS columns.
+            score = gl.zeros([BLOCK, TOKENS], gl.float32, mma)
+            other = gl.zeros([BLOCK, TOKENS], gl.float32, mma)
             score = mma_v2(q_rope_s.index(own).load(left_of), rope_s.index(stage).permute((1, 0)).load(right_of), score)
             for j in gl.static_range(LATENT // CHUNK // 2):
                 other = mma_v2(
@@ -261,8 +244,8 @@ def narrow_worker(
                     keys.slice((2 * j + 1) * CHUNK, CHUNK, dim=1).permute((1, 0)).load(right_of),
                     score,
                 )
-            score = (score + other) * scale
-            entry = tile * TILE + n
+            score = (score + other) * share.scale
+            entry = tile * TOKENS + n
             seen = (entry[None, :] < bound[:, None]) & (entry >= first)[None, :]
             score = gl.where(seen, score, _MASKED)
             new_top = gl.maximum(top, gl.max(score, 1))
@@ -281,20 +264,20 @@ def narrow_worker(
             log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
             # Through shared memory into whole rows, so that each lane writes 16 bytes at a time.
             result = gl.convert_layout((sum_latent / divisor[:, None]).to(gl.bfloat16), stored)
-            m_stored = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, stored)) + unknown_zero()
+            m_stored = share.block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, stored)) + unknown_zero()
             c = gl.arange(0, LATENT, gl.SliceLayout(0, stored))
             at_out = (m_stored[:, None] * LATENT + c[None, :]).to(gl.int64)
-            inside = (m_stored < queries)[:, None]
+            inside = (m_stored < share.queries)[:, None]
             if (begin == 0) & (end == units):
-                base = row.to(gl.int64) * queries
-                to = out + base * LATENT + at_out
-                gl.store(to, result.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
-                gl.store(lse + base + m, log * _LN2, mask=m < queries)
+                base = row.to(gl.int64) * share.queries
+                to = share.out + base * LATENT + at_out
+                gl.store(to, result.to(share.out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
+                gl.store(share.lse + base + m, log * _LN2, mask=m < share.queries)
             else:
-                base = gl.where(begin == 0, workers + worker, worker).to(gl.int64) * queries
-                to = partial + base * LATENT + at_out
-                gl.store(to, result.to(partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
-                gl.store(partial_lse + base + m, log, mask=m < queries)
+                base = gl.where(begin == 0, share.workers + share.worker, share.worker).to(gl.int64) * share.queries
+                to = share.partial + base * LATENT + at_out
+                gl.store(to, result.to(share.partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
+                gl.store(share.partial_lse + base + m, log, mask=m < share.queries)
         ahead = follows & (stop - start >= AHEAD) & (stop > start)
         slot = (slot + stop - start) % STAGES
         own = 1 - own
@@ -325,56 +308,39 @@ def attend_narrow(
     heads,
     blocks,
     workers,
-    BLOCK: gl.constexpr,
+    SPLIT: gl.constexpr,
     TILE: gl.constexpr,
-    UNIT: gl.constexpr,
-    ROW_COST: gl.constexpr,
-    PAGE: gl.constexpr,
-    STAGES: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-    EARLY: gl.constexpr,
-    IF_SHORT: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
-    """As `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16. `IF_SHORT`: works if
-    the plan says that the row is short."""
+    """As `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16. `OVERLAP.either`:
+    works if the plan says that the row is short."""
     worker = gl.program_id(0) // blocks
-    if DEPENDENT and not EARLY:
+    if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
     record = plan + worker * _WORKER
     works = True
-    if IF_SHORT:
+    if OVERLAP.either:
         record = plan + gl.program_id(0) * _WORKER
         works = gl.load(record + _PARTS) > 1
     if works:
-        narrow_worker(
-            q,
-            cache,
-            table,
-            length,
-            out,
-            lse,
-            partial,
-            partial_lse,
-            record,
-            scale,
-            first,
-            table_stride,
-            queries,
-            drafts,
-            heads,
-            workers,
-            worker,
-            gl.program_id(0) % blocks,
-            BLOCK,
-            TILE,
-            UNIT,
-            ROW_COST,
-            PAGE,
-            STAGES,
-            DEPENDENT,
-            EARLY,
+        share = Share(
+            length=length,
+            out=out,
+            lse=lse,
+            partial=partial,
+            partial_lse=partial_lse,
+            plan=plan,
+            scale=scale,
+            first=first,
+            queries=queries,
+            drafts=drafts,
+            heads=heads,
+            workers=workers,
+            worker=worker,
+            block=gl.program_id(0) % blocks,
         )
+        narrow_worker(q, cache, table, table_stride, record, share, SPLIT, TILE, OVERLAP)
     else:
-        if DEPENDENT and EARLY:
+        if OVERLAP.dependent and OVERLAP.early:
             hand_on()

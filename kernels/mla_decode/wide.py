@@ -19,6 +19,8 @@ soon as the one group that reads them last is done.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,13 +28,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.mla_decode.narrow import hand_on, let_kernel_after_start, unknown_zero, wait_for_kernel_before
+from kernels.mla_decode.records import Share
 from kernels.mla_decode.schedule import PARTS_FIELD, WORKER_FIELDS
 from kernels.mla_decode.wide_groups import left_group, right_group
-from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE, TILED, next_share
+from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE, TILED, Exchanged, Fetched, Messages, Ring, next_share
 
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
 WORKER = gl.constexpr(WORKER_FIELDS)
 _PARTS = gl.constexpr(PARTS_FIELD)
+
+
+class Boxes(NamedTuple):
+    """The TMA descriptors of a launch, see `attend_wide`."""
+
+    q_half: Any
+    q_rope: Any
+    kv_half: Any
+    kv_rope: Any
 
 
 def boxes(x: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -58,63 +70,70 @@ def into_l2(cache, page):
 
 
 @gluon.jit
-def fetch(
-    cache, q_half, q_rope, kv_half, kv_rope, table, length, plan, first, table_stride, queries, drafts, worker, block,
-    q_s, q_rope_s, kv_s, rope_s, q_full, q_empty, full, empty,
-    UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
-    PREFETCH: gl.constexpr,
-):  # fmt: skip
+def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
     """The fetching warp: the tiles and the queries of every row of the worker's share."""
-    record = plan + worker * WORKER
+    EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
+    PREFETCH: gl.constexpr = OVERLAP.stages
+    record = share.plan + share.worker * WORKER
     row = gl.load(record)
     at = gl.load(record + 1)
     left = gl.load(record + 2)
-    if DEPENDENT and EARLY:
+    if EARLY:
         if left <= 0:
             wait_for_kernel_before()
     tiles = 0
     rows = 0
     while left > 0:
-        tokens = gl.load(length + row)
-        take, _begin, _end, _units, start, stop, done = next_share(tokens, at, left, first, UNIT, ROW_COST, INVARIANT)
+        tokens = gl.load(share.length + row)
+        take, _begin, _end, _units, start, stop, done = next_share(
+            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
+        )
         if stop > start:
             pages = table + row.to(gl.int64) * (table_stride + unknown_zero())
             page = gl.load(pages + start)
             for distance in gl.static_range(2, PREFETCH):
-                if (start + distance < stop) & (block == 0):
+                if (start + distance < stop) & (share.block == 0):
                     into_l2(cache, gl.load(pages + start + distance))
             for tile in range(start, stop):
                 if PREFETCH:
-                    if (tile + PREFETCH < stop) & (block == 0):
+                    if (tile + PREFETCH < stop) & (share.block == 0):
                         into_l2(cache, gl.load(pages + tile + PREFETCH))
                 next_page = gl.load(pages + gl.minimum(tile + 1, stop - 1))
-                if DEPENDENT and EARLY:
+                if EARLY:
                     # Older tiles were settled before the kernel before began; the newest may be its work.
-                    if (tile + 1) * TILE >= tokens - drafts:
+                    if (tile + 1) * TILE >= tokens - share.drafts:
                         wait_for_kernel_before()
                 buffer = tiles & 1
                 phase = ((tiles >> 1) & 1) ^ 1
                 entry = page * TILE
-                mbarrier.wait(empty.index(buffer), phase)
-                mbarrier.expect(full.index(buffer), kv_half.block_type.nbytes)
-                tma.async_copy_global_to_shared(kv_half, [entry, 0], full.index(buffer), kv_s.index(buffer))
-                mbarrier.wait(empty.index(2 + buffer), phase)
-                mbarrier.expect(full.index(2 + buffer), kv_half.block_type.nbytes + kv_rope.block_type.nbytes)
-                tma.async_copy_global_to_shared(kv_half, [entry, HALF], full.index(2 + buffer), kv_s.index(2 + buffer))
+                mbarrier.wait(ring.empty.index(buffer), phase)
+                mbarrier.expect(ring.full.index(buffer), boxes.kv_half.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    kv_rope, [entry, 2 * HALF], full.index(2 + buffer), rope_s.index(buffer)
+                    boxes.kv_half, [entry, 0], ring.full.index(buffer), fetched.kv.index(buffer)
+                )
+                mbarrier.wait(ring.empty.index(2 + buffer), phase)
+                mbarrier.expect(
+                    ring.full.index(2 + buffer), boxes.kv_half.block_type.nbytes + boxes.kv_rope.block_type.nbytes
+                )
+                tma.async_copy_global_to_shared(
+                    boxes.kv_half, [entry, HALF], ring.full.index(2 + buffer), fetched.kv.index(2 + buffer)
+                )
+                tma.async_copy_global_to_shared(
+                    boxes.kv_rope, [entry, 2 * HALF], ring.full.index(2 + buffer), fetched.rope.index(buffer)
                 )
                 page = next_page
                 tiles += 1
                 if tile == start:
-                    if DEPENDENT and EARLY:
+                    if EARLY:
                         wait_for_kernel_before()
-                    vector = row * queries + block * BLOCK
-                    mbarrier.wait(q_empty, (rows & 1) ^ 1)
-                    mbarrier.expect(q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-                    tma.async_copy_global_to_shared(q_half, [vector, 0], q_full, q_s.index(0))
-                    tma.async_copy_global_to_shared(q_half, [vector, HALF], q_full, q_s.index(1))
-                    tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], q_full, q_rope_s.index(0))
+                    vector = row * share.queries + share.block * BLOCK
+                    mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
+                    mbarrier.expect(ring.q_full, 2 * boxes.q_half.block_type.nbytes + boxes.q_rope.block_type.nbytes)
+                    tma.async_copy_global_to_shared(boxes.q_half, [vector, 0], ring.q_full, fetched.q.index(0))
+                    tma.async_copy_global_to_shared(boxes.q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
+                    tma.async_copy_global_to_shared(
+                        boxes.q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0)
+                    )
                     rows += 1
         left -= take
         at = gl.where(done, 0, at + take)
@@ -122,23 +141,22 @@ def fetch(
 
 
 @gluon.jit
-def wide_worker(
-    cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
-    table_stride, queries, drafts, heads, workers, worker, block,
-    UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
-    PREFETCH: gl.constexpr,
-):  # fmt: skip
-    """One worker: its units of one or several rows, for one block of 64 queries. Waits, and lets the kernel after
-    start, where `EARLY`."""
+def wide_worker(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
+    """One worker's `Share`: its units of one or several rows, for one block of 64 queries. Waits, and lets the kernel
+    after start, where `OVERLAP.early`."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED)
-    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, ROPE], TILED)
-    kv_s = gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF], TILED)  # left halves of two tiles, right halves
-    rope_s = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], TILED)
-    weights_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, TILE], TILED)
-    top_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
-    shrink_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
-    total_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
+    fetched = Fetched(
+        q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED),
+        q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, ROPE], TILED),
+        kv=gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF], TILED),
+        rope=gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], TILED),
+    )
+    exchanged = Exchanged(
+        weights=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, TILE], TILED),
+        top=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+        shrink=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+        total=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+    )
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     first_top = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -159,79 +177,63 @@ def wide_worker(
         mbarrier.init(totals.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    common = (
-        length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, worker, block,
-        q_s, q_rope_s, kv_s, rope_s, weights_s, top_s, shrink_s, total_s,
-        q_full, q_empty, full, empty, first_top, second_top, first_weights, totals,
-        UNIT, ROW_COST, INVARIANT, DEPENDENT, EARLY,
+    ring = Ring(q_full=q_full, q_empty=q_empty, full=full, empty=empty)
+    messages = Messages(first_top=first_top, second_top=second_top, first_weights=first_weights, totals=totals)
+    # What a tuple with a name holds are values of the running kernel, its constants, too. The groups take them as such:
+    # these are the registers that were measured.
+    group = (
+        share, fetched, exchanged, ring, messages,
+        SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, OVERLAP.dependent, OVERLAP.early,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (left_group, common),
-            (right_group, common),
+            (left_group, group),
+            (right_group, group),
             (
                 fetch,
-                (
-                    cache,
-                    q_half,
-                    q_rope,
-                    kv_half,
-                    kv_rope,
-                    table,
-                    length,
-                    plan,
-                    first,
-                    table_stride,
-                    queries,
-                    drafts,
-                    worker,
-                    block,
-                    q_s,
-                    q_rope_s,
-                    kv_s,
-                    rope_s,
-                    q_full,
-                    q_empty,
-                    full,
-                    empty,
-                    UNIT,
-                    ROW_COST,
-                    INVARIANT,
-                    DEPENDENT,
-                    EARLY,
-                    PREFETCH,
-                ),
+                (cache, boxes, table, table_stride, share, fetched, ring, SPLIT, OVERLAP),
             ),
         ],
         [4, 1],
         [240, 32],
-    )
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_INTS)
 def attend_wide(
     cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
-    table_stride, queries, drafts, heads, blocks, workers,
-    UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
-    PREFETCH: gl.constexpr, IF_LONG: gl.constexpr,
+    table_stride, queries, drafts, heads, blocks, workers, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """As `kernel.attend`, for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
 
     `q_half`, `q_rope`, `kv_half`, `kv_rope`: TMA descriptors of the query [vectors, 576] and the cache [entries, 576]
-    with boxes of 64 x 256 and 64 x 64. `IF_LONG`: works if the plan does not say that the row is short.
+    with boxes of 64 x 256 and 64 x 64. `OVERLAP.either`: works if the plan does not say that the row is short.
     """
-    if DEPENDENT and not EARLY:
+    if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
     works = True
-    if IF_LONG:
+    if OVERLAP.either:
         works = gl.load(plan + gl.program_id(0) * WORKER + _PARTS) == 1
     if works:
-        wide_worker(
-            cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
-            table_stride, queries, drafts, heads, workers, gl.program_id(0) // blocks, gl.program_id(0) % blocks,
-            UNIT, ROW_COST, INVARIANT, DEPENDENT, EARLY, PREFETCH,
-        )  # fmt: skip
+        share = Share(
+            length=length,
+            out=out,
+            lse=lse,
+            partial=partial,
+            partial_lse=partial_lse,
+            plan=plan,
+            scale=scale,
+            first=first,
+            queries=queries,
+            drafts=drafts,
+            heads=heads,
+            workers=workers,
+            worker=gl.program_id(0) // blocks,
+            block=gl.program_id(0) % blocks,
+        )
+        boxes = Boxes(q_half=q_half, q_rope=q_rope, kv_half=kv_half, kv_rope=kv_rope)
+        wide_worker(cache, boxes, table, table_stride, share, SPLIT, OVERLAP)
     else:
-        if DEPENDENT and EARLY:
+        if OVERLAP.dependent and OVERLAP.early:
             hand_on()

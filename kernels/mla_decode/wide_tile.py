@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,20 +33,67 @@ TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwid
 """Shared-memory layout of every matrix."""
 
 
+class Fetched(NamedTuple):
+    """What the fetching warp brings into shared memory, in bfloat16."""
+
+    q: Any
+    """[2, BLOCK, HALF]: the halves of the query's latent features."""
+    q_rope: Any
+    """[1, BLOCK, ROPE]."""
+    kv: Any
+    """[4, TILE, HALF]: left halves of two tiles, then right halves."""
+    rope: Any
+    """[2, TILE, ROPE]; once it is scored, left's shrunk weights take its place."""
+
+
+class Ring(NamedTuple):
+    """The mbarriers between the fetching warp and the groups."""
+
+    q_full: Any
+    q_empty: Any
+    full: Any
+    """[4, 1], as `Fetched.kv`; those of the right halves stand for the rope, too."""
+    empty: Any
+    """[4, 1]."""
+
+
+class Exchanged(NamedTuple):
+    """What the groups tell each other in shared memory. Vectors are fp32 [2, BLOCK], first left's, then right's."""
+
+    weights: Any
+    """bfloat16 [BLOCK, TILE]: right's weights, or left's where a pair has no second tile."""
+    top: Any
+    """The maximum after a tile."""
+    shrink: Any
+    """The factor for what was summed before."""
+    total: Any
+    """The sum of the weights."""
+
+
+class Messages(NamedTuple):
+    """The mbarriers between the groups, see `wide`."""
+
+    first_top: Any
+    second_top: Any
+    first_weights: Any
+    totals: Any
+    """[2, 1]: of left, of right."""
+
+
 @gluon.jit
-def next_share(tokens, at, left, first, UNIT: gl.constexpr, ROW_COST: gl.constexpr, INVARIANT: gl.constexpr):
+def next_share(tokens, at, left, first, unit, row_cost, invariant):
     """What a worker does next in a row of `tokens`: (units taken, first unit, end, units of the row, first tile,
     end)."""
-    lowest = first // UNIT
-    units = gl.where(tokens > first, (tokens + UNIT - 1) // UNIT - lowest, 0)
-    span = gl.where(units > 0, units + ROW_COST, 0)
+    lowest = first // unit
+    units = gl.where(tokens > first, (tokens + unit - 1) // unit - lowest, 0)
+    span = gl.where(units > 0, units + row_cost, 0)
     take = gl.minimum(left, span - at)
-    if INVARIANT:
+    if invariant:
         take = gl.minimum(take, 1)
-    begin = gl.maximum(at - ROW_COST, 0)
-    end = at + take - ROW_COST
-    start = (lowest + begin) * UNIT // TILE
-    stop = (gl.minimum((lowest + end) * UNIT, tokens) + TILE - 1) // TILE
+    begin = gl.maximum(at - row_cost, 0)
+    end = at + take - row_cost
+    start = (lowest + begin) * unit // TILE
+    stop = (gl.minimum((lowest + end) * unit, tokens) + TILE - 1) // TILE
     stop = gl.where(end > begin, stop, start)
     return take, begin, end, units, start, stop, at + take >= span
 
@@ -63,15 +112,17 @@ def without_outside(values_s, low, first, tokens):
 
 
 @gluon.jit
-def scores(q_s, q_rope_s, kv_s, rope_s, full, buffer, phase):
+def scores(fetched, full, buffer, phase):
     """Products of the queries with one tile, once its halves are there."""
     score = gl.zeros([BLOCK, TILE], gl.float32, SCORES)
     zero = unknown_zero()
     mbarrier.wait(full.index(buffer), phase)
-    score = warpgroup_mma(q_s.index(zero), kv_s.index(buffer).permute((1, 0)), score, use_acc=False, is_async=True)
+    score = warpgroup_mma(
+        fetched.q.index(zero), fetched.kv.index(buffer).permute((1, 0)), score, use_acc=False, is_async=True
+    )
     mbarrier.wait(full.index(2 + buffer), phase)
-    score = warpgroup_mma(q_s.index(zero + 1), kv_s.index(2 + buffer).permute((1, 0)), score, is_async=True)
-    score = warpgroup_mma(q_rope_s.index(zero), rope_s.index(buffer).permute((1, 0)), score, is_async=True)
+    score = warpgroup_mma(fetched.q.index(zero + 1), fetched.kv.index(2 + buffer).permute((1, 0)), score, is_async=True)
+    score = warpgroup_mma(fetched.q_rope.index(zero), fetched.rope.index(buffer).permute((1, 0)), score, is_async=True)
     return warpgroup_mma_wait(0, deps=(score,))
 
 
@@ -101,9 +152,8 @@ def as_left_operand(weight):
 
 @gluon.jit
 def store_half(
-    sums, total, top, q_s, q_empty, out, lse, partial, partial_lse, row, queries, block, workers, worker, position,
-    whole, at_start,
-    HALF_INDEX: gl.constexpr, INVARIANT: gl.constexpr,
+    sums, total, top, share, fetched, q_empty, row, position, whole, at_start,
+    HALF_INDEX: gl.constexpr, invariant,
 ):  # fmt: skip
     """Write one half of the latent columns, and with the left half the log-sum-exp."""
     divisor = gl.where(total > 0, total, 1.0)
@@ -111,7 +161,7 @@ def store_half(
     log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
     # Through the shared memory of the query, which both groups are done with, so that a lane writes 16 bytes at a time.
     rows_of: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    half_s = q_s.index(HALF_INDEX)
+    half_s = fetched.q.index(HALF_INDEX)
     half_s.store(sums.to(gl.bfloat16))
     gl.thread_barrier()
     result = half_s.load(rows_of)
@@ -119,22 +169,22 @@ def store_half(
     gl.thread_barrier()
     mbarrier.arrive(q_empty, count=1)
     zero = unknown_zero()
-    m = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, rows_of)) + zero
-    r = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES)) + zero
+    m = share.block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, rows_of)) + zero
+    r = share.block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES)) + zero
     at_out = m[:, None] * (2 * HALF) + (HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(0, rows_of)))[None, :]
-    inside = (m < queries)[:, None]
+    inside = (m < share.queries)[:, None]
     if whole:
-        base = row.to(gl.int64) * queries
-        to = out + base * (2 * HALF) + at_out
-        gl.store(to, result.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
+        base = row.to(gl.int64) * share.queries
+        to = share.out + base * (2 * HALF) + at_out
+        gl.store(to, result.to(share.out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
         if HALF_INDEX == 0:
-            gl.store(lse + base + r, log * LN2, mask=r < queries)
+            gl.store(share.lse + base + r, log * LN2, mask=r < share.queries)
     else:
-        slot = gl.where(at_start, workers + worker, worker)
-        if INVARIANT:
+        slot = gl.where(at_start, share.workers + share.worker, share.worker)
+        if invariant:
             slot = position
-        base = slot.to(gl.int64) * queries
-        to = partial + base * (2 * HALF) + at_out
-        gl.store(to, result.to(partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
+        base = slot.to(gl.int64) * share.queries
+        to = share.partial + base * (2 * HALF) + at_out
+        gl.store(to, result.to(share.partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
         if HALF_INDEX == 0:
-            gl.store(partial_lse + base + r, log, mask=r < queries)
+            gl.store(share.partial_lse + base + r, log, mask=r < share.queries)

@@ -18,7 +18,7 @@ from triton import knobs
 
 from tests.support.hopper import compile_only
 
-ROOMS = ("sampling",)
+ROOMS = ("mla_decode", "sampling")
 """Families of kernels that take constants together."""
 MOST_PARAMETERS = 22
 
@@ -162,3 +162,5 @@ def test_they_have_fields_alone(room: str) -> None:
     for record in records:
         more = set(vars(record)) - set(vars(Nothing)) - set(record._fields)
         assert not more, f"{record.__name__} has {sorted(more)}"
+        own = {"value", "values", "type"} & set(record._fields)
+        assert not own, f"{record.__name__}.{own} would be what Triton's wrapper of a constant or a tuple calls so"

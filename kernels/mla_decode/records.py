@@ -1,0 +1,83 @@
+"""What the decode kernels and their functions take together, as one parameter: constants of a launch, and values of a
+running kernel."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Features(NamedTuple):
+    """The features of a query vector or a cache entry, and how the portable kernel multiplies them."""
+
+    latent: int
+    latent_lanes: int
+    """Latent features padded to a power of two."""
+    rope: int
+    rope_lanes: int
+    """Roped features padded to a power of two."""
+    precision: str
+    """Of products, as `tl.dot` names it. It matters in fp32 alone."""
+
+
+class Split(NamedTuple):
+    """How the rows' cache is counted when workers share it. The plan and the attention of a step have the same."""
+
+    unit: int
+    """Cache tokens of a unit."""
+    page: int
+    """Cache tokens of a page."""
+    row_cost: int
+    """Units that starting a row is counted as."""
+    invariant: bool
+    """Whether every unit is a piece of its own."""
+
+
+class Tile(NamedTuple):
+    """What a program works on at a time."""
+
+    queries: int
+    """Query vectors, the same ones all the time."""
+    tokens: int
+    """Cache tokens."""
+
+
+class Overlap(NamedTuple):
+    """What one of Hopper's kernels does beside its products, and beside the kernels before and after it."""
+
+    stages: int
+    """Tiles in flight; in wide blocks, how many tiles ahead the L2 cache is told of (0: not at all)."""
+    dependent: bool
+    """Whether it is launched dependently."""
+    early: bool
+    """Whether it asks for cache entries before the kernel before has ended, as far as `launch` says that it may."""
+    either: bool
+    """Whether another kernel is launched for the same rows, and the plan says which of the two works."""
+
+
+class Share(NamedTuple):
+    """What a worker is to do, for one block of query vectors: values of a running kernel, most of them the launch's."""
+
+    length: Any
+    """Tokens of every row, in memory."""
+    out: Any
+    lse: Any
+    """Where results of whole rows go, [rows, queries, latent] and [rows, queries]."""
+    partial: Any
+    partial_lse: Any
+    """Where results of pieces go, slot by slot."""
+    plan: Any
+    scale: Any
+    """Of the scores; log2(e) is in it."""
+    first: Any
+    """The first entry of a row that is attended to."""
+    queries: Any
+    """Query vectors of a row."""
+    drafts: Any
+    """Tokens of a row less one."""
+    heads: Any
+    workers: Any
+    """As many as share the rows."""
+    worker: Any
+    """Which of them this is."""
+    block: Any
+    """Which of a row's blocks of query vectors."""
