@@ -25,38 +25,28 @@ def _rotate(x, turn, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _projected(at, mask, dtype: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
-    """What a product has left: its result or, with PARTS, as many parts of it."""
+def _projected(at, mask, dtype: tl.constexpr, FROM: tl.constexpr):
+    """What a product has left: its result, or as many parts of it as FROM says."""
+    PARTS: tl.constexpr = FROM.parts
     if PARTS:
-        value = sum_of_parts(at, mask, PART, PARTS).to(dtype)
+        value = sum_of_parts(at, mask, FROM.part, PARTS).to(dtype)
     else:
         value = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
     return value
 
 
 @triton.jit
-def _write_entry(
-    source,
-    norm,
-    turn,
-    entry,
-    exists,
-    eps,
-    LATENT: tl.constexpr,
-    LATENT_BLOCK: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def _write_entry(source, norm, turn, entry, exists, eps, FROM: tl.constexpr, FEATURES: tl.constexpr):
     """A token's cache entry: the normed latent, then the rotated key."""
-    c = tl.arange(0, LATENT_BLOCK)
+    LATENT: tl.constexpr = FEATURES.latent
+    ROPE_BLOCK: tl.constexpr = FEATURES.rope_block
+    c = tl.arange(0, FEATURES.latent_block)
     inside = c < LATENT
     o = tl.arange(0, ROPE_BLOCK)
-    roped = o < ROPE
+    roped = o < FEATURES.rope
     w = tl.load(norm + c, mask=inside, other=0.0).to(tl.float32)
-    value = _projected(source + c, inside, entry.dtype.element_ty, PART, PARTS).to(tl.float32)
-    key = _projected(source + LATENT + o, roped, entry.dtype.element_ty, PART, PARTS).to(tl.float32)
+    value = _projected(source + c, inside, entry.dtype.element_ty, FROM).to(tl.float32)
+    key = _projected(source + LATENT + o, roped, entry.dtype.element_ty, FROM).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / LATENT + eps) * w
     turned = tl.reshape(_rotate(tl.reshape(key, [1, ROPE_BLOCK]), turn, 1, ROPE_BLOCK), [ROPE_BLOCK])
     tl.store(entry + c, normed.to(entry.dtype.element_ty), mask=inside & exists)
@@ -69,22 +59,19 @@ def _rope_heads(
     turn,
     target,
     first,
-    FROM: tl.constexpr,
+    BETWEEN: tl.constexpr,
     TO: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
+    FROM: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
-    """Rotate the rope part of GROUP heads of one token."""
+    """Rotate the rope part of GROUP heads of one token. They lie BETWEEN elements apart, their results TO elements."""
     head = first + tl.arange(0, GROUP)
-    o = tl.arange(0, ROPE_BLOCK)
-    mask = (head < HEADS)[:, None] & (o < ROPE)[None, :]
-    at = source + head[:, None] * FROM + o[None, :]
-    x = _projected(at, mask, target.dtype.element_ty, PART, PARTS).to(tl.float32)
-    turned = _rotate(x, turn, GROUP, ROPE_BLOCK)
+    o = tl.arange(0, FEATURES.rope_block)
+    mask = (head < FEATURES.heads)[:, None] & (o < FEATURES.rope)[None, :]
+    at = source + head[:, None] * BETWEEN + o[None, :]
+    x = _projected(at, mask, target.dtype.element_ty, FROM).to(tl.float32)
+    turned = _rotate(x, turn, GROUP, FEATURES.rope_block)
     at = target + head[:, None] * TO + o[None, :]
     tl.store(at, turned.to(target.dtype.element_ty), mask=mask, eviction_policy="evict_last")
 
@@ -104,61 +91,51 @@ def rope_absorb(
     tokens,
     slots,
     eps,
-    Q_TOKEN: tl.constexpr,
-    Q_PART: tl.constexpr,
-    KV_TOKEN: tl.constexpr,
-    KV_PART: tl.constexpr,
-    PARTS: tl.constexpr,
+    QUERY: tl.constexpr,
+    LATENTS: tl.constexpr,
+    WEIGHT: tl.constexpr,
     CACHE_STRIDE: tl.constexpr,
-    W_HEAD: tl.constexpr,
-    W_ROW: tl.constexpr,
-    HEADS: tl.constexpr,
-    NOPE: tl.constexpr,
-    NOPE_BLOCK: tl.constexpr,
-    LATENT: tl.constexpr,
-    LATENT_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    FEATURES: tl.constexpr,
+    CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Programs: for every head, COLUMNS latent features and TOKENS tokens, W_UK into the tokens' queries; then for
-    every token its cache entry, and the rope of GROUP heads each. Lets its successor start only after its own wait, so
-    attention may read all older cache entries before its own. Reads positions and cache slots before its wait.
-    With PARTS queries and latents are as many parts of sums.
+    """Programs: for every head, a few latent features and tokens (see `AbsorbCut`), W_UK into the tokens' queries; then
+    for every token its cache entry, and the rope of a group of heads each. Lets its successor start only after its own
+    wait, so attention may read all older cache entries before its own. Reads positions and cache slots before its wait.
+    QUERY and LATENTS say where queries and latents lie, and in how many parts.
     """
+    HEADS: tl.constexpr = FEATURES.heads
+    LATENT: tl.constexpr = FEATURES.latent
+    COLUMNS: tl.constexpr = CUT.columns
+    GROUP: tl.constexpr = CUT.group
     CHUNKS: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     SHARES: tl.constexpr = 1 + (HEADS + GROUP - 1) // GROUP
-    C: tl.constexpr = LATENT + ROPE
-    D: tl.constexpr = NOPE + ROPE
+    C: tl.constexpr = LATENT + FEATURES.rope
+    D: tl.constexpr = FEATURES.nope + FEATURES.rope
     program = tl.program_id(0)
-    tiles = tl.cdiv(tokens, TOKENS)
+    tiles = tl.cdiv(tokens, CUT.tokens)
     if program < HEADS * CHUNKS * tiles:
         # Tiles of tokens are neighbours, so that they share weights in L2.
-        t = (program % tiles * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+        t = (program % tiles * CUT.tokens + tl.arange(0, CUT.tokens)).to(tl.int64)
         head = program // tiles // CHUNKS
-        n = tl.arange(0, NOPE_BLOCK)
+        n = tl.arange(0, FEATURES.nope_block)
         c = program // tiles % CHUNKS * COLUMNS + tl.arange(0, COLUMNS)
-        if TMA:
-            tile = weight_box.load([head * (W_HEAD // W_ROW), program // tiles % CHUNKS * COLUMNS])
+        if CUT.boxed:
+            tile = weight_box.load([head * (WEIGHT.head // WEIGHT.row), program // tiles % CHUNKS * COLUMNS])
         else:
-            at = weight + head.to(tl.int64) * W_HEAD + n[:, None] * W_ROW + c[None, :]
-            tile = tl.load(at, mask=(n < NOPE)[:, None] & (c < LATENT)[None, :], other=0.0)
+            at = weight + head.to(tl.int64) * WEIGHT.head + n[:, None] * WEIGHT.row + c[None, :]
+            tile = tl.load(at, mask=(n < FEATURES.nope)[:, None] & (c < LATENT)[None, :], other=0.0)
         if DEPENDENT:
             gdc_wait()
             gdc_launch_dependents()
         inside = (t < tokens)[:, None]
-        source = q + t[:, None] * Q_TOKEN + head * D + n[None, :]
-        x = _projected(source, inside & (n < NOPE)[None, :], out.dtype.element_ty, Q_PART, PARTS)
-        if PARTS:
+        source = q + t[:, None] * QUERY.token + head * D + n[None, :]
+        x = _projected(source, inside & (n < FEATURES.nope)[None, :], out.dtype.element_ty, QUERY)
+        if QUERY.parts:
             # The other way round a few tokens are enough for wgmma, which takes both sides from shared memory.
-            y = tl.trans(tl.dot(tl.trans(tile), tl.trans(x), input_precision=PRECISION))
+            y = tl.trans(tl.dot(tl.trans(tile), tl.trans(x), input_precision=CUT.precision))
         else:
-            y = tl.dot(x, tile, input_precision=PRECISION)
+            y = tl.dot(x, tile, input_precision=CUT.precision)
         target = out + (t * HEADS + head)[:, None] * C + c[None, :]
         kept = inside & (c < LATENT)[None, :]
         tl.store(target, y.to(out.dtype.element_ty), mask=kept, eviction_policy="evict_last")
@@ -166,8 +143,8 @@ def rope_absorb(
         program -= HEADS * CHUNKS * tiles
         token = (program // SHARES).to(tl.int64)
         share = program % SHARES
-        o = tl.arange(0, ROPE_BLOCK)
-        turn = tl.load(rotation + tl.load(position + token) * ROPE + o, mask=o < ROPE, other=0.0)
+        o = tl.arange(0, FEATURES.rope_block)
+        turn = tl.load(rotation + tl.load(position + token) * FEATURES.rope + o, mask=o < FEATURES.rope, other=0.0)
         slot = tl.load(cache_slot + token)
         if DEPENDENT:
             gdc_wait()
@@ -175,14 +152,13 @@ def rope_absorb(
         if share == 0:
             exists = (slot >= 0) & (slot < slots)
             _write_entry(
-                kv + token * KV_TOKEN, norm, turn, cache + slot * CACHE_STRIDE, exists, eps, LATENT, LATENT_BLOCK, ROPE,
-                ROPE_BLOCK, KV_PART, PARTS,
-            )  # fmt: skip
+                kv + token * LATENTS.token, norm, turn, cache + slot * CACHE_STRIDE, exists, eps, LATENTS, FEATURES
+            )
         else:
             first = (share - 1) * GROUP
             _rope_heads(
-                q + token * Q_TOKEN + NOPE, turn, out + token * HEADS * C + LATENT, first, D, C, HEADS, GROUP, ROPE,
-                ROPE_BLOCK, Q_PART, PARTS,
+                q + token * QUERY.token + FEATURES.nope, turn, out + token * HEADS * C + LATENT, first, D, C, GROUP,
+                QUERY, FEATURES,
             )  # fmt: skip
 
 
@@ -196,44 +172,41 @@ def merge_tile(
     out,
     tokens,
     workers,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    LATENT: tl.constexpr,
-    VALUE: tl.constexpr,
-    W_HEAD: tl.constexpr,
-    W_ROW: tl.constexpr,
+    SIZES: tl.constexpr,
+    WEIGHT: tl.constexpr,
     OUT_TOKEN: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PIECES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[token, head] = W_UV[head] · attention of (token, head). Grid: tiles of TOKENS tokens (fastest, so that they
-    share weights in L2) times tiles of COLUMNS values, heads.
+    """out[token, head] = W_UV[head] · attention of (token, head). Grid: tiles of tokens (fastest, so that they share
+    weights in L2) times tiles of values, heads.
 
-    W_UV is linear: the product's rows are PIECES pieces of each token's attention as they lie in memory, and their
+    W_UV is linear: the product's rows are some pieces of each token's attention as they lie in memory, and their
     products are weighed. Attention is `attended` where the plan split nothing, 0 where there is none, else pieces as
     `mla_decode.merge` reads them. The plan is read before the wait. Lets its successor start only after its own wait.
     """
+    LATENT: tl.constexpr = SIZES.latent
+    QUERIES: tl.constexpr = SIZES.width * SIZES.heads
+    TOKENS: tl.constexpr = CUT.tokens
+    PIECES: tl.constexpr = CUT.pieces
+    COLUMNS: tl.constexpr = CUT.columns
+    BLOCK_K: tl.constexpr = CUT.block_k
     tiles = tl.cdiv(tokens, TOKENS)
     first = tl.program_id(0) % tiles * TOKENS
     v = tl.program_id(0) // tiles * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
     m = tl.arange(0, TOKENS * PIECES)
     k = tl.arange(0, BLOCK_K)
-    row = (first + m // PIECES) // WIDTH
+    row = (first + m // PIECES) // SIZES.width
     inside = first + m // PIECES < tokens
     about = plan + workers * _WORKER + row * _ROW
     slot = tl.load(about, mask=inside, other=0)
     later = tl.load(about + 1, mask=inside, other=0)
     pieces = tl.load(about + 2, mask=inside, other=0)
     split = pieces > 1
-    vector = (first + m // PIECES) % WIDTH * HEADS + head
-    w_at = weight + head.to(tl.int64) * W_HEAD + v.to(tl.int64)[None, :] * W_ROW + k[:, None]
-    kept = (v < VALUE)[None, :]
+    vector = (first + m // PIECES) % SIZES.width * SIZES.heads + head
+    w_at = weight + head.to(tl.int64) * WEIGHT.head + v.to(tl.int64)[None, :] * WEIGHT.row + k[:, None]
+    kept = (v < SIZES.value_features)[None, :]
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -244,7 +217,7 @@ def merge_tile(
     for start in range(0, tl.max(pieces, 0), PIECES):
         piece = start + m % PIECES
         there = piece < pieces
-        at = tl.where(split, tl.where(piece == 0, slot, later + piece - 1), row).to(tl.int64) * (WIDTH * HEADS) + vector
+        at = tl.where(split, tl.where(piece == 0, slot, later + piece - 1), row).to(tl.int64) * QUERIES + vector
         log = tl.load(partial_lse + at, mask=there & split, other=float("-inf"), cache_modifier=".cg")
         log = tl.reshape(tl.where(there & (pieces == 1), 0.0, log), [TOKENS, PIECES])
         new_top = tl.maximum(top, tl.max(log, 1))
@@ -253,7 +226,7 @@ def merge_tile(
         shrink = tl.exp2(top - base)
         x_at = (tl.where(split, partial, attended) + at * LATENT)[:, None] + k[None, :]
         part = tl.zeros([TOKENS * PIECES, COLUMNS], tl.float32)
-        for k0 in tl.range(0, LATENT, BLOCK_K, num_stages=STAGES):
+        for k0 in tl.range(0, LATENT, BLOCK_K, num_stages=CUT.stages):
             if LATENT % BLOCK_K == 0:
                 x = tl.load(x_at + k0, mask=there[:, None], other=0.0, cache_modifier=".cg")
                 w = tl.load(w_at + k0, mask=kept, other=0.0)
@@ -262,12 +235,12 @@ def merge_tile(
                     x_at + k0, mask=there[:, None] & (k0 + k < LATENT)[None, :], other=0.0, cache_modifier=".cg"
                 )
                 w = tl.load(w_at + k0, mask=kept & (k0 + k < LATENT)[:, None], other=0.0)
-            part = tl.dot(x, w, part, input_precision=PRECISION)
+            part = tl.dot(x, w, part, input_precision=CUT.precision)
         weighed = tl.reshape(part, [TOKENS, PIECES, COLUMNS]) * factor[:, :, None]
         y = y * shrink[:, None] + tl.sum(weighed, 1)
         total = total * shrink + tl.sum(factor, 1)
         top = new_top
     y = y / tl.where(total > 0, total, 1.0)[:, None]
     t = first + tl.arange(0, TOKENS)
-    to = out + t.to(tl.int64)[:, None] * OUT_TOKEN + head * VALUE + v[None, :]
+    to = out + t.to(tl.int64)[:, None] * OUT_TOKEN + head * SIZES.value_features + v[None, :]
     tl.store(to, y.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & kept, eviction_policy="evict_last")

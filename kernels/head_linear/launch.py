@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.head_linear import kernel, merge
+from kernels.head_linear.records import AbsorbCut, Attended, Features, Matrices, MergeCut, Projected
 from kernels.linear.launch import MOST_STREAMED, Streaming, options
 from kernels.linear.stream import ROWS
 from kernels.mla_decode.schedule import Workspace
@@ -77,30 +78,36 @@ def rope_absorb(
         tokens,
         cache_PKC.shape[0] * PAGE_TOKENS,
         eps,
-        Q_TOKEN=q_THD.stride(0),
-        Q_PART=q_THD.stride(1) if parts else 0,
-        KV_TOKEN=kv_TC.stride(0),
-        KV_PART=kv_TC.stride(1) if parts else 0,
-        PARTS=parts[0] if parts else 0,
+        QUERY=_projected(q_THD, parts),
+        LATENTS=_projected(kv_TC, parts),
+        WEIGHT=_matrices(weight_HNL),
         CACHE_STRIDE=cache_PKC.stride(1),
-        W_HEAD=weight_HNL.stride(0),
-        W_ROW=weight_HNL.stride(1),
-        HEADS=heads,
-        NOPE=nope,
-        NOPE_BLOCK=max(16, triton.next_power_of_2(nope)),
-        LATENT=latent,
-        LATENT_BLOCK=triton.next_power_of_2(latent),
-        COLUMNS=columns,
-        ROPE=rope,
-        ROPE_BLOCK=triton.next_power_of_2(rope),
-        GROUP=group,
-        TOKENS=tile,
-        PRECISION="ieee" if wide else "tf32",
-        TMA=box is not None,
+        FEATURES=Features(
+            heads=heads,
+            nope=nope,
+            nope_block=max(16, triton.next_power_of_2(nope)),
+            latent=latent,
+            latent_block=triton.next_power_of_2(latent),
+            rope=rope,
+            rope_block=triton.next_power_of_2(rope),
+        ),
+        CUT=AbsorbCut(
+            tokens=tile, columns=columns, group=group, precision="ieee" if wide else "tf32", boxed=box is not None
+        ),
         DEPENDENT=dependent,
         num_warps=8 if parts else 4,  # parts of all features of a token's head are on their way at once
         **options(dependent),
     )
+
+
+def _projected(x: Tensor, parts: list[int]) -> Projected:
+    """Where a product has left `x`, of so many parts if of any."""
+    return Projected(token=x.stride(0), part=x.stride(1) if parts else 0, parts=parts[0] if parts else 0)
+
+
+def _matrices(weight_HNL: Tensor) -> Matrices:
+    """Where one weight matrix a head lies."""
+    return Matrices(head=weight_HNL.stride(0), row=weight_HNL.stride(1))
 
 
 def _box(weight_HNL: Tensor, columns: int) -> TensorDescriptor | None:
@@ -152,13 +159,9 @@ def merge_up(
         weight_HVL,
         out_THV,
         workspace.tiling.workers,
-        WIDTH_TOKENS=shape.width,
-        HEADS=heads,
-        LATENT=latent,
-        F=value,
-        W_HEAD=weight_HVL.stride(0),
-        W_STRIDE=weight_HVL.stride(1),
-        OUT_STRIDE=out_THV.stride(0),
+        SIZES=Attended(width=shape.width, heads=heads, latent=latent, value_features=value),
+        WEIGHT=_matrices(weight_HVL),
+        OUT_TOKEN=out_THV.stride(0),
         COLUMNS=columns,
         WIDTH=cut.width,
         WARPS=cut.warps,
@@ -199,19 +202,17 @@ def _merge_tiles(
         out_THV,
         tokens,
         workspace.tiling.workers,
-        WIDTH=shape.width,
-        HEADS=heads,
-        LATENT=latent,
-        VALUE=value,
-        W_HEAD=weight_HVL.stride(0),
-        W_ROW=weight_HVL.stride(1),
+        SIZES=Attended(width=shape.width, heads=heads, latent=latent, value_features=value),
+        WEIGHT=_matrices(weight_HVL),
         OUT_TOKEN=out_THV.stride(0),
-        TOKENS=rows // pieces,
-        PIECES=pieces,
-        COLUMNS=columns,
-        BLOCK_K=block_k,
-        STAGES=3 if wide else min(stages, triton.cdiv(latent, block_k)),
-        PRECISION="ieee" if wide else "tf32",
+        CUT=MergeCut(
+            tokens=rows // pieces,
+            pieces=pieces,
+            columns=columns,
+            block_k=block_k,
+            stages=3 if wide else min(stages, triton.cdiv(latent, block_k)),
+            precision="ieee" if wide else "tf32",
+        ),
         DEPENDENT=dependent,
         num_warps=4,
         **options(dependent),

@@ -39,26 +39,28 @@ _ROW = gl.constexpr(ROW_FIELDS)
 @gluon.jit(do_not_specialize=["workers"])
 def merge_up(
     partial, partial_lse, attended, plan, weight, out, workers,
-    WIDTH_TOKENS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, F: gl.constexpr, W_HEAD: gl.constexpr,
-    W_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    SIZES: gl.constexpr, WEIGHT: gl.constexpr, OUT_TOKEN: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
+    WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """out[token, head] = W_UV[head] · attention of (token, head), 16 rows per program. Grid: heads * F / 16, tokens.
+    """out[token, head] = W_UV[head] · attention of (token, head), 16 rows a program. Grid: heads * value / 16, tokens.
 
     The attention is `attended` where the plan split nothing, 0 where there is none, else pieces as `mla_decode.merge`
     reads them. The plan is read before the wait. Lets its successor start only after its own wait.
     """
+    HEADS: gl.constexpr = SIZES.heads
+    LATENT: gl.constexpr = SIZES.latent
+    VALUE: gl.constexpr = SIZES.value_features
     CHUNKS: gl.constexpr = (LATENT + WARPS * WIDTH - 1) // (WARPS * WIDTH)
-    BLOCKS: gl.constexpr = (F + _ROWS - 1) // _ROWS
+    BLOCKS: gl.constexpr = (VALUE + _ROWS - 1) // _ROWS
     sums: gl.constexpr = sums_layout(_ROWS, WARPS)
     columns: gl.constexpr = gl.SliceLayout(0, sums)
     program = gl.program_id(0)
     head = program // BLOCKS
     token = gl.program_id(1)
     row = program % BLOCKS * _ROWS + gl.arange(0, _ROWS, weight_rows_layout(WARPS, 8))
-    at = head.to(gl.int64) * W_HEAD + gl.minimum(row, F - 1).to(gl.int64) * W_STRIDE
+    at = head.to(gl.int64) * WEIGHT.head + gl.minimum(row, VALUE - 1).to(gl.int64) * WEIGHT.row
     tiles = weight_tiles(weight, at, 0, LATENT, WIDTH, WARPS, CHUNKS, _PLAIN)
-    about = plan + workers * _WORKER + token // WIDTH_TOKENS * _ROW
+    about = plan + workers * _WORKER + token // SIZES.width * _ROW
     slot = gl.load(about)
     later = gl.load(about + 1)
     pieces = gl.load(about + 2)
@@ -66,8 +68,8 @@ def merge_up(
         wait_for_kernel_before()
         let_kernel_after_start()
 
-    vector = token % WIDTH_TOKENS * HEADS + head
-    queries: gl.constexpr = WIDTH_TOKENS * HEADS
+    vector = token % SIZES.width * HEADS + head
+    queries: gl.constexpr = SIZES.width * HEADS
     c = gl.arange(0, COLUMNS, columns)
     c_copy = gl.arange(0, COLUMNS, tokens_layout(WIDTH, WARPS))
     total = gl.zeros([COLUMNS], gl.float32, columns)
@@ -79,7 +81,7 @@ def merge_up(
         piece = start + c_copy
         if pieces == 1:
             base = attended
-            x_at = ((token // WIDTH_TOKENS).to(gl.int64) * queries + vector + 0 * piece) * LATENT
+            x_at = ((token // SIZES.width).to(gl.int64) * queries + vector + 0 * piece) * LATENT
         else:
             base = partial
             x_at = (gl.where(piece == 0, slot, later + piece - 1).to(gl.int64) * queries + vector) * LATENT
@@ -107,5 +109,5 @@ def merge_up(
     weight_sum = gl.sum(total, 0)
     result = gl.sum(y, 1) / gl.where(weight_sum > 0, weight_sum, 1.0)
     f = program % BLOCKS * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
-    to = out + token.to(gl.int64) * OUT_STRIDE + head * F + f
-    gl.store(to, result.to(out.dtype.element_ty), mask=f < F, eviction_policy="evict_last")
+    to = out + token.to(gl.int64) * OUT_TOKEN + head * VALUE + f
+    gl.store(to, result.to(out.dtype.element_ty), mask=f < VALUE, eviction_policy="evict_last")
