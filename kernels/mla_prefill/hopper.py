@@ -18,6 +18,8 @@ the other rows: a row's result is the same alone and in any batch.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,6 +49,41 @@ TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwid
 place = gluon.jit(kernel.place.fn)
 
 
+class Boxes(NamedTuple):
+    """The TMA descriptors of a launch, see `attend_hopper`."""
+
+    q: Any
+    q_rope: Any
+    k: Any
+    k_rope: Any
+    v: Any
+
+
+class Fetched(NamedTuple):
+    """What the fetching warp brings into shared memory, in bfloat16."""
+
+    q: Any
+    """[2, GROUP_QUERIES, NOPE]: of both groups."""
+    q_rope: Any
+    """[2, GROUP_QUERIES, ROPE]."""
+    k: Any
+    """[2, KEYS, NOPE]: a ring, as all below."""
+    k_rope: Any
+    """[2, KEYS, ROPE]."""
+    v: Any
+    """[2, KEYS, VALUE]."""
+
+
+class Ring(NamedTuple):
+    """The mbarriers between the fetching warp and the groups: one for the queries, [2, 1] for the rings."""
+
+    q_full: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
 def box(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """TMA descriptor of tokens by features, a token's heads laid end to end as its strides have them."""
     width = (x.shape[1] - 1) * x.stride(1) + x.shape[2] if x.ndim == 3 else x.shape[1]
@@ -54,41 +91,42 @@ def box(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def fetch(
-    q_box, q_rope_box, k_box, k_rope_box, v_box, token, key, q_column, k_column, v_column, tiles,
-    q_s, q_rope_s, k_s, k_rope_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-):  # fmt: skip
+def fetch(boxes, token, key, q_column, k_column, v_column, tiles, fetched, ring):
     """The fetching warp: the queries once, then keys a tile ahead of values, as the groups use them."""
     if tiles > 0:
-        mbarrier.expect(q_full, 2 * (q_box.block_type.nbytes + q_rope_box.block_type.nbytes))
+        mbarrier.expect(ring.q_full, 2 * (boxes.q.block_type.nbytes + boxes.q_rope.block_type.nbytes))
         for group in gl.static_range(2):
             at = token + group * GROUP_QUERIES
-            tma.async_copy_global_to_shared(q_box, [at, q_column], q_full, q_s.index(group))
-            tma.async_copy_global_to_shared(q_rope_box, [at, q_column + NOPE], q_full, q_rope_s.index(group))
+            tma.async_copy_global_to_shared(boxes.q, [at, q_column], ring.q_full, fetched.q.index(group))
+            tma.async_copy_global_to_shared(
+                boxes.q_rope, [at, q_column + NOPE], ring.q_full, fetched.q_rope.index(group)
+            )
         for i in range(tiles + 1):
             at = key + (tiles - 1 - i) * KEYS
             if i < tiles:
                 stage = i & 1  # the rings have two places
-                full = k_full.index(stage)
-                mbarrier.wait(k_empty.index(stage), ((i >> 1) & 1) ^ 1)
-                mbarrier.expect(full, k_box.block_type.nbytes + k_rope_box.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_box, [at, k_column], full, k_s.index(stage))
-                tma.async_copy_global_to_shared(k_rope_box, [at, 0], full, k_rope_s.index(stage))
+                full = ring.k_full.index(stage)
+                mbarrier.wait(ring.k_empty.index(stage), ((i >> 1) & 1) ^ 1)
+                mbarrier.expect(full, boxes.k.block_type.nbytes + boxes.k_rope.block_type.nbytes)
+                tma.async_copy_global_to_shared(boxes.k, [at, k_column], full, fetched.k.index(stage))
+                tma.async_copy_global_to_shared(boxes.k_rope, [at, 0], full, fetched.k_rope.index(stage))
             if i > 0:
                 stage = (i - 1) & 1
-                full = v_full.index(stage)
-                mbarrier.wait(v_empty.index(stage), (((i - 1) >> 1) & 1) ^ 1)
-                mbarrier.expect(full, v_box.block_type.nbytes)
-                tma.async_copy_global_to_shared(v_box, [at + KEYS, v_column], full, v_s.index(stage))
+                full = ring.v_full.index(stage)
+                mbarrier.wait(ring.v_empty.index(stage), (((i - 1) >> 1) & 1) ^ 1)
+                mbarrier.expect(full, boxes.v.block_type.nbytes)
+                tma.async_copy_global_to_shared(boxes.v, [at + KEYS, v_column], full, fetched.v.index(stage))
 
 
 @gluon.jit
-def start_scores(q_s, q_rope_s, k_s, k_rope_s, i, GROUP: gl.constexpr):
+def start_scores(fetched, i, GROUP: gl.constexpr):
     """Start the products of a group's queries with tile i, which is there."""
     stage = i & 1  # the rings have two places
     score = gl.zeros([GROUP_QUERIES, KEYS], gl.float32, SUMS)
-    score = warpgroup_mma(q_s.index(GROUP), k_s.index(stage).permute((1, 0)), score, use_acc=False, is_async=True)
-    return warpgroup_mma(q_rope_s.index(GROUP), k_rope_s.index(stage).permute((1, 0)), score, is_async=True)
+    score = warpgroup_mma(
+        fetched.q.index(GROUP), fetched.k.index(stage).permute((1, 0)), score, use_acc=False, is_async=True
+    )
+    return warpgroup_mma(fetched.q_rope.index(GROUP), fetched.k_rope.index(stage).permute((1, 0)), score, is_async=True)
 
 
 @gluon.jit
@@ -134,9 +172,8 @@ def clear_values(value_s, count, cleared, GROUP: gl.constexpr):
 
 @gluon.jit
 def attend_group(
-    out, lse, scale, first, queries, token, keys, tiles,
-    q_s, q_rope_s, k_s, k_rope_s, v_s, q_full, k_full, k_empty, v_full, v_empty, cleared,
-    OUT_ROW: gl.constexpr, LSE_ROW: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+    out, lse, scale, first, queries, token, keys, tiles, fetched, ring, cleared,
+    STRIDES: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One group: the program's queries from GROUP * 64 on. `first`, `token`: the program's first query, in its row and
     among all."""
@@ -153,26 +190,26 @@ def attend_group(
     sums = gl.zeros([GROUP_QUERIES, VALUE], gl.float32, SUMS)
     if tiles > 0:
         low = (tiles - 1) * KEYS
-        mbarrier.wait(q_full, 0)
-        mbarrier.wait(k_full.index(0), 0)
-        score = start_scores(q_s, q_rope_s, k_s, k_rope_s, 0, GROUP)
+        mbarrier.wait(ring.q_full, 0)
+        mbarrier.wait(ring.k_full.index(0), 0)
+        score = start_scores(fetched, 0, GROUP)
         score = warpgroup_mma_wait(0, deps=(score,))
-        hand_back(k_empty, 0)
+        hand_back(ring.k_empty, 0)
         weight, top, _ = weigh(masked(score, low, bound), top, scale)
         total = gl.sum(weight, 1)
         factor = as_left_operand(weight)
         if low + KEYS > keys:
-            mbarrier.wait(v_full.index(0), 0)
-            clear_values(v_s.index(0), keys - low, cleared, GROUP)
-        mbarrier.wait(k_full.index(1), 0, pred=tiles > 1)
+            mbarrier.wait(ring.v_full.index(0), 0)
+            clear_values(fetched.v.index(0), keys - low, cleared, GROUP)
+        mbarrier.wait(ring.k_full.index(1), 0, pred=tiles > 1)
         for i in range(1, tiles):
             low -= KEYS
-            score = start_scores(q_s, q_rope_s, k_s, k_rope_s, i, GROUP)
+            score = start_scores(fetched, i, GROUP)
             before = (i - 1) & 1
-            mbarrier.wait(v_full.index(before), ((i - 1) >> 1) & 1)
-            summing = warpgroup_mma(factor, v_s.index(before), sums, is_async=True)
+            mbarrier.wait(ring.v_full.index(before), ((i - 1) >> 1) & 1)
+            summing = warpgroup_mma(factor, fetched.v.index(before), sums, is_async=True)
             score = warpgroup_mma_wait(1, deps=(score,))
-            hand_back(k_empty, i)
+            hand_back(ring.k_empty, i)
             if CAUSAL:
                 if low + KEYS > seen:
                     score = masked(score, low, bound)
@@ -180,41 +217,40 @@ def attend_group(
             total = total * shrink + gl.sum(weight, 1)
             # Waiting here for the next keys, not where they are used, keeps the compiler from moving the wait for the
             # sum before the exponentials, which are to run beside it.
-            mbarrier.wait(k_full.index((i + 1) & 1), ((i + 1) >> 1) & 1, pred=i + 1 < tiles)
+            mbarrier.wait(ring.k_full.index((i + 1) & 1), ((i + 1) >> 1) & 1, pred=i + 1 < tiles)
             sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
-            hand_back(v_empty, i - 1)
+            hand_back(ring.v_empty, i - 1)
             sums = sums * shrink[:, None]
             factor = as_left_operand(weight)
         last = (tiles - 1) & 1
-        mbarrier.wait(v_full.index(last), ((tiles - 1) >> 1) & 1)
-        summing = warpgroup_mma(factor, v_s.index(last), sums, is_async=True)
+        mbarrier.wait(ring.v_full.index(last), ((tiles - 1) >> 1) & 1)
+        summing = warpgroup_mma(factor, fetched.v.index(last), sums, is_async=True)
         sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
     divisor = gl.where(total > 0, total, 1.0)
     sums = sums * (1.0 / divisor)[:, None]
     inside = first + m < queries
     log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
-    gl.store(lse + token * LSE_ROW + m * LSE_ROW, log * _LN2, mask=inside)
+    gl.store(lse + token * STRIDES.lse_token + m * STRIDES.lse_token, log * _LN2, mask=inside)
     if out.dtype.element_ty == gl.bfloat16:
         # Through the shared memory of the group's queries, so that a lane writes 16 bytes at a time.
         by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        result_s = q_s.index(GROUP)
+        result_s = fetched.q.index(GROUP)
         result_s.store(sums.to(gl.bfloat16))
         gl.thread_barrier()
         r = gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, by_rows))
         c = gl.arange(0, VALUE, gl.SliceLayout(0, by_rows))
-        at = out + token * OUT_ROW + (r[:, None] * OUT_ROW + c[None, :])
+        at = out + token * STRIDES.out_token + (r[:, None] * STRIDES.out_token + c[None, :])
         gl.store(at, result_s.load(by_rows), mask=(first + r < queries)[:, None])
     else:
         c = gl.arange(0, VALUE, gl.SliceLayout(0, SUMS))
-        at = out + token * OUT_ROW + (m[:, None] * OUT_ROW + c[None, :])
+        at = out + token * STRIDES.out_token + (m[:, None] * STRIDES.out_token + c[None, :])
         gl.store(at, sums.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @gluon.jit(do_not_specialize=["heads", "blocks", "pairs"])
 def attend_hopper(
     q_box, q_rope_box, k_box, k_rope_box, v_box, cu_q, cu_k, out, lse, scale, heads, blocks, pairs,
-    Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr,
-    OUT_ROW: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_ROW: gl.constexpr, CAUSAL: gl.constexpr,
+    STRIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """As `kernel.attend` with 128 queries a program and four warps, to which five come. Boxes of `box`: queries
     64 x 128 and 64 x 64, keys 128 x 128, their roped part 128 x 64, values 128 x 128."""
@@ -228,11 +264,13 @@ def attend_hopper(
     if CAUSAL:
         end = gl.minimum(keys, gl.minimum(first + 2 * GROUP_QUERIES, queries) + keys - queries)
     tiles = gl.where(first < queries, (gl.maximum(end, 0) + KEYS - 1) // KEYS, 0)
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP_QUERIES, NOPE], TILED)
-    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP_QUERIES, ROPE], TILED)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, NOPE], TILED)
-    k_rope_s = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, ROPE], TILED)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, VALUE], TILED)
+    fetched = Fetched(
+        q=gl.allocate_shared_memory(gl.bfloat16, [2, GROUP_QUERIES, NOPE], TILED),
+        q_rope=gl.allocate_shared_memory(gl.bfloat16, [2, GROUP_QUERIES, ROPE], TILED),
+        k=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, NOPE], TILED),
+        k_rope=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, ROPE], TILED),
+        v=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, VALUE], TILED),
+    )
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -248,7 +286,9 @@ def attend_hopper(
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
     gl.thread_barrier()
-    out += head * OUT_HEAD
+    ring = Ring(q_full=q_full, k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty)
+    boxes = Boxes(q=q_box, q_rope=q_rope_box, k=k_box, k_rope=k_rope_box, v=v_box)
+    out += head * STRIDES.out_head
     lse += head
     token = (begin_q + first).to(gl.int64)
     gl.warp_specialize(
@@ -256,25 +296,22 @@ def attend_hopper(
             (
                 attend_group,
                 (
-                    out, lse, scale, first, queries, token, keys, tiles,
-                    q_s, q_rope_s, k_s, k_rope_s, v_s, q_full, k_full, k_empty, v_full, v_empty, cleared,
-                    OUT_ROW, LSE_ROW, CAUSAL, 0,
+                    out, lse, scale, first, queries, token, keys, tiles, fetched, ring, cleared,
+                    STRIDES, CAUSAL, 0,
                 ),
             ),
             (
                 attend_group,
                 (
-                    out, lse, scale, first, queries, token, keys, tiles,
-                    q_s, q_rope_s, k_s, k_rope_s, v_s, q_full, k_full, k_empty, v_full, v_empty, cleared,
-                    OUT_ROW, LSE_ROW, CAUSAL, 1,
+                    out, lse, scale, first, queries, token, keys, tiles, fetched, ring, cleared,
+                    STRIDES, CAUSAL, 1,
                 ),
             ),
             (
                 fetch,
                 (
-                    q_box, q_rope_box, k_box, k_rope_box, v_box, begin_q + first, begin_k,
-                    head * Q_HEAD, head * K_HEAD, head * V_HEAD, tiles,
-                    q_s, q_rope_s, k_s, k_rope_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+                    boxes, begin_q + first, begin_k,
+                    head * STRIDES.q_head, head * STRIDES.k_head, head * STRIDES.v_head, tiles, fetched, ring,
                 ),
             ),
         ],

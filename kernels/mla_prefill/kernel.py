@@ -56,29 +56,18 @@ def attend(
     heads,
     blocks,
     pairs,
-    Q_ROW: tl.constexpr,
-    Q_HEAD: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    ROPE_ROW: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    OUT_ROW: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
-    LSE_ROW: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    VALUE: tl.constexpr,
-    NOPE_LANES: tl.constexpr,
-    ROPE_LANES: tl.constexpr,
-    VALUE_LANES: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    STRIDES: tl.constexpr,
+    TOKEN_STRIDES: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Programs: the `blocks` blocks of queries of each of the `pairs` pairs of row and head. `scale` includes
     log2(e)."""
+    NOPE: tl.constexpr = FEATURES.nope
+    VALUE_LANES: tl.constexpr = FEATURES.v_lanes
+    QUERIES: tl.constexpr = TILE.queries
+    KEYS: tl.constexpr = TILE.keys
     block, row, head = place(tl.program_id(0), blocks, pairs, heads)
     first = block * QUERIES
     begin_q = tl.load(cu_q + row)
@@ -90,12 +79,12 @@ def attend(
         n = tl.arange(0, KEYS)
         inside = first + m < count_q
         token = (begin_q + first).to(tl.int64)
-        q += token * Q_ROW + head * Q_HEAD
-        k += begin_k.to(tl.int64) * K_ROW + head * K_HEAD
-        v += begin_k.to(tl.int64) * V_ROW + head * V_HEAD
-        k_rope += begin_k.to(tl.int64) * ROPE_ROW
-        q_nope = _rows(q, m, inside, Q_ROW, NOPE, NOPE_LANES)
-        q_rope = _rows(q + NOPE, m, inside, Q_ROW, ROPE, ROPE_LANES)
+        q += token * TOKEN_STRIDES.q + head * STRIDES.q_head
+        k += begin_k.to(tl.int64) * TOKEN_STRIDES.k + head * STRIDES.k_head
+        v += begin_k.to(tl.int64) * TOKEN_STRIDES.v + head * STRIDES.v_head
+        k_rope += begin_k.to(tl.int64) * TOKEN_STRIDES.k_rope
+        q_nope = _rows(q, m, inside, TOKEN_STRIDES.q, NOPE, FEATURES.nope_lanes)
+        q_rope = _rows(q + NOPE, m, inside, TOKEN_STRIDES.q, FEATURES.rope, FEATURES.rope_lanes)
         # Query m sees `seen` + m keys, if there are so many.
         seen = count_k
         end = count_k
@@ -107,14 +96,14 @@ def attend(
         sums = tl.zeros((QUERIES, VALUE_LANES), tl.float32)
         for start in range(0, end, KEYS):
             written = start + n < count_k
-            key = _rows(k, n, written, K_ROW, NOPE, NOPE_LANES)
-            key_rope = _rows(k_rope, n, written, ROPE_ROW, ROPE, ROPE_LANES)
-            value = _rows(v, n, written, V_ROW, VALUE, VALUE_LANES)
-            k += KEYS * K_ROW
-            k_rope += KEYS * ROPE_ROW
-            v += KEYS * V_ROW
-            score = tl.dot(q_nope, tl.trans(key), input_precision=PRECISION)
-            score = tl.dot(q_rope, tl.trans(key_rope), score, input_precision=PRECISION)
+            key = _rows(k, n, written, TOKEN_STRIDES.k, NOPE, FEATURES.nope_lanes)
+            key_rope = _rows(k_rope, n, written, TOKEN_STRIDES.k_rope, FEATURES.rope, FEATURES.rope_lanes)
+            value = _rows(v, n, written, TOKEN_STRIDES.v, FEATURES.v, VALUE_LANES)
+            k += KEYS * TOKEN_STRIDES.k
+            k_rope += KEYS * TOKEN_STRIDES.k_rope
+            v += KEYS * TOKEN_STRIDES.v
+            score = tl.dot(q_nope, tl.trans(key), input_precision=FEATURES.precision)
+            score = tl.dot(q_rope, tl.trans(key_rope), score, input_precision=FEATURES.precision)
             if start + KEYS > tl.minimum(seen, count_k):
                 bound = tl.minimum(seen + m, count_k) if CAUSAL else tl.zeros_like(m) + count_k
                 score = tl.where((start + n)[None, :] < bound[:, None], score, _MASKED)
@@ -124,14 +113,14 @@ def attend(
             total = total * shrink + tl.sum(weight, 1)
             sums = sums * shrink[:, None]
             top = new_top
-            sums = tl.dot(weight.to(value.dtype), value, sums, input_precision=PRECISION)
+            sums = tl.dot(weight.to(value.dtype), value, sums, input_precision=FEATURES.precision)
         divisor = tl.where(total > 0, total, 1.0)
         sums = sums * (1.0 / divisor)[:, None]
         c = tl.arange(0, VALUE_LANES)[None, :]
         mask = inside[:, None]
-        if VALUE != VALUE_LANES:
-            mask = mask & (c < VALUE)
-        at = out + token * OUT_ROW + head * OUT_HEAD + m[:, None] * OUT_ROW + c
+        if FEATURES.v != VALUE_LANES:
+            mask = mask & (c < FEATURES.v)
+        at = out + token * STRIDES.out_token + head * STRIDES.out_head + m[:, None] * STRIDES.out_token + c
         tl.store(at, sums.to(out.dtype.element_ty), mask=mask)
         log = tl.where(total > 0, top + tl.log2(divisor), float("-inf")) * _LN2
-        tl.store(lse + token * LSE_ROW + head + m * LSE_ROW, log, mask=inside)
+        tl.store(lse + token * STRIDES.lse_token + head + m * STRIDES.lse_token, log, mask=inside)

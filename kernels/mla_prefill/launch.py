@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.hopper import is_hopper
 from kernels.mla_prefill import kernel
+from kernels.mla_prefill.records import Features, Strides, Tile, TokenStrides
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ def mla_prefill(
     blocks = triton.cdiv(max_q, tiles.queries)
     grid = (blocks * rows * heads,)
     bounds = (cu_q_B1, cu_k_B1, out_THV, lse_TH, scale * math.log2(math.e), heads, blocks, rows * heads)
-    strides = {
-        "Q_HEAD": q_THD.stride(1),
-        "K_HEAD": k_SHN.stride(1),
-        "V_HEAD": v_SHV.stride(1),
-        "OUT_ROW": out_THV.stride(0),
-        "OUT_HEAD": out_THV.stride(1),
-        "LSE_ROW": lse_TH.stride(0),
-    }
+    strides = Strides(
+        q_head=q_THD.stride(1),
+        k_head=k_SHN.stride(1),
+        v_head=v_SHV.stride(1),
+        out_token=out_THV.stride(0),
+        out_head=out_THV.stride(1),
+        lse_token=lse_TH.stride(0),
+    )
     if tiles.path == "hopper":
         if tiles != HOPPER:
             raise ValueError(f"this kernel has one tiling, {HOPPER}, not {tiles}")
@@ -97,7 +98,7 @@ def mla_prefill(
             box(k_SO, 128, 64),
             box(v_SHV, 128, 128),
             *bounds,
-            **strides,
+            STRIDES=strides,
             CAUSAL=causal,
             num_warps=4,
         )
@@ -108,21 +109,19 @@ def mla_prefill(
         k_SO,
         v_SHV,
         *bounds,
-        **strides,
-        Q_ROW=q_THD.stride(0),
-        K_ROW=k_SHN.stride(0),
-        ROPE_ROW=k_SO.stride(0),
-        V_ROW=v_SHV.stride(0),
-        NOPE=nope,
-        ROPE=rope,
-        VALUE=value,
-        NOPE_LANES=lanes[0],
-        ROPE_LANES=lanes[1],
-        VALUE_LANES=lanes[2],
-        QUERIES=tiles.queries,
-        KEYS=tiles.keys,
+        STRIDES=strides,
+        TOKEN_STRIDES=TokenStrides(q=q_THD.stride(0), k=k_SHN.stride(0), k_rope=k_SO.stride(0), v=v_SHV.stride(0)),
+        FEATURES=Features(
+            nope=nope,
+            nope_lanes=lanes[0],
+            rope=rope,
+            rope_lanes=lanes[1],
+            v=value,
+            v_lanes=lanes[2],
+            precision="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        ),
+        TILE=Tile(queries=tiles.queries, keys=tiles.keys),
         CAUSAL=causal,
-        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
