@@ -179,8 +179,8 @@ def wide_worker(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, O
     gl.thread_barrier()
     ring = Ring(q_full=q_full, q_empty=q_empty, full=full, empty=empty)
     messages = Messages(first_top=first_top, second_top=second_top, first_weights=first_weights, totals=totals)
-    # What a tuple with a name holds are values of the running kernel, its constants, too. The groups take them as such:
-    # these are the registers that were measured.
+    # In a tuple that has a name Gluon makes values of the running kernel of these constants. The groups' registers were
+    # measured with that.
     group = (
         share, fetched, exchanged, ring, messages,
         SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, OVERLAP.dependent, OVERLAP.early,
@@ -189,14 +189,11 @@ def wide_worker(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, O
         [
             (left_group, group),
             (right_group, group),
-            (
-                fetch,
-                (cache, boxes, table, table_stride, share, fetched, ring, SPLIT, OVERLAP),
-            ),
+            (fetch, (cache, boxes, table, table_stride, share, fetched, ring, SPLIT, OVERLAP)),
         ],
         [4, 1],
         [240, 32],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit(do_not_specialize=_INTS)

@@ -37,7 +37,8 @@ WORKER = gl.constexpr(WORKER_FIELDS)
 
 @gluon.jit
 def left_group(share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early):
-    """The group that scores the first tile of a pair and sums the left half of the values."""
+    """The group that scores the first tile of a pair and sums the left half of the values. Its last arguments are
+    fields of `Split` and `Overlap`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.plan + share.worker * WORKER
     row = gl.load(record)
@@ -131,7 +132,8 @@ def left_group(share, fetched, exchanged, ring, messages, unit, row_cost, invari
 
 @gluon.jit
 def right_group(share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early):
-    """The group that scores the second tile of a pair and sums the right half of the values."""
+    """The group that scores the second tile of a pair and sums the right half of the values. Its last arguments are
+    fields of `Split` and `Overlap`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.plan + share.worker * WORKER
     row = gl.load(record)
