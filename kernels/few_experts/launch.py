@@ -12,7 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.block_scaled import Matrix
 from kernels.few_experts import choice as choice_kernel
 from kernels.few_experts import kernel, stream
 from kernels.hopper import multiprocessors
@@ -27,6 +26,7 @@ from kernels.linear.launch import (
 )
 from kernels.linear.stored import stored
 from kernels.linear.stream import ROWS
+from kernels.matrix import Matrix
 from kernels.pending_norm.pieces import PendingNorm
 
 if TYPE_CHECKING:

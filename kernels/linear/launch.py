@@ -13,10 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.block_scaled import BlockScaled, Matrix
 from kernels.hopper import multiprocessors
 from kernels.linear import kernel, ring, stream
 from kernels.linear.stored import PLAIN, stored
+from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm.pieces import PendingNorm
 
 MOST_STREAMED = 16
@@ -60,7 +60,7 @@ def streamable(x_TE: Tensor, weight: Matrix) -> bool:
     few = x_TE.shape[0] <= MOST_STREAMED and x_TE.dtype == torch.bfloat16 and _in_pieces(x_TE)
     if isinstance(weight, BlockScaled):
         return few and weight.shape[-1] % 16 == 0 and weight.data.data_ptr() % 16 == 0
-    return few and weight.dtype == torch.bfloat16 and _in_pieces(weight)
+    return few and isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and _in_pieces(weight)
 
 
 def _in_pieces(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from workers.weights.stored import BLOCK
 from workers.weights.weight import GROUP, Format
 
 LEAST_BLOCK: Final = (16, 64)
-"""Rows and columns of the smallest blocks that kernels read: see `kernels.block_scaled`."""
+"""Rows and columns of the smallest blocks that kernels read: see `kernels.matrix`."""
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_scaled import BlockScaled, Matrix
 from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as experts_launch
 from kernels.few_experts import reference as experts_reference
 from kernels.head_linear import launch as head_launch
 from kernels.linear import launch
+from kernels.matrix import BlockScaled, Matrix
 from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, portable_tiling
 from kernels.pending_norm import PIECE, PendingNorm, launch_enter

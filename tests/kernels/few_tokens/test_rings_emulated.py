@@ -4,9 +4,9 @@ import few_token_cases as cases
 import pytest
 import torch
 
-from kernels.block_scaled import BlockScaled
 from kernels.few_experts import launch
 from kernels.linear import launch as linear_launch
+from kernels.matrix import BlockScaled
 from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quantised_checkpoints import WRITERS
 from safetensors.torch import save_file
 
-from kernels.block_scaled import BlockScaled
+from kernels.matrix import BlockScaled
 from workers.parallel.group import TensorParallel
 from workers.weights.checkpoint import Checkpoint, WeightsError
 from workers.weights.loading_progress import LoadingProgress

@@ -1,0 +1,109 @@
+"""What products are made with: matrices of plain numbers, and matrices stored in fewer bits, with scales.
+
+Shape legend: X experts (or none), N output features, K input features, B rows of blocks, C columns of blocks, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+GROUP: Final = 32
+"""Input features of a group of INT4 numbers."""
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """FP8 (e4m3) with a scale for every block, as DeepSeek-V3 publishes it (arXiv:2412.19437, section 3.3):
+    w[n, k] = data[n, k] * scales[n // rows, k // features]."""
+
+    data: Tensor
+    """float8_e4m3fn [N, K] or [X, N, K], contiguous."""
+    scales: Tensor
+    """fp32 [B, C] or [X, B, C], contiguous; the last block of either direction may end beyond the matrix."""
+    rows: int = 128
+    """Output features of a block; a power of two from 16 to 128."""
+    features: int = 128
+    """Input features of a block: 64 or 128."""
+
+    def __post_init__(self) -> None:
+        *experts, rows, features = self.data.shape
+        blocks = (*experts, -(-rows // self.rows), -(-features // self.features))
+        if self.data.dtype != torch.float8_e4m3fn or self.scales.dtype != torch.float32:
+            raise ValueError(f"data is float8_e4m3fn and scales fp32, not {self.data.dtype} and {self.scales.dtype}")
+        if self.rows not in (16, 32, 64, 128) or self.features not in (64, 128):
+            raise ValueError(f"blocks of {self.rows} x {self.features} are not supported")
+        if tuple(self.scales.shape) != blocks:
+            raise ValueError(
+                f"a matrix {tuple(self.data.shape)} in blocks of {self.rows} x {self.features} has scales {blocks}, "
+                f"not {tuple(self.scales.shape)}"
+            )
+        if not self.data.is_contiguous() or not self.scales.is_contiguous():
+            raise ValueError("data and scales are contiguous")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return tuple(self.data.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.data.device
+
+    def __getitem__(self, expert: int) -> BlockScaled:
+        """The matrix of an expert."""
+        return BlockScaled(self.data[expert], self.scales[expert], self.rows, self.features)
+
+    def float(self) -> Tensor:
+        """The matrix in fp32, every product rounded once."""
+        rows, features = self.shape[-2:]
+        scales = self.scales.repeat_interleave(self.rows, -2)[..., :rows, :]
+        return self.data.float() * scales.repeat_interleave(self.features, -1)[..., :features]
+
+
+@dataclass(frozen=True)
+class GroupScaled:
+    """INT4 with a scale for every 32 input features of a row, as compressed-tensors packs it:
+    w[n, k] = (nibble[n, k] - 8) * scales[n, k // 32]."""
+
+    data: Tensor
+    """uint8 [N, K / 2] or [X, N, K / 2], contiguous: two nibbles per byte, the lower one for the even feature."""
+    scales: Tensor
+    """bf16 [N, G] or [X, N, G], contiguous."""
+
+    def __post_init__(self) -> None:
+        features = 2 * self.data.shape[-1]
+        groups = (*self.data.shape[:-1], features // GROUP)
+        if self.data.dtype != torch.uint8 or self.scales.dtype != torch.bfloat16:
+            raise ValueError(f"data is uint8 and scales bf16, not {self.data.dtype} and {self.scales.dtype}")
+        if features % GROUP or tuple(self.scales.shape) != groups:
+            raise ValueError(f"{features} features in groups of {GROUP} have scales {groups}, not {self.scales.shape}")
+        if not self.data.is_contiguous() or not self.scales.is_contiguous():
+            raise ValueError("data and scales are contiguous")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return (*self.data.shape[:-1], 2 * self.data.shape[-1])
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.data.device
+
+    def __getitem__(self, expert: int) -> GroupScaled:
+        """The matrix of an expert."""
+        return GroupScaled(self.data[expert], self.scales[expert])
+
+    def float(self) -> Tensor:
+        """The matrix in fp32, exactly."""
+        nibbles = torch.stack([self.data & 15, self.data >> 4], -1).flatten(-2)
+        return (nibbles.float() - 8) * self.scales.float().repeat_interleave(GROUP, -1)
+
+
+Matrix = Tensor | BlockScaled | GroupScaled
+"""What kernels multiply with."""
