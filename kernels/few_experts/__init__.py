@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.few_experts import launch, reference
 from kernels.few_experts.launch import choosable
+from kernels.matrix import Matrix
 from kernels.pending_norm.pieces import PendingNorm
 from kernels.routing_rule import RoutingRule
 
@@ -85,8 +86,8 @@ def choose(
 def experts(
     x: PendingNorm,
     choice: ChosenExperts,
-    gate_up_XFE: Tensor,
-    down_XEI: Tensor,
+    gate_up_XFE: Matrix,
+    down_XEI: Matrix,
     residual_TE: Tensor | None,
     norm_E: Tensor | None,
     out: Tensor | PendingNorm,
@@ -105,7 +106,7 @@ def experts(
         return
     tokens, chosen = choice.weight_TK.shape
     stored, _, intermediate = down_XEI.shape
-    act_YI = empty(tokens * (chosen + stored - choice.experts), intermediate, dtype=gate_up_XFE.dtype)
+    act_YI = empty(tokens * (chosen + stored - choice.experts), intermediate, dtype=x.x_TE.dtype)
     launch.gate_up(x, choice, gate_up_XFE, act_YI, dependent=dependent)
     if isinstance(out, PendingNorm):
         launch.down(act_YI, choice, down_XEI, out.x_TE, residual_TE, norm_E, out.square_TP, dependent=dependent)

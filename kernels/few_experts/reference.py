@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.matrix import Matrix
 from kernels.moe import reference as moe
 from kernels.pending_norm import reference as pending_norm
 from kernels.pending_norm.pieces import PendingNorm
@@ -39,17 +40,18 @@ def choose(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: Ch
 def experts(
     x: PendingNorm,
     choice: ChosenExperts,
-    gate_up_XFE: Tensor,
-    down_XEI: Tensor,
+    gate_up_XFE: Matrix,
+    down_XEI: Matrix,
     residual_TE: Tensor | None,
     norm_E: Tensor | None,
     out: Tensor | PendingNorm,
 ) -> None:
     """See `kernels.few_experts.experts`."""
-    dtype = gate_up_XFE.dtype
+    dtype = x.x_TE.dtype
     x_TE = pending_norm.normed(x)
     sum_TE = torch.zeros_like(x_TE)
-    for gate_up_FE, down_EI in zip(gate_up_XFE[choice.experts :], down_XEI[choice.experts :], strict=True):
+    for expert in range(choice.experts, gate_up_XFE.shape[0]):
+        gate_up_FE, down_EI = gate_up_XFE[expert], down_XEI[expert]
         gate_TI, up_TI = (x_TE @ gate_up_FE.float().t()).chunk(2, dim=-1)
         sum_TE += (F.silu(gate_TI) * up_TI).to(dtype).float() @ down_EI.float().t()
     for expert in choice.slot_S[: int(choice.slot_S[choice.slots])].tolist():

@@ -14,6 +14,7 @@ from kernels.linear import launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
 from kernels.linear.stream import ROWS
+from kernels.matrix import Matrix
 from kernels.pending_norm.pieces import PendingNorm
 
 __all__ = [
@@ -30,15 +31,22 @@ __all__ = [
 
 
 def linear(
-    x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor, *, invariant: bool = False, dependent: bool = False
+    x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor, *, invariant: bool = False, dependent: bool = False
 ) -> None:
     """out = x · weight^T, summed in fp32 and rounded once to the dtype of `out_TF`.
 
-    `x_TE` and `weight_FE` have one dtype; `out_TF` has it too, or fp32. The last dimension of each is contiguous, rows
-    may be strided. `out_TF` overlaps neither input. `invariant`: a token's result is bitwise the same in any call.
-    `dependent`: programmatic dependent launch where there is a kernel of ours, see `launch`.
+    A plain `weight_FE` has the dtype of `x_TE`; FP8 weights are for at most MOST_STREAMED tokens. `out_TF` has the
+    dtype of `x_TE`, or fp32. The last dimension of each is contiguous, rows may be strided. `out_TF` overlaps neither
+    input. `invariant`: a token's result is bitwise the same in any call. `dependent`: programmatic dependent launch
+    where there is a kernel of ours, see `launch`.
     """
-    if x_TE.is_cuda and invariant:
+    if not isinstance(weight_FE, Tensor):
+        _check_few(x_TE, weight_FE)
+        if x_TE.is_cuda:
+            launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
+        else:
+            out_TF.copy_(x_TE.float() @ weight_FE.float().t())
+    elif x_TE.is_cuda and invariant:
         launch.tiled(
             x_TE.unsqueeze(1), weight_FE.unsqueeze(0), out_TF.unsqueeze(1), invariant=True, dependent=dependent
         )
@@ -105,7 +113,7 @@ def _cut(weight_FE: Tensor) -> Cut | None:
 
 def normed_linear(
     x: PendingNorm,
-    weight_FE: Tensor,
+    weight_FE: Matrix,
     out_TF: Tensor,
     *,
     norm_A: Tensor | None = None,
@@ -115,8 +123,9 @@ def normed_linear(
     """out = norm(x) · weight^T. With `next`, the first A columns of out become a pending norm of weight `norm_A`, over
     `out_TF` itself: `next.x_TE` is `out_TF[:, :A]`.
 
-    This and the functions below: at most MOST_STREAMED tokens; on a GPU bf16, whose rows are whole 16-byte pieces. Sums
-    are in fp32 and in the same order for every number of tokens. On a CPU any floating dtype.
+    This and the functions below: at most MOST_STREAMED tokens; on a GPU tokens in bf16 and weights in bf16 or FP8, in
+    rows of whole 16-byte pieces. Sums are in fp32 and in the same order for every number of tokens. On a CPU any
+    floating dtype.
     """
     _check_few(x.x_TE, weight_FE)
     if next is not None and next.x_TE.data_ptr() != out_TF.data_ptr():
@@ -129,7 +138,7 @@ def normed_linear(
 
 def linear_to_residual(
     x_TE: Tensor,
-    weight_FE: Tensor,
+    weight_FE: Matrix,
     residual_TF: Tensor,
     norm_F: Tensor,
     out: PendingNorm,
@@ -146,7 +155,7 @@ def linear_to_residual(
         reference.linear_to_residual(x_TE, weight_FE, residual_TF, norm_F, out)
 
 
-def gated_linear(x: PendingNorm, weight_FE: Tensor, out_TI: Tensor, *, dependent: bool = False) -> None:
+def gated_linear(x: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, dependent: bool = False) -> None:
     """out = silu(gate) * up of gate, up = norm(x) · weight^T, rounded once."""
     _check_few(x.x_TE, weight_FE)
     if x.x_TE.is_cuda:
@@ -155,13 +164,14 @@ def gated_linear(x: PendingNorm, weight_FE: Tensor, out_TI: Tensor, *, dependent
         reference.gated_linear(x, weight_FE, out_TI)
 
 
-def _check_few(x_TE: Tensor, weight_FE: Tensor) -> None:
+def _check_few(x_TE: Tensor, weight_FE: Matrix) -> None:
     if not 0 < x_TE.shape[0] <= MOST_STREAMED:
         raise ValueError(f"{x_TE.shape[0]} tokens; these products are for 1 to {MOST_STREAMED}")
     if x_TE.is_cuda and not launch.streamable(x_TE, weight_FE):
+        data = weight_FE if isinstance(weight_FE, Tensor) else weight_FE.data
         raise ValueError(
-            f"{x_TE.dtype} rows {tuple(x_TE.stride())} and weight rows {tuple(weight_FE.stride())} are not bf16 in "
-            "whole 16-byte pieces"
+            f"{x_TE.dtype} rows {tuple(x_TE.stride())} and {data.dtype} weight rows {tuple(data.stride())} are not "
+            "bf16, and bf16 or FP8, in whole 16-byte pieces"
         )
     if x_TE.is_cuda and torch.version.cuda is None:
         raise ValueError("these products need CUDA")

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.matrix import Matrix
 from kernels.pending_norm import reference as pending_norm
 from kernels.pending_norm.pieces import PendingNorm
 
@@ -49,7 +50,7 @@ def part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, group: int) ->
 
 
 def normed_linear(
-    x: PendingNorm, weight_FE: Tensor, out_TF: Tensor, norm_A: Tensor | None, next: PendingNorm | None
+    x: PendingNorm, weight_FE: Matrix, out_TF: Tensor, norm_A: Tensor | None, next: PendingNorm | None
 ) -> None:
     """See `kernels.linear.normed_linear`."""
     y_TF = pending_norm.normed(x) @ weight_FE.float().t()
@@ -61,13 +62,13 @@ def normed_linear(
         out_TF.copy_(y_TF)
 
 
-def linear_to_residual(x_TE: Tensor, weight_FE: Tensor, residual_TF: Tensor, norm_F: Tensor, out: PendingNorm) -> None:
+def linear_to_residual(x_TE: Tensor, weight_FE: Matrix, residual_TF: Tensor, norm_F: Tensor, out: PendingNorm) -> None:
     """See `kernels.linear.linear_to_residual`."""
     residual_TF.add_(x_TE.float() @ weight_FE.float().t())
     pending_norm.write(residual_TF, norm_F, out)
 
 
-def gated_linear(x: PendingNorm, weight_FE: Tensor, out_TI: Tensor) -> None:
+def gated_linear(x: PendingNorm, weight_FE: Matrix, out_TI: Tensor) -> None:
     """See `kernels.linear.gated_linear`."""
     gate_TI, up_TI = (pending_norm.normed(x) @ weight_FE.float().t()).chunk(2, dim=-1)
     out_TI.copy_(F.silu(gate_TI) * up_TI)

@@ -70,5 +70,5 @@ class Mtp(Drafter):
             both_TF = scratch.empty(tokens, 2 * hidden, dtype=hidden_TE.dtype)
             rms_norm(embedded_TE, self.embedding_norm_E, both_TF[:, :hidden], eps=self.eps)
             rms_norm(hidden_TE, self.hidden_norm_E, both_TF[:, hidden:], eps=self.eps)
-            self.model.ways.any.linear(both_TF, self.join_EF, joined_TE)
+            self.model.ways.any.linear(both_TF, self.join_EF, joined_TE, scratch)
         return joined_TE, None

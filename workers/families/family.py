@@ -44,7 +44,7 @@ class Family(ABC):
         from workers.models.model import Model
         from workers.models.ways import Ways
 
-        ways = Ways(config, source.group, invariant=invariant)
+        ways = Ways(config, source.group, source.formats, invariant=invariant)
         layer = partial(self.layer, source, config, invariant=invariant)
         model = Model(source, config, ways, layer, max_positions)
         if draft_layer:

@@ -76,9 +76,9 @@ class FewTokens(TokenWise[PendingNorm]):
         """See `TokenWise`."""
         pending_norm.enter(rows_YE, id_T, norm.residual_TE, norm.weight_E, out, dependent=self._dependent)
 
-    def linear(self, x: PendingNorm, weight_FE: Weight, out_TF: Tensor) -> None:
+    def linear(self, x: PendingNorm, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""
-        normed_linear(x, weight_FE.plain, out_TF, dependent=self._dependent)
+        normed_linear(x, weight_FE.matrix, out_TF, dependent=self._dependent)
 
     def latent_linear(
         self, x: PendingNorm, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
@@ -87,23 +87,23 @@ class FewTokens(TokenWise[PendingNorm]):
         tokens, features = out_TF.shape[0], norm_A.shape[0]
         square_TP = scratch.empty(tokens, features // PIECE, dtype=torch.float32)
         latent = PendingNorm(out_TF[:, :features], square_TP, eps)
-        normed_linear(x, weight_FE.plain, out_TF, norm_A=norm_A, next=latent, dependent=self._dependent)
+        normed_linear(x, weight_FE.matrix, out_TF, norm_A=norm_A, next=latent, dependent=self._dependent)
         return latent
 
     def gated(self, x: PendingNorm, gate_up_FE: Weight, scratch: Scratch) -> Tensor:
         """See `TokenWise`."""
         act_TI = scratch.empty(x.x_TE.shape[0], gate_up_FE.shape[0] // 2, dtype=x.x_TE.dtype)
-        gated_linear(x, gate_up_FE.plain, act_TI, dependent=self._dependent)
+        gated_linear(x, gate_up_FE.matrix, act_TI, dependent=self._dependent)
         return act_TI
 
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: PendingNorm, scratch: Scratch) -> None:
         """See `TokenWise`."""
         if self.group.size == 1:
             into = norm.residual_TE, norm.weight_E, out
-            linear_to_residual(x_TF, weight_EF.plain, *into, dependent=self._dependent)
+            linear_to_residual(x_TF, weight_EF.matrix, *into, dependent=self._dependent)
             return
         sum_TE, part_TE = self._sum(out, scratch)
-        linear(x_TF, weight_EF.plain, part_TE, dependent=self._dependent)
+        linear(x_TF, weight_EF.matrix, part_TE, dependent=self._dependent)
         self._reduce(part_TE, sum_TE, norm, out)
 
     def add_experts(
@@ -116,7 +116,7 @@ class FewTokens(TokenWise[PendingNorm]):
         few_experts.router(x, mixture.router_XE.plain, logit_TX, dependent=dependent)
         choice = ChosenExperts.empty(tokens, routing.experts, routing.experts_per_token, scratch.empty)
         few_experts.choose(logit_TX, mixture.bias_X, live_R, choice, routing.rule, dependent=dependent)
-        weights, memory = (mixture.gate_up_XFE.plain, mixture.down_XEI.plain), scratch.empty
+        weights, memory = (mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix), scratch.empty
         if self.group.size == 1:
             into = norm.residual_TE, norm.weight_E
             few_experts.experts(x, choice, *weights, *into, out, memory, dependent=dependent)

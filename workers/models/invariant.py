@@ -16,7 +16,7 @@ from kernels.linear import grouped_linear, linear
 from kernels.moe import AddNorm
 from kernels.ordered_sum import ordered_sum
 from workers.memory.scratch import Scratch
-from workers.models.many_tokens import ManyTokens
+from workers.models.many_tokens import ManyTokens, plain
 from workers.models.token_wise import Mixture
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Weight
@@ -43,21 +43,24 @@ class InvariantTokens(ManyTokens):
             )
         super().__init__(group)
 
-    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, *, dependent: bool = False) -> None:
+    def linear(
+        self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch, *, dependent: bool = False
+    ) -> None:
         """See `TokenWise`."""
-        linear(x, weight_FE.plain, out_TF, invariant=True, dependent=dependent)
+        with scratch.scope():
+            linear(x, plain(weight_FE, x.dtype, scratch), out_TF, invariant=True, dependent=dependent)
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
         """See `ManyTokens`."""
         logit_TX = scratch.empty(x_TE.shape[0], weight_XE.shape[0], dtype=torch.float32)
-        self.linear(x_TE, weight_XE, logit_TX)
+        self.linear(x_TE, weight_XE, logit_TX, scratch)
         return logit_TX
 
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""
         with scratch.scope():
             part_TGE = self._parts(x_TF.shape[0], self._groups(x_TF.shape[1]), out.shape[1], scratch)
-            grouped_linear(x_TF, weight_EF.plain, part_TGE)
+            grouped_linear(x_TF, plain(weight_EF, x_TF.dtype, scratch), part_TGE)
             self._sum(part_TGE, out, scratch)
         self.add_norm(out, norm, out)
 
@@ -72,7 +75,7 @@ class InvariantTokens(ManyTokens):
         scratch: Scratch,
     ) -> None:
         """See `ManyTokens`; a group's sum has the token's experts in the order of its choice, the shared ones last."""
-        gate_up_XFE, down_XEI = mixture.gate_up_XFE.plain, mixture.down_XEI.plain
+        gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         groups, (tokens, hidden) = self._groups(down_XEI.shape[2]), x_TE.shape
         step = max(1, PART_BYTES // (id_TK.shape[1] * groups * hidden * 4))
         for begin in range(0, tokens, step):

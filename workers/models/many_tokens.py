@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels import moe
 from kernels.dependent import launches_dependently
+from kernels.dequantise import dequantise
 from kernels.linear import MOST_STREAMED, grouped_linear, linear, part_linear, parts_of
 from kernels.moe import AddNorm
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -20,12 +21,22 @@ from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
 from workers.models.token_wise import Mixture, TokenWise
 from workers.parallel.group import TensorParallel
-from workers.weights.weight import Weight
+from workers.weights.weight import Format, Weight
 
 MOST_DEPENDENT: Final = 512
 """Most tokens whose small kernels are launched dependently."""
 ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
+
+
+def plain(weight_FE: Weight, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    """The matrix in `dtype` for products that read no other format: itself, or in memory of `scratch`."""
+    matrix = weight_FE.matrix
+    if isinstance(matrix, Tensor):
+        return matrix
+    out_FE = scratch.empty(*matrix.shape, dtype=dtype)
+    dequantise(matrix, out_FE)
+    return out_FE
 
 
 class ManyTokens(TokenWise[Tensor]):
@@ -49,15 +60,18 @@ class ManyTokens(TokenWise[Tensor]):
             torch.index_select(rows_YE, 0, id_T, out=out)
         self.add_norm(rows_YE if id_T is None else out, norm, out)
 
-    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, *, dependent: bool = False) -> None:
+    def linear(
+        self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch, *, dependent: bool = False
+    ) -> None:
         """See `TokenWise`."""
-        linear(x, weight_FE.plain, out_TF, dependent=dependent)
+        with scratch.scope():
+            linear(x, plain(weight_FE, x.dtype, scratch), out_TF, dependent=dependent)
 
     def latent_linear(
         self, x: Tensor, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
     ) -> Tensor:
         """See `TokenWise`."""
-        self.linear(x, weight_FE, out_TF)
+        self.linear(x, weight_FE, out_TF, scratch)
         out_TA = scratch.empty(x.shape[0], norm_A.shape[0], dtype=x.dtype)
         rms_norm(out_TF[:, : norm_A.shape[0]], norm_A, out_TA, eps=eps)
         return out_TA
@@ -66,7 +80,7 @@ class ManyTokens(TokenWise[Tensor]):
         """See `TokenWise`."""
         tokens, features = x.shape[0], gate_up_FE.shape[0]
         gate_up_TF = scratch.empty(tokens, features, dtype=x.dtype)
-        self.linear(x, gate_up_FE, gate_up_TF)
+        self.linear(x, gate_up_FE, gate_up_TF, scratch)
         act_TI = scratch.empty(tokens, features // 2, dtype=x.dtype)
         silu_mul(gate_up_TF, act_TI)
         return act_TI
@@ -74,7 +88,8 @@ class ManyTokens(TokenWise[Tensor]):
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""
         part_TE = self.group.part(out)
-        linear(x_TF, weight_EF.plain, part_TE)
+        with scratch.scope():
+            linear(x_TF, plain(weight_EF, x_TF.dtype, scratch), part_TE)
         self.group.all_reduce(part_TE, out)
         self.add_norm(out, norm, out)
 
@@ -132,7 +147,7 @@ class ManyTokens(TokenWise[Tensor]):
             grouped_linear(x_TE, weight_XE.plain, part_TPX, invariant=False, dependent=dependent)
             return part_TPX
         logit_TX = scratch.empty(tokens, experts, dtype=torch.float32)
-        self.linear(x_TE, weight_XE, logit_TX)
+        self.linear(x_TE, weight_XE, logit_TX, scratch)
         return logit_TX
 
     def experts(
@@ -147,7 +162,7 @@ class ManyTokens(TokenWise[Tensor]):
     ) -> None:
         """residual += the weighted sum of a token's experts, summed over ranks; out = rms_norm(residual)."""
         part_TE, workspace = self.group.part(out_TE), None
-        gate_up_XFE, down_XEI = mixture.gate_up_XFE.plain, mixture.down_XEI.plain
+        gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         shared = mixture.routing.shared_experts
         if x_TE.is_cuda:
             shape = moe.experts_shape(x_TE, id_TK, down_XEI, shared=shared)
@@ -186,14 +201,18 @@ class DecodeTokens(ManyTokens):
 
     def parts(self, tokens: int, weight_FE: Weight) -> int:
         """See `TokenWise`. A sum over ranks needs whole sums."""
-        return 0 if self.group.size > 1 else parts_of(tokens, weight_FE.plain)
+        if self.group.size > 1 or weight_FE.format is not Format.PLAIN:
+            return 0
+        return parts_of(tokens, weight_FE.plain)
 
-    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, *, dependent: bool = False) -> None:
+    def linear(
+        self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch, *, dependent: bool = False
+    ) -> None:
         """See `TokenWise`."""
         if out_TF.dim() == 3:
             part_linear(x, weight_FE.plain, out_TF, dependent=launches_dependently(x.device))
         else:
-            super().linear(x, weight_FE, out_TF, dependent=dependent)
+            super().linear(x, weight_FE, out_TF, scratch, dependent=dependent)
 
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""
@@ -204,5 +223,5 @@ class DecodeTokens(ManyTokens):
             return
         with scratch.scope():
             part_TPE = scratch.empty(tokens, parts, hidden, dtype=torch.float32)
-            self.linear(x_TF, weight_EF, part_TPE)
+            self.linear(x_TF, weight_EF, part_TPE, scratch)
             self.add_norm(part_TPE, norm, out)

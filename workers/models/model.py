@@ -107,7 +107,7 @@ class Model:
         rows, share, ranks = hidden_NE.shape[0], self.head_YE.shape[0], self.group.size
         part_NY = scratch.empty(rows, share, dtype=torch.float32)
         dependent = launches_dependently(hidden_NE.device)
-        self.ways.any.linear(hidden_NE, self.head_YE, part_NY, dependent=dependent)
+        self.ways.any.linear(hidden_NE, self.head_YE, part_NY, scratch, dependent=dependent)
         if ranks == 1:
             return part_NY
         parts_GNY = self.group.all_gather(part_NY, scratch.empty(ranks, rows, share, dtype=torch.float32))

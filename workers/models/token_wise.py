@@ -65,7 +65,7 @@ class TokenWise(ABC, Generic[N]):
         """residual = rows `id_T` (int64) of `rows_YE`, or without ids `rows_YE` itself; `out` = its norm."""
 
     @abstractmethod
-    def linear(self, x: N, weight_FE: Weight, out_TF: Tensor) -> None:
+    def linear(self, x: N, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """out = x · weight^T; this rank's rows of the weight give its columns of the output. `out_TF` may be memory for
         `parts`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,17 +16,21 @@ from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import DecodeTokens, ManyTokens
 from workers.models.token_wise import TokenWise
 from workers.parallel.group import TensorParallel
+from workers.weights.weight import Format
 
 
 class Ways:
     """The ways of one model on one rank."""
 
-    def __init__(self, config: ModelConfig, group: TensorParallel, *, invariant: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, group: TensorParallel, formats: Collection[Format] = (), *, invariant: bool
+    ) -> None:
+        """`formats`: in which the model's matrices are stored; they may become more until it is built."""
         self.invariant = invariant
         """Whether a token's bits are the same in any batch, at any width and on any number of ranks."""
         self.any: ManyTokens = InvariantTokens(group) if invariant else ManyTokens(group)
         """The way that any pass may take."""
-        self._config, self._group = config, group
+        self._config, self._group, self._formats = config, group, formats
         self._decode, self._few = DecodeTokens(group), FewTokens(group, dependent=True)
 
     def of(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> TokenWise[Any]:
@@ -40,5 +45,6 @@ class Ways:
             0 < batch.layout.tokens <= MOST_STREAMED
             and dtype == torch.bfloat16
             and launches_dependently(device)
+            and Format.INT4_GROUPS not in self._formats
             and not unsupported(self._config, self._group.size)
         )

@@ -39,6 +39,8 @@ class WeightSource(ABC):
         self.device = device
         self.stored = stored
         self.dtypes = dtypes or {}
+        self.formats: set[Format] = set()
+        """Of the matrices so far, as they are kept."""
         self._told: set[str] = set()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -96,6 +98,7 @@ class WeightSource(ABC):
         shares = [part.index(self.group) for part in parts]
         height = sum(rows.stop - rows.start for rows, _ in shares)
         width = shares[0][1].stop - shares[0][1].start
+        self.formats.add(layout.format)
         match layout.format:
             case Format.PLAIN:
                 return Weight(self.empty(*outer, height, width))

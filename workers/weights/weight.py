@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.matrix import BlockScaled, GroupScaled, Matrix
 from workers.weights.dequantise import fp8_blocks, int4_groups
 
 GROUP: Final = 32
@@ -98,6 +99,20 @@ class Weight:
         if self.format is not Format.PLAIN:
             raise TypeError(f"weights of format {self.format.value!r} come to a product that reads plain ones alone")
         return self.data
+
+    @property
+    def matrix(self) -> Matrix:
+        """As kernels take it that read every format."""
+        match self.format:
+            case Format.PLAIN:
+                return self.data
+            case Format.FP8_BLOCKS:
+                assert self.scales is not None
+                assert self.block is not None
+                return BlockScaled(self.data, self.scales, *self.block)
+            case Format.INT4_GROUPS:
+                assert self.scales is not None
+                return GroupScaled(self.data, self.scales)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The numbers that the matrix stands for, computed in fp32 and rounded once to `dtype`, in memory of their own

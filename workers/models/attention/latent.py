@@ -144,10 +144,10 @@ class LatentAttention:
         expanded to keys and values. In passes of decode rows alone the products alone, and attention does the rest."""
         down_TF, q_THD, heads = out.down_TF, out.q_THD, self.heads
         if self.q_norm_A is None or self.q_up_QA is None:
-            way.linear(x, self.down_FE, down_TF)
+            way.linear(x, self.down_FE, down_TF, scratch)
         else:
             latent = way.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, down_TF, scratch)
-            way.linear(latent, self.q_up_QA, q_THD.flatten(1))
+            way.linear(latent, self.q_up_QA, q_THD.flatten(1), scratch)
         if rotation_TO is None or out.latent_TC is None:
             return
         rope_cache(
