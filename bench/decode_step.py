@@ -1,9 +1,10 @@
-"""Times whole decode steps of the DeepSeek-V2-Lite shape on this machine's GPU, as a replica replays them: state,
-embedding, layers, head, sampling, verification and drafts in one graph.
+"""Times whole decode steps on this machine's GPU, as a replica replays them: state, embedding, layers, head, sampling,
+verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, or of a slice of DeepSeek-V3 in FP8.
 
     python bench/decode_step.py                       # 1, 2, 4 and 16 rows of 1024 cached tokens, greedy
     python bench/decode_step.py --rows 1 --width 4    # one row that verifies and drafts three tokens
     python bench/decode_step.py --no-kernels          # without the tables of single kernels
+    python bench/decode_step.py --shape v3-slice      # one dense layer and five of experts, in FP8
 
 One line per number of rows: the way of few tokens, that of many beside it, and the time in which the bytes can be
 read. Then every kernel of the path alone: its launches of one step, in order, in a graph without the others; its share
@@ -25,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from shapes import BANDWIDTH, V2_LITE, Case, Tokens, model_of, target_work
+from shapes import BANDWIDTH, SHAPES, Case, Tokens, model_of, target_work
 from timing import captured, milliseconds
 
 from workers.memory.scratch import Scratch
@@ -130,19 +131,21 @@ def streamed_bytes(launch: Any, experts: float) -> float:
     """Bytes of weights one launch reads."""
     kernel, grid, _, o = launch
     name = kernel.fn.__name__
+    size = 1.0 if "STORED" in o and o["STORED"].fp8 else 2.0
     if name == "stream_linear":
-        return 2.0 * o["F"] * o["K"] * grid[1]
+        return size * o["F"] * o["K"] * grid[1]
     if name == "stream_gate_up":
-        return 4.0 * o["I"] * o["K"]
+        return 2 * size * o["I"] * o["K"]
     if name == "gate_up":
-        return 4.0 * o["K"] * o["I"] * (o["SHARED"] + experts)
+        return 2 * size * o["K"] * o["I"] * (o["SHARED"] + experts)
     if name == "down":
-        return 2.0 * o["E"] * o["I"] * (o["SHARED"] + experts)
+        return size * o["E"] * o["I"] * (o["SHARED"] + experts)
     return 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=SHAPES, default="v2-lite")
     parser.add_argument("--rows", default="1,2,4,16")
     parser.add_argument("--width", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
@@ -153,7 +156,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this measures a GPU, and there is none")
     with torch.inference_mode():
-        model = model_of(V2_LITE, given.width, torch.bfloat16, torch.device("cuda"))
+        values, form = SHAPES[given.shape]
+        model = model_of(values, given.width, torch.bfloat16, torch.device("cuda"), form)
         for rows in map(int, given.rows.split(",")):
             case = Case(model, rows, given.width, given.context, 40 * REPEATS * given.width)  # every replay moves on
             experts = chosen_experts(case)

@@ -19,8 +19,9 @@ from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 from workers.rank.runner import Runner
 from workers.step.decode import DecodeStep
+from workers.weights.part import Part
 from workers.weights.source import WeightSource
-from workers.weights.weight import Weight
+from workers.weights.weight import Format, Weight
 
 BANDWIDTH = 4.2e9
 """Bytes a millisecond: what reading a large tensor reaches on an H200."""
@@ -50,8 +51,58 @@ V2_LITE: dict[str, Any] = {
 }
 
 
+V3_SLICE: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 16384,
+}
+"""DeepSeek-V3 with one dense layer and five of experts, and its draft layer."""
+SHAPES = {"v2-lite": (V2_LITE, Format.PLAIN), "v3-slice": (V3_SLICE, Format.FP8_BLOCKS)}
+"""By name, with the format in which their matrices are published."""
+_AT_ONCE = 1 << 28
+"""Numbers that are drawn at once."""
+
+
 class RandomWeights(WeightSource):
-    """Norms of 1, everything else normal(0, 0.02)."""
+    """Norms of 1, everything else normal(0, 0.02); matrices of layers in `form`."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, form: Format = Format.PLAIN) -> None:
+        super().__init__(TensorParallel(), dtype, device)
+        self.form = form
+
+    def stored_format(self, name: str) -> Format:
+        """As published: routers, embeddings and heads are plain."""
+        inside = "_proj" in name and "eh_proj" not in name
+        return self.form if inside else Format.PLAIN
+
+    def fill_matrix(self, into: Weight, part: Part) -> None:
+        """Random numbers for `into`."""
+        if into.format is Format.PLAIN:
+            super().fill_matrix(into, part)
+            return
+        assert into.scales is not None
+        numbers = into.data.view(-1)
+        for some in torch.split(numbers, _AT_ONCE):
+            some.copy_(torch.randn(some.shape, device=some.device) * 64)
+        into.scales.uniform_(0.5 * 0.02 / 64, 1.5 * 0.02 / 64)
 
     def fill_part(self, into: Tensor, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
         """Random numbers for `into`."""
@@ -68,10 +119,12 @@ class RandomWeights(WeightSource):
         """Says nothing."""
 
 
-def model_of(values: dict[str, Any], width: int, dtype: torch.dtype, device: torch.device) -> Model:
+def model_of(
+    values: dict[str, Any], width: int, dtype: torch.dtype, device: torch.device, form: Format = Format.PLAIN
+) -> Model:
     """A random model of these config values, with a draft layer if rows feed more than one token."""
     torch.manual_seed(0)
-    source, config = RandomWeights(TensorParallel(), dtype, device), parse_config(values)
+    source, config = RandomWeights(device, dtype, form), parse_config(values)
     family = FAMILIES[config.model_type]
     return family.model(source, config, max_positions=config.max_positions, draft_layer=width > 1, invariant=False)
 
@@ -208,6 +261,8 @@ def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
             # The shared experts are read whatever is chosen, and every token has them.
             read, seen = woken_here + routing.shared_experts, routing.experts_per_token + routing.shared_experts
             parts[EXPERTS] += Work(read * expert.bytes, seen * expert.operations)
+            if network.shared is not None:
+                parts[EXPERTS] += product(network.shared.gate_up_FE, network.shared.down_EI)
         else:
             parts[DENSE] += product(attention.out_EF, network.gate_up_FE, network.down_EI)
     head = model.head_YE

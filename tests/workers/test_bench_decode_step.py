@@ -18,7 +18,7 @@ def test_a_step_runs_and_moves_on(width: int, monkeypatch: pytest.MonkeyPatch) -
     import decode_step as bench
 
     cpu = torch.device("cpu")
-    model = bench.model_of(bench.V2_LITE | SMALL, width, torch.float32, cpu)
+    model = bench.model_of(bench.SHAPES["v2-lite"][0] | SMALL, width, torch.float32, cpu)
     case = bench.Case(model, 2, width, 100, room=8)
     output = case.step(Scratch(cpu)).run()
     accepted = output.decided_N[2 * width : 2 * width + 2]
@@ -26,3 +26,21 @@ def test_a_step_runs_and_moves_on(width: int, monkeypatch: pytest.MonkeyPatch) -
     assert int(output.decided_N[-1]) == 0
     case.rewind()
     assert case.state.tensors.length_S[:2].tolist() == [100 - width] * 2
+
+
+@torch.inference_mode()
+def test_a_slice_of_v3_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import decode_step as bench
+    import shapes
+
+    values, form = bench.SHAPES["v3-slice"]
+    small = SMALL | {"hidden_size": 256, "q_lora_rank": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    small |= {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3}
+    model = bench.model_of(values | small, 1, torch.float32, torch.device("cpu"), form)
+    attention, network = model.layers[1].attention, model.layers[1].feed_forward
+    matrices = (attention.down_FE, attention.q_up_QA, attention.out_EF, *vars(network.mixture).values())
+    assert [w.format is form for w in matrices if isinstance(w, shapes.Weight)] == [True, True, True, False, True, True]
+    assert network.mixture.gate_up_XFE.dequantised(torch.float32).std() == pytest.approx(0.02, rel=0.1)
+    case = bench.Case(model, 2, 1, 100, room=8)
+    case.step(Scratch(torch.device("cpu"))).run()
