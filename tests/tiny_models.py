@@ -129,7 +129,7 @@ def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[st
             tensors[prefix + name] = torch.empty(shape)
             _randomize(name, tensors[prefix + name], generator)
     written |= {"num_hidden_layers": layers}
-    if family in ("v3", "glm"):
+    if family != "v2":
         written |= {"num_nextn_predict_layers": drafts}
     if family == "glm":
         written["mlp_layer_types"] = written["mlp_layer_types"][:layers]

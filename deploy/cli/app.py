@@ -10,6 +10,8 @@ from deploy.cli.bench_http import EPILOG as HTTP_EPILOG
 from deploy.cli.bench_http import http
 from deploy.cli.bench_latency import EPILOG as LATENCY_EPILOG
 from deploy.cli.bench_latency import latency
+from deploy.cli.fit import EPILOG as FIT_EPILOG
+from deploy.cli.fit import fit
 from deploy.cli.generate import EPILOG as GENERATE_EPILOG
 from deploy.cli.generate import generate
 from deploy.cli.selftest import EPILOG as SELFTEST_EPILOG
@@ -51,6 +53,7 @@ def _root(
 
 app.command(epilog=SERVE_EPILOG)(serve)
 app.command(epilog=GENERATE_EPILOG)(generate)
+app.command(epilog=FIT_EPILOG)(fit)
 app.command(epilog=SELFTEST_EPILOG)(selftest)
 bench.command(epilog=LATENCY_EPILOG)(latency)
 bench.command(epilog=HTTP_EPILOG)(http)

@@ -43,13 +43,10 @@ def load_model(
     """
     config = load_config(folder)
     family = FAMILIES[config.model_type]
-    _check_shares(config, group)
     with Checkpoint.open(folder) as checkpoint:
-        draft_prefix = family.tensor(f"model.layers.{config.num_layers}.")
-        draft_layer = draft_layer and config.draft_layers > 0 and checkpoint.has_any(draft_prefix)
-        census = Census(group, dtype, family.tensor, checkpoint.dtypes)
-        family.model(census, config, max_positions=0, draft_layer=draft_layer, invariant=invariant)
-        checkpoint.verify(census.wanted, _ignored(family, config, draft_prefix, draft_layer))
+        draft_layer = draft_layer and has_draft_layer(config, checkpoint.has_any)
+        _, census = counted(config, group, dtype, checkpoint.dtype_of, draft_layer=draft_layer, invariant=invariant)
+        checkpoint.verify(census.wanted, _ignored(family, config, draft_layer))
         check_memory(census.bytes, group, device)
         told = LoadingProgress(census.bytes, progress)
         with CheckpointReader(checkpoint, group, dtype, device, told, family.tensor) as reader:
@@ -61,17 +58,42 @@ def load_model(
         return model
 
 
+def counted(
+    config: ModelConfig,
+    group: TensorParallel,
+    dtype: torch.dtype,
+    dtype_of: Callable[[str], str | None],
+    *,
+    draft_layer: bool,
+    invariant: bool,
+) -> tuple[Model, Census]:
+    """This rank's share of a model without memory, and the census of what it wants of a checkpoint whose tensors have
+    these dtypes (see `WeightSource`). ValueError for sizes that ranks cannot share."""
+    _check_shares(config, group)
+    family = FAMILIES[config.model_type]
+    census = Census(group, dtype, family.tensor, dtype_of)
+    model = family.model(census, config, max_positions=0, draft_layer=draft_layer, invariant=invariant)
+    return model, census
+
+
 def _check_shares(config: ModelConfig, group: TensorParallel) -> None:
     group.shard(config.num_heads, "num_attention_heads")
     group.shard(config.intermediate_size, "intermediate_size")
     group.shard(config.moe_intermediate_size, "moe_intermediate_size")
 
 
-def _ignored(family: Family, config: ModelConfig, draft_prefix: str, draft_layer: bool) -> list[str]:
+def has_draft_layer(config: ModelConfig, has_any: Callable[[str], bool] | None) -> bool:
+    """Whether a checkpoint has the layer that its config.json declares. `has_any`: whether any of its tensors begins
+    so; None, where the files are not there, takes the config at its word."""
+    prefix = FAMILIES[config.model_type].tensor(f"model.layers.{config.num_layers}.")
+    return config.draft_layers > 0 and (has_any is None or has_any(prefix))
+
+
+def _ignored(family: Family, config: ModelConfig, draft_layer: bool) -> list[str]:
     ignored = family.ignored(config)
     if config.tied_embeddings:
         ignored.append(f"^{re.escape(family.tensor('lm_head.weight'))}(_|$)")
-    draft = re.escape(draft_prefix)
+    draft = re.escape(family.tensor(f"model.layers.{config.num_layers}."))
     if not draft_layer and config.draft_layers:
         ignored.append(f"^{draft}")
     # The draft layer shares the model's embedding and head; published checkpoints repeat them.

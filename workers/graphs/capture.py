@@ -84,16 +84,22 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     """Launch for real what steps of all shapes launch, and measure how much memory they need. The rows are padding, so
     that only the null page is touched and no state changes."""
     device, few = parts.device, _shallow(parts)
-    keys, ladder = list(Ladder(max_rows, parts.width)), TokenLadder(token_budget)
+    keys = list(Ladder(max_rows, parts.width))
     scratch, inner = Scratch(device), Scratch(device)
     # All share scratch memory. Fewer tokens may need more: of some numbers of them products are left in parts.
     for key in keys:
         DecodeStep(few, key, scratch).run()
     rehearse(Stage(few, token_budget, scratch, inner))
+    return Warmed(scratch.peak, inner.peak, count_graphs(parts, max_rows, token_budget))
+
+
+def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:
+    """How many graphs a capture will make."""
+    ladder = TokenLadder(token_budget)
     passes = [parts.model.segments, *([parts.drafter.segments] if parts.width > 1 else [])]
     segments = sum(map(len, passes)) - 1  # the last one's are the endings
-    graphs = len(keys) + segments * len(list(ladder)) + len(list(ladder.endings(max_rows)))
-    return Warmed(scratch.peak, inner.peak, graphs)
+    steps, endings = len(list(Ladder(max_rows, parts.width))), len(list(ladder.endings(max_rows)))
+    return steps + segments * len(list(ladder)) + endings
 
 
 def _shallow(parts: StepParts) -> StepParts:

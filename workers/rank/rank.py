@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from kernels.page import PAGE_TOKENS, pages_for
+from kernels.page import pages_for
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.environment import visible_gpus
@@ -20,6 +20,7 @@ from workers.parallel.group import TensorParallel
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport
+from workers.rank.cache_room import gpu_room, longest_request, pages_within
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.sampling import SamplingState
@@ -120,7 +121,7 @@ class Rank:
             torch.cuda.empty_cache()
         pages = _agree(self._pages(config, device, page_bytes, context, width, graph_bytes), group, device)
         # A request as long as the context must fit, overshoot included.
-        context = min(context, (pages - 1) * PAGE_TOKENS - max_entries_per_row(0, width))
+        context = longest_request(pages, context, width)
         if context < 2:
             raise RuntimeError(f"{pages} pages of latent cache are too few for any request; give more cache_pages")
         self.runner = runner(pages, context)
@@ -161,16 +162,14 @@ class Rank:
         advice = ""
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
-            room = free - graph_bytes - int(total * (1 - config.memory_fraction))
+            room = gpu_room(free, total, graph_bytes, config.memory_fraction)
             advice = (
                 f"; {free / 2**20:.0f} of the GPU's {total / 2**20:.0f} MiB are free: give a larger memory_fraction or "
                 "more ranks, or end what else uses it"
             )
         else:
             room = min(config.cpu_cache_bytes, int(psutil.virtual_memory().available * 0.5))
-        # More than every slot at full context is never used.
-        most = config.max_rows * max_pages_per_row(context, width) + 1
-        pages = min(room // page_bytes, most)
+        pages = pages_within(room, page_bytes, config.max_rows, context, width)
         if pages < 2:
             raise RuntimeError(
                 f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"

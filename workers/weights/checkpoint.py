@@ -73,10 +73,9 @@ class Checkpoint:
         """Whether any tensor's name begins so."""
         return any(name.startswith(prefix) for name in self.entries)
 
-    @property
-    def dtypes(self) -> dict[str, str]:
-        """Of every tensor, by safetensors' names."""
-        return {name: entry.dtype for name, entry in self.entries.items()}
+    def dtype_of(self, name: str) -> str | None:
+        """In safetensors' words; None if there is no such tensor."""
+        return self.entries[name].dtype if name in self.entries else None
 
     def verify(self, wanted: Mapping[str, Wanted], ignored: Iterable[str]) -> None:
         """Compare with what the model wants; one `WeightsError` lists every tensor that is missing, unexpected, of the

@@ -35,7 +35,7 @@ class CheckpointReader(WeightSource):
         progress: LoadingProgress,
         stored: Callable[[str], str] = str,
     ) -> None:
-        super().__init__(group, dtype, device, stored, checkpoint.dtypes)
+        super().__init__(group, dtype, device, stored, checkpoint.dtype_of)
         self.checkpoint = checkpoint
         self._progress = progress
         self._uploader = Uploader(device) if device.type == "cuda" else None

@@ -9,7 +9,7 @@ the checkpoint is the only one that says how matrices are stored.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,15 +30,15 @@ class WeightSource(ABC):
         dtype: torch.dtype,
         device: torch.device,
         stored: Callable[[str], str] = str,
-        dtypes: Mapping[str, str] | None = None,
+        dtype_of: Callable[[str], str | None] | None = None,
     ) -> None:
-        """`stored`: what the checkpoint calls a tensor, of the name that the model asks for. `dtypes`: of the
-        checkpoint's tensors, by its names and in safetensors' words; without them all are plain."""
+        """`stored`: what the checkpoint calls a tensor, of the name that the model asks for. `dtype_of`: the dtype of
+        a tensor of the checkpoint, by its name there and in safetensors' words; without it all are plain."""
         self.group = group
         self.dtype = dtype
         self.device = device
         self.stored = stored
-        self.dtypes = dtypes or {}
+        self._dtype_of = dtype_of or (lambda name: None)
         self.formats: set[Format] = set()
         """Of the matrices so far, as they are kept."""
         self._told: set[str] = set()
@@ -84,11 +84,11 @@ class WeightSource(ABC):
 
     def stored_format(self, name: str) -> Format:
         """How the checkpoint stores matrix `name`."""
-        return stored_format(self.stored(name), self.dtypes)
+        return stored_format(self.stored(name), self._dtype_of)
 
     def lossless(self, name: str) -> torch.dtype:
         """The model's dtype if tensor `name` is stored in it, else fp32."""
-        return self.dtype if PLAIN_DTYPES.get(self.dtypes.get(self.stored(name), "")) == self.dtype else torch.float32
+        return self.dtype if PLAIN_DTYPES.get(self._dtype_of(self.stored(name)) or "") == self.dtype else torch.float32
 
     def _room(self, outer: tuple[int, ...], parts: Sequence[Part], layout: Layout) -> Weight:
         """Room for a matrix, or for several."""
@@ -154,9 +154,9 @@ class Census(WeightSource):
         group: TensorParallel,
         dtype: torch.dtype,
         stored: Callable[[str], str] = str,
-        dtypes: Mapping[str, str] | None = None,
+        dtype_of: Callable[[str], str | None] | None = None,
     ) -> None:
-        super().__init__(group, dtype, torch.device("meta"), stored, dtypes)
+        super().__init__(group, dtype, torch.device("meta"), stored, dtype_of)
         self.wanted: dict[str, Wanted] = {}
         """By the checkpoint's names."""
         self.bytes = 0

@@ -8,7 +8,7 @@ A matrix `X.weight` is stored as it is, or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,11 +46,11 @@ class Wanted:
     """Those that can be read, by safetensors' names."""
 
 
-def stored_format(name: str, dtypes: Mapping[str, str]) -> Format:
-    """How matrix `name` is stored in files that have tensors of these dtypes, by name."""
-    if name + INT4_PACKED in dtypes and name not in dtypes:
+def stored_format(name: str, dtype_of: Callable[[str], str | None]) -> Format:
+    """How matrix `name` is stored in files whose tensors have these dtypes; None: there is no such tensor."""
+    if dtype_of(name) is None and dtype_of(name + INT4_PACKED) is not None:
         return Format.INT4_GROUPS
-    return Format.FP8_BLOCKS if dtypes.get(name) == FP8_DTYPE else Format.PLAIN
+    return Format.FP8_BLOCKS if dtype_of(name) == FP8_DTYPE else Format.PLAIN
 
 
 def tensors_of(name: str, format: Format, rows: int, columns: int) -> dict[str, Wanted]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from published_configs import GLM, K2, K25, V2_LITE, V3
 from transformers import DeepseekV3Config, Glm4MoeLiteConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
@@ -16,71 +17,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from workers.families.registry import FAMILIES, load_config, parse_config
 from workers.models.config import ConfigError, Rope
 from workers.models.rope import frequencies, rotation_table, softmax_scale
-
-# The published config.json of DeepSeek-V3, without its quantization_config.
-V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "initializer_range": 0.02,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-
-V2_LITE: dict[str, Any] = {
-    **V3,
-    "model_type": "deepseek_v2",
-    "q_lora_rank": None,
-    "scoring_func": "softmax",
-    "topk_method": "greedy",
-    "norm_topk_prob": False,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 6,
-    "num_nextn_predict_layers": None,
-}
 
 
 def test_reads_deepseek_v3() -> None:
@@ -100,46 +36,6 @@ def test_reads_deepseek_v2_lite_and_kimi_k2() -> None:
     assert lite.q_lora_rank is None
     assert (lite.routing.rule.scoring, lite.routing.bias, lite.draft_layers) == ("softmax", False, 0)
     assert replace(parse_config({**V3, "model_type": "kimi_k2"}), model_type="deepseek_v3") == parse_config(V3)
-
-
-# What GLM-4.7-Flash has in its config.json.
-GLM: dict[str, Any] = {
-    "architectures": ["Glm4MoeLiteForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "dtype": "bfloat16",
-    "eos_token_id": [154820, 154827, 154829],
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 10240,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 202752,
-    "model_type": "glm4_moe_lite",
-    "moe_intermediate_size": 1536,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 20,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 47,
-    "num_key_value_heads": 20,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 1.0,
-    "q_lora_rank": 768,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "routed_scaling_factor": 1.8,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 256,
-    "vocab_size": 154880,
-}
 
 
 def test_reads_glm_flash() -> None:
@@ -172,16 +68,6 @@ def test_glm_written_by_transformers_reads_the_same(tmp_path: Path) -> None:
     assert "mlp_layer_types" in written
     assert replace(load_config(tmp_path), draft_layers=1) == parse_config(GLM)
     assert parse_config({name: value for name, value in GLM.items() if "scaling" not in name}) == parse_config(GLM)
-
-
-K2: dict[str, Any] = {**V3, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "eos_token_id": 163}
-K25: dict[str, Any] = {
-    "architectures": ["KimiK25ForConditionalGeneration"],
-    "model_type": "kimi_k25",
-    "text_config": {**K2, "model_type": "kimi_k2"},
-    "vision_config": {"hidden_size": 1152},
-    "media_placeholder_token_id": 163605,
-}
 
 
 @pytest.mark.parametrize("inner", ["kimi_k2", "deepseek_v3", None])

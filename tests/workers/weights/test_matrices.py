@@ -36,7 +36,7 @@ def read(
         return source.matrix(*stacks[0]) if len(stacks) == 1 else source.experts(stacks)
 
     with Checkpoint.open(folder) as checkpoint:
-        census = Census(group, dtype, dtypes=checkpoint.dtypes)
+        census = Census(group, dtype, dtype_of=checkpoint.dtype_of)
         counted = build(census)
         checkpoint.verify(census.wanted, ["other"])
         with CheckpointReader(checkpoint, group, dtype, CPU, LoadingProgress(census.bytes, None)) as reader:
@@ -150,7 +150,7 @@ def test_matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory:
 def test_blocks_of_published_widths(ranks: int, intermediate: int, block: tuple[int, int]) -> None:
     """Gate above up, of which every rank has a share."""
     parts = [Part(f"mlp.{half}_proj.weight", intermediate, 7168, shard=0) for half in ("gate", "up")]
-    census = Census(TensorParallel(0, ranks), torch.bfloat16, dtypes={part.name: "F8_E4M3" for part in parts})
+    census = Census(TensorParallel(0, ranks), torch.bfloat16, dtype_of={part.name: "F8_E4M3" for part in parts}.get)
     assert census.matrix(*parts).block == block
 
 

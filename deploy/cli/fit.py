@@ -1,0 +1,138 @@
+"""`latentserve fit`: whether a model fits some GPUs, and what it leaves for the cache; without a GPU or its weights."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from deploy.cli import options
+from deploy.cli.console import FAILURE, UsageMistake, check_interrupt, reported, result_stream
+
+if TYPE_CHECKING:
+    from workers.config import EngineConfig
+    from workers.rank.fitting import Change
+    from workers.rank.memory_plan import MemoryPlan
+
+GPUS: Final = {"h100": int(79.1 * 2**30), "h200": int(139.8 * 2**30)}
+"""Bytes that CUDA says they have."""
+
+EPILOG = options.examples(
+    "latentserve fit --model ./DeepSeek-V2.5 --tensor-parallel 8 --gpu h100",
+    "latentserve fit --model ./DeepSeek-V2-Lite --gpu 40GiB --context 32768",
+)
+
+
+def fit(
+    model: options.Model = "demo",
+    tensor_parallel: options.TensorParallel = 1,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="h100|h200|80GiB", help="What each rank has, or its memory.")
+    ] = "h200",
+    context: Annotated[
+        int | None,
+        typer.Option("--context", min=2, help="Tokens of a request.", show_default="what the model was made for"),
+    ] = None,
+    width: options.Width = 3,
+    invariant: options.Invariant = False,
+    dtype: options.DType = "auto",
+    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Requests decoded at once.")] = 64,
+    token_budget: Annotated[int, typer.Option("--token-budget", min=1, help="Most tokens one step feeds.")] = 2048,
+    json_output: options.Json = False,
+) -> None:
+    """Say what a model takes of each GPU's memory, and what is left for the cache.
+
+    Needs neither a GPU nor the weights: the folder's config.json, and where its safetensors are there, their headers.
+    Exit code 0 means that it fits, 1 that it does not; then the smallest change with which it does is named.
+    """
+    from deploy.cli.local import engine_config
+
+    with reported():
+        total = _memory(gpu)
+        config = engine_config(
+            model=model,
+            tensor_parallel=tensor_parallel,
+            max_context=context,
+            width=width,
+            invariant=invariant,
+            dtype=dtype,
+            max_rows=max_rows,
+            token_budget=token_budget,
+        )
+        check_interrupt()
+        plan, change = _plan(config, total)
+        with result_stream() as stdout:
+            if json_output:
+                import json
+
+                json.dump(_json(config, plan, change), stdout)
+                stdout.write("\n")
+            else:
+                stdout.write("\n".join(_lines(config, gpu, plan, change)) + "\n")
+        if not plan.fits:
+            raise typer.Exit(FAILURE)
+
+
+def _memory(gpu: str) -> int:
+    if gpu.lower() in GPUS:
+        return GPUS[gpu.lower()]
+    if (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?GiB", gpu, re.IGNORECASE)) and float(found[1]) > 0:
+        return int(float(found[1]) * 2**30)
+    raise UsageMistake(f"--gpu {gpu}: give {', '.join(GPUS)}, or a size such as 80GiB")
+
+
+def _plan(config: EngineConfig, total: int) -> tuple[MemoryPlan, Change | None]:
+    from workers.rank.fitting import smallest_change
+    from workers.rank.memory_plan import memory_plan
+
+    try:
+        plan = memory_plan(config, total)
+        return plan, None if plan.fits else smallest_change(config, plan, GPUS)
+    except ValueError as error:  # of config.json, the files, or sizes that no kernel takes
+        raise UsageMistake(str(error)) from None
+
+
+def _lines(config: EngineConfig, gpu: str, plan: MemoryPlan, change: Change | None) -> list[str]:
+    def gib(size: int) -> str:
+        return f"{size / 2**30:9.2f} GiB"
+
+    ranks = config.tensor_parallel
+    stored = "as their files store them" if plan.from_files else "as config.json says: no files are there"
+    lines = [
+        f"each of {ranks} GPU{'s' * (ranks > 1)} ({gpu}) {gib(plan.total).strip()}, of which "
+        f"{config.memory_fraction:.0%} may be used",
+        f"weights   {gib(plan.weights)}  {stored}",
+        f"graphs    {gib(plan.graphs)}  estimated; a start measures it",
+        f"other     {gib(plan.rest)}  sampling, page tables, rope",
+        f"cache     {gib(plan.pages * plan.page_bytes)}  {plan.pages:,} pages, {plan.tokens:,} tokens",
+    ]
+    if plan.fits:
+        most = " (--max-rows)" if plan.rows == config.max_rows else ""
+        requests = f"{plan.rows:,} request{'s' * (plan.rows > 1)}"
+        return [*lines, f"fits: {requests} of {plan.asked_context:,} tokens at once{most}"]
+    if plan.context >= 2:
+        why = f"the cache holds {plan.context:,} tokens of a request, not {plan.asked_context:,}"
+    else:
+        why = f"{gib(max(0, 2 * plan.page_bytes - plan.room)).strip()} are missing before the cache holds anything"
+    with_change = f"fits with {change.words}" if change else "no change of ranks or GPUs known here makes it fit"
+    return [*lines, f"does not fit: {why}", with_change]
+
+
+def _json(config: EngineConfig, plan: MemoryPlan, change: Change | None) -> dict[str, Any]:
+    return {
+        "model": config.model,
+        "tensor_parallel": config.tensor_parallel,
+        "gpu_bytes": plan.total,
+        "weight_bytes": plan.weights,
+        "weights_from_files": plan.from_files,
+        "graph_bytes_estimated": plan.graphs,
+        "other_bytes": plan.rest,
+        "cache_bytes": plan.pages * plan.page_bytes,
+        "pages": plan.pages,
+        "tokens": plan.tokens,
+        "context": plan.asked_context,
+        "rows": plan.rows,
+        "fits": plan.fits,
+        "change": change.words if change else None,
+    }

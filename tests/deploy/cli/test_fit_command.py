@@ -1,0 +1,62 @@
+"""`latentserve fit`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_models import write_tiny
+
+
+def test_the_demo_model_fits(command):
+    ran = command("fit", "--gpu", "h100")
+    assert (ran.code, ran.err) == (0, "")
+    first, weights, graphs, _, cache, verdict = ran.out.splitlines()
+    assert first == "each of 1 GPU (h100) 79.10 GiB, of which 90% may be used"
+    assert weights.split()[0:3] == ["weights", "0.01", "GiB"]
+    assert "as their files store them" in weights
+    assert "estimated" in graphs
+    assert "tokens" in cache
+    assert verdict == "fits: 64 requests of 2,048 tokens at once (--max-rows)"
+
+
+def test_json_says_the_same(command):
+    said = command("fit", "--gpu", "16 GiB", "--context", "1000", "--max-rows", "8", "--json").json
+    assert (said["fits"], said["rows"], said["context"], said["change"]) == (True, 8, 1000, None)
+    assert said["gpu_bytes"] == 16 << 30
+    assert said["tokens"] == 64 * (said["pages"] - 1)
+
+
+def test_what_does_not_fit_names_what_does(command, tmp_path):
+    folder = write_tiny(tmp_path, "v3", max_position_embeddings=1 << 20)
+    (folder / "model.safetensors").unlink()
+    ran = command("fit", "--model", str(folder), "--gpu", "1.5GiB")
+    assert ran.code == 1
+    *_, why, change = ran.out.splitlines()
+    assert why.startswith("does not fit: ")
+    assert change.startswith("fits with --")
+    again = command("fit", "--model", str(folder), "--gpu", "1.5GiB", *change.removeprefix("fits with ").split())
+    assert again.code == 0
+    tiny = command("fit", "--model", str(folder), "--gpu", "0.001GiB", "--json")
+    assert tiny.code == 1
+    assert json.loads(tiny.out)["change"].startswith("--gpu h100")
+
+
+@pytest.mark.parametrize("gpu", ["8", "b300", "0GiB", "-1GiB", "8GB", ""])
+def test_gpus_nobody_knows(command, gpu):
+    ran = command("fit", "--gpu", gpu)
+    assert ran.code == 2
+    assert "give h100, h200, or a size such as 80GiB" in ran.err
+
+
+def test_mistakes_of_the_model_are_one_line(command, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    ran = command("fit", "--model", str(tmp_path))
+    assert ran.code == 2
+    assert "model_type = 'llama' is not supported" in ran.err
+    folder = write_tiny(tmp_path / "broken", "v3")
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    ran = command("fit", "--model", str(folder))
+    assert ran.code == 2
+    assert "is the download complete" in ran.err
+    assert "Traceback" not in ran.err

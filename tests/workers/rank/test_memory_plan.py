@@ -1,0 +1,125 @@
+"""What a start would take of a GPU, computed without one, against what a start takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged import CPU
+from published_configs import K25, V3
+from quantised_checkpoints import FP8_CONFIG, FP8_NAMES, INT4_CONFIG, INT4_NAMES, quantise
+from random_model import V2_LITE_HEADS
+from tiny_models import write_tiny
+
+from workers.config import EngineConfig
+from workers.families import load_model
+from workers.parallel.group import TensorParallel
+from workers.rank.cache_room import longest_request, pages_within, rows_at
+from workers.rank.fitting import smallest_change
+from workers.rank.memory_plan import MemoryPlan, memory_plan
+from workers.scheduler import max_pages_per_row
+
+GIB = 1 << 30
+
+
+def plan_of(folder: Path | str, total: int = 8 * GIB, **settings: Any) -> MemoryPlan:
+    return memory_plan(EngineConfig(model=str(folder), **settings), total)
+
+
+@pytest.mark.parametrize("files", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "form", "names"),
+    [
+        ("v3", None, ""),
+        ("v2-no-q-lora", None, ""),
+        ("glm", None, ""),
+        ("v3", "fp8", FP8_NAMES),
+        ("v3", "int4", INT4_NAMES),
+        ("kimi", "int4", INT4_NAMES),
+    ],
+)
+def test_weights_are_what_a_start_asks_for(
+    kind: str, form: str | None, names: str, ranks: int, files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the files' headers, or where they are not there from config.json."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    write_tiny(tmp_path, kind, **sizes, n_routed_experts=8)
+    if form:
+        quantise(tmp_path, form, names)
+    asked: list[int] = []
+    monkeypatch.setattr("workers.families.loading.check_memory", lambda wanted, *_: asked.append(wanted))
+    model = load_model(tmp_path, group=TensorParallel(0, ranks), dtype=torch.bfloat16, device=CPU, max_positions=64)
+    if not files:
+        (tmp_path / "model.safetensors").unlink()
+    plan = plan_of(tmp_path, tensor_parallel=ranks)
+    # The files have the router in fp32, which may not be rounded; published ones have it in bf16.
+    routers = [layer.feed_forward.mixture.router_XE for layer in model.layers[1:]]
+    routers += [model.drafter.layer.feed_forward.mixture.router_XE] if model.drafter else []
+    assert plan.weights == asked[0] - (0 if files else sum(router.nbytes // 2 for router in routers))
+    assert plan.from_files == files
+    assert plan.page_bytes == sum(spec.page_bytes for spec in model.caches)
+    assert plan.fits
+
+
+@pytest.mark.parametrize(("name", "gib"), [("DeepSeek-V3", 82.5), ("Kimi-K2.5", 72.9)])
+def test_published_models_take_what_the_documentation_says(name: str, gib: float, tmp_path: Path) -> None:
+    """On 8 ranks, by config.json alone; all ranks together about what the files take."""
+    kimi = {**K25, "text_config": {**K25["text_config"], "quantization_config": INT4_CONFIG}}
+    values = {**V3, "quantization_config": FP8_CONFIG} if name == "DeepSeek-V3" else kimi
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    plan = plan_of(tmp_path, int(139.8 * GIB), tensor_parallel=8, max_context=32768)
+    assert plan.weights / GIB == pytest.approx(gib, abs=0.05)
+    assert plan.fits
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert f"{gib} GiB" in next(
+        line for line in page.splitlines() if line.startswith("|") and name in line and "GB" in line
+    )
+
+
+@pytest.mark.parametrize(("rows", "budget", "measured"), [(64, 2048, 366), (256, 16384, 1980)])
+def test_graphs_are_estimated_a_little_above_what_was_measured(
+    rows: int, budget: int, measured: int, tmp_path: Path
+) -> None:
+    """DeepSeek-V2-Lite on an H200, in MiB: docs/design.md has the figures."""
+    lite = {"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27}
+    lite |= {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "vocab_size": 102400}
+    (tmp_path / "config.json").write_text(json.dumps({**V2_LITE_HEADS, **lite, "first_k_dense_replace": 1}))
+    plan = plan_of(tmp_path, 80 * GIB, max_rows=rows, token_budget=budget, width=1)
+    # Scratch memory to a fifth, and what a start sets aside for some 700 graphs beyond what they took.
+    assert measured < plan.graphs / 2**20 < 1.2 * measured + 200
+
+
+def test_pages_rows_and_context_belong_together() -> None:
+    for pages in (2, 3, 10, 500):
+        for width in (1, 3, 8):
+            context = longest_request(pages, 10_000, width)
+            assert context < 2 or rows_at(pages, 64, context, width) >= 1
+            assert context == 10_000 or rows_at(pages, 64, context + 1, width) == 0
+            most = pages_within(1 << 60, 1, 64, 10_000, width)
+            assert rows_at(most, 64, 10_000, width) == 64
+            assert most == 64 * max_pages_per_row(10_000, width) + 1
+
+
+def test_the_smallest_change_fits(tmp_path: Path) -> None:
+    """From a shorter context to other GPUs, each where the ones before do not help."""
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "n_routed_experts": 16, "vocab_size": 8192}
+    (tmp_path / "config.json").write_text(json.dumps({**V3, **sizes, "max_position_embeddings": 1 << 18}))
+    config, seen = EngineConfig(model=str(tmp_path)), []
+    for mib in (200, 2000, 3600, 3650, 3700, 3750, 3800, 4000, 5000, 8000, 16000):
+        plan = memory_plan(config, mib << 20)
+        change = None if plan.fits else smallest_change(config, plan, {"small": 1 << 30, "large": 32 * GIB})
+        if plan.fits:
+            assert plan.pages * plan.page_bytes <= 0.9 * plan.total - plan.weights - plan.graphs
+            seen.append("")
+        elif change is not None:
+            assert change.plan.fits or change.words == f"--context {plan.context}"
+            seen.append(change.words.split()[0])
+    order = ["--gpu", "--tensor-parallel", "--max-rows", "--context", ""]
+    assert seen == sorted(seen, key=order.index)
+    assert {"--tensor-parallel", "--context", ""} <= set(seen)
+    nothing = memory_plan(config, 1 << 20)
+    assert smallest_change(config, nothing, {}) is None

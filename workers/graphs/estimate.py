@@ -1,0 +1,51 @@
+"""About how much memory the graphs of a rank will take, where there is no GPU to measure it on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from kernels import moe
+from workers.graphs.capture import Warmed, count_graphs
+from workers.memory.scratch import Scratch
+from workers.models.feed_forward import MixtureOfExperts
+from workers.models.model import Model
+from workers.step.parts import StepParts
+from workers.step.stage import Stage
+
+BESIDE_EXPERTS: Final = 1.25
+"""Memory that segments need on their way, over that of their experts alone, which is most of it. DeepSeek-V2-Lite needs
+68 KiB a token, 54 of them for its experts."""
+
+
+def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
+    """What `warm_up` would find, of a model on the meta device. What mixed steps hand on is exact; the rest, and so the
+    whole, may be a fifth off."""
+    scratch, inner = Scratch(parts.device), Scratch(parts.device)
+    Stage(parts, token_budget, scratch, inner)
+    logits_bytes = max_rows * parts.width * parts.model.config.vocab_size * torch.float32.itemsize
+    on_the_way = int(BESIDE_EXPERTS * _feed_forward_bytes(parts.model, token_budget)) + logits_bytes
+    graphs = count_graphs(parts, max_rows, token_budget)
+    return replace(Warmed(0, 0, graphs), scratch=scratch.peak, inner=max(inner.peak, on_the_way))
+
+
+def _feed_forward_bytes(model: Model, tokens: int) -> int:
+    """Of the largest feed-forward part."""
+    config, dtype, ranks = model.config, model.norm_E.dtype, model.group.size
+    most = 3 * tokens * config.intermediate_size // ranks * dtype.itemsize  # gate, up and their product
+    for part in (layer.feed_forward for layer in model.layers):
+        if isinstance(part, MixtureOfExperts):
+            routing = part.mixture.routing
+            chosen = routing.experts_per_token + routing.shared_experts
+            experts, hidden, intermediate = part.mixture.down_XEI.shape
+            hidden, intermediate = (-(-features // 16) * 16 for features in (hidden, intermediate))  # whole tiles
+            x_TE, down_XEI = (
+                torch.empty(shape, dtype=dtype, device="meta")
+                for shape in ((tokens, hidden), (experts, hidden, intermediate))
+            )
+            id_TK = torch.empty(tokens, chosen, dtype=torch.int64, device="meta")
+            shape = moe.experts_shape(x_TE, id_TK, down_XEI, shared=routing.shared_experts)
+            return max(most, moe.workspace_bytes(shape))
+    return most

@@ -1,0 +1,26 @@
+"""How many pages of latent cache a rank gets, and the longest request that then fits."""
+
+from __future__ import annotations
+
+from kernels.page import PAGE_TOKENS
+from workers.scheduler import max_entries_per_row, max_pages_per_row
+
+
+def gpu_room(free: int, total: int, graph_bytes: int, memory_fraction: float) -> int:
+    """Bytes that a GPU has left for the cache, of which `free` are free and graphs will take some."""
+    return free - graph_bytes - int(total * (1 - memory_fraction))
+
+
+def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width: int) -> int:
+    """Pages for so many bytes, the null page included: more than every slot at full context is never used."""
+    return min(room // page_bytes, max_rows * max_pages_per_row(context, width) + 1)
+
+
+def longest_request(pages: int, context: int, width: int) -> int:
+    """Tokens of the longest request, of at most `context`, that fits so many pages, overshoot included."""
+    return min(context, (pages - 1) * PAGE_TOKENS - max_entries_per_row(0, width))
+
+
+def rows_at(pages: int, max_rows: int, context: int, width: int) -> int:
+    """Requests of `context` tokens that so many pages hold at once."""
+    return max(0, min(max_rows, (pages - 1) // max_pages_per_row(context, width)))

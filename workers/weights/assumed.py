@@ -1,0 +1,30 @@
+"""How a checkpoint will store its tensors, as far as its config.json tells: for those who do not have the files yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+from workers.weights.stored import FP8_DTYPE, FP8_SCALES, INT4_PACKED
+
+_FP8: Final = re.compile(r"(?<!\.eh)_proj(_with_mqa)?\.weight$")
+"""What DeepSeek and Moonshot publish in FP8: every projection but that of the draft layer's inputs."""
+_INT4: Final = re.compile(r"\.experts\.\d+\.\w+_proj\.weight$")
+"""What Moonshot publishes in INT4: the routed experts."""
+
+
+def assumed_dtypes(method: str | None) -> Callable[[str], str | None]:
+    """The dtype of a tensor by its name, in safetensors' words, in checkpoints with this `quant_method`, which
+    `workers.quantization` supports; None: there is no such tensor."""
+
+    def dtype_of(name: str) -> str | None:
+        if name.endswith(INT4_PACKED):
+            return "I32" if method == "compressed-tensors" and _INT4.search(name.removesuffix(INT4_PACKED)) else None
+        if name.endswith(FP8_SCALES):
+            return "F32" if method == "fp8" and _FP8.search(name.removesuffix(FP8_SCALES)) else None
+        if method == "compressed-tensors" and _INT4.search(name):
+            return None
+        return FP8_DTYPE if method == "fp8" and _FP8.search(name) else "BF16"
+
+    return dtype_of
