@@ -36,7 +36,8 @@ def layout_of(stacks: Sequence[Sequence[Part]], stored: Callable[[str], Format],
         return Layout()
     if len(formats) > 1:
         return Layout(note=f"{_kind(stacks)}: stored partly quantized and partly not; kept unquantized")
-    kept = (_int4 if formats == {Format.INT4_GROUPS} else _fp8)(stacks, group)
+    alike = list({tuple(part.place for part in parts): parts for parts in stacks}.values())  # there are many experts
+    kept = (_int4 if formats == {Format.INT4_GROUPS} else _fp8)(alike, group)
     return replace(kept, note=f"{_kind(stacks)}: {kept.note}; kept unquantized") if kept.note else kept
 
 

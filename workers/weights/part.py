@@ -60,6 +60,12 @@ class Part:
         """Of all of it."""
         return self.rows, self.columns
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """All but the name: what it shares with the same part of another expert."""
+        own = None if self.own is None else (self.own.start, self.own.stop)  # slices have no hash
+        return self.rows, self.columns, self.shard, self.unit, self.units, own, self.rope
+
     def index(self, group: TensorParallel) -> tuple[slice, slice]:
         """The rows and the columns that this rank reads; ValueError when ranks cannot share."""
         index = [self.own or slice(0, self.rows), slice(0, self.columns)]

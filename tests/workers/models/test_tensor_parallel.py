@@ -15,7 +15,7 @@ from workers.families import load_model
 from workers.parallel.group import TensorParallel
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (1, 40, 130)]
-KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied", "glm", "kimi"]
+KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied", "glm"]
 
 
 def generate(folder: Path, group: TensorParallel) -> dict[str, object]:
