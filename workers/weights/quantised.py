@@ -6,7 +6,9 @@ Shape legend: N rows and K columns of the part; both begin anywhere in the matri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -125,5 +127,8 @@ class Int4Part(QuantisedPart):
         return self.checkpoint.read(self.name + INT4_PACKED, (self.rows, words)).view(torch.uint8)
 
 
-PARTS = {Format.FP8_BLOCKS: Fp8Part, Format.INT4_GROUPS: Int4Part}
+PARTS: Final[dict[Format, Callable[[Checkpoint, str, Shape, slice, slice], QuantisedPart]]] = {
+    Format.FP8_BLOCKS: Fp8Part,
+    Format.INT4_GROUPS: Int4Part,
+}
 """By how the matrix is stored."""
