@@ -58,6 +58,15 @@ def test_the_way_equals_that_of_many(kind: str, tmp_path: Path) -> None:
     agree(write_tiny(tmp_path, kind, seed=3, **overrides))
 
 
+@pytest.mark.parametrize("kind", ["v2", "v3"])
+def test_both_ways_compute_shared_experts_of_another_format(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are a network of their own beside INT4 experts."""
+    monkeypatch.setattr("workers.models.feed_forward._apart", lambda *_: True)
+    agree(write_tiny(tmp_path, kind, seed=3, q_lora_rank=32))
+
+
 class SharedSum:
     """Stands in for `SymmetricSum`: one place for the parts of all sums, NaN until a part is written."""
 
