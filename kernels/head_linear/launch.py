@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.head_linear import kernel, merge
 from kernels.head_linear.records import AbsorbCut, Attended, Features, Matrices, MergeCut, Projected
 from kernels.linear.launch import MOST_STREAMED, Streaming, options
+from kernels.linear.stored import PLAIN
 from kernels.linear.stream import ROWS
 from kernels.mla_decode.schedule import Workspace
 from kernels.page import PAGE_TOKENS
@@ -159,6 +160,7 @@ def merge_up(
         weight_HVL,
         out_THV,
         workspace.tiling.workers,
+        STORED=PLAIN,
         SIZES=Attended(width=shape.width, heads=heads, latent=latent, value_features=value),
         WEIGHT=_matrices(weight_HVL),
         OUT_TOKEN=out_THV.stride(0),

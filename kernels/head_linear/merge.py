@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kernels.linear.stored import PLAIN
 from kernels.linear.stream import (
     ROWS,
     copy_token_tile,
@@ -31,7 +30,6 @@ from kernels.linear.stream import (
 from kernels.mla_decode.schedule import ROW_FIELDS, WORKER_FIELDS
 
 _ROWS = gl.constexpr(ROWS)
-_PLAIN = gl.constexpr(PLAIN)
 _WORKER = gl.constexpr(WORKER_FIELDS)
 _ROW = gl.constexpr(ROW_FIELDS)
 
@@ -39,8 +37,8 @@ _ROW = gl.constexpr(ROW_FIELDS)
 @gluon.jit(do_not_specialize=["workers"])
 def merge_up(
     partial, partial_lse, attended, plan, weight, out, workers,
-    SIZES: gl.constexpr, WEIGHT: gl.constexpr, OUT_TOKEN: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
-    WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    STORED: gl.constexpr, SIZES: gl.constexpr, WEIGHT: gl.constexpr, OUT_TOKEN: gl.constexpr, COLUMNS: gl.constexpr,
+    WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """out[token, head] = W_UV[head] · attention of (token, head), 16 rows a program. Grid: heads * value / 16, tokens.
 
@@ -59,7 +57,7 @@ def merge_up(
     token = gl.program_id(1)
     row = program % BLOCKS * _ROWS + gl.arange(0, _ROWS, weight_rows_layout(WARPS, 8))
     at = head.to(gl.int64) * WEIGHT.head + gl.minimum(row, VALUE - 1).to(gl.int64) * WEIGHT.row
-    tiles = weight_tiles(weight, at, 0, LATENT, WIDTH, WARPS, CHUNKS, _PLAIN)
+    tiles = weight_tiles(weight, at, 0, LATENT, WIDTH, WARPS, CHUNKS, STORED)
     about = plan + workers * _WORKER + token // SIZES.width * _ROW
     slot = gl.load(about)
     later = gl.load(about + 1)
@@ -101,7 +99,7 @@ def merge_up(
         gl.thread_barrier()
         acc = gl.zeros([WARPS, _ROWS, COLUMNS], gl.float32, products_layout(WARPS))
         for chunk in gl.static_range(CHUNKS):
-            acc = times(tiles[chunk], token_tile(x_s[chunk], WARPS, _PLAIN), x_s, 0, acc, WARPS, _PLAIN)
+            acc = times(tiles[chunk], token_tile(x_s[chunk], WARPS, STORED), x_s, 0, acc, WARPS, STORED)
         part = gl.sum(share(acc, WARPS, COLUMNS).load(sums.parent), 0)
         gl.thread_barrier()
         y = y * shrink[None, :] + part * factor[None, :]
