@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -14,6 +15,7 @@ from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
 from workers.step.parts import StepParts
 from workers.step.stage import Stage
+from workers.weights.weight import Format, Weight
 
 BESIDE_EXPERTS: Final = 1.25
 """Memory that segments need on their way, over that of their experts alone, which is most of it. DeepSeek-V2-Lite needs
@@ -27,8 +29,21 @@ def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     Stage(parts, token_budget, scratch, inner)
     logits_bytes = max_rows * parts.width * parts.model.config.vocab_size * torch.float32.itemsize
     on_the_way = int(BESIDE_EXPERTS * _feed_forward_bytes(parts.model, token_budget)) + logits_bytes
+    on_the_way += _dequantised_bytes(parts.model)
     graphs = count_graphs(parts, max_rows, token_budget)
     return replace(Warmed(0, 0, graphs), scratch=scratch.peak, inner=max(inner.peak, on_the_way))
+
+
+def _dequantised_bytes(model: Model) -> int:
+    """Of the largest matrix that many tokens need in the model's dtype and that is stored in another one."""
+    weights = [
+        weight
+        for layer in model.layers
+        for part in (layer.attention, layer.feed_forward, getattr(layer.feed_forward, "shared", None))
+        for weight in (vars(part).values() if part is not None else ())
+        if isinstance(weight, Weight) and weight.format is not Format.PLAIN
+    ]
+    return max((math.prod(weight.shape) * model.norm_E.dtype.itemsize for weight in weights), default=0)
 
 
 def _feed_forward_bytes(model: Model, tokens: int) -> int:

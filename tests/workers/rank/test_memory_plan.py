@@ -93,6 +93,15 @@ def test_graphs_are_estimated_a_little_above_what_was_measured(
     assert measured < plan.graphs / 2**20 < 1.2 * measured + 200
 
 
+def test_room_for_the_largest_matrix_that_is_dequantised(tmp_path: Path) -> None:
+    """That of the dense layers' gate and up projection, in bf16, for passes of many tokens."""
+    plans = []
+    for changes in ({}, {"quantization_config": FP8_CONFIG}):
+        (tmp_path / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": 4, **changes}))
+        plans.append(plan_of(tmp_path, 80 * GIB, tensor_parallel=8))
+    assert plans[1].graphs - plans[0].graphs == 2 * 2 * 18432 // 8 * 7168
+
+
 def test_pages_rows_and_context_belong_together() -> None:
     for pages in (2, 3, 10, 500):
         for width in (1, 3, 8):
