@@ -28,11 +28,8 @@ class Stored(NamedTuple):
     features: int = 1
     scales: int = 1
     """Scales of a row of the matrix."""
-
-    @property
-    def piece(self) -> int:
-        """Features in 16 bytes."""
-        return 16 if self.fp8 else 8
+    piece: int = 8
+    """Features in 16 bytes. (A field: Triton's cache would not see the code of a property.)"""
 
 
 PLAIN: Final = Stored()
@@ -44,7 +41,7 @@ def stored(weight: Matrix) -> tuple[Tensor, Tensor, Stored]:
         return weight, weight, PLAIN
     if isinstance(weight, GroupScaled):
         raise TypeError("no kernel of few tokens reads INT4 weights yet")
-    how = Stored(True, weight.rows, weight.features, weight.scales.shape[-1])
+    how = Stored(True, weight.rows, weight.features, weight.scales.shape[-1], piece=16)
     return weight.data.view(torch.uint8), weight.scales, how
 
 

@@ -126,7 +126,9 @@ class DecodeRows(Backend):
             head_linear(attended_THL, value_HLV, self.out_THV, invariant=invariant)
             return
         launch.attend(*tensors, workspace, scale=heads.scale, first=self.first, dependent=dependent, early=dependent)
-        if MOST_MERGED < tokens <= MOST_STREAMED:
+        # For so few tokens tensor cores merge in bf16 alone: of fp32 they would round the inputs.
+        few_merged = tokens <= MOST_MERGED and attended_THL.dtype == torch.bfloat16
+        if tokens <= MOST_STREAMED and not few_merged:
             launch.merge(memory.attended_RWHL, memory.lse_RWH, workspace, dependent=dependent)
             head_linear(attended_THL, value_HLV, self.out_THV, dependent=dependent)
         else:
