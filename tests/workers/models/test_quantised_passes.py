@@ -4,81 +4,26 @@ numbers: on every way that a pass may take, and on several ranks."""
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import load_oracle, oracle_logits, random_tokens
-from paged import ALONE, CPU, Paged
-from quantised_checkpoints import FP8_NAMES, INT4_NAMES, quantise
+from oracle import load_oracle, oracle_logits
+from paged import ALONE, CPU
+from quantised_pairs import CHECKPOINTS, PROMPTS, checkpoints, logits
 from rank_processes import run_ranks
-from safetensors.torch import save_file
-from tiny_models import VOCAB, write_tiny
 from torch import Tensor
 
 from workers.families import load_model
 from workers.models.few_tokens import FewTokens
 from workers.models.many_tokens import DecodeTokens, ManyTokens
-from workers.models.model import Model
 from workers.models.ways import Ways
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Format
 
 TOLERANCE = 1e-4
 """Of logits, relative to their typical size: sums in fp32 in another order."""
-SIZES: dict[str, Any] = {
-    "hidden_size": 160,
-    "intermediate_size": 320,
-    "moe_intermediate_size": 192,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-}
-"""Which end in the middle of blocks."""
-CHECKPOINTS = {
-    "fp8": ("v3-yarn", "fp8", FP8_NAMES),
-    "fp8 without query latent": ("v2-no-q-lora", "fp8", FP8_NAMES),
-    "int4": ("kimi", "int4", INT4_NAMES),
-}
-PROMPTS = [random_tokens(count, count, VOCAB) for count in (90, 41, 9)]
-STEPS: list[tuple[list[int], int, list[tuple[int, int]]]] = [
-    ([], 1, [(0, 40), (1, 30)]),
-    ([0], 2, [(1, 10), (2, 5)]),
-    ([0, 2], 1, []),
-    ([0], 7, []),
-    ([], 1, [(0, 38)]),
-    ([2], 2, []),
-]
-"""Row 0's prompt and the others' in chunks, alone and beside decode rows, and in steps of decode rows alone."""
-
-
-def checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
-    """A quantized checkpoint, and a plain one of the same numbers."""
-    kind, form, names = CHECKPOINTS[name]
-    sizes = SIZES if "no-q-lora" not in kind else {**SIZES, "q_lora_rank": None}
-    quantised = write_tiny(folder / "quantised", kind, seed=1, **sizes)
-    twin = Path(shutil.copytree(quantised, folder / "twin"))
-    save_file(quantise(quantised, form, names), twin / "model.safetensors")
-    return quantised, twin
-
-
-def logits(model: Model) -> list[Tensor]:
-    """Of every token, and those of the draft layer where there is one."""
-    paged = Paged(model, PROMPTS)
-    got: list[list[Tensor]] = [[] for _ in PROMPTS]
-    drafted = []
-    for decode, width, chunks in STEPS:
-        step = paged.plan(decode, width, chunks)
-        hidden = paged.forward(step)
-        for row, states in hidden.items():
-            got[row].append(model.logits(states))
-        if model.drafter is not None:
-            drafted += [model.drafter.logits(states) for states in paged.draft(step, hidden).values()]
-    return [torch.cat(parts) for parts in got] + drafted
 
 
 def near(got: Tensor, want: Tensor) -> bool:

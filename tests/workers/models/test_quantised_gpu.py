@@ -1,0 +1,43 @@
+"""Models of quantized checkpoints on a GPU: on every way no further from fp32 than the same numbers in bf16 are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from paged import ALONE, load_fp32
+from quantised_pairs import CHECKPOINTS, checkpoints, logits
+from torch import Tensor
+
+from workers.families import load_model
+from workers.models.ways import Ways
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+ALL_EXPERTS = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "n_routed_experts": 8}
+"""Of a choice between experts rounding makes another token; so every token takes all."""
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("way", ["fastest", "many", "invariant"])
+def test_logits_are_as_exact_as_in_bf16(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised, twin = checkpoints(tmp_path, name, **ALL_EXPERTS)
+    want = logits(load_fp32(twin))
+    if way == "many":
+        monkeypatch.setattr(Ways, "takes_few", lambda *_: False)
+
+    def errors(folder: Path) -> Tensor:
+        """Every token's."""
+        model = load_model(
+            folder, group=ALONE, dtype=torch.bfloat16, device=CUDA, max_positions=512, invariant=way == "invariant"
+        )
+        pairs = zip(logits(model), want, strict=True)
+        return torch.cat([(got.cpu() - theirs).norm(dim=1) / theirs.norm(dim=1) for got, theirs in pairs])
+
+    ours_T, theirs_T = errors(quantised), errors(twin)
+    assert ours_T.max() < 2 * theirs_T.max(), (ours_T, theirs_T)
+    assert ours_T.median() < 1.2 * theirs_T.median(), (ours_T, theirs_T)
