@@ -197,18 +197,18 @@ def _operands(plain: Any) -> Any:
         return self.scalar_constant(number, dtype=tensor.dtype) if tensor.dtype.name in taken else None
 
     def operands(
-        self: Any, lhs: Any, rhs: Any, left_pointer: Any = False, right_pointer: Any = False, arithmetic: Any = True,
-        division: Any = False,
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: Any = False, allow_rhs_ptr: Any = False,
+        arithmetic_check: Any = True, div_or_mod: Any = False,
     ) -> Any:  # fmt: skip
         left, right = type(lhs) is core.tensor, type(rhs) is core.tensor
         if left and right:
             if lhs.dtype is rhs.dtype and lhs.dtype.name in kept:
                 return self.broadcast_impl_value(lhs, rhs)
-        elif arithmetic and left:
+        elif arithmetic_check and left:
             if (value := like(self, rhs, lhs)) is not None:
                 return self.broadcast_impl_value(lhs, value)
-        elif arithmetic and right and (value := like(self, lhs, rhs)) is not None:
+        elif arithmetic_check and right and (value := like(self, lhs, rhs)) is not None:
             return self.broadcast_impl_value(value, rhs)
-        return plain(self, lhs, rhs, left_pointer, right_pointer, arithmetic, division)
+        return plain(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     return operands
