@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from kernels.hopper import is_hopper, multiprocessors
+from kernels.matrix import Matrix
 from kernels.moe import launch, reference, schedule
 from kernels.moe.launch import AddNorm
+from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape
 from kernels.private_ground import PrivateGround
 from kernels.rms_norm import add_rms_norm
@@ -66,8 +68,8 @@ def experts(
     x_TE: Tensor,
     id_TK: Tensor,
     weight_TK: Tensor,
-    gate_up_XFE: Tensor,
-    down_XEI: Tensor,
+    gate_up_XFE: Matrix,
+    down_XEI: Matrix,
     out_TE: Tensor,
     *,
     shared: int = 0,
@@ -79,6 +81,9 @@ def experts(
 
     - `gate_up_XFE` holds the I gate rows of an expert, then its I up rows. Rows of `x_TE` and `out_TE` may be strided,
       everything else is contiguous. On a GPU E and I are multiples of 16.
+    - Weights are plain, in the dtype of `x_TE`, or in FP8 or INT4 (`kernels.matrix`), either matrix for itself. On a
+      GPU those stay as they are stored until they are in registers. FP8 is then multiplied exactly, and sums within a
+      block are scaled in fp32; INT4 times its scale is rounded to the dtype, but of a single token it is not.
     - `id_TK` (int64): -1 marks a pair that is no work; a token of which all pairs are -1 gets 0, whatever its input
       holds. An id of X or more is the caller's error and treated the same. A token has no expert twice.
     - `weight_TK`: fp32. The sum over k is taken in fp32, in the order of k, and rounded once; on a GPU what is
@@ -106,8 +111,8 @@ def add_experts(
     x_TE: Tensor,
     id_TK: Tensor,
     weight_TK: Tensor,
-    gate_up_XFE: Tensor,
-    down_XEI: Tensor,
+    gate_up_XFE: Matrix,
+    down_XEI: Matrix,
     sum_TGE: Tensor,
     *,
     workspace: Tensor | None = None,
@@ -126,13 +131,13 @@ def add_experts(
 
 
 def _launch(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor, Matrix, Matrix, Tensor],
     shape: ExpertsShape,
     workspace: Tensor | None,
     dependent: bool = False,
     add_norm: AddNorm | None = None,
 ) -> None:
-    tiling = schedule.tiling(shape)
+    tiling = schedule.tiling(shape, (stored(tensors[3]), stored(tensors[4])))
     if workspace is None:
         device = tensors[0].device
         workspace = torch.empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8, device=device)
@@ -140,7 +145,7 @@ def _launch(
     launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent, add_norm).run()
 
 
-def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, groups: int = 0, shared: int = 0) -> ExpertsShape:
+def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Matrix, *, groups: int = 0, shared: int = 0) -> ExpertsShape:
     """The sizes of a call of `experts` with so many shared ones, or of `add_experts` with so many groups."""
     experts, hidden, intermediate = down_XEI.shape
     tokens, chosen, dtype = x_TE.shape[0], id_TK.shape[1], x_TE.dtype
@@ -150,5 +155,5 @@ def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Tensor, *, groups: int 
 
 
 def workspace_bytes(shape: ExpertsShape) -> int:
-    """Bytes of workspace that a call needs on a GPU."""
+    """Bytes of workspace that a call needs on a GPU, however its weights are stored."""
     return schedule.Workspace.bytes(shape, schedule.tiling(shape))

@@ -15,7 +15,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.moe import kernel, routing, single, sorting
+from kernels.matrix import Matrix
+from kernels.moe import kernel, routing, scaled_launch, single, sorting
 from kernels.moe.schedule import (
     FEW,
     FEW_EXPERTS,
@@ -100,8 +101,8 @@ class ExpertLaunches:
     x_TE: Tensor
     id_TK: Tensor
     weight_TK: Tensor
-    gate_up_XFE: Tensor
-    down_XEI: Tensor
+    gate_up_XFE: Matrix
+    down_XEI: Matrix
     out_TE: Tensor
     """With groups [T, G, E], and added to."""
     scratch: Workspace
@@ -194,6 +195,9 @@ class ExpertLaunches:
     def gate_up(self) -> None:
         """Gate and up of the sorted pairs."""
         product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
+        if not isinstance(self.gate_up_XFE, Tensor):
+            scaled_launch.gate_up(self.x_TE, self.gate_up_XFE, scratch, shape, self.tiling, self._dependent)
+            return
         if self.tiling.programs:
             sizes = {"GATE": True, "K": shape.hidden, "FEATURES": shape.intermediate, "WIDTH": product.block}
             self._by_hopper(product, self.gate_up_XFE, scratch.act_YI, sizes)
@@ -215,6 +219,9 @@ class ExpertLaunches:
     def down(self) -> None:
         """Down of the sorted pairs."""
         product, shape, scratch = self.tiling.down, self.shape, self.scratch
+        if not isinstance(self.down_XEI, Tensor):
+            scaled_launch.down(self.down_XEI, scratch, shape, self.tiling, self._dependent)
+            return
         if self.tiling.programs:
             sizes = {"GATE": False, "K": shape.intermediate, "FEATURES": shape.hidden, "WIDTH": product.block // 2}
             self._by_hopper(product, self.down_XEI, scratch.partial_YGE, sizes)
@@ -272,6 +279,10 @@ class ExpertLaunches:
     def gate_up_singly(self) -> None:
         """Gate and up, pair by pair."""
         product, shape = self.tiling.gate_up, self.shape
+        if not isinstance(self.gate_up_XFE, Tensor):
+            call = (shape, self.tiling, self._dependent)
+            scaled_launch.gate_up_singly(self.x_TE, self.id_TK, self.gate_up_XFE, self.scratch, *call)
+            return
         single.gate_up[(shape.pairs * product.blocks(shape.intermediate),)](
             self.x_TE,
             self.gate_up_XFE,
@@ -286,6 +297,10 @@ class ExpertLaunches:
     def down_singly(self) -> None:
         """Down, pair by pair, and the weighted sum."""
         product, shape = self.tiling.down, self.shape
+        if not isinstance(self.down_XEI, Tensor):
+            call = (self.scratch, shape, self.tiling, self._dependent)
+            scaled_launch.down_singly(self.id_TK, self.weight_TK, self.down_XEI, self.out_TE, *call)
+            return
         single.down[(shape.tokens * product.blocks(shape.hidden),)](
             self.scratch.act_YI,
             self.down_XEI,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels import steady
 from kernels.linear import grouped_linear, linear
+from kernels.matrix import Matrix
 from kernels.routing_rule import RoutingRule
 
 
@@ -72,7 +73,7 @@ def experts_gathered(
 
 
 def experts_grouped(
-    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, out_TE: Tensor
+    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Matrix, down_XEI: Matrix, out_TE: Tensor
 ) -> None:
     """Sort the pairs by expert and run every wanted expert once over its tokens."""
     chosen = id_TK.shape[1]
@@ -87,14 +88,27 @@ def experts_grouped(
         begin += count
         if not 0 <= expert < gate_up_XFE.shape[0]:
             continue
-        gate_YI, up_YI = F.linear(x_TE[token_Y[part]], gate_up_XFE[expert]).chunk(2, dim=-1)
-        y_YE = F.linear(F.silu(gate_YI) * up_YI, down_XEI[expert])
+        gate_YI, up_YI = _product(x_TE[token_Y[part]], gate_up_XFE, expert).chunk(2, dim=-1)
+        y_YE = _product((F.silu(gate_YI) * up_YI).to(x_TE.dtype), down_XEI, expert)
         sum_TE.index_add_(0, token_Y[part], y_YE * weight_Y1[part])
     out_TE.copy_(sum_TE)
 
 
+def _product(x_YE: Tensor, weight_XFE: Matrix, expert: int) -> Tensor:
+    """With an expert's matrix: of plain weights in their dtype, of others in fp32 (fp64 in fp64)."""
+    if isinstance(weight_XFE, Tensor):
+        return F.linear(x_YE, weight_XFE[expert])
+    compute = torch.promote_types(x_YE.dtype, torch.float32)
+    return F.linear(x_YE.to(compute), weight_XFE[expert].float().to(compute))
+
+
+def _matrix(weight_XFE: Matrix, expert: int, dtype: torch.dtype) -> Tensor:
+    """An expert's matrix, in no fewer bits than it has."""
+    return weight_XFE[expert] if isinstance(weight_XFE, Tensor) else weight_XFE[expert].float().to(dtype)
+
+
 def add_experts(
-    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, sum_TGE: Tensor
+    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Matrix, down_XEI: Matrix, sum_TGE: Tensor
 ) -> None:
     """See `kernels.moe.add_experts`."""
     compute = torch.promote_types(x_TE.dtype, torch.float32)
@@ -104,10 +118,11 @@ def add_experts(
             continue
         token_Y, column_Y = (id_TK == expert).nonzero(as_tuple=True)
         gate_up_YF = torch.empty(len(token_Y), gate_up_XFE.shape[1], dtype=compute)
-        linear(x_TE[token_Y].to(compute), gate_up_XFE[expert].to(compute), gate_up_YF, invariant=True)
+        gate_up_FE, down_EI = (_matrix(weight, expert, compute) for weight in (gate_up_XFE, down_XEI))
+        linear(x_TE[token_Y].to(compute), gate_up_FE.to(compute), gate_up_YF, invariant=True)
         gate_YI, up_YI = gate_up_YF.chunk(2, dim=-1)
         part_YGE = torch.empty(len(token_Y), *sum_TGE.shape[1:], dtype=compute)
-        grouped_linear((steady.silu(gate_YI) * up_YI).to(x_TE.dtype), down_XEI[expert], part_YGE)
+        grouped_linear((steady.silu(gate_YI) * up_YI).to(x_TE.dtype), down_EI, part_YGE)
         part_TKGE[token_Y, column_Y] = part_YGE * weight_TK[token_Y, column_Y, None, None]
     for part_TGE in part_TKGE.unbind(1):
         sum_TGE += part_TGE

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.matrix import GROUP
+from kernels.moe.records import PLAIN, Stored
+
 MOST_EXPERTS = 1024
 MOST_CHOSEN = 32
 FEW = 4096
@@ -120,6 +123,8 @@ class ExpertTiling:
     """Of Hopper's own kernels (`hopper`), which go through all tiles; 0: the Triton kernels."""
     spread: bool = False
     """Those spread the work of shared experts evenly among that of the others."""
+    stored: tuple[Stored, Stored] = (PLAIN, PLAIN)
+    """How the weights of either product are stored."""
 
     def tiles(self, shape: ExpertsShape) -> int:
         """Most tiles the pairs of a call can fill."""
@@ -140,27 +145,44 @@ MOST_HIDDEN = 4096
 and 512 tokens, they took 472 us, two 464."""
 IN_GROUPS = (Product(64, 64, 3, 4, tma=True), Product(128, 64, 3, 4, tma=True))
 """The same, of 64 pairs, for sums of groups: of any number of tokens, so that tiles of an expert go one by one."""
+SCALED = {
+    0: PRODUCTS[0],
+    16: (Product(64, 128, 4, 4, 128, tma=True), Product(128, 128, 4, 4, 128, tma=True)),
+    64: (Product(64, 64, 4, 4, 128, tma=True), Product(64, 128, 3, 4, 4, tma=True)),
+    128: (Product(64, 128, 3, 8, 8, tma=True), Product(128, 128, 3, 8, 8, tma=True)),
+}
+"""The same of weights in FP8 or INT4, of which 64 rows make a product of Hopper's tensor cores, whatever the pairs.
+What they become in registers, and sums that wait for their scale, leave room for smaller tiles than plain weights have.
+Of 64 pairs three programs stand on a multiprocessor, as of plain weights. Not compared with others on a GPU yet."""
+SCALED_IN_GROUPS = (Product(64, 64, 4, 4, tma=True), Product(64, 64, 4, 4, tma=True))
 
 
-def tiling(shape: ExpertsShape) -> ExpertTiling:
+def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) -> ExpertTiling:
     """The tiles for a call: as tall as a routed expert's tokens are many on average, so that weights are streamed once.
     A shared expert, which has all tokens, fills as many tiles as it takes. For the tallest Hopper has its own kernels;
-    whether they take a call or not, its memory is the same.
+    whether they take a call or not, its memory is the same. It is the same also however the weights of `gate_up` and of
+    `down` are stored, of which Hopper's own take plain ones alone.
 
     Sums of groups have one tile for every number of tokens, and keep what the order of a sum could round.
     """
+
+    def of(plain: tuple[Product, Product], scaled: tuple[Product, Product]) -> tuple[Product, Product]:
+        first, second = (plain if how == PLAIN else scaled for how in stored)
+        return first[0], second[1]
+
     if shape.groups:
-        return fitted(ExpertTiling(64, *IN_GROUPS, torch.float32), shape)
+        gate_up, down = of(IN_GROUPS, SCALED_IN_GROUPS)
+        return fitted(ExpertTiling(64, gate_up, down, torch.float32, stored=stored), shape)
     mean = shape.mean
     rows = 16 if mean < 12 else 64 if mean <= 56 else 128
     if shape.tokens <= 1:
         rows = 0
-    if rows == 128 and shape.hopper and shape.for_hopper:
+    if rows == 128 and shape.hopper and shape.for_hopper and stored == (PLAIN, PLAIN):
         return grouped(shape, shape.hopper)
-    gate_up, down = PRODUCTS[rows]
+    gate_up, down = of(PRODUCTS[rows], SCALED[rows])
     if rows == 64 and shape.hidden > MOST_HIDDEN:
         gate_up = replace(gate_up, stages=4)
-    return fitted(ExpertTiling(rows, gate_up, down, shape.dtype), shape)
+    return fitted(ExpertTiling(rows, gate_up, down, shape.dtype, stored=stored), shape)
 
 
 def grouped(shape: ExpertsShape, programs: int) -> ExpertTiling:
@@ -180,9 +202,10 @@ def grouped(shape: ExpertsShape, programs: int) -> ExpertTiling:
 
 
 def fitted(tiling: ExpertTiling, shape: ExpertsShape) -> ExpertTiling:
-    """`tiling`, with blocks no larger than the matrices and no more shared memory than fp32 may take."""
+    """`tiling`, with blocks no larger than the matrices, steps of weights that share a scale, and no more shared memory
+    than fp32 may take."""
 
-    def fit(product: Product, features: int, depth: int) -> Product:
+    def fit(product: Product, stored: Stored, features: int, depth: int) -> Product:
         block, block_k = product.block, product.block_k
         while block > features:
             block //= 2
@@ -190,15 +213,21 @@ def fitted(tiling: ExpertTiling, shape: ExpertsShape) -> ExpertTiling:
             block_k //= 2
         if shape.dtype == torch.float32 and tiling.rows:
             block, block_k = min(block, 32), min(block_k, 32)
-        # The copy engine fetches what begins at a multiple of 16 bytes.
-        tma = product.tma and shape.dtype != torch.float32 and depth % 8 == 0
+        if stored.format == "fp8" and tiling.rows:
+            block_k = min(block_k, stored.features)
+        if stored != PLAIN and tiling.rows and shape.groups and depth % block_k:
+            # Steps begin where they would if the features of other ranks stood before: at groups of INT4 at least.
+            block_k = min(block_k, GROUP)
+        # The copy engine fetches what begins at a multiple of 16 bytes, no fewer at a time.
+        fetched = depth % 8 == 0 if stored == PLAIN else block_k >= (32 if stored.format == "int4" else 16)
+        tma = product.tma and shape.dtype != torch.float32 and fetched
         return replace(product, block=block, block_k=block_k, tma=tma)
 
     return replace(
         tiling,
         rows=min(tiling.rows, 32) if shape.dtype == torch.float32 else tiling.rows,
-        gate_up=fit(tiling.gate_up, shape.intermediate, shape.hidden),
-        down=fit(tiling.down, shape.hidden, shape.intermediate // shape.parts),
+        gate_up=fit(tiling.gate_up, tiling.stored[0], shape.intermediate, shape.hidden),
+        down=fit(tiling.down, tiling.stored[1], shape.hidden, shape.intermediate // shape.parts),
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import moe
+from kernels.matrix import BlockScaled, GroupScaled, Matrix
 from kernels.moe import reference
 from kernels.routing_rule import RoutingRule, Scoring
 
@@ -146,6 +147,46 @@ def test_both_ways_agree_in_bfloat16() -> None:
     reference.experts_gathered(x, ids, weights, gate_up, down, a)
     reference.experts_grouped(x, ids, weights, gate_up, down, b)
     torch.testing.assert_close(a, b, atol=0.25, rtol=2**-6)  # sums of values near 30, rounded to 8 bits on the way
+
+
+def scaled(experts: int, rows: int, features: int, format: str) -> tuple[Matrix, Tensor]:
+    """Random experts' matrices, and what they are in fp64."""
+    if format == "plain":
+        plain = torch.randn(experts, rows, features).bfloat16() / 8
+        return plain, plain.double()
+    if format == "int4":
+        data, scales = torch.randint(0, 256, (experts, rows, features // 2)), torch.rand(experts, rows, features // 32)
+        groups = GroupScaled(data.to(torch.uint8), scales.bfloat16() / 16)
+        numbers = torch.stack([data & 15, data >> 4], -1).flatten(-2).double() - 8
+        return groups, numbers * groups.scales.double().repeat_interleave(32, 2)
+    codes, scales = torch.randn(experts, rows, features) * 64, torch.rand(experts, -(-rows // 16), -(-features // 64))
+    blocks = BlockScaled(codes.to(torch.float8_e4m3fn), scales / 256, 16, 64)
+    wide = blocks.scales.double().repeat_interleave(16, 1)[:, :rows].repeat_interleave(64, 2)[..., :features]
+    return blocks, blocks.data.double() * wide
+
+
+@pytest.mark.parametrize("groups", [0, 1, 4])
+@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("int4", "int4"), ("plain", "fp8"), ("int4", "plain")])
+def test_scaled_experts_match_fp64(formats: tuple[str, str], groups: int) -> None:
+    """bf16: what the gate makes is rounded to 8 bits, and the output once more; of plain weights each product is."""
+    torch.manual_seed(groups)
+    (gate_up, wide_up), (down, wide_down) = scaled(5, 128, 96, formats[0]), scaled(5, 96, 64, formats[1])
+    x, weights = torch.randn(9, 96).bfloat16(), torch.rand(9, 2)
+    ids = torch.stack([torch.randperm(5)[:2] for _ in range(9)])
+    ids[3] = torch.tensor([-1, 5])
+    some = torch.arange(9) != 3
+    want = naive_experts(x[some], ids[some], weights[some], wide_up, wide_down)
+    if groups:
+        sum = torch.ones(9, groups, 96)
+        moe.add_experts(x, ids, weights, gate_up, down, sum)
+        out = sum.double().sum(1) - groups
+    else:
+        rounded = torch.full_like(x, torch.nan)
+        moe.experts(x, ids, weights, gate_up, down, rounded)
+        out = rounded.double()
+    assert bool((out[3] == 0).all())
+    error = torch.linalg.vector_norm(out[some] - want, dim=1) / torch.linalg.vector_norm(want, dim=1)
+    assert error.max() < 2**-7
 
 
 @pytest.mark.parametrize("way", [reference.experts_gathered, reference.experts_grouped])

@@ -3,14 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
 from kernels.moe import launch, schedule
 from kernels.moe.launch import AddNorm
+from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
+
+Format = Literal["int4"] | tuple[int, int] | None
+"""INT4; FP8 with a scale for every block of so many rows and features; or weights in the call's dtype."""
+
+
+def matrix(shape: tuple[int, ...], format: Format, dtype: torch.dtype, random: torch.Generator) -> Matrix:
+    """Random experts' matrices of standard deviation 1 / sqrt(input features)."""
+    device, scale = random.device, shape[-1] ** -0.5
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=random, device=device)
+
+    plain = torch.randn(shape, generator=random, device=device)
+    if format is None:
+        return (plain * scale).to(dtype)
+    if format == "int4":
+        data = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=random, device=device).to(torch.uint8)
+        return GroupScaled(data, ((uniform(*shape[:-1], shape[-1] // GROUP) + 0.5) * scale / 4.6).bfloat16())
+    rows, features = format
+    codes = plain * 64
+    codes[uniform(*shape) < 0.1] *= 2**-13  # zero and subnormal numbers
+    scales = (uniform(*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // features)) + 0.5) * scale / 64
+    return BlockScaled(codes.to(torch.float8_e4m3fn), scales, rows, features)
+
+
+def exact(matrix: Matrix, expert: int) -> Tensor:
+    """An expert's matrix in float64, in which no product of a number and its scale is rounded."""
+    if isinstance(matrix, Tensor):
+        return matrix[expert].double()
+    if isinstance(matrix, GroupScaled):
+        return matrix[expert].float().double()
+    rows, features = matrix.shape[1:]
+    scales = matrix.scales[expert].double().repeat_interleave(matrix.rows, 0)[:rows]
+    return matrix.data[expert].double() * scales.repeat_interleave(matrix.features, 1)[:, :features]
 
 
 @dataclass
@@ -33,8 +70,10 @@ class Experts:
     """All tokens choose among the first few experts."""
     device: str = "cpu"
     seed: int = 0
-    weights: tuple[Tensor, Tensor] | None = None
+    weights: tuple[Matrix, Matrix] | None = None
     """gate_up and down, to share large ones among cases."""
+    formats: tuple[Format, Format] = (None, None)
+    """Of gate_up and of down, where there are none to share."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -46,8 +85,8 @@ class Experts:
 
         hidden, inner = self.hidden, self.intermediate
         if self.weights is None:
-            gate_up = (normal(self.experts, 2 * inner, hidden) * hidden**-0.5).to(self.dtype)
-            down = (normal(self.experts, hidden, inner) * inner**-0.5).to(self.dtype)
+            gate_up = matrix((self.experts, 2 * inner, hidden), self.formats[0], self.dtype, random)
+            down = matrix((self.experts, hidden, inner), self.formats[1], self.dtype, random)
             self.weights = gate_up, down
         x = torch.full((self.tokens, hidden + 32), torch.nan, dtype=self.dtype, device=self.device)[:, 16:-16]
         x.copy_(normal(self.tokens, hidden))
@@ -90,8 +129,15 @@ class Experts:
         for name, tensor in self.tensors.items():
             tensor.copy_(self.inputs[name])
 
+    @property
+    def stored(self) -> tuple[Stored, Stored]:
+        assert self.weights is not None
+        return stored(self.weights[0]), stored(self.weights[1])
+
     def tiling(self, **changes: object) -> ExpertTiling:
-        return schedule.fitted(replace(schedule.tiling(self.shape), **changes), self.shape)  # type: ignore[arg-type]
+        """The one that serves the call, with changes."""
+        served = schedule.tiling(self.shape, self.stored)
+        return schedule.fitted(replace(served, **changes), self.shape)  # type: ignore[arg-type]
 
     def tall_tiling(self) -> ExpertTiling:
         """The Triton kernels as they serve many tokens, pairs' results rounded however few there are."""
@@ -134,7 +180,7 @@ class Experts:
         return launch.ExpertLaunches(*tensors, scratch, self.shape, tiling, dependent, norm)
 
     def run(self, tiling: ExpertTiling | None = None, dependent: bool = False, norm: AddNorm | None = None) -> Tensor:
-        tiling = tiling or schedule.tiling(self.shape)
+        tiling = tiling or schedule.tiling(self.shape, self.stored)
         self.call(tiling, self.workspace(tiling), dependent, norm).run()
         return self.tensors["out"]
 
@@ -148,15 +194,17 @@ class Experts:
         for expert in range(self.experts):
             token, column = (id == expert).nonzero(as_tuple=True)
             if len(token):
-                gate, up = F.linear(x[token].double(), gate_up[expert].double()).chunk(2, -1)
+                gate, up = F.linear(x[token].double(), exact(gate_up, expert)).chunk(2, -1)
                 act = (F.silu(gate) * up).unflatten(1, (parts, -1))
-                y = torch.einsum("tgi,egi->tge", act, down[expert].double().unflatten(1, (parts, -1)))
+                y = torch.einsum("tgi,egi->tge", act, exact(down, expert).unflatten(1, (parts, -1)))
                 out.index_add_(0, token, y * weight[token, column].double()[:, None, None])
         return out + self.inputs["out"].double() if self.groups else out[:, 0]
 
     def check(self) -> None:
         """bfloat16: what the gate makes, and at times a pair's result, is rounded to 8 bits, and the output once more;
-        independent errors, so the norm of a row's error is about 2**-8.5 of the row's. fp32: sums of a few thousand."""
+        independent errors, so the norm of a row's error is about 2**-8.5 of the row's. INT4 weights times their scale
+        are rounded, too, each by at most 2**-9 of itself and independently, so a sum of them by about 2**-10 of its
+        norm. FP8 weights are not. fp32: sums of a few thousand."""
         out, want = self.tensors["out"].double(), self.expected()
         nobody = (self.tensors["id"] < 0).all(1)
         assert torch.equal(out[nobody], want[nobody])

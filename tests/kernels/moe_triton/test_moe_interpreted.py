@@ -9,6 +9,6 @@ from tests.support.interpreter import interpreted_pytest
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("name", ["interpreted_routing", "interpreted_experts"])
+@pytest.mark.parametrize("name", ["interpreted_routing", "interpreted_experts", "interpreted_scaled"])
 def test_in_the_interpreter(name: str) -> None:
     interpreted_pytest(Path(__file__).with_name(f"{name}.py"))

@@ -1,0 +1,149 @@
+"""Launches the experts' products with weights of 8 or 4 bits, as `launch` does those with plain ones."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.matrix import BlockScaled, GroupScaled
+from kernels.moe import scaled, scaled_single
+from kernels.moe.records import Stored, Tile, stored
+from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
+
+REGISTERS: Final = 168
+"""Of a thread, where a multiprocessor is to have three programs of four warps."""
+Scaled = BlockScaled | GroupScaled
+"""The experts' matrices of one of the two products."""
+
+
+def gate_up(
+    x_TE: Tensor, matrix: Scaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling, dependent: bool
+) -> None:
+    """Gate and up of the sorted pairs."""
+    product, how = tiling.gate_up, _checked(matrix, tiling.stored[0])
+    scaled.gate_up[(tiling.tiles(shape) * product.blocks(shape.intermediate),)](
+        x_TE,
+        *_weights(matrix, product),
+        scratch.sorted_Y,
+        scratch.table,
+        scratch.act_YI,
+        X_STRIDE=x_TE.stride(0),
+        COLUMNS=shape.chosen,
+        K=shape.hidden,
+        FEATURES=shape.intermediate,
+        STORED=how,
+        TILE=_tile(tiling, product, shape),
+        **_launched(product, dependent, tiling.rows),
+    )
+
+
+def down(matrix: Scaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling, dependent: bool) -> None:
+    """Down of the sorted pairs."""
+    product, how = tiling.down, _checked(matrix, tiling.stored[1])
+    scaled.down[(tiling.tiles(shape) * product.blocks(shape.hidden), shape.parts)](
+        scratch.act_YI,
+        *_weights(matrix, product),
+        scratch.sorted_Y,
+        scratch.table,
+        scratch.partial_YGE,
+        K=shape.intermediate,
+        FEATURES=shape.hidden,
+        GROUPS=shape.parts,
+        STORED=how,
+        TILE=_tile(tiling, product, shape),
+        **_launched(product, dependent, tiling.rows),
+    )
+
+
+def gate_up_singly(
+    x_TE: Tensor,
+    id_TK: Tensor,
+    matrix: Scaled,
+    scratch: Workspace,
+    shape: ExpertsShape,
+    tiling: ExpertTiling,
+    dependent: bool,
+) -> None:
+    """Gate and up, pair by pair."""
+    product, how = tiling.gate_up, _checked(matrix, tiling.stored[0])
+    scaled_single.gate_up[(shape.pairs * product.blocks(shape.intermediate),)](
+        x_TE,
+        matrix.data.view(torch.uint8),
+        matrix.scales,
+        id_TK,
+        scratch.act_YI,
+        X_STRIDE=x_TE.stride(0),
+        COLUMNS=shape.chosen,
+        EXPERTS=shape.experts,
+        K=shape.hidden,
+        FEATURES=shape.intermediate,
+        STORED=how,
+        BLOCK=product.block,
+        BLOCK_K=product.block_k,
+        **_launched(product, dependent),
+    )
+
+
+def down_singly(
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    matrix: Scaled,
+    out_TE: Tensor,
+    scratch: Workspace,
+    shape: ExpertsShape,
+    tiling: ExpertTiling,
+    dependent: bool,
+) -> None:
+    """Down, pair by pair, and the weighted sum."""
+    product, how = tiling.down, _checked(matrix, tiling.stored[1])
+    scaled_single.down[(shape.tokens * product.blocks(shape.hidden),)](
+        scratch.act_YI,
+        matrix.data.view(torch.uint8),
+        matrix.scales,
+        id_TK,
+        weight_TK,
+        out_TE,
+        OUT_STRIDE=out_TE.stride(0),
+        COLUMNS=shape.chosen,
+        EXPERTS=shape.experts,
+        K=shape.intermediate,
+        FEATURES=shape.hidden,
+        STORED=how,
+        BLOCK=product.block,
+        BLOCK_K=product.block_k,
+        **_launched(product, dependent),
+    )
+
+
+def _checked(matrix: Scaled, planned: Stored) -> Stored:
+    """How the matrices are stored; ValueError where the tiles were made for others."""
+    how = stored(matrix)
+    if how != planned:
+        raise ValueError(f"the tiles are for weights that are stored as {planned}, not as {how}")
+    return how
+
+
+def _weights(matrix: Scaled, product: Product) -> tuple[Tensor, Tensor | TensorDescriptor, Tensor]:
+    """The bytes, what the copy engine needs to know to fetch a tile of the experts' rows, laid end to end, scales."""
+    data = matrix.data.view(torch.uint8)
+    if not product.tma:
+        return data, data, matrix.scales
+    width = product.block_k * matrix.data.shape[-1] // matrix.shape[-1]
+    return data, TensorDescriptor.from_tensor(data.flatten(0, 1), [product.block, width]), matrix.scales
+
+
+def _tile(tiling: ExpertTiling, product: Product, shape: ExpertsShape) -> Tile:
+    precision = "ieee" if shape.dtype == torch.float32 else "tf32"
+    return Tile(tiling.rows, product.block, product.block_k, product.stages, product.group, product.tma, precision)
+
+
+def _launched(product: Product, dependent: bool, rows: int = 0) -> dict[str, Any]:
+    """The launch attribute exists on CUDA only, and the interpreter knows none. Of tiles of 64 three programs are to
+    stand on a multiprocessor, which ptxas at times misses by a register."""
+    how: dict[str, Any] = {"DEPENDENT": dependent, "num_warps": product.warps}
+    if rows == 64 and product.warps == 4:
+        how["maxnreg"] = REGISTERS
+    return how | ({"launch_pdl": True} if dependent else {})

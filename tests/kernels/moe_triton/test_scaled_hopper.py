@@ -1,0 +1,85 @@
+"""What the compiler makes of the experts' products with FP8 and INT4 weights for Hopper, at the sizes of published
+models."""
+
+import re
+
+import pytest
+import torch
+
+from kernels.matrix import BlockScaled, GroupScaled
+from kernels.moe import launch, schedule
+from kernels.moe.records import stored
+from kernels.moe.scaled_launch import REGISTERS
+from kernels.moe.schedule import ExpertsShape, Workspace
+from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
+
+pytestmark = pytest.mark.gate
+
+V3 = (9, 257, 7168, 2048)
+"""Experts of a token, experts, hidden and intermediate features of DeepSeek-V3. Kimi K2 has more experts."""
+KIMI = (9, 385, 7168, 2048)
+SMALL = (3, 9, 192, 128)
+
+
+def matrix(rows: int, features: int, format: str) -> BlockScaled | GroupScaled:
+    """An expert's, of no value: nothing runs."""
+    if format == "int4":
+        data = torch.empty(1, rows, features // 2, dtype=torch.uint8)
+        return GroupScaled(data, torch.empty(1, rows, features // 32, dtype=torch.bfloat16))
+    data = torch.empty(1, rows, features, dtype=torch.float8_e4m3fn)
+    return BlockScaled(data, torch.empty(1, -(-rows // 128), -(-features // 128)))
+
+
+def products(shape: ExpertsShape, format: str) -> list[object]:
+    """gate_up and down. Of the weights one expert exists."""
+    gate_up = matrix(2 * shape.intermediate, shape.hidden, format)
+    down = matrix(shape.hidden, shape.intermediate, format)
+    tiling = schedule.tiling(shape, (stored(gate_up), stored(down)))
+    x = torch.empty(shape.tokens, shape.hidden, dtype=shape.dtype)
+    ids, weight = torch.zeros(shape.tokens, shape.chosen, dtype=torch.int64), torch.zeros(shape.tokens, shape.chosen)
+    scratch = Workspace.over(torch.empty(Workspace.bytes(shape, tiling), dtype=torch.uint8), shape, tiling)
+    with compile_only() as compiled:
+        call = launch.ExpertLaunches(x, ids, weight, gate_up, down, x, scratch, shape, tiling, dependent=True)
+        if tiling.rows:
+            call.gate_up()
+            call.down()
+        else:
+            call.gate_up_singly()
+            call.down_singly()
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("model", "format", "tokens", "groups"),
+    [(V3, "fp8", tokens, 0) for tokens in (1, 256, 1024, 4096)]
+    + [(KIMI, "int4", tokens, 0) for tokens in (1, 1024, 4096)]
+    + [(V3, "fp8", 16, 8)],
+)
+def test_compiles_to_what_it_was_written_for(
+    model: tuple[int, int, int, int], format: str, tokens: int, groups: int
+) -> None:
+    shape = ExpertsShape(tokens, *model, groups=groups, shared=1)
+    rows = schedule.tiling(shape).rows
+    for kernel in products(shape, format):
+        found = resources(kernel)
+        # Of lower tiles than 128 three programs stand on a multiprocessor.
+        found.check(REGISTERS if 0 < rows < 128 else 255)
+        assert found.waits == (rows < 128)
+        code = machine_code(kernel)
+        if rows:
+            assert 3 * (found.shared + 1024) <= 228 * 1024 or rows == 128
+            # Weights come through the copy engine as they are stored, inputs past the registers; the tensor cores take
+            # weights from registers, without waiting for each product.
+            assert {"LDGSTS", "UTMALDG"} <= instructions(kernel).keys()
+            widths = {re.match(r"64x(\d+)x16", product).group(1) for product in re.findall(r"HGMMA\.(\w+)", code)}  # type: ignore[union-attr]
+            assert widths <= {"16", "64", "128"}
+            assert not serialized(kernel)
+        else:
+            assert "LDG.E.EF.128" in code
+
+
+def test_tokens_compile_no_more() -> None:
+    """Every number of tokens with the same tiles runs the same machine code."""
+    for format in ("fp8", "int4"):
+        shapes = (ExpertsShape(tokens, *SMALL, shared=1) for tokens in (2, 7, 16))
+        assert len({kernel.hash for shape in shapes for kernel in products(shape, format)}) == 2
