@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -159,13 +160,14 @@ class SplitPlans:
             length_R = made if self.frozen else rows.length_R.clone()
             return replace(rows, workspace=Dealt(length_R))  # type: ignore[arg-type]
 
-        def dealt(
-            q: Any, cache: Any, page: Any, length: Any, out: Any, lse: Any, *, workspace: Any, **options: Any
-        ) -> None:
-            honest(q, cache, page, torch.minimum(length, workspace.length_R), out, lse, **options)
+        def attend(
+            q: Any, cache: Any, page: Any, length: Any, out: Any, lse: Any, workspace: Any, *, scale: Any, first: int,
+            **_: Any,
+        ) -> None:  # fmt: skip
+            honest(q, cache, page, torch.minimum(length, workspace.length_R), out, lse, scale=scale, first=first)
 
         patch.setattr(latent, "plan_rows", deal)
-        patch.setattr(decode_rows, "mla_decode", dealt)
+        patch.setattr(decode_rows, "launch", SimpleNamespace(attend=attend, merge=lambda *_, **__: None))
 
 
 class GroupedBounds:
