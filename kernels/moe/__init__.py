@@ -120,8 +120,9 @@ def add_experts(
     """sum[t, g] += what `experts` computes, of the g-th of G equal groups of neighbouring intermediate features.
 
     What is added is bitwise the same in any call, whatever other tokens it comes with, also in one for fewer of the
-    groups; it is added expert by expert, in the order of k. `sum_TGE` is fp32 and contiguous; the workspace is that of
-    a shape with G groups. All else is as in `experts`.
+    groups, as long as those keep the blocks and groups of scaled weights whole; it is added expert by expert, in the
+    order of k. `sum_TGE` is fp32 and contiguous; the workspace is that of a shape with G groups. All else is as in
+    `experts`.
     """
     if not x_TE.is_cuda:
         reference.add_experts(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE)
