@@ -16,19 +16,27 @@ import sys
 import time
 from pathlib import Path
 
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""It is needed last, so it does not end with the others."""
+
 
 class Keeper:
     """Its handle in the process that it stands in for."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: to be removed."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-SE", __file__, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        # What is blocked here is blocked there: until it ignores these signals they wait, and are then dropped.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-SE", __file__, str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def add(self, leader: int) -> None:
         """Remember a session by the process that leads it."""
@@ -78,7 +86,7 @@ def remove(folder: Path) -> None:
 
 def main() -> None:
     """Wait, then act."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     lines = sys.stdin.read().split()
     if "over" not in lines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -17,6 +17,10 @@ from workers.models.many_tokens import DecodeTokens, ManyTokens
 from workers.models.token_wise import TokenWise
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Format
+
+MOST_FP8: Final = 8
+"""Most tokens of the way of few in a model with FP8 weights: with more the way of many, whose experts wait less for
+instructions, is faster (`bench/decode_step.py --shape v3-slice`)."""
 
 
 class Ways:
@@ -42,7 +46,7 @@ class Ways:
     def takes_few(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a pass of decode rows alone takes the way of few tokens."""
         return (
-            0 < batch.layout.tokens <= MOST_STREAMED
+            0 < batch.layout.tokens <= (MOST_FP8 if Format.FP8_BLOCKS in self._formats else MOST_STREAMED)
             and dtype == torch.bfloat16
             and launches_dependently(device)
             and Format.INT4_GROUPS not in self._formats

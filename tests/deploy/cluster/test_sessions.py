@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -82,11 +82,25 @@ def test_a_signal_to_the_group_does_not_reach_them_and_their_end_follows_a_kill(
     assert gone(lambda: not ours.is_running() or ours.status() == psutil.STATUS_ZOMBIE)
 
 
+def test_a_keeper_that_has_hardly_begun_ignores_signals(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    held = keeper.Keeper(folder)
+    held._process.send_signal(signal.SIGTERM)  # long before Python runs there
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert held._process.stdin is not None
+    held._process.stdin.close()
+    assert gone(lambda: not folder.exists())
+    assert held._process.wait() == 0
+
+
 def test_the_end_takes_what_does_not_end_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "LEAVE_S", 0.1)
     folder = tmp_path / "folder"
     folder.mkdir()
     services = SimpleNamespace(ConsolePopen=subprocess.Popen)
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # whether or not it has been imported
     monkeypatch.setitem(sys.modules, "ray._private", SimpleNamespace(services=services))
     ours = Sessions()
     ours.keep(folder)
