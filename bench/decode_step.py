@@ -105,10 +105,9 @@ def by_kernel(case: Case, experts: float) -> None:
     for launch in launches:
         kernel, _, _, options = launch
         name = kernel.fn.__name__
-        if "F" in options and "K" in options:
-            name += f" {options['F']}x{options['K']}"
-        elif name == "stream_gate_up":
-            name += f" 2x{options['I']}x{options['K']}"
+        if name in ("stream_linear", "ring_linear", "stream_gate_up"):
+            rows, features = options["SIZE"]
+            name += f" {'2x' * (name == 'stream_gate_up')}{rows}x{features}"
         groups.setdefault(name, []).append(launch)
     print(f"  {'kernel alone':34}{'launches':>9}{'us each':>9}{'ms':>8}{'share of 4.2 TB/s':>19}")
     total = 0.0
@@ -131,16 +130,14 @@ def streamed_bytes(launch: Any, experts: float) -> float:
     """Bytes of weights one launch reads."""
     kernel, grid, _, o = launch
     name = kernel.fn.__name__
-    size = 1.0 if "STORED" in o and o["STORED"].fp8 else 2.0
+    if name not in ("stream_linear", "stream_gate_up", "gate_up", "down") or "STREAMS" not in o:
+        return 0.0
+    size = (1.0 if o["STORED"].fp8 else 2.0) * o["SIZE"].rows * o["SIZE"].features
     if name == "stream_linear":
-        return size * o["F"] * o["K"] * grid[1]
+        return size * float(grid[1])
     if name == "stream_gate_up":
-        return 2 * size * o["I"] * o["K"]
-    if name == "gate_up":
-        return 2 * size * o["K"] * o["I"] * (o["SHARED"] + experts)
-    if name == "down":
-        return size * o["E"] * o["I"] * (o["SHARED"] + experts)
-    return 0.0
+        return 2 * size
+    return (2 if name == "gate_up" else 1) * size * (o["CHOICES"].shared + experts)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.few_experts import choice as choice_kernel
 from kernels.few_experts import kernel, stream
+from kernels.few_experts.records import Choices, Sum
 from kernels.hopper import multiprocessors
 from kernels.linear.launch import (
     RESIDENT_BYTES,
@@ -24,6 +25,7 @@ from kernels.linear.launch import (
     stream_linear,
     streamable,
 )
+from kernels.linear.records import Size
 from kernels.linear.stored import stored
 from kernels.linear.stream import ROWS
 from kernels.matrix import Matrix
@@ -141,8 +143,6 @@ def gate_up(
     shared, (data, scales, how) = _shared(choice, weight_XFE, act_YI), stored(weight_XFE)
     cut = Streaming.of(features)
     programs = min((shared + choice.slots) * triton.cdiv(intermediate, ROWS // 2), multiprocessors(x.x_TE.device))
-    constants = pieces(x)
-    del constants["SCALED"]
     stream.gate_up[(programs,)](
         x.x_TE,
         x.square_TP,
@@ -156,14 +156,11 @@ def gate_up(
         choice.slots,
         x.eps,
         STORED=how,
-        I=intermediate,
-        K=features,
-        EXPERTS=choice.experts,
-        SHARED=shared,
-        CHOSEN=choice.weight_TK.shape[1],
+        SIZE=Size(intermediate, features),
+        CHOICES=Choices(choice.experts, shared, choice.weight_TK.shape[1]),
         X_STRIDE=x.x_TE.stride(0),
+        NORM=pieces(x),
         RESIDENT=cut.token_bytes(tokens) <= RESIDENT_BYTES,
-        **constants,
         **ring_of(cut, tokens, 6 if tokens <= 8 else 5, dependent),
     )
 
@@ -196,15 +193,14 @@ def down(
         tokens,
         choice.slots,
         STORED=how,
-        E=features,
-        I=intermediate,
-        EXPERTS=choice.experts,
-        SHARED=shared,
-        CHOSEN=choice.weight_TK.shape[1],
-        RESIDUAL=residual_TE is not None,
-        RESIDUAL_STRIDE=0 if residual_TE is None else residual_TE.stride(0),
-        OUT_STRIDE=out_TE.stride(0),
-        PIECES=1 if square_TP is None else square_TP.shape[1],
+        SIZE=Size(features, intermediate),
+        CHOICES=Choices(choice.experts, shared, choice.weight_TK.shape[1]),
+        SUM=Sum(
+            residual_TE is not None,
+            0 if residual_TE is None else residual_TE.stride(0),
+            out_TE.stride(0),
+            1 if square_TP is None else square_TP.shape[1],
+        ),
         **ring_of(Streaming.of(intermediate), tokens, 6 if tokens <= 8 else 4, dependent),
     )
 

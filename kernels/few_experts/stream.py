@@ -106,15 +106,23 @@ def gate_up_scales(
 @gluon.jit(do_not_specialize=["tokens", "slots", "eps"])
 def gate_up(
     x, square, weight, weight_scale, slot, place, choice_weight, out, tokens, slots, eps,
-    STORED: gl.constexpr, I: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, SHARED: gl.constexpr,
-    CHOSEN: gl.constexpr, X_STRIDE: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr, TOKENS: gl.constexpr,
-    WIDTH: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    STORED: gl.constexpr, SIZE: gl.constexpr, CHOICES: gl.constexpr, X_STRIDE: gl.constexpr, NORM: gl.constexpr,
+    STREAMS: gl.constexpr, RESIDENT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Gated activations of every token and each of its experts, already weighted: row t * (CHOSEN + SHARED) + rank.
 
     A block is 8 of a unit's I columns; a program takes every grid-th. Each of x's rows is still to be divided by its
     root mean square. RESIDENT: x stays in shared memory, else it streams beside the weights, once for every block.
     """
+    I: gl.constexpr = SIZE.rows
+    K: gl.constexpr = SIZE.features
+    EXPERTS: gl.constexpr = CHOICES.experts
+    SHARED: gl.constexpr = CHOICES.shared
+    CHOSEN: gl.constexpr = CHOICES.chosen
+    TOKENS: gl.constexpr = STREAMS.tokens
+    WIDTH: gl.constexpr = STREAMS.width
+    WARPS: gl.constexpr = STREAMS.warps
+    STAGES: gl.constexpr = STREAMS.ahead
     half: gl.constexpr = _ROWS // 2
     CHUNKS: gl.constexpr = (K + WARPS * WIDTH - 1) // (WARPS * WIDTH)
     BLOCKS: gl.constexpr = (I + half - 1) // half
@@ -140,7 +148,7 @@ def gate_up(
     experts = ()
     for j in gl.static_range(LOOK + 1):
         experts = experts + (expert_of(slot, (program + j * programs) // BLOCKS, slots, EXPERTS, SHARED),)
-    square_s = copy_squares(square, tokens, PIECES, PIECE_BLOCK, TOKENS, WARPS)
+    square_s = copy_squares(square, tokens, NORM.sums, NORM.block, TOKENS, WARPS)
     token = gl.arange(0, TOKENS, tokens_layout(WIDTH, WARPS))
     x_at = token.to(gl.int64) * X_STRIDE
     if RESIDENT:
@@ -265,9 +273,7 @@ def copy_unit_tokens(tile_s, act, first, rank, chunk, I: gl.constexpr, WIDTH: gl
 @gluon.jit(do_not_specialize=["tokens", "slots"])
 def down(
     act, weight, weight_scale, slot, place, residual, norm, out, out_square, tokens, slots,
-    STORED: gl.constexpr, E: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, SHARED: gl.constexpr,
-    CHOSEN: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
-    PIECES: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    STORED: gl.constexpr, SIZE: gl.constexpr, CHOICES: gl.constexpr, SUM: gl.constexpr, STREAMS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Sum over every unit's activations; added to the residual, or stored. Grid: E / 16.
@@ -275,6 +281,16 @@ def down(
     The choice and the first stages' weights are read before the wait: `gate_up` lets this kernel start only when the
     choice is there.
     """
+    E: gl.constexpr = SIZE.rows
+    I: gl.constexpr = SIZE.features
+    EXPERTS: gl.constexpr = CHOICES.experts
+    SHARED: gl.constexpr = CHOICES.shared
+    CHOSEN: gl.constexpr = CHOICES.chosen
+    RESIDUAL: gl.constexpr = SUM.residual
+    TOKENS: gl.constexpr = STREAMS.tokens
+    WIDTH: gl.constexpr = STREAMS.width
+    WARPS: gl.constexpr = STREAMS.warps
+    STAGES: gl.constexpr = STREAMS.ahead
     CHUNKS: gl.constexpr = (I + WARPS * WIDTH - 1) // (WARPS * WIDTH)
     LOOK: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
     sums: gl.constexpr = sums_layout(_ROWS, WARPS)
@@ -314,7 +330,7 @@ def down(
     # With 16 tokens its registers would keep the kernel after from starting beside this one, which costs more.
     EARLY_RESIDUAL: gl.constexpr = RESIDUAL and TOKENS <= 8
     if EARLY_RESIDUAL:
-        before = residual_before(residual, f, t, inside, RESIDUAL_STRIDE)
+        before = residual_before(residual, f, t, inside, SUM.residual_stride)
     for stage in gl.static_range(STAGES):
         copy_unit_tokens(x_s.index(stage), act, token, ranks[stage // CHUNKS], stage % CHUNKS, I, WIDTH, WARPS)
         async_copy.commit_group()
@@ -348,12 +364,12 @@ def down(
     async_copy.wait_group(0)
     y = gl.sum(share(total, WARPS, TOKENS).load(sums.parent), 0)
     if RESIDUAL and not EARLY_RESIDUAL:
-        before = residual_before(residual, f, t, inside, RESIDUAL_STRIDE)
+        before = residual_before(residual, f, t, inside, SUM.residual_stride)
     if RESIDUAL:
         add_to_residual(
-            y, before, f, t, inside, tokens, program, residual, factor, out, out_square, RESIDUAL_STRIDE, OUT_STRIDE,
-            PIECES,
+            y, before, f, t, inside, tokens, program, residual, factor, out, out_square, SUM.residual_stride,
+            SUM.stride, SUM.pieces,
         )  # fmt: skip
     else:
-        to = out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None]
+        to = out + t.to(gl.int64)[None, :] * SUM.stride + f[:, None]
         gl.store(to, y.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.hopper import multiprocessors
 from kernels.linear import kernel, ring, stream
+from kernels.linear.records import Epilogue, Pieces, Size, Streams, Strides
 from kernels.linear.stored import PLAIN, stored
 from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm.pieces import PendingNorm
@@ -79,10 +80,10 @@ def columns(tokens: int) -> int:
     return max(8, int(triton.next_power_of_2(tokens)))
 
 
-def pieces(pending: PendingNorm | None) -> dict[str, Any]:
+def pieces(pending: PendingNorm | None) -> Pieces:
     """The constants that describe the sums of squares."""
     count = 1 if pending is None else pending.square_TP.shape[1]
-    return {"SCALED": pending is not None, "PIECES": count, "PIECE_BLOCK": max(128, triton.next_power_of_2(count))}
+    return Pieces(pending is not None, count, max(128, int(triton.next_power_of_2(count))))
 
 
 def stream_linear(
@@ -125,20 +126,16 @@ def stream_linear(
         tokens,
         0.0 if pending is None else pending.eps,
         STORED=how,
-        F=rows,
-        K=features,
-        X_STRIDE=x_TE.stride(0),
-        X_HEAD=0,
-        W_STRIDE=data.stride(0),
-        W_HEAD=0,
-        OUT_STRIDE=out_TF.stride(0),
-        OUT_HEAD=0,
-        RESIDUAL_STRIDE=0 if residual_TF is None else residual_TF.stride(0),
-        EPILOGUE=epilogue,
-        NORM_FEATURES=norm_features,
-        OUT_PIECES=out_pieces,
+        SIZE=Size(rows, features),
+        STRIDES=Strides(
+            x_TE.stride(0),
+            data.stride(0),
+            out_TF.stride(0),
+            residual=0 if residual_TF is None else residual_TF.stride(0),
+        ),
+        NORM=pieces(pending),
+        EPILOGUE=Epilogue(epilogue, norm_features, out_pieces),
         EARLY=True,
-        **pieces(pending),
         **cut_up(cut, tokens, dependent),
     )
 
@@ -162,11 +159,8 @@ def _ring_linear(
         weight_FE,
         out_TF,
         x_TE.shape[0],
-        F=rows,
-        K=features,
-        X_STRIDE=x_TE.stride(0),
-        W_STRIDE=weight_FE.stride(0),
-        OUT_STRIDE=out_TF.stride(0),
+        SIZE=Size(rows, features),
+        STRIDES=Strides(x_TE.stride(0), weight_FE.stride(0), out_TF.stride(0)),
         **ring_of(cut, x_TE.shape[0], 6 if x_TE.shape[0] <= 8 else 5, dependent),
     )
 
@@ -180,20 +174,18 @@ def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependen
         tokens,
         0.0,
         STORED=PLAIN,
-        F=rows,
-        K=features,
-        X_STRIDE=x_THN.stride(0),
-        X_HEAD=x_THN.stride(1),
-        W_STRIDE=weight_HFN.stride(1),
-        W_HEAD=weight_HFN.stride(0),
-        OUT_STRIDE=out_THF.stride(0),
-        OUT_HEAD=out_THF.stride(1),
-        RESIDUAL_STRIDE=0,
-        EPILOGUE=stream.STORE,
-        NORM_FEATURES=0,
-        OUT_PIECES=1,
+        SIZE=Size(rows, features),
+        STRIDES=Strides(
+            x_THN.stride(0),
+            weight_HFN.stride(1),
+            out_THF.stride(0),
+            x_THN.stride(1),
+            weight_HFN.stride(0),
+            out_THF.stride(1),
+        ),
+        NORM=pieces(None),
+        EPILOGUE=Epilogue(stream.STORE),
         EARLY=True,
-        **pieces(None),
         **cut_up(Streaming.of(features), tokens, dependent),
     )
 
@@ -211,27 +203,16 @@ def stream_gate_up(pending: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, d
         tokens,
         pending.eps,
         STORED=how,
-        I=intermediate,
-        K=features,
-        X_STRIDE=pending.x_TE.stride(0),
-        W_STRIDE=data.stride(0),
-        OUT_STRIDE=out_TI.stride(0),
-        **pieces(pending),
+        SIZE=Size(intermediate, features),
+        STRIDES=Strides(pending.x_TE.stride(0), data.stride(0), out_TI.stride(0)),
+        NORM=pieces(pending),
         **cut_up(Streaming.of(features), tokens, dependent),
     )
 
 
 def cut_up(cut: Streaming, tokens: int, dependent: bool) -> dict[str, Any]:
     """The constants and options of a streamed product."""
-    return {
-        "TOKENS": columns(tokens),
-        "WIDTH": cut.width,
-        "DEPTH": cut.depth,
-        "WARPS": cut.warps,
-        "DEPENDENT": dependent,
-        "num_warps": cut.warps,
-        **options(dependent),
-    }
+    return ring_of(cut, tokens, cut.depth, dependent)
 
 
 def ring_of(cut: Streaming, tokens: int, stages: int, dependent: bool) -> dict[str, Any]:
@@ -239,9 +220,8 @@ def ring_of(cut: Streaming, tokens: int, stages: int, dependent: bool) -> dict[s
 
     They should cover the memory's latency, and leave the kernels that start early room beside them.
     """
-    constants = cut_up(cut, tokens, dependent)
-    del constants["DEPTH"]
-    return {**constants, "STAGES": stages}
+    streams = Streams(columns(tokens), cut.width, cut.warps, stages)
+    return {"STREAMS": streams, "DEPENDENT": dependent, "num_warps": cut.warps, **options(dependent)}
 
 
 def tiled(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, invariant: bool, dependent: bool = False) -> None:

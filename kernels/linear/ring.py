@@ -61,11 +61,15 @@ def copy_rows(
 @gluon.jit(do_not_specialize=["tokens"])
 def ring_linear(
     x, weight, out, tokens,
-    F: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, W_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
-    TOKENS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    SIZE: gl.constexpr, STRIDES: gl.constexpr, STREAMS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """y = x · weight^T for up to TOKENS tokens. A program takes every grid-th block."""
+    """y = x · weight^T for some tokens. A program takes every grid-th block."""
+    F: gl.constexpr = SIZE.rows
+    K: gl.constexpr = SIZE.features
+    TOKENS: gl.constexpr = STREAMS.tokens
+    WIDTH: gl.constexpr = STREAMS.width
+    WARPS: gl.constexpr = STREAMS.warps
+    STAGES: gl.constexpr = STREAMS.ahead
     CHUNKS: gl.constexpr = (K + WARPS * WIDTH - 1) // (WARPS * WIDTH)
     BLOCKS: gl.constexpr = (F + _ROWS - 1) // _ROWS
     HELD: gl.constexpr = CHUNKS * TOKENS <= 64
@@ -78,13 +82,13 @@ def ring_linear(
     w_s = weights_ring(weight, WIDTH, WARPS, STAGES, _PLAIN)
     for stage in gl.static_range(STAGES):
         block = gl.program_id(0) + stage // CHUNKS * programs
-        copy_rows(w_s.index(stage), weight, block, stage % CHUNKS, F, K, W_STRIDE, WIDTH, WARPS)
+        copy_rows(w_s.index(stage), weight, block, stage % CHUNKS, F, K, STRIDES.weight, WIDTH, WARPS)
     if DEPENDENT:
         wait_for_kernel_before()
     token = gl.arange(0, TOKENS, tokens_layout(WIDTH, WARPS))
     x_s = shared_tiles(x, WIDTH, WARPS, TOKENS, CHUNKS)
     for chunk in gl.static_range(CHUNKS):
-        copy_token_tile(x_s[chunk], x, token.to(gl.int64) * X_STRIDE, token < tokens, chunk, 0, K, WIDTH, WARPS)
+        copy_token_tile(x_s[chunk], x, token.to(gl.int64) * STRIDES.x, token < tokens, chunk, 0, K, WIDTH, WARPS)
     async_copy.commit_group()
     async_copy.wait_group(0)
     gl.thread_barrier()
@@ -106,11 +110,11 @@ def ring_linear(
             total = mma_v2(w_s.index(stage).load(left), tile, total)
             gl.thread_barrier()
             ahead = block + (chunk + STAGES) // CHUNKS * programs
-            copy_rows(w_s.index(stage), weight, ahead, (chunk + STAGES) % CHUNKS, F, K, W_STRIDE, WIDTH, WARPS)
+            copy_rows(w_s.index(stage), weight, ahead, (chunk + STAGES) % CHUNKS, F, K, STRIDES.weight, WIDTH, WARPS)
             async_copy.commit_group()
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         y = gl.sum(share(total, WARPS, TOKENS).load(sums.parent), 0)
         f = block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
         inside = (f < F)[:, None] & (t < tokens)[None, :]
-        gl.store(out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None], y.to(out.dtype.element_ty), mask=inside)
+        gl.store(out + t.to(gl.int64)[None, :] * STRIDES.out + f[:, None], y.to(out.dtype.element_ty), mask=inside)
     async_copy.wait_group(0)

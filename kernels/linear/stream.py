@@ -290,21 +290,27 @@ def add_to_residual(
 @gluon.jit(do_not_specialize=["tokens", "eps"])
 def stream_linear(
     x, square, weight, scale, out, residual, norm, out_square, tokens, eps,
-    STORED: gl.constexpr, F: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, X_HEAD: gl.constexpr,
-    W_STRIDE: gl.constexpr, W_HEAD: gl.constexpr, OUT_STRIDE: gl.constexpr, OUT_HEAD: gl.constexpr,
-    RESIDUAL_STRIDE: gl.constexpr, SCALED: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr,
-    EPILOGUE: gl.constexpr, NORM_FEATURES: gl.constexpr, OUT_PIECES: gl.constexpr, TOKENS: gl.constexpr,
-    WIDTH: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
+    STORED: gl.constexpr, SIZE: gl.constexpr, STRIDES: gl.constexpr, NORM: gl.constexpr, EPILOGUE: gl.constexpr,
+    STREAMS: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """y = x · weight^T for up to TOKENS tokens, SCALED: times each token's inverse root mean square. Grid: rows / 16,
+    """y = x · weight^T for some tokens, if NORM.scaled times each token's inverse root mean square. Grid: rows / 16,
     heads. EARLY: the kernel after may start at once, else only after this one has waited for the kernel before."""
+    F: gl.constexpr = SIZE.rows
+    K: gl.constexpr = SIZE.features
+    TOKENS: gl.constexpr = STREAMS.tokens
+    WIDTH: gl.constexpr = STREAMS.width
+    WARPS: gl.constexpr = STREAMS.warps
+    DEPTH: gl.constexpr = STREAMS.ahead
+    RESIDUAL: gl.constexpr = EPILOGUE.kind == _RESIDUAL
+    NORMED: gl.constexpr = EPILOGUE.kind == _NORMED
+    NORM_FEATURES: gl.constexpr = EPILOGUE.norm_features
     sums: gl.constexpr = sums_layout(_ROWS, WARPS)
     program = gl.program_id(0)
     head = gl.program_id(1).to(gl.int64)
     if DEPENDENT and EARLY:
         let_kernel_after_start()
     row = program * _ROWS + gl.arange(0, _ROWS, weight_rows_layout(WARPS, STORED.piece))
-    at = head * W_HEAD + gl.minimum(row, F - 1).to(gl.int64) * W_STRIDE
+    at = head * STRIDES.weight_head + gl.minimum(row, F - 1).to(gl.int64) * STRIDES.weight
     tiles = weight_tiles(weight, at, 0, K, WIDTH, WARPS, DEPTH, STORED)
     CHUNKS: gl.constexpr = (K + WARPS * WIDTH - 1) // (WARPS * WIDTH)
     scales_s = scales_memory(weight, CHUNKS, WARPS, STORED)
@@ -315,57 +321,61 @@ def stream_linear(
     f = program * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
     t = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
     inside = (f < F)[:, None] & (t < tokens)[None, :]
-    if EPILOGUE == _RESIDUAL:
+    if RESIDUAL:
         factor = gl.load(norm + f, mask=f < F, other=0.0).to(gl.float32)
-    if EPILOGUE == _NORMED:
+    if NORMED:
         factor = gl.load(norm + f, mask=f < NORM_FEATURES, other=1.0).to(gl.float32)
     if DEPENDENT:
         wait_for_kernel_before()
         if not EARLY:
             let_kernel_after_start()
 
-    if SCALED:
-        square_s = copy_squares(square, tokens, PIECES, PIECE_BLOCK, TOKENS, WARPS)
-    if EPILOGUE == _RESIDUAL:
-        before = residual_before(residual, f, t, inside, RESIDUAL_STRIDE)
+    if NORM.scaled:
+        square_s = copy_squares(square, tokens, NORM.sums, NORM.block, TOKENS, WARPS)
+    if RESIDUAL:
+        before = residual_before(residual, f, t, inside, STRIDES.residual)
     token = gl.arange(0, TOKENS, tokens_layout(WIDTH, WARPS))
-    x_at = token.to(gl.int64) * X_STRIDE + head * X_HEAD
+    x_at = token.to(gl.int64) * STRIDES.x + head * STRIDES.x_head
     parts_s = products(weight, at, x, x_at, token < tokens, tiles, scales_s, K, WIDTH, WARPS, TOKENS, DEPTH, STORED)
     y = gl.sum(parts_s.load(sums.parent), 0)
-    if SCALED:
+    if NORM.scaled:
         y = y * inverse_rms(square_s, eps, K, _ROWS, WARPS)[None, :]
 
-    if EPILOGUE == _RESIDUAL:
+    if RESIDUAL:
         add_to_residual(
-            y, before, f, t, inside, tokens, program, residual, factor, out, out_square, RESIDUAL_STRIDE, OUT_STRIDE,
-            OUT_PIECES,
+            y, before, f, t, inside, tokens, program, residual, factor, out, out_square, STRIDES.residual, STRIDES.out,
+            EPILOGUE.pieces,
         )  # fmt: skip
     else:
-        if EPILOGUE == _NORMED:
+        if NORMED:
             if program * _ROWS < NORM_FEATURES:
                 counted = inside & (f < NORM_FEATURES)[:, None]
                 gl.store(
-                    out_square + t * OUT_PIECES + program, gl.sum(gl.where(counted, y * y, 0.0), 0), mask=t < tokens
+                    out_square + t * EPILOGUE.pieces + program,
+                    gl.sum(gl.where(counted, y * y, 0.0), 0),
+                    mask=t < tokens,
                 )
             y = y * factor[:, None]
-        to = out + head * OUT_HEAD + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None]
+        to = out + head * STRIDES.out_head + t.to(gl.int64)[None, :] * STRIDES.out + f[:, None]
         gl.store(to, y.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
 
 
 @gluon.jit(do_not_specialize=["tokens", "eps"])
 def stream_gate_up(
     x, square, weight, scale, out, tokens, eps,
-    STORED: gl.constexpr, I: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, W_STRIDE: gl.constexpr,
-    OUT_STRIDE: gl.constexpr, SCALED: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr,
-    TOKENS: gl.constexpr, WIDTH: gl.constexpr,
-    DEPTH: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    STORED: gl.constexpr, SIZE: gl.constexpr, STRIDES: gl.constexpr, NORM: gl.constexpr, STREAMS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """out = silu(gate · x) * (up · x), the I gate rows of the weight before the I up rows. Grid: I / 8."""
+    """out = silu(gate · x) * (up · x), the gate rows of the weight before its up rows. Grid: rows of each / 8."""
+    I: gl.constexpr = SIZE.rows
+    K: gl.constexpr = SIZE.features
+    WIDTH: gl.constexpr = STREAMS.width
+    WARPS: gl.constexpr = STREAMS.warps
     if DEPENDENT:
         let_kernel_after_start()
     row = gate_up_rows(gl.program_id(0), I, weight_rows_layout(WARPS, STORED.piece))
-    at = row.to(gl.int64) * W_STRIDE
-    tiles = weight_tiles(weight, at, 0, K, WIDTH, WARPS, DEPTH, STORED)
+    at = row.to(gl.int64) * STRIDES.weight
+    tiles = weight_tiles(weight, at, 0, K, WIDTH, WARPS, STREAMS.ahead, STORED)
     CHUNKS: gl.constexpr = (K + WARPS * WIDTH - 1) // (WARPS * WIDTH)
     scales_s = scales_memory(weight, CHUNKS, WARPS, STORED)
     if STORED.fp8:
@@ -374,8 +384,7 @@ def stream_gate_up(
     if DEPENDENT:
         wait_for_kernel_before()
     gate_up_program(
-        x, square, weight, at, tiles, scales_s, out, gl.program_id(0), tokens, eps, STORED, I, K, X_STRIDE, OUT_STRIDE,
-        SCALED, PIECES, PIECE_BLOCK, TOKENS, WIDTH, DEPTH, WARPS,
+        x, square, weight, at, tiles, scales_s, out, gl.program_id(0), tokens, eps, STORED, SIZE, STRIDES, NORM, STREAMS
     )  # fmt: skip
 
 
@@ -399,27 +408,30 @@ def gate_up_values(parts_s, WARPS: gl.constexpr):
 @gluon.jit
 def gate_up_program(
     x, square, weight, at, tiles, scales_s, out, program, tokens, eps,
-    STORED: gl.constexpr, I: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
-    SCALED: gl.constexpr,
-    PIECES: gl.constexpr, PIECE_BLOCK: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
-    WARPS: gl.constexpr,
+    STORED: gl.constexpr, SIZE: gl.constexpr, STRIDES: gl.constexpr, NORM: gl.constexpr, STREAMS: gl.constexpr,
 ):  # fmt: skip
     """8 columns of the gated activations of every token, after the wait."""
+    I: gl.constexpr = SIZE.rows
+    K: gl.constexpr = SIZE.features
+    TOKENS: gl.constexpr = STREAMS.tokens
+    WIDTH: gl.constexpr = STREAMS.width
+    WARPS: gl.constexpr = STREAMS.warps
+    DEPTH: gl.constexpr = STREAMS.ahead
     half: gl.constexpr = _ROWS // 2
     sums: gl.constexpr = sums_layout(half, WARPS)
-    if SCALED:
-        square_s = copy_squares(square, tokens, PIECES, PIECE_BLOCK, TOKENS, WARPS)
+    if NORM.scaled:
+        square_s = copy_squares(square, tokens, NORM.sums, NORM.block, TOKENS, WARPS)
     token = gl.arange(0, TOKENS, tokens_layout(WIDTH, WARPS))
-    x_at = token.to(gl.int64) * X_STRIDE
+    x_at = token.to(gl.int64) * STRIDES.x
     parts_s = products(weight, at, x, x_at, token < tokens, tiles, scales_s, K, WIDTH, WARPS, TOKENS, DEPTH, STORED)
     gate, up = gate_up_values(parts_s, WARPS)
-    if SCALED:
+    if NORM.scaled:
         scale = inverse_rms(square_s, eps, K, half, WARPS)
         gate = gate * scale[None, :]
         up = up * scale[None, :]
     value = gate / (1 + gl.exp(-gate)) * up
     f = program * half + gl.arange(0, half, gl.SliceLayout(1, sums))
     t = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
-    to = out + t.to(gl.int64)[None, :] * OUT_STRIDE + f[:, None]
+    to = out + t.to(gl.int64)[None, :] * STRIDES.out + f[:, None]
     inside = (f < I)[:, None] & (t < tokens)[None, :]
     gl.store(to, value.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")

@@ -18,7 +18,7 @@ from triton import knobs
 
 from tests.support.hopper import compile_only
 
-ROOMS = ("head_linear", "mla_decode", "mla_prefill", "sampling")
+ROOMS = ("head_linear", "mla_decode", "mla_prefill", "sampling", "linear", "few_experts")
 """Families of kernels that take constants together."""
 MOST_PARAMETERS = 22
 

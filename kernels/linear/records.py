@@ -1,0 +1,60 @@
+"""Constants of a launch that the kernels of few tokens take together, as one parameter."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Size(NamedTuple):
+    """Of a weight matrix."""
+
+    rows: int
+    """Output features; of a gate and an up matrix in one, those of each."""
+    features: int
+    """Input features."""
+
+
+class Strides(NamedTuple):
+    """Elements from one row of a tensor to the next, and from one head's part to the next's."""
+
+    x: int
+    weight: int
+    out: int
+    x_head: int = 0
+    weight_head: int = 0
+    out_head: int = 0
+    residual: int = 0
+
+
+class Pieces(NamedTuple):
+    """The sums of squares of a pending norm, see `kernels.pending_norm`."""
+
+    scaled: bool
+    """Whether there is one: whether results are divided by the root mean square."""
+    sums: int
+    """Of a token."""
+    block: int
+    """The same, padded to a power of two."""
+
+
+class Epilogue(NamedTuple):
+    """What becomes of a product."""
+
+    kind: int
+    """STORE, RESIDUAL or NORMED of `stream`."""
+    norm_features: int = 0
+    """The first so many columns are multiplied by a norm's weight."""
+    pieces: int = 1
+    """Sums of squares of a token that are written for the next norm."""
+
+
+class Streams(NamedTuple):
+    """How the features of a product are cut up, and how much of them is on its way."""
+
+    tokens: int
+    """Columns: the tokens, padded."""
+    width: int
+    """Features of a warp at a time."""
+    warps: int
+    ahead: int
+    """Times all warps' features that are asked for ahead: chunks in registers, or stages of a ring."""
