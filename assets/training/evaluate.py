@@ -16,6 +16,7 @@ from torch import Tensor
 
 from training import corpus
 from training.model import DemoModel, ModelConfig, load_tensors
+from training.quantise import plain_tensors
 from training.train import held_out_losses
 
 SAMPLE_PROMPTS = (
@@ -32,9 +33,9 @@ SAMPLE_CHATS = (
 
 
 def load(folder: Path, device: torch.device) -> tuple[DemoModel, Tokenizer]:
-    """The exported model, its bf16 weights held in fp32 and not training, and its tokenizer."""
+    """The exported model, its weights held in fp32 and not training, and its tokenizer."""
     model = DemoModel(ModelConfig.from_json(json.loads((folder / "config.json").read_text())))
-    load_tensors(model, load_file(folder / "model.safetensors"))
+    load_tensors(model, plain_tensors(load_file(folder / "model.safetensors")))
     return model.to(device).eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
