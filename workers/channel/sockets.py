@@ -159,13 +159,20 @@ def remove_sockets(addresses: Addresses) -> None:
         shutil.rmtree(addresses.folder, ignore_errors=True)
 
 
+def channel_folder() -> Path:
+    """A fresh folder for the sockets of one scheduler."""
+    return socket_folder(below=len("/12345678"))
+
+
 class Binding:
     """The scheduler's end of every socket, bound to addresses nobody else uses."""
 
-    def __init__(self, ranks: int, host: str | None, to_scheduler: Any, from_worker: Any) -> None:
-        """`host` None: ipc in a fresh folder of this node; otherwise tcp on free ports of that ip address, of no other
-        interface, for those who were given `addresses`."""
-        self._folder = None if host else socket_folder(below=len("/12345678"))
+    def __init__(
+        self, ranks: int, host: str | None, to_scheduler: Any, from_worker: Any, folder: Path | None = None
+    ) -> None:
+        """`host` None: ipc in `folder` of this node, by default a fresh one; otherwise tcp on free ports of that ip
+        address, of no other interface, for those who were given `addresses`."""
+        self._folder = None if host else folder or channel_folder()
         self._host = host
         self._guard = Guard() if host else None
         context = self._guard.context if self._guard else None

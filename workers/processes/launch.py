@@ -6,18 +6,21 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from workers.channel.ports import free_port
-from workers.channel.sockets import Addresses, last_words_have_left, remove_sockets
+from workers.channel.sockets import Addresses, channel_folder, last_words_have_left
 from workers.config import EngineConfig
 from workers.processes.client import EngineClient
 from workers.protocol.front import EngineFault
@@ -35,18 +38,11 @@ def _start_method() -> SpawnContext | ForkServerContext:
     return multiprocessing.get_context("spawn")
 
 
-def _scheduler_main(config: EngineConfig, parent: Connection) -> None:
-    bound: list[Addresses] = []
-
-    def remove() -> None:
-        for addresses in bound:
-            remove_sockets(addresses)
-
-    _end_with_parent(remove)
+def _scheduler_main(config: EngineConfig, sockets: Path, parent: Connection) -> None:
+    _end_with_parent(partial(shutil.rmtree, sockets, ignore_errors=True))
     from workers.processes.scheduler_process import EngineFailed, SchedulerProcess
 
-    process = SchedulerProcess(config)
-    bound.append(process.addresses)
+    process = SchedulerProcess(config, folder=sockets)
     parent.send(process.addresses)
     # Until the ranks may start: they are given `start_timeout_s` from then on. The end of the pipe tells.
     parent.poll(None)
@@ -110,7 +106,8 @@ class LocalReplica:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         context = _start_method()
         self.begin = time.perf_counter()
-        self._addresses: Addresses | None = None
+        # Made here and not where it is used: whoever is killed cannot tell what it has made.
+        self._sockets = channel_folder()
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         """The scheduler, then the ranks."""
@@ -125,7 +122,7 @@ class LocalReplica:
 
         try:
             with _interrupts_are_ours():
-                start("scheduler", _scheduler_main)
+                start("scheduler", _scheduler_main, self._sockets)
                 for rank in range(config.tensor_parallel):
                     start(f"rank {rank}", _worker_main, rank)
         except BaseException:
@@ -151,7 +148,6 @@ class LocalReplica:
             addresses: Addresses = scheduler.recv()
         except (EOFError, ConnectionError):
             raise EngineFault("the scheduler ended while it started") from None
-        self._addresses = addresses
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for pipe in ranks:
             with suppress(ConnectionError):  # one that ended already: `dead` tells
@@ -182,18 +178,12 @@ class LocalReplica:
 
     def kill(self) -> None:
         """End the processes that have not ended; harmless when repeated."""
-        # A scheduler that begins to listen makes files. It is about to tell where.
-        told = bool(self._pipes) and self._pipes[0].poll(FAILED_TIMEOUT_S)
         for process in self.processes:
             if process.exitcode is None:
                 process.kill()
                 process.join()
-        if told:
-            with suppress(EOFError, ConnectionError):
-                self._addresses = self._pipes[0].recv()
         self._close_pipes()
-        if self._addresses is not None:
-            remove_sockets(self._addresses)
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
 
 async def _watch_processes(replica: LocalReplica, client: EngineClient) -> None:

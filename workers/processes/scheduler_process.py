@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import zmq
 from msgspec import structs
@@ -55,10 +56,11 @@ class EngineFailed(RuntimeError):
 class SchedulerProcess:
     """Owns the scheduler of one replica and the channel's bound end."""
 
-    def __init__(self, config: EngineConfig, host: str | None = None) -> None:
-        """Binds at once, so that `addresses` can be handed out. `host`: ip of this node when workers are on others."""
+    def __init__(self, config: EngineConfig, host: str | None = None, folder: Path | None = None) -> None:
+        """Binds at once, so that `addresses` can be handed out. `host`: ip of this node when workers are on others;
+        otherwise sockets are files in `folder`, by default a fresh one."""
         self._config = config
-        self._binding = Binding(config.tensor_parallel, host, ToScheduler, FromWorker)
+        self._binding = Binding(config.tensor_parallel, host, ToScheduler, FromWorker, folder)
         self.addresses = self._binding.addresses
         self._heard = [time.monotonic()] * config.tensor_parallel
         self._launched: dict[int, float] = {}

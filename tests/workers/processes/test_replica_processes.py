@@ -238,8 +238,8 @@ def one_rank_dies(settings: EngineConfig, rank: int, parent: Connection) -> None
     worker_main(settings, rank, parent)
 
 
-def tells_and_dies(settings: EngineConfig, parent: Connection) -> None:
-    parent.send(SchedulerProcess(settings).addresses)
+def tells_and_dies(settings: EngineConfig, sockets: Path, parent: Connection) -> None:
+    parent.send(SchedulerProcess(settings, folder=sockets).addresses)
     os._exit(3)
 
 
@@ -263,7 +263,7 @@ async def test_a_process_that_dies_early_is_named_and_takes_the_others_along(
     assert all(process.exitcode is not None for process in replica.processes)
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 1.0])
+@pytest.mark.parametrize("wait_s", [0.0, 0.3, 0.6, 1.0])
 def test_a_start_that_is_given_up_leaves_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float
 ) -> None:
