@@ -24,11 +24,16 @@ def dequantise(matrix: BlockScaled | GroupScaled, out_NK: Tensor) -> None:
     """
     if len(matrix.shape) != 2 or matrix.shape != tuple(out_NK.shape) or not out_NK.is_contiguous():
         raise ValueError(f"a matrix {matrix.shape} does not go into {tuple(out_NK.shape)}")
-    if not out_NK.is_cuda:
+    if out_NK.is_cuda:
+        launch(matrix, out_NK)
+    else:
         out_NK.copy_(matrix.float())
-        return
+
+
+def launch(matrix: BlockScaled | GroupScaled, out_NK: Tensor) -> None:
+    """`dequantise` as a Triton kernel."""
     rows, features = matrix.shape
-    grid = (triton.cdiv(features, 8 * _FEATURES), triton.cdiv(rows, _ROWS))
+    grid = (triton.cdiv(features, 4 * _FEATURES), triton.cdiv(rows, _ROWS))
     if isinstance(matrix, BlockScaled):
         kernel.blocks[grid](
             matrix.data,
@@ -40,7 +45,7 @@ def dequantise(matrix: BlockScaled | GroupScaled, out_NK: Tensor) -> None:
             BLOCK_ROWS=matrix.rows,
             BLOCK_FEATURES=matrix.features,
             TILE_ROWS=_ROWS,
-            TILE_FEATURES=8 * _FEATURES,
+            TILE_FEATURES=4 * _FEATURES,
         )
     else:
         kernel.groups[grid](
@@ -51,5 +56,5 @@ def dequantise(matrix: BlockScaled | GroupScaled, out_NK: Tensor) -> None:
             FEATURES=features,
             GROUP=GROUP,
             TILE_ROWS=_ROWS,
-            TILE_FEATURES=8 * _FEATURES,
+            TILE_FEATURES=4 * _FEATURES,
         )

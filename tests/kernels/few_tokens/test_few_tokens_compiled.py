@@ -14,6 +14,7 @@ from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as experts_launch
 from kernels.head_linear import launch as head_launch
 from kernels.linear import launch
+from kernels.matrix import BlockScaled
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
 from kernels.pending_norm import PendingNorm, launch_enter
 from kernels.routing_rule import RoutingRule
@@ -183,6 +184,36 @@ def test_feed_forward(name: str, tokens: int) -> None:
     acts = (act, choice, down)
     gate(lambda: experts_launch.down(*acts, after.x_TE, residual, norm, after.square_TP, dependent=True))
     gate(lambda: experts_launch.down(*acts, after.x_TE, dependent=True))
+
+
+def fp8(*shape: int) -> BlockScaled:
+    blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    return BlockScaled(empty(*shape, dtype=torch.float8_e4m3fn), empty(*blocks, dtype=FP32))
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("name", ["v3 on 4 ranks", "v3 on 8 ranks", "k2 on 8 ranks"])
+def test_fp8_weights(name: str, tokens: int) -> None:
+    """As many tokens as take them: see `workers.models.ways.MOST_FP8`."""
+    m = MODELS[name]
+    x, after = (PendingNorm.empty(tokens, m.hidden, 1e-6, BF16, empty) for _ in range(2))
+    residual, norm = empty(tokens, m.hidden, dtype=FP32), empty(m.hidden)
+    assert m.q_latent is not None
+    down = empty(tokens, m.q_latent + m.latent + m.rope)
+    q = PendingNorm(down[:, : m.q_latent], empty(tokens, m.q_latent // 16, dtype=FP32), 1e-6)
+    first, second = fp8(down.shape[1], m.hidden), fp8(m.heads * (m.nope + m.rope), m.q_latent)
+    q_norm, query = empty(m.q_latent), empty(tokens, second.shape[0])
+    gate(lambda: launch.stream_linear(x.x_TE, first, down, pending=x, norm=q_norm, next=q, dependent=True), 128)
+    gate(lambda: launch.stream_linear(q.x_TE, second, query, pending=q, dependent=True), 128)
+    act, options = empty(tokens, m.dense), {"residual_TF": residual, "norm": norm, "next": after, "dependent": True}
+    gate(lambda: launch.stream_gate_up(x, fp8(2 * m.dense, m.hidden), act, dependent=True), 128)
+    gate(lambda: launch.stream_linear(act, fp8(m.hidden, m.dense), after.x_TE, **options), 128)
+    choice = ChosenExperts.empty(tokens, m.experts, m.chosen, empty)
+    stored, chosen = m.experts + m.shared, empty(tokens * (m.chosen + m.shared), m.expert)
+    gate_up, down_up = fp8(stored, 2 * m.expert, m.hidden), fp8(stored, m.hidden, m.expert)
+    gate(lambda: experts_launch.gate_up(x, choice, gate_up, chosen, dependent=True), 168)
+    acts = (chosen, choice, down_up)
+    gate(lambda: experts_launch.down(*acts, after.x_TE, residual, norm, after.square_TP, dependent=True), 128)
 
 
 @pytest.mark.parametrize(("name", "tokens"), CASES)
