@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from shapes import BANDWIDTH, SHAPES, Case, Tokens, model_of, target_work
+from shapes import BANDWIDTH, SHAPES, Case, Tokens, choices, model_of, target_work
 from timing import captured, milliseconds
 
 from workers.memory.scratch import Scratch
@@ -63,19 +63,9 @@ def plain_layers() -> Iterator[None]:
 
 def chosen_experts(case: Case) -> float:
     """How many experts the tokens of a step wake in each layer, on average."""
-    from kernels.few_experts import launch
-
-    counts, plain = [], launch.choose
-
-    def counting(*args: Any, **options: Any) -> None:
-        plain(*args, **options)
-        counts.append(int(args[3].slot_S[-1]))
-
-    launch.choose = counting
-    try:
+    with choices() as noted:
         case.step(Scratch(case.device)).run()
-    finally:
-        launch.choose = plain
+    counts = [int(chosen_TX.any(0).sum()) for chosen_TX in noted]
     return sum(counts) / max(len(counts), 1)
 
 

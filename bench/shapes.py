@@ -4,12 +4,15 @@ that a step must read and compute."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels import few_experts, moe
 from workers.cache.paged import PagedCache
 from workers.families.registry import FAMILIES, parse_config
 from workers.memory.scratch import Scratch
@@ -161,6 +164,28 @@ class Case:
         step = DecodeStep(self.parts, key, scratch)
         step.slot_R.copy_(torch.arange(self.rows))
         return step
+
+
+@contextmanager
+def choices() -> Iterator[list[Tensor]]:
+    """Within this context the choices of every layer's tokens are noted, bool [T, X]."""
+    noted: list[Tensor] = []
+    choose, route = few_experts.choose, moe.route
+
+    def choosing(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: Any, *args: Any, **kw: Any) -> None:
+        choose(logit_TX, bias_X, length_R, choice, *args, **kw)
+        noted.append(choice.place_TX >= 0)
+
+    def routing(logit: Tensor, bias_X: Tensor | None, id_TK: Tensor, weight_TK: Tensor, *args: Any, **kw: Any) -> None:
+        route(logit, bias_X, id_TK, weight_TK, *args, **kw)
+        expert_X = torch.arange(logit.shape[-1], device=logit.device)
+        noted.append((id_TK.unsqueeze(2) == expert_X).any(1))
+
+    few_experts.choose, moe.route = choosing, routing
+    try:
+        yield noted
+    finally:
+        few_experts.choose, moe.route = choose, route
 
 
 @dataclass(frozen=True)

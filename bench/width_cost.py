@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,10 +33,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import parts
-from shapes import V2_LITE, model_of
+from shapes import V2_LITE, choices, model_of
 from verdict import error
 
-from kernels import few_experts, moe
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
 from workers.cache.paged import PagedCache
@@ -177,28 +174,6 @@ class Pair:
         """Both steps with these tokens."""
         self.draw(seed)
         return Both(self.compute(self.width), self.compute(1))
-
-
-@contextmanager
-def choices() -> Iterator[list[Tensor]]:
-    """Within this context the choices of every layer's tokens are noted, bool [T, X]."""
-    noted: list[Tensor] = []
-    choose, route = few_experts.choose, moe.route
-
-    def choosing(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: Any, *args: Any, **kw: Any) -> None:
-        choose(logit_TX, bias_X, length_R, choice, *args, **kw)
-        noted.append(choice.place_TX >= 0)
-
-    def routing(logit: Tensor, bias_X: Tensor | None, id_TK: Tensor, weight_TK: Tensor, *args: Any, **kw: Any) -> None:
-        route(logit, bias_X, id_TK, weight_TK, *args, **kw)
-        expert_X = torch.arange(logit.shape[-1], device=logit.device)
-        noted.append((id_TK.unsqueeze(2) == expert_X).any(1))
-
-    few_experts.choose, moe.route = choosing, routing
-    try:
-        yield noted
-    finally:
-        few_experts.choose, moe.route = choose, route
 
 
 def replayed(pair: Pair) -> tuple[list[tuple[float, float]], float]:

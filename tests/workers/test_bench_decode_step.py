@@ -20,6 +20,8 @@ def test_a_step_runs_and_moves_on(width: int, monkeypatch: pytest.MonkeyPatch) -
     cpu = torch.device("cpu")
     model = bench.model_of(bench.SHAPES["v2-lite"][0] | SMALL, width, torch.float32, cpu)
     case = bench.Case(model, 2, width, 100, room=8)
+    assert 6 <= bench.chosen_experts(case) <= 8
+    case.rewind()
     output = case.step(Scratch(cpu)).run()
     accepted = output.decided_N[2 * width : 2 * width + 2]
     assert torch.equal(case.state.tensors.length_S[:2], 100 - width + 1 + accepted)

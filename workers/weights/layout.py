@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Final
 
+from kernels.matrix import GROUP
 from workers.parallel.group import TensorParallel
 from workers.weights.part import Part
 from workers.weights.stored import BLOCK
-from workers.weights.weight import GROUP, Format
+from workers.weights.weight import Format
 
 LEAST_BLOCK: Final = (16, 64)
 """Rows and columns of the smallest blocks that kernels read: see `kernels.matrix`."""

@@ -13,10 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.matrix import GROUP
 from workers.weights.checkpoint import Checkpoint, WeightsError
 from workers.weights.dequantise import fp8_blocks, int4_groups
 from workers.weights.stored import BLOCK, FP8_SCALES, INT4_PACKED, INT4_SCALES, INT4_SHAPE, WORD, Shape
-from workers.weights.weight import GROUP, Format
+from workers.weights.weight import Format
 
 
 @dataclass(frozen=True)

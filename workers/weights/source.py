@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kernels.matrix import GROUP
 from workers.parallel.group import TensorParallel
 from workers.weights.layout import Layout, layout_of
 from workers.weights.part import Part, RopeRows
 from workers.weights.stored import PLAIN_DTYPES, Shape, Wanted, stored_format, tensors_of
-from workers.weights.weight import GROUP, Format, Weight
+from workers.weights.weight import Format, Weight
 
 
 class WeightSource(ABC):

@@ -14,7 +14,8 @@ from typing import Final
 
 import torch
 
-from workers.weights.weight import GROUP, Format
+from kernels.matrix import GROUP
+from workers.weights.weight import Format
 
 Shape = tuple[int, ...]
 

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from kernels.matrix import BlockScaled, GroupScaled, Matrix
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
 from workers.weights.dequantise import fp8_blocks, int4_groups
-
-GROUP: Final = 32
-"""Input features that share a scale in INT4."""
 
 
 class Format(Enum):
