@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kernels.few_experts import launch, reference
 from kernels.few_experts.launch import choosable
+from kernels.halve import Halved, halve
+from kernels.linear import halved
 from kernels.matrix import Matrix
 from kernels.pending_norm.pieces import PendingNorm
 from kernels.routing_rule import RoutingRule
@@ -108,7 +110,11 @@ def experts(
     stored, _, intermediate = down_XEI.shape
     act_YI = empty(tokens * (chosen + stored - choice.experts), intermediate, dtype=x.x_TE.dtype)
     launch.gate_up(x, choice, gate_up_XFE, act_YI, dependent=dependent)
+    act: Tensor | Halved = act_YI
+    if halved(tokens, down_XEI):
+        act = Halved.empty(act_YI, empty)
+        halve(act_YI, act, dependent=dependent)
     if isinstance(out, PendingNorm):
-        launch.down(act_YI, choice, down_XEI, out.x_TE, residual_TE, norm_E, out.square_TP, dependent=dependent)
+        launch.down(act, choice, down_XEI, out.x_TE, residual_TE, norm_E, out.square_TP, dependent=dependent)
     else:
-        launch.down(act_YI, choice, down_XEI, out, dependent=dependent)
+        launch.down(act, choice, down_XEI, out, dependent=dependent)

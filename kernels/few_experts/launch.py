@@ -13,9 +13,11 @@ import triton
 from torch import Tensor
 
 from kernels.few_experts import choice as choice_kernel
-from kernels.few_experts import kernel, stream
+from kernels.few_experts import fp8_launch, kernel, stream
 from kernels.few_experts.records import Choices, Sum
+from kernels.halve import Halved
 from kernels.hopper import multiprocessors
+from kernels.linear.fp8_launch import kept
 from kernels.linear.launch import (
     RESIDENT_BYTES,
     Streaming,
@@ -28,7 +30,7 @@ from kernels.linear.launch import (
 from kernels.linear.records import Size
 from kernels.linear.stored import stored
 from kernels.linear.stream import ROWS
-from kernels.matrix import Matrix
+from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm.pieces import PendingNorm
 
 if TYPE_CHECKING:
@@ -141,6 +143,9 @@ def gate_up(
     tokens, features = x.x_TE.shape
     intermediate = act_YI.shape[1]
     shared, (data, scales, how) = _shared(choice, weight_XFE, act_YI), stored(weight_XFE)
+    if isinstance(weight_XFE, BlockScaled) and kept(tokens, weight_XFE):
+        fp8_launch.gate_up(x, choice, shared, weight_XFE, act_YI, dependent=dependent)
+        return
     cut = Streaming.of(features)
     programs = min((shared + choice.slots) * triton.cdiv(intermediate, ROWS // 2), multiprocessors(x.x_TE.device))
     stream.gate_up[(programs,)](
@@ -166,7 +171,7 @@ def gate_up(
 
 
 def down(
-    act_YI: Tensor,
+    act_YI: Tensor | Halved,
     choice: ChosenExperts,
     weight_XEI: Matrix,
     out_TE: Tensor,
@@ -176,8 +181,14 @@ def down(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.few_experts.experts`: the second half."""
+    """See `kernels.few_experts.experts`: the second half, of activations that are halved where `halved` says so."""
     tokens, features = out_TE.shape
+    if isinstance(act_YI, Halved):
+        assert isinstance(weight_XEI, BlockScaled)
+        into = out_TE, residual_TE, norm_E, square_TP
+        shared = _shared(choice, weight_XEI, act_YI.half_TF)
+        fp8_launch.down(act_YI, choice, shared, weight_XEI, *into, dependent=dependent)
+        return
     intermediate = act_YI.shape[1]
     shared, (data, scales, how) = _shared(choice, weight_XEI, act_YI), stored(weight_XEI)
     stream.down[(triton.cdiv(features, ROWS),)](

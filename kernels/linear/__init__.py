@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.halve import Halved
 from kernels.hopper import is_hopper, multiprocessors
-from kernels.linear import launch, parts, reference
+from kernels.linear import fp8_launch, launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
 from kernels.linear.stream import ROWS
-from kernels.matrix import Matrix
+from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm.pieces import PendingNorm
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ROWS",
     "gated_linear",
     "grouped_linear",
+    "halved",
     "linear",
     "linear_to_residual",
     "normed_linear",
@@ -30,17 +32,25 @@ __all__ = [
 ]
 
 
+def halved(tokens: int, weight: Matrix) -> bool:
+    """Whether `linear` and `linear_to_residual`, and `few_experts`, take so many tokens halved for this matrix (these
+    experts): on Hopper, for FP8 weights whose input features are whole blocks of 128."""
+    return fp8_launch.fetched(tokens, weight)
+
+
 def linear(
-    x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor, *, invariant: bool = False, dependent: bool = False
+    x_TE: Tensor | Halved, weight_FE: Matrix, out_TF: Tensor, *, invariant: bool = False, dependent: bool = False
 ) -> None:
     """out = x · weight^T, summed in fp32 and rounded once to the dtype of `out_TF`.
 
     A plain `weight_FE` has the dtype of `x_TE`; FP8 weights are for at most MOST_STREAMED tokens. `out_TF` has the
     dtype of `x_TE`, or fp32. The last dimension of each is contiguous, rows may be strided. `out_TF` overlaps neither
     input. `invariant`: a token's result is bitwise the same in any call. `dependent`: programmatic dependent launch
-    where there is a kernel of ours, see `launch`.
+    where there is a kernel of ours, see `launch`. `x_TE` is halved where `halved` says so.
     """
-    if not isinstance(weight_FE, Tensor):
+    if isinstance(x_TE, Halved):
+        fp8_launch.fp8_linear(x_TE, _blocks(x_TE, weight_FE), out_TF, dependent=dependent)
+    elif not isinstance(weight_FE, Tensor):
         _check_few(x_TE, weight_FE)
         if x_TE.is_cuda:
             launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
@@ -137,7 +147,7 @@ def normed_linear(
 
 
 def linear_to_residual(
-    x_TE: Tensor,
+    x_TE: Tensor | Halved,
     weight_FE: Matrix,
     residual_TF: Tensor,
     norm_F: Tensor,
@@ -145,7 +155,14 @@ def linear_to_residual(
     *,
     dependent: bool = False,
 ) -> None:
-    """residual (fp32) += x · weight^T, in place and not rounded before; `out` = its pending norm of weight `norm_F`."""
+    """residual (fp32) += x · weight^T, in place and not rounded before; `out` = its pending norm of weight `norm_F`.
+    `x_TE` is halved where `halved` says so."""
+    if isinstance(x_TE, Halved):
+        weight = _blocks(x_TE, weight_FE)
+        fp8_launch.fp8_linear(
+            x_TE, weight, out.x_TE, residual_TF=residual_TF, norm=norm_F, next=out, dependent=dependent
+        )
+        return
     _check_few(x_TE, weight_FE)
     if x_TE.is_cuda:
         launch.stream_linear(
@@ -158,10 +175,19 @@ def linear_to_residual(
 def gated_linear(x: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, dependent: bool = False) -> None:
     """out = silu(gate) * up of gate, up = norm(x) · weight^T, rounded once."""
     _check_few(x.x_TE, weight_FE)
-    if x.x_TE.is_cuda:
+    if isinstance(weight_FE, BlockScaled) and fp8_launch.kept(x.x_TE.shape[0], weight_FE):
+        fp8_launch.fp8_gate_up(x, weight_FE, out_TI, dependent=dependent)
+    elif x.x_TE.is_cuda:
         launch.stream_gate_up(x, weight_FE, out_TI, dependent=dependent)
     else:
         reference.gated_linear(x, weight_FE, out_TI)
+
+
+def _blocks(x: Halved, weight: Matrix) -> BlockScaled:
+    """The weight, as what halved rows are multiplied with."""
+    if not isinstance(weight, BlockScaled) or not fp8_launch.fetched(x.half_TF.shape[0], weight):
+        raise ValueError(f"{x.half_TF.shape[0]} halved rows are not for this matrix: {tuple(weight.shape)}")
+    return weight
 
 
 def _check_few(x_TE: Tensor, weight_FE: Matrix) -> None:

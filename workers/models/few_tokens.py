@@ -18,7 +18,9 @@ from torch import Tensor
 
 from kernels import few_experts, pending_norm
 from kernels.few_experts import ChosenExperts
-from kernels.linear import gated_linear, linear, linear_to_residual, normed_linear
+from kernels.halve import Halved, halve
+from kernels.linear import gated_linear, halved, linear, linear_to_residual, normed_linear
+from kernels.matrix import Matrix
 from kernels.moe import AddNorm
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import rms_norm
@@ -98,12 +100,13 @@ class FewTokens(TokenWise[PendingNorm]):
 
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: PendingNorm, scratch: Scratch) -> None:
         """See `TokenWise`."""
+        rows = self._rows(x_TF, weight_EF.matrix, scratch)
         if self.group.size == 1:
             into = norm.residual_TE, norm.weight_E, out
-            linear_to_residual(x_TF, weight_EF.matrix, *into, dependent=self._dependent)
+            linear_to_residual(rows, weight_EF.matrix, *into, dependent=self._dependent)
             return
         sum_TE, part_TE = self._sum(out, scratch)
-        linear(x_TF, weight_EF.matrix, part_TE, dependent=self._dependent)
+        linear(rows, weight_EF.matrix, part_TE, dependent=self._dependent)
         self._reduce(part_TE, sum_TE, norm, out)
 
     def add_experts(
@@ -132,6 +135,14 @@ class FewTokens(TokenWise[PendingNorm]):
     def leave(self, norm: AddNorm, last: PendingNorm, out_TE: Tensor) -> None:
         """See `TokenWise`."""
         rms_norm(norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=self._dependent)
+
+    def _rows(self, x_TF: Tensor, weight: Matrix, scratch: Scratch) -> Tensor | Halved:
+        """The tokens as products with this matrix take them."""
+        if not halved(x_TF.shape[0], weight):
+            return x_TF
+        rows = Halved.empty(x_TF, scratch.empty)
+        halve(x_TF, rows, dependent=self._dependent)
+        return rows
 
     def _sum(self, out: PendingNorm, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Memory for a sum over ranks, and for this rank's part of it."""

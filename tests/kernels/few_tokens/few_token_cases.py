@@ -8,7 +8,7 @@ rounded on the way, theirs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,10 @@ from torch import Tensor
 from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as experts_launch
 from kernels.few_experts import reference as experts_reference
+from kernels.halve import Halved
+from kernels.halve import launch as halve_launch
 from kernels.head_linear import launch as head_launch
-from kernels.linear import launch
+from kernels.linear import fp8_launch, halved, launch
 from kernels.matrix import BlockScaled, Matrix
 from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, portable_tiling
@@ -104,13 +106,32 @@ def pending(place: Place, tokens: int, features: int, scale: float = 1.0) -> tup
     return PendingNorm(x, square, EPS), x.double() / rms
 
 
+def rows_of(place: Place, x: Tensor, weight: Matrix, tokens: int) -> Tensor | Halved:
+    """The rows of so many tokens as products with this matrix take them."""
+    if not halved(tokens, weight):
+        return x
+    rows = Halved.empty(x, place.empty)
+    halve_launch.halve(x, rows.half_TF, rows.unit_T, dependent=place.dependent)
+    return rows
+
+
+def product(place: Place, x: Tensor, weight: Matrix, out: Tensor, **options: Any) -> None:
+    """The launch of a product without a norm before it."""
+    rows = rows_of(place, x, weight, x.shape[0])
+    if isinstance(rows, Halved):
+        assert isinstance(weight, BlockScaled)
+        fp8_launch.fp8_linear(rows, weight, out, **options, dependent=place.dependent)
+    else:
+        launch.stream_linear(rows, weight, out, **options, dependent=place.dependent)
+
+
 def check_linear(place: Place, tokens: int, rows: int, features: int, blocks: Blocks = None) -> None:
     """Plain products, bf16 and fp32 out, from strided rows."""
     torch.manual_seed(tokens)
     x, (weight, wide) = place.normal(tokens, 2 * features)[:, :features], place.matrix(rows, features, blocks=blocks)
     for dtype in (BF16, torch.float32):
         out = place.poison(tokens, rows + 3, dtype=dtype)
-        launch.stream_linear(x, weight, out[:, :rows], dependent=place.dependent)
+        product(place, x, weight, out[:, :rows])
         close(out[:, :rows], x.double() @ wide.T, 2**-8 if dtype == BF16 else 1e-5)
         assert out[:, rows:].isnan().all()
 
@@ -173,7 +194,7 @@ def check_residual(place: Place, tokens: int, rows: int, features: int, blocks: 
     residual = place.normal(tokens, rows, dtype=torch.float32)
     want = residual.double() + x.double() @ wide.T
     out = PendingNorm.empty(tokens, rows, EPS, BF16, place.empty)
-    launch.stream_linear(x, weight, out.x_TE, residual_TF=residual, norm=norm, next=out, dependent=place.dependent)
+    product(place, x, weight, out.x_TE, residual_TF=residual, norm=norm, next=out)
     close(residual, want, 1e-5, 1.0)
     close(out.x_TE, want * norm.double())
     close(out.square_TP, want.square().unflatten(1, (-1, PIECE)).sum(-1), 1e-4)
@@ -185,7 +206,10 @@ def check_gated(place: Place, tokens: int, intermediate: int, features: int, blo
     x, normed = pending(place, tokens, features)
     weight, wide = place.matrix(2 * intermediate, features, blocks=blocks, scale=0.1)
     out = place.poison(tokens, intermediate)
-    launch.stream_gate_up(x, weight, out, dependent=place.dependent)
+    if isinstance(weight, BlockScaled) and fp8_launch.kept(tokens, weight):
+        fp8_launch.fp8_gate_up(x, weight, out, dependent=place.dependent)
+    else:
+        launch.stream_gate_up(x, weight, out, dependent=place.dependent)
     gate, up = (normed @ wide.T).chunk(2, dim=1)
     close(out, F.silu(gate) * up)
 
@@ -303,7 +327,7 @@ def check_experts(
     choice.weight_TK[choice.place_TX.amax(1) < 0] = torch.nan
     act = place.poison(tokens * (chosen + shared), intermediate)
     experts_launch.gate_up(x, choice, gate_up, act, dependent=place.dependent)
-    weights = (act, choice, down)
+    weights = (rows_of(place, act, down, tokens), choice, down)
     if residual:
         stream, norm = place.normal(tokens, hidden, dtype=torch.float32), place.normal(hidden)
         want += stream.double()
@@ -318,7 +342,9 @@ def check_experts(
         within(y, want, reach + want.abs())
 
 
-def check_companions(place: Place, tokens: int, experts: int, chosen: int, hidden: int, shared: int) -> None:
+def check_companions(
+    place: Place, tokens: int, experts: int, chosen: int, hidden: int, shared: int, blocks: Blocks = None
+) -> None:
     """A token that is no number, and chooses by what is none, changes no bit of the others, and has experts that there
     are."""
     results = []
@@ -335,11 +361,12 @@ def check_companions(place: Place, tokens: int, experts: int, chosen: int, hidde
         experts_launch.choose(
             logit.to(place.device), None, length.to(place.device), choice, routing, dependent=place.dependent
         )
-        gate_up = place.normal(experts + shared, 64, hidden, scale=0.1)
-        down = place.normal(experts + shared, hidden, 32, scale=0.1)
-        act, y = place.poison(tokens * (chosen + shared), 32), place.poison(tokens, hidden)
+        intermediate = 32 if blocks is None else blocks[1]
+        gate_up, _ = place.matrix(experts + shared, 2 * intermediate, hidden, blocks=blocks, scale=0.1)
+        down, _ = place.matrix(experts + shared, hidden, intermediate, blocks=blocks, scale=0.1)
+        act, y = place.poison(tokens * (chosen + shared), intermediate), place.poison(tokens, hidden)
         experts_launch.gate_up(x, choice, gate_up, act, dependent=place.dependent)
-        experts_launch.down(act, choice, down, y, dependent=place.dependent)
+        experts_launch.down(rows_of(place, act, down, tokens), choice, down, y, dependent=place.dependent)
         assert ((choice.place_TX >= 0).sum(1) == chosen).all()
         assert choice.place_TX.max() < chosen
         others = torch.arange(tokens, device=place.device) != tokens // 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.step import Step, executes
@@ -198,9 +199,13 @@ def _select(step: Step) -> None:
     step.write(np.where(step.read(3, np.bool_), step.read(1), step.read(2)))
 
 
-@executes("cvt", "rn rz rzi ftz bf16x2 f16x2")
+@executes("cvt", "rn rz rzi ftz bf16x2 f16x2 e4m3x2")
 def _convert(step: Step) -> None:
     to, of = step.parts[-2], step.parts[-1]
+    if of == "e4m3x2":
+        codes = torch.from_numpy(np.ascontiguousarray(step.read(1, np.uint16)).view(np.uint8).reshape(LANES, 2))
+        step.write(packed(codes.view(torch.float8_e4m3fn).to(torch.float16).numpy(), np.uint32))
+        return
     if to in ("bf16x2", "f16x2"):  # the first operand is the upper half
         high, low = step.read(1), step.read(2)
         both = np.stack([low, high], 1)

@@ -1,0 +1,113 @@
+"""Launches the experts of a few tokens in FP8 on Hopper. Allocates nothing and waits for nothing, so it may be
+captured. `dependent`: as in `launch`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+from torch import Tensor
+
+from kernels.few_experts.records import Choices, Sum
+from kernels.halve import Halved
+from kernels.hopper import multiprocessors
+from kernels.linear.fp8_launch import BLOCK, box, kept_stages, ring_of, warps_of
+from kernels.linear.launch import pieces
+from kernels.linear.records import Size
+from kernels.linear.stored import stored
+from kernels.linear.stream import ROWS
+from kernels.matrix import BlockScaled
+from kernels.pending_norm.pieces import PendingNorm
+
+if TYPE_CHECKING:
+    from kernels.few_experts import ChosenExperts
+
+
+def gate_up(
+    x: PendingNorm,
+    choice: ChosenExperts,
+    shared: int,
+    weight_XFE: BlockScaled,
+    act_YI: Tensor,
+    *,
+    dependent: bool = False,
+) -> None:
+    """See `kernels.few_experts.experts`: the first half."""
+    from kernels.few_experts import fp8  # a machine without Hopper GPUs need not have Gluon
+
+    (tokens, features), intermediate, half = x.x_TE.shape, act_YI.shape[1], ROWS // 2
+    warps = warps_of(features, 8)
+    programs = min((shared + choice.slots) * triton.cdiv(intermediate, half), multiprocessors(x.x_TE.device))
+    fp8.gate_up[(programs,)](
+        x.x_TE,
+        x.square_TP,
+        box(
+            weight_XFE.data,
+            [weight_XFE.shape[0], features // BLOCK, 2, intermediate, BLOCK],
+            [2 * intermediate * features, BLOCK, intermediate * features, features, 1],
+            [1, warps, 2, half, BLOCK],
+        ),
+        weight_XFE.scales,
+        choice.slot_S,
+        choice.place_TX,
+        choice.weight_TK,
+        act_YI,
+        tokens,
+        choice.slots,
+        x.eps,
+        STORED=stored(weight_XFE)[2],
+        SIZE=Size(intermediate, features),
+        CHOICES=Choices(choice.experts, shared, choice.weight_TK.shape[1]),
+        X_STRIDE=x.x_TE.stride(0),
+        NORM=pieces(x),
+        **ring_of(tokens, warps, kept_stages(tokens, features), dependent),
+    )
+
+
+def down(
+    act: Halved,
+    choice: ChosenExperts,
+    shared: int,
+    weight_XEI: BlockScaled,
+    out_TE: Tensor,
+    residual_TE: Tensor | None = None,
+    norm_E: Tensor | None = None,
+    square_TP: Tensor | None = None,
+    *,
+    dependent: bool = False,
+) -> None:
+    """See `kernels.few_experts.experts`: the second half."""
+    from kernels.few_experts import fp8
+
+    (tokens, features), intermediate = out_TE.shape, act.half_TF.shape[1]
+    warps, stages = (warps_of(intermediate, 4), 6) if tokens == 1 else (warps_of(intermediate, 8), 3)
+    fp8.down[(triton.cdiv(features, ROWS),)](
+        act.half_TF,
+        act.unit_T,
+        box(
+            weight_XEI.data,
+            [weight_XEI.shape[0], intermediate // BLOCK, features, BLOCK],
+            [features * intermediate, BLOCK, intermediate, 1],
+            [1, warps, ROWS, BLOCK],
+        ),
+        weight_XEI.scales,
+        choice.slot_S,
+        choice.place_TX,
+        out_TE if residual_TE is None else residual_TE,
+        out_TE if norm_E is None else norm_E,
+        out_TE,
+        out_TE if square_TP is None else square_TP,
+        tokens,
+        choice.slots,
+        STORED=stored(weight_XEI)[2],
+        SIZE=Size(features, intermediate),
+        CHOICES=Choices(choice.experts, shared, choice.weight_TK.shape[1]),
+        SUM=Sum(
+            residual_TE is not None,
+            0 if residual_TE is None else residual_TE.stride(0),
+            out_TE.stride(0),
+            1 if square_TP is None else square_TP.shape[1],
+        ),
+        **ring_of(tokens, warps, stages, dependent),
+    )

@@ -1,0 +1,53 @@
+"""Rows in fp16, each with a power of two: the form in which FP8 weights are multiplied by few tokens.
+
+The tensor cores of Hopper multiply FP8 by FP8 alone, but one instruction makes fp16 of two FP8 numbers. So that rows in
+bf16 lose nothing in fp16, whose exponents are fewer, each is multiplied by a power of two that brings its largest
+number to between 2^14 and 2^15. Numbers above 2^-32 of the largest are then exact; those below are rounded to
+multiples of 2^-39 of it, less than what sums in fp32 lose.
+
+Shape legend: T rows, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.halve import launch, reference
+
+__all__ = ["Halved", "halve"]
+
+
+@dataclass(frozen=True)
+class Halved:
+    """Rows x = half * unit."""
+
+    half_TF: Tensor
+    """fp16, contiguous."""
+    unit_T: Tensor
+    """fp32 powers of two, contiguous."""
+
+    @staticmethod
+    def empty(x_TF: Tensor, empty: Callable[..., Tensor]) -> Halved:
+        """Memory for these rows, from `empty(*shape, dtype=...)`."""
+        return Halved(empty(*x_TF.shape, dtype=torch.float16), empty(x_TF.shape[0], dtype=torch.float32))
+
+    def float(self) -> Tensor:
+        """The rows in fp32."""
+        return self.half_TF.float() * self.unit_T[:, None]
+
+
+def halve(x_TF: Tensor, out: Halved, *, dependent: bool = False) -> None:
+    """out = x. `x_TF`: bf16, rows of contiguous features. A row with an infinity or NaN keeps it.
+
+    ValueError where the shapes differ. `dependent`: programmatic dependent launch; always safe.
+    """
+    if out.half_TF.shape != x_TF.shape or out.unit_T.shape != x_TF.shape[:1]:
+        raise ValueError(f"{tuple(x_TF.shape)} rows do not fit memory for {tuple(out.half_TF.shape)}")
+    if x_TF.is_cuda:
+        launch.halve(x_TF, out.half_TF, out.unit_T, dependent=dependent)
+    else:
+        reference.halve(x_TF, out.half_TF, out.unit_T)

@@ -1,0 +1,153 @@
+"""Launches the products of a few tokens with FP8 weights on Hopper. Allocates nothing and waits for nothing, so it may
+be captured into a CUDA graph.
+
+`dependent` launches with programmatic dependent launch. It is always safe where every kernel before waits for its own
+predecessor, as all kernels here do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.halve import Halved
+from kernels.hopper import is_hopper, multiprocessors
+from kernels.linear import stream
+from kernels.linear.launch import options, pieces
+from kernels.linear.records import Epilogue, Size, Streams, Strides
+from kernels.linear.stored import stored
+from kernels.matrix import BlockScaled, Matrix
+from kernels.pending_norm.pieces import PendingNorm
+
+MOST_TOKENS: Final = 8
+"""Columns of a tile of the tensor cores."""
+BLOCK: Final = 128
+"""Features of a block of scales, which a warp multiplies at a time."""
+MOST_BYTES: Final = 224 * 1024
+"""Of a program's shared memory for tokens and weights."""
+LEAST_STAGES: Final = 3
+"""With fewer the stream of weights would run dry."""
+
+
+def fetched(tokens: int, weight: Matrix) -> bool:
+    """Whether `fp8` multiplies so many tokens by this matrix (or these experts): on Hopper, with scales for 128
+    features, in whole blocks."""
+    return (
+        isinstance(weight, BlockScaled)
+        and 0 < tokens <= MOST_TOKENS
+        and weight.features == BLOCK
+        and weight.shape[-1] % BLOCK == 0
+        and weight.data.data_ptr() % 16 == 0
+        and is_hopper(weight.device)
+    )
+
+
+def kept(tokens: int, weight: Matrix) -> bool:
+    """Whether it does so with all of the tokens in shared memory."""
+    return fetched(tokens, weight) and kept_stages(tokens, weight.shape[-1]) >= LEAST_STAGES
+
+
+def kept_stages(tokens: int, features: int) -> int:
+    """Stages of a kernel that keeps so many tokens in shared memory; fewer than LEAST_STAGES where they do not fit."""
+    warps = warps_of(features, 8)
+    chunk = warps * BLOCK
+    kept = 2 * columns(tokens) * chunk * -(-features // chunk)
+    return min(6, (MOST_BYTES - kept) // (stream.ROWS * chunk))
+
+
+def warps_of(features: int, most: int) -> int:
+    """Warps that share so many features: at most so many, and fewer where they would not divide a short row."""
+    warps, blocks = most, features // BLOCK
+    while warps > 1 and (warps > blocks or (blocks % warps and blocks < 4 * warps)):
+        warps //= 2
+    return warps
+
+
+def columns(tokens: int) -> int:
+    """Token columns in shared memory."""
+    return 1 if tokens == 1 else MOST_TOKENS
+
+
+def box(data: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    """How the copy engine sees FP8 weights."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from kernels.linear.fp8 import BOXES  # a machine without Hopper GPUs need not have Gluon
+
+    return TensorDescriptor(data.view(torch.uint8), shape, strides, block, BOXES[len(shape)])
+
+
+def fp8_linear(
+    x: Halved,
+    weight_FE: BlockScaled,
+    out_TF: Tensor,
+    *,
+    residual_TF: Tensor | None = None,
+    norm: Tensor | None = None,
+    next: PendingNorm | None = None,
+    dependent: bool = False,
+) -> None:
+    """One product with few tokens, stored or added to a residual: as `kernels.linear.launch.stream_linear`."""
+    from kernels.linear import fp8
+
+    (tokens, features), rows = x.half_TF.shape, weight_FE.shape[0]
+    square = out_TF if next is None else next.square_TP
+    warps, stages = (warps_of(features, 4), 5) if tokens == 1 else (warps_of(features, 8), 3)
+    fp8.fp8_linear[(triton.cdiv(rows, stream.ROWS),)](
+        x.half_TF,
+        x.unit_T,
+        box(weight_FE.data, [features // BLOCK, rows, BLOCK], [BLOCK, features, 1], [warps, stream.ROWS, BLOCK]),
+        weight_FE.scales,
+        out_TF,
+        out_TF if residual_TF is None else residual_TF,
+        out_TF if norm is None else norm,
+        square,
+        tokens,
+        STORED=stored(weight_FE)[2],
+        SIZE=Size(rows, features),
+        STRIDES=Strides(
+            x.half_TF.stride(0),
+            features,
+            out_TF.stride(0),
+            residual=0 if residual_TF is None else residual_TF.stride(0),
+        ),
+        EPILOGUE=(Epilogue(stream.STORE) if residual_TF is None else Epilogue(stream.RESIDUAL, rows, square.shape[1])),
+        **ring_of(tokens, warps, stages, dependent),
+    )
+
+
+def fp8_gate_up(pending: PendingNorm, weight_FE: BlockScaled, out_TI: Tensor, *, dependent: bool = False) -> None:
+    """Gated activations of few tokens."""
+    from kernels.linear import fp8
+
+    tokens, features = pending.x_TE.shape
+    intermediate, half = weight_FE.shape[0] // 2, stream.ROWS // 2
+    warps = warps_of(features, 8)
+    fp8.fp8_gate_up[(min(triton.cdiv(intermediate, half), multiprocessors(weight_FE.device)),)](
+        pending.x_TE,
+        pending.square_TP,
+        box(
+            weight_FE.data,
+            [features // BLOCK, 2, intermediate, BLOCK],
+            [BLOCK, intermediate * features, features, 1],
+            [warps, 2, half, BLOCK],
+        ),
+        weight_FE.scales,
+        out_TI,
+        tokens,
+        pending.eps,
+        STORED=stored(weight_FE)[2],
+        SIZE=Size(intermediate, features),
+        STRIDES=Strides(pending.x_TE.stride(0), features, out_TI.stride(0)),
+        NORM=pieces(pending),
+        **ring_of(tokens, warps, kept_stages(tokens, features), dependent),
+    )
+
+
+def ring_of(tokens: int, warps: int, stages: int, dependent: bool) -> dict[str, Any]:
+    """The constants and options of a kernel whose weights stream through a ring of so many stages."""
+    streams = Streams(columns(tokens), BLOCK, warps, stages)
+    return {"STREAMS": streams, "DEPENDENT": dependent, "num_warps": warps, **options(dependent)}

@@ -1,0 +1,83 @@
+"""FP8 weights that the copy engine fetches, multiplied by a few halved tokens: the kernels as they were compiled for
+Hopper, run by the PTX emulator under drawn schedules."""
+
+import few_token_cases as cases
+import pytest
+import torch
+
+from kernels.few_experts import fp8_launch as experts_launch
+from kernels.halve import Halved, halve
+from kernels.linear import fp8_launch
+from kernels.matrix import BlockScaled
+from tests.support.ptx import emulated
+
+CPU = cases.Place(torch.device("cpu"), dependent=True)
+BLOCKS = (128, 128)
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers take the device for one, with few multiprocessors: programs go through the ring several times."""
+    monkeypatch.setattr(fp8_launch, "is_hopper", lambda device: True)
+    for launch in (fp8_launch, experts_launch):
+        monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_every_weight_is_what_it_is(tokens: int) -> None:
+    """Zero and subnormal numbers included; NaN apart, which no checkpoint that is loaded holds."""
+    code = torch.arange(256, dtype=torch.uint8).repeat(8)
+    code[(code & 127) == 127] = 0
+    weight = BlockScaled(code.view(16, 128).view(torch.float8_e4m3fn), torch.ones(1, 1))
+    x = torch.eye(128)[:tokens].bfloat16()
+    rows, out = Halved.empty(x, torch.empty), torch.full((tokens, 16), torch.nan)
+    halve(x, rows)
+    with emulated():
+        fp8_launch.fp8_linear(rows, weight, out)
+    assert torch.equal(out.T, weight.data.float()[:, :tokens])
+
+
+@pytest.mark.parametrize(("tokens", "features"), [(1, 384), (8, 1152)])
+def test_products(tokens: int, features: int) -> None:
+    """Shorter than the ring and longer, and rows that end in the middle of a program."""
+    with emulated(tokens, consecutive=True) as launches:
+        cases.check_linear(CPU, tokens, 150, features, BLOCKS)
+        cases.check_residual(CPU, tokens, 144, features, (16, 128))
+    assert launches == ["halve", "fp8_linear"] * 3
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, (128, 128)), (3, (32, 128))])
+def test_gated(tokens: int, blocks: tuple[int, int]) -> None:
+    with emulated(tokens, consecutive=True) as launches:
+        cases.check_gated(CPU, tokens, 40 if blocks[0] == 128 else 32, 384, blocks)
+    assert launches == ["fp8_gate_up"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate", "shared", "residual"),
+    [(1, 384, 128, 1, True), (5, 256, 384, 0, True), (8, 1152, 128, 2, False)],
+)
+def test_experts(tokens: int, hidden: int, intermediate: int, shared: int, residual: bool) -> None:
+    with emulated(tokens, consecutive=True) as launches:
+        cases.check_experts(CPU, tokens, 6, 2, hidden, intermediate, shared, residual, BLOCKS)
+    assert launches == ["choose", "gate_up", "halve", "down"]
+
+
+def test_companions_that_are_not_numbers_change_nothing() -> None:
+    with emulated(1, consecutive=True):
+        cases.check_companions(CPU, 3, 4, 2, 128, shared=1, blocks=BLOCKS)
+
+
+def test_matrices_and_tokens_that_are_not_for_it() -> None:
+    """Scales for 64 features, features that end in the middle of a block, more tokens than columns."""
+    plain, _ = CPU.matrix(128, 128)
+    coarse, _ = CPU.matrix(128, 128, blocks=BLOCKS)
+    fine, _ = CPU.matrix(128, 128, blocks=(128, 64))
+    odd, _ = CPU.matrix(128, 192, blocks=BLOCKS)
+    assert fp8_launch.kept(8, coarse)
+    for tokens, weight in ((8, plain), (8, fine), (8, odd), (9, coarse)):
+        assert not fp8_launch.fetched(tokens, weight)
+    wide = BlockScaled(torch.empty(16, 16384, dtype=torch.float8_e4m3fn), torch.ones(1, 128))
+    assert fp8_launch.fetched(8, wide)
+    assert not fp8_launch.kept(8, wide)
+    assert fp8_launch.kept(1, wide)
