@@ -10,7 +10,7 @@ from deploy.api.access import AccessLayer
 from deploy.api.deadline import DeadlineLayer
 from deploy.api.front import Front
 from deploy.api.routes import build_router, install_gone
-from deploy.api.schema import install_schemas
+from deploy.api.schema import Description
 from deploy.config.api import ApiConfig
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.text.tokenizer import Tokenizer
@@ -41,10 +41,11 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.front = front
-    app.include_router(build_router(front))
+    description = Description()
+    app.include_router(build_router(front, description))
     errors.install(app)
     install_gone(app)
-    install_schemas(app)
+    description.install(app)
     app.add_middleware(DeadlineLayer)
     app.add_middleware(AccessLayer, metrics=metrics)  # the outermost: the last one added
     return app

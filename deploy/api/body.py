@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
-from deploy.api.errors import ApiError, invalid
+from deploy.api.errors import ApiError, invalid, not_valid
 from deploy.api.memory import Account
 from deploy.api.scan import SLICE, JsonScanner
 from deploy.config.api import ApiConfig
@@ -181,10 +181,4 @@ def validate(model: type[Model], value: Mapping[str, Any]) -> Model:
             return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=True, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"]) or None
-        if first["type"] == "missing":
-            raise invalid(f"the field {param!r} is required", param, "missing_required_parameter") from None
-        code = "invalid_type" if "type" in first["type"] else "invalid_value"
-        text = first["msg"].removeprefix("Value error, ")
-        text = text[:1].lower() + text[1:]
-        raise invalid(f"{param}: {text}" if param else text, param, code) from None
+        raise not_valid(first, first["loc"]) from None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -54,6 +55,17 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def not_valid(found: Mapping[str, Any], place: Sequence[str | int]) -> ApiError:
+    """400: `found` is one of pydantic's errors, about the field at `place` in the body or the query."""
+    param = ".".join(str(part) for part in place) or None
+    if found["type"] == "missing":
+        return invalid(f"the field {param!r} is required", param, "missing_required_parameter")
+    code = "invalid_type" if "type" in found["type"] else "invalid_value"
+    text = found["msg"].removeprefix("Value error, ")
+    text = text[:1].lower() + text[1:]
+    return invalid(f"{param}: {text}" if param else text, param, code)
+
+
 def unsupported(what: str, param: str) -> ApiError:
     """400: a feature of the API that this server does not have."""
     return ApiError(400, f"{what} is not supported by this server", param=param, code="unsupported_parameter")
@@ -92,6 +104,12 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, ApiError)
         return error.response()
 
+    async def bad_query(request: HttpRequest, error: Exception) -> Response:
+        # FastAPI looks at parameters alone, never at bodies; the first part of the place says of which kind they are.
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        return not_valid(first, first["loc"][1:]).response()
+
     async def http_error(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path, method = request.url.path[:200], request.method
@@ -111,6 +129,11 @@ def install(app: FastAPI) -> None:
             headers["x-request-id"] = request_id
         return ApiError(500, "internal error", kind="server_error", code="internal_error", headers=headers).response()
 
-    handlers: dict[Any, Any] = {ApiError: api_error, HTTPException: http_error, Exception: defect}
+    handlers: dict[Any, Any] = {
+        ApiError: api_error,
+        RequestValidationError: bad_query,
+        HTTPException: http_error,
+        Exception: defect,
+    }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)

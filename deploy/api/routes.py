@@ -39,7 +39,7 @@ from deploy.api.prompts import (
 )
 from deploy.api.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from deploy.api.render import ChatFormat, CompletionFormat
-from deploy.api.schema import BODY, GENERATING, PLAIN, operation
+from deploy.api.schema import BODY, GENERATING, PLAIN, Description
 from deploy.observability.front_metrics import CONTENT_TYPE
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
 from workers.protocol.front import ModelInfo
@@ -58,8 +58,8 @@ def _tokens(ids: list[int], info: ModelInfo, tokenizer: Tokenizer | None) -> Res
     return _json({"count": len(ids), "max_model_len": info.max_context, "tokens": ids, "token_strs": strings})
 
 
-def build_router(front: Front) -> APIRouter:
-    """All routes of a replica's front."""
+def build_router(front: Front, description: Description) -> APIRouter:
+    """All routes of a replica's front, which `description` learns."""
     router = APIRouter()
     intake = Intake(front.config)
 
@@ -167,7 +167,9 @@ def build_router(front: Front) -> APIRouter:
         event: type[Answer] | None = None,
     ) -> None:
         guarded = path not in OPEN_PATHS
-        errors = GENERATING if event else BODY if bodies else PLAIN if guarded else PLAIN[1:]
+        errors = GENERATING if event else BODY if bodies else PLAIN
+        if not guarded:
+            errors = tuple(status for status in errors if status != 401)
         given: dict[str, Any] = {
             "response_model": None,
             "response_class": Response,
@@ -176,7 +178,7 @@ def build_router(front: Front) -> APIRouter:
         if method == "GET":  # HTTP asks for both (RFC 9110, 9.1); the server sends no body
             # First, as it is what a 405 lists as allowed. The schema has the other alone.
             router.add_api_route(path, route, methods=["GET", "HEAD"], include_in_schema=False, **given)
-        described = operation(bodies, answer, event, errors, guarded and bool(front.config.api_keys))
+        described = description.operation(bodies, answer, event, errors, guarded and bool(front.config.api_keys))
         responses = described.pop("responses")
         router.add_api_route(path, route, methods=[method], openapi_extra=described, responses=responses, **given)
 

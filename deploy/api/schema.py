@@ -8,35 +8,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deploy.api.answers import (
-    ChatAnswer,
-    ChatEvent,
-    CompletionAnswer,
-    CompletionEvent,
-    DetokenizeAnswer,
-    ErrorAnswer,
-    HealthAnswer,
-    ModelCard,
-    ModelList,
-    SelfTestAnswer,
-    TokenizeAnswer,
-)
-from deploy.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from deploy.api.answers import ErrorAnswer
 
-_BODIES = (CompletionBody, ChatBody, TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
-_ANSWERS = (
-    CompletionAnswer,
-    CompletionEvent,
-    ChatAnswer,
-    ChatEvent,
-    TokenizeAnswer,
-    DetokenizeAnswer,
-    ModelList,
-    ModelCard,
-    HealthAnswer,
-    SelfTestAnswer,
-    ErrorAnswer,
-)
 _REF = "#/components/schemas/{model}"
 ERRORS = {
     400: "The request asks for what cannot be, or is no JSON object.",
@@ -50,7 +23,7 @@ ERRORS = {
     503: "The engine starts or is down, or large requests take all the memory; the message has the cause.",
 }
 """What an error status means."""
-GENERATING, BODY, PLAIN = tuple(ERRORS), (400, 401, 404, 408, 413, 415, 500, 503), (401, 404, 408, 500, 503)
+GENERATING, BODY, PLAIN = tuple(ERRORS), (400, 401, 404, 408, 413, 415, 500, 503), (400, 401, 404, 408, 500, 503)
 """The statuses of endpoints that generate, of others with a body, and of those without one."""
 SECURITY = "api_key"
 
@@ -63,50 +36,60 @@ def _one_of(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
     return _ref(models[0]) if len(models) == 1 else {"anyOf": [_ref(model) for model in models]}
 
 
-def operation(
-    bodies: tuple[type[BaseModel], ...],
-    answer: type[BaseModel] | None,
-    event: type[BaseModel] | None,
-    errors: tuple[int, ...],
-    guarded: bool,
-) -> dict[str, Any]:
-    """What a route takes (one of `bodies`, or nothing) and gives: `answer` as JSON (None: plain text), with `event`
-    also a stream of server-sent events, or an error. `guarded`: it asks for the API key."""
-    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
-    if answer is not None:
-        content = {"application/json": {"schema": _ref(answer)}}
-    if event is not None:
-        name = event.__name__
-        what = f"Events `data: ` with a {name} each, then `data: [DONE]`; an ErrorAnswer ends a stream that failed."
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": what, "x-event-schema": _ref(event)}
-        }
-    envelope = {"application/json": {"schema": _ref(ErrorAnswer)}}
-    responses: dict[str, Any] = {"200": {"description": "It worked.", "content": content}}
-    for status in errors:
-        responses[str(status)] = {"description": ERRORS[status], "content": envelope}
-    described: dict[str, Any] = {"responses": responses}
-    if bodies:
-        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": _one_of(bodies)}}}
-    if guarded:
-        described["security"] = [{SECURITY: []}]
-    return described
+class Description:
+    """What the routes of an application take and give. It collects their bodies and answers as the routes are added,
+    and has /openapi.json define them."""
 
+    def __init__(self) -> None:
+        self._bodies: list[type[BaseModel]] = []
+        self._answers: list[type[BaseModel]] = [ErrorAnswer]
 
-def install_schemas(app: FastAPI) -> None:
-    """Have /openapi.json define all bodies and answers."""
-    plain = app.openapi
+    def operation(
+        self,
+        bodies: tuple[type[BaseModel], ...],
+        answer: type[BaseModel] | None,
+        event: type[BaseModel] | None,
+        errors: tuple[int, ...],
+        guarded: bool,
+    ) -> dict[str, Any]:
+        """What a route takes (one of `bodies`, or nothing) and gives: `answer` as JSON (None: plain text), with `event`
+        also a stream of server-sent events, or an error. `guarded`: it asks for the API key."""
+        self._bodies += bodies
+        self._answers += [kind for kind in (answer, event) if kind is not None]
+        content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+        if answer is not None:
+            content = {"application/json": {"schema": _ref(answer)}}
+        if event is not None:
+            name = event.__name__
+            what = f"Events `data: ` with a {name} each, then `data: [DONE]`; an ErrorAnswer ends a stream that failed."
+            content["text/event-stream"] = {
+                "schema": {"type": "string", "description": what, "x-event-schema": _ref(event)}
+            }
+        envelope = {"application/json": {"schema": _ref(ErrorAnswer)}}
+        responses: dict[str, Any] = {"200": {"description": "It worked.", "content": content}}
+        for status in errors:
+            responses[str(status)] = {"description": ERRORS[status], "content": envelope}
+        described: dict[str, Any] = {"responses": responses}
+        if bodies:
+            described["requestBody"] = {"required": True, "content": {"application/json": {"schema": _one_of(bodies)}}}
+        if guarded:
+            described["security"] = [{SECURITY: []}]
+        return described
 
-    def openapi() -> dict[str, Any]:
-        description = plain()
-        for operations in description["paths"].values():
-            for described in operations.values():
-                described["responses"].pop("422", None)  # FastAPI's own answer to bad parameters, of which none can be
-        _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF)
-        _, answers = models_json_schema([(answer, "serialization") for answer in _ANSWERS], ref_template=_REF)
-        components = description.setdefault("components", {})
-        components["schemas"] = bodies["$defs"] | answers["$defs"]
-        components["securitySchemes"] = {SECURITY: {"type": "http", "scheme": "bearer"}}
-        return description
+    def install(self, app: FastAPI) -> None:
+        """Have /openapi.json define all bodies and answers of the routes."""
+        plain = app.openapi
 
-    app.openapi = openapi  # type: ignore[method-assign]
+        def openapi() -> dict[str, Any]:
+            description = plain()
+            for operations in description["paths"].values():
+                for described in operations.values():
+                    described["responses"].pop("422", None)  # FastAPI's own answer to bad parameters: here it is 400
+            _, bodies = models_json_schema([(body, "validation") for body in self._bodies], ref_template=_REF)
+            _, answers = models_json_schema([(answer, "serialization") for answer in self._answers], ref_template=_REF)
+            components = description.setdefault("components", {})
+            components["schemas"] = bodies["$defs"] | answers["$defs"]
+            components["securitySchemes"] = {SECURITY: {"type": "http", "scheme": "bearer"}}
+            return description
+
+        app.openapi = openapi  # type: ignore[method-assign]

@@ -229,6 +229,14 @@ def test_what_needs_no_key_is_one_list_in_code_and_docs(engine: FakeEngine) -> N
     assert sorted(re.findall(r"`(/[^`]*)`", listed)) == sorted(OPEN_PATHS)
 
 
+def test_the_page_of_the_api_lists_every_path_of_it(described: dict[str, Any]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    listed = re.findall(r"`(?:GET |POST )?(/[^`?]*)", "".join(re.findall(r"^\| (`[A-Z]+ /.*?) \|", page, re.MULTILINE)))
+    assert sorted(re.sub(r"{.*?}", "{}", path) for path in described["paths"]) == sorted(
+        re.sub(r"{.*?}", "{}", path) for path in listed
+    )
+
+
 def paths_of(app: Any) -> list[tuple[str, list[str]]]:
     """Every path of the application, with its methods; those of FastAPI's own pages, too."""
     described = [(path, [*operations]) for path, operations in app.openapi()["paths"].items()]
