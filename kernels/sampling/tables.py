@@ -34,7 +34,7 @@ class Feature(IntFlag):
     MIN_P = 64
 
 
-ALL_FEATURES = Feature(127)
+ALL_FEATURES = Feature(sum(Feature))
 LOGIT_FEATURES = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS
 """Those that change logits before the argmax."""
 FILTERS = Feature.TOP_K | Feature.TOP_P | Feature.MIN_P

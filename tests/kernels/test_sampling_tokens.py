@@ -173,7 +173,7 @@ def test_penalties(seed, repetition, frequency, presence, prompt, generated, dra
     for token in prompt:
         tables.seen_SV[0, token] |= 1
     out = generated + drafts[:window]
-    repetition, frequency, presence = tables.real_SF[0, [3, 4, 5]].tolist()
+    repetition, frequency, presence = tables.real_SF[0, [*real]].tolist()
     expected = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + out]).long(), logits.clone())
     for token in set(out):
         expected[0, token] -= out.count(token) * frequency + presence

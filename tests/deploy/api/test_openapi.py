@@ -18,6 +18,7 @@ from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
 from deploy.api.front import OPEN_PATHS
+from deploy.api.protocol import GenerationBody
 from deploy.config.api import ApiConfig
 from workers.protocol.plan import TopLogprobs
 from workers.protocol.report import SelfTestReport
@@ -235,6 +236,14 @@ def test_the_page_of_the_api_lists_every_path_of_it(described: dict[str, Any]) -
     assert sorted(re.sub(r"{.*?}", "{}", path) for path in described["paths"]) == sorted(
         re.sub(r"{.*?}", "{}", path) for path in listed
     )
+
+
+def test_the_page_of_the_api_lists_every_field_of_generation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    [listed] = re.findall(r"^Both generating endpoints take (.*?)\n\n", page, re.MULTILINE | re.DOTALL)
+    assert {
+        name.split(".")[0] for name in re.findall(r"`(\w[\w.]*)`", listed)
+    } >= GenerationBody.model_fields.keys() - {"model"}
 
 
 def paths_of(app: Any) -> list[tuple[str, list[str]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from replica import Replica
@@ -13,6 +13,7 @@ from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
 from workers.protocol.prompt import Prompt
 from workers.scheduler import Scheduler, max_pages_per_row
+from workers.scheduler.intake import RANGES
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,10 @@ def test_impossible_requests_are_refused_with_the_reason(
     assert not refusal.overloaded
     assert scheduler.idle
     assert scheduler.cancel("a") == ()
+
+
+def test_every_real_parameter_has_a_range() -> None:
+    assert RANGES.keys() == {name for name, kind in get_type_hints(SamplingParams).items() if kind is float}
 
 
 def test_what_is_just_possible_is_taken() -> None:

@@ -157,6 +157,7 @@ MIXED = [
     SamplingParams(60, temperature=0.0, stop_ids=(1, 2, 3, 4, 5), min_tokens=17),
     SamplingParams(60, temperature=1.0, seed=6, stop_ids=(0, 7, 8, 9), min_tokens=9, presence_penalty=1.5, top_k=9),
     SamplingParams(60, temperature=1e-3, seed=7),
+    # New ones come last: `test_the_window_matters` knows these by their places.
 ]
 PROMPTS = [(slot % VOCAB, (5 * slot) % VOCAB, 3) for slot in range(len(MIXED))]
 

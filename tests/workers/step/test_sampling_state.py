@@ -47,11 +47,13 @@ EVERYTHING = SamplingParams(
     stop_ids=tuple(range(10, 50)),
     min_tokens=40,
 )
+GREEDY = SamplingParams(9, temperature=0.0)
+PENALISED = SamplingParams(9, temperature=0.0, repetition_penalty=1.3)
 TENANTS = [
-    SamplingParams(9, temperature=0.0),
+    GREEDY,
     SamplingParams(9, temperature=1.0, seed=3),
     SamplingParams(9, temperature=1.0, seed=3, top_k=20),
-    SamplingParams(9, temperature=0.0, repetition_penalty=1.3),
+    PENALISED,
     SamplingParams(9, temperature=0.0, frequency_penalty=0.5),
     SamplingParams(9, temperature=0.0, logit_bias=((3, 5.0),)),
     SamplingParams(9, temperature=0.0, stop_ids=(4,), min_tokens=2),
@@ -115,7 +117,7 @@ def test_rows_of_prompts_and_decodes_have_their_own_slots():
 
 
 def test_only_prompts():
-    state = state_with(TENANTS[0], TENANTS[3], history=(1,))
+    state = state_with(GREEDY, PENALISED, history=(1,))
     logits = random_logits(2)
     layout = BatchLayout(3, 0, (4, 4), (True, True))
     tokens = state.target_tokens(logits, layout, torch.tensor([1, 0]), torch.empty(0, 3).long(), torch.tensor([4, 4]))
@@ -268,13 +270,13 @@ def test_too_many_stop_ids():
 
 
 def test_counts_are_allocated_when_needed_or_when_told():
-    state = state_with(TENANTS[0], TENANTS[2])
+    state = state_with(GREEDY, SamplingParams(9, temperature=1.0, seed=3, top_k=20))
     assert state.tables.seen_SV.numel() == 0
-    told = state_with(TENANTS[0])
+    told = state_with(GREEDY)
     told.allocate(1)
     assert told.tables.seen_SV.shape == (2, VOCAB)
     state.commit(torch.tensor([0]), torch.tensor([[3]]), torch.tensor([1]))
-    state.admit([Admission(1, TENANTS[3], 0, (1,))])
+    state.admit([Admission(1, PENALISED, 0, (1,))])
     assert state.tables.seen_SV.shape == (3, VOCAB)
 
 
