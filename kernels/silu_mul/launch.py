@@ -16,6 +16,8 @@ def silu_mul(gate_up_TF: Tensor, out_TI: Tensor, *, dependent: bool = False) -> 
     tokens, features = out_TI.shape
     if not tokens:
         return
+    if gate_up_TF.stride(1) != 1 or out_TI.stride(1) != 1 or gate_up_TF.shape != (tokens, 2 * features):
+        raise ValueError(f"features lie side by side, twice {features} of {tokens} tokens, not {gate_up_TF.shape}")
     block = min(triton.next_power_of_2(features), 1024)
     kernel.silu_mul[(tokens, triton.cdiv(features, block))](
         gate_up_TF,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.silu_mul import silu_mul
+from kernels.silu_mul import launch, silu_mul
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +57,10 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     gate, up = gate_up.double().chunk(2, -1)
     atol, rtol = TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), gate / (1 + (-gate).exp()) * up, atol=atol, rtol=rtol)
+
+
+def test_the_gates_launcher_refuses_what_its_kernel_cannot_read() -> None:
+    x = torch.empty(20, 20)
+    for gate_up, out in ((x.t(), x[:, :10]), (x, x[:10].t()), (x[:, :18], x[:, :10]), (x[:6], x[:, :10])):
+        with pytest.raises(ValueError, match="side by side"):
+            launch.silu_mul(gate_up, out)
