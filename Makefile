@@ -5,6 +5,7 @@ MODEL ?= demo
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -12,11 +13,15 @@ export TOKENIZERS_PARALLELISM ?= false
 
 setup: $(READY)
 
-# The exact torch first: asked for by a range it would bring gigabytes of CUDA packages where they are of no use.
+# Without a GPU the exact torch: asked for by a range it would bring gigabytes of CUDA packages where they are of no use.
+# With one, or where pip finds that torch with CUDA alone, which goes with another Triton, the torch that goes with ours.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy triton
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	cp constraints.txt $(VENV)
+	! nvidia-smi -L >/dev/null 2>&1 && $(INSTALL) torch numpy triton || { \
+	  echo "taking the build of torch with CUDA: gigabytes are downloaded"; \
+	  sed -i '/^torch=/d' $(VENV)/constraints.txt && $(INSTALL) torch numpy triton; }
+	$(INSTALL) -e '.[dev]'
 	touch $(READY)
 
 serve: $(READY)

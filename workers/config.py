@@ -83,5 +83,7 @@ class EngineConfig(BaseModel):
         if path.is_file():
             raise FileNotFoundError(f"{path} is a file, not a model folder: give its folder, {path.parent}")
         if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} is not a model folder: it has no config.json")
+            raise FileNotFoundError(
+                f"{path} is not a model folder: it has no config.json. Give the folder that a model was downloaded to"
+            )
         return path

@@ -112,7 +112,7 @@ def _lines(config: EngineConfig, gpu: str, plan: MemoryPlan, change: Change | No
         requests = f"{plan.rows:,} request{'s' * (plan.rows > 1)}"
         return [*lines, f"fits: {requests} of {plan.asked_context:,} tokens at once{most}"]
     if plan.context >= 2:
-        why = f"the cache holds {plan.context:,} tokens of a request, not {plan.asked_context:,}"
+        why = f"the longest request that fits has {plan.context:,} tokens, not {plan.asked_context:,}"
     else:
         why = f"{gib(max(0, 2 * plan.page_bytes - plan.room)).strip()} are missing before the cache holds anything"
     with_change = f"fits with {change.words}" if change else "no change of ranks or GPUs known here makes it fit"

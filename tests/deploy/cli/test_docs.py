@@ -51,16 +51,15 @@ def test_flags_of_the_examples_exist(command, name, line, monkeypatch):
 
 
 README = DOCS.parent / "README.md"
-BF16 = set(
-    re.findall(r"DeepSeek-[\w.-]+", "".join(re.findall(r"^\|(.*)\| bf16,", (DOCS / "models.md").read_text(), re.M)))
-)
+TABLE = re.findall(r"^\|(.*)\| (?:bf16|FP8|INT4),", (DOCS / "models.md").read_text(), re.MULTILINE)
+PUBLISHED = set(re.findall(r"[\w.-]+", " ".join(TABLE)))
 
 
 def test_commands_show_models_that_are_published_in_a_format_that_is_read(command):
-    """Where a command names a checkpoint, it is one that docs/models.md lists in bf16."""
+    """Where a command names a checkpoint, it is one that docs/models.md lists."""
     commands = ("serve", "generate", "fit", "selftest", "bench latency", "bench http")
     shown = [page.read_text() for page in (README, *DOCS.glob("*.md"))]
     shown += [command(*name.split(), "--help").out for name in commands]
-    named = re.findall(r"(?:--model |MODEL=)\S*?([\w.-]*(?:DeepSeek|Kimi|Moonlight)[\w.-]*)", "\n".join(shown))
+    named = re.findall(r"(?:--model |MODEL=)\S*?([\w.-]*(?:DeepSeek|Kimi|Moonlight|GLM)[\w.-]*)", "\n".join(shown))
     assert len(named) > 5
-    assert {name.lstrip(".") for name in named} <= BF16
+    assert {name.lstrip(".") for name in named} <= PUBLISHED
