@@ -96,7 +96,11 @@ class Tokenizer:
         # The base class takes tokenizer.json as it is; the class a folder names may rebuild it by other rules.
         from transformers import PreTrainedTokenizerFast
 
+        from deploy.text import tiktoken
+
         try:
+            if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES if name != tiktoken.VOCABULARY):
+                return cls(tiktoken.load(Path(folder)))
             return cls(PreTrainedTokenizerFast.from_pretrained(str(folder)))
         except Exception as error:
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
