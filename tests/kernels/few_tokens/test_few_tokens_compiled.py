@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from kernels.few_experts import ChosenExperts
+from kernels.few_experts import fp8_launch as fp8_experts_launch
 from kernels.few_experts import launch as experts_launch
+from kernels.halve import Halved
+from kernels.halve import launch as halve_launch
 from kernels.head_linear import launch as head_launch
-from kernels.linear import launch
+from kernels.linear import fp8_launch, launch
 from kernels.matrix import BlockScaled
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
 from kernels.pending_norm import PendingNorm, launch_enter
 from kernels.routing_rule import RoutingRule
-from tests.support.hopper import compile_only, resources
+from tests.support.hopper import compile_only, instructions, resources
 
 pytestmark = pytest.mark.gate
 
@@ -56,6 +59,7 @@ MODELS = {
     "k2 on 8 ranks": Model(7168, 8, 1536, 512, 64, 128, 128, 2304, 256, 1, 384, 8, K2_ROUTING, 20480),
     "demo": Model(192, 8, 96, 64, 16, 32, 32, 640, 128, 1, 8, 2, K2_ROUTING, 4096),
 }  # fmt: skip
+V3 = Model(7168, 128, 1536, 512, 64, 128, 128, 18432, 2048, 1, 256, 8, V3_ROUTING, 129280)
 CASES = [("v2-lite", tokens) for tokens in (1, 2, 4, 8)] + [("v3 on 8 ranks", 8)] + [(name, 16) for name in MODELS]
 """Most kernels are the same for 1 to 8 tokens, and all for 9 to 16, which need the most."""
 
@@ -214,6 +218,42 @@ def test_fp8_weights(name: str, tokens: int) -> None:
     gate(lambda: experts_launch.gate_up(x, choice, gate_up, chosen, dependent=True), 168)
     acts = (chosen, choice, down_up)
     gate(lambda: experts_launch.down(*acts, after.x_TE, residual, norm, after.square_TP, dependent=True), 128)
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("name", ["v3", "v3 on 8 ranks", "k2 on 8 ranks"])
+def test_fp8_weights_that_the_copy_engine_fetches(name: str, tokens: int) -> None:
+    m = V3 if name == "v3" else MODELS[name]
+    x, after = (PendingNorm.empty(tokens, m.hidden, 1e-6, BF16, empty) for _ in range(2))
+    residual, norm = empty(tokens, m.hidden, dtype=FP32), empty(m.hidden)
+    stored, act = m.experts + m.shared, empty(tokens * (m.chosen + m.shared), m.expert)
+    gate_up, down = fp8(stored, 2 * m.expert, m.hidden), fp8(stored, m.hidden, m.expert)
+    choice = ChosenExperts.empty(tokens, m.experts, m.chosen, empty)
+    dense, rows = Halved.empty(empty(tokens, m.dense), empty), Halved.empty(act, empty)
+    with compile_only() as compiled:
+        fp8_experts_launch.gate_up(x, choice, m.shared, gate_up, act, dependent=True)
+        fp8_launch.fp8_gate_up(x, fp8(2 * m.dense, m.hidden), dense.half_TF, dependent=True)
+        halve_launch.halve(act, rows.half_TF, rows.unit_T, dependent=True)
+        into = (after.x_TE, residual, norm, after.square_TP)
+        fp8_experts_launch.down(rows, choice, m.shared, down, *into, dependent=True)
+        fp8_experts_launch.down(rows, choice, m.shared, down, after.x_TE, dependent=True)
+        weight = fp8(m.hidden, m.dense)
+        options = {"residual_TF": residual, "norm": norm, "next": after, "dependent": True}
+        fp8_launch.fp8_linear(dense, weight, after.x_TE, **options)
+        fp8_launch.fp8_linear(dense, weight, after.x_TE, dependent=True)
+    for kernel in compiled:
+        found = resources(kernel)
+        found.check()
+        assert (found.waits, found.releases) == (True, True)
+        assert "cp.async.ca" not in kernel.asm["ptx"]
+        if found.name != "halve":
+            used = instructions(kernel)
+            # One instruction makes fp16 of two numbers: a tile of 16 x 16 has four of them a thread, and one product.
+            assert "UTMALDG" in used
+            assert 4 * used["HMMA"] <= used["F2FP"] <= 4 * used["HMMA"] + 64 * (2 * tokens > 8) + 128
+            assert used["HMUL2"] == 0
+    # Of products without a norm before them several programs stand on a multiprocessor.
+    assert all(2 * (resources(kernel).shared + 1024) <= 228 * 1024 for kernel in compiled[2:])
 
 
 @pytest.mark.parametrize(("name", "tokens"), CASES)
