@@ -1,9 +1,9 @@
 """Rows in fp16, each with a power of two: the form in which FP8 weights are multiplied by few tokens.
 
-The tensor cores of Hopper multiply FP8 by FP8 alone, but one instruction makes fp16 of two FP8 numbers. So that rows in
-bf16 lose nothing in fp16, whose exponents are fewer, each is multiplied by a power of two that brings its largest number to
-between 2^14 and 2^15. Numbers above 2^-31 of the largest are then exact; those below are off by at most 2^-39 of it,
-less than what sums in fp32 lose.
+The tensor cores of Hopper multiply FP8 by FP8 alone, but one instruction makes fp16 of two FP8 numbers. fp16 has fewer
+exponents than bf16. So each row is multiplied by a power of two that brings its largest number to between 2^14 and
+2^15. Numbers above 2^-31 of the largest are then exact; those below are off by at most 2^-39 of it, less than what sums
+in fp32 lose.
 
 Shape legend: T rows, F features.
 """
