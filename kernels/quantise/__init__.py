@@ -1,0 +1,43 @@
+"""Activations in FP8 (e4m3), with a scale for each token and 128 features, as DeepSeek-V3 multiplies them
+(arXiv:2412.19437, section 3.3).
+
+Shape legend: T tokens, K features, G = K / 128 groups of neighbouring features, the last one maybe of fewer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.quantise import launch, reference
+from kernels.quantise.reference import GROUP, LEAST_SCALE, MOST
+
+__all__ = ["GROUP", "LEAST_SCALE", "MOST", "quantise"]
+
+
+def quantise(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool = False) -> None:
+    """x[t, k] is about out[t, k] * scale[t, k // 128], where the largest number of a group becomes 448, the largest of
+    e4m3.
+
+    A scale is the largest magnitude of its group divided by 448 in fp32, or `LEAST_SCALE` where that is more: so groups
+    of zeros need no case of their own, and no reciprocal overflows. A number is multiplied by the reciprocal of its
+    scale, in fp32, and rounded to e4m3, to the nearest and ties to even. NaN stays NaN and does not count for the
+    scale; a group that holds an infinite number stands for infinite numbers and NaN.
+
+    - `x_TK`: floats whose rows may be strided. `out_TK`: float8_e4m3fn, contiguous.
+    - `scale_TG`: fp32, of any strides: products of torch want its columns contiguous.
+    - `dependent`: programmatic dependent launch, see `launch`.
+
+    ValueError where shapes or dtypes do not fit.
+    """
+    tokens, features = x_TK.shape
+    if out_TK.shape != x_TK.shape or out_TK.dtype != torch.float8_e4m3fn or not out_TK.is_contiguous():
+        raise ValueError(f"{tuple(x_TK.shape)} numbers do not go into {tuple(out_TK.shape)} of {out_TK.dtype}")
+    if scale_TG.shape != (tokens, -(-features // GROUP)) or scale_TG.dtype != torch.float32:
+        raise ValueError(f"scales of {tuple(x_TK.shape)} numbers are not {tuple(scale_TG.shape)} of {scale_TG.dtype}")
+    if x_TK.stride(1) != 1:
+        raise ValueError("a token's features lie side by side")
+    if x_TK.is_cuda:
+        launch.quantise(x_TK, out_TK, scale_TG, dependent=dependent)
+    else:
+        reference.quantise(x_TK, out_TK, scale_TG)

@@ -1,0 +1,44 @@
+"""Launches the quantisation of activations. Allocates nothing and waits for nothing, so it may be captured into a CUDA
+graph.
+
+`dependent` launches with programmatic dependent launch (compute capability 9.0 and above). It is always safe.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+from torch import Tensor
+
+from kernels.quantise import kernel
+from kernels.quantise.reference import GROUP, LEAST_SCALE, MOST
+
+GROUPS: Final = 8
+"""Groups of a program."""
+WARPS: Final = 2
+"""So a thread has two pieces of 16 bytes on their way."""
+
+
+def quantise(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool = False) -> None:
+    """See `kernels.quantise.quantise`."""
+    tokens, features = x_TK.shape
+    if not tokens:
+        return
+    groups = min(triton.next_power_of_2(triton.cdiv(features, GROUP)), GROUPS)
+    kernel.quantise[(tokens, triton.cdiv(features, groups * GROUP))](
+        x_TK,
+        out_TK,
+        scale_TG,
+        scale_TG.stride(0),
+        scale_TG.stride(1),
+        X_STRIDE=x_TK.stride(0),
+        FEATURES=features,
+        GROUP=GROUP,
+        GROUPS=groups,
+        MOST=MOST,
+        LEAST_SCALE=LEAST_SCALE,
+        DEPENDENT=dependent,
+        num_warps=WARPS,
+        **({"launch_pdl": True} if dependent else {}),
+    )

@@ -1,0 +1,25 @@
+"""Reference of `kernels.quantise` in plain torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch.nn.functional as F
+from torch import Tensor
+
+GROUP: Final = 128
+"""Features that share a scale."""
+MOST: Final = 448.0
+"""The largest number of e4m3."""
+LEAST_SCALE: Final = 2.0**-120
+
+
+def quantise(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor) -> None:
+    """See `kernels.quantise.quantise`."""
+    features = x_TK.shape[1]
+    x_TGk = F.pad(x_TK.float(), (0, -features % GROUP)).view(*scale_TG.shape, GROUP)
+    most_TG = x_TGk.abs().where(~x_TGk.isnan(), 0).amax(-1)
+    scale_TG.copy_((most_TG / MOST).clamp(min=LEAST_SCALE))
+    # What the reciprocal's rounding may carry beyond the largest number would become NaN in torch's conversion.
+    number_TGk = (x_TGk * (1 / scale_TG).unsqueeze(-1)).clamp(-MOST, MOST)
+    out_TK.copy_(number_TGk.flatten(1)[:, :features].to(out_TK.dtype))
