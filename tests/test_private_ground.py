@@ -22,6 +22,7 @@ TRITON, TORCH, RAY = "Triton 3.6", "torch 2.11 to 2.13", "Ray 2.60.0"
 LEANING = {
     "kernels/ahead.py": (TRITON,),
     "kernels/launcher.py": (TRITON,),
+    "kernels/linear/rounded.py": (TORCH,),
     "kernels/moe/__init__.py": (TRITON,),
     "kernels/moe/hopper.py": (TRITON,),
     "kernels/operators.py": (TORCH,),

@@ -14,6 +14,7 @@ from kernels.hopper import is_hopper, multiprocessors
 from kernels.linear import fp8_launch, launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
+from kernels.linear.rounded import multiplies_rounded, rounded_linear, takes_rounded
 from kernels.linear.stream import ROWS
 from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm.pieces import PendingNorm
@@ -26,9 +27,12 @@ __all__ = [
     "halved",
     "linear",
     "linear_to_residual",
+    "multiplies_rounded",
     "normed_linear",
     "part_linear",
     "parts_of",
+    "rounded_linear",
+    "takes_rounded",
 ]
 
 

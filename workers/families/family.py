@@ -37,14 +37,22 @@ class Family(ABC):
         return [r"rotary_emb\.inv_freq$"]
 
     def model(
-        self, source: WeightSource, config: ModelConfig, *, max_positions: int, draft_layer: bool, invariant: bool
+        self,
+        source: WeightSource,
+        config: ModelConfig,
+        *,
+        max_positions: int,
+        draft_layer: bool,
+        invariant: bool,
+        rounds: bool = False,
     ) -> Model:
-        """The whole model on one rank, and with `draft_layer` the drafter that its checkpoint has."""
+        """The whole model on one rank, and with `draft_layer` the drafter that its checkpoint has. `rounds`: see
+        `Ways`."""
         from workers.drafters.mtp import Mtp
         from workers.models.model import Model
         from workers.models.ways import Ways
 
-        ways = Ways(config, source.group, source.formats, invariant=invariant)
+        ways = Ways(config, source.group, source.formats, invariant=invariant, rounds=rounds)
         layer = partial(self.layer, source, config, invariant=invariant)
         model = Model(source, config, ways, layer, max_positions)
         if draft_layer:

@@ -30,13 +30,16 @@ def load_model(
     progress: Callable[[str], None] | None = None,
     draft_layer: bool = True,
     invariant: bool = False,
+    rounds: bool = False,
 ) -> Model:
     """Load this rank's share of the model in `folder`. Collective: call it on every rank of `group`.
 
     `max_positions`: positions that a token may have, those of steps that overshoot a request's end included. `progress`
     gets a line every few seconds, and one where a matrix cannot be kept as it is stored. Without `draft_layer`, a
     multi-token-prediction layer in the checkpoint is left on the disk; a checkpoint may also lack the one its config
-    declares. `invariant`: a token's logits are bitwise the same in any batch and on 1, 2, 4 or 8 ranks.
+    declares. `invariant`: a token's logits are bitwise the same in any batch and on 1, 2, 4 or 8 ranks. `rounds`:
+    outside of that mode many tokens may be rounded to FP8 where weights are stored so, on GPUs that multiply such
+    numbers.
 
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
@@ -51,7 +54,12 @@ def load_model(
         told = LoadingProgress(census.bytes, progress)
         with CheckpointReader(checkpoint, group, dtype, device, told, family.tensor) as reader:
             model = family.model(
-                reader, config, max_positions=max_positions, draft_layer=draft_layer, invariant=invariant
+                reader,
+                config,
+                max_positions=max_positions,
+                draft_layer=draft_layer,
+                invariant=invariant,
+                rounds=rounds,
             )
             reader.settle()
         told.end()

@@ -14,8 +14,19 @@ from torch import Tensor
 from kernels import moe
 from kernels.dependent import launches_dependently
 from kernels.dequantise import dequantise
-from kernels.linear import MOST_STREAMED, grouped_linear, linear, part_linear, parts_of
+from kernels.linear import (
+    MOST_STREAMED,
+    grouped_linear,
+    linear,
+    multiplies_rounded,
+    part_linear,
+    parts_of,
+    rounded_linear,
+    takes_rounded,
+)
+from kernels.matrix import BlockScaled, Matrix
 from kernels.moe import AddNorm
+from kernels.quantise import GROUP, quantise
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
@@ -27,6 +38,8 @@ MOST_DEPENDENT: Final = 512
 """Most tokens whose small kernels are launched dependently."""
 ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
+FEWEST_ROUNDED: Final = 32
+"""Fewest tokens that are rounded to FP8 for products with FP8 weights, where that is allowed."""
 
 
 def plain(weight_FE: Weight, dtype: torch.dtype, scratch: Scratch) -> Tensor:
@@ -42,8 +55,9 @@ def plain(weight_FE: Weight, dtype: torch.dtype, scratch: Scratch) -> Tensor:
 class ManyTokens(TokenWise[Tensor]):
     """For any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream."""
 
-    def __init__(self, group: TensorParallel) -> None:
-        self.group = group
+    def __init__(self, group: TensorParallel, *, rounds: bool = False) -> None:
+        """`rounds`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such weights."""
+        self.group, self.rounds = group, rounds
 
     def residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
         """See `TokenWise`."""
@@ -65,7 +79,28 @@ class ManyTokens(TokenWise[Tensor]):
     ) -> None:
         """See `TokenWise`."""
         with scratch.scope():
-            linear(x, plain(weight_FE, x.dtype, scratch), out_TF, dependent=dependent)
+            weight = weight_FE.matrix
+            if not self._rounded(x, weight, out_TF):
+                linear(x, plain(weight_FE, x.dtype, scratch), out_TF, dependent=dependent)
+                return
+            assert isinstance(weight, BlockScaled)
+            tokens, features = x.shape
+            number_TE = scratch.empty(tokens, features, dtype=torch.float8_e4m3fn)
+            scale_TG = scratch.empty(features // GROUP, tokens, dtype=torch.float32).t()
+            quantise(x, number_TE, scale_TG)
+            rounded_linear(number_TE, scale_TG, weight, out_TF)
+
+    def _rounded(self, x: Tensor, weight: Matrix, out_TF: Tensor) -> bool:
+        """Whether a product takes activations in FP8."""
+        return (
+            self.rounds
+            and isinstance(weight, BlockScaled)
+            and x.shape[0] >= FEWEST_ROUNDED
+            and x.dtype == out_TF.dtype == torch.bfloat16
+            and out_TF.is_contiguous()
+            and multiplies_rounded(x.device)
+            and takes_rounded(x.shape[0], weight)
+        )
 
     def latent_linear(
         self, x: Tensor, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
@@ -88,8 +123,7 @@ class ManyTokens(TokenWise[Tensor]):
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""
         part_TE = self.group.part(out)
-        with scratch.scope():
-            linear(x_TF, plain(weight_EF, x_TF.dtype, scratch), part_TE)
+        self.linear(x_TF, weight_EF, part_TE, scratch)
         self.group.all_reduce(part_TE, out)
         self.add_norm(out, norm, out)
 

@@ -27,15 +27,22 @@ class Ways:
     """The ways of one model on one rank."""
 
     def __init__(
-        self, config: ModelConfig, group: TensorParallel, formats: Collection[Format] = (), *, invariant: bool
+        self,
+        config: ModelConfig,
+        group: TensorParallel,
+        formats: Collection[Format] = (),
+        *,
+        invariant: bool,
+        rounds: bool = False,
     ) -> None:
-        """`formats`: in which the model's matrices are stored; they may become more until it is built."""
+        """`formats`: in which the model's matrices are stored; they may become more until it is built. `rounds`:
+        whether many tokens may be rounded to FP8 where weights are stored so; invariant mode never does."""
         self.invariant = invariant
         """Whether a token's bits are the same in any batch, at any width and on any number of ranks."""
-        self.any: ManyTokens = InvariantTokens(group) if invariant else ManyTokens(group)
+        self.any: ManyTokens = InvariantTokens(group) if invariant else ManyTokens(group, rounds=rounds)
         """The way that any pass may take."""
         self._config, self._group, self._formats = config, group, formats
-        self._decode, self._few = DecodeTokens(group), FewTokens(group, dependent=True)
+        self._decode, self._few = DecodeTokens(group, rounds=rounds), FewTokens(group, dependent=True)
 
     def of(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> TokenWise[Any]:
         """The fastest way for a pass with these rows, of a model in `dtype`. In invariant mode there is one."""

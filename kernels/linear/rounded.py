@@ -1,0 +1,90 @@
+"""Products of activations and weights that are both in FP8, on the tensor cores that multiply such numbers.
+
+Written for torch 2.11 to 2.13. What multiplies with scales for 128 numbers, and writes into memory that is given, is
+private to it. Without it, and on other GPUs than Hopper's, the callers dequantize the weights, as they do for sizes
+that it does not take.
+
+Shape legend: T tokens, E input features, F output features, G = E / 128 groups of input features.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.hopper import is_hopper
+from kernels.matrix import BlockScaled
+from kernels.private_ground import PrivateGround
+
+BLOCK: Final = 128
+"""Rows and features of a block of weights, features of a group of activations."""
+_MULTIPLIED: Final = PrivateGround(
+    "torch",
+    (
+        "torch.ops.aten._scaled_mm_v2.out",
+        "torch.nn.functional.ScalingType.BlockWise1x128",
+        "torch.nn.functional.ScalingType.BlockWise128x128",
+    ),
+    "weights in FP8 are dequantized before each product of many tokens, which takes about twice as long",
+)
+
+
+@cache
+def multiplies_rounded(device: torch.device) -> bool:
+    """Whether `rounded_linear` runs on a GPU, faster than its reference: on Hopper's, with CUDA 12.9 and above."""
+    if not is_hopper(device):
+        return False
+    version = tuple(int(number) for number in (torch.version.cuda or "0.0").split(".")[:2])
+    return version >= (12, 9) and _MULTIPLIED.there()
+
+
+def takes_rounded(tokens: int, weight_FE: BlockScaled) -> bool:
+    """Whether `rounded_linear` takes these sizes. Scales of a row of blocks have to begin at multiples of 16 bytes, as
+    have those of a group of so many tokens, and the numbers of a row."""
+    features, depth = weight_FE.shape
+    whole = (weight_FE.rows, weight_FE.features) == (BLOCK, BLOCK)
+    return whole and depth % (4 * BLOCK) == 0 and features % 16 == 0 and tokens % 16 == 0
+
+
+def rounded_linear(x_TE: Tensor, scale_TG: Tensor, weight_FE: BlockScaled, out_TF: Tensor) -> None:
+    """out = x · weight^T of activations as `kernels.quantise` leaves them: every 128 products are summed by the tensor
+    cores, multiplied by the scales of both, and added up in fp32; then rounded once to bf16.
+
+    `x_TE` is float8_e4m3fn and contiguous, as is `out_TF`, which is bf16; columns of `scale_TG` (fp32) are contiguous
+    and lie side by side. A token's result may depend on how many others there are. ValueError for sizes that
+    `takes_rounded` refuses.
+    """
+    if not takes_rounded(x_TE.shape[0], weight_FE):
+        raise ValueError(f"{tuple(x_TE.shape)} rounded activations are not multiplied with {weight_FE.shape}")
+    if scale_TG.stride() != (1, x_TE.shape[0]) or not out_TF.is_contiguous() or not x_TE.is_contiguous():
+        raise ValueError("scales lie column by column, activations and results row by row")
+    if not x_TE.is_cuda:
+        _reference(x_TE, scale_TG, weight_FE, out_TF)
+        return
+    torch.ops.aten._scaled_mm_v2.out(
+        x_TE,
+        weight_FE.data.t(),
+        [scale_TG],
+        [F.ScalingType.BlockWise1x128.value],
+        [],
+        [weight_FE.scales.t()],
+        [F.ScalingType.BlockWise128x128.value],
+        [],
+        None,
+        out_TF.dtype,
+        out=out_TF,
+    )
+
+
+def _reference(x_TE: Tensor, scale_TG: Tensor, weight_FE: BlockScaled, out_TF: Tensor) -> None:
+    sum_TF = torch.zeros(out_TF.shape)
+    scale_FG = weight_FE.scales.repeat_interleave(BLOCK, 0)[: weight_FE.shape[0]]
+    for group in range(scale_TG.shape[1]):
+        features = slice(group * BLOCK, (group + 1) * BLOCK)
+        part_TF = x_TE[:, features].float() @ weight_FE.data[:, features].float().t()
+        sum_TF += part_TF * scale_TG[:, group, None] * scale_FG[:, group]
+    out_TF.copy_(sum_TF)

@@ -1,0 +1,72 @@
+"""Products of rounded activations on a CPU, and which sizes they take."""
+
+import pytest
+import torch
+from rounded_case import SIZES, case, check
+
+from kernels.linear import multiplies_rounded, rounded, rounded_linear, takes_rounded
+from kernels.matrix import BlockScaled
+
+
+def weight(rows: int, features: int, block: tuple[int, int] = (128, 128)) -> BlockScaled:
+    scales = torch.ones(-(-rows // block[0]), -(-features // block[1]))
+    return BlockScaled(torch.zeros(rows, features).to(torch.float8_e4m3fn), scales, *block)
+
+
+@pytest.mark.parametrize(("tokens", "features", "outputs"), SIZES)
+def test_reference(tokens: int, features: int, outputs: int) -> None:
+    number, scale, matrix = case(tokens, features, outputs, "cpu")
+    out = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16)
+    rounded_linear(number, scale, matrix, out)
+    check(number, scale, matrix, out)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "matrix", "takes"),
+    [
+        (16, weight(128, 512), True),
+        (4096, weight(2112, 7168), True),
+        (4096, weight(7168, 2304), False),  # scales of a row of blocks begin off multiples of 16 bytes
+        (17, weight(128, 512), False),
+        (16, weight(72, 512), False),
+        (16, weight(128, 512, (64, 128)), False),
+        (16, weight(128, 512, (128, 64)), False),
+    ],
+)
+def test_sizes(tokens: int, matrix: BlockScaled, takes: bool) -> None:
+    assert takes_rounded(tokens, matrix) is takes
+    if not takes and tokens < 100:
+        number = torch.zeros(tokens, matrix.shape[1]).to(torch.float8_e4m3fn)
+        scale = torch.zeros(matrix.shape[1] // 128, tokens).t()
+        with pytest.raises(ValueError, match="are not multiplied"):
+            rounded_linear(number, scale, matrix, torch.zeros(tokens, matrix.shape[0], dtype=torch.bfloat16))
+
+
+def test_scales_row_by_row_are_refused() -> None:
+    number, scale, matrix = case(16, 512, 128, "cpu")
+    with pytest.raises(ValueError, match="column by column"):
+        rounded_linear(number, scale.contiguous(), matrix, torch.zeros(16, 128, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("hopper", "version", "there", "multiplies"),
+    [
+        (True, "12.9", True, True),
+        (True, "13.0", True, True),
+        (True, "12.8", True, False),
+        (True, "12.9", False, False),
+        (False, "13.0", True, False),
+    ],
+)
+def test_where_it_multiplies(
+    hopper: bool, version: str, there: bool, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounded, "is_hopper", lambda device: hopper)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(rounded._MULTIPLIED, "_found", there)
+    assert multiplies_rounded.__wrapped__(torch.device("cpu")) is multiplies
+
+
+def test_torch_has_what_is_needed() -> None:
+    """The versions that are supported do."""
+    assert rounded._MULTIPLIED.missing() == ""
