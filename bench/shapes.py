@@ -129,7 +129,9 @@ def model_of(
     torch.manual_seed(0)
     source, config = RandomWeights(device, dtype, form), parse_config(values)
     family = FAMILIES[config.model_type]
-    return family.model(source, config, max_positions=config.max_positions, draft_layer=width > 1, invariant=False)
+    return family.model(
+        source, config, max_positions=config.max_positions, draft_layer=width > 1, invariant=False, rounds=True
+    )
 
 
 class Case:

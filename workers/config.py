@@ -23,6 +23,9 @@ class EngineConfig(BaseModel):
     """Tokens a decode row feeds in one step: 1 + drafts. Ignored (1) when the model has no draft layer."""
     invariant: bool = False
     """A request's logits are bitwise the same alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower."""
+    activations: Literal["auto", "bf16"] = "auto"
+    """What products with FP8 weights take. auto: many tokens are rounded to FP8 on GPUs that multiply such numbers, but
+    not in invariant mode. bf16: nothing is rounded but what the checkpoint has rounded."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and cache. auto: bfloat16 on GPUs, float32 on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -47,6 +47,7 @@ def latency(
     width: options.Width = 3,
     tensor_parallel: options.TensorParallel = 1,
     invariant: options.Invariant = False,
+    activations: options.Activations = "auto",
     dtype: options.DType = "auto",
     device: options.Device = "auto",
     token_budget: Annotated[
@@ -90,6 +91,7 @@ def latency(
             model=model,
             width=width,
             invariant=invariant,
+            activations=activations,
             tensor_parallel=tensor_parallel,
             dtype=dtype,
             device=device,
@@ -151,7 +153,16 @@ async def _measure(
             except RuntimeError as error:
                 raise CommandFailure(str(error)) from None
         settings = config.model_dump(
-            include={"model", "dtype", "device", "tensor_parallel", "invariant", "token_budget", "graphs"}
+            include={
+                "model",
+                "dtype",
+                "device",
+                "tensor_parallel",
+                "invariant",
+                "activations",
+                "token_budget",
+                "graphs",
+            }
         )
         settings["width"] = info.max_width
         if json_output:

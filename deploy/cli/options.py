@@ -40,6 +40,15 @@ Invariant = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Activations = Annotated[
+    str,
+    typer.Option(
+        "--activations",
+        metavar="auto|bf16",
+        help="Multiplied with FP8 weights. auto: many tokens are rounded to FP8 where the GPU can. bf16: none are.",
+        rich_help_panel=ENGINE,
+    ),
+]
 DType = Annotated[
     str,
     typer.Option(
@@ -95,6 +104,16 @@ GivenInvariant = Annotated[
         "--invariant/--no-invariant",
         help="Bitwise the same logits alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower.",
         show_default="no-invariant",
+        rich_help_panel=ENGINE,
+    ),
+]
+GivenActivations = Annotated[
+    str | None,
+    typer.Option(
+        "--activations",
+        metavar="auto|bf16",
+        help="Multiplied with FP8 weights. auto: many tokens are rounded to FP8 where the GPU can. bf16: none are.",
+        show_default="auto",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -8,12 +8,13 @@ from typing import Any, Final
 import torch
 
 from kernels.dependent import launches_dependently
+from kernels.hopper import is_hopper
 from kernels.linear import MOST_STREAMED
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.invariant import InvariantTokens
-from workers.models.many_tokens import DecodeTokens, ManyTokens
+from workers.models.many_tokens import FEWEST_ROUNDED, DecodeTokens, ManyTokens
 from workers.models.token_wise import TokenWise
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Format
@@ -42,6 +43,7 @@ class Ways:
         self.any: ManyTokens = InvariantTokens(group) if invariant else ManyTokens(group, rounds=rounds)
         """The way that any pass may take."""
         self._config, self._group, self._formats = config, group, formats
+        self._rounds = rounds and not invariant
         self._decode, self._few = DecodeTokens(group, rounds=rounds), FewTokens(group, dependent=True)
 
     def of(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> TokenWise[Any]:
@@ -49,6 +51,16 @@ class Ways:
         if self.invariant or batch.decode is None or batch.prefill is not None:
             return self.any
         return self._few if self.takes_few(batch, dtype, device) else self._decode
+
+    def rounds(self, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether some products of a pass of up to so many tokens may take activations that are rounded to FP8."""
+        return (
+            self._rounds
+            and tokens >= FEWEST_ROUNDED
+            and Format.FP8_BLOCKS in self._formats
+            and dtype == torch.bfloat16
+            and is_hopper(device)
+        )
 
     def takes_few(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a pass of decode rows alone takes the way of few tokens."""

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
-from workers.cache.paged import PagedCache
 from workers.models.batch import Batch, PrefillBatch
 from workers.proof.ground import Ground
 from workers.proof.rows import Row
@@ -37,8 +36,11 @@ from workers.step.parts import StepOutput, StepParts
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest norm of the difference from the prefill path, as a share of the logits' norm. The two forms of attention
 round differently; a token that sees one entry too many or too few is off by far more."""
+ROUNDED = 0.3
+"""The same where activations are rounded to FP8. That moves every product by a fortieth of its norm, differently on
+either path, for a number that differs a little may become another one of FP8."""
 LAYERS = 27
-"""Up to so many layers `TOLERANCE` holds; with more it grows in proportion, as the difference does."""
+"""Up to so many layers both hold; with more it grows in proportion, as the difference does."""
 
 ATTEMPTS = 4
 """States on which the comparison with the prefill path is tried. Rounding may turn a router's choice over, which moves
@@ -54,9 +56,11 @@ MOST_PAGES = {"cuda": 8, "cpu": 3}
 PROGRESS_PERIOD_S = 2.0
 
 
-def tolerance(cache: PagedCache) -> float:
-    """For the model whose latents these are."""
-    return TOLERANCE[cache.layers[0].dtype] * max(1.0, len(cache.layers) / LAYERS)
+def tolerance(parts: StepParts, tokens: int) -> float:
+    """For passes of up to so many tokens."""
+    cache, model = parts.cache, parts.model
+    rounded = model.ways.rounds(tokens, model.norm_E.dtype, parts.device)
+    return (ROUNDED if rounded else TOLERANCE[cache.layers[0].dtype]) * max(1.0, len(cache.layers) / LAYERS)
 
 
 @dataclass(frozen=True)
@@ -146,11 +150,12 @@ class SelfTest:
     def _eager(self, candidate: Candidate) -> tuple[Scene, Outcome, float, list[str]]:
         """A scene at its beginning, what the eager step makes of it, how far that is from the prefill path, and what
         is wrong with that."""
-        step, bound = candidate.step, tolerance(self._parts.cache)
+        step, key = candidate.step, candidate.step.key
+        bound = tolerance(self._parts, max(key.rows * key.width, 2 * LEAST_PREFILLED - 1))
         problems: list[str] = []
         least = torch.inf
         for _ in range(ATTEMPTS):
-            scene = self.scene(step.key)
+            scene = self.scene(key)
             step.slot_R.fill_(-1)
             step.slot_R[: len(scene.rows)] = scene.slot_R
             self._plausible_drafts(candidate, scene)

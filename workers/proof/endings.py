@@ -46,7 +46,7 @@ def prove_endings(
 
 def _proved(parts: StepParts, ending: Ending, host: torch.Generator, noise: torch.Generator) -> BucketReport:
     begin, device, tokens = time.perf_counter(), parts.device, ending.tokens
-    bound, least = tolerance(parts.cache), torch.inf
+    bound, least = tolerance(parts, tokens), torch.inf
     problems: list[str] = []
     for _ in range(ATTEMPTS):
         # As many as the proof of segments leaves out of a bucket, for which other kernels need not be compiled.

@@ -64,7 +64,7 @@ class SegmentProof:
 
     def _bucket(self, stage: Stage, ground: Ground) -> BucketReport:
         begin, parts = time.perf_counter(), self._parts
-        bound, least = tolerance(parts.cache), torch.inf
+        bound, least = tolerance(parts, stage.tokens), torch.inf
         problems: list[str] = []
         for _ in range(ATTEMPTS):
             former, free = ground.pages()

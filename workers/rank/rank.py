@@ -98,6 +98,7 @@ class Rank:
             max_positions=max_entries_per_row(context, config.width),
             draft_layer=config.width > 1,
             invariant=config.invariant,
+            rounds=config.activations == "auto",
             progress=progress,
         )
         width = config.width if model.drafter is not None else 1

@@ -51,6 +51,13 @@ def test_eager_runs_without_graphs(engine, command, model_folder):
     assert ran.json["graphs"] is False
 
 
+def test_activations_in_bf16_are_measured_on_demand(engine, command, model_folder):
+    arguments = ("bench", "latency", "--model", model_folder, "--input", "8", "--output", "2,4", "--json")
+    assert command(*arguments, "--activations", "bf16").json["activations"] == "bf16"
+    assert engine.configs[0].activations == "bf16"
+    assert command(*arguments).json["activations"] == "auto"
+
+
 def test_invariant_mode_is_measured_on_demand(engine, command, model_folder):
     arguments = ("bench", "latency", "--model", model_folder, "--input", "8", "--output", "2,4", "--json")
     ran = command(*arguments, "--invariant")

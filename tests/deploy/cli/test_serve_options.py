@@ -67,7 +67,7 @@ def test_flags(started, command, model_folder):
         f"--model {model_folder} --tensor-parallel 4 --width 2 --dtype bfloat16 --device cpu --max-rows 8 "
         "--token-budget 99 --max-context 100 --cache-pages 12 --memory-fraction 0.5 --replicas 2 --host 0.0.0.0 "
         "--port 0 --ingress proxy --ray-address auto --served-model-name tiny "
-        "--served-model-name small --api-key one --api-key two"
+        "--served-model-name small --api-key one --api-key two --activations bf16"
     )
     assert command("serve", *flags.split()).code == 0
     (config,) = started
@@ -75,6 +75,7 @@ def test_flags(started, command, model_folder):
     assert (engine.tensor_parallel, engine.width, engine.dtype, engine.device) == (4, 2, "bfloat16", "cpu")
     assert (engine.max_rows, engine.token_budget, engine.max_context, engine.cache_pages) == (8, 99, 100, 12)
     assert engine.memory_fraction == 0.5
+    assert engine.activations == "bf16"
     assert (config.replicas, config.host, config.port, config.ingress) == (2, "0.0.0.0", 0, "proxy")
     assert (config.ray_address, config.model_name) == ("auto", "tiny")
     assert config.api.served_model_names == ("tiny", "small")
@@ -152,6 +153,7 @@ def test_a_section_without_settings_is_as_if_it_were_not_there(started, command,
         (("--model", "/no/such/folder"), "/no/such/folder is not a model folder"),
         (("--model", str(DEMO_MODEL / "config.json")), f"is a file, not a model folder: give its folder, {DEMO_MODEL}"),
         (("--dtype", "int3"), "--dtype: Input should be 'auto'"),
+        (("--activations", "fp16"), "--activations: Input should be 'auto' or 'bf16'"),
         (("--ingress", "none"), "--ingress: Input should be 'auto'"),
         (("--memory-fraction", "2"), "--memory-fraction: Input should be less than or equal to 1"),
         (("--port", "70000"), "--port"),

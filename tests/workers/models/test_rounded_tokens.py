@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from random_model import V2_LITE_HEADS
 from torch import Tensor
 
 from kernels.moe import AddNorm
+from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
 from workers.models import many_tokens
+from workers.models import ways as choice
 from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import FEWEST_ROUNDED, DecodeTokens, ManyTokens
+from workers.models.ways import Ways
 from workers.parallel.group import TensorParallel
+from workers.proof.decode_steps import LAYERS, ROUNDED, TOLERANCE, tolerance
 from workers.weights.weight import Format, Weight
 
 TOKENS = 2 * FEWEST_ROUNDED
@@ -99,3 +107,48 @@ def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.full((TOKENS, 256), torch.nan, dtype=torch.bfloat16)
     way.linear(x, matrix, out, Scratch(x.device))
     assert distance(out, x.double() @ matrix.dequantised(torch.bfloat16).double().t()) < 2**-8
+
+
+def ways(
+    monkeypatch: pytest.MonkeyPatch, *, invariant: bool = False, rounds: bool = True, form: Format = Format.FP8_BLOCKS
+) -> Ways:
+    monkeypatch.setattr(choice, "is_hopper", lambda device: device.type == "cuda")
+    return Ways(parse_config(V2_LITE_HEADS), TensorParallel(), {form}, invariant=invariant, rounds=rounds)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "dtype", "device", "rounds"),
+    [
+        ({}, FEWEST_ROUNDED, torch.bfloat16, "cuda", True),
+        ({}, FEWEST_ROUNDED - 1, torch.bfloat16, "cuda", False),
+        ({}, FEWEST_ROUNDED, torch.float32, "cuda", False),
+        ({}, FEWEST_ROUNDED, torch.bfloat16, "cpu", False),
+        ({"invariant": True}, 4096, torch.bfloat16, "cuda", False),
+        ({"rounds": False}, 4096, torch.bfloat16, "cuda", False),
+        ({"form": Format.INT4_GROUPS}, 4096, torch.bfloat16, "cuda", False),
+    ],
+)
+def test_passes_that_may_round(
+    changes: dict[str, Any],
+    tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    rounds: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = ways(monkeypatch, **changes)
+    assert found.rounds(tokens, dtype, torch.device(device)) is rounds
+    wanted = changes.get("rounds", True) and not changes.get("invariant", False)
+    assert found.any.rounds is wanted
+
+
+def test_only_passes_that_round_have_the_wider_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bound(tokens: int, layers: int = LAYERS, **changes: Any) -> float:
+        latents = [torch.zeros(1, dtype=torch.bfloat16)] * layers
+        model = SimpleNamespace(ways=ways(monkeypatch, **changes), norm_E=latents[0])
+        cache = SimpleNamespace(layers=latents)
+        return tolerance(SimpleNamespace(cache=cache, model=model, device=torch.device("cuda")), tokens)  # type: ignore[arg-type]
+
+    assert bound(FEWEST_ROUNDED) == ROUNDED
+    assert bound(FEWEST_ROUNDED, 2 * LAYERS) == 2 * ROUNDED
+    assert bound(FEWEST_ROUNDED - 1) == bound(4096, rounds=False) == TOLERANCE[torch.bfloat16]
