@@ -25,6 +25,7 @@ LEANING = {
     "kernels/linear/rounded.py": (TORCH,),
     "kernels/moe/__init__.py": (TRITON,),
     "kernels/moe/hopper.py": (TRITON,),
+    "kernels/moe/rounded.py": (TRITON,),
     "kernels/operators.py": (TORCH,),
     "kernels/repeat.py": (TRITON, TORCH),
     "workers/graphs/guard.py": (TRITON,),

@@ -75,6 +75,7 @@ def experts(
     shared: int = 0,
     add_norm: AddNorm | None = None,
     workspace: Tensor | None = None,
+    rounds: bool = False,
     dependent: bool = False,
 ) -> None:
     """out[t] = sum over k of weight[t, k] * down[id] · (silu(gate[id] · x[t]) * (up[id] · x[t])).
@@ -94,6 +95,9 @@ def experts(
       `kernels.rms_norm.add_rms_norm` of the sum. The residual shares no memory with anything else.
     - `workspace` (GPU): a uint8 tensor of `workspace_bytes` bytes that needs no initialisation; without one the call
       allocates it.
+    - `rounds`: whether a Hopper GPU may round the inputs of both products to FP8 where it multiplies many tokens in
+      bf16 with FP8 weights in blocks of 128 x 128: with a scale for each token, or pair, and 128 features, as
+      `kernels.quantise` says. Sums of 128 products are then scaled and added up in fp32.
     - `dependent` (GPU): programmatic dependent launch, see `launch`.
 
     Source: DeepSeekMoE (Dai et al., 2024); grouped products over sorted tokens: MegaBlocks (Gale et al., 2022).
@@ -103,7 +107,7 @@ def experts(
         if add_norm is not None:
             add_rms_norm(out_TE, add_norm.residual_TE, add_norm.weight_E, out_TE, eps=add_norm.eps)
         return
-    shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared)
+    shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared, rounds=rounds)
     _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE), shape, workspace, dependent, add_norm)
 
 
@@ -146,13 +150,16 @@ def _launch(
     launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent, add_norm).run()
 
 
-def experts_shape(x_TE: Tensor, id_TK: Tensor, down_XEI: Matrix, *, groups: int = 0, shared: int = 0) -> ExpertsShape:
-    """The sizes of a call of `experts` with so many shared ones, or of `add_experts` with so many groups."""
+def experts_shape(
+    x_TE: Tensor, id_TK: Tensor, down_XEI: Matrix, *, groups: int = 0, shared: int = 0, rounds: bool = False
+) -> ExpertsShape:
+    """The sizes of a call of `experts` with so many shared ones, or of `add_experts` with so many groups. `rounds`:
+    whether it may round its inputs, for which it needs no more memory."""
     experts, hidden, intermediate = down_XEI.shape
     tokens, chosen, dtype = x_TE.shape[0], id_TK.shape[1], x_TE.dtype
     aligned = x_TE.data_ptr() % 16 == 0 and x_TE.stride(0) % 8 == 0
     hopper = multiprocessors(x_TE.device) if aligned and is_hopper(x_TE.device) and _REINTERPRETED.there() else 0
-    return ExpertsShape(tokens, chosen, experts, hidden, intermediate, dtype, groups, shared, hopper)
+    return ExpertsShape(tokens, chosen, experts, hidden, intermediate, dtype, groups, shared, hopper, rounds)
 
 
 def workspace_bytes(shape: ExpertsShape) -> int:

@@ -98,11 +98,11 @@ def claim(counter, items):
 
 
 @gluon.jit
-def announce(first, pairs, block, work_s, announced, turn, SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
+def announce(expert, first, pairs, block, work_s, announced, turn, SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
     """Tell the multiplying partitions the program's item number `turn`."""
     slot = turn % SLOTS
     i = gl.arange(0, 4, LAYOUT)
-    work_s.index(slot).store(gl.where(i == 0, first, gl.where(i == 1, pairs, block)))
+    work_s.index(slot).store(gl.where(i == 0, first, gl.where(i == 1, pairs, gl.where(i == 2, block, expert))))
     gl.thread_barrier()
     mbarrier.arrive(announced.index(slot), count=1)
 
@@ -151,6 +151,7 @@ def fetch_sorted(
     """The fetching partition of `down`: everything through the copy engine, a tile's pairs in halves, for whom they are
     meant."""
     words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    STEP: gl.constexpr = weight_box.block_type.shape[1]
     steps: gl.constexpr = (K + STEP - 1) // STEP
     claimed_at: gl.constexpr = max(steps - LEAD, 0)
     tiles = gl.load(table)
@@ -164,7 +165,7 @@ def fetch_sorted(
     next_pairs = pairs
     next_block = block
     while block >= 0:
-        announce(first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+        announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
         turn += 1
         both = pairs > HALF
         for i in range(steps):
@@ -185,7 +186,7 @@ def fetch_sorted(
         first = next_first
         pairs = next_pairs
         block = next_block
-    announce(first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+    announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
 
 
 @gluon.jit
@@ -205,7 +206,8 @@ def fetch_gathered(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The fetching partition of `gate_up`: four warps that copy the tokens of a tile's pairs 16 bytes per thread."""
-    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    STEP: gl.constexpr = weight_box.block_type.shape[1]
+    lanes: gl.constexpr = gl.BlockedLayout([1, STEP // 8], [4, 8], [4, 1], [1, 0])
     words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, lanes))
     column = gl.arange(0, STEP, gl.SliceLayout(0, lanes))
@@ -225,7 +227,7 @@ def fetch_gathered(
     next_block = block
     next_pair = pair
     while block >= 0:
-        announce(first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+        announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
         turn += 1
         source = x + (pair // COLUMNS).to(gl.int64)[:, None] * X_STRIDE + column[None, :]
         for i in range(steps):
@@ -255,7 +257,7 @@ def fetch_gathered(
         pairs = next_pairs
         block = next_block
         pair = next_pair
-    announce(first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+    announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
     for behind in gl.static_range(lag):
         if step >= lag - behind:
             report_full(full, step - lag + behind, STAGES, lag - 1 - behind)

@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.matrix import Matrix
-from kernels.moe import kernel, routing, scaled_launch, single, sorting
+from kernels.matrix import BlockScaled, Matrix
+from kernels.moe import kernel, rounded_launch, routing, scaled_launch, single, sorting
 from kernels.moe.schedule import (
     FEW,
     FEW_EXPERTS,
@@ -130,6 +130,8 @@ class ExpertLaunches:
                 rms_norm.add_rms_norm(self.out_TE, *norm, dependent=self._dependent)
         else:
             self.sort()
+            if self.tiling.rounded:
+                self.quantise()
             self.gate_up()
             self.down()
             if self.add_norm is None:
@@ -192,9 +194,16 @@ class ExpertLaunches:
             **sizes,
         )
 
+    def quantise(self) -> None:
+        """Round the tokens to FP8."""
+        rounded_launch.quantise(self.x_TE, self.scratch, self.shape)
+
     def gate_up(self) -> None:
         """Gate and up of the sorted pairs."""
         product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
+        if self.tiling.rounded and isinstance(self.gate_up_XFE, BlockScaled):
+            rounded_launch.gate_up(self.gate_up_XFE, scratch, shape, self.tiling)
+            return
         if not isinstance(self.gate_up_XFE, Tensor):
             scaled_launch.gate_up(self.x_TE, self.gate_up_XFE, scratch, shape, self.tiling, self._dependent)
             return
@@ -219,6 +228,9 @@ class ExpertLaunches:
     def down(self) -> None:
         """Down of the sorted pairs."""
         product, shape, scratch = self.tiling.down, self.shape, self.scratch
+        if self.tiling.rounded and isinstance(self.down_XEI, BlockScaled):
+            rounded_launch.down(self.down_XEI, scratch, shape, self.tiling)
+            return
         if not isinstance(self.down_XEI, Tensor):
             scaled_launch.down(self.down_XEI, scratch, shape, self.tiling, self._dependent)
             return

@@ -7,6 +7,7 @@ device knows. Grids are made for the worst case, and programs without work end a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ SPAN = 2048
 """Pairs a sorting program looks at at once."""
 SEGMENTS = 16
 """Most parts the pairs are sorted in."""
+ROUNDED_ABOVE: Final = 56
+"""Tokens of a routed expert on average above which they are rounded to FP8 for such weights, where that is allowed."""
+ROUNDED_BLOCK: Final = 128
+"""Features that share a scale then, of activations and, in either direction, of weights."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class ExpertsShape:
     """The last so many experts are every token's, and among its `chosen`."""
     hopper: int = 0
     """Multiprocessors of the GPU, if it is a Hopper and its own kernels may read the tokens; otherwise 0."""
+    rounds: bool = False
+    """Whether activations may be rounded to FP8 where the weights of both products are FP8."""
 
     def __post_init__(self) -> None:
         if not (0 < self.chosen <= MOST_CHOSEN and 0 < self.experts <= MOST_EXPERTS):
@@ -82,6 +89,12 @@ class ExpertsShape:
     def for_hopper(self) -> bool:
         """Whether Hopper's own kernels take these sizes: 16-bit floats, in one sum, no less than their blocks."""
         return self.dtype.itemsize == 2 and self.hidden >= 64 and self.intermediate >= 32 and not self.groups
+
+    @property
+    def for_rounded(self) -> bool:
+        """Whether the kernels for activations in FP8 take these sizes: whole blocks, of `down` two at least."""
+        whole = self.hidden % ROUNDED_BLOCK == 0 and self.intermediate % ROUNDED_BLOCK == 0
+        return whole and self.hidden >= 2 * ROUNDED_BLOCK and self.dtype == torch.bfloat16 and not self.groups
 
     @property
     def parts(self) -> int:
@@ -123,6 +136,8 @@ class ExpertTiling:
     """Of Hopper's own kernels (`hopper`), which go through all tiles; 0: the Triton kernels."""
     spread: bool = False
     """Those spread the work of shared experts evenly among that of the others."""
+    rounded: bool = False
+    """Those are the ones for activations in FP8 (`rounded`)."""
     stored: tuple[Stored, Stored] = (PLAIN, PLAIN)
     """How the weights of either product are stored."""
 
@@ -177,6 +192,14 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
     rows = 16 if mean < 12 else 64 if mean <= 56 else 128
     if shape.tokens <= 1:
         rows = 0
+    if (
+        shape.rounds
+        and shape.hopper
+        and mean > ROUNDED_ABOVE
+        and shape.for_rounded
+        and all(map(in_whole_blocks, stored))
+    ):
+        return rounded(shape, shape.hopper, stored)
     if rows == 128 and shape.hopper and shape.for_hopper and stored == (PLAIN, PLAIN):
         return grouped(shape, shape.hopper)
     gate_up, down = of(PRODUCTS[rows], SCALED[rows])
@@ -199,6 +222,19 @@ def grouped(shape: ExpertsShape, programs: int) -> ExpertTiling:
         )
     products = Product(128, 64, 4, 4, 4, tma=True), Product(256, 64, 4, 4, 4, tma=True)
     return fitted(ExpertTiling(128, *products, shape.dtype, programs, shape.mean <= 128), shape)
+
+
+def in_whole_blocks(stored: Stored) -> bool:
+    """Whether weights are FP8 with a scale for every 128 x 128."""
+    return (stored.format, stored.rows, stored.features) == ("fp8", ROUNDED_BLOCK, ROUNDED_BLOCK)
+
+
+def rounded(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
+    """The tiles of Hopper's kernels for activations in FP8; a program for each multiprocessor, as in `grouped`."""
+    if not shape.for_rounded or not all(map(in_whole_blocks, stored)):
+        raise ValueError(f"activations in FP8 take bf16 and weights in whole blocks of 128 x 128, in one sum: {shape}")
+    products = Product(128, 128, 4, 4, 4, tma=True), Product(256, 128, 4, 4, 4, tma=True)
+    return ExpertTiling(128, *products, shape.dtype, programs, shape.mean <= 128, rounded=True, stored=stored)
 
 
 def fitted(tiling: ExpertTiling, shape: ExpertsShape) -> ExpertTiling:

@@ -212,6 +212,7 @@ class ManyTokens(TokenWise[Tensor]):
             shared=shared,
             add_norm=norm if alone else None,
             workspace=workspace,
+            rounds=self.rounds,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
             dependent=launches_dependently(x_TE.device),
         )

@@ -13,7 +13,19 @@ import torch
 
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.step import Step, executes
-from tests.support.ptx.values import BITS, LANES, TYPES, Lanes, constant, narrow, packed, reinterpret, size, widen
+from tests.support.ptx.values import (
+    BITS,
+    LANES,
+    TYPES,
+    Lanes,
+    bytes_of,
+    constant,
+    narrow,
+    packed,
+    reinterpret,
+    size,
+    widen,
+)
 
 _TWO: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
     "add": np.add,
@@ -199,12 +211,16 @@ def _select(step: Step) -> None:
     step.write(np.where(step.read(3, np.bool_), step.read(1), step.read(2)))
 
 
-@executes("cvt", "rn rz rzi ftz bf16x2 f16x2 e4m3x2")
+@executes("cvt", "rn rz rzi ftz bf16x2 f16x2 satfinite e4m3x2")
 def _convert(step: Step) -> None:
     to, of = step.parts[-2], step.parts[-1]
     if of == "e4m3x2":
         codes = torch.from_numpy(np.ascontiguousarray(step.read(1, np.uint16)).view(np.uint8).reshape(LANES, 2))
         step.write(packed(codes.view(torch.float8_e4m3fn).to(torch.float16).numpy(), np.uint32))
+        return
+    if to == "e4m3x2":  # the first operand is the upper half here, too
+        high, low = step.read(1), step.read(2)
+        step.write(packed(bytes_of(np.stack([low, high], 1)), np.uint16))
         return
     if to in ("bf16x2", "f16x2"):  # the first operand is the upper half
         high, low = step.read(1), step.read(2)

@@ -1,9 +1,9 @@
 """Products of matrices: mma.sync of a warp, and wgmma, whose warps multiply 16 rows each (PTX ISA: warp-level and
 asynchronous warpgroup-level matrix instructions).
 
-Sums are fp32, in an order that is not the hardware's. A wgmma reads shared memory, and writes its registers, any time
-from when it is issued to when it is waited for: here at one or the other, as is drawn. Registers it reads are taken
-when it is issued.
+Sums are fp32, in an order that is not the hardware's; those of e4m3, too, of which the hardware keeps fewer bits. A
+wgmma reads shared memory, and writes its registers, any time from when it is issued to when it is waited for: here at
+one or the other, as is drawn. Registers it reads are taken when it is issued.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from tests.support.ptx.copies import swizzled
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.step import Step, executes
-from tests.support.ptx.values import LANES, Lanes, halves
+from tests.support.ptx.values import LANES, Lanes, halves, wide_bytes
 
 _GROUP, _IN_GROUP = np.arange(LANES) // 4, np.arange(LANES) % 4
 
@@ -60,7 +60,10 @@ def _mma(step: Step) -> None:
     _write_sums(step, step.vector(0), left @ right + _sums(step, step.vector(3)))
 
 
-@executes("wgmma.mma_async.sync.aligned", " ".join(f"m64n{n}k16" for n in range(8, 257, 8)))
+_SHAPES = [f"m64n{columns}k{features}" for columns in range(8, 257, 8) for features in (16, 32)]
+
+
+@executes("wgmma.mma_async.sync.aligned", " ".join([*_SHAPES, "e4m3"]))
 def _wgmma(step: Step) -> None:
     step.whole_warp()
     warp = step.warp
@@ -75,12 +78,20 @@ def _wgmma(step: Step) -> None:
 
 
 def _multiply(step: Step, left: Lanes | list[Lanes], right: Lanes, adds: bool) -> None:
-    shape = re.fullmatch(r"m64n(\d+)k16", step.parts[4])
+    shape = re.fullmatch(r"m64n(\d+)k(16|32)", step.parts[4])
     assert shape
-    numbers = [int(text) for text in step.operands[4:]]
-    if numbers[:2] != [1, 1] or step.parts[5] != "f32":
+    numbers, columns, names = [int(text) for text in step.operands[4:]], int(shape[1]), step.vector(0)
+    eighths = [*step.parts[-2:]] == ["e4m3", "e4m3"]
+    if numbers[:2] != [1, 1] or step.parts[5] != "f32" or eighths != (shape[2] == "32"):
         raise Fault("this kind of product is not emulated")
-    bfloat, columns, names = step.parts[-1] == "bf16", int(shape[1]), step.vector(0)
+    if eighths:
+        if isinstance(left, list):
+            raise Fault("products of bytes in registers are not emulated")
+        a = _bytes(step, left, 16, 16 * (step.warp.number % 4))
+        b = _bytes(step, right, columns, 0)
+        _write_sums(step, names, a @ b.T + _sums(step, names) if adds else a @ b.T)
+        return
+    bfloat = step.parts[-1] == "bf16"
     if isinstance(left, list):
         a = _left(left, bfloat)
     else:
@@ -91,11 +102,20 @@ def _multiply(step: Step, left: Lanes | list[Lanes], right: Lanes, adds: bool) -
 
 def _tile(step: Step, descriptor: Lanes, rows: int, first: int, transposed: bool, bfloat: bool) -> Lanes:
     """[rows, 16] from row `first` on of the matrix that a descriptor describes (PTX ISA: wgmma, shared memory)."""
+    return halves(_described(step, descriptor, rows, first, transposed), bfloat).reshape(rows, 16)
+
+
+def _bytes(step: Step, descriptor: Lanes, rows: int, first: int) -> Lanes:
+    """The same of [rows, 32] numbers in e4m3, which lie where 16 of two bytes would."""
+    found = _described(step, descriptor, rows, first, False)
+    return wide_bytes(np.ascontiguousarray(found).view(np.uint8)).reshape(rows, 32)
+
+
+def _described(step: Step, descriptor: Lanes, rows: int, first: int, transposed: bool) -> Lanes:
     if len(set(descriptor)) > 1:
         raise Fault("a descriptor differs between lanes")
     address = _addresses(int(descriptor[0]), rows, first, transposed)
-    found = step.block.shared.load_behind_fence(address, 2, step.warp.number)
-    return halves(found, bfloat).reshape(rows, 16)
+    return step.block.shared.load_behind_fence(address, 2, step.warp.number)
 
 
 @lru_cache(maxsize=1 << 12)

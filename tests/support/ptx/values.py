@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 LANES = 32
@@ -61,6 +62,17 @@ def halves(words: Lanes, bfloat: bool) -> Lanes:
     """[lanes, 2] float32: the two 16-bit floats in words, the lower first."""
     bits = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 2)
     return widen(bits) if bfloat else bits.view(np.float16).astype(np.float32)
+
+
+def wide_bytes(numbers: Lanes) -> Lanes:
+    """e4m3 to float32."""
+    return torch.from_numpy(numbers.copy()).view(torch.float8_e4m3fn).float().numpy()
+
+
+def bytes_of(x: Lanes) -> Lanes:
+    """float32 to e4m3, to the nearest, ties to even; what is too large becomes the largest number."""
+    finite = torch.from_numpy(np.array(x, np.float32)).clamp(-448, 448)
+    return finite.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 def packed(parts: Lanes, kind: Type) -> Lanes:

@@ -1,0 +1,146 @@
+"""Times products of many tokens with FP8 weights on this machine's GPU, in TFLOP/s.
+
+    python bench/fp8_linear.py                                                    # the shapes with published figures
+    python bench/fp8_linear.py --tokens 16,32,64,128,256 --shapes 2112x7168       # where it begins to pay
+
+Dense products: with activations that are rounded already ("product"), with their rounding before ("rounded"), of the
+weights dequantized before ("dequantized"), and in bf16 from the beginning ("bf16"). Experts' products: four experts
+with 8,192 tokens each, as they are for activations in FP8 ("rounded", the rounding of tokens apart), widened to bf16 in
+registers ("widened") and stored in bf16 ("bf16"). "error" is the largest norm of a row's difference from products in
+fp32 of the same numbers, in norms of the row: of activations in bf16, so that it has the rounding in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from timing import microseconds
+from verdict import error
+
+from kernels.dequantise import dequantise
+from kernels.linear import multiplies_rounded, rounded_linear, takes_rounded
+from kernels.matrix import BlockScaled
+from kernels.moe import launch, schedule
+from kernels.moe.records import stored
+from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
+from kernels.quantise import GROUP, quantise
+
+TOKENS, SHAPES = "4096,8192", "7168x2048,7168x16384,4096x7168,2112x7168,24576x1536"
+PUBLISHED = {(4096, 7168, 2048), (4096, 7168, 16384), (8192, 4096, 7168)}
+"""Tokens, outputs and inputs for which figures are published."""
+CUDA = torch.device("cuda")
+
+
+def weights(rows: int, features: int, experts: int = 0) -> BlockScaled:
+    """Random ones, of standard deviation 1 / sqrt(features)."""
+    outer = (experts,) if experts else ()
+    data = torch.empty(*outer, rows, features, dtype=torch.float8_e4m3fn, device=CUDA)
+    for part in data if experts else [data]:
+        part.copy_(torch.randn(part.shape, device=CUDA) * 64)
+    scales = (torch.rand(*outer, -(-rows // 128), features // 128, device=CUDA) + 0.5) * features**-0.5 / 64
+    return BlockScaled(data, scales)
+
+
+def dense(tokens: int, rows: int, features: int) -> None:
+    """A line."""
+    weight = weights(rows, features)
+    x = torch.randn(tokens, features, device=CUDA, dtype=torch.bfloat16)
+    out, wide = x.new_empty(tokens, rows), x.new_empty(rows, features)
+    number, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty(features // GROUP, tokens, device=CUDA)
+    want = x.float() @ weight.float().t()
+
+    def round_up() -> None:
+        quantise(x, number, scale.t())
+
+    def product() -> None:
+        rounded_linear(number, scale.t(), weight, out)
+
+    def rounded() -> None:
+        round_up()
+        product()
+
+    def dequantised() -> None:
+        dequantise(weight, wide)
+        torch.mm(x, wide.t(), out=out)
+
+    dequantised()
+    texts = [f"{tokens:6} {rows:6} {features:6} {error(out, want):9.1e}"]
+    ways: list[Callable[[], object]] = [dequantised, lambda: torch.mm(x, wide.t(), out=out)]
+    if multiplies_rounded(torch.device(CUDA.type, torch.cuda.current_device())) and takes_rounded(tokens, weight):
+        rounded()
+        texts.append(f"{error(out, want):9.1e}")
+        ways = [product, rounded, *ways]
+    else:
+        texts.append(f"{'-':>9}")
+        texts += [f"{'-':>19}"] * 2
+    for way in ways:
+        time = microseconds([way])
+        texts.append(f"{time:8.1f} us {2e-6 * tokens * rows * features / time:6.0f} T")
+    time = microseconds([round_up])
+    print(*texts, f"{time:6.1f} us to round, {3e-3 * x.numel() / time:5.0f} GB/s", flush=True)
+
+
+def grouped(each: int, experts: int, hidden: int, intermediate: int) -> None:
+    """Lines of both products of experts that have `each` tokens."""
+    tokens = each * experts
+    shape = ExpertsShape(tokens, 1, experts, hidden, intermediate)
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    gate_up, down = weights(2 * intermediate, hidden, experts), weights(hidden, intermediate, experts)
+    how = stored(gate_up), stored(down)
+    x = torch.randn(tokens, hidden, device=CUDA, dtype=torch.bfloat16)
+    id = (torch.randperm(tokens, device=CUDA) % experts).unsqueeze(1)
+    weight = torch.ones(tokens, 1, device=CUDA)
+    plain = tuple(torch.stack([all_[i].float().bfloat16() for i in range(experts)]) for all_ in (gate_up, down))
+    tilings: dict[str, tuple[ExpertTiling, tuple[BlockScaled | Tensor, ...]]] = {
+        "rounded": (schedule.rounded(shape, programs, how), (gate_up, down)),
+        "widened": (schedule.tiling(shape, how), (gate_up, down)),
+        "bf16": (schedule.grouped(shape, programs), plain),
+    }
+    want: Tensor | None = None
+    for name in ("bf16", "widened", "rounded"):
+        tiling, both = tilings[name]
+        buffer, out = torch.empty(Workspace.bytes(shape, tiling), dtype=torch.uint8, device=CUDA), torch.empty_like(x)
+        scratch = Workspace.over(buffer, shape, tiling)
+        call = launch.ExpertLaunches(x, id, weight, both[0], both[1], out, scratch, shape, tiling)
+        call.run()
+        want = out.float() if want is None else want
+        texts = [f"{name:10} {experts} x {each} tokens, {hidden} and {intermediate} features {error(out, want):9.1e}"]
+        whole = microseconds([call.run])
+        call.run()
+        if tiling.rounded:
+            call.quantise()  # the tokens lay where the results are now
+        for part, flops in ((call.gate_up, 4), (call.down, 2)):
+            time = microseconds([part])
+            teraflops = flops * 1e-6 * tokens * hidden * intermediate / time
+            texts.append(f"{part.__name__} {time:8.1f} us {teraflops:6.0f} T")
+        print(*texts, f"all {whole:8.1f} us {6e-6 * tokens * hidden * intermediate / whole:6.0f} T", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", help=f"default: {TOKENS}, of the shapes that figures are published for")
+    parser.add_argument("--shapes", default=SHAPES, help="outputs x inputs")
+    parser.add_argument("--experts", default="4x8192", help="experts x tokens of each; empty: none")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",") if shape]
+    print("tokens outputs inputs  dequantized and rounded: error; product, rounded, dequantized, bf16")
+    for tokens in map(int, (arguments.tokens or TOKENS).split(",")):
+        for rows, features in shapes:
+            if arguments.tokens or (tokens, rows, features) in PUBLISHED:
+                dense(tokens, rows, features)
+    if arguments.experts:
+        experts, each = map(int, arguments.experts.split("x"))
+        grouped(each, experts, 7168, 2048)
+
+
+if __name__ == "__main__":
+    main()
