@@ -5,12 +5,14 @@
     python bench/moe.py --model v2-lite+shared            # with the shared experts, as models run them
     python bench/moe.py --model v3 --tokens 1,16,256
     python bench/moe.py --tokens 16 --sweep sweep.txt     # try other tiles, print the best
+    python bench/moe.py --model v3+shared --format fp8 --tokens 1024,2048,4096,8192    # activations in FP8, too: 128*8
 
 A graph holds several calls, each with a random routing of its own, so that a call finds few of its weights in L2.
-"floor" is the bytes of the active experts' weights over 4.2 TB/s, or the products over 790 TFLOP/s where that is more;
+"floor" is the bytes of the active experts' weights over 4.2 TB/s, or the products over 790 TFLOP/s where that is more,
+1,580 of activations in FP8;
 "share" is the floor over the time of the two products, sorting and summing included in "all". "error" is the largest of
 a token, in norms of what the reference makes of it in fp32. Where a size was tried in more than one way, a line behind
-it says which is fastest. Exit status 1 when a result is wrong.
+it says which is fastest. Exit status 1 when a result is wrong; activations in FP8 may be as wrong as that makes them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from timing import microseconds
 from verdict import MOST_ERROR, error, verdict
 
+from kernels.matrix import BlockScaled, Matrix
 from kernels.moe import launch, reference, schedule
+from kernels.moe.records import PLAIN, Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
 
 MODELS = {
@@ -42,6 +46,8 @@ MODELS = {
 }
 """Experts of a token, experts, hidden and intermediate features, and how many of the experts are every token's."""
 ROUTINGS = 8
+MOST_ROUNDED = 2**-4
+"""Error of activations in FP8: they are rounded twice, each time by about a fortieth of a vector's norm."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,8 @@ class Problem:
     """The sizes of a layer, its weights, and several routings."""
 
     shape: ExpertsShape
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
     x: torch.Tensor
     ids: list[torch.Tensor]
     weights: list[torch.Tensor]
@@ -60,17 +66,19 @@ class Problem:
         """Experts that get a token, on average over the routings."""
         return sum(len(id.unique()) for id in self.ids) / len(self.ids)
 
-    def floor(self, part: float = 3.0) -> float:
+    def floor(self, part: float = 3.0, rounded: bool = False) -> float:
         """Microseconds no kernel can beat on one H200; `part` of an expert's three matrices."""
         shape = self.shape
         size = part * shape.hidden * shape.intermediate
-        return max(2 * size * self.active / 4.2e6, 2 * size * shape.pairs / 790e6)
+        width = 2 if isinstance(self.gate_up, torch.Tensor) else 1
+        return max(width * size * self.active / 4.2e6, 2 * size * shape.pairs / (1580e6 if rounded else 790e6))
 
     @cached_property
     def wanted(self) -> torch.Tensor:
         """The first routing's result in fp32."""
         out = torch.empty_like(self.x, dtype=torch.float32)
-        weights = self.gate_up.float(), self.down.float()
+        plain = isinstance(self.gate_up, torch.Tensor)
+        weights = (self.gate_up.float(), self.down.float()) if plain else (self.gate_up, self.down)
         reference.experts_grouped(self.x.float(), self.ids[0], self.weights[0], *weights, out)
         return out
 
@@ -88,7 +96,7 @@ class Problem:
         ]
 
 
-def problem(shape: ExpertsShape, gate_up: torch.Tensor, down: torch.Tensor) -> Problem:
+def problem(shape: ExpertsShape, gate_up: Matrix, down: Matrix) -> Problem:
     """Random tokens and routings."""
     device = gate_up.device
     scores = torch.rand(ROUTINGS, shape.tokens, shape.experts, device=device)
@@ -100,8 +108,8 @@ def problem(shape: ExpertsShape, gate_up: torch.Tensor, down: torch.Tensor) -> P
 
 
 def name_of(tiling: ExpertTiling) -> str:
-    """Its rows, starred when it is Hopper's own kernels."""
-    return f"{tiling.rows}{'*' if tiling.programs else ''}"
+    """Its rows, starred when it is Hopper's own kernels, with an 8 when activations are in FP8."""
+    return f"{tiling.rows}{'*' if tiling.programs else ''}{'8' if tiling.rounded else ''}"
 
 
 def error_of(case: Problem, tiling: ExpertTiling) -> float:
@@ -120,18 +128,21 @@ def line(case: Problem, tiling: ExpertTiling) -> tuple[str, float, float]:
     plain = microseconds([call.run for call in case.calls(tiling, dependent=False)])
     for call in calls[:1]:
         call.run()
+        if tiling.rounded:
+            call.quantise()  # the tokens lay where the results are now
     names = ("gate_up_singly", "down_singly") if tiling.rows == 0 else ("gate_up", "down", "sort", "combine")
     # One routing alone: the products read the tiles its sort left, and weights come from memory all the same when
     # there are many; for few the routings take turns.
     turns = calls if tiling.rows == 0 else calls[:1]
     parts = {name: microseconds([getattr(call, name) for call in turns], 2000.0) for name in names}
     gate_up, down, *rest = parts.values()
+    all_floor, gate_up_floor, down_floor = (case.floor(part, tiling.rounded) for part in (3.0, 2.0, 1.0))
     flops = 6 * case.shape.pairs * case.shape.hidden * case.shape.intermediate
     extra = " ".join(f"{part:7.1f}" for part in rest) or f"{'-':>7} {'-':>7}"
     text = (
-        f"{case.shape.tokens:6} {name_of(tiling):>5} {case.active:6.1f} {case.floor():8.1f} {whole:8.1f} {plain:8.1f} "
-        f"{gate_up:8.1f} {case.floor(2.0) / gate_up:5.0%} {down:8.1f} {case.floor(1.0) / down:5.0%} {extra} "
-        f"{case.floor() / whole:6.0%} {flops / whole / 1e6:6.0f} {wrong_by:8.1e}"
+        f"{case.shape.tokens:6} {name_of(tiling):>5} {case.active:6.1f} {all_floor:8.1f} {whole:8.1f} {plain:8.1f} "
+        f"{gate_up:8.1f} {gate_up_floor / gate_up:5.0%} {down:8.1f} {down_floor / down:5.0%} {extra} "
+        f"{all_floor / whole:6.0%} {flops / whole / 1e6:6.0f} {wrong_by:8.1e}"
     )
     return text, whole, wrong_by
 
@@ -176,13 +187,25 @@ def with_product(shape: ExpertsShape, name: str, rows: int, product: Product) ->
     return schedule.fitted(ExpertTiling(rows, both["gate_up"], both["down"], schedule.tiling(shape).partial), shape)
 
 
+def weights(experts: int, rows: int, features: int, format: str, device: str) -> Matrix:
+    """Random experts' matrices of standard deviation 1 / sqrt(features): bf16, or fp8 in blocks."""
+    if format == "bf16":
+        return torch.randn(experts, rows, features, device=device, dtype=torch.bfloat16) * features**-0.5
+    data = torch.empty(experts, rows, features, device=device, dtype=torch.float8_e4m3fn)
+    for expert in data:
+        expert.copy_(torch.randn(rows, features, device=device) * 64)
+    scales = torch.rand(experts, -(-rows // 128), -(-features // 128), device=device) + 0.5
+    return BlockScaled(data, scales * features**-0.5 / 64)
+
+
 def compile_one(shape: ExpertsShape, tiling: ExpertTiling) -> None:
     """Put the kernels of a call into Triton's cache, without a GPU."""
     from tests.support.hopper import compile_only
 
-    few = replace(shape, tokens=min(shape.tokens, 8192))
-    gate_up = torch.empty(1, 2 * shape.intermediate, shape.hidden, dtype=shape.dtype)
-    down = torch.empty(1, shape.hidden, shape.intermediate, dtype=shape.dtype)
+    few, format = replace(shape, tokens=min(shape.tokens, 8192)), tiling.stored[0].format
+    format = "bf16" if format == "plain" else format
+    gate_up = weights(1, 2 * shape.intermediate, shape.hidden, format, "cpu")
+    down = weights(1, shape.hidden, shape.intermediate, format, "cpu")
     x = torch.empty(few.tokens, shape.hidden, dtype=shape.dtype)
     ids, weight = torch.zeros(few.tokens, shape.chosen, dtype=torch.int64), torch.zeros(few.tokens, shape.chosen)
     scratch = Workspace.over(torch.empty(Workspace.bytes(few, tiling), dtype=torch.uint8), few, tiling)
@@ -203,6 +226,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="v2-lite")
     parser.add_argument("--tokens", default="1,2,4,16,64,128,256,512,1024,2048,4096,8192,16384")
+    parser.add_argument("--format", choices=("bf16", "fp8"), default="bf16", help="of the weights")
+    parser.add_argument("--activations", choices=("bf16", "fp8"), default="fp8", help="fp8: of FP8 weights, either way")
     parser.add_argument("--groups", type=int, default=0, help="sums of so many groups, as invariant mode has them")
     parser.add_argument("--sweep", metavar="FILE", help="lines of: product rows block block_k stages warps group tma")
     parser.add_argument("--workers", type=int, default=8, help="compilers that run side by side")
@@ -210,14 +235,18 @@ def main() -> None:
     torch.manual_seed(0)
     *sizes, shared = MODELS[arguments.model]
     counts = map(int, arguments.tokens.split(","))
-    shapes = [ExpertsShape(count, *sizes, groups=arguments.groups, shared=shared) for count in counts]
+    rounds = arguments.activations == "fp8"
+    shapes = [ExpertsShape(count, *sizes, groups=arguments.groups, shared=shared, rounds=rounds) for count in counts]
+    if arguments.sweep and arguments.format == "fp8":
+        parser.error("--sweep tries tiles of weights in bf16")
     tries = variants(Path(arguments.sweep).read_text()) if arguments.sweep else []
-    jobs = [(shape, tiling) for shape in shapes for tiling in tilings(shape)]
+    _, experts, hidden, inner = sizes
+    gate_up = weights(experts, 2 * inner, hidden, arguments.format, "cuda")
+    down = weights(experts, hidden, inner, arguments.format, "cuda")
+    how = stored(gate_up), stored(down)
+    jobs = [(shape, tiling) for shape in shapes for tiling in tilings(shape, how)]
     jobs += [(shapes[-1], with_product(shapes[-1], *one)) for one in tries]
     compile_all(jobs, arguments.workers)
-    _, experts, hidden, inner = sizes
-    gate_up = torch.randn(experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
-    down = torch.randn(experts, hidden, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
     columns = ("tokens", "rows", "active", "floor", "all", "no PDL", "gate_up", "share", "down", "share")
     print("{:>6} {:>5} {:>6} {:>8} {:>8} {:>8} {:>8} {:>5} {:>8} {:>5}".format(*columns), end="")
     print(f" {'sort':>7} {'combine':>7} {'share':>6} {'TFLOPs':>6} {'error':>8}   µs a call", flush=True)
@@ -225,10 +254,11 @@ def main() -> None:
     for shape in shapes:
         case = problem(shape, gate_up, down)
         results = {}
-        for tiling in tilings(shape):
+        for tiling in tilings(shape, how):
             text, time, wrong_by = line(case, tiling)
             print(text, flush=True)
-            results[name_of(tiling)] = time, wrong_by
+            # The verdict knows one bound; activations in FP8 have another one.
+            results[name_of(tiling)] = time, wrong_by * (MOST_ERROR / MOST_ROUNDED if tiling.rounded else 1)
         right = all(wrong_by <= MOST_ERROR for _, wrong_by in results.values())
         all_right &= right
         if len(results) > 1 or not right:
@@ -239,11 +269,15 @@ def main() -> None:
     sys.exit(not all_right)
 
 
-def tilings(shape: ExpertsShape) -> list[ExpertTiling]:
+def tilings(shape: ExpertsShape, how: tuple[Stored, Stored]) -> list[ExpertTiling]:
     """What is chosen where Hopper's own kernels are not, and for many tokens those."""
-    found = [schedule.tiling(shape)]
+    found = [schedule.tiling(shape, how)]
     if shape.tokens >= 256 and not shape.groups and torch.cuda.get_device_capability() == (9, 0):
-        found.append(schedule.grouped(shape, torch.cuda.get_device_properties(0).multi_processor_count))
+        programs = torch.cuda.get_device_properties(0).multi_processor_count
+        if how == (PLAIN, PLAIN):
+            found.append(schedule.grouped(shape, programs))
+        elif shape.rounds and shape.for_rounded:
+            found.append(schedule.rounded(shape, programs, how))
     return found
 
 
