@@ -87,7 +87,7 @@ class ManyTokens(TokenWise[Tensor]):
             tokens, features = x.shape
             number_TE = scratch.empty(tokens, features, dtype=torch.float8_e4m3fn)
             scale_TG = scratch.empty(features // GROUP, tokens, dtype=torch.float32).t()
-            quantise(x, number_TE, scale_TG)
+            quantise(x, number_TE, scale_TG, dependent=tokens <= MOST_DEPENDENT and launches_dependently(x.device))
             rounded_linear(number_TE, scale_TG, weight, out_TF)
 
     def _rounded(self, x: Tensor, weight: Matrix, out_TF: Tensor) -> bool:
