@@ -38,7 +38,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 round differently; a token that sees one entry too many or too few is off by far more."""
 ROUNDED = 0.3
 """The same where activations are rounded to FP8. That moves every product by a fortieth of its norm, differently on
-either path, for a number that differs a little may become another one of FP8."""
+either path, for a number that differs a little may become another one of FP8. In random models a little noise then
+moves logits five to six times as far as it does without."""
 LAYERS = 27
 """Up to so many layers both hold; with more it grows in proportion, as the difference does."""
 
