@@ -272,12 +272,13 @@ def main() -> None:
 def tilings(shape: ExpertsShape, how: tuple[Stored, Stored]) -> list[ExpertTiling]:
     """What is chosen where Hopper's own kernels are not, and for many tokens those."""
     found = [schedule.tiling(shape, how)]
-    if shape.tokens >= 256 and not shape.groups and torch.cuda.get_device_capability() == (9, 0):
-        programs = torch.cuda.get_device_properties(0).multi_processor_count
-        if how == (PLAIN, PLAIN):
-            found.append(schedule.grouped(shape, programs))
-        elif shape.rounds and shape.for_rounded:
-            found.append(schedule.rounded(shape, programs, how))
+    if shape.groups or torch.cuda.get_device_capability() != (9, 0):
+        return found
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    if how == (PLAIN, PLAIN) and shape.tokens >= 256:
+        found.append(schedule.grouped(shape, programs))
+    elif how != (PLAIN, PLAIN) and shape.tokens >= 16 and shape.rounds and shape.for_rounded:
+        found.append(schedule.rounded(shape, programs, how))
     return found
 
 

@@ -44,10 +44,10 @@ def multiplies_rounded(device: torch.device) -> bool:
 
 def takes_rounded(tokens: int, weight_FE: BlockScaled) -> bool:
     """Whether `rounded_linear` takes these sizes. Scales of a row of blocks have to begin at multiples of 16 bytes, as
-    have those of a group of so many tokens, and the numbers of a row."""
+    have those of a group of so many tokens, the numbers of a row and the results of a token."""
     features, depth = weight_FE.shape
     whole = (weight_FE.rows, weight_FE.features) == (BLOCK, BLOCK)
-    return whole and depth % (4 * BLOCK) == 0 and features % 16 == 0 and tokens % 16 == 0
+    return whole and depth % (4 * BLOCK) == 0 and features % 16 == 0 and tokens % 4 == 0
 
 
 def rounded_linear(x_TE: Tensor, scale_TG: Tensor, weight_FE: BlockScaled, out_TF: Tensor) -> None:

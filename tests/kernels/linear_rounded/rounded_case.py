@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.matrix import BlockScaled
 from kernels.quantise import GROUP, quantise
 
-SIZES = [(16, 512, 128), (64, 1024, 192), (32, 512, 2112)]
+SIZES = [(4, 512, 128), (16, 512, 128), (64, 1024, 192), (32, 512, 2112)]
 """Tokens, input and output features, of which some end in the middle of a block."""
 
 

@@ -25,9 +25,11 @@ def test_reference(tokens: int, features: int, outputs: int) -> None:
     ("tokens", "matrix", "takes"),
     [
         (16, weight(128, 512), True),
+        (12, weight(128, 512), True),
         (4096, weight(2112, 7168), True),
         (4096, weight(7168, 2304), False),  # scales of a row of blocks begin off multiples of 16 bytes
         (17, weight(128, 512), False),
+        (18, weight(128, 512), False),
         (16, weight(72, 512), False),
         (16, weight(128, 512, (64, 128)), False),
         (16, weight(128, 512, (128, 64)), False),

@@ -24,7 +24,7 @@ from workers.parallel.group import TensorParallel
 from workers.proof.decode_steps import LAYERS, ROUNDED, TOLERANCE, tolerance
 from workers.weights.weight import Format, Weight
 
-TOKENS = 2 * FEWEST_ROUNDED
+TOKENS = 64
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_the_gate_of_a_dense_network() -> None:
     [
         ("it is forbidden", ManyTokens(TensorParallel()), tokens(), weight(), torch.bfloat16),
         ("invariant mode", InvariantTokens(TensorParallel()), tokens(), weight(), torch.bfloat16),
-        ("few tokens", ManyTokens(TensorParallel(), rounds=True), tokens(16), weight(), torch.bfloat16),
+        ("few tokens", ManyTokens(TensorParallel(), rounds=True), tokens(8), weight(), torch.bfloat16),
         ("other blocks", ManyTokens(TensorParallel(), rounds=True), tokens(), weight(block=(64, 128)), torch.bfloat16),
         ("a size", ManyTokens(TensorParallel(), rounds=True), tokens(features=640), weight(256, 640), torch.bfloat16),
         ("fp32", ManyTokens(TensorParallel(), rounds=True), tokens().float(), weight(), torch.float32),
