@@ -365,7 +365,7 @@ def absorb_parts(sizes: Sizes, tokens: int, device: torch.device) -> Call | None
 def merge_up(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
     """Decode rows' pieces of attention and W_UV: rows of one token over 1,024. All have the same pages, which it does
     not read; what must move is counted as of one piece a row."""
-    if MOST_MERGED < tokens <= MOST_STREAMED:
+    if tokens <= MOST_STREAMED and tokens * sizes.heads > MOST_MERGED:
         return None
     shape = DecodeShape(tokens, 1, sizes.heads, sizes.latent, sizes.rope, CONTEXT_PAGES)
     choose = hopper_tiling if is_hopper(device) else portable_tiling

@@ -25,9 +25,9 @@ from workers.models.batch import DecodeBatch
 
 LATENT_NORM_EPS: Final = 1e-6
 """Of the norms inside attention; the published models do not take it from rms_norm_eps."""
-MOST_MERGED: Final = 1
-"""Most of few tokens whose attention is merged and multiplied by W_UV in one launch: for several it would read a
-token's pieces too many times."""
+MOST_MERGED: Final = 16
+"""Most query vectors, a token's on this rank each, whose pieces are merged and multiplied by W_UV in one launch:
+`merge_up` merges them anew for every 16 of a head's output features, which pays while they are few."""
 
 
 def plan_rows(heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Callable[[int], Tensor]) -> DecodeBatch:
@@ -127,7 +127,7 @@ class DecodeRows(Backend):
             return
         launch.attend(*tensors, workspace, scale=heads.scale, first=self.first, dependent=dependent, early=dependent)
         # For so few tokens tensor cores merge in bf16 alone: of fp32 they would round the inputs.
-        few_merged = tokens <= MOST_MERGED and attended_THL.dtype == torch.bfloat16
+        few_merged = tokens * heads.count <= MOST_MERGED and attended_THL.dtype == torch.bfloat16
         if tokens <= MOST_STREAMED and not few_merged:
             launch.merge(memory.attended_RWHL, memory.lse_RWH, workspace, dependent=dependent)
             head_linear(attended_THL, value_HLV, self.out_THV, dependent=dependent)
