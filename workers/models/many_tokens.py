@@ -40,8 +40,8 @@ ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
 FEWEST_ROUNDED: Final = 12
 """Fewest tokens that are rounded to FP8 for products with FP8 weights, where that is allowed: of captured steps the
-fewest behind the way of few. Of 16 tokens to dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on one
-H200)."""
+fewest behind the way of few. Of 16 tokens to dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on
+one H200)."""
 
 
 def plain(weight_FE: Weight, dtype: torch.dtype, scratch: Scratch) -> Tensor:

@@ -112,10 +112,10 @@ def check(lengths: list[int], width: int, heads: int = 2, **how: Any) -> list[st
     return launches
 
 
-@pytest.mark.parametrize(("lengths", "merging"), [([70], 1), ([70, 0], 2)])
-def test_a_pass_is_right_and_in_order(lengths: list[int], merging: int) -> None:
+@pytest.mark.parametrize(("lengths", "heads", "merging"), [([70], 2, 1), ([70, 0], 2, 1), ([70, 0], 9, 2)])
+def test_a_pass_is_right_and_in_order(lengths: list[int], heads: int, merging: int) -> None:
     """The plan, the embedding, a dense layer, one of experts, and the final norm."""
-    assert len(check(lengths, 1)) == 1 + 2 + (4 + merging + 2) + (4 + merging + 4)
+    assert len(check(lengths, 1, heads)) == 1 + 2 + (4 + merging + 2) + (4 + merging + 4)
 
 
 @pytest.mark.parametrize("length", [70, 150])
