@@ -22,6 +22,8 @@ from kernels.private_ground import PrivateGround
 
 BLOCK: Final = 128
 """Rows and features of a block of weights, features of a group of activations."""
+PIECE: Final = 4
+"""Scales in 16 bytes."""
 _MULTIPLIED: Final = PrivateGround(
     "torch",
     (
@@ -43,25 +45,41 @@ def multiplies_rounded(device: torch.device) -> bool:
 
 
 def takes_rounded(tokens: int, weight_FE: BlockScaled) -> bool:
-    """Whether `rounded_linear` takes these sizes. Scales of a row of blocks have to begin at multiples of 16 bytes, as
-    have those of a group of so many tokens, the numbers of a row and the results of a token."""
+    """Whether `rounded_linear` takes these sizes. Scales of a group of so many tokens have to begin at multiples of 16
+    bytes, as has what a token gets."""
     features, depth = weight_FE.shape
     whole = (weight_FE.rows, weight_FE.features) == (BLOCK, BLOCK)
-    return whole and depth % (4 * BLOCK) == 0 and features % 16 == 0 and tokens % 4 == 0
+    return whole and depth % BLOCK == 0 and features % 16 == 0 and tokens % 4 == 0
 
 
-def rounded_linear(x_TE: Tensor, scale_TG: Tensor, weight_FE: BlockScaled, out_TF: Tensor) -> None:
+def padded_scales(weight_FE: BlockScaled) -> tuple[int, int] | None:
+    """Sizes of the memory that `rounded_linear` needs for a copy of the weight's scales: those of a row of blocks, too,
+    have to begin at multiples of 16 bytes. None where they do."""
+    rows, columns = weight_FE.scales.shape
+    return None if columns % PIECE == 0 else (rows, -(-columns // PIECE) * PIECE)
+
+
+def rounded_linear(
+    x_TE: Tensor, scale_TG: Tensor, weight_FE: BlockScaled, out_TF: Tensor, padded: Tensor | None = None
+) -> None:
     """out = x · weight^T of activations as `kernels.quantise` leaves them: every 128 products are summed by the tensor
     cores, multiplied by the scales of both, and added up in fp32; then rounded once to bf16.
 
     `x_TE` is float8_e4m3fn and contiguous, as is `out_TF`, which is bf16; columns of `scale_TG` (fp32) are contiguous
-    and lie side by side. A token's result may depend on how many others there are. ValueError for sizes that
-    `takes_rounded` refuses.
+    and lie side by side. `padded` is fp32 memory of the sizes that `padded_scales` says. A token's result may depend on
+    how many others there are. ValueError for sizes that `takes_rounded` refuses, or other memory.
     """
     if not takes_rounded(x_TE.shape[0], weight_FE):
         raise ValueError(f"{tuple(x_TE.shape)} rounded activations are not multiplied with {weight_FE.shape}")
     if scale_TG.stride() != (1, x_TE.shape[0]) or not out_TF.is_contiguous() or not x_TE.is_contiguous():
         raise ValueError("scales lie column by column, activations and results row by row")
+    if (None if padded is None else tuple(padded.shape)) != padded_scales(weight_FE):
+        raise ValueError(f"a copy of scales {tuple(weight_FE.scales.shape)} has the sizes {padded_scales(weight_FE)}")
+    scales = weight_FE.scales
+    if padded is not None:
+        padded.zero_()
+        padded[:, : scales.shape[1]].copy_(scales)
+        scales = padded
     if not x_TE.is_cuda:
         _reference(x_TE, scale_TG, weight_FE, out_TF)
         return
@@ -71,7 +89,7 @@ def rounded_linear(x_TE: Tensor, scale_TG: Tensor, weight_FE: BlockScaled, out_T
         [scale_TG],
         [F.ScalingType.BlockWise1x128.value],
         [],
-        [weight_FE.scales.t()],
+        [scales.t()],
         [F.ScalingType.BlockWise128x128.value],
         [],
         None,

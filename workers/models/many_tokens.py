@@ -19,6 +19,7 @@ from kernels.linear import (
     grouped_linear,
     linear,
     multiplies_rounded,
+    padded_scales,
     part_linear,
     parts_of,
     rounded_linear,
@@ -90,7 +91,9 @@ class ManyTokens(TokenWise[Tensor]):
             number_TE = scratch.empty(tokens, features, dtype=torch.float8_e4m3fn)
             scale_TG = scratch.empty(features // GROUP, tokens, dtype=torch.float32).t()
             quantise(x, number_TE, scale_TG, dependent=tokens <= MOST_DEPENDENT and launches_dependently(x.device))
-            rounded_linear(number_TE, scale_TG, weight, out_TF)
+            sizes = padded_scales(weight)
+            padded = None if sizes is None else scratch.empty(*sizes, dtype=torch.float32)
+            rounded_linear(number_TE, scale_TG, weight, out_TF, padded)
 
     def _rounded(self, x: Tensor, weight: Matrix, out_TF: Tensor) -> bool:
         """Whether a product takes activations in FP8."""

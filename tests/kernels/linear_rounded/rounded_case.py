@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.linear import padded_scales
 from kernels.matrix import BlockScaled
 from kernels.quantise import GROUP, quantise
 
-SIZES = [(4, 512, 128), (16, 512, 128), (64, 1024, 192), (32, 512, 2112)]
+SIZES = [(4, 512, 128), (16, 512, 128), (64, 1024, 192), (32, 512, 2112), (20, 640, 336), (100, 128, 128)]
 """Tokens, input and output features, of which some end in the middle of a block."""
 
 
@@ -24,6 +25,12 @@ def case(tokens: int, features: int, outputs: int, device: str) -> tuple[Tensor,
     codes = torch.randn(outputs, features, generator=random, device=device) * 64
     scales = torch.rand(-(-outputs // 128), features // 128, generator=random, device=device) + 0.5
     return number, scale, BlockScaled(codes.to(torch.float8_e4m3fn), scales)
+
+
+def memory(weight: BlockScaled) -> Tensor | None:
+    """For scales that do not begin where they should; NaN."""
+    sizes = padded_scales(weight)
+    return None if sizes is None else torch.full(sizes, torch.nan, device=weight.device)
 
 
 def check(number: Tensor, scale: Tensor, weight: BlockScaled, out: Tensor) -> None:

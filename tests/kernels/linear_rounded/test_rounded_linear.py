@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from rounded_case import SIZES, case, check
+from rounded_case import SIZES, case, check, memory
 
-from kernels.linear import multiplies_rounded, rounded, rounded_linear, takes_rounded
+from kernels.linear import multiplies_rounded, padded_scales, rounded, rounded_linear, takes_rounded
 from kernels.matrix import BlockScaled
 
 
@@ -17,7 +17,7 @@ def weight(rows: int, features: int, block: tuple[int, int] = (128, 128)) -> Blo
 def test_reference(tokens: int, features: int, outputs: int) -> None:
     number, scale, matrix = case(tokens, features, outputs, "cpu")
     out = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16)
-    rounded_linear(number, scale, matrix, out)
+    rounded_linear(number, scale, matrix, out, memory(matrix))
     check(number, scale, matrix, out)
 
 
@@ -27,7 +27,8 @@ def test_reference(tokens: int, features: int, outputs: int) -> None:
         (16, weight(128, 512), True),
         (12, weight(128, 512), True),
         (4096, weight(2112, 7168), True),
-        (4096, weight(7168, 2304), False),  # scales of a row of blocks begin off multiples of 16 bytes
+        (4096, weight(7168, 2304), True),
+        (16, weight(128, 576), False),
         (17, weight(128, 512), False),
         (18, weight(128, 512), False),
         (16, weight(72, 512), False),
@@ -39,9 +40,18 @@ def test_sizes(tokens: int, matrix: BlockScaled, takes: bool) -> None:
     assert takes_rounded(tokens, matrix) is takes
     if not takes and tokens < 100:
         number = torch.zeros(tokens, matrix.shape[1]).to(torch.float8_e4m3fn)
-        scale = torch.zeros(matrix.shape[1] // 128, tokens).t()
+        scale = torch.zeros(-(-matrix.shape[1] // 128), tokens).t()
         with pytest.raises(ValueError, match="are not multiplied"):
             rounded_linear(number, scale, matrix, torch.zeros(tokens, matrix.shape[0], dtype=torch.bfloat16))
+
+
+def test_scales_have_memory_where_they_need_a_copy() -> None:
+    assert padded_scales(weight(256, 7168)) is None
+    assert padded_scales(weight(7168, 2304)) == (56, 20)
+    number, scale, matrix = case(16, 640, 128, "cpu")
+    for wrong in (None, torch.zeros(1, 5)):
+        with pytest.raises(ValueError, match="a copy of scales"):
+            rounded_linear(number, scale, matrix, torch.zeros(16, 128, dtype=torch.bfloat16), wrong)
 
 
 def test_scales_row_by_row_are_refused() -> None:
