@@ -1,0 +1,31 @@
+"""bench/checkpoint.py writes folders that load as published checkpoints do, in each format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.bench_shapes import SMALL
+from workers.families.loading import load_model
+from workers.parallel.group import TensorParallel
+from workers.weights.weight import Format
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("shape", ["v2-lite", "v3-slice"])
+def test_what_is_written_loads(form: Format, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import checkpoint
+    import shapes
+
+    values = {**shapes.SHAPES[shape][0], **SMALL, "n_group": 1, "topk_group": 1, "q_lora_rank": 32}
+    written = checkpoint.write_folder(values, form, tmp_path, CPU)
+    model = load_model(tmp_path, group=TensorParallel(), dtype=torch.float32, device=CPU, max_positions=64)
+    assert model.drafter is not None or not values.get("num_nextn_predict_layers")
+    files = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert 0 < files - written < 1 << 17  # the headers
+    assert written > 4096
