@@ -26,7 +26,7 @@ from timing import microseconds
 from verdict import error
 
 from kernels.dequantise import dequantise
-from kernels.linear import multiplies_rounded, rounded_linear, takes_rounded
+from kernels.linear import PIECE, multiplies_rounded, rounded_linear, takes_rounded
 from kernels.matrix import BlockScaled
 from kernels.moe import launch, schedule
 from kernels.moe.records import stored
@@ -74,7 +74,8 @@ def dense(tokens: int, rows: int, features: int) -> None:
     dequantised()
     texts = [f"{tokens:6} {rows:6} {features:6} {error(out, want):9.1e}"]
     ways: list[Callable[[], object]] = [dequantised, lambda: torch.mm(x, wide.t(), out=out)]
-    if multiplies_rounded(torch.device(CUDA.type, torch.cuda.current_device())) and takes_rounded(tokens, weight):
+    here = torch.device(CUDA.type, torch.cuda.current_device())
+    if multiplies_rounded(here) and takes_rounded(weight) and tokens % PIECE == 0:
         rounded()
         texts.append(f"{error(out, want):9.1e}")
         ways = [product, rounded, *ways]

@@ -14,13 +14,14 @@ from kernels.hopper import is_hopper, multiprocessors
 from kernels.linear import fp8_launch, launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
-from kernels.linear.rounded import multiplies_rounded, padded_scales, rounded_linear, takes_rounded
+from kernels.linear.rounded import PIECE, multiplies_rounded, padded_scales, rounded_linear, takes_rounded
 from kernels.linear.stream import ROWS
 from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm.pieces import PendingNorm
 
 __all__ = [
     "MOST_STREAMED",
+    "PIECE",
     "ROWS",
     "gated_linear",
     "grouped_linear",

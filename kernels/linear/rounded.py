@@ -23,7 +23,7 @@ from kernels.private_ground import PrivateGround
 BLOCK: Final = 128
 """Rows and features of a block of weights, features of a group of activations."""
 PIECE: Final = 4
-"""Scales in 16 bytes."""
+"""Scales in 16 bytes: the number of tokens is a multiple of it, as is that of the scales of a row of blocks."""
 _MULTIPLIED: Final = PrivateGround(
     "torch",
     (
@@ -44,12 +44,11 @@ def multiplies_rounded(device: torch.device) -> bool:
     return version >= (12, 9) and _MULTIPLIED.there()
 
 
-def takes_rounded(tokens: int, weight_FE: BlockScaled) -> bool:
-    """Whether `rounded_linear` takes these sizes. Scales of a group of so many tokens have to begin at multiples of 16
-    bytes, as has what a token gets."""
+def takes_rounded(weight_FE: BlockScaled) -> bool:
+    """Whether `rounded_linear` takes a matrix: blocks of 128 x 128, of which none is cut in the direction that is
+    summed, and 16 output features at a time."""
     features, depth = weight_FE.shape
-    whole = (weight_FE.rows, weight_FE.features) == (BLOCK, BLOCK)
-    return whole and depth % BLOCK == 0 and features % 16 == 0 and tokens % 4 == 0
+    return (weight_FE.rows, weight_FE.features) == (BLOCK, BLOCK) and depth % BLOCK == 0 and features % 16 == 0
 
 
 def padded_scales(weight_FE: BlockScaled) -> tuple[int, int] | None:
@@ -67,9 +66,10 @@ def rounded_linear(
 
     `x_TE` is float8_e4m3fn and contiguous, as is `out_TF`, which is bf16; columns of `scale_TG` (fp32) are contiguous
     and lie side by side. `padded` is fp32 memory of the sizes that `padded_scales` says. A token's result may depend on
-    how many others there are. ValueError for sizes that `takes_rounded` refuses, or other memory.
+    how many others there are, but not on what they hold. ValueError for a matrix that `takes_rounded` refuses, tokens
+    that are no multiple of PIECE, or other memory.
     """
-    if not takes_rounded(x_TE.shape[0], weight_FE):
+    if not takes_rounded(weight_FE) or x_TE.shape[0] % PIECE:
         raise ValueError(f"{tuple(x_TE.shape)} rounded activations are not multiplied with {weight_FE.shape}")
     if scale_TG.stride() != (1, x_TE.shape[0]) or not out_TF.is_contiguous() or not x_TE.is_contiguous():
         raise ValueError("scales lie column by column, activations and results row by row")

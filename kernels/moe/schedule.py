@@ -24,10 +24,6 @@ SPAN = 2048
 """Pairs a sorting program looks at at once."""
 SEGMENTS = 16
 """Most parts the pairs are sorted in."""
-ROUNDED_ABOVE: Final = 12
-"""Tokens of a routed expert on average above which they are rounded to FP8 for such weights, where that is allowed. Of
-16 their kernels read weights as fast as memory gives them, and tiles of 64 pairs, which widen weights, take 1.6 times
-as long (`bench/moe.py --model v3+shared --format fp8` on one H200)."""
 ROUNDED_BLOCK: Final = 128
 """Features that share a scale then, of activations and, in either direction, of weights."""
 
@@ -194,13 +190,7 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
     rows = 16 if mean < 12 else 64 if mean <= 56 else 128
     if shape.tokens <= 1:
         rows = 0
-    if (
-        shape.rounds
-        and shape.hopper
-        and mean > ROUNDED_ABOVE
-        and shape.for_rounded
-        and all(map(in_whole_blocks, stored))
-    ):
+    if rows and shape.rounds and shape.hopper and shape.for_rounded and all(map(in_whole_blocks, stored)):
         return rounded(shape, shape.hopper, stored)
     if rows == 128 and shape.hopper and shape.for_hopper and stored == (PLAIN, PLAIN):
         return grouped(shape, shape.hopper)

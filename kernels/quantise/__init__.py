@@ -1,7 +1,8 @@
 """Activations in FP8 (e4m3), with a scale for each token and 128 features, as DeepSeek-V3 multiplies them
 (arXiv:2412.19437, section 3.3).
 
-Shape legend: T tokens, K features, G = K / 128 groups of neighbouring features, the last one maybe of fewer.
+Shape legend: T tokens, K features, G = K / 128 groups of neighbouring features, the last one maybe of fewer, F = 2 K
+(gate, then up).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 from kernels.quantise import launch, reference
 from kernels.quantise.reference import GROUP, LEAST_SCALE, MOST
 
-__all__ = ["GROUP", "LEAST_SCALE", "MOST", "quantise"]
+__all__ = ["GROUP", "LEAST_SCALE", "MOST", "quantise", "silu_mul_quantise"]
 
 
 def quantise(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool = False) -> None:
@@ -30,14 +31,28 @@ def quantise(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool 
 
     ValueError where shapes or dtypes do not fit.
     """
-    tokens, features = x_TK.shape
-    if out_TK.shape != x_TK.shape or out_TK.dtype != torch.float8_e4m3fn or not out_TK.is_contiguous():
-        raise ValueError(f"{tuple(x_TK.shape)} numbers do not go into {tuple(out_TK.shape)} of {out_TK.dtype}")
-    if scale_TG.shape != (tokens, -(-features // GROUP)) or scale_TG.dtype != torch.float32:
-        raise ValueError(f"scales of {tuple(x_TK.shape)} numbers are not {tuple(scale_TG.shape)} of {scale_TG.dtype}")
-    if x_TK.stride(1) != 1:
-        raise ValueError("a token's features lie side by side")
+    _check(x_TK, x_TK.shape[1], out_TK, scale_TG)
     if x_TK.is_cuda:
         launch.quantise(x_TK, out_TK, scale_TG, dependent=dependent)
     else:
         reference.quantise(x_TK, out_TK, scale_TG)
+
+
+def silu_mul_quantise(gate_up_TF: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool = False) -> None:
+    """`quantise` of silu(gate) * up, where `gate_up_TF` holds the K gate features, then the K up features: computed in
+    fp32 and rounded to FP8 alone."""
+    _check(gate_up_TF, gate_up_TF.shape[1] // 2, out_TK, scale_TG)
+    if gate_up_TF.is_cuda:
+        launch.quantise(gate_up_TF, out_TK, scale_TG, gated=True, dependent=dependent)
+    else:
+        reference.silu_mul_quantise(gate_up_TF, out_TK, scale_TG)
+
+
+def _check(x: Tensor, features: int, out_TK: Tensor, scale_TG: Tensor) -> None:
+    shape = (x.shape[0], features)
+    if out_TK.shape != shape or out_TK.dtype != torch.float8_e4m3fn or not out_TK.is_contiguous():
+        raise ValueError(f"{shape} numbers do not go into {tuple(out_TK.shape)} of {out_TK.dtype}")
+    if scale_TG.shape != (shape[0], -(-features // GROUP)) or scale_TG.dtype != torch.float32:
+        raise ValueError(f"scales of {shape} numbers are not {tuple(scale_TG.shape)} of {scale_TG.dtype}")
+    if x.stride(1) != 1:
+        raise ValueError("a token's features lie side by side")

@@ -18,23 +18,29 @@ def quantise(
     scale_column,
     X_STRIDE: tl.constexpr,
     FEATURES: tl.constexpr,
+    GATED: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     MOST: tl.constexpr,
     LEAST_SCALE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """GROUPS groups a program. Scales lie `scale_row` and `scale_column` elements apart."""
+    """GROUPS groups a program. Scales lie `scale_row` and `scale_column` elements apart. GATED: `x` holds FEATURES of a
+    gate, then as many of up, and what is rounded is silu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    number = tl.load(x + row * X_STRIDE + k, mask=k < FEATURES, other=0.0, cache_modifier=".cg").to(tl.float32)
+    at = x + row * X_STRIDE + k
+    number = tl.load(at, mask=k < FEATURES, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if GATED:
+        up = tl.load(at + FEATURES, mask=k < FEATURES, other=0.0, cache_modifier=".cg").to(tl.float32)
+        number = number * tl.sigmoid(number) * up
     size = tl.where(number == number, tl.abs(number), 0.0)
     scale = tl.maximum(tl.div_rn(tl.max(size, 1), MOST), LEAST_SCALE)
     number = number * tl.div_rn(1.0, scale)[:, None]
     tl.store(out + row * FEATURES + k, number.to(out.dtype.element_ty), mask=k < FEATURES)
-    at = row * scale_row + group.to(tl.int64) * scale_column
-    tl.store(scale_out + at, scale, mask=group * GROUP < FEATURES)
+    to = row * scale_row + group.to(tl.int64) * scale_column
+    tl.store(scale_out + to, scale, mask=group * GROUP < FEATURES)

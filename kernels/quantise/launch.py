@@ -20,20 +20,21 @@ WARPS: Final = 2
 """So a thread has two pieces of 16 bytes on their way."""
 
 
-def quantise(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool = False) -> None:
-    """See `kernels.quantise.quantise`."""
-    tokens, features = x_TK.shape
+def quantise(x: Tensor, out_TK: Tensor, scale_TG: Tensor, *, gated: bool = False, dependent: bool = False) -> None:
+    """See `kernels.quantise.quantise`; `gated`: see `silu_mul_quantise` there."""
+    tokens, features = out_TK.shape
     if not tokens:
         return
     groups = min(triton.next_power_of_2(triton.cdiv(features, GROUP)), GROUPS)
     kernel.quantise[(tokens, triton.cdiv(features, groups * GROUP))](
-        x_TK,
+        x,
         out_TK,
         scale_TG,
         scale_TG.stride(0),
         scale_TG.stride(1),
-        X_STRIDE=x_TK.stride(0),
+        X_STRIDE=x.stride(0),
         FEATURES=features,
+        GATED=gated,
         GROUP=GROUP,
         GROUPS=groups,
         MOST=MOST,

@@ -7,6 +7,8 @@ from typing import Final
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import steady
+
 GROUP: Final = 128
 """Features that share a scale."""
 MOST: Final = 448.0
@@ -23,3 +25,9 @@ def quantise(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor) -> None:
     # What the reciprocal's rounding may carry beyond the largest number would become NaN in torch's conversion.
     number_TGk = (x_TGk * (1 / scale_TG).unsqueeze(-1)).clamp(-MOST, MOST)
     out_TK.copy_(number_TGk.flatten(1)[:, :features].to(out_TK.dtype))
+
+
+def silu_mul_quantise(gate_up_TF: Tensor, out_TK: Tensor, scale_TG: Tensor) -> None:
+    """See `kernels.quantise.silu_mul_quantise`."""
+    gate_TK, up_TK = gate_up_TF.float().chunk(2, dim=-1)
+    quantise(steady.silu(gate_TK) * up_TK, out_TK, scale_TG)

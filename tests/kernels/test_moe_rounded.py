@@ -9,7 +9,7 @@ import torch
 
 from kernels.moe import rounded_launch, schedule
 from kernels.moe.records import PLAIN, Stored
-from kernels.moe.schedule import ROUNDED_ABOVE, ExpertsShape, Workspace
+from kernels.moe.schedule import ExpertsShape, Workspace
 
 V3 = ExpertsShape(4096, 9, 257, 7168, 2048, shared=1, hopper=132, rounds=True)
 WHOLE = Stored("fp8", 128, 128, 32, 56), Stored("fp8", 128, 128, 56, 16)
@@ -22,10 +22,8 @@ def test_many_tokens_are_rounded() -> None:
     assert (tiling.gate_up.blocks(2048), tiling.down.blocks(7168)) == (16, 28)
 
 
-@pytest.mark.parametrize("above", [False, True])
-def test_where_it_begins(above: bool) -> None:
-    tokens = 256 // 8 * ROUNDED_ABOVE + above
-    assert schedule.tiling(replace(V3, tokens=tokens), WHOLE).rounded is above
+def test_one_token_has_no_tiles() -> None:
+    assert [schedule.tiling(replace(V3, tokens=tokens), WHOLE).rounded for tokens in (1, 2, 12)] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_what_is_not_rounded(shape: ExpertsShape, stored: tuple[Stored, Stored])
     assert not schedule.tiling(shape, stored).rounded
 
 
-@pytest.mark.parametrize("tokens", [57, 300, 4096])
+@pytest.mark.parametrize("tokens", [2, 12, 57, 300, 4096])
 @pytest.mark.parametrize("chosen", [1, 2, 9])
 def test_it_needs_no_more_memory(tokens: int, chosen: int) -> None:
     """Whoever asks how much does not know how weights are stored, and may not say that tokens are rounded."""
@@ -56,7 +54,7 @@ def test_it_needs_no_more_memory(tokens: int, chosen: int) -> None:
     shape = replace(V3, tokens=tokens, chosen=chosen, **sizes)
     stored = Stored("fp8", 128, 128, 4, 4), Stored("fp8", 128, 128, 4, 2)
     tiling = schedule.tiling(shape, stored)
-    assert tiling.rounded is (shape.mean > ROUNDED_ABOVE)
+    assert tiling.rounded
     asked = replace(shape, rounds=False)
     assert Workspace.bytes(shape, tiling) <= Workspace.bytes(asked, schedule.tiling(asked))
 

@@ -36,7 +36,7 @@ class DenseFeedForward:
     ) -> None:
         """residual += this network's output, `out` = its norm. `out` shares no memory with `x`. `live_R`: see
         `TokenWise.add_experts`."""
-        way.add(way.gated(x, self.gate_up_FE, scratch), self.down_EI, norm, out, scratch)
+        way.add_gated(x, self.gate_up_FE, self.down_EI, norm, out, scratch)
 
 
 class MixtureOfExperts:

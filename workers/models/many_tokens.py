@@ -1,12 +1,14 @@
 """The way of many tokens: every product in the way that is fastest for their number, norms between them.
 
-Shape legend: T tokens, E hidden features, F output features, I intermediate features of this rank, X experts, K experts
-per token (both with the shared ones, where those are stored or chosen), P parts of a sum, A features of a norm.
+Shape legend: T tokens, R tokens and padding, E hidden features, F output features, I intermediate features of this
+rank, X experts, K experts per token (both with the shared ones, where those are stored or chosen), P parts of a sum, A
+features of a norm, G groups of features that share a scale.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from kernels.dependent import launches_dependently
 from kernels.dequantise import dequantise
 from kernels.linear import (
     MOST_STREAMED,
+    PIECE,
     grouped_linear,
     linear,
     multiplies_rounded,
@@ -27,7 +30,7 @@ from kernels.linear import (
 )
 from kernels.matrix import BlockScaled, Matrix
 from kernels.moe import AddNorm
-from kernels.quantise import GROUP, quantise
+from kernels.quantise import GROUP, quantise, silu_mul_quantise
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
@@ -41,8 +44,11 @@ ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
 FEWEST_ROUNDED: Final = 12
 """Fewest tokens that are rounded to FP8 for products with FP8 weights, where that is allowed: of captured steps the
-fewest behind the way of few. Of 16 tokens to dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on
+fewest behind the way of few. Of 12 tokens to dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on
 one H200)."""
+FEWEST_ROUNDED_EXPERTS: Final = 12
+"""The same for products with experts. Of 32 tokens of DeepSeek-V3 experts that widen their weights take 1.05 times as
+long, of 384 1.6 times, of 2048 three times (`bench/moe.py --model v3+shared --format fp8` on one H200)."""
 
 
 def plain(weight_FE: Weight, dtype: torch.dtype, scratch: Scratch) -> Tensor:
@@ -83,29 +89,40 @@ class ManyTokens(TokenWise[Tensor]):
         """See `TokenWise`."""
         with scratch.scope():
             weight = weight_FE.matrix
-            if not self._rounded(x, weight, out_TF):
+            if self._rounds_for(weight, out_TF) and x.dtype == torch.bfloat16:
+                self._rounded_linear(quantise, x, weight, out_TF, scratch)
+            else:
                 linear(x, plain(weight_FE, x.dtype, scratch), out_TF, dependent=dependent)
-                return
-            assert isinstance(weight, BlockScaled)
-            tokens, features = x.shape
-            number_TE = scratch.empty(tokens, features, dtype=torch.float8_e4m3fn)
-            scale_TG = scratch.empty(features // GROUP, tokens, dtype=torch.float32).t()
-            quantise(x, number_TE, scale_TG, dependent=tokens <= MOST_DEPENDENT and launches_dependently(x.device))
-            sizes = padded_scales(weight)
-            padded = None if sizes is None else scratch.empty(*sizes, dtype=torch.float32)
-            rounded_linear(number_TE, scale_TG, weight, out_TF, padded)
 
-    def _rounded(self, x: Tensor, weight: Matrix, out_TF: Tensor) -> bool:
-        """Whether a product takes activations in FP8."""
+    def _rounds_for(self, weight: Matrix, out_TF: Tensor) -> TypeGuard[BlockScaled]:
+        """Whether a product with a matrix takes activations in FP8."""
         return (
             self.rounds
             and isinstance(weight, BlockScaled)
-            and x.shape[0] >= FEWEST_ROUNDED
-            and x.dtype == out_TF.dtype == torch.bfloat16
+            and out_TF.shape[0] >= FEWEST_ROUNDED
+            and out_TF.dtype == torch.bfloat16
             and out_TF.is_contiguous()
-            and multiplies_rounded(x.device)
-            and takes_rounded(x.shape[0], weight)
+            and multiplies_rounded(out_TF.device)
+            and takes_rounded(weight)
         )
+
+    @staticmethod
+    def _rounded_linear(
+        rounding: Callable[..., None], x: Tensor, weight_FE: BlockScaled, out_TF: Tensor, scratch: Scratch
+    ) -> None:
+        """out = what `rounding` makes of `x` · weight^T. Rows behind the last token hold whatever is there."""
+        (tokens, outputs), features = out_TF.shape, weight_FE.shape[1]
+        rows = -(-tokens // PIECE) * PIECE
+        number_RE = scratch.empty(rows, features, dtype=torch.float8_e4m3fn)
+        scale_RG = scratch.empty(features // GROUP, rows, dtype=torch.float32).t()
+        dependent = tokens <= MOST_DEPENDENT and launches_dependently(x.device)
+        rounding(x, number_RE[:tokens], scale_RG[:tokens], dependent=dependent)
+        sizes = padded_scales(weight_FE)
+        padded = None if sizes is None else scratch.empty(*sizes, dtype=torch.float32)
+        out_RF = out_TF if rows == tokens else scratch.empty(rows, outputs, dtype=out_TF.dtype)
+        rounded_linear(number_RE, scale_RG, weight_FE, out_RF, padded)
+        if rows > tokens:
+            out_TF.copy_(out_RF[:tokens])
 
     def latent_linear(
         self, x: Tensor, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
@@ -129,6 +146,21 @@ class ManyTokens(TokenWise[Tensor]):
         """See `TokenWise`."""
         part_TE = self.group.part(out)
         self.linear(x_TF, weight_EF, part_TE, scratch)
+        self.group.all_reduce(part_TE, out)
+        self.add_norm(out, norm, out)
+
+    def add_gated(
+        self, x: Tensor, gate_up_FE: Weight, down_EI: Weight, norm: AddNorm, out: Tensor, scratch: Scratch
+    ) -> None:
+        """See `TokenWise`. Where `down` takes activations in FP8, the gate rounds them at once."""
+        part_TE, down = self.group.part(out), down_EI.matrix
+        if x.dtype != torch.bfloat16 or not self._rounds_for(down, part_TE):
+            super().add_gated(x, gate_up_FE, down_EI, norm, out, scratch)
+            return
+        with scratch.scope():
+            gate_up_TF = scratch.empty(x.shape[0], gate_up_FE.shape[0], dtype=x.dtype)
+            self.linear(x, gate_up_FE, gate_up_TF, scratch)
+            self._rounded_linear(silu_mul_quantise, gate_up_TF, down, part_TE, scratch)
         self.group.all_reduce(part_TE, out)
         self.add_norm(out, norm, out)
 
@@ -217,7 +249,7 @@ class ManyTokens(TokenWise[Tensor]):
             shared=shared,
             add_norm=norm if alone else None,
             workspace=workspace,
-            rounds=self.rounds,
+            rounds=self.rounds and x_TE.shape[0] >= FEWEST_ROUNDED_EXPERTS,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
             dependent=launches_dependently(x_TE.device),
         )

@@ -86,6 +86,10 @@ class TokenWise(ABC, Generic[N]):
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: N, scratch: Scratch) -> None:
         """residual += x · weight^T, summed over ranks; `out` = its norm."""
 
+    def add_gated(self, x: N, gate_up_FE: Weight, down_EI: Weight, norm: AddNorm, out: N, scratch: Scratch) -> None:
+        """residual += `gated` · down^T, summed over ranks; `out` = its norm, which shares no memory with `x`."""
+        self.add(self.gated(x, gate_up_FE, scratch), down_EI, norm, out, scratch)
+
     @abstractmethod
     def add_experts(
         self, x: N, mixture: Mixture, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None

@@ -14,7 +14,7 @@ from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.invariant import InvariantTokens
-from workers.models.many_tokens import FEWEST_ROUNDED, DecodeTokens, ManyTokens
+from workers.models.many_tokens import FEWEST_ROUNDED, FEWEST_ROUNDED_EXPERTS, DecodeTokens, ManyTokens
 from workers.models.token_wise import TokenWise
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Format
@@ -56,7 +56,7 @@ class Ways:
         """Whether some products of a pass of up to so many tokens may take activations that are rounded to FP8."""
         return (
             self._rounds
-            and tokens >= FEWEST_ROUNDED
+            and tokens >= min(FEWEST_ROUNDED, FEWEST_ROUNDED_EXPERTS)
             and Format.FP8_BLOCKS in self._formats
             and dtype == torch.bfloat16
             and is_hopper(device)

@@ -29,10 +29,19 @@ MODELS = [
 @pytest.mark.parametrize(("tokens", "features", "outputs"), [*SIZES, *MODELS])
 def test_every_size(tokens: int, features: int, outputs: int) -> None:
     number, scale, weight = case(tokens, features, outputs, "cuda")
-    assert takes_rounded(tokens, weight)
+    assert takes_rounded(weight)
     out = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16, device="cuda")
     rounded_linear(number, scale, weight, out, memory(weight))
     check(number, scale, weight, out)
+
+
+def test_what_lies_behind_the_tokens_does_not_matter() -> None:
+    number, scale, weight = case(100, 1024, 256, "cuda")
+    number[97:].view(torch.uint8).fill_(0xFF)
+    scale[97:] = torch.nan
+    out = torch.zeros(100, 256, dtype=torch.bfloat16, device="cuda")
+    rounded_linear(number, scale, weight, out)
+    check(number[:97], scale[:97], weight, out[:97])
 
 
 def test_replayed_on_other_numbers() -> None:

@@ -31,6 +31,13 @@ def test_the_same_bits_as_the_reference() -> None:
     assert torch.equal(scale, case.tensors["scale"])
 
 
+@pytest.mark.parametrize(("tokens", "features"), SHAPES)
+def test_behind_a_gate(tokens: int, features: int) -> None:
+    case = Case(tokens, features, seed=tokens, gated=True)
+    case.run()
+    case.check()
+
+
 def test_what_is_no_number_stays_none() -> None:
     case = Case(2, 256)
     case.tensors["x"][0, 3] = torch.nan

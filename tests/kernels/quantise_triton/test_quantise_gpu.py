@@ -24,6 +24,13 @@ def test_every_number(tokens: int, features: int, dtype: torch.dtype) -> None:
         case.check()
 
 
+@pytest.mark.parametrize(("tokens", "features"), [*SHAPES, (300, 18432)])
+def test_behind_a_gate(tokens: int, features: int) -> None:
+    case = Case(tokens, features, device="cuda", gated=True)
+    case.run()
+    case.check()
+
+
 def test_the_same_bits_as_the_reference() -> None:
     case = Case(500, 2048, device="cuda")
     case.tensors["x"][3, 5] = torch.nan

@@ -10,12 +10,13 @@ from tests.support.hopper import compile_only, machine_code, resources
 pytestmark = pytest.mark.gate
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("features", [7168, 2048, 1536, 18432, 16384, 192])
-def test_compiles_without_spills(features: int) -> None:
+def test_compiles_without_spills(features: int, gated: bool) -> None:
     with compile_only() as compiled:
-        Case(4, features).run(dependent=True)
+        Case(4, features, gated=gated).run(dependent=True)
     found = resources(compiled[0])
-    found.check(registers=64)
+    found.check(registers=96 if gated else 64)
     assert found.waits
     assert found.releases
     code = machine_code(compiled[0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from quantise_case import SHAPES, Case
 
-from kernels.quantise import GROUP, MOST, quantise
+from kernels.quantise import GROUP, MOST, quantise, silu_mul_quantise
 from tests.support.interpreter import interpreted_pytest
 
 
@@ -20,6 +20,15 @@ def test_on_a_cpu(tokens: int, features: int, dtype: torch.dtype) -> None:
     case = Case(tokens, features, dtype)
     quantise(case.tensors["x"], case.tensors["out"], case.tensors["scale"])
     case.check()
+
+
+@pytest.mark.parametrize(("tokens", "features"), SHAPES)
+def test_behind_a_gate_on_a_cpu(tokens: int, features: int) -> None:
+    case = Case(tokens, features, gated=True)
+    silu_mul_quantise(case.tensors["x"], case.tensors["out"], case.tensors["scale"])
+    case.check()
+    with pytest.raises(ValueError, match="do not go into"):
+        quantise(case.tensors["x"], case.tensors["out"], case.tensors["scale"])
 
 
 def test_infinite_numbers_do_not_become_finite_ones() -> None:

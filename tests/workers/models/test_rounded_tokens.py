@@ -56,15 +56,17 @@ def distance(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("features", [512, 640])
+@pytest.mark.parametrize(("count", "features"), [(TOKENS, 512), (TOKENS, 640), (41, 512), (99, 128)])
 @pytest.mark.parametrize("kind", [ManyTokens, DecodeTokens])
-def test_products_are_those_of_rounded_activations(kind: type[ManyTokens], features: int) -> None:
-    x, matrix = tokens(features=features), weight(features=features)
+def test_products_are_those_of_rounded_activations(kind: type[ManyTokens], count: int, features: int) -> None:
+    """Of any number of tokens, though products take four at a time."""
+    x, matrix = tokens(count, features), weight(features=features)
     way = kind(TensorParallel(), rounds=True)
     exact = x.double() @ matrix.dequantised(torch.float64).t()
     want = rounded(x) @ matrix.dequantised(torch.float64).t()
-    out = torch.full((TOKENS, 256), torch.nan, dtype=torch.bfloat16)
-    way.linear(x, matrix, out, Scratch(x.device))
+    out = torch.full((count, 256), torch.nan, dtype=torch.bfloat16)
+    scratch = Scratch(x.device, torch.full((1 << 20,), 0xFF, dtype=torch.uint8))
+    way.linear(x, matrix, out, scratch)
     assert distance(out, want) < 2**-8
     assert distance(out, exact) > 2**-7
 
@@ -83,6 +85,28 @@ def test_the_gate_of_a_dense_network() -> None:
     gate, up = (rounded(x) @ matrix.dequantised(torch.float64).t()).chunk(2, 1)
     got = way.gated(x, matrix, Scratch(x.device))
     assert distance(got, torch.nn.functional.silu(gate) * up) < 2**-7
+
+
+@pytest.mark.parametrize(("rounds", "count"), [(False, TOKENS), (True, TOKENS), (True, 50)])
+def test_a_dense_network(rounds: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the gate makes is rounded at once."""
+    made = []
+    fused = many_tokens.silu_mul_quantise
+    monkeypatch.setattr(many_tokens, "silu_mul_quantise", lambda *a, **k: (made.append(a[0].shape), fused(*a, **k)))
+    x, gate_up, down = tokens(count), weight(1024, 512), weight(256, 512)
+    way = ManyTokens(TensorParallel(), rounds=rounds)
+    gate_up_TF = torch.empty(count, 1024, dtype=torch.bfloat16)
+    way.linear(x, gate_up, gate_up_TF, Scratch(x.device))
+    gate, up = gate_up_TF.double().chunk(2, 1)
+    act = torch.nn.functional.silu(gate) * up
+    want = (rounded(act) if rounds else act) @ down.dequantised(torch.float64).t()
+    norm = AddNorm(torch.zeros(count, 256, dtype=torch.bfloat16), torch.ones(256).bfloat16(), 1e-6)
+    out = torch.empty_like(norm.residual_TE)
+    way.add_gated(x, gate_up, down, norm, out, Scratch(x.device))
+    assert distance(norm.residual_TE, want) < (2**-8 if rounds else 2**-7)  # bf16 once, or twice
+    assert made == ([(count, 1024)] if rounds else [])
+    want = norm.residual_TE.double()
+    assert distance(out, want / (want.square().mean(1, keepdim=True) + 1e-6).sqrt()) < 2**-8
 
 
 @pytest.mark.parametrize(

@@ -35,17 +35,26 @@ def test_experts_are_launched_dependently_where_the_device_can(able: bool, monke
     assert asked == [able]
 
 
-@pytest.mark.parametrize("rounds", [False, True])
-def test_experts_are_told_whether_they_may_round(rounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "tokens", "want"),
+    [
+        (False, 100, False),
+        (True, many_tokens.FEWEST_ROUNDED_EXPERTS, True),
+        (True, many_tokens.FEWEST_ROUNDED_EXPERTS - 1, False),
+    ],
+)
+def test_experts_are_told_whether_they_may_round(
+    rounds: bool, tokens: int, want: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
     monkeypatch.setattr(moe, "experts", lambda *_, rounds, **__: asked.append(rounds))
-    x_TE, id_TK = torch.zeros(2, 16), torch.zeros(2, 1, dtype=torch.int64)
+    x_TE, id_TK = torch.zeros(tokens, 16), torch.zeros(tokens, 1, dtype=torch.int64)
     router_XE, gate_up_XFE, down_XEI = (Weight(torch.zeros(shape)) for shape in ((1, 16), (1, 32, 16), (1, 16, 16)))
     mixture = Mixture(parse_config(V2_LITE_HEADS).routing, router_XE, None, gate_up_XFE, down_XEI)
-    norm = AddNorm(torch.zeros(2, 16), torch.ones(16), 1e-6)
-    way, choice, out_TE = ManyTokens(TensorParallel(), rounds=rounds), (id_TK, torch.ones(2, 1)), torch.zeros(2, 16)
-    way.experts(x_TE, *choice, mixture, norm, out_TE, Scratch(x_TE.device))
-    assert asked == [rounds]
+    norm = AddNorm(torch.zeros(tokens, 16), torch.ones(16), 1e-6)
+    way, choice = ManyTokens(TensorParallel(), rounds=rounds), (id_TK, torch.ones(tokens, 1))
+    way.experts(x_TE, *choice, mixture, norm, torch.zeros(tokens, 16), Scratch(x_TE.device))
+    assert asked == [want]
 
 
 @pytest.mark.parametrize(
