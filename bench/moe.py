@@ -43,8 +43,10 @@ MODELS = {
     "v2-lite+shared": (8, 66, 2048, 1408, 2),
     "v3": (8, 256, 7168, 2048, 0),
     "v3+shared": (9, 257, 7168, 2048, 1),
+    "v3+shared/8": (9, 257, 7168, 256, 1),
 }
-"""Experts of a token, experts, hidden and intermediate features, and how many of the experts are every token's."""
+"""Experts of a token, experts, hidden and intermediate features, and how many of the experts are every token's. The
+last is what one of 8 ranks has."""
 ROUTINGS = 8
 MOST_ROUNDED = 2**-4
 """Error of activations in FP8: they are rounded twice, each time by about a fortieth of a vector's norm."""
