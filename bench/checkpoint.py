@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "assets")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "assets"))
 
 from shapes import SHAPES
 from training.quantise import FP8_CONFIG, INT4_CONFIG
@@ -38,6 +38,7 @@ from workers.weights.assumed import assumed_dtypes
 from workers.weights.stored import FP8_DTYPE, FP8_SCALES, INT4_SCALES, INT4_SHAPE, Shape, Wanted
 from workers.weights.weight import Format
 
+ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 QUANTISED: dict[Format, dict[str, Any]] = {
     Format.PLAIN: {},
