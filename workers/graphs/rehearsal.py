@@ -10,6 +10,7 @@ import torch
 
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
+from workers.models.attention.decode_rows import MOST_MERGED
 from workers.models.attention.expanded import entries_of_a_row
 from workers.models.batch import Batch, DecodeBatch
 from workers.protocol.plan import BatchLayout, PrefillRow, StepPlan
@@ -44,12 +45,15 @@ def rehearsals(parts: StepParts, budget: int) -> Iterator[StepPlan]:
 
 
 def companies(parts: StepParts, budget: int) -> Iterator[StepPlan]:
-    """Plans of a short chunk beside every power of two of decode rows, and beside the most whose products are streamed,
-    at either width: how attention deals them out and merges them is compiled in. In invariant mode, to whose attention
-    they are decode rows, too, of as many chunks, alone and beside one that fills the step."""
+    """Plans of a short chunk beside every power of two of decode rows, beside the most whose products are streamed, and
+    the fewest whose pieces are merged by themselves, at either width: how attention deals them out and merges them is
+    compiled in. In invariant mode, to whose attention they are decode rows, too, of as many chunks, alone and beside
+    one that fills the step."""
     slots, drafts = parts.state.slots, parts.width - 1
+    heads = parts.model.segments.layers[0].attention.heads.count
     for width in sorted({1, parts.width}):
-        for rows in sorted({*_doubled(1, slots), MOST_STREAMED // width}):
+        merged = MOST_MERGED // (heads * width) + 1
+        for rows in sorted({*_doubled(1, slots), MOST_STREAMED // width, merged}):
             if 0 < rows < slots and rows * width < budget:
                 yield _plan(width, drafts, (NOBODY,) * rows, _single(1, 0))
     if not parts.model.ways.invariant:
