@@ -42,11 +42,11 @@ MOST_DEPENDENT: Final = 512
 """Most tokens whose small kernels are launched dependently."""
 ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
-FEWEST_ROUNDED: Final = 12
-"""Fewest tokens that are rounded to FP8 for products with FP8 weights, where that is allowed: of captured steps the
-fewest behind the way of few. Of 12 tokens to dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on
-one H200)."""
-FEWEST_ROUNDED_EXPERTS: Final = 12
+FEWEST_ROUNDED: Final = 9
+"""Fewest tokens that are rounded to FP8 for products with FP8 weights, where that is allowed: the fewest behind the way
+of few (`MOST_FP8` of `ways`), so that no number of tokens between has kernels of its own. Of 12 tokens to dequantize
+first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on one H200)."""
+FEWEST_ROUNDED_EXPERTS: Final = 9
 """The same for products with experts. Of 32 tokens of DeepSeek-V3 experts that widen their weights take 1.05 times as
 long, of 384 1.6 times, of 2048 three times (`bench/moe.py --model v3+shared --format fp8` on one H200)."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rounded_models import checkpoints
 
 from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
@@ -18,6 +20,7 @@ from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.families import load_model
 from workers.graphs import capture
+from workers.models import many_tokens
 from workers.parallel.group import TensorParallel
 from workers.proof import decode_steps as selftest
 from workers.proof import endings as ending_proof
@@ -60,6 +63,7 @@ class Start:
             max_positions=max_entries_per_row(self._context, config.width),
             draft_layer=config.width > 1,
             invariant=config.invariant,
+            rounds=config.activations == "auto",
         )
         for proof in (selftest, segment_proof, ending_proof):
             patch.setattr(proof, "ATTEMPTS", 1)  # none succeeds where nothing is computed
@@ -153,6 +157,22 @@ def test_published_heads_compile_nothing_late(
     """Attention has kernels of its own for chunks of up to 64 tokens, of fewer than 256, and of more."""
     config = settings(published, width, token_budget=300, max_context=700, invariant=invariant)
     assert late(Start(monkeypatch, config), 300, seed=width) == []
+
+
+@pytest.mark.parametrize("activations", ["auto", "bf16"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_weights_in_fp8_compile_nothing_late(
+    width: int, activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that are rounded, and fewer that are not, behind every number of rows."""
+    quantised, _ = checkpoints(tmp_path)
+    monkeypatch.setattr(many_tokens, "multiplies_rounded", lambda device: True)
+    monkeypatch.setattr(many_tokens, "rounded_linear", lambda *_: None)
+    config = settings(str(quantised), width, max_rows=13, max_context=300, activations=activations)
+    start = Start(monkeypatch, config)
+    assert late(start, 96, seed=width) == []
+    rounded = {"quantise", "product"} & {kernel for kernel, _ in start.variants}
+    assert rounded == ({"quantise", "product"} if activations == "auto" else set())
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -170,6 +170,11 @@ def test_passes_that_may_round(
     assert found.any.rounds is wanted
 
 
+def test_no_number_of_tokens_lies_between_the_ways() -> None:
+    """It would have kernels of its own, of which a rehearsal knows nothing."""
+    assert FEWEST_ROUNDED == many_tokens.FEWEST_ROUNDED_EXPERTS == choice.MOST_FP8 + 1
+
+
 def test_only_passes_that_round_have_the_wider_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     def bound(tokens: int, layers: int = LAYERS, **changes: Any) -> float:
         latents = [torch.zeros(1, dtype=torch.bfloat16)] * layers
