@@ -1,5 +1,6 @@
 """Hopper's products of activations in FP8 as they were compiled, run by the PTX emulator under drawn schedules."""
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rounded_stages import BLOCKS, IN_FP32, Stages, tiled
 from kernels.moe import schedule
 from kernels.moe.launch import AddNorm
 from tests.support.ptx import emulated
+from tests.support.ptx.memory import Fault
 
 pytestmark = pytest.mark.long
 
@@ -76,3 +78,22 @@ def test_what_it_does_not_take() -> None:
     ):
         with pytest.raises(ValueError, match="whole blocks"):
             schedule.rounded(wrong.shape, 3, wrong.stored)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(r"fence\.proxy\.async[^;]*;", id="copies that are not fenced"),
+        pytest.param(r"wgmma\.wait_group[^;]*;", id="sums that are not waited for"),
+    ],
+)
+def test_faults_would_be_noticed(fault: str) -> None:
+    found = case(70, sizes=(640, 384))
+
+    def broken(ptx: str) -> str:
+        return re.sub(fault, "", ptx) if "wgmma" in ptx else ptx
+
+    with pytest.raises((AssertionError, Fault)):  # noqa: PT012
+        with emulated(3, edit=broken):
+            stages = Stages.run(found, tiled(found, 2, stages=2))
+        stages.check(IN_FP32)
