@@ -94,7 +94,7 @@ def fetch(box, at, stage_s, full, exists):
 def weight_tile(stage_s, WARPS: gl.constexpr):
     """A stage that has arrived as the left operand, in fp16: [WARPS, 16, 128]."""
     left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), 16)
-    return to_half(stage_s._reinterpret(gl.uint8, [WARPS, _ROWS, _WIDTH], _TILES).load(left))
+    return to_half(stage_s.reshape([WARPS, _ROWS, _WIDTH]).load(left))
 
 
 @gluon.jit
