@@ -68,7 +68,7 @@ def linear(
         )
     elif invariant:
         reference.invariant_linear(x_TE, weight_FE, out_TF)
-    elif x_TE.is_cuda and x_TE.shape[0] and launch.streamable(x_TE, weight_FE):
+    elif x_TE.is_cuda and x_TE.shape[0] and launch.served(x_TE, weight_FE):
         launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
     else:
         reference.linear(x_TE, weight_FE, out_TF)
