@@ -322,6 +322,15 @@ def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
     assert len({kernel.hash for kernel in compiled}) == 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "features", "served"), [(1, 18432, True), (8, 18432, True), (9, 2048, True), (9, 2112, False)]
+)
+def test_products_that_cublas_does_better(tokens: int, features: int, served: bool) -> None:
+    """Of more tokens than eight columns, where they do not stay in shared memory."""
+    assert launch.served(empty(tokens, features), empty(64, features)) is served
+    assert not launch.served(empty(tokens, features).float(), empty(64, features))
+
+
 @pytest.mark.parametrize(("experts", "groups"), [(520, 1), (320, 64)])
 def test_more_experts_than_a_warp_holds_are_refused(experts: int, groups: int) -> None:
     choice, length = ChosenExperts.empty(4, experts, 8, empty), torch.ones(4, dtype=torch.int32)
