@@ -7,6 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.latent_entry import GROUP
+
+_GROUP = tl.constexpr(GROUP)
+
 
 @triton.jit(do_not_specialize=["rows", "entries", "begin", "table_stride"])
 def gather(
@@ -21,6 +25,8 @@ def gather(
     CACHE_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     FEATURES: tl.constexpr,
+    LATENT: tl.constexpr,
+    ENTRY: tl.constexpr,
     PAGE: tl.constexpr,
     ENTRIES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -40,5 +46,15 @@ def gather(
     source = cache + (page.to(tl.int64) * PAGE + entry % PAGE) * CACHE_STRIDE
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = inside[:, None] & (c < FEATURES)
-    value = tl.load(source[:, None] + c, mask=mask)
+    if ENTRY.fp8:
+        of_latent = mask & (c < LATENT)
+        code = tl.load(source[:, None] + c, mask=of_latent, other=0)
+        scales = (source + ENTRY.scales).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales[:, None] + c // _GROUP, mask=of_latent, other=0.0)
+        keys = (source + ENTRY.rope).to(tl.pointer_type(out.dtype.element_ty))
+        key = tl.load(keys[:, None] + c - LATENT, mask=mask & (c >= LATENT), other=0.0)
+        number = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+        value = tl.where(c < LATENT, number.to(key.dtype), key)
+    else:
+        value = tl.load(source[:, None] + c, mask=mask)
     tl.store(out + s.to(tl.int64)[:, None] * OUT_STRIDE + c, value, mask=mask)

@@ -60,6 +60,7 @@ def rope_absorb(
     - `rotation_PO`: fp32, of every position, (cos, sin) of the i-th angle at (2i, 2i + 1).
     - `cache_slot_T`: int64 index into the flattened cache [pages * 64]; padding points into the null page. A slot
       outside the cache is the caller's error and never written (on a CPU it raises).
+    - `cache_PKC`: entries in the dtype of the output, or FP8 entries as bytes (`kernels.latent_entry`).
     - `dependent`: programmatic dependent launch, safe when positions and slots were written before the kernel before.
       The kernel lets its successor start only after its own wait, as early reads of attention want it.
     """

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.latent_entry import store_entry
 from kernels.mla_decode.schedule import ROW_FIELDS, WORKER_FIELDS
 from kernels.parts import sum_of_parts
 
@@ -36,21 +37,23 @@ def _projected(at, mask, dtype: tl.constexpr, FROM: tl.constexpr):
 
 
 @triton.jit
-def _write_entry(source, norm, turn, entry, exists, eps, FROM: tl.constexpr, FEATURES: tl.constexpr):
+def _write_entry(
+    source, norm, turn, entry, exists, eps, FROM: tl.constexpr, FEATURES: tl.constexpr, ENTRY: tl.constexpr
+):
     """A token's cache entry: the normed latent, then the rotated key."""
     LATENT: tl.constexpr = FEATURES.latent
     ROPE_BLOCK: tl.constexpr = FEATURES.rope_block
+    dtype: tl.constexpr = norm.dtype.element_ty
     c = tl.arange(0, FEATURES.latent_block)
     inside = c < LATENT
     o = tl.arange(0, ROPE_BLOCK)
     roped = o < FEATURES.rope
     w = tl.load(norm + c, mask=inside, other=0.0).to(tl.float32)
-    value = _projected(source + c, inside, entry.dtype.element_ty, FROM).to(tl.float32)
-    key = _projected(source + LATENT + o, roped, entry.dtype.element_ty, FROM).to(tl.float32)
+    value = _projected(source + c, inside, dtype, FROM).to(tl.float32)
+    key = _projected(source + LATENT + o, roped, dtype, FROM).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / LATENT + eps) * w
     turned = tl.reshape(_rotate(tl.reshape(key, [1, ROPE_BLOCK]), turn, 1, ROPE_BLOCK), [ROPE_BLOCK])
-    tl.store(entry + c, normed.to(entry.dtype.element_ty), mask=inside & exists)
-    tl.store(entry + LATENT + o, turned.to(entry.dtype.element_ty), mask=roped & exists)
+    store_entry(entry, normed.to(dtype), turned.to(dtype), exists, LATENT, FEATURES.rope, ENTRY)
 
 
 @triton.jit
@@ -96,6 +99,7 @@ def rope_absorb(
     WEIGHT: tl.constexpr,
     CACHE_STRIDE: tl.constexpr,
     FEATURES: tl.constexpr,
+    ENTRY: tl.constexpr,
     CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -152,8 +156,9 @@ def rope_absorb(
         if share == 0:
             exists = (slot >= 0) & (slot < slots)
             _write_entry(
-                kv + token * LATENTS.token, norm, turn, cache + slot * CACHE_STRIDE, exists, eps, LATENTS, FEATURES
-            )
+                kv + token * LATENTS.token, norm, turn, cache + slot * CACHE_STRIDE, exists, eps, LATENTS, FEATURES,
+                ENTRY,
+            )  # fmt: skip
         else:
             first = (share - 1) * GROUP
             _rope_heads(

@@ -9,6 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.head_linear import kernel, merge
 from kernels.head_linear.records import AbsorbCut, Attended, Features, Matrices, MergeCut, Projected
+from kernels.latent_entry import entry_of
 from kernels.linear.launch import MOST_STREAMED, Streaming, options
 from kernels.linear.stored import PLAIN
 from kernels.linear.stream import ROWS
@@ -92,6 +93,7 @@ def rope_absorb(
             rope=rope,
             rope_block=triton.next_power_of_2(rope),
         ),
+        ENTRY=entry_of(cache_PKC, latent, rope, out_THC.dtype),
         CUT=AbsorbCut(
             tokens=tile, columns=columns, group=group, precision="ieee" if wide else "tf32", boxed=box is not None
         ),

@@ -26,17 +26,18 @@ def plan_decode(
     empty: Callable[[int], Tensor],
     *,
     first: int = 0,
+    fp8: bool = False,
 ) -> Workspace | None:
     """Deal the rows' cache to the GPU's multiprocessors, from the lengths on the device: once for all layers of a pass.
 
-    `dtype` is the cache's. `empty` gives a uint8 tensor of so many bytes, which must live as long as the workspace is
-    used. None where there is nothing to plan, on a CPU.
+    `dtype` is the queries', `fp8` says whether the cache has FP8 entries. `empty` gives a uint8 tensor of so many
+    bytes, which must live as long as the workspace is used. None where there is nothing to plan, on a CPU.
     """
     if not length_R.is_cuda:
         return None
     device = length_R.device
     choose = hopper_tiling if is_hopper(device) and dtype == torch.bfloat16 else portable_tiling
-    tiling = choose(shape, multiprocessors(device))
+    tiling = choose(shape, multiprocessors(device), fp8=fp8)
     workspace = Workspace.over(empty(Workspace.bytes(shape, tiling, dtype)), shape, tiling, dtype)
     launch.plan(length_R, page_RP, workspace, first=first)
     return workspace
@@ -58,8 +59,9 @@ def mla_decode(
     """out = softmax(scale * q · cache) · cache[..., :L], every head reading the same latent cache.
 
     - `q_RWHC`: query with W_UK absorbed into its first L features, the roped part after them.
-    - `cache_PKC`: one layer's cache; entry i of a row lies at [page_RP[row, i // 64], i % 64]. The value of an entry is
-      its first L features (L = `out_RWHL`.shape[-1]).
+    - `cache_PKC`: one layer's cache, in the dtype of the query, or FP8 entries as bytes (`kernels.latent_entry`).
+      Entry i of a row lies at [page_RP[row, i // 64], i % 64]. Its value is its first L features
+      (L = `out_RWHL`.shape[-1]).
     - `page_RP`, `length_R`: int32 on the device. Token j of a row sees entries first <= i < length - (W - 1 - j), so
       drafts do not see the drafts after them. Length 0 marks a padded row.
     - `workspace`: of `plan_decode` for the same lengths and tables; without one plain torch computes, and waits for

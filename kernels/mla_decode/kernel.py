@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.latent_entry import load_keys, load_latents
 from kernels.mla_decode.schedule import MERGED_FIELD, PARTS_FIELD, ROW_FIELDS, WORKER_FIELDS
 
 _MASKED = tl.constexpr(-1.0e33)
@@ -155,6 +156,7 @@ def attend(
     blocks,
     workers,
     FEATURES: tl.constexpr,
+    ENTRY: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -165,7 +167,8 @@ def attend(
     TOKENS: tl.constexpr = TILE.tokens
     LATENT: tl.constexpr = FEATURES.latent
     LATENT_LANES: tl.constexpr = FEATURES.latent_lanes
-    ENTRY: tl.constexpr = LATENT + FEATURES.rope
+    VECTOR: tl.constexpr = LATENT + FEATURES.rope
+    APART: tl.constexpr = ENTRY.size if ENTRY.fp8 else VECTOR
     worker = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     if DEPENDENT:
@@ -195,7 +198,7 @@ def attend(
         if end > begin:
             vector = (row.to(tl.int64) * queries + m)[:, None]
             # .cg: a dependent launch may find lines of an earlier layer in L1.
-            at_q = q + vector * ENTRY
+            at_q = q + vector * VECTOR
             q_latent = tl.load(at_q + c[None, :], mask=has_latent, other=0.0, cache_modifier=".cg")
             q_rope = tl.load(at_q + LATENT + r[None, :], mask=has_rope, other=0.0, cache_modifier=".cg")
             bound = tl.minimum(tokens - back, tokens)
@@ -210,12 +213,12 @@ def attend(
             for tile in range(start, tl.cdiv(stop, TOKENS)):
                 next_page = tl.load(pages + tl.minimum((tile + 1) * TOKENS // SPLIT.page, last))
                 entry = tile * TOKENS + n
-                base = cache + (page.to(tl.int64) * SPLIT.page + tile * TOKENS % SPLIT.page) * ENTRY
+                base = cache + (page.to(tl.int64) * SPLIT.page + tile * TOKENS % SPLIT.page) * APART
                 written = (entry < tokens) & (entry >= first)
-                at_latent = base + n[:, None] * ENTRY + c[None, :]
-                at_rope = base + n[:, None] * ENTRY + LATENT + r[None, :]
-                latent = tl.load(at_latent, mask=_features(written, LATENT, LATENT_LANES), other=0.0)
-                rope = tl.load(at_rope, mask=_features(written, FEATURES.rope, FEATURES.rope_lanes), other=0.0)
+                latent = load_latents(base + n * APART, written, q.dtype.element_ty, LATENT, LATENT_LANES, ENTRY)
+                rope = load_keys(
+                    base + n * APART, written, q.dtype.element_ty, LATENT, FEATURES.rope, FEATURES.rope_lanes, ENTRY
+                )
                 page = next_page
                 score = tl.dot(q_latent, tl.trans(latent), input_precision=FEATURES.precision)
                 score = tl.dot(q_rope, tl.trans(rope), score, input_precision=FEATURES.precision) * scale

@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.latent_entry import entry_of
 from kernels.mla_decode import kernel
 from kernels.mla_decode.records import Features, Overlap, Split, Tile
 from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace
@@ -75,6 +76,7 @@ def attend(
         shape.width - 1,
         shape.heads,
     )
+    entry = entry_of(cache_PKC, shape.latent, shape.rope, q_RWHC.dtype)
     common: dict[str, Any] = {"SPLIT": _split(shape, tiling), "num_warps": tiling.warps, **_options(dependent)}
     grid = (tiling.workers * tiling.blocks(shape),)
     ways = tiling.ways()
@@ -90,6 +92,7 @@ def attend(
                 *numbers,
                 *dealt,
                 FEATURES=_features(shape, q_RWHC.dtype),
+                ENTRY=entry,
                 TILE=tile,
                 DEPENDENT=dependent,
                 num_stages=way.stages,
@@ -98,7 +101,9 @@ def attend(
         elif way.path == "narrow":
             from kernels.mla_decode.narrow import attend_narrow
 
-            attend_narrow[grid](q_RWHC, cache_PKC, *where, *numbers, *dealt, TILE=tile, OVERLAP=overlap, **common)
+            attend_narrow[grid](
+                q_RWHC, cache_PKC, *where, *numbers, *dealt, ENTRY=entry, TILE=tile, OVERLAP=overlap, **common
+            )
         else:
             from kernels.mla_decode.wide import attend_wide, boxes
 
@@ -148,10 +153,13 @@ def _check(
 ) -> None:
     """ValueError unless the tensors are what the kernels, which see only pointers, take them for."""
     vectors = (shape.rows, shape.width, shape.heads)
-    features = shape.latent + shape.rope
+    dtype = q_RWHC.dtype
+    if cache_PKC.dtype not in (dtype, torch.uint8):
+        raise ValueError(f"a cache of {dtype}, or of FP8 entries as bytes, not of {cache_PKC.dtype}")
+    size = entry_of(cache_PKC, shape.latent, shape.rope, dtype).size or shape.latent + shape.rope
     wanted = (
-        ("q_RWHC", q_RWHC, (*vectors, features), cache_PKC.dtype),
-        ("cache_PKC", cache_PKC, (cache_PKC.shape[0], PAGE_TOKENS, features), cache_PKC.dtype),
+        ("q_RWHC", q_RWHC, (*vectors, shape.latent + shape.rope), dtype),
+        ("cache_PKC", cache_PKC, (cache_PKC.shape[0], PAGE_TOKENS, size), cache_PKC.dtype),
         ("length_R", length_R, (shape.rows,), torch.int32),
         ("out_RWHL", out_RWHL, (*vectors, shape.latent), out_RWHL.dtype),
         ("lse_RWH", lse_RWH, vectors, torch.float32),

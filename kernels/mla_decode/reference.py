@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import steady
+from kernels.latent_entry import entries as latent_entries
 from kernels.linear.reference import invariant_linear
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 
@@ -65,7 +66,7 @@ def _decode_rows(
     scale: float,
     first: int,
 ) -> None:
-    rows, width, heads, _ = q_RWHC.shape
+    rows, width, heads, features = q_RWHC.shape
     latent, entries = out_RWHL.shape[-1], longest - first
     compute = torch.promote_types(q_RWHC.dtype, torch.float32)
     entry_S = torch.arange(first, longest, device=length_R.device)
@@ -77,7 +78,8 @@ def _decode_rows(
     if ragged:
         begin_P = torch.arange(0, longest, PAGE_TOKENS, device=length_R.device)
         page_RP = torch.where(begin_P < length_R1, page_RP, NULL_PAGE)
-    cache_RSC = cache_PKC[page_RP].flatten(1, 2)[:, first:longest].to(compute)  # a copy
+    found_RSC = cache_PKC[page_RP].flatten(1, 2)[:, first:longest]  # a copy
+    cache_RSC = latent_entries(found_RSC, latent, features - latent, q_RWHC.dtype).to(compute)
     if ragged:
         cache_RSC.masked_fill_((entry_S >= length_R1).unsqueeze(-1), 0.0)
 
@@ -108,14 +110,15 @@ def invariant_mla_decode(
     """The same, each query's sums in an order that depends on what it sees alone: whole pages from entry 0 on."""
     compute = torch.promote_types(q_RWHC.dtype, torch.float32)
     width, heads, latent = out_RWHL.shape[1:]
-    queries = width * heads
+    queries, rope = width * heads, q_RWHC.shape[-1] - latent
     for row, length in enumerate(length_R.tolist()):
         if length <= first:
             out_RWHL[row], lse_RWH[row] = 0.0, -torch.inf
             continue
         pages = pages_for(length)
         entry_S = torch.arange(pages * PAGE_TOKENS)
-        cache_SC = cache_PKC[page_RP[row, :pages]].flatten(0, 1).to(compute)
+        found_SC = cache_PKC[page_RP[row, :pages]].flatten(0, 1)
+        cache_SC = latent_entries(found_SC, latent, rope, q_RWHC.dtype).to(compute)
         cache_SC = cache_SC.masked_fill(((entry_S < first) | (entry_S >= length)).unsqueeze(1), 0.0)
         score_XS = torch.empty(queries, len(entry_S), dtype=compute)
         invariant_linear(q_RWHC[row].reshape(queries, -1).to(compute), cache_SC, score_XS)

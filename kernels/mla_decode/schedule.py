@@ -29,6 +29,11 @@ NARROW_BLOCK = 16
 """Query vectors a program of the narrow kernel holds."""
 NARROW_STAGES = 2
 """Tiles it has in flight."""
+FP8_BLOCK = 32
+"""Query vectors it holds at most where entries are FP8: each tile is widened once for all of them."""
+FP8_STAGES = 3
+FP8_BLOCKS_ALONE = 4
+"""Blocks of `NARROW_BLOCK` up to which a row alone is taken in those where entries are FP8."""
 NARROW_BLOCKS_ALONE = 2
 """Narrow blocks in which a row alone is always taken. With 32 query vectors attention and merge took on an H200, in
 microseconds (`run_tiling` of bench/mla_decode.py with either tiling), 5.6 / 7.2 / 13.5 / 21.8 in narrow blocks and
@@ -130,26 +135,36 @@ INVARIANT_UNIT = 512
 """Tokens of a piece in invariant mode, whatever the lengths and the page table."""
 
 
-def portable_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
-    """A tiling for the portable kernel on a device of so many multiprocessors."""
+def portable_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False) -> DecodeTiling:
+    """A tiling for the portable kernel on a device of so many multiprocessors. `fp8`: of entries in FP8, which take
+    more registers on their way: with larger tiles, or several in flight, these would spill."""
     block = 16 if shape.queries <= 16 and not shape.invariant else 32  # at 64 it spills registers
+    small = fp8 and shape.latent > 256
     return _tiling(
         shape,
         "triton",
         multiprocessors * (2 if block == 16 else 1),
         block=block,
-        tile=32,
+        tile=16 if small else 32,
         warps=4 if block == 16 else 8,
-        stages=2,
+        stages=1 if small else 2,
     )
 
 
-def hopper_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
-    """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models."""
-    if (shape.latent, shape.rope) != (512, 64):
+def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False) -> DecodeTiling:
+    """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models.
+
+    `fp8`: of entries in FP8, which the narrow kernel reads for any number of query vectors and the wide one does not
+    read; in invariant mode the portable one does.
+    """
+    if (shape.latent, shape.rope) != (512, 64) or (fp8 and shape.invariant):
         return portable_tiling(shape, multiprocessors)
     narrow_blocks = -(-shape.queries // NARROW_BLOCK)
     alone = shape.rows == 1
+    if fp8:
+        narrow = narrow_blocks <= (FP8_BLOCKS_ALONE if alone else 1)
+        block, stages = NARROW_BLOCK if narrow else FP8_BLOCK, FP8_STAGES
+        return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=8, stages=stages)
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
         block, stages = NARROW_BLOCK, NARROW_STAGES
         return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)

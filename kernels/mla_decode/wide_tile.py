@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.mla_decode.narrow import unknown_zero
+from kernels.mla_decode.narrow_tile import unknown_zero
 
 BLOCK = gl.constexpr(64)
 """Query vectors a program holds."""

@@ -30,10 +30,11 @@ def rope_cache(
     - `rotation_TO`: fp32, (cos, sin) of the i-th angle of each token at (2i, 2i + 1).
     - `cache_slot_T`: int64 index into the flattened cache [pages * 64]. Padding and suppressed writes point into the
       null page. A slot outside the cache, -1 included, is the caller's error and never written (on a CPU it raises).
-    - `latent_TC`: receives what is written, for prefill's own keys. Same dtype as the cache.
+    - `latent_TC`: receives what is read where something was written, for prefill's own keys. In the model's dtype.
+    - `cache_PKC`: entries in that dtype, or FP8 entries as bytes, [P, K, E] (`kernels.latent_entry`).
 
     Strides between tokens and heads are even, O and L too. The norm and the rotation are computed in fp32 and rounded
-    once. `dependent`: programmatic dependent launch, see `launch`.
+    once; FP8 entries then once more. `dependent`: programmatic dependent launch, see `launch`.
     """
     tensors = (q_THO, kv_TC, weight_L, rotation_TO, cache_slot_T, latent_TC, cache_PKC)
     if q_THO.is_cuda:

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.latent_entry import store_entry
+
 
 @triton.jit
 def _rotate(x, turn, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -40,6 +42,7 @@ def rope_cache(
     LATENT_BLOCK: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
+    ENTRY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Programs (token, part): part 0 makes the token's cache entry, the others rotate GROUP heads each."""
@@ -62,13 +65,13 @@ def rope_cache(
         key = tl.load(source + LATENT + o, mask=roped, other=0.0, cache_modifier=".cg").to(tl.float32)
         normed = value * tl.rsqrt(tl.sum(value * value, 0) / LATENT + eps) * w
         turned = tl.reshape(_rotate(tl.reshape(key, [1, ROPE_BLOCK]), turn, 1, ROPE_BLOCK), [ROPE_BLOCK])
-        entry = latent + token * LATENT_STRIDE
-        tl.store(entry + c, normed.to(latent.dtype.element_ty), mask=inside)
-        tl.store(entry + LATENT + o, turned.to(latent.dtype.element_ty), mask=roped)
+        turned = turned.to(latent.dtype.element_ty)
         exists = (slot >= 0) & (slot < slots)
         cached = cache + slot * CACHE_STRIDE
-        tl.store(cached + c, normed.to(cache.dtype.element_ty), mask=inside & exists)
-        tl.store(cached + LATENT + o, turned.to(cache.dtype.element_ty), mask=roped & exists)
+        normed = store_entry(cached, normed.to(latent.dtype.element_ty), turned, exists, LATENT, ROPE, ENTRY)
+        entry = latent + token * LATENT_STRIDE
+        tl.store(entry + c, normed, mask=inside)
+        tl.store(entry + LATENT + o, turned, mask=roped)
     else:
         head = (part - 1) * GROUP + tl.arange(0, GROUP)
         if DEPENDENT:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
+from kernels.latent_entry import entry_of
 from kernels.page import PAGE_TOKENS
 from kernels.rope_cache import kernel
 
@@ -38,6 +39,7 @@ def rope_cache(
         raise ValueError(f"cache entries must be equally spaced, but the strides are {cache_PKC.stride()}")
     group = min(_GROUP, triton.next_power_of_2(heads))
     latent_block = triton.next_power_of_2(latent)
+    entry = entry_of(cache_PKC, latent, rope, latent_TC.dtype)
     kernel.rope_cache[(tokens, 1 + triton.cdiv(heads, group))](
         q_THO,
         kv_TC,
@@ -60,6 +62,7 @@ def rope_cache(
         LATENT_BLOCK=latent_block,
         ROPE=rope,
         ROPE_BLOCK=triton.next_power_of_2(rope),
+        ENTRY=entry,
         DEPENDENT=dependent,
         num_warps=min(max(latent_block // 128, 1), 4),
         **({"launch_pdl": True} if dependent else {}),

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.latent_entry import write
+
 
 def rope_cache(
     q_THO: Tensor,
@@ -25,8 +27,7 @@ def rope_cache(
     latent_TC[:, :latent].copy_(normed_TL)
     latent_TC[:, latent:].copy_(_rotate(kv_TC[:, latent:].to(compute), turn_TI))
     q_THO.copy_(_rotate(q_THO.to(compute), turn_TI.unsqueeze(1)))
-    # index_copy_ refuses a negative slot, where plain indexing would wrap to the cache's end.
-    cache_PKC.view(-1, cache_PKC.shape[-1]).index_copy_(0, cache_slot_T, latent_TC)
+    write(latent_TC, latent, cache_slot_T, cache_PKC)
 
 
 def _rotate(x: Tensor, turn: Tensor) -> Tensor:

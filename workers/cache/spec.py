@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.latent_entry import encode, fp8_entry
 from kernels.page import PAGE_TOKENS
 
 
@@ -71,3 +72,39 @@ class LatentSpec(CacheSpec):
     def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
         """See `CacheSpec`."""
         content.masked_fill_(chosen_PK.unsqueeze(-1), torch.nan)
+
+
+@dataclass(frozen=True)
+class Fp8LatentSpec(CacheSpec):
+    """The same latents in FP8 with scales, and the roped part of the key as it is: see `kernels.latent_entry`."""
+
+    latent: int
+    """Features: kv_lora_rank."""
+    rope: int
+    """Features: qk_rope_head_dim."""
+    dtype: torch.dtype
+    """Of the model."""
+
+    @property
+    def entry_bytes(self) -> int:
+        """See `CacheSpec`."""
+        return fp8_entry(self.latent, self.rope, self.dtype).size
+
+    def allocate(self, pages: int, device: torch.device) -> Tensor:
+        """[pages, 64, bytes] of uint8, zeros, which are entries of zeros."""
+        return torch.zeros(pages, PAGE_TOKENS, self.entry_bytes, dtype=torch.uint8, device=device)
+
+    def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
+        """The entries of such latents as `LatentSpec` draws."""
+        plain = LatentSpec(self.latent + self.rope, self.dtype).random(pages, device, generator)
+        return encode(plain.flatten(0, 1), self.latent).view(pages, PAGE_TOKENS, -1)
+
+    def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
+        """NaN in the scales and in the roped part: bytes of which no bit is 0."""
+        scales = fp8_entry(self.latent, self.rope, self.dtype).scales
+        content[..., scales:].masked_fill_(chosen_PK.unsqueeze(-1), 255)
+
+
+def latent_spec(latent: int, rope: int, dtype: torch.dtype, *, fp8: bool) -> CacheSpec:
+    """Of a model in `dtype`."""
+    return Fp8LatentSpec(latent, rope, dtype) if fp8 else LatentSpec(latent + rope, dtype)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kernels.rms_norm import rms_norm
 from workers.cache.paged import PagedCache
-from workers.cache.spec import LatentSpec
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.drafter import DraftedRows, Drafter
@@ -36,7 +35,7 @@ class Mtp(Drafter):
         self.hidden_norm_E = source.load(f"{prefix}hnorm.weight", hidden)
         self.join_EF = source.matrix(Part(f"{prefix}eh_proj.weight", hidden, 2 * hidden))
         self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
-        self.cache = [LatentSpec(config.cache_width, source.dtype)]
+        self.cache = [layer.attention.cache]
         self.segments = Segments(
             self._join, model.ways, [layer], self.norm_E, model.rotation_PO, config.rms_norm_eps, config.num_layers
         )

@@ -45,6 +45,7 @@ class Family(ABC):
         draft_layer: bool,
         invariant: bool,
         rounds: bool = False,
+        fp8_cache: bool = False,
     ) -> Model:
         """The whole model on one rank, and with `draft_layer` the drafter that its checkpoint has. `rounds`: see
         `Ways`."""
@@ -53,14 +54,16 @@ class Family(ABC):
         from workers.models.ways import Ways
 
         ways = Ways(config, source.group, source.formats, invariant=invariant, rounds=rounds)
-        layer = partial(self.layer, source, config, invariant=invariant)
+        layer = partial(self.layer, source, config, invariant=invariant, fp8_cache=fp8_cache)
         model = Model(source, config, ways, layer, max_positions)
         if draft_layer:
             source.progress("draft layer")
             model.drafter = Mtp(source, model, layer(config.num_layers))
         return model
 
-    def layer(self, source: WeightSource, config: ModelConfig, index: int, *, invariant: bool) -> DecoderLayer:
+    def layer(
+        self, source: WeightSource, config: ModelConfig, index: int, *, invariant: bool, fp8_cache: bool
+    ) -> DecoderLayer:
         """Layer `index` of the model, or the layer that drafts, whose index is `config.num_layers`. It gets its weights
         from `source`, by the names of DeepSeek V3's checkpoints."""
         from workers.models.attention.latent import LatentAttention
@@ -70,7 +73,7 @@ class Family(ABC):
         return DecoderLayer(
             config.rms_norm_eps,
             attention_norm_E=source.load(f"{prefix}input_layernorm.weight", hidden),
-            attention=LatentAttention(source, f"{prefix}self_attn.", config, invariant=invariant),
+            attention=LatentAttention(source, f"{prefix}self_attn.", config, invariant=invariant, fp8_cache=fp8_cache),
             feed_forward_norm_E=source.load(f"{prefix}post_attention_layernorm.weight", hidden),
             feed_forward=self.feed_forward(source, config, index),
         )

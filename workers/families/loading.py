@@ -31,6 +31,7 @@ def load_model(
     draft_layer: bool = True,
     invariant: bool = False,
     rounds: bool = False,
+    fp8_cache: bool = False,
 ) -> Model:
     """Load this rank's share of the model in `folder`. Collective: call it on every rank of `group`.
 
@@ -39,7 +40,7 @@ def load_model(
     multi-token-prediction layer in the checkpoint is left on the disk; a checkpoint may also lack the one its config
     declares. `invariant`: a token's logits are bitwise the same in any batch and on 1, 2, 4 or 8 ranks. `rounds`:
     outside of that mode many tokens may be rounded to FP8 where weights are stored so, on GPUs that multiply such
-    numbers.
+    numbers. `fp8_cache`: its caches have FP8 entries.
 
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
@@ -60,6 +61,7 @@ def load_model(
                 draft_layer=draft_layer,
                 invariant=invariant,
                 rounds=rounds,
+                fp8_cache=fp8_cache,
             )
             reader.settle()
         told.end()
@@ -74,13 +76,16 @@ def counted(
     *,
     draft_layer: bool,
     invariant: bool,
+    fp8_cache: bool = False,
 ) -> tuple[Model, Census]:
     """This rank's share of a model without memory, and the census of what it wants of a checkpoint whose tensors have
     these dtypes (see `WeightSource`). ValueError for sizes that ranks cannot share."""
     _check_shares(config, group)
     family = FAMILIES[config.model_type]
     census = Census(group, dtype, family.tensor, dtype_of)
-    model = family.model(census, config, max_positions=0, draft_layer=draft_layer, invariant=invariant)
+    model = family.model(
+        census, config, max_positions=0, draft_layer=draft_layer, invariant=invariant, fp8_cache=fp8_cache
+    )
     return model, census
 
 

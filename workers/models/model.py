@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.dependent import launches_dependently
 from workers.cache.paged import PagedCache
-from workers.cache.spec import CacheSpec, LatentSpec
+from workers.cache.spec import CacheSpec
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
@@ -44,8 +44,6 @@ class Model:
         self.ways = ways
         self.config = config
         self.group: TensorParallel = group
-        self.cache: list[CacheSpec] = [LatentSpec(config.cache_width, source.dtype)] * config.num_layers
-        """Its layers."""
         self.max_positions = max_positions
         source.progress("embedding and output head")
         self.embedding_YE = source.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -55,6 +53,8 @@ class Model:
         for index in range(config.num_layers):
             source.progress(f"layer {index + 1} of {config.num_layers}")
             self.layers.append(layer(index))
+        self.cache: list[CacheSpec] = [layer.attention.cache for layer in self.layers]
+        """Of its layers."""
         self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
         self.segments = Segments(self._enter, ways, self.layers, self.norm_E, self.rotation_PO, config.rms_norm_eps, 0)
         self.drafter: Drafter | None = None

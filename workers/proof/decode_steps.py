@@ -61,7 +61,7 @@ def tolerance(parts: StepParts, tokens: int) -> float:
     """For passes of up to so many tokens."""
     cache, model = parts.cache, parts.model
     rounded = model.ways.rounds(tokens, model.norm_E.dtype, parts.device)
-    return (ROUNDED if rounded else TOLERANCE[cache.layers[0].dtype]) * max(1.0, len(cache.layers) / LAYERS)
+    return (ROUNDED if rounded else TOLERANCE[model.norm_E.dtype]) * max(1.0, len(cache.layers) / LAYERS)
 
 
 @dataclass(frozen=True)

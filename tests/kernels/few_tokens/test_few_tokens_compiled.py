@@ -16,6 +16,7 @@ from kernels.few_experts import launch as experts_launch
 from kernels.halve import Halved
 from kernels.halve import launch as halve_launch
 from kernels.head_linear import launch as head_launch
+from kernels.latent_entry import fp8_entry
 from kernels.linear import fp8_launch, launch
 from kernels.matrix import BlockScaled
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
@@ -80,6 +81,12 @@ def gate(run: Callable[[], None], registers: int = 255) -> None:
         assert "cp.async.ca" not in kernel.asm["ptx"], f"{found.name} copies through L1"
 
 
+def caches(m: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of plain entries, and of FP8 ones."""
+    size = fp8_entry(m.latent, m.rope, dtype).size
+    return empty(3, 64, m.latent + m.rope, dtype=dtype), torch.empty(3, 64, size, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(("name", "tokens"), CASES)
 def test_attention(name: str, tokens: int) -> None:
     m = MODELS[name]
@@ -98,24 +105,25 @@ def test_attention(name: str, tokens: int) -> None:
         query = empty(tokens, m.heads * features)
         up = empty(m.heads * features, first)
         gate(lambda: launch.stream_linear(q.x_TE, up, query, pending=q, dependent=True), 128)
-    q_THC, cache = empty(tokens, m.heads, width), empty(3, 64, width)
+    q_THC = empty(tokens, m.heads, width)
     kv_up = empty(m.heads, m.nope + m.value, m.latent)
     ids = torch.zeros(tokens, dtype=torch.int64)
-    gate(
-        lambda: head_launch.rope_absorb(
-            query.view(tokens, m.heads, features),
-            down[:, first:],
-            kv_up[:, : m.nope],
-            empty(m.latent),
-            empty(4096, m.rope, dtype=FP32),
-            ids,
-            ids,
-            q_THC,
-            cache,
-            1e-6,
-            dependent=True,
+    for cache in caches(m, BF16):
+        gate(
+            lambda cache=cache: head_launch.rope_absorb(
+                query.view(tokens, m.heads, features),
+                down[:, first:],
+                kv_up[:, : m.nope],
+                empty(m.latent),
+                empty(4096, m.rope, dtype=FP32),
+                ids,
+                ids,
+                q_THC,
+                cache,
+                1e-6,
+                dependent=True,
+            )
         )
-    )
     attended, out = empty(tokens, m.heads, m.latent), empty(tokens, m.heads, m.value)
     gate(lambda: launch.stream_heads(attended, kv_up[:, m.nope :], out, dependent=True))
     shape = DecodeShape(tokens, 1, m.heads, m.latent, m.rope, 64)
@@ -135,21 +143,22 @@ def test_absorbing_in_tiles(name: str, tokens: int, dtype: torch.dtype) -> None:
     m = MODELS[name]
     width, features = m.latent + m.rope, m.nope + m.rope
     ids = torch.zeros(tokens, dtype=torch.int64)
-    gate(
-        lambda: head_launch.rope_absorb(
-            empty(tokens, m.heads, features, dtype=dtype),
-            empty(tokens, width, dtype=dtype),
-            empty(m.heads, m.nope + m.value, m.latent, dtype=dtype)[:, : m.nope],
-            empty(m.latent, dtype=dtype),
-            empty(4096, m.rope, dtype=FP32),
-            ids,
-            ids,
-            empty(tokens, m.heads, width, dtype=dtype),
-            empty(3, 64, width, dtype=dtype),
-            1e-6,
-            dependent=True,
+    for cache in caches(m, dtype):
+        gate(
+            lambda cache=cache: head_launch.rope_absorb(
+                empty(tokens, m.heads, features, dtype=dtype),
+                empty(tokens, width, dtype=dtype),
+                empty(m.heads, m.nope + m.value, m.latent, dtype=dtype)[:, : m.nope],
+                empty(m.latent, dtype=dtype),
+                empty(4096, m.rope, dtype=FP32),
+                ids,
+                ids,
+                empty(tokens, m.heads, width, dtype=dtype),
+                cache,
+                1e-6,
+                dependent=True,
+            )
         )
-    )
 
 
 @pytest.mark.parametrize("name", MODELS)

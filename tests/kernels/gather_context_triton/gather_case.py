@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.gather_context import gather_context, launch
 from kernels.page import PAGE_TOKENS
+from tests.support import fp8_entries
 
 ARBITRARY_PAGE = 2147480000
 
@@ -23,6 +24,8 @@ class Gather:
     dtype: torch.dtype = torch.bfloat16
     device: str = "cpu"
     seed: int = 0
+    latent: int = 0
+    """Of FP8 entries, how many of the features are their latent; 0: plain entries."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -40,10 +43,15 @@ class Gather:
             at = torch.arange(end)
             cache[own[at // PAGE_TOKENS].long(), at % PAGE_TOKENS] = values
             rows.append(values[end - count :])
-        self.want = torch.cat(rows).to(self.dtype)
+        self.want, cache = torch.cat(rows).to(self.dtype), cache.to(self.dtype)
+        if self.latent:
+            sizes = self.latent, self.features - self.latent, self.dtype
+            self.want = fp8_entries.read(fp8_entries.encoded(self.want, self.latent), *sizes)
+            bytes = fp8_entries.encoded(cache.flatten(0, 1), self.latent).view(*cache.shape[:2], -1)
+            cache = bytes.masked_fill(cache.isnan().any(-1, keepdim=True), 255)
         cu = [sum(self.counts[:n]) for n in range(len(self.counts) + 1)]
         self.tensors = {
-            "cache": cache.to(self.device, self.dtype),
+            "cache": cache.to(self.device),
             "table": table.to(self.device)[:, :-1],
             "cu": torch.tensor(cu, dtype=torch.int32, device=self.device),
             "out": torch.full_like(self.want, torch.nan, device=self.device),
@@ -51,11 +59,11 @@ class Gather:
 
     def run(self) -> None:
         """The kernel, whatever the device."""
-        launch.gather_context(*self.tensors.values(), self.begin)
+        launch.gather_context(*self.tensors.values(), self.begin, self.latent)
 
     def serve(self) -> None:
         """What attention calls."""
-        gather_context(*self.tensors.values(), begin=self.begin)
+        gather_context(*self.tensors.values(), begin=self.begin, latent=self.latent)
 
     def check(self) -> None:
         assert torch.equal(self.tensors["out"].cpu(), self.want)

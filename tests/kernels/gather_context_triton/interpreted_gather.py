@@ -21,6 +21,17 @@ def test_every_entry_comes_from_its_row(counts: list[int], features: int, dtype:
     case.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("latent", "features"), [(512, 576), (32, 40), (200, 216), (6, 14)])
+@pytest.mark.parametrize("counts", [[1], [0, 70, 0, 31]])
+def test_fp8_entries(counts: list[int], latent: int, features: int, dtype: torch.dtype) -> None:
+    case = Gather(counts, 64, features, dtype, latent=latent)
+    case.run()
+    case.check()
+    case.serve()  # the reference
+    case.check()
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 9) | st.integers(60, 70), min_size=1, max_size=40),

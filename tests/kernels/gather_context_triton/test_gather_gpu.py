@@ -20,6 +20,15 @@ def test_every_entry_comes_from_its_row(counts: list[int], begin: int, features:
     case.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("latent", "features"), [(512, 576), (64, 80), (200, 216)])
+@pytest.mark.parametrize("counts", [[1], [64, 3, 0, 130], [17] * 200])
+def test_fp8_entries(counts: list[int], latent: int, features: int, dtype: torch.dtype) -> None:
+    case = Gather(counts, 64, features, dtype, "cuda", latent=latent)
+    case.serve()
+    case.check()
+
+
 def test_replayed_on_other_rows() -> None:
     case, other = (Gather(counts, 64, device="cuda", seed=seed) for seed, counts in [(1, [70, 30]), (2, [20, 80])])
     graph = capture(case.serve)

@@ -17,6 +17,13 @@ def test_compiles_without_spills_and_loads_wide(features: int) -> None:
     assert "LDG.E.128" in machine_code(compiled[0])
 
 
+@pytest.mark.parametrize(("latent", "features"), [(512, 576), (64, 80)])
+def test_fp8_entries_compile_without_spills(latent: int, features: int) -> None:
+    with compile_only() as compiled:
+        Gather([70, 3], 64, features, latent=latent).run()
+    resources(compiled[0]).check(registers=128)
+
+
 def test_rows_and_entries_compile_nothing_new() -> None:
     with compile_only() as compiled:
         for counts, begin in [([1], 0), ([16], 1), ([0, 64], 64), ([3] * 17, 16), ([5, 2048], 4096)]:

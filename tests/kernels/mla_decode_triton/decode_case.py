@@ -9,6 +9,7 @@ import torch
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace
 from kernels.page import PAGE_TOKENS, pages_for
+from tests.support import fp8_entries
 
 POISONED_PAGE = 2147480000
 
@@ -25,6 +26,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     first: int = 0
     invariant: bool = False
+    fp8: bool = False
+    """Whether the cache has FP8 entries."""
     spare_columns: int = 2
     least_columns: int = 0
     """Table columns at least."""
@@ -52,12 +55,24 @@ class Case:
         q = torch.randn(rows, self.width, self.heads, features, generator=random)
         self.tensors = {
             "q": q.to(self.device, self.dtype),
-            "cache": cache.to(self.device, self.dtype),
+            "cache": self._entries(cache.to(self.dtype)).to(self.device),
             "table": table.to(self.device),
             "length": torch.tensor(self.lengths, dtype=torch.int32, device=self.device),
             "out": torch.full((rows, self.width, self.heads, self.latent), torch.nan).to(self.device, self.dtype),
             "lse": torch.full((rows, self.width, self.heads), torch.nan, device=self.device),
         }
+
+    def _entries(self, cache: torch.Tensor) -> torch.Tensor:
+        """As they lie in memory; what holds NaN has no bit that is 0 in FP8."""
+        if not self.fp8:
+            return cache
+        # Groups of other magnitudes, and some of zeros.
+        groups = -(-self.latent // 128)
+        factor = torch.tensor([1.0, 0.25, 0.0, 3.0, 1e-3])[torch.arange(len(cache) * PAGE_TOKENS * groups) * 7 % 5]
+        factor = factor.view(*cache.shape[:2], groups).repeat_interleave(128, -1)[..., : self.latent]
+        plain = torch.cat([cache[..., : self.latent] * factor.to(self.dtype), cache[..., self.latent :]], -1)
+        bytes = fp8_entries.encoded(plain.flatten(0, 1), self.latent).view(*cache.shape[:2], -1)
+        return bytes.masked_fill_(cache.isnan().any(-1, keepdim=True), 255)
 
     @property
     def shape(self) -> DecodeShape:
@@ -96,14 +111,21 @@ class Case:
         launch.merge(t["out"], t["lse"], workspace)
         return t["out"], t["lse"]
 
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) in float64 on the CPU, token by token."""
+    def _numbers(self, entries: torch.Tensor, rounded: bool) -> torch.Tensor:
+        """FP8 entries in float64."""
+        sizes = self.latent, self.rope, self.dtype
+        return (fp8_entries.read(entries, *sizes) if rounded else fp8_entries.numbers(entries, *sizes)).double()
+
+    def expected(self, rounded: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) in float64 on the CPU, token by token. `rounded`: of FP8 entries that are read as numbers of the
+        query's dtype, as the portable kernel reads them, and not exactly."""
         t = {name: tensor.cpu() for name, tensor in self.tensors.items()}
         out = torch.zeros(t["out"].shape, dtype=torch.float64)
         lse = torch.full(t["lse"].shape, -torch.inf, dtype=torch.float64)
         for row, length in enumerate(self.lengths):
             pages = t["table"][row, : pages_for(length)].long()
-            entries = t["cache"][pages].flatten(0, 1)[self.first : length].double()
+            entries = t["cache"][pages].flatten(0, 1)[self.first : length]
+            entries = self._numbers(entries, rounded) if self.fp8 else entries.double()
             for token in range(self.width):
                 seen = entries[: max(0, length - (self.width - 1 - token) - self.first)]
                 if not len(seen):
@@ -118,9 +140,9 @@ class Case:
     def check(self, tiling: DecodeTiling) -> None:
         """Run, then compare. Kernels run before the oracle does, so that nothing the oracle leaves can help them."""
         self.run(tiling)
-        self.compare()
+        self.compare(rounded=tiling.path == "triton")
 
-    def compare(self) -> None:
+    def compare(self, rounded: bool = False) -> None:
         """Compare what a run left in "out" and "lse" with the oracle.
 
         bfloat16: weights, pieces and outputs are rounded to 8 bits of significand, each once, so the output is off by a
@@ -128,7 +150,7 @@ class Case:
         rounding of sums over a few thousand terms.
         """
         out, lse = (self.tensors[name].cpu().double() for name in ("out", "lse"))
-        want_out, want_lse = self.expected()
+        want_out, want_lse = self.expected(rounded)
         tolerance = 1e-5 if self.dtype == torch.float32 else 2**-7
         assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
         torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=2e-5)

@@ -20,7 +20,7 @@ PROCESSORS = 3
 
 
 def check(case: Case, **changes: int) -> None:
-    case.check(replace(portable_tiling(case.shape, PROCESSORS), **changes))
+    case.check(replace(portable_tiling(case.shape, PROCESSORS, fp8=case.fp8), **changes))
 
 
 @pytest.mark.parametrize(
@@ -164,3 +164,14 @@ def test_the_plan_follows_lengths_and_tables_changed_in_place() -> None:
     want_out, want_lse = other.expected()
     torch.testing.assert_close(out.double(), want_out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("latent", "rope"), [(64, 16), (512, 64), (200, 12), (6, 8)])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_fp8_entries(latent: int, rope: int, dtype: torch.dtype, invariant: bool) -> None:
+    check(Case([5, 0, 600, 64], 3, latent=latent, rope=rope, dtype=dtype, invariant=invariant, fp8=True))
+
+
+def test_first_fp8_entry() -> None:
+    check(Case([5, 6, 100], 2, first=5, fp8=True))

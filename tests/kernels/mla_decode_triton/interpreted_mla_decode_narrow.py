@@ -18,13 +18,13 @@ gluon.language.num_warps = lambda: 4
 
 
 def check(case: Case, **changes: int) -> None:
-    tiling = hopper_tiling(case.shape, 3)
+    tiling = hopper_tiling(case.shape, 3, fp8=case.fp8)
     assert tiling.path == "narrow"
     case.check(replace(tiling, **changes))
 
 
-def deepseek(lengths: list[int], width: int, heads: int, first: int = 0) -> Case:
-    return Case(lengths, width, heads, 512, 64, torch.bfloat16, first=first)
+def deepseek(lengths: list[int], width: int, heads: int, first: int = 0, fp8: bool = False) -> Case:
+    return Case(lengths, width, heads, 512, 64, torch.bfloat16, first=first, fp8=fp8)
 
 
 @pytest.mark.parametrize("lengths", [[1], [64], [65], [200, 0, 1, 129], [0, 0], [30] * 7, [300, 2, 2, 2, 2]])
@@ -56,3 +56,19 @@ def test_several_blocks_of_queries() -> None:
 @pytest.mark.parametrize(("length", "width", "heads", "first"), [(200, 2, 16, 0), (65, 4, 7, 1), (0, 2, 16, 0)])
 def test_one_row_of_two_blocks(length: int, width: int, heads: int, first: int) -> None:
     check(deepseek([length], width, heads, first))
+
+
+@pytest.mark.parametrize("lengths", [[1], [64], [65], [200, 0, 1, 129], [0, 0], [300, 2, 2, 2, 2]])
+def test_fp8_entries(lengths: list[int]) -> None:
+    check(deepseek(lengths, 1, 16, fp8=True))
+
+
+@pytest.mark.parametrize(("width", "heads"), [(2, 16), (5, 3), (3, 16), (1, 128)])
+def test_fp8_entries_of_more_query_vectors(width: int, heads: int) -> None:
+    check(deepseek([width - 1, 70, 129], width, heads, fp8=True))
+    check(deepseek([70], width, heads, fp8=True))
+
+
+@pytest.mark.parametrize("first", [1, 70])
+def test_first_fp8_entry(first: int) -> None:
+    check(deepseek([first, first + 1, 200], 1, 4, first, fp8=True), stages=2)

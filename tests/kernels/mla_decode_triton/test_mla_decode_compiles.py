@@ -1,5 +1,6 @@
 """The decode kernels compile for Hopper without spills and fit its shared memory, at every tiling that is chosen."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from decode_case import Case
 
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import DecodeTiling, hopper_tiling, portable_tiling
-from tests.support.hopper import compile_only, instructions, resources
+from tests.support.hopper import compile_only, instructions, machine_code, resources
 
 pytestmark = pytest.mark.gate
 
@@ -39,8 +40,8 @@ def compiled(case: Case, tiling: DecodeTiling, dependent: bool = False, early: b
     return {kernel.metadata.name: kernel for kernel in kernels}
 
 
-def hopper_case(rows: int, width: int, heads: int, invariant: bool = False) -> Case:
-    return Case([70] * rows, width, heads, 512, 64, torch.bfloat16, invariant=invariant)
+def hopper_case(rows: int, width: int, heads: int, invariant: bool = False, fp8: bool = False) -> Case:
+    return Case([70] * rows, width, heads, 512, 64, torch.bfloat16, invariant=invariant, fp8=fp8)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,37 @@ def test_narrow(rows: int, width: int, dependent: bool, early: bool) -> None:
     assert used["HMMA"] >= 36 + 4 * 8
     assert used["LDGSTS"] >= 2 * (16 + 2)
     assert resources(kernel).waits == dependent
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "heads", "dependent", "early"),
+    [
+        (1, 1, 16, True, True),
+        (1, 4, 16, True, True),
+        (32, 1, 16, True, False),
+        (64, 1, 16, False, False),
+        (64, 2, 16, True, True),
+        (2, 1, 128, True, True),
+    ],
+)
+def test_narrow_of_fp8_entries(rows: int, width: int, heads: int, dependent: bool, early: bool) -> None:
+    """Entries are copied in pieces of 16 bytes and stay bytes in shared memory; matrices of them are read there."""
+    case = hopper_case(rows, width, heads, fp8=True)
+    kernel = compiled(case, hopper_tiling(case.shape, PROCESSORS, fp8=True), dependent, early)["attend_narrow"]
+    used = instructions(kernel)
+    assert used["HMMA"] >= 36 + 4 * 8
+    assert used["LDSM"] >= 4 * (8 + 4)
+    copied = set(re.findall(r"cp\.async\.c[ag]\S* .*?, (0x\w+|\d+),", kernel.asm["ptx"]))
+    assert {int(size, 0) for size in copied} == {16}
+    assert not re.search(r"LDS\.[US]8", machine_code(kernel))
+    assert resources(kernel).waits == dependent
+
+
+@pytest.mark.parametrize(("latent", "rope", "heads"), [(512, 64, 16), (512, 64, 128), (64, 16, 6)])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_portable_kernel_of_fp8_entries(latent: int, rope: int, heads: int, invariant: bool) -> None:
+    case = Case([70, 3], 2, heads, latent, rope, torch.bfloat16, invariant=invariant, fp8=True)
+    compiled(case, portable_tiling(case.shape, PROCESSORS, fp8=True))
 
 
 @pytest.mark.parametrize(

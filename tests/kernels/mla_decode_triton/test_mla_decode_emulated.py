@@ -26,7 +26,7 @@ def check(
     edit: Callable[[str], str] = str,
     **changes: int,
 ) -> None:
-    tiling = replace(hopper_tiling(case.shape, workers), **changes)
+    tiling = replace(hopper_tiling(case.shape, workers, fp8=case.fp8), **changes)
     assert tiling.path == path
     workspace, t = case.workspace(tiling), case.tensors
     tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))
@@ -40,8 +40,10 @@ def check(
     case.compare()
 
 
-def deepseek(lengths: list[int], width: int, heads: int, first: int = 0, invariant: bool = False) -> Case:
-    return Case(lengths, width, heads, 512, 64, torch.bfloat16, first=first, invariant=invariant)
+def deepseek(
+    lengths: list[int], width: int, heads: int, first: int = 0, invariant: bool = False, fp8: bool = False
+) -> Case:
+    return Case(lengths, width, heads, 512, 64, torch.bfloat16, first=first, invariant=invariant, fp8=fp8)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,27 @@ def test_narrow_with_a_row_of_two_blocks(length: int, width: int, heads: int, fi
 @pytest.mark.parametrize("first", [0, 1])
 def test_narrow_where_workers_go_on_with_other_rows(lengths: list[int], first: int) -> None:
     check("narrow", deepseek(lengths, 1, 16, first), 2, seed=first)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "heads", "first", "workers"),
+    [
+        ([0, 1, 64, 65, 129], 1, 16, 0, 3),
+        ([130, 2, 70], 2, 16, 0, 2),
+        ([200], 2, 16, 0, 5),
+        ([71, 200], 1, 4, 70, 3),
+        ([7, 65, 300], 5, 9, 1, 4),
+        ([64, 0, 70, 1, 130, 64], 1, 16, 1, 2),
+    ],
+)
+def test_narrow_of_fp8_entries(lengths: list[int], width: int, heads: int, first: int, workers: int) -> None:
+    """Of one block of 16 query vectors and of 32, of several blocks, and where workers go on with other rows."""
+    check("narrow", deepseek(lengths, width, heads, first, fp8=True), workers, seed=width)
+
+
+@pytest.mark.parametrize("how", [{"dependent": False}, {"early": False}], ids=["plainly", "not early"])
+def test_narrow_of_fp8_entries_launched_otherwise(how: dict[str, bool]) -> None:
+    check("narrow", deepseek([200, 13], 1, 16, fp8=True), 3, **how)
 
 
 def test_narrow_launched_plainly() -> None:

@@ -44,6 +44,31 @@ def test_rope_cache(heads: int, latent: int, rope: int, dtype: torch.dtype) -> N
     check(RopeCache(9, dtype, heads=heads, latent=latent, rope=rope))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "latent", "rope"), [(1, 6, 8), (3, 32, 16), (2, 128, 16), (1, 200, 12), (1, 512, 64)]
+)
+def test_rope_cache_of_fp8_entries(heads: int, latent: int, rope: int, dtype: torch.dtype) -> None:
+    check(RopeCache(9, dtype, heads=heads, latent=latent, rope=rope, fp8=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_entries_of_zeros_of_tiny_numbers_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
+    """The norm's weights make the numbers; a group whose largest is too small has scale 1."""
+    case = RopeCache(9, dtype, heads=1, latent=300, rope=8, fp8=True)
+    case.tensors["weight"][:128] = 0
+    case.tensors["weight"][128:256] *= 2.0**-20 if dtype == torch.float16 else 2.0**-104
+    case.inputs["weight"].copy_(case.tensors["weight"])
+    check(case)
+    for number in (torch.nan, torch.inf):
+        case.refill()
+        case.tensors["weight"][140] = number
+        case.run()
+        slot, scales = case.tensors["slot"], case.tensors["cache"].flatten(0, 1)[:, 300:312].contiguous()
+        written = slot[(slot >= 64) & (slot < len(scales))]
+        assert scales.view(torch.float32)[written].isnan().any(0).tolist() == [False, True, False]
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     tokens=st.integers(1, 70),

@@ -25,6 +25,12 @@ MAKERS = {
         tokens, dtype, "cuda", seed, heads=16, latent=512, rope=64
     ),
     "rope of V3": lambda tokens, dtype, seed: RopeCache(tokens, dtype, "cuda", seed, heads=128, latent=512, rope=64),
+    "rope of V3, FP8 entries": lambda tokens, dtype, seed: RopeCache(
+        tokens, dtype, "cuda", seed, heads=128, latent=512, rope=64, fp8=True
+    ),
+    "rope of 200 features, FP8 entries": lambda tokens, dtype, seed: RopeCache(
+        tokens, dtype, "cuda", seed, heads=4, latent=200, rope=12, fp8=True
+    ),
 }
 
 

@@ -19,6 +19,8 @@ CASES = {
     "rope demo": RopeCache(2, heads=8, latent=64, rope=16),
     "rope V2-Lite": RopeCache(2, heads=16, latent=512, rope=64),
     "rope V3": RopeCache(2, heads=128, latent=512, rope=64),
+    "rope demo, FP8 entries": RopeCache(2, heads=8, latent=64, rope=16, fp8=True),
+    "rope V3, FP8 entries": RopeCache(2, heads=128, latent=512, rope=64, fp8=True),
 }
 
 

@@ -7,7 +7,7 @@ rounding of a value that fp32 may have put on the other side of a rounding bound
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from kernels.page import PAGE_TOKENS
 from kernels.rms_norm import launch as norm_launch
 from kernels.rope_cache import launch as rope_launch
 from kernels.silu_mul import launch as gate_launch
+from tests.support.fp8_entries import encoded, read, used
 
 TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.bfloat16: (1e-6, 2**-8), torch.float16: (1e-6, 2**-11 * 1.1)}
 
@@ -144,6 +145,8 @@ class RopeCache(_Tensors):
     latent: int = 32
     rope: int = 16
     eps: float = 1e-6
+    fp8: bool = False
+    """Whether the cache has FP8 entries; they are compared with those of a plain cache."""
 
     def __post_init__(self) -> None:
         tokens, width = self.tokens, self.latent + self.rope
@@ -162,18 +165,49 @@ class RopeCache(_Tensors):
             rotation=turn.to(self.device),
             slot=slot.to(self.device),
             latent=torch.full((tokens, width), torch.nan, dtype=self.dtype, device=self.device),
-            cache=torch.full((pages, PAGE_TOKENS, width), 7.0, dtype=self.dtype, device=self.device),
+            cache=self._cache(pages),
         )
         self.outputs = ["q", "latent", "owned"]
         self.tensors["owned"] = self.tensors["cache"][1:]  # many write to the null page, in any order
         self.inputs["owned"] = self.inputs["cache"][1:]
+
+    def _cache(self, pages: int) -> Tensor:
+        if not self.fp8:
+            plain = torch.full((1, self.latent + self.rope), 7.0, dtype=self.dtype)
+            return plain.expand(pages, PAGE_TOKENS, -1).to(self.device, copy=True)
+        size = encoded(torch.zeros(1, self.latent + self.rope, dtype=self.dtype), self.latent).shape[1]
+        return torch.full((pages, PAGE_TOKENS, size), 7, dtype=torch.uint8, device=self.device)
 
     def run(self, dependent: bool = False) -> None:
         t = self.tensors
         order = ("q", "kv", "weight", "rotation", "slot", "latent", "cache")
         rope_launch.rope_cache(*(t[name] for name in order), self.eps, dependent=dependent)
 
+    def check_fp8(self) -> None:
+        """Against the kernel that writes plain entries: the same, rounded, bit for bit."""
+        plain = replace(self, fp8=False, tensors={}, inputs={}, outputs=[])
+        plain.inputs |= {name: self.inputs[name] for name in ("q", "kv", "weight", "rotation", "slot")}
+        plain.refill()
+        plain.run()
+        entry = encoded(plain.tensors["latent"].cpu(), self.latent)
+        sizes = self.latent, self.rope, self.dtype
+        assert torch.equal(self.tensors["latent"].cpu(), read(entry, *sizes))
+        assert torch.equal(self.tensors["q"], plain.tensors["q"])
+        flat, slot, end = self.tensors["cache"].cpu().flatten(0, 1), self.tensors["slot"].cpu(), used(*sizes)
+        written = (slot >= PAGE_TOKENS) & (slot < len(flat))
+        between = slice(self.latent, -(-self.latent // 4) * 4)
+        entry[:, between] = 7
+        assert torch.equal(flat[slot[written], :end], entry[written, :end])
+        assert bool((flat[:, end:] == 7).all())
+        untouched = torch.ones(len(flat), dtype=torch.bool)
+        untouched[:1] = not bool((slot == 0).any())
+        untouched[slot[written]] = False
+        assert bool((flat[untouched] == 7).all())
+
     def check(self) -> None:
+        if self.fp8:
+            self.check_fp8()
+            return
         turn = _pairs(self.wide("rotation"))
         kv = self.wide("kv")
         normed = F.rms_norm(kv[:, : self.latent], (self.latent,), self.wide("weight"), self.eps)

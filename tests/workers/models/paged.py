@@ -70,7 +70,7 @@ class Paged:
         pages = sum(counts) + 3
         self.cache = PagedCache.allocate(model.caches, pages, device)
         for layer in self.cache.layers:
-            layer.fill_(torch.nan)
+            layer.view(torch.uint8).fill_(255)  # NaN in every form
         order = (torch.randperm(pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
         self.rows = [
             Row(list(tokens), [order.pop() for _ in range(count)])

@@ -32,6 +32,8 @@ class Heads:
     """Weights of the latent's norm."""
     invariant: bool
     """Whether all is computed in one way, whatever it is computed with."""
+    fp8_cache: bool = False
+    """Whether the cache has FP8 entries (`kernels.latent_entry`)."""
 
     @property
     def key_HNL(self) -> Tensor:

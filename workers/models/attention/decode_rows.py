@@ -39,7 +39,8 @@ def plan_rows(heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Ca
         *(rows.length_R.shape[0], width, heads.count, heads.latent, heads.rope, rows.page_RP.shape[1]),
         invariant=heads.invariant,
     )
-    workspace = plan_decode(shape, rows.length_R, rows.page_RP, heads.norm_L.dtype, empty, first=first)
+    tables, dtype = (rows.length_R, rows.page_RP), heads.norm_L.dtype
+    workspace = plan_decode(shape, *tables, dtype, empty, first=first, fp8=heads.fp8_cache)
     return replace(rows, workspace=workspace)
 
 

@@ -182,7 +182,8 @@ class ExpandedChunks(Backend):
         self._attend(heads, own, causal=True)
         for piece in context:
             keys = piece.keys
-            gather_context(cache_PKC, self.geometry.page_BP, keys.cu_k_B1, piece.source_SC, begin=piece.begin)
+            entries = self.geometry.page_BP, keys.cu_k_B1, piece.source_SC
+            gather_context(cache_PKC, *entries, begin=piece.begin, latent=heads.latent)
             heads.expand(piece.latent_XL, piece.kv_XF)
             self._attend(heads, keys, causal=False)
             into_THV = self.out_THV if piece is context[-1] else own.out_THV

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.moe import AddNorm
 from kernels.rope_cache import rope_cache
+from workers.cache.spec import CacheSpec, latent_spec
 from workers.memory.scratch import Scratch
 from workers.models.attention.absorbed_chunks import AbsorbedChunks, ChunkRows
 from workers.models.attention.backend import Backend, Heads
@@ -49,7 +50,9 @@ class Projected:
 class LatentAttention:
     """One layer's attention; `project` and `output` are token-wise, `attend` stands between them."""
 
-    def __init__(self, source: WeightSource, prefix: str, config: ModelConfig, *, invariant: bool) -> None:
+    def __init__(
+        self, source: WeightSource, prefix: str, config: ModelConfig, *, invariant: bool, fp8_cache: bool = False
+    ) -> None:
         count, hidden = config.num_heads // source.group.size, config.hidden_size
         nope, value, latent = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
 
@@ -82,7 +85,10 @@ class LatentAttention:
             up_HFL=up.view(count, nope + value, latent),
             norm_L=norm_L,
             invariant=invariant,
+            fp8_cache=fp8_cache,
         )
+        self.cache: CacheSpec = latent_spec(latent, config.qk_rope_head_dim, source.dtype, fp8=fp8_cache)
+        """What it keeps of every token."""
         self.out_EF = source.matrix(Part(f"{prefix}o_proj.weight", hidden, config.num_heads * value, shard=1))
 
     def plan(self, batch: Batch, scratch: Scratch) -> Batch:

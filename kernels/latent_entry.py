@@ -1,0 +1,195 @@
+"""Entries of the latent cache, as they are or in FP8, and the one way in which the latter are rounded.
+
+A plain entry is the normed latent, then the roped part of the key, in the model's dtype. An FP8 entry is bytes: the
+latent in e4m3, a fp32 scale for every 128 features of it (the last ones may be fewer), the roped part in the model's
+dtype, and up to a multiple of 16 some bytes that nobody reads or writes. For 512 + 64 features in bf16 these are
+512 + 16 + 128 = 656 bytes, as FlashMLA has them. A cache of FP8 entries is a tensor of uint8, by which kernels know it.
+
+What is rounded are the numbers that a plain entry would hold, in fp32: scale = largest magnitude / 448, code = e4m3
+(number / scale), both to nearest even. A group whose numbers are all below `LEAST` has scale 1 and becomes zeros; one
+with a number that is not finite has scale NaN. Read, a number is code * scale, rounded to the model's dtype.
+
+Shape legend: T entries, L latent features, O rope features, C = L + O, E bytes of an entry, G groups.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GROUP: Final = 128
+"""Features of a scale."""
+LARGEST: Final = 448.0
+"""The largest number of e4m3."""
+LEAST: Final = 2.0**-100
+"""Numbers below it are taken for zeros: of smaller ones the scale would lose bits, or be zero itself."""
+_GROUP = tl.constexpr(GROUP)
+_LARGEST = tl.constexpr(LARGEST)
+_LEAST = tl.constexpr(LEAST)
+
+
+class Entry(NamedTuple):
+    """How kernels find the parts of an entry. All but `fp8` matter in FP8 alone."""
+
+    fp8: bool
+    scales: int = 0
+    """The byte at which the scales begin."""
+    rope: int = 0
+    """The byte at which the roped features begin."""
+    size: int = 0
+    """Bytes from one entry to the next."""
+
+
+PLAIN: Final = Entry(False)
+
+
+def fp8_entry(latent: int, rope: int, dtype: torch.dtype) -> Entry:
+    """An FP8 entry of so many features, the roped ones in `dtype`."""
+    scales = -(-latent // 4) * 4
+    behind = scales + 4 * -(-latent // GROUP)
+    return Entry(True, scales, behind, -(-(behind + rope * dtype.itemsize) // 16) * 16)
+
+
+def entry_of(cache: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Entry:
+    """How entries of `cache` lie, in a model of `dtype`. ValueError if they are not of so many features."""
+    if cache.dtype != torch.uint8:
+        size, entry = latent + rope, PLAIN
+    else:
+        entry = fp8_entry(latent, rope, dtype)
+        size = entry.size
+    if cache.shape[-1] != size:
+        raise ValueError(f"entries of {latent} + {rope} features are {size} wide, not {cache.shape[-1]}")
+    return entry
+
+
+def encode(entry_TC: Tensor, latent: int) -> Tensor:
+    """FP8 entries, uint8 [T, E], of plain ones; what is behind the roped features is 0."""
+    rope = entry_TC.shape[1] - latent
+    at = fp8_entry(latent, rope, entry_TC.dtype)
+    groups = -(-latent // GROUP)
+    number_TL = entry_TC[:, :latent].float()
+    padded_TGK = torch.nn.functional.pad(number_TL, (0, groups * GROUP - latent)).view(-1, groups, GROUP)
+    largest_TG = padded_TGK.abs().amax(-1)
+    scale_TG = torch.where(largest_TG < LEAST, 1.0, largest_TG / LARGEST)
+    scale_TG = scale_TG.where(largest_TG.isfinite(), torch.nan)
+    code_TL = (padded_TGK / scale_TG.unsqueeze(-1)).flatten(1)[:, :latent].to(torch.float8_e4m3fn)
+    out_TE = torch.zeros(entry_TC.shape[0], at.size, dtype=torch.uint8, device=entry_TC.device)
+    out_TE[:, :latent] = code_TL.view(torch.uint8)
+    out_TE[:, at.scales : at.rope] = scale_TG.view(torch.uint8)
+    rope_bytes = rope * entry_TC.element_size()
+    out_TE[:, at.rope : at.rope + rope_bytes] = entry_TC[:, latent:].contiguous().view(torch.uint8)
+    return out_TE
+
+
+def decode(entry_XE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
+    """What FP8 entries, uint8 [..., E], are read as: [..., C] in `dtype`."""
+    at = fp8_entry(latent, rope, dtype)
+    scale_XG = entry_XE[..., at.scales : at.rope].contiguous().view(torch.float32)
+    scale_XL = scale_XG.repeat_interleave(GROUP, -1)[..., :latent]
+    number_XL = entry_XE[..., :latent].view(torch.float8_e4m3fn).float() * scale_XL
+    rope_XO = entry_XE[..., at.rope : at.rope + rope * dtype.itemsize].contiguous().view(dtype)
+    return torch.cat([number_XL.to(dtype), rope_XO], -1)
+
+
+def entries(found_XE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
+    """What entries of either form are read as: [..., C], in `dtype` where they are FP8."""
+    if entry_of(found_XE, latent, rope, dtype).fp8:
+        return decode(found_XE, latent, rope, dtype)
+    return found_XE
+
+
+def write(entry_TC: Tensor, latent: int, slot_T: Tensor, cache_PKC: Tensor) -> None:
+    """Write plain entries to a cache of either form at the slots (int64, of all pages laid end to end), and make them
+    what will be read there. IndexError for a slot outside the cache."""
+    at = entry_of(cache_PKC, latent, entry_TC.shape[1] - latent, entry_TC.dtype)
+    flat_NC = cache_PKC.view(-1, cache_PKC.shape[-1])
+    if at.fp8:
+        code_TE = encode(entry_TC, latent)
+        rope = entry_TC.shape[1] - latent
+        entry_TC.copy_(decode(code_TE, latent, rope, entry_TC.dtype))
+        used = at.rope + rope * entry_TC.element_size()
+        flat_NC[:, :used].index_copy_(0, slot_T, code_TE[:, :used])
+    else:
+        # index_copy_ refuses a negative slot, where plain indexing would wrap to the cache's end.
+        flat_NC.index_copy_(0, slot_T, entry_TC)
+
+
+@triton.jit
+def rounded(x, BLOCK: tl.constexpr):
+    """Of a latent in fp32, [BLOCK], 0 past its features: the bytes of its codes, the scales of its groups, and what it
+    is read as, in fp32."""
+    GROUPS: tl.constexpr = (BLOCK + _GROUP - 1) // _GROUP
+    grouped = tl.reshape(x, [GROUPS, BLOCK // GROUPS])
+    # Maxima pass NaN over; 0 times what is not finite is NaN.
+    largest = tl.max(tl.abs(grouped), 1) + tl.sum(grouped * 0.0, 1)
+    scale = tl.where(largest < _LEAST, 1.0, tl.div_rn(largest, tl.full([GROUPS], _LARGEST, tl.float32)))
+    each = tl.broadcast_to(scale[:, None], [GROUPS, BLOCK // GROUPS])
+    code = tl.div_rn(grouped, each).to(tl.float8e4nv)
+    read = code.to(tl.float32) * each
+    return tl.reshape(code.to(tl.uint8, bitcast=True), [BLOCK]), scale, tl.reshape(read, [BLOCK])
+
+
+@triton.jit
+def store_entry(entry, latent, key, exists, LATENT: tl.constexpr, ROPE: tl.constexpr, ENTRY: tl.constexpr):
+    """Write the entry at `entry`, if it `exists`: a latent and a roped key in the model's dtype, of as many features as
+    LATENT and ROPE say. Returns what the latent is read as, in that dtype."""
+    BLOCK: tl.constexpr = latent.shape[0]
+    c = tl.arange(0, BLOCK)
+    o = tl.arange(0, key.shape[0])
+    inside = (c < LATENT) & exists
+    roped = (o < ROPE) & exists
+    if ENTRY.fp8:
+        GROUPS: tl.constexpr = (BLOCK + _GROUP - 1) // _GROUP
+        g = tl.arange(0, GROUPS)
+        code, scale, read = rounded(latent.to(tl.float32), BLOCK)
+        tl.store(entry + c, code, mask=inside)
+        scales = (entry + ENTRY.scales).to(tl.pointer_type(tl.float32))
+        tl.store(scales + g, scale, mask=(g * _GROUP < LATENT) & exists)
+        tl.store((entry + ENTRY.rope).to(tl.pointer_type(key.dtype)) + o, key, mask=roped)
+        latent = read.to(latent.dtype)
+    else:
+        tl.store(entry + c, latent, mask=inside)
+        tl.store(entry + LATENT + o, key, mask=roped)
+    return latent
+
+
+@triton.jit
+def load_latents(at, mask, dtype: tl.constexpr, LATENT: tl.constexpr, LANES: tl.constexpr, ENTRY: tl.constexpr):
+    """The latents [entries, LANES] of the entries at `at` that `mask` allows, in `dtype`; 0 elsewhere."""
+    c = tl.arange(0, LANES)
+    wanted = mask[:, None]
+    if LATENT != LANES:
+        wanted = wanted & (c < LATENT)[None, :]
+    if ENTRY.fp8:
+        ENTRIES: tl.constexpr = at.shape[0]
+        GROUPS: tl.constexpr = (LANES + _GROUP - 1) // _GROUP
+        g = tl.arange(0, GROUPS)
+        code = tl.load(at[:, None] + c[None, :], mask=wanted, other=0)
+        scales = (at + ENTRY.scales).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales[:, None] + g[None, :], mask=mask[:, None] & (g * _GROUP < LATENT)[None, :], other=0.0)
+        number = tl.reshape(code.to(tl.float8e4nv, bitcast=True).to(tl.float32), [ENTRIES, GROUPS, LANES // GROUPS])
+        latent = tl.reshape(number * scale[:, :, None], [ENTRIES, LANES]).to(dtype)
+    else:
+        latent = tl.load(at[:, None] + c[None, :], mask=wanted, other=0.0)
+    return latent
+
+
+@triton.jit
+def load_keys(
+    at, mask, dtype: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, LANES: tl.constexpr, ENTRY: tl.constexpr
+):
+    """The roped features [entries, LANES] of the entries at `at` that `mask` allows; 0 elsewhere."""
+    o = tl.arange(0, LANES)
+    wanted = mask[:, None]
+    if ROPE != LANES:
+        wanted = wanted & (o < ROPE)[None, :]
+    keys = at + LATENT
+    if ENTRY.fp8:
+        keys = (at + ENTRY.rope).to(tl.pointer_type(dtype))
+    return tl.load(keys[:, None] + o[None, :], mask=wanted, other=0.0)
