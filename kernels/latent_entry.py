@@ -90,10 +90,11 @@ def encode(entry_TC: Tensor, latent: int) -> Tensor:
 def decode(entry_XE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
     """What FP8 entries, uint8 [..., E], are read as: [..., C] in `dtype`."""
     at = fp8_entry(latent, rope, dtype)
-    scale_XG = entry_XE[..., at.scales : at.rope].contiguous().view(torch.float32)
+    # Copies, so that they lie as numbers of their size must.
+    scale_XG = entry_XE[..., at.scales : at.rope].clone().view(torch.float32)
     scale_XL = scale_XG.repeat_interleave(GROUP, -1)[..., :latent]
     number_XL = entry_XE[..., :latent].view(torch.float8_e4m3fn).float() * scale_XL
-    rope_XO = entry_XE[..., at.rope : at.rope + rope * dtype.itemsize].contiguous().view(dtype)
+    rope_XO = entry_XE[..., at.rope : at.rope + rope * dtype.itemsize].clone().view(dtype)
     return torch.cat([number_XL.to(dtype), rope_XO], -1)
 
 

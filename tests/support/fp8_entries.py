@@ -36,9 +36,9 @@ def numbers(entry_TE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Ten
     """What bytes stand for, in float64, no number rounded."""
     scales = -(-latent // 4) * 4
     keys = used(latent, rope, dtype) - rope * dtype.itemsize
-    scale = entry_TE[:, scales:keys].contiguous().view(torch.float32).double().repeat_interleave(GROUP, 1)
+    scale = entry_TE[:, scales:keys].clone().view(torch.float32).double().repeat_interleave(GROUP, 1)
     code = entry_TE[:, :latent].contiguous().view(torch.float8_e4m3fn).double()
-    key = entry_TE[:, keys : keys + rope * dtype.itemsize].contiguous().view(dtype).double()
+    key = entry_TE[:, keys : keys + rope * dtype.itemsize].clone().view(dtype).double()
     return torch.cat([code * scale[:, :latent], key], 1)
 
 

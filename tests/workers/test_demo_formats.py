@@ -34,9 +34,10 @@ def held_out() -> list[list[int]]:
 
 
 @cache
-def loss(folder: Path, invariant: bool = False) -> tuple[float, frozenset[Format]]:
+def loss(folder: Path, invariant: bool = False, fp8_cache: bool = False) -> tuple[float, frozenset[Format]]:
     """Mean cross-entropy in nats per token, and the formats of the model's experts."""
-    model = load_model(folder, group=ALONE, dtype=torch.float32, device=CPU, max_positions=512, invariant=invariant)
+    how = {"invariant": invariant, "fp8_cache": fp8_cache}
+    model = load_model(folder, group=ALONE, dtype=torch.float32, device=CPU, max_positions=512, **how)
     total, count = 0.0, 0
     for ids in held_out():
         paged = Paged(model, [ids])
@@ -59,3 +60,10 @@ def test_quantized_weights_cost_little(form: str, stored: Format, share: float, 
     assert want < 3
     assert formats == {stored}
     assert got < want * (1 + share)
+
+
+def test_an_fp8_cache_costs_little() -> None:
+    """Keys and values of all tokens are read as they are cached, those of a chunk's own tokens, too."""
+    (got, _), (want, _) = loss(DEMO_MODEL, fp8_cache=True), loss(DEMO_MODEL)
+    assert got != want
+    assert got < want * 1.002

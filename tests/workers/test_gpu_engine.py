@@ -75,9 +75,9 @@ def test_seeded_tokens_do_not_depend_on_width_or_graphs(width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_every_graph_passes_the_self_test(width: int, dtype: str) -> None:
-    run = engine("cuda", width=width, dtype=dtype, graphs=True)
+@pytest.mark.parametrize(("width", "kv_cache_dtype"), [(1, "auto"), (2, "auto"), (3, "auto"), (1, "fp8"), (3, "fp8")])
+def test_every_graph_passes_the_self_test(width: int, kv_cache_dtype: str, dtype: str) -> None:
+    run = engine("cuda", width=width, dtype=dtype, graphs=True, kv_cache_dtype=kv_cache_dtype)
     graphs = run.runner.graphs
     assert graphs is not None
     for seed in range(2):

@@ -52,6 +52,19 @@ def test_a_request_in_any_batch_is_the_request_alone(
     assert run.scheduler.stats().step_seconds["mixed"].count > 0
 
 
+def test_an_fp8_cache_changes_no_bit_either(dtype: str, alone: list[Outcome]) -> None:
+    """In graphs or not, in other batches and chunks, and on cached pages."""
+    how = {"dtype": dtype, "kv_cache_dtype": "fp8"}
+    run = engine(width=1, prefix_cache=False, token_budget=400, graphs=False, **how)
+    single = [generate(run, [job])[0] for job in jobs("demo")]
+    assert single != alone
+    for width, graphs in ((3, True), (2, False)):
+        crowded = engine(width=width, graphs=graphs, **how)
+        assert generate(crowded, jobs("demo")) == single
+        assert generate(crowded, jobs("demo")) == single
+        assert crowded.scheduler.stats().cached_tokens > 128
+
+
 def test_preemptions_change_no_bit(dtype: str) -> None:
     long = [(prompt[-45:], SamplingParams(70, temperature=0.0, logprobs=3)) for prompt, _ in jobs("demo")[:4]]
     crowded = engine(max_context=200, cache_pages=6, dtype=dtype)

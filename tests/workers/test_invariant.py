@@ -93,6 +93,22 @@ def test_preemptions_and_prefix_hits_on_generated_pages_change_no_bit(kind: str,
     assert roomy.scheduler.stats().cached_tokens - before >= 63 * len(long)
 
 
+def test_an_fp8_cache_changes_no_bit_either(folders: dict[str, Path], alone: dict[str, list[Outcome]]) -> None:
+    """In other chunks and batches, and on cached pages, which the requests find that have a beginning in common."""
+    kind, fp8 = "v3-yarn", {"kv_cache_dtype": "fp8"}
+    single = [
+        generate(engine(folders[kind], width=1, prefix_cache=False, token_budget=400, **fp8), [job])[0]
+        for job in jobs(kind)
+    ]
+    assert single != alone[kind]
+    crowded, cold = engine(folders[kind], width=3, **fp8), engine(folders[kind], width=2, token_budget=40, **fp8)
+    assert generate(crowded, jobs(kind)) == single
+    assert generate(cold, jobs(kind)[::-1]) == single[::-1]
+    before = crowded.scheduler.stats().cached_tokens
+    assert generate(crowded, jobs(kind)) == single
+    assert crowded.scheduler.stats().cached_tokens > before + 128
+
+
 def test_the_self_test_passes(folders: dict[str, Path]) -> None:
     assert engine(folders["demo"], selftest=True, max_rows=2).replica.selftest is not None
 

@@ -58,7 +58,7 @@ def test_one_row_of_two_blocks(length: int, width: int, heads: int, first: int) 
     check(deepseek([length], width, heads, first))
 
 
-@pytest.mark.parametrize("lengths", [[1], [64], [65], [200, 0, 1, 129], [0, 0], [300, 2, 2, 2, 2]])
+@pytest.mark.parametrize("lengths", [[1], [65], [200, 0, 1, 129], [300, 2, 2, 2, 2]])
 def test_fp8_entries(lengths: list[int]) -> None:
     check(deepseek(lengths, 1, 16, fp8=True))
 

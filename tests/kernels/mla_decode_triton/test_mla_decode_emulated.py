@@ -94,24 +94,20 @@ def test_narrow_where_workers_go_on_with_other_rows(lengths: list[int], first: i
 
 
 @pytest.mark.parametrize(
-    ("lengths", "width", "heads", "first", "workers"),
+    ("lengths", "width", "heads", "first", "workers", "early"),
     [
-        ([0, 1, 64, 65, 129], 1, 16, 0, 3),
-        ([130, 2, 70], 2, 16, 0, 2),
-        ([200], 2, 16, 0, 5),
-        ([71, 200], 1, 4, 70, 3),
-        ([7, 65, 300], 5, 9, 1, 4),
-        ([64, 0, 70, 1, 130, 64], 1, 16, 1, 2),
+        ([0, 1, 64, 65], 1, 16, 0, 3, True),
+        ([70, 2], 2, 16, 0, 2, False),
+        ([7, 65], 5, 9, 1, 4, True),
+        ([64, 0, 70, 1, 64], 1, 16, 1, 2, True),
+        ([130], 2, 16, 0, 5, True),
     ],
 )
-def test_narrow_of_fp8_entries(lengths: list[int], width: int, heads: int, first: int, workers: int) -> None:
+def test_narrow_of_fp8_entries(
+    lengths: list[int], width: int, heads: int, first: int, workers: int, early: bool
+) -> None:
     """Of one block of 16 query vectors and of 32, of several blocks, and where workers go on with other rows."""
-    check("narrow", deepseek(lengths, width, heads, first, fp8=True), workers, seed=width)
-
-
-@pytest.mark.parametrize("how", [{"dependent": False}, {"early": False}], ids=["plainly", "not early"])
-def test_narrow_of_fp8_entries_launched_otherwise(how: dict[str, bool]) -> None:
-    check("narrow", deepseek([200, 13], 1, 16, fp8=True), 3, **how)
+    check("narrow", deepseek(lengths, width, heads, first, fp8=True), workers, seed=width, early=early)
 
 
 def test_narrow_launched_plainly() -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kernels.page import PAGE_TOKENS
+from tests.support.fp8_entries import numbers
 from workers.cache.paged import PagedCache
 from workers.cache.random_pages import RandomPages
-from workers.cache.spec import LatentSpec
+from workers.cache.spec import CacheSpec, Fp8LatentSpec, LatentSpec
 
 PAGE_P = torch.tensor([0, 4, 2])
 
@@ -71,3 +72,36 @@ def test_one_bit_is_a_change(dtype: torch.dtype) -> None:
     zeros.restore()
     layer[0, 0, 0] = -0.0
     assert zeros.changed(1).nonzero().tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("latent", "rope", "dtype", "size"),
+    [
+        (512, 64, torch.bfloat16, 656),  # 512 + 16 + 128
+        (64, 16, torch.bfloat16, 112),  # 64 + 4 + 32, and 12 of padding
+        (160, 8, torch.float32, 208),  # 160 + 8 + 32, and 8
+        (6, 2, torch.float16, 16),  # 6, 2 before the scale, 4 + 4
+    ],
+)
+def test_fp8_pages(latent: int, rope: int, dtype: torch.dtype, size: int) -> None:
+    """Are those of the same latents rounded; of what is poisoned all is read as NaN."""
+    spec: CacheSpec = Fp8LatentSpec(latent, rope, dtype)
+    assert (spec.entry_bytes, spec.page_bytes) == (size, 64 * size)
+    cache = PagedCache.allocate([spec] * 2, 6, torch.device("cpu"))
+    assert cache.layers[0].shape == (6, 64, size)
+    pages, poison_PK = RandomPages(cache, PAGE_P, noise()), torch.rand(3, PAGE_TOKENS, generator=noise(1)) < 0.5
+    pages.poison(1, poison_PK)
+    pages.restore()
+    read = [numbers(layer[PAGE_P].flatten(0, 1), latent, rope, dtype) for layer in cache.layers]
+    plain = LatentSpec(latent + rope, dtype).random(3, torch.device("cpu"), noise()).flatten(0, 1)
+    torch.testing.assert_close(read[0], plain.double(), rtol=2**-4, atol=1.7 / 448 / 2)
+    assert torch.equal(read[0][:, latent:], plain[:, latent:].double())
+    poison_E = poison_PK.flatten()
+    assert read[1][poison_E].isnan().all()
+    assert read[1][~poison_E].isfinite().all()
+    assert not pages.changed(1).any()
+    cache.layers[1][4, 7, latent // 2] ^= 1
+    assert pages.changed(1).nonzero().tolist() == [[1, 7]]
+    cache.scrub(PAGE_P.tolist())
+    assert not any(layer.any() for layer in cache.layers)
+    assert not numbers(cache.layers[0][0], latent, rope, dtype).any()

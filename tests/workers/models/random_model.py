@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tests.support.fp8_entries import encoded
 from workers.cache.paged import PagedCache
 from workers.families.registry import FAMILIES, parse_config
 from workers.models.batch import Batch, DecodeBatch
@@ -47,13 +48,21 @@ class RandomWeights(WeightSource):
         """Says nothing."""
 
 
-def random_model(values: dict[str, Any], dtype: torch.dtype, device: torch.device, *, invariant: bool = False) -> Model:
+def random_model(
+    values: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    invariant: bool = False,
+    fp8_cache: bool = False,
+) -> Model:
     """A model of these config values."""
     torch.manual_seed(5)
     source = RandomWeights(TensorParallel(), dtype, device)
     config = parse_config(values)
     family = FAMILIES[config.model_type]
-    return family.model(source, config, max_positions=4096, draft_layer=False, invariant=invariant)
+    how = {"max_positions": 4096, "draft_layer": False, "invariant": invariant, "fp8_cache": fp8_cache}
+    return family.model(source, config, **how)
 
 
 def decode_step(
@@ -65,7 +74,11 @@ def decode_step(
     pages = max(1, -(-max(lengths) // 64))
     cache = PagedCache.allocate(model.caches, rows * pages + 1, device)
     for layer in cache.layers:
-        layer.copy_(torch.randn(layer.shape).to(torch.bfloat16))
+        content = torch.randn(*layer.shape[:2], model.config.cache_width).to(torch.bfloat16)
+        if layer.dtype == torch.uint8:
+            entry = content.to(model.norm_E.dtype).flatten(0, 1)
+            content = encoded(entry, model.config.kv_lora_rank).view(layer.shape)
+        layer.copy_(content)
     table = torch.randperm(rows * pages).view(rows, pages).int() + 1
     length = torch.tensor(lengths, dtype=torch.int32)
     position = (length.long().unsqueeze(1) - width + torch.arange(width)).clamp(min=0)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from kernels import decode_state
+from kernels.latent_entry import fp8_entry
 from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
 from tests.workers.faults import FAULTS, KEY, GroupedBounds, SplitPlans, bucket
@@ -56,6 +58,34 @@ def test_every_bucket_passes(folder: Path, width: int) -> None:
         assert sum(r.accepted for r in reports) > 5
     assert not any(layer.isnan().any() for layer in parts.cache.layers)
     assert not parts.state.tensors.page_SP.any()
+
+
+def test_every_bucket_passes_on_an_fp8_cache(folder: Path) -> None:
+    parts = parts_of(folder, kv_cache_dtype="fp8")
+    assert parts.cache.layers[0].dtype == torch.uint8
+    steps = [step_of(parts, key) for key in Ladder(6, 3)]
+    reports = SelfTest(parts).run([Candidate(step, step.run) for step in steps])
+    assert [r.problems for r in reports] == [()] * len(reports)
+    assert sum(r.accepted for r in reports) > 5
+    assert not any(layer.any() for layer in parts.cache.layers)
+
+
+def test_a_scale_of_another_entry_is_caught(folder: Path) -> None:
+    """One bit of an entry that a row owns, and one of what no row may write."""
+    parts = parts_of(folder, kv_cache_dtype="fp8")
+    scales = fp8_entry(32, 8, torch.float32).scales
+
+    def replay(step: DecodeStep, own: bool) -> StepOutput:
+        output, state = step.run(), parts.state.tensors
+        slot = int(step.slot_R[0])
+        entry = int(state.length_S[slot]) - 1 if own else 0
+        page = int(state.page_SP[slot, entry // PAGE_TOKENS])
+        parts.cache.layers[1][page, entry % PAGE_TOKENS, scales] ^= 1
+        return output
+
+    assert "cache of layer 1 differs" in report(parts, KEY, lambda step: replay(step, own=True)).problems
+    changed = "cache of layer 1 changed outside the rows' own entries"
+    assert changed in report(parts, KEY, lambda step: replay(step, own=False)).problems
 
 
 def test_a_pool_of_two_pages_is_enough(folder: Path) -> None:
