@@ -28,6 +28,9 @@ class EngineConfig(BaseModel):
     not in invariant mode. bf16: nothing is rounded but what the checkpoint has rounded."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and cache. auto: bfloat16 on GPUs, float32 on CPU."""
+    kv_cache_dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    """Of cached latents. auto: as `dtype`. bf16: the same, which must be bfloat16. fp8: e4m3 with a scale for every 128
+    features; the roped part of the key as `dtype`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     max_rows: Annotated[int, Field(ge=1, le=1024)] = 64

@@ -49,6 +49,7 @@ def latency(
     invariant: options.Invariant = False,
     activations: options.Activations = "auto",
     dtype: options.DType = "auto",
+    kv_cache_dtype: options.KvCacheDType = "auto",
     device: options.Device = "auto",
     token_budget: Annotated[
         int | None, typer.Option("--token-budget", min=1, help="Most tokens one step feeds.", show_default="2048")
@@ -94,6 +95,7 @@ def latency(
             activations=activations,
             tensor_parallel=tensor_parallel,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             device=device,
             max_rows=max(batches),
             token_budget=token_budget or max(base.token_budget, max(batches) * width + 1),
@@ -156,6 +158,7 @@ async def _measure(
             include={
                 "model",
                 "dtype",
+                "kv_cache_dtype",
                 "device",
                 "tensor_parallel",
                 "invariant",

@@ -37,6 +37,7 @@ def fit(
     width: options.Width = 3,
     invariant: options.Invariant = False,
     dtype: options.DType = "auto",
+    kv_cache_dtype: options.KvCacheDType = "auto",
     max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Requests decoded at once.")] = 64,
     token_budget: Annotated[int, typer.Option("--token-budget", min=1, help="Most tokens one step feeds.")] = 2048,
     json_output: options.Json = False,
@@ -57,6 +58,7 @@ def fit(
             width=width,
             invariant=invariant,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             max_rows=max_rows,
             token_budget=token_budget,
         )
@@ -98,6 +100,7 @@ def _lines(config: EngineConfig, gpu: str, plan: MemoryPlan, change: Change | No
         return f"{size / 2**30:9.2f} GiB"
 
     ranks = config.tensor_parallel
+    form = "in FP8" if config.kv_cache_dtype == "fp8" else "in the model's dtype; --kv-cache-dtype fp8 holds more"
     stored = "as their files store them" if plan.from_files else "as config.json says: no files are there"
     lines = [
         f"each of {ranks} GPU{'s' * (ranks > 1)} ({gpu}) {gib(plan.total).strip()}, of which "
@@ -105,7 +108,7 @@ def _lines(config: EngineConfig, gpu: str, plan: MemoryPlan, change: Change | No
         f"weights   {gib(plan.weights)}  {stored}",
         f"graphs    {gib(plan.graphs)}  estimated; a start measures it",
         f"other     {gib(plan.rest)}  sampling, page tables, rope",
-        f"cache     {gib(plan.pages * plan.page_bytes)}  {plan.pages:,} pages, {plan.tokens:,} tokens",
+        f"cache     {gib(plan.pages * plan.page_bytes)}  {plan.pages:,} pages, {plan.tokens:,} tokens, {form}",
     ]
     if plan.fits:
         most = " (--max-rows)" if plan.rows == config.max_rows else ""
@@ -128,6 +131,7 @@ def _json(config: EngineConfig, plan: MemoryPlan, change: Change | None) -> dict
         "weights_from_files": plan.from_files,
         "graph_bytes_estimated": plan.graphs,
         "other_bytes": plan.rest,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "cache_bytes": plan.pages * plan.page_bytes,
         "pages": plan.pages,
         "tokens": plan.tokens,

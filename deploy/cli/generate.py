@@ -36,6 +36,7 @@ def generate(
     invariant: options.Invariant = False,
     activations: options.Activations = "auto",
     dtype: options.DType = "auto",
+    kv_cache_dtype: options.KvCacheDType = "auto",
     device: options.Device = "auto",
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
@@ -70,6 +71,7 @@ def generate(
             activations=activations,
             tensor_parallel=tensor_parallel,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             device=device,
             max_rows=1,
         )

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+import torch
+
 from kernels.page import PAGE_TOKENS
+from workers.config import EngineConfig
 from workers.scheduler import max_entries_per_row, max_pages_per_row
+
+
+def fp8_cache(config: EngineConfig, dtype: torch.dtype, device: torch.device | None = None) -> bool:
+    """Whether a model in `dtype` has a cache of FP8 entries. ValueError where it cannot have what is asked for, on
+    `device`, if that is known."""
+    asked = config.kv_cache_dtype
+    if asked == "bf16" and dtype != torch.bfloat16:
+        raise ValueError(
+            f"kv_cache_dtype = bf16, but the model runs in {str(dtype).removeprefix('torch.')}, and its cache can be "
+            "in that or in FP8: give --dtype bfloat16, --kv-cache-dtype auto or --kv-cache-dtype fp8"
+        )
+    if asked == "fp8" and device is not None and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise ValueError(
+                f"kv_cache_dtype = fp8 needs a GPU of compute capability 8.9 or above, and this one has "
+                f"{capability[0]}.{capability[1]}: give --kv-cache-dtype auto"
+            )
+    return asked == "fp8"
 
 
 def gpu_room(free: int, total: int, graph_bytes: int, memory_fraction: float) -> int:

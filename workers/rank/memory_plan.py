@@ -21,7 +21,7 @@ from workers.families.loading import counted, has_draft_layer
 from workers.families.registry import load_config
 from workers.graphs.estimate import estimate
 from workers.parallel.group import TensorParallel
-from workers.rank.cache_room import gpu_room, longest_request, pages_within, rows_at
+from workers.rank.cache_room import fp8_cache, gpu_room, longest_request, pages_within, rows_at
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
@@ -80,7 +80,15 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     group, meta = TensorParallel(0, config.tensor_parallel), torch.device("meta")
     with _dtypes(config) as (dtype_of, has_any):
         drafts = config.width > 1 and has_draft_layer(model_config, has_any)
-        model, census = counted(model_config, group, dtype, dtype_of, draft_layer=drafts, invariant=config.invariant)
+        model, census = counted(
+            model_config,
+            group,
+            dtype,
+            dtype_of,
+            draft_layer=drafts,
+            invariant=config.invariant,
+            fp8_cache=fp8_cache(config, dtype),
+        )
         from_files = has_any is not None
     width = config.width if model.drafter is not None else 1
     sampling = SamplingState(config.max_rows, model_config.vocab_size, meta)

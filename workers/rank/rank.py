@@ -20,7 +20,7 @@ from workers.parallel.group import TensorParallel
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport
-from workers.rank.cache_room import gpu_room, longest_request, pages_within
+from workers.rank.cache_room import fp8_cache, gpu_room, longest_request, pages_within
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.sampling import SamplingState
@@ -99,6 +99,7 @@ class Rank:
             draft_layer=config.width > 1,
             invariant=config.invariant,
             rounds=config.activations == "auto",
+            fp8_cache=fp8_cache(config, dtype, device),
             progress=progress,
         )
         width = config.width if model.drafter is not None else 1
@@ -133,7 +134,9 @@ class Rank:
         self.ready = Ready(group.rank, pages, context, model.config.vocab_size, width, model.config.eos_ids)
         self.model: Model = model
         if progress:
-            progress(f"{pages} pages of latent cache, {pages * page_bytes / 2**20:.0f} MiB; context {context}")
+            form = "FP8" if config.kv_cache_dtype == "fp8" else str(dtype).removeprefix("torch.")
+            size = pages * page_bytes / 2**20
+            progress(f"{pages} pages of latent cache in {form}, {size:.0f} MiB; context {context}")
 
     def _prove(
         self,

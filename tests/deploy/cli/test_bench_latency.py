@@ -67,6 +67,13 @@ def test_invariant_mode_is_measured_on_demand(engine, command, model_folder):
     assert command(*arguments, "--invariant", "--tensor-parallel", "3").code == 2
 
 
+def test_the_form_of_the_cache_is_said(engine, command, model_folder):
+    arguments = ("bench", "latency", "--model", model_folder, "--input", "8", "--output", "2,4", "--json")
+    assert command(*arguments, "--kv-cache-dtype", "fp8").json["kv_cache_dtype"] == "fp8"
+    assert engine.configs[0].kv_cache_dtype == "fp8"
+    assert command(*arguments).json["kv_cache_dtype"] == "auto"
+
+
 def test_more_than_the_model_was_made_for(engine, command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     ran = command("bench", "latency", "--model", str(tmp_path), "--input", "60", "--output", "2,5")

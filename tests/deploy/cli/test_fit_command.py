@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from tiny_models import write_tiny
@@ -25,6 +26,21 @@ def test_json_says_the_same(command):
     assert (said["fits"], said["rows"], said["context"], said["change"]) == (True, 8, 1000, None)
     assert said["gpu_bytes"] == 16 << 30
     assert said["tokens"] == 64 * (said["pages"] - 1)
+
+
+def test_a_cache_in_fp8_holds_more(command, tmp_path):
+    folder = write_tiny(tmp_path, "v3", kv_lora_rank=512, qk_rope_head_dim=64, max_position_embeddings=1 << 20)
+    arguments = ("fit", "--model", str(folder), "--gpu", "4GiB", "--context", "1024", "--max-rows", "1024")
+    arguments += ("--token-budget", "3073")
+    plain, fp8 = (command(*arguments, *more) for more in ((), ("--kv-cache-dtype", "fp8")))
+    assert "in the model's dtype; --kv-cache-dtype fp8 holds more" in plain.out
+    assert re.search(r"tokens, in FP8$", fp8.out, re.MULTILINE)
+    plain, fp8 = (command(*arguments, *more, "--json").json for more in ((), ("--kv-cache-dtype", "fp8")))
+    assert (plain["kv_cache_dtype"], fp8["kv_cache_dtype"]) == ("auto", "fp8")
+    assert fp8["tokens"] / plain["tokens"] == pytest.approx(1152 / 656, rel=1e-3)
+    refused = command(*arguments, "--kv-cache-dtype", "bf16", "--dtype", "float32")
+    assert refused.code == 2
+    assert "kv_cache_dtype = bf16, but the model runs in float32" in refused.err
 
 
 def test_what_does_not_fit_names_what_does(command, tmp_path):

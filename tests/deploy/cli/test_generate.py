@@ -89,11 +89,12 @@ def test_sampling_flags_reach_the_engine(engine, command, model_folder):
 
 def test_engine_flags_reach_the_engine(engine, command, model_folder):
     flags = ["--width", "2", "--tensor-parallel", "4", "--dtype", "float16", "--device", "cpu"]
-    flags += ["--activations", "bf16"]
+    flags += ["--activations", "bf16", "--kv-cache-dtype", "fp8"]
     command("generate", "--model", model_folder, "--prompt-ids", "1", *flags)
     config = engine.configs[0]
     assert (config.width, config.tensor_parallel, config.dtype, config.device) == (2, 4, "float16", "cpu")
     assert config.activations == "bf16"
+    assert config.kv_cache_dtype == "fp8"
 
 
 def test_a_negative_seed_is_taken_as_64_bits(engine, command, model_folder):
@@ -113,6 +114,10 @@ def test_a_negative_seed_is_taken_as_64_bits(engine, command, model_folder):
         (("--prompt-ids", "4096"), "outside the model's vocabulary of 4096"),
         (("--prompt-ids", "1", "--max-tokens", "2048"), "exceed the context of 2048"),
         (("--prompt-ids", "1", "--dtype", "int3"), "--dtype: Input should be 'auto'"),
+        (
+            ("--prompt-ids", "1", "--kv-cache-dtype", "int8"),
+            "--kv-cache-dtype: Input should be 'auto', 'bf16' or 'fp8'",
+        ),
         (("--prompt-ids", "1", "--device", "tpu"), "--device: Input should be 'auto'"),
         (("--prompt-ids", "1", "--max-tokens", "0"), "--max-tokens"),
         (("--prompt-ids", "1", "--no-such"), "--no-such"),

@@ -90,12 +90,11 @@ def test_an_engine_that_fails_for_another_reason_is_no_pass(found, command):
 def test_flags_replace_the_settings_file_and_every_bucket_is_asked_for(found, command, tmp_path, model_folder):
     file = tmp_path / "serve.yaml"
     file.write_text(f"engine: {{model: {model_folder}, width: 5, max_rows: 3, selftest: false}}\nport: 9000\n")
-    assert (
-        command("selftest", "--config", str(file), "--width", "2", "--dtype", "float16", "--activations", "bf16").code
-        == 0
-    )
+    flags = ["--width", "2", "--dtype", "float16", "--kv-cache-dtype", "fp8", "--activations", "bf16"]
+    assert command("selftest", "--config", str(file), *flags).code == 0
     (config,) = found.configs
     assert (config.model, config.width, config.max_rows, config.dtype) == (model_folder, 2, 3, "float16")
+    assert config.kv_cache_dtype == "fp8"
     assert config.activations == "bf16"
     assert (config.selftest, config.selftest_buckets) == (True, "all")
 

@@ -17,7 +17,7 @@ from tiny_models import write_tiny
 from workers.config import EngineConfig
 from workers.families import load_model
 from workers.parallel.group import TensorParallel
-from workers.rank.cache_room import longest_request, pages_within, rows_at
+from workers.rank.cache_room import fp8_cache, longest_request, pages_within, rows_at
 from workers.rank.fitting import smallest_change
 from workers.rank.memory_plan import MemoryPlan, memory_plan
 from workers.scheduler import max_pages_per_row
@@ -102,6 +102,24 @@ def test_room_for_the_largest_matrix_that_is_dequantised(tmp_path: Path) -> None
     assert plans[1].graphs - plans[0].graphs == 2 * 2 * 18432 // 8 * 7168
 
 
+@pytest.mark.parametrize(("dtype", "ratio"), [("auto", 1152 / 656), ("float32", 2304 / 784)])
+def test_pages_in_fp8_are_smaller(dtype: str, ratio: float, tmp_path: Path) -> None:
+    """Of 512 + 64 features, those of the draft layer, too."""
+    (tmp_path / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": 4}))
+    plain, fp8 = (plan_of(tmp_path, 80 * GIB, dtype=dtype, kv_cache_dtype=name) for name in ("auto", "fp8"))
+    assert plain.page_bytes / fp8.page_bytes == ratio
+    assert fp8.graphs == plain.graphs
+
+
+def test_a_cache_in_bf16_belongs_to_a_model_in_bf16(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    assert plan_of(tmp_path, kv_cache_dtype="bf16") == plan_of(tmp_path)
+    with pytest.raises(ValueError, match="the model runs in float16, and its cache can be in that or in FP8"):
+        plan_of(tmp_path, kv_cache_dtype="bf16", dtype="float16")
+    with pytest.raises(ValueError, match="the model runs in float32"):
+        fp8_cache(EngineConfig(model=str(tmp_path), kv_cache_dtype="bf16"), torch.float32, CPU)
+
+
 def test_pages_rows_and_context_belong_together() -> None:
     for pages in (2, 3, 10, 500):
         for width in (1, 3, 8):
@@ -114,7 +132,7 @@ def test_pages_rows_and_context_belong_together() -> None:
 
 
 def test_the_smallest_change_fits(tmp_path: Path) -> None:
-    """From a shorter context to other GPUs, each where the ones before do not help."""
+    """From a cache in FP8 and a shorter context to other GPUs, each where the ones before do not help."""
     sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "n_routed_experts": 16, "vocab_size": 8192}
     (tmp_path / "config.json").write_text(json.dumps({**V3, **sizes, "max_position_embeddings": 1 << 18}))
     config, seen = EngineConfig(model=str(tmp_path)), []
@@ -127,8 +145,8 @@ def test_the_smallest_change_fits(tmp_path: Path) -> None:
         elif change is not None:
             assert change.plan.fits or change.words == f"--context {plan.context}"
             seen.append(change.words.split()[0])
-    order = ["--gpu", "--tensor-parallel", "--max-rows", "--context", ""]
+    order = ["--gpu", "--tensor-parallel", "--max-rows", "--context", "--kv-cache-dtype", ""]
     assert seen == sorted(seen, key=order.index)
-    assert {"--tensor-parallel", "--context", ""} <= set(seen)
+    assert {"--tensor-parallel", "--context", "--kv-cache-dtype", ""} <= set(seen)
     nothing = memory_plan(config, 1 << 20)
     assert smallest_change(config, nothing, {}) is None
