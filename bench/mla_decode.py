@@ -2,6 +2,7 @@
 
     python bench/mla_decode.py                         # all shapes of the documentation's table
     python bench/mla_decode.py --heads 16 --width 1,2 --shape 1x4096,64x16384 --flashmla PATH/_flashmla_C.abi3.so
+    python bench/mla_decode.py --heads 16,128 --width 1,2 --shape 64x16384 --cache fp8
 
 A graph holds the attention of many layers, each with a cache and query of its own, so that by the time a layer comes
 round again the L2 cache has seen far more than it holds. All write one output, as the layers of a step do: it stays in
@@ -10,6 +11,9 @@ begins when the kernel before it has ended; "early" asks for cache entries befor
 "invariant", with invariant mode's splits. FlashMLA, when its library is given, runs the same tensors the same way, with
 its own split plan made beforehand. "floor" is the bytes that must move over 4.2 TB/s, or the products over 790 TFLOP/s
 where that is more.
+
+With `--cache fp8` a second line for each shape has the times on a cache of the same latents in FP8, with its own floor,
+and what share of the time on the bf16 cache "early" takes.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import timing
 
+from kernels.latent_entry import encode, fp8_entry
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace, hopper_tiling, portable_tiling
 
@@ -42,12 +47,15 @@ class Problem:
     lengths: tuple[int, ...]
     width: int
     heads: int
+    fp8: bool = False
+    """Whether the cache has FP8 entries."""
 
     @property
     def bytes(self) -> int:
         """Bytes one layer must read and write."""
         vectors = len(self.lengths) * self.width * self.heads
-        return 2 * (sum(self.lengths) * (LATENT + ROPE) + vectors * (2 * LATENT + ROPE))
+        entry = fp8_entry(LATENT, ROPE, torch.bfloat16).size if self.fp8 else 2 * (LATENT + ROPE)
+        return sum(self.lengths) * entry + 2 * vectors * (2 * LATENT + ROPE)
 
     @property
     def floor(self) -> float:
@@ -83,6 +91,17 @@ class Problem:
         return [layer | shared for layer in made]
 
 
+def in_fp8(layers: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """The same tensors, but for the caches."""
+
+    def coded(cache: torch.Tensor) -> torch.Tensor:
+        # In parts: on the way there numbers are in fp32.
+        parts = [encode(part.flatten(0, 1), LATENT) for part in cache.split(1024)]
+        return torch.cat(parts).view(*cache.shape[:2], -1)
+
+    return [layer | {"cache": coded(layer["cache"])} for layer in layers]
+
+
 def microseconds(run: Callable[[int], None], layers: int, target_us: float = 3000.0) -> float:
     """Median time of one call of `run(layer)` inside a graph that calls it for all layers in turn."""
     return timing.microseconds([partial(run, layer) for layer in range(layers)], target_us, 7)
@@ -105,7 +124,8 @@ def ours(
     """Microseconds of our attention and merge."""
     shape = shape_of(problem, layers, invariant)
     choose = portable_tiling if portable else hopper_tiling
-    return run_tiling(shape, choose(shape, torch.cuda.get_device_properties(0).multi_processor_count), layers, early)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return run_tiling(shape, choose(shape, processors, fp8=problem.fp8), layers, early)
 
 
 def run_tiling(shape: DecodeShape, tiling: DecodeTiling, layers: list[dict[str, torch.Tensor]], early: bool) -> float:
@@ -151,11 +171,23 @@ def flashmla(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
 def plan_time(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
     """Microseconds of planning the splits, once a step."""
     shape = shape_of(problem, layers)
-    tiling = hopper_tiling(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    tiling = hopper_tiling(shape, torch.cuda.get_device_properties(0).multi_processor_count, fp8=problem.fp8)
     buffer = torch.empty(Workspace.bytes(shape, tiling, torch.bfloat16), dtype=torch.uint8, device="cuda")
     workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
     return microseconds(
         lambda _: launch.plan(layers[0]["length"], layers[0]["table"], workspace, dependent=True), 64, 500.0
+    )
+
+
+def all_of_ours(
+    problem: Problem, layers: list[dict[str, torch.Tensor]], *, portable: bool
+) -> tuple[float, float, float, float]:
+    """Microseconds of attention and merge, of those that begin early, in invariant mode, and of the plan."""
+    return (
+        ours(problem, layers, early=False, portable=portable),
+        ours(problem, layers, early=True, portable=portable),
+        ours(problem, layers, early=True, portable=portable, invariant=True),
+        plan_time(problem, layers),
     )
 
 
@@ -171,6 +203,7 @@ def main() -> None:
         "--ragged", action="store_true", help="add 32 rows of 1k with 32 of 32k, 64 rows of their mean, and the ratio"
     )
     parser.add_argument("--portable", action="store_true", help="the portable Triton kernel also on Hopper")
+    parser.add_argument("--cache", choices=("bf16", "fp8"), default="bf16", help="fp8: in FP8, beside bf16")
     parser.add_argument("--flashmla", metavar="PATH", help="FlashMLA's _flashmla_C library, to measure beside")
     arguments = parser.parse_args()
     if arguments.flashmla:
@@ -189,16 +222,17 @@ def main() -> None:
             for name, lengths in named:
                 problem = Problem(lengths, width, heads)
                 layers = problem.layers()
-                portable = arguments.portable
-                times = [
-                    ours(problem, layers, early=False, portable=portable),
-                    ours(problem, layers, early=True, portable=portable),
-                    ours(problem, layers, early=True, portable=portable, invariant=True),
-                ]
+                times = all_of_ours(problem, layers, portable=arguments.portable)
                 early[name] = times[1]
-                ours_us = "{:8.1f} {:8.1f} {:9.1f} {:6.1f}".format(*times, plan_time(problem, layers))
+                ours_us = "{:8.1f} {:8.1f} {:9.1f} {:6.1f}".format(*times)
                 peer = f"{flashmla(problem, layers):9.1f}" if arguments.flashmla else f"{'-':>9}"
                 print(f"{heads:5} {width:5} {name:>16} {problem.floor:8.1f} {ours_us} {peer}", flush=True)
+                if arguments.cache == "fp8":
+                    problem, layers = replace(problem, fp8=True), in_fp8(layers)
+                    times = all_of_ours(problem, layers, portable=arguments.portable)
+                    ours_us = "{:8.1f} {:8.1f} {:9.1f} {:6.1f}".format(*times)
+                    share = f"{times[1] / early[name]:.3f} of bf16"
+                    print(f"{'':11} {'in FP8':>16} {problem.floor:8.1f} {ours_us} {share:>15}", flush=True)
             if arguments.ragged:
                 print(f"-> {ragged} takes {early[ragged] / early[balanced]:.3f} of the time of {balanced}", flush=True)
 
