@@ -64,6 +64,7 @@ class Start:
             draft_layer=config.width > 1,
             invariant=config.invariant,
             rounds=config.activations == "auto",
+            fp8_cache=config.kv_cache_dtype == "fp8",
         )
         for proof in (selftest, segment_proof, ending_proof):
             patch.setattr(proof, "ATTEMPTS", 1)  # none succeeds where nothing is computed
@@ -173,6 +174,16 @@ def test_weights_in_fp8_compile_nothing_late(
     assert late(start, 96, seed=width) == []
     rounded = {"quantise", "product"} & {kernel for kernel, _ in start.variants}
     assert rounded == ({"quantise", "product"} if activations == "auto" else set())
+
+
+def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a width at which rows have one block of query vectors or several."""
+    how = {"kv_cache_dtype": "fp8", "token_budget": 96, "max_context": 400}
+    start = Start(monkeypatch, settings(published, 3, **how))
+    assert late(start, 96, seed=3) == []
+    launched = {kernel for kernel, _ in start.variants}
+    assert {"rope_cache", "gather", "attend_narrow"} <= launched
+    assert "attend_wide" not in launched
 
 
 @pytest.mark.parametrize("width", [1, 3])
