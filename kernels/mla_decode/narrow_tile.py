@@ -27,25 +27,27 @@ _ROPE = gl.constexpr(64)
 _GROUPS = gl.constexpr(4)
 _PAIRS = gl.constexpr(64)
 """Pairs of features of a group."""
+_UP = gl.constexpr(2.0**60)
+_DOWN = gl.constexpr(2.0**-60)
 
 # Exponent and mantissa of a byte move to where bf16 has them, which leaves a number 2^120 times too small, zero and
 # subnormal numbers included. The even bytes of a word, then the odd ones.
+#
+# What they are multiplied with is made 2^60 times larger before, and the sums as much afterwards, which are fewer. In
+# between numbers are as far from the limits of bf16 and fp32 as they were.
 _WIDEN_PAIRS = gl.constexpr(
     """
     {
-    .reg .b32 even, odd, sign, large;
-    mov.b32 large, 0x7B807B80;
+    .reg .b32 even, odd, sign;
     shl.b32 sign, $2, 8;
     and.b32 sign, sign, 0x80008000;
     shl.b32 even, $2, 4;
     and.b32 even, even, 0x07F007F0;
-    or.b32 even, even, sign;
+    or.b32 $0, even, sign;
     and.b32 sign, $2, 0x80008000;
     shr.u32 odd, $2, 4;
     and.b32 odd, odd, 0x07F007F0;
-    or.b32 odd, odd, sign;
-    mul.rn.bf16x2 $0, even, large;
-    mul.rn.bf16x2 $1, odd, large;
+    or.b32 $1, odd, sign;
     }
     """
 )
@@ -92,8 +94,8 @@ def unknown_zero():
 
 @gluon.jit
 def widened_pairs(pair):
-    """Pairs of e4m3 in bf16, exactly: those of the even features, and of the odd ones. (NaN, with which a scale that is
-    NaN, too, always goes, becomes 480.)"""
+    """Pairs of e4m3 in bf16, exactly, times 2^-120: those of the even features, and of the odd ones. (NaN, with which a
+    scale that is NaN, too, always goes, becomes 480.)"""
     return gl.inline_asm_elementwise(
         _WIDEN_PAIRS, "=r,=r,r", [pair], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
     )
@@ -101,15 +103,15 @@ def widened_pairs(pair):
 
 @gluon.jit
 def take_apart(queries, own, BLOCK: gl.constexpr):
-    """Let the even features of query vectors come before the odd ones, as `scores` of FP8 entries reads them. They must
-    be there for all warps, and are again behind another barrier."""
+    """Let the even features of query vectors come before the odd ones, and be 2^60 times larger, as `scores` of FP8
+    entries reads them. They must be there for all warps, and are again behind another barrier."""
     HALF: gl.constexpr = _LATENT // 2
     by_vector: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     query_s = queries.latent.index(own)
     even, odd = gl.split(gl.reshape(query_s.load(by_vector), [BLOCK, HALF, 2]))
     gl.thread_barrier()
-    query_s.slice(0, HALF, dim=1).store(even)
-    query_s.slice(HALF, HALF, dim=1).store(odd)
+    query_s.slice(0, HALF, dim=1).store((even.to(gl.float32) * _UP).to(gl.bfloat16))
+    query_s.slice(HALF, HALF, dim=1).store((odd.to(gl.float32) * _UP).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -220,7 +222,8 @@ def scores(queries, own, tiles, stage, BLOCK: gl.constexpr, TOKENS: gl.constexpr
             first = mma_v2(q_even, even, gl.zeros([BLOCK, TOKENS], gl.float32, mma))
             second = mma_v2(q_odd, odd, gl.zeros([BLOCK, TOKENS], gl.float32, mma))
             scale = scale_s.slice(g, 1, dim=1).permute((1, 0)).load(mma)
-            score += (first + second) * scale
+            other += (first + second) * scale
+        score = score + other * _UP
     else:
         CHUNK: gl.constexpr = 64
         for j in gl.static_range(_LATENT // CHUNK // 2):
@@ -255,7 +258,7 @@ def no_sums(BLOCK: gl.constexpr, ENTRY: gl.constexpr):
 @gluon.jit
 def added_values(sums, shrink, weight, weights_s, tiles, stage, ENTRY: gl.constexpr):
     """`sums` times `shrink` [M], and weights [M, N] times a tile's values. `weights_s`: of FP8 entries, shared memory
-    [4, M, N] that no warp reads any more."""
+    [4, M, N] that no warp reads any more; their sums are 2^60 times too small."""
     mma: gl.constexpr = products_layout(gl.num_warps())
     left_of: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right_of: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
@@ -265,7 +268,7 @@ def added_values(sums, shrink, weight, weights_s, tiles, stage, ENTRY: gl.conste
         scale_s = tiles.scales.index(stage)
         for g in gl.static_range(_GROUPS):
             scale = scale_s.slice(g, 1, dim=1).permute((1, 0)).load(mma)
-            weights_s.index(g).store((weight * scale).to(gl.bfloat16))
+            weights_s.index(g).store((weight * _UP * scale).to(gl.bfloat16))
         gl.thread_barrier()
         for g in gl.static_range(_GROUPS):
             factor = weights_s.index(g).load(left_of)
@@ -287,7 +290,8 @@ def whole_rows(sums, divisor, BLOCK: gl.constexpr, ENTRY: gl.constexpr):
     if ENTRY.fp8:
         by_group: gl.constexpr = stored_layout(2 * _PAIRS, gl.num_warps())
         for g in gl.static_range(_GROUPS):
-            both = gl.join(sums[2 * g] / divisor[:, None], sums[2 * g + 1] / divisor[:, None])
+            small = (divisor * _DOWN)[:, None]
+            both = gl.join(sums[2 * g] / small, sums[2 * g + 1] / small)
             group = gl.reshape(both.to(gl.bfloat16), [BLOCK, 2 * _PAIRS])
             rows += (gl.convert_layout(group, by_group),)
     else:
