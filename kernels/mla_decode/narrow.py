@@ -25,10 +25,9 @@ from kernels.mla_decode.narrow_tile import (
     no_sums,
     places,
     products_layout,
+    query_of_row,
     rings,
     scores,
-    store_rows,
-    take_apart,
     unknown_zero,
     whole_rows,
 )
@@ -90,7 +89,7 @@ def narrow_worker(
     left = gl.load(record + 2)
     page = gl.load(record + 4)
     tokens = gl.load(record + 5)
-    tiles, queries, weights_s = rings(STAGES, TOKENS, BLOCK, ENTRY)
+    tiles, queries, shared = rings(STAGES, TOKENS, BLOCK, ENTRY)
     m = share.block * BLOCK + gl.arange(0, BLOCK, per_query)
     n = gl.arange(0, TOKENS, per_column)
     lowest_unit = first // SPLIT.unit
@@ -130,7 +129,7 @@ def narrow_worker(
             wait_for_kernel_before()
             let_kernel_after_start()
         if (stop > start) & (not ahead):
-            copy_query(q, row, share.block, share.queries, queries, own, BLOCK)
+            copy_query(q, row, share.block, share.queries, queries, own, BLOCK, ENTRY)
         for s in gl.static_range(AHEAD):
             asked = ahead & (s == 0)
             if (start + s < stop) & ((start + s + 1) * TOKENS > settled) & (not asked):
@@ -152,11 +151,7 @@ def narrow_worker(
         top = gl.full([BLOCK], _LOWEST, gl.float32, per_query)
         weights = gl.zeros([BLOCK, TOKENS], gl.float32, mma)
         sums = no_sums(BLOCK, ENTRY)
-        if ENTRY.fp8:
-            if stop > start:
-                async_copy.wait_group(AHEAD - 1)
-                gl.thread_barrier()  # the query is there for all warps; a barrier of the loop's is behind
-                take_apart(queries, own, BLOCK)
+        held = query_of_row(queries, own, stop > start, AHEAD, BLOCK, ENTRY)
         for tile in range(start, stop):
             stage = (slot + tile - start) % STAGES
             async_copy.wait_group(AHEAD - 1)
@@ -178,10 +173,10 @@ def narrow_worker(
                     ENTRY,
                 )
             if beyond:
-                copy_query(q, row + 1, share.block, share.queries, queries, 1 - own, BLOCK)
+                copy_query(q, row + 1, share.block, share.queries, queries, 1 - own, BLOCK, ENTRY)
             async_copy.commit_group()
             page = gl.load(pages + gl.minimum((tile + AHEAD + 1) * TOKENS // PAGE, last))
-            score = scores(queries, own, tiles, stage, BLOCK, TOKENS, ENTRY) * share.scale
+            score = scores(held, queries, own, tiles, stage, shared, BLOCK, TOKENS, ENTRY) * share.scale
             entry = tile * TOKENS + n
             seen = (entry[None, :] < bound[:, None]) & (entry >= first)[None, :]
             score = gl.where(seen, score, _MASKED)
@@ -190,7 +185,7 @@ def narrow_worker(
             weight = gl.exp2(score - new_top[:, None])
             weights = weights * shrink[:, None] + weight
             top = new_top
-            sums = added_values(sums, shrink, weight, weights_s, tiles, stage, ENTRY)
+            sums = added_values(sums, shrink, weight, tiles, stage, shared, ENTRY)
         gl.thread_barrier()  # before the next row's copies
 
         if stop > start:
@@ -198,14 +193,16 @@ def narrow_worker(
             divisor = gl.where(total > 0, total, 1.0)
             log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
             rows = whole_rows(sums, divisor, BLOCK, ENTRY)
-            at_out, inside = places(share.block * BLOCK, share.queries, BLOCK, ENTRY)
+            at_out, inside = places(share.block * BLOCK, share.queries, BLOCK)
             if (begin == 0) & (end == units):
                 base = row.to(gl.int64) * share.queries
-                store_rows(rows, share.out + base * LATENT, at_out, inside, ENTRY)
+                to = share.out + base * LATENT + at_out
+                gl.store(to, rows.to(share.out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
                 gl.store(share.lse + base + m, log * _LN2, mask=m < share.queries)
             else:
                 base = gl.where(begin == 0, share.workers + share.worker, share.worker).to(gl.int64) * share.queries
-                store_rows(rows, share.partial + base * LATENT, at_out, inside, ENTRY)
+                to = share.partial + base * LATENT + at_out
+                gl.store(to, rows.to(share.partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
                 gl.store(share.partial_lse + base + m, log, mask=m < share.queries)
         ahead = follows & (stop - start >= AHEAD) & (stop > start)
         slot = (slot + stop - start) % STAGES
@@ -243,7 +240,7 @@ def attend_narrow(
     OVERLAP: gl.constexpr,
 ):
     """As `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16, or FP8 entries of
-    them (`narrow_tile`). `OVERLAP.either`: works if the plan says that the row is short."""
+    them (`narrow_fp8`). `OVERLAP.either`: works if the plan says that the row is short."""
     worker = gl.program_id(0) // blocks
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()

@@ -32,6 +32,7 @@ NARROW_STAGES = 2
 FP8_BLOCK = 32
 """Query vectors it holds at most where entries are FP8: each tile is widened once for all of them."""
 FP8_STAGES = 3
+"""Tiles that fit into shared memory there beside 16 query vectors; beside more `NARROW_STAGES` do."""
 FP8_BLOCKS_ALONE = 4
 """Blocks of `NARROW_BLOCK` up to which a row alone is taken in those where entries are FP8."""
 NARROW_BLOCKS_ALONE = 2
@@ -163,7 +164,7 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
     alone = shape.rows == 1
     if fp8:
         narrow = narrow_blocks <= (FP8_BLOCKS_ALONE if alone else 1)
-        block, stages = NARROW_BLOCK if narrow else FP8_BLOCK, FP8_STAGES
+        block, stages = (NARROW_BLOCK, FP8_STAGES) if narrow else (FP8_BLOCK, NARROW_STAGES)
         return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=8, stages=stages)
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
         block, stages = NARROW_BLOCK, NARROW_STAGES

@@ -69,10 +69,12 @@ def test_narrow(rows: int, width: int, dependent: bool, early: bool) -> None:
 def test_narrow_of_fp8_entries(rows: int, width: int, heads: int, dependent: bool, early: bool) -> None:
     """Entries are copied in pieces of 16 bytes and stay bytes in shared memory; matrices of them are read there."""
     case = hopper_case(rows, width, heads, fp8=True)
-    kernel = compiled(case, hopper_tiling(case.shape, PROCESSORS, fp8=True), dependent, early)["attend_narrow"]
+    tiling = hopper_tiling(case.shape, PROCESSORS, fp8=True)
+    kernel = compiled(case, tiling, dependent, early)["attend_narrow"]
     used = instructions(kernel)
-    assert used["HMMA"] >= 36 + 4 * 8
-    assert used["LDSM"] >= 4 * (8 + 4)
+    assert used["HMMA"] >= (36 + 32) * tiling.block // 16
+    assert used["LDSM"] >= 8 + 8 + 2
+    assert "LDSM.16.MT88.4" in machine_code(kernel)  # values, transposed
     copied = set(re.findall(r"cp\.async\.c[ag]\S* .*?, (0x\w+|\d+),", kernel.asm["ptx"]))
     assert {int(size, 0) for size in copied} == {16}
     assert not re.search(r"LDS\.[US]8", machine_code(kernel))
