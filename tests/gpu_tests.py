@@ -133,7 +133,7 @@ def run_in(environment: dict[str, str], path: Path, timeout_s: float, workers: i
 def main() -> None:
     """Run and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="run files whose path contains this")
+    parser.add_argument("--only", default="", help="run files whose path contains this, or one of several with commas")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a file may take")
     parser.add_argument("--jobs", type=int, default=1, help="files that run side by side")
     parser.add_argument("--workers", type=int, default=1, help="processes that share a file's tests")
@@ -141,7 +141,8 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     if not gpus:
         sys.exit("no GPU here that torch can use: every test would be skipped")
-    names = [name for path in gpu_test_files() if arguments.only in (name := str(path.relative_to(ROOT)))]
+    names = [str(path.relative_to(ROOT)) for path in gpu_test_files()]
+    names = [name for name in names if any(part in name for part in arguments.only.split(","))]
     failed, counts = 0, Counter[str]()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         lent = Gpus(gpus, files_at_once(arguments.workers))
