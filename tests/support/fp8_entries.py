@@ -45,3 +45,18 @@ def numbers(entry_TE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Ten
 def read(entry_TE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
     """What bytes are read as, [T, C]: rounded to fp32 and to `dtype`."""
     return numbers(entry_TE, latent, rope, dtype).float().to(dtype)
+
+
+def agree(got_TE: Tensor, want_TE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> bool:
+    """Whether the bytes [T, E] that a kernel wrote are those that another one's plain entries are rounded to.
+
+    Interpreted kernels compute the same bits. Compiled apart they may round a latent differently now and then, of which
+    its code, or the scale of its group, is the next one.
+    """
+    got, want = got_TE.cpu()[:, : used(latent, rope, dtype)], want_TE[:, : used(latent, rope, dtype)]
+    if not got_TE.is_cuda:
+        return torch.equal(got, want)
+    ours, theirs = (numbers(bytes, latent, rope, dtype) for bytes in (got, want))
+    off = (ours - theirs).abs()
+    unequal = off > 2**-7 * theirs.abs()
+    return bool((off <= 2**-2.5 * theirs.abs() + 1e-2).all()) and float(unequal.double().mean()) < 1e-2

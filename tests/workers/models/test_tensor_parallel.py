@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from oracle import random_tokens
 from paged import CPU, Paged, greedy, load_fp32
 from rank_processes import run_ranks
+from rounded_latents import latents_rounded
 from tiny_models import VOCAB, write_tiny
 
 from workers.families import load_model
@@ -30,17 +32,20 @@ def generate(folder: Path, group: TensorParallel) -> dict[str, object]:
     return result
 
 
-def fed(folder: Path, group: TensorParallel, chunks: list[int]) -> dict[str, object]:
-    """Logits, and the draft layer's, of a prompt on an FP8 cache, few tokens fed as a decode row. In float64, in which
-    sums in another order hardly ever change how a cached number is rounded."""
-    model = load_model(folder, group=group, dtype=torch.float64, device=CPU, max_positions=512, fp8_cache=True)
-    paged, logits, drafts = Paged(model, [PROMPTS[2]]), [], []
-    for count in chunks:
-        step = paged.plan([], 1, [(0, count)]) if count > 8 else paged.plan([0], count, [])
-        hidden = paged.forward(step)
-        logits.append(model.logits(hidden[0]))
-        drafts.append(model.drafter.logits(paged.draft(step, hidden)[0]))
-    return {"logits": torch.cat(logits), "drafts": torch.cat(drafts), "tokens": []}
+def fed(folder: Path, group: TensorParallel) -> dict[str, object]:
+    """Logits, and the draft layer's, of a prompt on an FP8 cache, few tokens fed as a decode row; and of the same model
+    on a plain one, whose latents are rounded."""
+    found: dict[str, object] = {"tokens": []}
+    for fp8, name in ((True, "cached in FP8"), (False, "rounded")):
+        model = load_model(folder, group=group, dtype=torch.float32, device=CPU, max_positions=512, fp8_cache=fp8)
+        paged, logits = Paged(model, [PROMPTS[2]]), []
+        with nullcontext() if fp8 else latents_rounded():
+            for count in (60, 5, 40, 3):
+                step = paged.plan([], 1, [(0, count)]) if count > 8 else paged.plan([0], count, [])
+                hidden = paged.forward(step)
+                logits += [model.logits(hidden[0]), model.drafter.logits(paged.draft(step, hidden)[0])]
+        found[name] = torch.cat(logits)
+    return found
 
 
 def rank_main(rank: int, size: int, folder: Path) -> None:
@@ -48,7 +53,7 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
     group = TensorParallel.connect(rank, size, f"file://{folder}/rendezvous", CPU, timeout_s=60)
     try:
         found = {kind: generate(folder / kind, group) for kind in KINDS}
-        found["FP8 cache"] = fed(folder / "v3-yarn", group, [60, 5, 40, 3])
+        found["FP8 cache"] = fed(folder / "v3-yarn", group)
         torch.save(found, folder / f"rank{rank}.pt")
     finally:
         group.close()
@@ -57,9 +62,12 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_agree_with_one(size: int, tmp_path: Path) -> None:
     alone = {kind: generate(write_tiny(tmp_path / kind, kind, seed=2), TensorParallel()) for kind in KINDS}
-    alone["FP8 cache"] = fed(tmp_path / "v3-yarn", TensorParallel(), [108])
     run_ranks(rank_main, size, size, tmp_path)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(size)]
+    for rank in ranks:
+        fp8 = rank["FP8 cache"]
+        torch.testing.assert_close(fp8["cached in FP8"], fp8["rounded"], atol=1e-4, rtol=0)
+        assert torch.equal(fp8["rounded"], ranks[0]["FP8 cache"]["rounded"]), "ranks differ"
     for kind, want in alone.items():
         for rank in ranks:
             assert rank[kind]["tokens"] == want["tokens"]
