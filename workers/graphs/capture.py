@@ -12,7 +12,7 @@ import torch
 from kernels import ahead
 from kernels.ahead import Compiled, compile_ahead
 from workers.graphs.record import no_garbage_collection, record
-from workers.graphs.rehearsal import rehearse
+from workers.graphs.rehearsal import rehearse, rehearse_segments
 from workers.graphs.segments import CapturedEnding, CapturedStage
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
@@ -66,16 +66,23 @@ class Warmed:
 
 
 @torch.inference_mode()
-def compile_steps(parts: StepParts, max_rows: int, token_budget: int, threads: int) -> Compiled:
-    """Compile what steps of all shapes launch, so many kernels at a time; nothing is computed. Where Triton cannot
-    compile ahead, `warm_up` compiles them one after the other."""
+def compile_steps(parts: StepParts, max_rows: int, token_budget: int, threads: int, *, proof: bool) -> Compiled:
+    """Compile what steps of all shapes launch, and with `proof` what the self-test launches besides, so many kernels at
+    a time; nothing is computed. Where Triton cannot compile ahead, `warm_up` compiles those of steps one after the
+    other."""
     if not ahead.possible():
         return Compiled()
     few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
+    model, keys = few.model, list(Ladder(max_rows, parts.width))
     with compile_ahead(parts.device, threads) as compiled:
-        for key in Ladder(max_rows, parts.width):
+        for key in keys:
             DecodeStep(few, key, scratch).run()
         rehearse(Stage(few, token_budget, scratch, scratch.another()))
+        if proof and model.ways.rounds(token_budget, model.norm_E.dtype, parts.device):
+            with model.ways.nothing_rounded():
+                for key in keys:
+                    DecodeStep(few, key, scratch).run()
+                rehearse_segments(Stage(few, token_budget, scratch, scratch.another()))
     return compiled
 
 

@@ -101,9 +101,8 @@ def _plan(width: int, drafts: int, decode: tuple[int, ...], prefill: Iterable[Pr
     return StepPlan(1, width, drafts, decode, tuple(prefill))
 
 
-def rehearse(stage: Stage) -> None:
-    """Run every kind of mixed step in `stage`, and take the memory that the largest context needs, and that segments
-    and endings of any smaller bucket do. No slot's state changes, and of the cache only the null page."""
+def rehearse_segments(stage: Stage) -> None:
+    """Run the segments and endings of every bucket, in memory of their own but for what they need on their way."""
     parts, ladder = stage.parts, TokenLadder(stage.tokens)
     # More than any step wants: the self-test's prefill path has no padding either, and feeds all tokens of its rows.
     endings = set(ladder.endings(parts.state.slots * parts.width))
@@ -116,6 +115,13 @@ def rehearse(stage: Stage) -> None:
                 bucket.run_segment(which, index)
         if key in endings:
             bucket.end(bucket.token_T)
+
+
+def rehearse(stage: Stage) -> None:
+    """Run every kind of mixed step in `stage`, and take the memory that the largest context needs, and that segments
+    and endings of any smaller bucket do. No slot's state changes, and of the cache only the null page."""
+    parts, ladder = stage.parts, TokenLadder(stage.tokens)
+    rehearse_segments(stage)
     step = MixedStep(parts)
     for plan in rehearsals(parts, stage.tokens):
         step.run(plan, stage)

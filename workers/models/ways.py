@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -61,6 +62,20 @@ class Ways:
             and dtype == torch.bfloat16
             and is_hopper(device)
         )
+
+    @contextmanager
+    def nothing_rounded(self) -> Iterator[None]:
+        """Within this context no pass rounds activations to FP8: for those who compare passes that would round other
+        numbers. What is dequantized then needs memory of the pass's scratch."""
+        ways = (self.any, self._decode)
+        before = [way.rounds for way in ways]
+        for way in ways:
+            way.rounds = False
+        try:
+            yield
+        finally:
+            for way, rounds in zip(ways, before, strict=True):
+                way.rounds = rounds
 
     def takes_few(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a pass of decode rows alone takes the way of few tokens."""

@@ -4,7 +4,8 @@ For every captured step: slots, page tables, caches and drafts are random, and w
 `scene`). The step runs eagerly and as a replay from the same state, and both must agree bit for bit in tokens, accepted
 counts, logits, cache writes and slot state, and must have changed nothing else. Against a mistake that both share, the
 logits are compared with those of the same tokens fed as a prefill chunk, which takes another path through attention and
-knows nothing of buckets.
+knows nothing of buckets. Both sides of that comparison run with nothing rounded to FP8: a number that differs a little
+may become another one of FP8, and so logits would differ by a third where nothing is wrong.
 
 Where nothing is captured, an eager step is its own candidate: a second run from the same state is what must agree.
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from kernels.page import PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
 from workers.cache.spec import Fp8LatentSpec
+from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, PrefillBatch
 from workers.proof.ground import Ground
 from workers.proof.rows import Row
@@ -37,16 +39,12 @@ from workers.step.parts import StepOutput, StepParts
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest norm of the difference from the prefill path, as a share of the logits' norm. The two forms of attention
 round differently; a token that sees one entry too many or too few is off by far more."""
-ROUNDED = 0.3
-"""The same where activations are rounded to FP8. That moves every product by a fortieth of its norm, differently on
-either path, for a number that differs a little may become another one of FP8. In random models a little noise then
-moves logits five to six times as far as it does without."""
 FP8_CACHE = 2
 """Times as large it may be where latents are cached in FP8: one that comes out differently in its last bits may be
 rounded to the next code, which is another number by up to an eighth. Of the demo model in bfloat16 the median distance
 is 9e-3 then, and 6e-3 with a cache in bfloat16."""
 LAYERS = 27
-"""Up to so many layers both hold; with more it grows in proportion, as the difference does."""
+"""Up to so many layers `TOLERANCE` holds; with more it grows in proportion, as the difference does."""
 
 ATTEMPTS = 4
 """States on which the comparison with the prefill path is tried. Rounding may turn a router's choice over, which moves
@@ -62,13 +60,17 @@ MOST_PAGES = {"cuda": 8, "cpu": 3}
 PROGRESS_PERIOD_S = 2.0
 
 
-def tolerance(parts: StepParts, tokens: int) -> float:
-    """For passes of up to so many tokens of this model, on its cache."""
-    cache, model = parts.cache, parts.model
-    rounded = model.ways.rounds(tokens, model.norm_E.dtype, parts.device)
-    bound = ROUNDED if rounded else TOLERANCE[model.norm_E.dtype]
-    coarse = FP8_CACHE if isinstance(cache.specs[0], Fp8LatentSpec) and not rounded else 1
-    return coarse * bound * max(1.0, len(cache.layers) / LAYERS)
+def tolerance(parts: StepParts) -> float:
+    """For passes of this model, on its cache, with nothing rounded to FP8 but what the cache keeps."""
+    cache = parts.cache
+    coarse = FP8_CACHE if isinstance(cache.specs[0], Fp8LatentSpec) else 1
+    return coarse * TOLERANCE[parts.model.norm_E.dtype] * max(1.0, len(cache.layers) / LAYERS)
+
+
+def rounds(parts: StepParts, tokens: int) -> bool:
+    """Whether an eager pass of so many tokens may compute something else than with nothing rounded to FP8."""
+    model = parts.model
+    return model.ways.rounds(tokens, model.norm_E.dtype, parts.device)
 
 
 @dataclass(frozen=True)
@@ -158,19 +160,20 @@ class SelfTest:
     def _eager(self, candidate: Candidate) -> tuple[Scene, Outcome, float, list[str]]:
         """A scene at its beginning, what the eager step makes of it, how far that is from the prefill path, and what
         is wrong with that."""
-        step, key = candidate.step, candidate.step.key
-        bound = tolerance(self._parts, max(key.rows * key.width, 2 * LEAST_PREFILLED - 1))
+        step, bound = candidate.step, tolerance(self._parts)
         problems: list[str] = []
         least = torch.inf
         for _ in range(ATTEMPTS):
-            scene = self.scene(key)
+            scene = self.scene(step.key)
             step.slot_R.fill_(-1)
             step.slot_R[: len(scene.rows)] = scene.slot_R
             self._plausible_drafts(candidate, scene)
             with nothing_repeated():  # what is repeated is the graph's, and to be proven
                 eager = scene.outcome(step.run())
             scene.restore()
-            error = self._distance_from_prefill(scene, step.key.width, eager.logits_NV)
+            with self._parts.model.ways.nothing_rounded():
+                exact_NV = self._unrounded(scene, step, eager.logits_NV)
+                error = self._distance_from_prefill(scene, step.key.width, exact_NV)
             scene.restore()
             least = min(least, error)
             if least <= bound:
@@ -178,6 +181,19 @@ class SelfTest:
         else:
             problems.append(f"logits are {least:.1e} away from the prefill path, more than {bound:.0e}")
         return scene, eager, least, problems
+
+    def _unrounded(self, scene: Scene, step: DecodeStep, eager_NV: Tensor) -> Tensor:
+        """Logits of the eager step with nothing rounded, in fresh memory; those that it has where it rounds nothing.
+        The scene is at its beginning, and is so again."""
+        if not rounds(self._parts, step.key.rows * step.key.width):
+            return eager_NV
+        again = DecodeStep(self._parts, step.key, Scratch(self._parts.device))
+        again.slot_R.copy_(step.slot_R)
+        with nothing_repeated():
+            logits_NV = again.run().logits_NV
+        scene.restore()
+        assert logits_NV is not None
+        return logits_NV
 
     def _plausible_drafts(self, candidate: Candidate, scene: Scene) -> None:
         """Let some drafts be what the target will choose, so that acceptance is tested at every count. The replay

@@ -4,7 +4,8 @@ Decode rows, chunks that end their prompt, chunks that do not, with cached conte
 bucket all but a few tokens, as far as pages allow, on random state with poison in what no row may touch (see `scene`).
 The step runs eagerly in fresh memory of the bucket's size, and as a replay in memory that was poison before. Both must
 agree bit for bit in tokens, accepted counts, logits, cache writes and slot state, and must have changed nothing else.
-Against a mistake that both share, the logits are compared with those of the same step without padding.
+Against a mistake that both share, the logits are compared with those of the same step without padding, both with
+nothing rounded to FP8 (see `decode_steps`).
 
 Run before a replica serves: it overwrites slots and cache. All ranks run it together, from equal seeds.
 
@@ -17,11 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
 from workers.memory.scratch import Scratch
-from workers.proof.decode_steps import ATTEMPTS, tolerance
+from workers.proof.decode_steps import ATTEMPTS, rounds, tolerance
 from workers.proof.ground import Ground
 from workers.proof.rows import Row
 from workers.proof.scene import Outcome, Scene
@@ -64,7 +66,7 @@ class SegmentProof:
 
     def _bucket(self, stage: Stage, ground: Ground) -> BucketReport:
         begin, parts = time.perf_counter(), self._parts
-        bound, least = tolerance(parts, stage.tokens), torch.inf
+        bound, least = tolerance(parts), torch.inf
         problems: list[str] = []
         for _ in range(ATTEMPTS):
             former, free = ground.pages()
@@ -99,10 +101,16 @@ class SegmentProof:
         with nothing_repeated():  # what is repeated is to be proven
             eager = scene.outcome(self._run(plan, self._fresh(bucket)))
             scene.restore()
-            exact_NV = self._run(plan, self._fresh(plan.layout.tokens)).logits_NV
+            with self._parts.model.ways.nothing_rounded():
+                padded_NV: Tensor | None = eager.logits_NV
+                if rounds(self._parts, bucket):
+                    padded_NV = self._run(plan, self._fresh(bucket)).logits_NV
+                    scene.restore()
+                exact_NV = self._run(plan, self._fresh(plan.layout.tokens)).logits_NV
             scene.restore()
+        assert padded_NV is not None
         assert exact_NV is not None
-        error_N = (eager.logits_NV - exact_NV).norm(dim=-1) / exact_NV.norm(dim=-1)
+        error_N = (padded_NV - exact_NV).norm(dim=-1) / exact_NV.norm(dim=-1)
         # Whether to try another state is one decision for all ranks. NaN must not pass for small.
         return eager, float(self._parts.group.broadcast(torch.nan_to_num(error_N, nan=torch.inf).median()))
 

@@ -117,7 +117,7 @@ class Rank:
         if wants_graphs:
             # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
             trial = runner(2, context)
-            _compile(trial, group, progress)
+            _compile(trial, group, progress, proof=config.selftest)
             graph_bytes = trial.warm_up().bytes
             del trial
             torch.cuda.empty_cache()
@@ -194,10 +194,10 @@ def _sampling(
     return sampling
 
 
-def _compile(runner: Runner, group: TensorParallel, progress: Callable[[str], None] | None) -> None:
+def _compile(runner: Runner, group: TensorParallel, progress: Callable[[str], None] | None, *, proof: bool) -> None:
     """With all cores that this process may use and, most likely, shares with the other ranks."""
     begin = time.perf_counter()
-    compiled = runner.compile(max(1, len(os.sched_getaffinity(0)) // group.size))
+    compiled = runner.compile(max(1, len(os.sched_getaffinity(0)) // group.size), proof=proof)
     if progress:
         progress(f"{compiled.kernels} kernels compiled or loaded in {time.perf_counter() - begin:.1f} s")
 

@@ -83,11 +83,11 @@ class Runner:
         self._steps = 0
         self._collected = 0.0
 
-    def compile(self, threads: int) -> Compiled:
-        """Compile what steps launch, so many kernels at a time, instead of each when it is first launched. All ranks
-        together; before the first step."""
+    def compile(self, threads: int, *, proof: bool = True) -> Compiled:
+        """Compile what steps launch, and with `proof` what the self-test does, so many kernels at a time, instead of
+        each when it is first launched. All ranks together; before the first step."""
         self._reserve()
-        return compile_steps(self.parts, self.parts.state.slots, self._token_budget, threads)
+        return compile_steps(self.parts, self.parts.state.slots, self._token_budget, threads, proof=proof)
 
     def warm_up(self) -> Warmed:
         """Launch what steps launch, on padding alone: what a capture will take. All ranks together; before the first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import FEWEST_ROUNDED, DecodeTokens, ManyTokens
 from workers.models.ways import Ways
 from workers.parallel.group import TensorParallel
-from workers.proof.decode_steps import LAYERS, ROUNDED, TOLERANCE, tolerance
 from workers.weights.weight import Format, Weight
 
 TOKENS = 64
@@ -175,16 +173,16 @@ def test_no_number_of_tokens_lies_between_the_ways() -> None:
     assert FEWEST_ROUNDED == many_tokens.FEWEST_ROUNDED_EXPERTS == choice.MOST_FP8 + 1
 
 
-def test_only_passes_that_round_have_the_wider_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bound(tokens: int, layers: int = LAYERS, **changes: Any) -> float:
-        latents = [torch.zeros(1, dtype=torch.bfloat16)] * layers
-        model = SimpleNamespace(ways=ways(monkeypatch, **changes), norm_E=latents[0])
-        cache = SimpleNamespace(layers=latents)
-        return tolerance(SimpleNamespace(cache=cache, model=model, device=torch.device("cuda")), tokens)  # type: ignore[arg-type]
-
-    assert bound(FEWEST_ROUNDED) == ROUNDED
-    assert bound(FEWEST_ROUNDED, 2 * LAYERS) == 2 * ROUNDED
-    assert bound(FEWEST_ROUNDED - 1) == bound(4096, rounds=False) == TOLERANCE[torch.bfloat16]
+def test_a_context_in_which_nothing_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ways(monkeypatch)
+    never = ways(monkeypatch, rounds=False)
+    with found.nothing_rounded(), never.nothing_rounded():
+        assert not found.any.rounds
+    assert found.any.rounds
+    assert not never.any.rounds
+    with pytest.raises(KeyError), found.nothing_rounded():
+        raise KeyError
+    assert found.any.rounds
 
 
 def test_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
