@@ -37,11 +37,12 @@ _MULTIPLIED: Final = PrivateGround(
 
 @cache
 def multiplies_rounded(device: torch.device) -> bool:
-    """Whether `rounded_linear` runs on a GPU, faster than its reference: on Hopper's, with CUDA 12.9 and above."""
+    """Whether `rounded_linear` runs on a GPU: on Hopper's, with CUDA 12.9 and above, if a small product is what it
+    should be. That is tried once, before anything is captured."""
     if not is_hopper(device):
         return False
     version = tuple(int(number) for number in (torch.version.cuda or "0.0").split(".")[:2])
-    return version >= (12, 9) and _MULTIPLIED.there()
+    return version >= (12, 9) and _MULTIPLIED.there() and _right(device)
 
 
 def takes_rounded(weight_FE: BlockScaled) -> bool:
@@ -106,3 +107,25 @@ def _reference(x_TE: Tensor, scale_TG: Tensor, weight_FE: BlockScaled, out_TF: T
         part_TF = x_TE[:, features].float() @ weight_FE.data[:, features].float().t()
         sum_TF += part_TF * scale_TG[:, group, None] * scale_FG[:, group]
     out_TF.copy_(sum_TF)
+
+
+def _right(device: torch.device) -> bool:
+    """Whether a product is what the reference makes of it: scales could be taken in another way one day. It has scales
+    that are padded, and a block that is cut."""
+    random = torch.Generator().manual_seed(0)
+    rows, features, tokens = 336, 640, 12
+    x_TE, weight_FE = (torch.randn(n, features, generator=random).to(torch.float8_e4m3fn) for n in (tokens, rows))
+    scale_GT, scale_BG = (torch.rand(sizes, generator=random) + 0.5 for sizes in ((5, tokens), (3, 5)))
+    want_TF = torch.empty(tokens, rows, dtype=torch.bfloat16)
+    _reference(x_TE, scale_GT.t(), BlockScaled(weight_FE, scale_BG), want_TF)
+    out_TF, padded = torch.zeros_like(want_TF, device=device), torch.empty(3, 8, device=device)
+    weight = BlockScaled(weight_FE.to(device), scale_BG.to(device))
+    try:
+        rounded_linear(x_TE.to(device), scale_GT.to(device).t(), weight, out_TF, padded)
+    except (RuntimeError, TypeError, ValueError) as error:
+        _MULTIPLIED.lost(f"product with scales for 128 numbers that takes these: {error}")
+        return False
+    if not bool((out_TF.cpu() - want_TF).float().norm() < 1e-2 * want_TF.float().norm()):
+        _MULTIPLIED.lost("product with scales for 128 numbers that is right")
+        return False
+    return True

@@ -1,8 +1,11 @@
 """Products of rounded activations on a CPU, and which sizes they take."""
 
+from typing import Any
+
 import pytest
 import torch
 from rounded_case import SIZES, case, check, memory
+from torch import Tensor
 
 from kernels.linear import multiplies_rounded, padded_scales, rounded, rounded_linear, takes_rounded
 from kernels.matrix import BlockScaled
@@ -74,6 +77,27 @@ def test_where_it_multiplies(
     monkeypatch.setattr(torch.version, "cuda", version)
     monkeypatch.setattr(rounded._MULTIPLIED, "_found", there)
     assert multiplies_rounded.__wrapped__(torch.device("cpu")) is multiplies
+
+
+@pytest.mark.parametrize("fault", ["raises", "other scales"])
+def test_where_torch_multiplies_in_another_way_it_is_left_alone(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so, and weights are dequantized."""
+    right = rounded.rounded_linear
+
+    def other(x_TE: Tensor, scale_TG: Tensor, *others: Any) -> None:
+        if fault == "raises":
+            raise RuntimeError("no such scales")
+        right(x_TE, scale_TG.flip(1).t().contiguous().t(), *others)
+
+    monkeypatch.setattr(rounded, "is_hopper", lambda device: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(rounded._MULTIPLIED, "_told", False)
+    monkeypatch.setattr(rounded, "rounded_linear", other)
+    assert not multiplies_rounded.__wrapped__(torch.device("cpu"))
+    [record] = caplog.records
+    assert "dequantized before each product" in record.getMessage()
 
 
 def test_torch_has_what_is_needed() -> None:
