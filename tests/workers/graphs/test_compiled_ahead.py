@@ -160,8 +160,7 @@ def test_published_heads_compile_nothing_late(
     assert late(Start(monkeypatch, config), 300, seed=width) == []
 
 
-@pytest.mark.parametrize("activations", ["auto", "bf16"])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("width", "activations"), [(1, "auto"), (3, "auto"), (3, "bf16")])
 def test_weights_in_fp8_compile_nothing_late(
     width: int, activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
