@@ -177,9 +177,9 @@ def test_weights_in_fp8_compile_nothing_late(
 
 def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a width at which rows have one block of query vectors or several."""
-    how = {"kv_cache_dtype": "fp8", "token_budget": 96, "max_context": 400}
+    how = {"kv_cache_dtype": "fp8", "max_rows": 4, "token_budget": 64, "max_context": 300}
     start = Start(monkeypatch, settings(published, 3, **how))
-    assert late(start, 96, seed=3) == []
+    assert late(start, 64, seed=3) == []
     launched = {kernel for kernel, _ in start.variants}
     assert {"rope_cache", "gather", "attend_narrow"} <= launched
     assert "attend_wide" not in launched
