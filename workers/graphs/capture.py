@@ -66,7 +66,7 @@ class Warmed:
 
 
 @torch.inference_mode()
-def compile_steps(parts: StepParts, max_rows: int, token_budget: int, threads: int, *, proof: bool) -> Compiled:
+def compile_steps(parts: StepParts, max_rows: int, token_budget: int, threads: int, *, proof: bool = True) -> Compiled:
     """Compile what steps of all shapes launch, and with `proof` what the self-test launches besides, so many kernels at
     a time; nothing is computed. Where Triton cannot compile ahead, `warm_up` compiles those of steps one after the
     other."""
