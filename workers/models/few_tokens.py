@@ -119,6 +119,8 @@ class FewTokens(TokenWise[PendingNorm]):
         few_experts.router(x, mixture.router_XE.plain, logit_TX, dependent=dependent)
         choice = ChosenExperts.empty(tokens, routing.experts, routing.experts_per_token, scratch.empty)
         few_experts.choose(logit_TX, mixture.bias_X, live_R, choice, routing.rule, dependent=dependent)
+        if self.choices is not None:
+            self.choices.note(choice.place_TX, choice.weight_TK)
         weights, memory = (mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix), scratch.empty
         if self.group.size == 1:
             into = norm.residual_TE, norm.weight_E

@@ -201,6 +201,9 @@ class ManyTokens(TokenWise[Tensor]):
             live_R=live_R,
             dependent=tokens <= MOST_DEPENDENT and launches_dependently(x_TE.device),
         )
+        if self.choices is not None:
+            chosen = routing.experts_per_token
+            self.choices.settle(id_TK[:, :chosen], weight_TK[:, :chosen])
         return id_TK, weight_TK
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:

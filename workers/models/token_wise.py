@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.moe import AddNorm
 from workers.memory.scratch import Scratch
+from workers.models.choices import Choices
 from workers.models.config import Routing
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Weight
@@ -48,6 +49,8 @@ class TokenWise(ABC, Generic[N]):
     """
 
     group: TensorParallel
+    choices: Choices | None = None
+    """What is handed every choice of experts; nothing, unless passes are compared."""
     decode_alone = False
     """Whether it is for passes of decode rows alone whose attention reads queries and latents neither roped nor normed,
     and writes the cache itself: see `Entering`."""

@@ -12,6 +12,7 @@ from kernels.dependent import launches_dependently
 from kernels.hopper import is_hopper
 from kernels.linear import MOST_STREAMED
 from workers.models.batch import Batch
+from workers.models.choices import Choices
 from workers.models.config import ModelConfig
 from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.invariant import InvariantTokens
@@ -76,6 +77,18 @@ class Ways:
         finally:
             for way, rounds in zip(ways, before, strict=True):
                 way.rounds = rounds
+
+    @contextmanager
+    def choosing(self, choices: Choices) -> Iterator[None]:
+        """Within this context every pass hands its choices of experts to `choices`."""
+        ways: tuple[TokenWise[Any], ...] = (self.any, self._decode, self._few)
+        for way in ways:
+            way.choices = choices
+        try:
+            yield
+        finally:
+            for way in ways:
+                way.choices = None
 
     def takes_few(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a pass of decode rows alone takes the way of few tokens."""

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from workers.memory.bits import differ
 from workers.memory.scratch import Scratch
+from workers.models.choices import Recorded, Taken
 from workers.models.flow import Flow
-from workers.proof.decode_steps import ATTEMPTS, rounds, tolerance
+from workers.proof.decode_steps import AGREED, ATTEMPTS, differences, rounds, shared, tolerance
 from workers.proof.segments import POISON
 from workers.protocol.report import BucketReport
 from workers.step.parts import StepParts
@@ -46,7 +47,7 @@ def prove_endings(
 
 def _proved(parts: StepParts, ending: Ending, host: torch.Generator, noise: torch.Generator) -> BucketReport:
     begin, device, tokens = time.perf_counter(), parts.device, ending.tokens
-    bound, least = tolerance(parts), torch.inf
+    bound, least, most_agreed = tolerance(parts), torch.inf, 0.0
     problems: list[str] = []
     for _ in range(ATTEMPTS):
         # As many as the proof of segments leaves out of a bucket, for which other kernels need not be compiled.
@@ -55,12 +56,17 @@ def _proved(parts: StepParts, ending: Ending, host: torch.Generator, noise: torc
         for gathered in (stage.flow.residual_TE, stage.flow.attended_THV):
             gathered.normal_(generator=noise)
         token_N = torch.randperm(tokens, generator=host).to(device)
-        eager_NE = _ended(Ending(parts, tokens, Scratch(device)), stage.flow, token_N)
-        with parts.model.ways.nothing_rounded():
+        ways, recorded = parts.model.ways, Recorded()
+        with ways.choosing(recorded):
+            eager_NE = _ended(Ending(parts, tokens, Scratch(device)), stage.flow, token_N)
+        with ways.nothing_rounded():
             padded_NE = eager_NE
             if rounds(parts, tokens):
-                padded_NE = _ended(Ending(parts, tokens, Scratch(device)), stage.flow, token_N)
-            exact_NE = _ended(Ending(parts, live, Scratch(device)), stage.flow, token_N[:live])
+                recorded = Recorded()
+                with ways.choosing(recorded):
+                    padded_NE = _ended(Ending(parts, tokens, Scratch(device)), stage.flow, token_N)
+            with ways.choosing(taken := Taken(recorded, layers=1)):
+                exact_NE = _ended(Ending(parts, live, Scratch(device)), stage.flow, token_N[:live])
         ending.fill(POISON)
         replayed_NE = _ended(ending, stage.flow, token_N)
         if bool(differ(eager_NE, replayed_NE)):
@@ -68,11 +74,12 @@ def _proved(parts: StepParts, ending: Ending, host: torch.Generator, noise: torc
         error_N = (padded_NE[:live] - exact_NE).norm(dim=-1) / exact_NE.norm(dim=-1)
         # Whether to try another state is one decision for all ranks. NaN must not pass for small.
         error = float(parts.group.broadcast(torch.nan_to_num(error_N, nan=torch.inf).median()))
-        least = min(least, error)
-        if least <= bound:
+        agreed = shared(parts, taken)
+        least, most_agreed = min(least, error), max(most_agreed, agreed)
+        if error <= bound and agreed >= AGREED:
             break
     else:
-        problems.append(f"hidden states are {least:.1e} away from an ending without padding, more than {bound:.0e}")
+        problems += differences(least, most_agreed, bound, "hidden states", "an ending without padding")
     return BucketReport(
         kind="ending",
         bucket=f"{tokens} tokens",

@@ -23,7 +23,8 @@ from torch import Tensor
 from kernels.page import PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
 from workers.memory.scratch import Scratch
-from workers.proof.decode_steps import ATTEMPTS, rounds, tolerance
+from workers.models.choices import Recorded, Taken
+from workers.proof.decode_steps import AGREED, ATTEMPTS, differences, mixtures, rounds, shared, tolerance
 from workers.proof.ground import Ground
 from workers.proof.rows import Row
 from workers.proof.scene import Outcome, Scene
@@ -66,25 +67,25 @@ class SegmentProof:
 
     def _bucket(self, stage: Stage, ground: Ground) -> BucketReport:
         begin, parts = time.perf_counter(), self._parts
-        bound, least = tolerance(parts), torch.inf
+        bound, least, most_agreed = tolerance(parts), torch.inf, 0.0
         problems: list[str] = []
         for _ in range(ATTEMPTS):
             former, free = ground.pages()
             plan, rows = self._plan(stage.tokens, ground, free)
             scene = ground.scene(rows, former)
             try:
-                eager, error = self._eager(scene, plan, stage.tokens)
+                eager, error, agreed = self._eager(scene, plan, stage.tokens)
                 stage.fill(POISON)
                 problems += scene.problems(eager, scene.outcome(self._run(plan, stage)))
             except IndexError as oops:
                 # A CPU notices what would read or write anywhere on a GPU.
                 problems.append(f"indexed out of bounds: {oops}")
                 break
-            least = min(least, error)
-            if least <= bound:
+            least, most_agreed = min(least, error), max(most_agreed, agreed)
+            if error <= bound and agreed >= AGREED:
                 break
         else:
-            problems.append(f"logits are {least:.1e} away from the step without padding, more than {bound:.0e}")
+            problems += differences(least, most_agreed, bound, "logits", "the step without padding")
         return BucketReport(
             kind="mixed",
             bucket=f"{stage.tokens} tokens",
@@ -95,24 +96,32 @@ class SegmentProof:
             logits_error=least,
         )
 
-    def _eager(self, scene: Scene, plan: StepPlan, bucket: int) -> tuple[Outcome, float]:
-        """What the eager step makes of a scene, which is at its beginning again, and how far its logits are from those
-        of the same step without padding: the median over rows."""
+    def _eager(self, scene: Scene, plan: StepPlan, bucket: int) -> tuple[Outcome, float, float]:
+        """What the eager step makes of a scene, which is at its beginning again; how far its logits are from those of
+        the same step without padding, which takes its experts: the median over rows; and in how many of the choices
+        both agree."""
+        ways, recorded = self._parts.model.ways, Recorded()
         with nothing_repeated():  # what is repeated is to be proven
-            eager = scene.outcome(self._run(plan, self._fresh(bucket)))
+            with ways.choosing(recorded):
+                eager = scene.outcome(self._run(plan, self._fresh(bucket)))
             scene.restore()
-            with self._parts.model.ways.nothing_rounded():
+            with ways.nothing_rounded():
                 padded_NV: Tensor | None = eager.logits_NV
                 if rounds(self._parts, bucket):
-                    padded_NV = self._run(plan, self._fresh(bucket)).logits_NV
+                    recorded = Recorded()
+                    with ways.choosing(recorded):
+                        padded_NV = self._run(plan, self._fresh(bucket)).logits_NV
                     scene.restore()
-                exact_NV = self._run(plan, self._fresh(plan.layout.tokens)).logits_NV
+                taken = Taken(recorded, mixtures(self._parts))
+                with ways.choosing(taken):
+                    exact_NV = self._run(plan, self._fresh(plan.layout.tokens)).logits_NV
             scene.restore()
         assert padded_NV is not None
         assert exact_NV is not None
         error_N = (padded_NV - exact_NV).norm(dim=-1) / exact_NV.norm(dim=-1)
         # Whether to try another state is one decision for all ranks. NaN must not pass for small.
-        return eager, float(self._parts.group.broadcast(torch.nan_to_num(error_N, nan=torch.inf).median()))
+        error = float(self._parts.group.broadcast(torch.nan_to_num(error_N, nan=torch.inf).median()))
+        return eager, error, shared(self._parts, taken)
 
     def _run(self, plan: StepPlan, stage: Stage) -> StepOutput:
         return MixedStep(self._parts).run(plan, stage)
