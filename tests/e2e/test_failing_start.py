@@ -64,7 +64,7 @@ def test_a_model_that_cannot_be_loaded_is_tried_once(launch, tmp_path: Path) -> 
     assert text.count("starting 2 ranks") == 1, text
     # The error is the last that is said, and said once.
     error = text[text.index("\nerror: ") :]
-    assert text.count(error.partition(":")[2].splitlines()[0]) == 1
+    assert text.count(error.partition(":")[2].splitlines()[0]) == 1, text
     assert cause in error
     assert "Traceback" not in text
     assert "raylet" not in text

@@ -157,7 +157,7 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     ("overrides", "lengths", "width", "launches"),
     [
         ({}, [70], 1, 2 + (5 + 2) + (5 + 4)),
-        ({}, [70, 1], 2, 2 + (6 + 2) + (6 + 4)),
+        ({}, [70, 1], 2, 2 + (5 + 2) + (5 + 4)),
         ({}, [70, 1, 3], 2, 2 + (6 + 2) + (6 + 4)),
         (V3_ROUTING, [70], 1, 2 + (6 + 2) + (6 + 4)),
     ],
