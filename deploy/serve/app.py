@@ -290,10 +290,12 @@ def _wait(running: Running, say: Say) -> None:
     ready: float | None = None
     told = False
     while True:
-        if cause := running.lasting_failure():
+        lines, cause = running.news(), running.lasting_failure()
+        for line in lines:
+            if not (cause and cause in line):  # the error says it
+                say(line)
+        if cause:
             raise StartFailed(cause)  # Serve would try again
-        for line in running.news():
-            say(line)
         status = serve.status().applications.get(APPLICATION)
         if status is None:
             raise StartFailed("somebody else deleted the application while it started")
