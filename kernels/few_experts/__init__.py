@@ -1,4 +1,5 @@
-"""The mixture of experts for a few tokens, from the pending norm before it to the residual after it: four launches.
+"""The mixture of experts for a few tokens, from the pending norm before it to the residual after it: four launches,
+for FP8 weights on Hopper five.
 
 Every chosen expert's weights are streamed once for all its tokens, as are those of shared experts, which all have.
 

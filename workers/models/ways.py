@@ -22,8 +22,8 @@ from workers.parallel.group import TensorParallel
 from workers.weights.weight import Format
 
 MOST_FP8: Final = 8
-"""Most tokens of the way of few in a model with FP8 weights: with more the way of many, whose experts wait less for
-instructions, is faster (`bench/decode_step.py --shape v3-slice`)."""
+"""Most tokens of the way of few in a model with FP8 weights: its kernels' tiles have 8 columns, and with more tokens
+the way of many is faster (`bench/decode_step.py --shape v3-slice`)."""
 
 
 class Ways:

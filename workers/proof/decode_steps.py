@@ -54,8 +54,8 @@ LAYERS = 27
 """Up to so many layers `TOLERANCE` holds; with more it grows in proportion, as the difference does."""
 
 ATTEMPTS = 4
-"""States on which the comparison with the prefill path is tried. Rounding may turn a router's choice over, which moves
-a whole row of logits: that happens to a row now and then, a mistake happens to every row in every state."""
+"""States on which the comparison with the prefill path is tried. Noise carries a row, or a choice of experts, past its
+bound now and then; a mistake does so to every row in every state."""
 
 LEAST_PREFILLED = 16
 """Tokens that the prefill path is fed at least; copies of the rows make up for it. The smallest bucket of tokens: with
