@@ -141,8 +141,8 @@ class SplitPlans:
     def _plant(self, patch: pytest.MonkeyPatch) -> None:
         honest = decode_rows.plan_decode
 
-        def plan(shape: Any, length_R: Tensor, *rest: Any, first: int) -> Any:
-            workspace = honest(shape, length_R, *rest, first=first)
+        def plan(shape: Any, length_R: Tensor, *rest: Any, first: int, **options: Any) -> Any:
+            workspace = honest(shape, length_R, *rest, first=first, **options)
             assert workspace is not None
             made = self.memory((shape, first), lambda: workspace.plan.clone())
             if self.frozen:
@@ -188,14 +188,14 @@ class GroupedBounds:
         honest_attend, honest_merge = launch.attend, launch.merge
         grouped: dict[int, tuple[Any, Tensor, Tensor]] = {}
 
-        def plan(shape: Any, length_R: Tensor, page_RP: Tensor, *rest: Any, first: int) -> Any:
+        def plan(shape: Any, length_R: Tensor, page_RP: Tensor, *rest: Any, first: int, **options: Any) -> Any:
             rows, width, pages = shape.rows, shape.width, shape.pages
             length_RW = self._memory((shape, first, "length"), lambda: length_R.new_empty(rows, width))
             page_RWP = self._memory((shape, first, "page"), lambda: page_RP.new_empty(rows, width, pages))
             length_RW.copy_(length_R.unsqueeze(1).expand(rows, width))
             page_RWP.copy_(page_RP.unsqueeze(1).expand(rows, width, pages))
             where = length_RW.flatten(), page_RWP.flatten(0, 1)
-            workspace = honest_plan(replace(shape, rows=rows * width, width=1), *where, *rest, first=first)
+            workspace = honest_plan(replace(shape, rows=rows * width, width=1), *where, *rest, first=first, **options)
             grouped[id(workspace)] = workspace, *where
             return workspace
 

@@ -201,8 +201,8 @@ def test_all_kernels_are_compiled_ahead(width: int, monkeypatch: pytest.MonkeyPa
     )
     compile = Runner.compile
 
-    def compile_and_note(self: Runner, threads: int) -> Compiled:
-        compiled = compile(self, threads)
+    def compile_and_note(self: Runner, threads: int, *, proof: bool) -> Compiled:
+        compiled = compile(self, threads, proof=proof)
         ahead.extend(names)
         names.clear()
         return compiled

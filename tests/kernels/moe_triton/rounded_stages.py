@@ -127,7 +127,9 @@ class Stages:
         assert bool(((out.double() - want).abs() <= 2**-8 * want.abs() + 2**-20 * size).all())
         exactly = self.case.expected()
         error = (out.double() - exactly).norm(dim=1)
-        assert bool((error <= ALL * exactly.norm(dim=1)).all())
+        worst = int((error - ALL * exactly.norm(dim=1)).nan_to_num(torch.inf).argmax())
+        facts = float(error[worst]), float(exactly[worst].norm()), id[worst].tolist(), weight[worst].tolist()
+        assert bool((error <= ALL * exactly.norm(dim=1)).all()), (worst, *facts)
 
 
 def dequantised(number: Tensor, scale: Tensor) -> Tensor:
