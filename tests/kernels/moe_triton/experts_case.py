@@ -15,6 +15,8 @@ from kernels.moe.launch import AddNorm
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
 
+WEIGHTS = 1 << 20
+"""Between the seeds of a case's tokens and of its weights."""
 Format = Literal["int4"] | tuple[int, int] | None
 """INT4; FP8 with a scale for every block of so many rows and features; or weights in the call's dtype."""
 
@@ -87,8 +89,10 @@ class Experts:
 
         hidden, inner = self.hidden, self.intermediate
         if self.weights is None:
-            gate_up = matrix((self.experts, 2 * inner, hidden), self.formats[0], self.dtype, random)
-            down = matrix((self.experts, hidden, inner), self.formats[1], self.dtype, random)
+            # From a seed of their own: tokens of cases that share weights would be the rows of the first expert.
+            theirs = torch.Generator(self.device).manual_seed(self.seed + WEIGHTS)
+            gate_up = matrix((self.experts, 2 * inner, hidden), self.formats[0], self.dtype, theirs)
+            down = matrix((self.experts, hidden, inner), self.formats[1], self.dtype, theirs)
             self.weights = gate_up, down
         x = torch.full((self.tokens, hidden + 32), torch.nan, dtype=self.dtype, device=self.device)[:, 16:-16]
         x.copy_(normal(self.tokens, hidden))
