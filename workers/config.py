@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+AUTO_WIDTH: Final = 4
+"""Most tokens that a decode row feeds where the width is chosen from step to step."""
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
+
+
+def most_width(width: Literal["auto"] | int) -> int:
+    """The most tokens a decode row feeds, with this setting."""
+    return AUTO_WIDTH if width == "auto" else width
 
 
 class EngineConfig(BaseModel):
@@ -19,8 +26,9 @@ class EngineConfig(BaseModel):
     """Folder with config.json and safetensors, or `demo` for the model shipped with the project."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that share every layer."""
-    width: Annotated[int, Field(ge=1, le=8)] = 3
-    """Tokens a decode row feeds in one step: 1 + drafts. Ignored (1) when the model has no draft layer."""
+    width: Literal["auto"] | Annotated[int, Field(ge=1, le=8)] = "auto"
+    """Tokens a decode row feeds in one step: 1 + drafts. auto: as many as pay at the time, up to `AUTO_WIDTH`. Ignored
+    (1) when the model has no draft layer."""
     invariant: bool = False
     """A request's logits are bitwise the same alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower."""
     activations: Literal["auto", "bf16"] = "auto"
@@ -75,12 +83,17 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _budget_holds_decode(self) -> Self:
-        if self.token_budget < self.max_rows * self.width + 1:
+        if self.token_budget < self.max_rows * self.most_width + 1:
             raise ValueError(
                 f"token_budget = {self.token_budget} is too small for max_rows = {self.max_rows} decode rows of width "
-                f"{self.width}: give at least {self.max_rows * self.width + 1}, or fewer rows"
+                f"{self.most_width}: give at least {self.max_rows * self.most_width + 1}, or fewer rows"
             )
         return self
+
+    @property
+    def most_width(self) -> int:
+        """The most tokens a decode row may feed."""
+        return most_width(self.width)
 
     @property
     def folder(self) -> Path:

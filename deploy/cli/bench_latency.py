@@ -44,7 +44,7 @@ def latency(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the random prompts.")] = 0,
-    width: options.Width = 3,
+    width: options.Width = "auto",
     tensor_parallel: options.TensorParallel = 1,
     invariant: options.Invariant = False,
     activations: options.Activations = "auto",
@@ -69,6 +69,7 @@ def latency(
 
     from deploy.cli.latency import LatencyShape
     from deploy.cli.local import engine_config, tokenizer_of
+    from workers.config import most_width
 
     with reported():
         batches = int_list(batch, "--batch", least=1)
@@ -98,7 +99,7 @@ def latency(
             kv_cache_dtype=kv_cache_dtype,
             device=device,
             max_rows=max(batches),
-            token_budget=token_budget or max(base.token_budget, max(batches) * width + 1),
+            token_budget=token_budget or max(base.token_budget, max(batches) * most_width(width) + 1),
             max_context=_context(base.folder, input_tokens + lengths[1]),
             queue_limit=max(batches),
             graphs=not eager,
@@ -167,7 +168,7 @@ async def _measure(
                 "graphs",
             }
         )
-        settings["width"] = info.max_width
+        settings["width"] = "auto" if config.width == "auto" and info.max_width > 1 else info.max_width
         if json_output:
             json.dump({**settings, "results": [result.report() for result in results]}, stdout)
             stdout.write("\n")

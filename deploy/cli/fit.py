@@ -34,7 +34,7 @@ def fit(
         int | None,
         typer.Option("--context", min=2, help="Tokens of a request.", show_default="what the model was made for"),
     ] = None,
-    width: options.Width = 3,
+    width: options.Width = "auto",
     invariant: options.Invariant = False,
     dtype: options.DType = "auto",
     kv_cache_dtype: options.KvCacheDType = "auto",

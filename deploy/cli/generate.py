@@ -31,7 +31,7 @@ def generate(
         str | None, typer.Option("--prompt-ids", metavar="3,14,15", help="Token ids to continue; needs no tokenizer.")
     ] = None,
     model: options.Model = "demo",
-    width: options.Width = 3,
+    width: options.Width = "auto",
     tensor_parallel: options.TensorParallel = 1,
     invariant: options.Invariant = False,
     activations: options.Activations = "auto",

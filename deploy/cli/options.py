@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,15 +22,21 @@ Model = Annotated[
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel", min=1, help="Ranks that share every layer.", rich_help_panel=ENGINE)
 ]
+WIDTH_HELP = (
+    "Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output."
+)
+
+
+def width(text: str | int) -> str | int:
+    """`auto` or 1 ... 8."""
+    if text == "auto" or str(text) in map(str, range(1, 9)):
+        return text if text == "auto" else int(text)
+    raise typer.BadParameter(f"{text!r} is neither auto nor a number from 1 to 8")
+
+
 Width = Annotated[
-    int,
-    typer.Option(
-        "--width",
-        min=1,
-        max=8,
-        help="Tokens a row feeds in one decode step: 1 + drafts. Never changes the output.",
-        rich_help_panel=ENGINE,
-    ),
+    Any,  # `EngineConfig` says which: typer knows no unions
+    typer.Option("--width", metavar="auto|1..8", parser=width, help=WIDTH_HELP, rich_help_panel=ENGINE),
 ]
 Invariant = Annotated[
     bool,
@@ -97,14 +103,9 @@ GivenTensorParallel = Annotated[
     ),
 ]
 GivenWidth = Annotated[
-    int | None,
+    Any,
     typer.Option(
-        "--width",
-        min=1,
-        max=8,
-        help="Tokens a row feeds in one decode step: 1 + drafts. Never changes the output.",
-        show_default="3",
-        rich_help_panel=ENGINE,
+        "--width", metavar="auto|1..8", parser=width, help=WIDTH_HELP, show_default="auto", rich_help_panel=ENGINE
     ),
 ]
 GivenInvariant = Annotated[

@@ -27,8 +27,10 @@ GAUGES: dict[str, str] = {
     "pages_free": "Free pages, those that only the prefix cache holds included.",
     "slots": "Requests that can run at once.",
     "queue_limit": "Requests that may wait beyond them.",
-    "drafting": "1 while the engine drafts, 0 once it gave drafts up.",
+    "width": "Tokens that a decode row feeds in one step, as it pays at present: one more than it has drafts.",
 }
+ACCEPTANCE = ("acceptance", "How probable it is that a draft stands where those before it do.", "position")
+"""A gauge with a value for each draft of a row: its name, what it is, and its label."""
 COUNTERS: dict[str, str] = {
     "prompt_tokens": "Prompt tokens of admitted requests.",
     "generated_tokens": "Tokens generated.",
@@ -36,6 +38,7 @@ COUNTERS: dict[str, str] = {
     "drafts_offered": "Draft tokens verified.",
     "drafts_accepted": "Draft tokens that stood.",
     "preemptions": "Requests put back to the queue because pages ran out.",
+    "acceptance_falls": "How often half as many first drafts stood as before.",
     "bad_rows": "Rows whose logits were not finite: their requests failed, or were computed again.",
 }
 HISTOGRAMS: dict[str, str] = {
@@ -75,6 +78,10 @@ class _EngineCollector(Collector):
         stats = self._stats()
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(f"latentserve_engine_{name}", text, value=float(getattr(stats, name)))
+        acceptance = GaugeMetricFamily(f"latentserve_engine_{ACCEPTANCE[0]}", ACCEPTANCE[1], labels=ACCEPTANCE[2:])
+        for position, share in enumerate(stats.acceptance, start=1):
+            acceptance.add_metric((str(position),), share)
+        yield acceptance
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"latentserve_engine_{name}", text, value=float(getattr(stats, name)))
         for name, text in HISTOGRAMS.items():

@@ -11,6 +11,7 @@ from typing import Any
 from ray.serve.metrics import Counter, Gauge, Histogram
 
 from deploy.observability.front_metrics import (
+    ACCEPTANCE,
     COUNTERS,
     FIRST_TOKEN_BUCKETS,
     GAUGES,
@@ -113,6 +114,8 @@ class RayEngineMetrics:
             )
             for name, text in HISTOGRAMS.items()
         }
+        name, text, label = ACCEPTANCE
+        self._acceptance = Gauge(PREFIX + name, text, tag_keys=(label,))
         self._healthy = Gauge(f"{PREFIX}healthy", "1 while the engine serves, 0 once it failed.")
         self._last = EngineStats()
 
@@ -122,6 +125,8 @@ class RayEngineMetrics:
         self._healthy.set(float(fault is None))
         for name in GAUGES:
             self._gauges[name].set(float(getattr(stats, name)))
+        for position, share in enumerate(stats.acceptance, start=1):
+            self._acceptance.set(share, {ACCEPTANCE[2]: str(position)})
         for name in WORKER_GAUGES:
             self._gauges[name].set(stats.worker.get(name, {}).get("", 0.0))
         for name, counter in self._counters.items():

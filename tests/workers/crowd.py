@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from tests.workers.harness import InlineEngine
+from tests.workers.widths import restless
 from workers.protocol.plan import SamplingParams
 from workers.scheduler import Scheduler
 
@@ -57,8 +59,9 @@ def serve(run: InlineEngine, jobs: list[Job]) -> list[list[int]]:
     return tokens
 
 
-def without_patience(run: InlineEngine, retry: int) -> InlineEngine:
-    """The engine gives drafts up as soon as some do not stand, and tries them again after `retry` steps."""
-    config = replace(run.scheduler.config, acceptance_floor=1.0, acceptance_window=16, acceptance_retry=retry)
-    run.scheduler = Scheduler(config)
+def of_all_widths(run: InlineEngine, period: int) -> InlineEngine:
+    """Another width is taken for the one that pays every `period` steps."""
+    run.scheduler = Scheduler(replace(run.scheduler.config, adaptive=True))
+    most, steps = run.scheduler.config.width, count()
+    restless(run.scheduler, lambda: 1 + (3 * (next(steps) // period)) % most)
     return run

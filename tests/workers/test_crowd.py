@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.tiny_models import VOCAB, write_tiny
-from tests.workers.crowd import crowd, serve, without_patience
+from tests.workers.crowd import crowd, of_all_widths, serve
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
+from workers.step.ladder import Ladder
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +42,12 @@ def test_a_crowd_at_width_1_is_served(folder: Path, seed: int) -> None:
     serve(engine(folder, width=1), crowd(60, VOCAB, seed))
 
 
-@pytest.mark.parametrize("retry", [3, 1000])
-def test_a_crowd_is_served_when_drafts_are_given_up(folder: Path, retry: int) -> None:
-    """For good, or tried again soon: steps of width 1 on slots that were drafted for, and of all widths after them. The
-    second crowd comes when nobody decodes, so that its first prompts end in a step of their own."""
-    run = without_patience(engine(folder, width=3, max_rows=9), retry)
-    for seed in (4, 5):
-        serve(run, crowd(30, VOCAB, seed))
-    widths = {plan.width for plan in run.plans}
-    assert widths == {1, 3}
+@pytest.mark.parametrize("period", [2, 7])
+def test_a_crowd_gets_the_same_tokens_whatever_widths_follow_each_other(folder: Path, period: int) -> None:
+    """Wider and narrower steps, on slots that were drafted for by others. The second crowd comes when nobody decodes,
+    so that its first prompts end in a step of their own."""
+    run = of_all_widths(engine(folder, width=4, invariant=True, max_rows=9, token_budget=150), period)
+    for _ in range(2):
+        assert serve(run, crowd(24, VOCAB, seed=1)) == narrow(folder)
+    assert {plan.width for plan in run.plans} == {1, 2, 3, 4}
+    assert {(plan.width, plan.drafts) for plan in run.plans} <= set(Ladder(9, 4, adaptive=True).modes())

@@ -73,7 +73,7 @@ def compile_steps(parts: StepParts, max_rows: int, token_budget: int, threads: i
     if not ahead.possible():
         return Compiled()
     few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
-    model, keys = few.model, list(Ladder(max_rows, parts.width))
+    model, keys = few.model, list(Ladder(max_rows, parts.width, parts.adaptive))
     with compile_ahead(parts.device, threads) as compiled:
         for key in keys:
             DecodeStep(few, key, scratch).run()
@@ -91,7 +91,7 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     """Launch for real what steps of all shapes launch, and measure how much memory they need. The rows are padding, so
     that only the null page is touched and no state changes."""
     device, few = parts.device, _shallow(parts)
-    keys = list(Ladder(max_rows, parts.width))
+    keys = list(Ladder(max_rows, parts.width, parts.adaptive))
     scratch, inner = Scratch(device), Scratch(device)
     # All share scratch memory. Fewer tokens may need more: of some numbers of them products are left in parts.
     for key in keys:
@@ -105,7 +105,7 @@ def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:
     ladder = TokenLadder(token_budget)
     passes = [parts.model.segments, *([parts.drafter.segments] if parts.width > 1 else [])]
     segments = sum(map(len, passes)) - 1  # the last one's are the endings
-    steps, endings = len(list(Ladder(max_rows, parts.width))), len(list(ladder.endings(max_rows)))
+    steps, endings = len(list(Ladder(max_rows, parts.width, parts.adaptive))), len(list(ladder.endings(max_rows)))
     return steps + segments * len(list(ladder)) + endings
 
 
@@ -125,7 +125,7 @@ class GraphRunner:
         progress: Callable[[str], None] | None = None,
     ) -> None:
         """Captures every key of both ladders, largest first. What happens is counted in `stats`."""
-        self.ladder = Ladder(max_rows, parts.width)
+        self.ladder = Ladder(max_rows, parts.width, parts.adaptive)
         self.token_ladder = TokenLadder(token_budget)
         self.stats = stats
         self._parts = parts

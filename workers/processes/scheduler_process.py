@@ -214,6 +214,8 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         max_context=ready.max_context,
         token_budget=config.token_budget,
         width=ready.width,
+        adaptive=config.width == "auto",
+        step_times=ready.step_times,
         queue_limit=config.queue_limit,
         prefix_cache=config.prefix_cache,
         vocab_size=ready.vocab_size,

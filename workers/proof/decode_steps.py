@@ -36,7 +36,7 @@ from workers.proof.ground import Ground
 from workers.proof.rows import Row
 from workers.proof.scene import Outcome, Scene
 from workers.protocol.plan import BatchLayout, GraphKey
-from workers.protocol.report import BucketReport
+from workers.protocol.report import BucketReport, StepTime
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
 
@@ -61,6 +61,8 @@ LEAST_PREFILLED = 16
 """Tokens that the prefill path is fed at least; copies of the rows make up for it. The smallest bucket of tokens: with
 fewer it would launch kernels that no replica needs, and compile them for this alone."""
 
+TIMED = 2
+"""Replays of each step that are timed, for who chooses among widths."""
 MOST_PAGES = {"cuda": 8, "cpu": 3}
 """Pages of the longest row: on a GPU attention deals long rows out to many workers, on a CPU they are only slow."""
 
@@ -106,6 +108,24 @@ class Candidate:
 
     step: DecodeStep
     replay: Callable[[], StepOutput]
+
+
+def _seconds(candidate: Candidate, scene: Scene) -> float:
+    """What a replay takes: the least of some. The scene is at its beginning, and is so again. 0 on a CPU, where steps
+    are eager and the first to launch some size prepares it: the scheduler measures those itself."""
+    device = candidate.step.parts.device
+    if device.type != "cuda":
+        return 0.0
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    times: list[float] = []
+    for _ in range(TIMED):
+        begin.record()
+        candidate.replay()
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(1e-3 * begin.elapsed_time(end))
+        scene.restore()
+    return min(times)
 
 
 class SelfTest:
@@ -162,10 +182,11 @@ class SelfTest:
 
     def _bucket(self, candidate: Candidate) -> BucketReport:
         begin, key = time.perf_counter(), candidate.step.key
-        rows, accepted, error = None, None, torch.inf
+        rows, accepted, step_seconds, error = None, None, 0.0, torch.inf
         problems: list[str] = []
         try:
             scene, eager, error, problems = self._eager(candidate)
+            step_seconds = _seconds(candidate, scene)
             replay = scene.outcome(candidate.replay())
             problems += scene.problems(eager, replay)
             rows = len(scene.rows)
@@ -182,6 +203,7 @@ class SelfTest:
             rows=rows,
             accepted=accepted,
             logits_error=error,
+            step_time=StepTime(key.rows, key.width, step_seconds) if step_seconds else None,
         )
 
     def _eager(self, candidate: Candidate) -> tuple[Scene, Outcome, float, list[str]]:

@@ -33,7 +33,7 @@ def prove(
         candidates = [Candidate(captured.step, captured.replay) for captured in graphs.all()]
     else:
         eager = "no CUDA graphs on this device" if parts.device.type == "cpu" else "CUDA graphs are switched off"
-        ladder = list(Ladder(parts.state.slots, parts.width))
+        ladder = list(Ladder(parts.state.slots, parts.width, parts.adaptive))
         keys = ladder if every_bucket else list(dict.fromkeys([ladder[0], ladder[len(ladder) // 2], ladder[-1]]))
         left_out = len(ladder) - len(keys)
         scratch = Scratch(parts.device)

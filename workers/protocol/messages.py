@@ -14,7 +14,7 @@ import msgspec
 
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import Prompt
-from workers.protocol.report import SelfTestReport
+from workers.protocol.report import SelfTestReport, StepTime
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -143,8 +143,12 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     preemptions: int = 0
     bad_rows: int = 0
     """Rows whose logits were not finite: their requests failed, or were computed again without pages of others."""
-    drafting: bool = True
-    """False once the engine gave drafts up because too few were accepted."""
+    width: int = 1
+    """Tokens that a decode row feeds in one step, as it pays at present."""
+    acceptance: tuple[float, ...] = ()
+    """By position of the draft, how probable it is that it stands where those before it do."""
+    acceptance_falls: int = 0
+    """How often half as many drafts stood as before."""
     worker: Figures = {}
     """Of rank 0, half a second old at the most."""
     prefix_keys: tuple[int, ...] = ()
@@ -170,6 +174,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     width: int = 1
     """Most tokens a decode row feeds: 1 + drafts; 1 when the model has no draft layer."""
     eos_ids: tuple[int, ...] = ()
+    step_times: tuple[StepTime, ...] = ()
+    """Of rank 0; empty where nothing was proven."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -8,6 +8,15 @@ from typing import Any
 import msgspec
 
 
+class StepTime(msgspec.Struct, frozen=True, array_like=True):
+    """What a step of decode rows took when it was proven."""
+
+    rows: int
+    width: int
+    """Tokens that each fed; it drafted one less."""
+    seconds: float
+
+
 class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     """The verdict on one graph, or on one eager step where there are no graphs."""
 
@@ -27,6 +36,8 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     logits_error: float | None = None
     """Relative norm of the difference from the prefill path, or from the same without padding: the median over rows, of
     the worst position. Of an ending's hidden states, over its tokens."""
+    step_time: StepTime | None = None
+    """Of a decode step, on the random rows of its proof."""
 
     @property
     def passed(self) -> bool:
@@ -93,6 +104,9 @@ class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
     def to_json(self) -> dict[str, Any]:
         """The object that the endpoint and the command answer with."""
         buckets = [{"passed": bucket.passed, **msgspec.structs.asdict(bucket)} for bucket in self.buckets]
+        for bucket in buckets:
+            step_time = bucket.pop("step_time")
+            bucket["step_seconds"] = None if step_time is None else step_time.seconds
         for bucket in buckets:
             if bucket["logits_error"] is not None and not math.isfinite(bucket["logits_error"]):
                 bucket["logits_error"] = None  # JSON has no infinity; the problems say it

@@ -36,7 +36,7 @@ def smallest_change(config: EngineConfig, plan: MemoryPlan, larger: dict[str, in
         return Change(f"--context {plan.context}", plan)
     if plan.room > -plan.graphs:
         rows = max(1, config.max_rows // 4)
-        budget = max(rows * config.width + 1, config.token_budget // 4)
+        budget = max(rows * config.most_width + 1, config.token_budget // 4)
         smaller = config.model_copy(update={"max_rows": rows, "token_budget": budget})
         if (tried := memory_plan(smaller, plan.total)).fits:
             return Change(f"--max-rows {rows} --token-budget {budget}", tried)

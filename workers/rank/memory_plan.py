@@ -79,7 +79,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     group, meta = TensorParallel(0, config.tensor_parallel), torch.device("meta")
     with _dtypes(config) as (dtype_of, has_any):
-        drafts = config.width > 1 and has_draft_layer(model_config, has_any)
+        drafts = config.most_width > 1 and has_draft_layer(model_config, has_any)
         model, census = counted(
             model_config,
             group,
@@ -90,16 +90,17 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
             fp8_cache=fp8_cache(config, dtype),
         )
         from_files = has_any is not None
-    width = config.width if model.drafter is not None else 1
+    width = config.most_width if model.drafter is not None else 1
     sampling = SamplingState(config.max_rows, model_config.vocab_size, meta)
     sampling.allocate(config.max_rows * width)
     pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
     state = SlotState(config.max_rows, width - 1, pages_per_row, meta)
     graphs = 0
     if config.graphs:
-        parts = StepParts(model, PagedCache.allocate(model.caches, 2, meta), state, sampling, group, width)
+        adaptive = config.width == "auto"
+        parts = StepParts(model, PagedCache.allocate(model.caches, 2, meta), state, sampling, group, width, adaptive)
         graphs = estimate(parts, config.max_rows, config.token_budget).bytes
-    rope = max_entries_per_row(context, config.width) * model_config.qk_rope_head_dim * torch.float32.itemsize
+    rope = max_entries_per_row(context, config.most_width) * model_config.qk_rope_head_dim * torch.float32.itemsize
     rest = _bytes_of(sampling) + _bytes_of(state) + rope
     page_bytes = sum(spec.page_bytes for spec in model.caches)
     room = gpu_room(total - DRIVER_BYTES - census.bytes - rest, total, graphs, config.memory_fraction)

@@ -19,7 +19,7 @@ from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
-from workers.protocol.report import SelfTestReport
+from workers.protocol.report import SelfTestReport, StepTime
 from workers.rank.cache_room import fp8_cache, gpu_room, longest_request, pages_within
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
@@ -95,14 +95,14 @@ class Rank:
             group=group,
             dtype=dtype,
             device=device,
-            max_positions=max_entries_per_row(context, config.width),
-            draft_layer=config.width > 1,
+            max_positions=max_entries_per_row(context, config.most_width),
+            draft_layer=config.most_width > 1,
             invariant=config.invariant,
             rounds=config.activations == "auto",
             fp8_cache=fp8_cache(config, dtype, device),
             progress=progress,
         )
-        width = config.width if model.drafter is not None else 1
+        width = config.most_width if model.drafter is not None else 1
         page_bytes = sum(spec.page_bytes for spec in model.caches)
         wants_graphs = config.graphs and device.type == "cuda"
         sampling = _sampling(config, model, width, group, device)
@@ -111,7 +111,8 @@ class Rank:
             cache = PagedCache.allocate(model.caches, pages, device)
             # At the end of the context a step still looks up where the entry behind its own would lie.
             pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
-            return Runner(model, cache, config.max_rows, width, pages_per_row, config.token_budget, group, sampling)
+            sizes = config.max_rows, width, pages_per_row, config.token_budget
+            return Runner(model, cache, *sizes, group, sampling, adaptive=config.width == "auto")
 
         graph_bytes = 0
         if wants_graphs:
@@ -131,7 +132,8 @@ class Rank:
             self.runner.capture(progress)
         if config.selftest:
             self._prove(config, group, progress, on_selftest)
-        self.ready = Ready(group.rank, pages, context, model.config.vocab_size, width, model.config.eos_ids)
+        eos_ids, vocab = model.config.eos_ids, model.config.vocab_size
+        self.ready = Ready(group.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest))
         self.model: Model = model
         if progress:
             form = "FP8" if config.kv_cache_dtype == "fp8" else str(dtype).removeprefix("torch.")
@@ -205,3 +207,11 @@ def _compile(runner: Runner, group: TensorParallel, progress: Callable[[str], No
 def _agree(pages: int, group: TensorParallel, device: torch.device) -> int:
     """The fewest pages any rank has room for."""
     return int(group.minimum(torch.tensor([pages], dtype=torch.int64, device=device)).item())
+
+
+def _step_times(report: SelfTestReport | None) -> tuple[StepTime, ...]:
+    """Of the steps that draft as many tokens as the next one of their width feeds."""
+    if report is None:
+        return ()
+    steps = [(bucket.drafts, bucket.step_time) for bucket in report.buckets]
+    return tuple(time for drafts, time in steps if time is not None and drafts == time.width - 1)

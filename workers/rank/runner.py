@@ -61,9 +61,12 @@ class Runner:
         token_budget: int,
         group: TensorParallel,
         sampling: SamplingState | None = None,
+        *,
+        adaptive: bool = False,
     ) -> None:
         """`cache` has one layer a model layer, and one more for the draft layer if `width` > 1. `token_budget`: the
-        most tokens a step feeds. `sampling`: what rank 0 samples with, if it is there already."""
+        most tokens a step feeds. `sampling`: what rank 0 samples with, if it is there already. `adaptive`: steps
+        may feed fewer tokens a row than `width`."""
         if width > 1 and model.drafter is None:
             raise ValueError(f"width {width} needs a drafter, and the model has none")
         device = cache.layers[0].device
@@ -72,7 +75,7 @@ class Runner:
         if sampling is not None and group.size > 1:
             sampling.dependent = False  # its first kernel stands behind a collective
         state = SlotState(slots, width - 1, pages_per_row, device)
-        self.parts = StepParts(model, cache, state, sampling, group, width)
+        self.parts = StepParts(model, cache, state, sampling, group, width, adaptive)
         self.device = device
         self._token_budget = token_budget
         self._mixed = MixedStep(self.parts)

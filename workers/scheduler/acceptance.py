@@ -1,72 +1,138 @@
-"""Watches how many drafts stand, and turns drafting off while they cost more than they give."""
+"""How many drafts stand: of late, by position and by row; and against what a replica is used to."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Final
 
-from workers.scheduler.config import SchedulerConfig
+from workers.scheduler.sequence import Sequence as Request
 
 logger = logging.getLogger(__name__)
 
+PRIOR: Final = 0.7
+"""Probability that a draft stands where those before it do, before anything is known."""
+LEAST_WEIGHT: Final = 8.0
+"""Drafts that the prior counts for, and that what is known counts for when it has not been tried for long."""
+MEMORY: Final = 256
+"""Drafts after which what stood before has about a third of its weight left; or steps in which none was tried."""
+ROW_MEMORY: Final = 64
+"""Steps after which what stood before in a row has about a third of its weight left."""
+ROW_PRIOR: Final = 16.0
+"""Steps that all rows together count for in what is taken for a row's."""
+MOST_ROWS: Final = 32
+"""Rows up to which each is followed by itself. Of more, the drafts of a few steps say what their mean is."""
+WINDOW: Final = 1024
+"""First drafts of rows between two looks at a replica's baseline."""
+BASELINE_RATE: Final = 1 / 16
+"""Weight of the newest window in the baseline."""
+SETTLED: Final = 4
+"""Windows before there is one."""
+FALLEN, RECOVERED = 0.5, 0.75
+"""Shares of the baseline at which acceptance has fallen, and at which it is as it was."""
 
-class AcceptanceWatch:
-    """Decides width and drafts of the next plan.
 
-    Drafts that a step makes are verified in the next one, so turning drafting on takes two plans: the first drafts
-    without verifying. Widths are the same for all rows of a step.
-    """
+class Acceptance:
+    """How probable it is that drafts stand, by position."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._most = config.width - 1
-        self._floor = config.acceptance_floor
-        self._window = config.acceptance_window
-        self._retry = config.acceptance_retry
-        self._drafts = self._most
-        self._made = self._most
-        self._offered = 0
-        self._accepted = 0
-        self._idle_steps = 0
-        self._warned = False
+    def __init__(self, drafts: int) -> None:
+        """Of up to so many drafts a row."""
+        self._reached = [LEAST_WEIGHT] * drafts
+        self._stood = [PRIOR * LEAST_WEIGHT] * drafts
+        self._mean: list[float] = []
+        """Of the rows of the newest step, the probability that the first j drafts stand, where rows are followed."""
 
-    @property
-    def given_up(self) -> bool:
-        """Whether drafting is off because too few drafts stood."""
-        return self._drafts < self._most
+    def after(self, position: int) -> float:
+        """Probability that the draft at `position` (from 0) stands where those before it do."""
+        return self._stood[position] / self._reached[position]
 
-    @property
-    def width(self) -> int:
-        """Width of the next plan: what the last one made drafts for, or 1 while drafting is off."""
-        return 1 + min(self._made, self._drafts)
+    def by_position(self) -> tuple[float, ...]:
+        """Of every position."""
+        return tuple(self.after(position) for position in range(len(self._reached)))
 
-    @property
-    def drafts(self) -> int:
-        """Drafts that the next plan makes."""
-        return self._drafts
+    def tokens(self, width: int, tried: int) -> float:
+        """Tokens that a row of a step of `width` gains on average. `tried`: drafts that rows had of late."""
+        gained, chance = 1.0, 1.0
+        for position in range(width - 1):
+            known = position < min(tried, len(self._mean))
+            chance = self._mean[position] if known else chance * self.after(position)
+            gained += chance
+        return gained
 
-    def planned(self) -> None:
-        """The next plan was made, with `width` and `drafts`."""
-        self._made = self._drafts
-        if self.given_up and self._retry:
-            self._idle_steps += 1
-            if self._idle_steps >= self._retry:
-                self._drafts, self._idle_steps = self._most, 0
+    def observe(self, drafts: int, rows: Sequence[tuple[Request, int]]) -> None:
+        """A step in which every row had so many drafts, of which that many stood."""
+        reached = len(rows)
+        for position in range(len(self._reached)):
+            if position < drafts and reached:
+                stood = sum(accepted > position for _, accepted in rows)
+                self._forget(position, max(0.5, 1 - reached / MEMORY))
+                self._reached[position] += reached
+                self._stood[position] += stood
+                reached = stood
+            elif self._reached[position] > LEAST_WEIGHT:
+                self._forget(position, 1 - 1 / MEMORY)
+        self._mean = self._follow(drafts, rows) if len(rows) <= MOST_ROWS else []
 
-    def observe(self, offered: int, accepted: int) -> None:
-        """Figures of an applied step. What was on its way when drafts were given up is no part of the next window."""
-        if not offered or self.given_up:
+    def _forget(self, position: int, keep: float) -> None:
+        self._reached[position] *= keep
+        self._stood[position] *= keep
+
+    def _follow(self, drafts: int, rows: Sequence[tuple[Request, int]]) -> list[float]:
+        """The mean over rows of what is known of each. A row's figures are how often its first j drafts all stood."""
+        positions, keep = len(self._reached), 1 - 1 / ROW_MEMORY
+        usual, chance = [], 1.0
+        for position in range(positions):
+            chance *= self.after(position)
+            usual.append(chance)
+        sums = [0.0] * positions
+        for request, accepted in rows:
+            tried, stood = request.drafts_tried, request.drafts_stood
+            if not tried:
+                tried += [0.0] * positions
+                stood += [0.0] * positions
+            for position in range(drafts):
+                tried[position] = keep * tried[position] + 1
+                stood[position] = keep * stood[position] + (accepted > position)
+            for position in range(positions):
+                sums[position] += (ROW_PRIOR * usual[position] + stood[position]) / (ROW_PRIOR + tried[position])
+        return [total / len(rows) for total in sums]
+
+
+class Baseline:
+    """Notices when a replica's first drafts stand half as often as they used to: a change of drafter, of prompts or of
+    code, which costs speed and nothing else."""
+
+    def __init__(self) -> None:
+        self.falls = 0
+        self._fallen = False
+        self._usual = 0.0
+        self._windows = 0
+        self._offered = self._stood = 0
+
+    def observe(self, rows: Sequence[tuple[Request, int]]) -> None:
+        """A step whose rows had drafts, of which so many stood."""
+        self._offered += len(rows)
+        self._stood += sum(accepted > 0 for _, accepted in rows)
+        if self._offered < WINDOW:
             return
-        self._offered += offered
-        self._accepted += accepted
-        if self._offered < self._window:
-            return
-        share = self._accepted / self._offered
-        if share < self._floor:
-            logger.log(
-                logging.INFO if self._warned else logging.WARNING,
-                "drafting is off: %.1f%% of the last %d drafts were accepted, below the floor of %.1f%%",
+        share = self._stood / self._offered
+        self._offered = self._stood = 0
+        if self._windows >= SETTLED:
+            self._judge(share)
+        if not self._fallen:
+            self._windows += 1
+            self._usual += max(BASELINE_RATE, 1 / self._windows) * (share - self._usual)
+
+    def _judge(self, share: float) -> None:
+        if not self._fallen and share < FALLEN * self._usual:
+            self._fallen = True
+            self.falls += 1
+            logger.warning(
+                "fewer drafts stand than usual: %.0f%% of the last %d first drafts, %.0f%% before",
                 100 * share,
-                self._offered,
-                100 * self._floor,
+                WINDOW,
+                100 * self._usual,
             )
-            self._drafts, self._warned = 0, True
-        self._offered = self._accepted = 0
+        elif self._fallen and share > RECOVERED * self._usual:
+            self._fallen = False
+            logger.info("as many drafts stand as before: %.0f%%", 100 * share)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernels.page import pages_for
+from workers.protocol.report import StepTime
 
 PIPELINE = 2
 """Plans in flight: one that runs and one that waits behind it, so that the device never waits for the host."""
@@ -49,20 +50,18 @@ class SchedulerConfig:
     """Share the pages of equal prompt prefixes."""
     pipeline: int = PIPELINE
     """Plans made before the first of their results is back."""
-    acceptance_floor: float = 0.05
-    """Drafts are given up when less than this share of a window of them stood; 0 never gives them up."""
-    acceptance_window: int = 4096
-    """Drafts that are offered between two looks at the acceptance."""
-    acceptance_retry: int = 4096
-    """Steps without drafts after which they are tried again for one window; 0: never again."""
+    adaptive: bool = False
+    """Let each step feed as many tokens a row as pays, `width` at the most; otherwise each feeds `width`."""
+    step_times: tuple[StepTime, ...] = ()
+    """What steps took at the start."""
     prefix_sample: int = 512
     """Prefix-cache keys that the statistics name, most recently used ones."""
 
     def __post_init__(self) -> None:
-        for name in ("slots", "width", "vocab_size", "pipeline", "acceptance_window"):
+        for name in ("slots", "width", "vocab_size", "pipeline"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("queue_limit", "acceptance_retry", "prefix_sample"):
+        for name in ("queue_limit", "prefix_sample"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.pages < 2:
@@ -76,8 +75,6 @@ class SchedulerConfig:
                 f"token_budget = {self.token_budget} lets {self.slots} decode rows of width {self.width} starve "
                 f"prefill: give at least {self.slots * self.width + 1}, or fewer slots"
             )
-        if not 0.0 <= self.acceptance_floor <= 1.0:
-            raise ValueError(f"acceptance_floor is a share of the drafts, 0 ... 1, not {self.acceptance_floor}")
 
     @property
     def drafting(self) -> bool:
@@ -87,7 +84,7 @@ class SchedulerConfig:
     @property
     def draft_margin(self) -> int:
         """Cache entries past a step's tokens that its draft passes write: the draft layer runs one token ahead of the
-        target, and each further draft one more. Reserved even while drafts are given up, so that the draft layer's
+        target, and each further draft one more. Reserved even while fewer tokens are drafted, so that the draft layer's
         cache stays complete."""
         return self.width - 1
 

@@ -9,13 +9,13 @@ from kernels.page import PAGE_TOKENS, pages_for
 from workers.protocol.messages import EngineStats, FinishReason, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import Prompt
-from workers.scheduler.acceptance import AcceptanceWatch
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
 from workers.scheduler.intake import why_impossible
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence
 from workers.scheduler.soundness import BAD_LOGITS, PROBE_ID, Soundness, may_be_a_victim, probe
+from workers.scheduler.speculation import Speculation
 from workers.scheduler.tokens import Tokens
 
 PLAN_PAGES = 16_384
@@ -42,7 +42,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._rows = Rows(config)
-        self._watch = AcceptanceWatch(config)
+        self._speculation = Speculation(config)
         self._counters = Counters()
         self._soundness = Soundness()
         self._arrivals = count()
@@ -91,7 +91,7 @@ class Scheduler:
         """The next step; None while `pipeline` steps are in flight or nothing can run before a result or a request."""
         if len(self._flights) >= self.config.pipeline:
             return None
-        width, drafts = self._watch.width, self._watch.drafts
+        width, drafts = self._speculation.choose(len(self._rows.decoding))
         grants: list[PageGrant] = []
         admissions: list[Admission] = []
         decode, preempted = self._plan_decode(width, grants)
@@ -99,7 +99,7 @@ class Scheduler:
         prefilled, prefill = self._plan_prefill(budget, admissions, grants, admit=not preempted)
         if not decode and not prefill:
             return None
-        self._watch.planned()
+        self._speculation.planned(drafts)
         self._step += 1
         plan = StepPlan(
             step=self._step,
@@ -132,6 +132,7 @@ class Scheduler:
         bad = self._bad_rows(flight, result)
         offered = accepted = 0
         rows, ended = zip(flight.decode, result.tokens, strict=False), Phase.ENDED
+        stood: list[tuple[Sequence, int]] = []
         for index, (sequence, tokens) in enumerate(rows):
             sequence.upper -= plan.width - len(tokens)
             if sequence.phase is not ended and not sequence.void and index not in bad:  # `gains`, without a call
@@ -139,8 +140,9 @@ class Scheduler:
                 outputs.append(output)
                 offered += plan.width - 1
                 accepted += min(len(output.tokens), len(tokens) - 1)
+                stood.append((sequence, len(tokens) - 1))
             self._rows.landed(sequence, sampled=True)
-        self._watch.observe(offered, accepted)
+        self._speculation.observe(plan.width, stood, result.duration, alone=not plan.prefill)
         index = len(flight.decode)
         for sequence, row in zip(flight.prefill, plan.prefill, strict=True):
             if row.final:
@@ -165,7 +167,9 @@ class Scheduler:
             slots=self.config.slots,
             queue_limit=self.config.queue_limit,
             preemptions=rows.preemptions,
-            drafting=not self._watch.given_up,
+            width=self._speculation.best,
+            acceptance=self._speculation.by_position(),
+            acceptance_falls=self._speculation.falls,
             bad_rows=self._soundness.bad_rows,
             prefix_keys=rows.cache.newest_keys(self.config.prefix_sample),
         )

@@ -70,6 +70,10 @@ class Sequence:
     """Pages that a preemption took, until its steps in flight are applied."""
     sound: bool = False
     """Since it has its slot, it has sampled a token from finite logits."""
+    drafts_tried: list[float] = field(default_factory=list)
+    """By position, steps that had a draft there, older ones for less; empty before the first."""
+    drafts_stood: list[float] = field(default_factory=list)
+    """Of these, those in which all drafts up to there stood."""
     reported: bool = False
     """Whether an output went out, and with it the number of cached tokens."""
 

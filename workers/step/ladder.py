@@ -84,18 +84,20 @@ class Ladder:
     max_rows: int
     width: int
     """The most tokens a decode row feeds."""
+    adaptive: bool = False
+    """Whether a step may feed fewer, or each feeds as many."""
 
     def __post_init__(self) -> None:
         if self.max_rows < 1 or self.width < 1:
             raise ValueError(f"a ladder needs rows and tokens, not {self.max_rows} x {self.width}")
 
     def modes(self) -> tuple[tuple[int, int], ...]:
-        """(width, drafts) of the steps that occur: drafting as always, drafting given up, and the step into and out of
-        that, which feeds what was drafted and drafts no more, or the other way round."""
-        most = self.width - 1
-        if not most:
-            return ((1, 0),)
-        return ((self.width, most), (1, 0), (self.width, 0), (1, most))
+        """(width, drafts) of the steps that occur: with as many drafts as the next step of the same width feeds; and,
+        where widths change, with one more, for a wider one."""
+        same = [(width, width - 1) for width in range(self.width, 0, -1)]
+        if not self.adaptive:
+            return (same[0],)
+        return (*same, *((width, width) for width in range(self.width - 1, 0, -1)))
 
     def __iter__(self) -> Iterator[GraphKey]:
         """Every key, largest first: later captures reuse the memory of earlier, larger ones."""

@@ -34,6 +34,8 @@ class StepParts:
     group: TensorParallel
     width: int
     """The most tokens a decode row feeds; above 1 the draft layer's cache is kept."""
+    adaptive: bool = False
+    """Whether a step may feed fewer, or each feeds as many."""
 
     @property
     def device(self) -> torch.device:

@@ -113,12 +113,13 @@ def test_counters_of_the_scheduler_become_growth(recorded: dict[str, Recorded]) 
     metrics = RayEngineMetrics()
     metrics.report(EngineStats(running=3, generated_tokens=10, preemptions=4), None)
     metrics.report(EngineStats(running=2, generated_tokens=10, preemptions=9), None)
-    metrics.report(EngineStats(running=0, generated_tokens=25, preemptions=9, drafting=False), "dead")
+    metrics.report(EngineStats(running=0, generated_tokens=25, preemptions=9, width=3, acceptance=(0.9, 0.5)), "dead")
     assert recorded["latentserve_engine_generated_tokens_total"].total == 25
     assert recorded["latentserve_engine_preemptions_total"].total == 9
     assert recorded["latentserve_engine_running"].values == [3, 2, 0]
     assert recorded["latentserve_engine_healthy"].values == [1, 1, 0]
-    assert recorded["latentserve_engine_drafting"].values == [1, 1, 0]
+    assert recorded["latentserve_engine_width"].values == [1, 1, 3]
+    assert recorded["latentserve_engine_acceptance"].values == [0.9, 0.5]
     assert {f"latentserve_engine_{name}" for name in GAUGES} <= set(recorded)
     assert {f"latentserve_engine_{name}_total" for name in COUNTERS} <= set(recorded)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Sequence
 
 from simulated_worker import SimulatedWorker, alone
 
 from kernels.page import PAGE_TOKENS
+from tests.workers.widths import restless
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
 from workers.protocol.prompt import Prompt
@@ -21,6 +23,10 @@ class Replica:
     def __init__(self, config: SchedulerConfig, agree: float = 0.7, seed: int = 0) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
+        if config.adaptive and not config.step_times:
+            # Nothing says what pays: then any width may follow any other.
+            self._random = random.Random(seed)
+            restless(self.scheduler, self._width)
         rows = max_pages_per_row(config.max_context, config.width, config.pipeline)
         self.worker = SimulatedWorker(config.slots, config.pages, config.width, rows, agree, seed)
         self.launched: deque[StepPlan] = deque()
@@ -30,6 +36,11 @@ class Replica:
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, str] = {}
         self.outputs: dict[str, list[RequestOutput]] = {}
+
+    def _width(self) -> int:
+        if not self.plans or self._random.random() < 0.2:
+            return self._random.randint(1, self.config.width)
+        return self.plans[-1].width
 
     def add(
         self, request_id: str, prompt: Sequence[int], priority: int = 0, **sampling: object

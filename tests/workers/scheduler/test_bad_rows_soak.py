@@ -53,7 +53,7 @@ def soak(seed: int, mishap: float) -> tuple[Replica, set[str]]:
 
 def test_bad_prompts_end_alone() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(14):
+    for seed in range(28):
         replica, poisoned = soak(seed, mishap=0.0)
         replica.check_rest()
         for name, reason in replica.finish.items():
@@ -72,7 +72,7 @@ def test_bad_prompts_end_alone() -> None:
 def test_memory_that_fails_for_a_moment_costs_a_request_at_most() -> None:
     """Who had read what it left gets its own tokens all the same."""
     seen: Counter[str] = Counter()
-    for seed in range(14):
+    for seed in range(28):
         replica, poisoned = soak(seed, mishap=0.001)
         for name, reason in replica.finish.items():
             seen["poisoned" if name in poisoned else reason] += 1

@@ -319,8 +319,6 @@ def test_cancelled_between_preemption_and_resumption() -> None:
         {"max_context": 1},
         {"queue_limit": -1},
         {"pipeline": 0},
-        {"acceptance_floor": 1.5},
-        {"acceptance_window": 0},
         {"prefix_sample": -1},
         {"token_budget": 12},
     ],

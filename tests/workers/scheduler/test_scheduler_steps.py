@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import pytest
 from replica import Replica
@@ -12,8 +11,9 @@ from workload import config, tokens
 
 from workers.protocol.messages import STEP_BUCKETS, Request
 from workers.protocol.plan import SamplingParams, StepResult
+from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, max_entries_per_row, max_pages_per_row
-from workers.scheduler.acceptance import AcceptanceWatch
+from workers.step.ladder import Ladder
 
 
 def test_a_prompt_is_cut_into_chunks_of_the_budget() -> None:
@@ -298,63 +298,47 @@ def test_results_out_of_order_or_of_another_shape_raise() -> None:
             scheduler.apply(result)
 
 
-def test_drafting_stops_when_too_few_stand_and_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    settings = config(acceptance_floor=0.3, acceptance_window=20, acceptance_retry=10, max_context=2000, pages=200)
-    replica = Replica(settings, agree=0.0)
-    replica.add("a", tokens(10), max_tokens=100)
-    drafting = []
-    while replica.step():
-        drafting.append(replica.scheduler.stats().drafting)
-    replica.check_tokens()
-    assert drafting[0]
-    # Ten steps offer the window, ten go without; a few more are on the way.
-    assert 0.3 < drafting.count(False) / len(drafting) < 0.5
-    assert {(plan.width, plan.drafts) for plan in replica.plans} == {(3, 2), (1, 0), (1, 2)}
-    offs = [b.step for a, b in pairwise(replica.plans) if b.drafts < a.drafts]
-    ons = [b.step for a, b in pairwise(replica.plans) if b.drafts > a.drafts]
-    assert len(offs) > 2
-    assert all(on - off == 10 for off, on in zip(offs, ons, strict=False))
-    assert all(replica.plans[on - 1].width == 1 and replica.plans[on].width == 3 for on in ons)
-    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert [record.getMessage().split(":")[0] for record in warnings] == ["drafting is off"]
-
-    replica.worker.agree = 1.0
-    replica.add("b", tokens(10), max_tokens=400)
+def adaptive(agree: float, tokens_of: int = 300) -> Replica:
+    """A replica that has served a request whose drafts stand with this probability; steps cost their widths."""
+    times = tuple(StepTime(1, width, 0.001 + 0.0005 * (width - 1)) for width in (1, 2, 3))
+    replica = Replica(config(adaptive=True, step_times=times, max_context=2000, pages=200), agree=agree)
+    replica.add("a", tokens(10), max_tokens=tokens_of)
     replica.run()
     replica.check_tokens()
-    assert replica.scheduler.stats().drafting
+    return replica
+
+
+def test_steps_feed_fewer_tokens_when_drafts_do_not_pay_and_more_when_they_do() -> None:
+    replica = adaptive(0.0, 600)
+    assert replica.scheduler.stats().width == 1
+    widths = [plan.width for plan in replica.plans]
+    assert widths.count(1) > 0.85 * len(widths), "some steps try what one draft would give"
+    assert 2 in widths[100:]
+    assert {(plan.width, plan.drafts) for plan in replica.plans} <= set(Ladder(4, 3, adaptive=True).modes())
+    replica.worker.agree = 1.0
+    replica.add("b", tokens(10), max_tokens=1500)
+    replica.run()
+    replica.check_tokens()
+    stats = replica.scheduler.stats()
+    assert stats.width == 3
     assert replica.plans[-1].width == 3
+    assert len(stats.acceptance) == 2
+    assert min(stats.acceptance) > 0.8
 
 
-def test_a_floor_of_zero_never_gives_drafts_up() -> None:
-    replica = Replica(config(acceptance_floor=0.0, acceptance_window=10), agree=0.0)
+def test_a_fixed_width_stays_whatever_stands() -> None:
+    replica = Replica(config(), agree=0.0)
     replica.add("a", tokens(10), max_tokens=100)
     replica.run()
     stats = replica.scheduler.stats()
-    assert stats.drafts_offered > 100 > 20 * stats.drafts_accepted, "in most windows not one stood"
+    assert stats.drafts_offered > 100 > 20 * stats.drafts_accepted, "in most steps not one stood"
     assert {(plan.width, plan.drafts) for plan in replica.plans} == {(3, 2)}
-
-
-def test_what_was_on_its_way_when_drafting_stopped_is_no_part_of_the_next_window() -> None:
-    watch = AcceptanceWatch(config(acceptance_floor=0.6, acceptance_window=20, acceptance_retry=1))
-    watch.observe(20, 0)
-    assert watch.given_up
-    watch.observe(10, 0)
-    watch.planned()
-    assert not watch.given_up
-    watch.observe(10, 10)
-    watch.observe(10, 10)
-    assert not watch.given_up
 
 
 def test_good_drafts_are_kept() -> None:
-    replica = Replica(config(acceptance_floor=0.2, acceptance_window=100), agree=0.6)
-    replica.add("a", tokens(10), max_tokens=300)
-    replica.run()
-    stats = replica.scheduler.stats()
-    assert stats.drafting
-    assert {(plan.width, plan.drafts) for plan in replica.plans} == {(3, 2)}
-    assert 0.3 < stats.drafts_accepted / stats.drafts_offered < 0.7
+    stats = adaptive(0.95).scheduler.stats()
+    assert stats.width == 3
+    assert stats.drafts_accepted > 0.8 * stats.drafts_offered
 
 
 def test_statistics_count_what_happened() -> None:

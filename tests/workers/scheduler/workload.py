@@ -1,4 +1,4 @@
-"""Random settings and requests that make a scheduler preempt, share prefixes, give drafts up and run out of things."""
+"""Random settings and requests that make a scheduler preempt, share prefixes, change widths and run out of things."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ def random_config(rng: random.Random, tight: bool = False) -> SchedulerConfig:
         queue_limit=rng.choice([0, 3, 50, 50]),
         prefix_cache=rng.random() < 0.8,
         pipeline=pipeline,
-        acceptance_floor=rng.choice([0.0, 0.0, 0.5, 0.95]),
-        acceptance_window=rng.choice([1, 10, 40]),
-        acceptance_retry=rng.choice([0, 1, 5]),
-        prefix_sample=3,
+        adaptive=rng.choice([False, False, True, True]),
+        prefix_sample=rng.choice([0, 3, 100]),
+        vocab_size=rng.choice([VOCAB, VOCAB, 2**32]),
     )
 
 
@@ -54,7 +53,7 @@ def random_request(rng: random.Random, max_context: int) -> tuple[list[int], dic
 
 
 def config(**changes: object) -> SchedulerConfig:
-    """Plenty of everything but slots and budget, drafts never given up."""
+    """Plenty of everything but slots and budget, and one width."""
     settings: dict[str, object] = {
         "slots": 4,
         "pages": 100,
@@ -62,7 +61,6 @@ def config(**changes: object) -> SchedulerConfig:
         "token_budget": 64,
         "width": 3,
         "queue_limit": 100,
-        "acceptance_floor": 0.0,
     }
     return SchedulerConfig(**(settings | changes))  # type: ignore[arg-type]
 
