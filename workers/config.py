@@ -12,11 +12,6 @@ AUTO_WIDTH: Final = 4
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 
 
-def most_width(width: Literal["auto"] | int) -> int:
-    """The most tokens a decode row feeds, with this setting."""
-    return AUTO_WIDTH if width == "auto" else width
-
-
 class EngineConfig(BaseModel):
     """What one replica serves and how much it takes on at once."""
 
@@ -92,8 +87,10 @@ class EngineConfig(BaseModel):
 
     @property
     def most_width(self) -> int:
-        """The most tokens a decode row may feed."""
-        return most_width(self.width)
+        """The most tokens a decode row may feed; of `auto` no more than the budget has for all rows."""
+        if self.width == "auto":
+            return max(1, min(AUTO_WIDTH, (self.token_budget - 1) // self.max_rows))
+        return self.width
 
     @property
     def folder(self) -> Path:

@@ -69,7 +69,7 @@ def latency(
 
     from deploy.cli.latency import LatencyShape
     from deploy.cli.local import engine_config, tokenizer_of
-    from workers.config import most_width
+    from workers.config import AUTO_WIDTH
 
     with reported():
         batches = int_list(batch, "--batch", least=1)
@@ -89,6 +89,7 @@ def latency(
             if not fixed:
                 raise UsageMistake("--prompt is empty")
             input_tokens = len(fixed)
+        most = AUTO_WIDTH if width == "auto" else width
         config = engine_config(
             model=model,
             width=width,
@@ -99,7 +100,7 @@ def latency(
             kv_cache_dtype=kv_cache_dtype,
             device=device,
             max_rows=max(batches),
-            token_budget=token_budget or max(base.token_budget, max(batches) * most_width(width) + 1),
+            token_budget=token_budget or max(base.token_budget, max(batches) * most + 1),
             max_context=_context(base.folder, input_tokens + lengths[1]),
             queue_limit=max(batches),
             graphs=not eager,

@@ -123,5 +123,5 @@ def test_the_demo_model_passes_in_processes_of_its_own():
         check=False,
     )
     report = json.loads(ran.stdout)
-    assert (ran.returncode, report["passed"], report["ranks"], len(report["buckets"])) == (0, True, 2, 8)
+    assert (ran.returncode, report["passed"], report["ranks"], len(report["buckets"])) == (0, True, 2, 14)
     assert report["eager"] == "no CUDA graphs on this device"
