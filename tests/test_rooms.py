@@ -29,7 +29,7 @@ ROOMS = {
         ("processes",),
     ),
     "deploy": (
-        ("mistakes", "text"),
+        ("mistakes", "text", "parsing"),
         ("config",),
         ("cluster",),
         ("routing",),

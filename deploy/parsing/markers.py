@@ -1,0 +1,42 @@
+"""Markers found in text that arrives in pieces."""
+
+from __future__ import annotations
+
+import re
+
+
+class Markers:
+    """A few fixed strings. Where several match at one place the longest is found."""
+
+    __slots__ = ("_first", "_longest", "_markers", "_pattern", "_start")
+
+    def __init__(self, *markers: str) -> None:
+        self._markers = tuple(sorted(markers, key=len, reverse=True))
+        self._pattern = re.compile("|".join(map(re.escape, self._markers)))
+        self._first = frozenset(marker[0] for marker in markers)
+        self._start = re.compile("[" + re.escape("".join(sorted(self._first))) + "]")
+        self._longest = len(self._markers[0])
+
+    def search(self, text: str) -> re.Match[str] | None:
+        """The first marker in `text`."""
+        return self._pattern.search(text)
+
+    def held(self, text: str) -> int:
+        """How many characters at the end of `text` may begin a marker. `text` holds no whole one."""
+        for begin in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[begin] in self._first and self.begun(text[begin:]):
+                return len(text) - begin
+        return 0
+
+    def absent(self, text: str) -> bool:
+        """Whether `text` neither holds nor begins a marker; said at once."""
+        return self._start.search(text) is None
+
+    def at(self, text: str) -> str | None:
+        """The marker that `text` begins with."""
+        match = self._pattern.match(text)
+        return match.group() if match is not None else None
+
+    def begun(self, text: str) -> bool:
+        """Whether `text` is the beginning of a marker."""
+        return any(marker.startswith(text) for marker in self._markers)

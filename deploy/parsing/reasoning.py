@@ -1,0 +1,127 @@
+"""A model's reasoning apart from its answer. All models served here write `<think>` ... `</think>` around it; they
+differ in who writes the first of the two, the model or its chat template at the end of the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from deploy.parsing.events import Content, Event, Reasoning
+from deploy.parsing.markers import Markers
+
+OPEN: Final = "<think>"
+CLOSE: Final = "</think>"
+MOST_BLANK: Final = 256
+"""Characters of white space that are held back where they may be the end of the reasoning, which is left out."""
+
+Where = Literal["inside", "outside", "undecided"]
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How a family of models reasons."""
+
+    always: bool = False
+    """The answer begins inside of the reasoning wherever the prompt does not say otherwise."""
+    also_closed_by: str | None = None
+    """What ends the reasoning besides, and belongs to the answer: models forget the closing tag before it."""
+
+    def begins(self, prompt: str) -> Where:
+        """Where a prompt leaves the model: only its end matters."""
+        end = prompt[-MOST_BLANK:].rstrip()
+        if end.endswith(CLOSE):
+            return "outside"
+        return "inside" if self.always or end.endswith(OPEN) else "undecided"
+
+    def continues(self, message: str) -> Where:
+        """Where a model is that goes on with `message`."""
+        return "inside" if message.rfind(OPEN) > message.rfind(CLOSE) else "outside"
+
+
+class ReasoningParser:
+    """Tells the reasoning of one answer apart. Undecided, it is inside once the text begins with the opening tag.
+
+    White space around the reasoning, and before the answer that follows it, is left out.
+    """
+
+    def __init__(self, form: ReasoningFormat, where: Where) -> None:
+        self._where = where
+        self._begin = where != "outside"
+        """Whether an opening tag may still come."""
+        self._first = True
+        """Whether white space that comes now stands before everything else of its kind."""
+        self._ends = Markers(CLOSE, *(() if form.also_closed_by is None else (form.also_closed_by,)))
+        self._rest = ""
+        self._after = False
+        """Whether there was reasoning, so that white space may stand before the answer."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether what comes now is reasoning."""
+        return self._where == "inside"
+
+    @property
+    def through(self) -> bool:
+        """Whether all that comes is content, as it is."""
+        return self._where == "outside" and not self._after
+
+    def push(self, text: str) -> list[Event]:
+        """See `Parser`."""
+        if self.through:
+            return [Content(text)] if text else []
+        out: list[Event] = []
+        self._rest += text
+        if self._begin and not self._opening():
+            return out
+        if self._where == "inside":
+            self._reason(out)
+        if self._where == "outside":
+            self._answer(out)
+        return out
+
+    def finish(self) -> list[Event]:
+        """See `Parser`."""
+        rest, self._rest = self._rest, ""
+        if self._where == "inside":
+            rest = rest.strip() if self._first else rest.rstrip()
+            return [Reasoning(rest)] if rest else []
+        if self._after:
+            rest = rest.lstrip()
+        return [Content(rest)] if rest else []
+
+    def _opening(self) -> bool:
+        """Take the opening tag, if there is one; whether that is decided."""
+        text = self._rest.lstrip()
+        if len(self._rest) - len(text) <= MOST_BLANK:
+            if OPEN.startswith(text) and text != OPEN:
+                return False
+            if text.startswith(OPEN):
+                self._rest, self._where = text[len(OPEN) :], "inside"
+        if self._where == "undecided":
+            self._where = "outside"
+        self._begin = False
+        return True
+
+    def _reason(self, out: list[Event]) -> None:
+        if self._first:
+            self._rest = self._rest.lstrip()
+            if not self._rest:
+                return
+            self._first = False
+        end = self._ends.search(self._rest)
+        body = self._rest[: end.start() if end is not None else len(self._rest) - self._ends.held(self._rest)]
+        shown = body[: max(len(body.rstrip()), len(body) - MOST_BLANK)]
+        if shown:
+            out.append(Reasoning(shown))
+        if end is None:
+            self._rest = self._rest[len(shown) :]
+            return
+        self._rest = self._rest[end.end() if end.group() == CLOSE else end.start() :]
+        self._where, self._after = "outside", True
+
+    def _answer(self, out: list[Event]) -> None:
+        text = self._rest.lstrip() if self._after else self._rest
+        self._rest = ""
+        if text:
+            self._after = False
+            out.append(Content(text))

@@ -1,0 +1,56 @@
+"""Parsers by name, and which one a model's chat template asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from deploy.parsing.deepseek_v3 import DeepSeekV3Calls
+from deploy.parsing.deepseek_v31 import DeepSeekV31Calls
+from deploy.parsing.deepseek_v32 import DeepSeekV32Calls
+from deploy.parsing.glm import GlmCalls
+from deploy.parsing.kimi_k2 import SECTION_BEGIN, KimiK2Calls
+from deploy.parsing.parser import MakeId, Parser, Schemas
+from deploy.parsing.reasoning import CLOSE, OPEN, ReasoningFormat
+
+TOOL_PARSERS: Final[dict[str, Callable[[Schemas, MakeId], Parser]]] = {
+    "deepseek_v3": DeepSeekV3Calls,
+    "deepseek_v31": DeepSeekV31Calls,
+    "deepseek_v32": DeepSeekV32Calls,
+    "kimi_k2": KimiK2Calls,
+    "glm": GlmCalls,
+}
+REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
+    "deepseek_r1": ReasoningFormat(always=True),
+    "deepseek_v3": ReasoningFormat(),
+    "kimi_k2": ReasoningFormat(also_closed_by=SECTION_BEGIN),
+    "glm": ReasoningFormat(),
+}
+
+
+def tool_parser_of(template: str) -> str | None:
+    """The name of the parser for calls as a chat template writes them; None where it knows none of the formats."""
+    if "｜DSML｜" in template:
+        return "deepseek_v32"
+    if SECTION_BEGIN in template:
+        return "kimi_k2"
+    if "<arg_key>" in template:
+        return "glm"
+    if "<｜tool▁calls▁begin｜>" in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    return None
+
+
+def reasoning_parser_of(template: str) -> str | None:
+    """The name of the parser for reasoning as a chat template writes or expects it; None where it has none."""
+    if OPEN not in template and CLOSE not in template:
+        return None
+    if "<|im_assistant|>" in template:
+        return "kimi_k2"
+    if "<|assistant|>" in template:
+        return "glm"
+    if "<｜Assistant｜>" in template:
+        # V3.1 and later take a switch; R1 always reasons, and its template writes the opening tag. Templates without
+        # either only take reasoning out of earlier answers: what the model writes itself is looked for.
+        return "deepseek_r1" if OPEN in template and "thinking" not in template else "deepseek_v3"
+    return None
