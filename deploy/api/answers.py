@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Answer(BaseModel):
@@ -38,6 +38,12 @@ class CachedTokens(Answer):
     cached_tokens: int
 
 
+class ReasoningTokens(Answer):
+    """Of what was generated."""
+
+    reasoning_tokens: int
+
+
 class Usage(Answer):
     """Token counts."""
 
@@ -45,6 +51,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
 
 
 class _Ending(Answer):
@@ -117,12 +124,33 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class Function(Answer):
+    """What is called."""
+
+    name: str
+    arguments: str
+    """One JSON object."""
+
+
+class ToolCall(Answer):
+    """A call that the client is to make."""
+
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
 class AssistantMessage(Answer):
     """What the model says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """null where there are calls and no words."""
     refusal: None
+    reasoning_content: str = ""
+    """What it thought before; comes where its reasoning is told apart."""
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    """Come where there are any."""
 
 
 class ChatChoice(_Ending):
@@ -141,12 +169,32 @@ class ChatAnswer(_Head):
     usage: Usage
 
 
+class FunctionDelta(Answer):
+    """More of a call."""
+
+    name: str = ""
+    """Comes first."""
+    arguments: str
+    """All of them together are one JSON object."""
+
+
+class ToolCallDelta(Answer):
+    """The beginning of a call, or more of its arguments."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
 class ChatDelta(Answer):
     """New text of a choice."""
 
     role: Literal["assistant"] = "assistant"
     """Comes first."""
     content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolCallDelta] = Field(default_factory=list)
 
 
 class ChatEventChoice(_Ending):

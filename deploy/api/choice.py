@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deploy.api.params import Branch, Job
+from deploy.parsing.events import Event
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import FinishReason, RequestOutput
 from workers.protocol.plan import TopLogprobs
+
+Piece = str | list[Event]
+"""What is new in an answer: text, or what a parser found in it."""
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of an answer as one."""
+    if not any(isinstance(piece, list) for piece in pieces):
+        return "".join(piece for piece in pieces if isinstance(piece, str))
+    return [event for piece in pieces if isinstance(piece, list) for event in piece]
 
 
 class Choice:
@@ -27,6 +40,7 @@ class Choice:
         "index",
         "logprobs",
         "prompt",
+        "reasoning_tokens",
         "stop_reason",
         "token_ids",
     )
@@ -38,6 +52,8 @@ class Choice:
         self.generated = 0
         """Tokens generated, a stop id and the tokens of a stop string included."""
         self.cached_tokens = 0
+        self.reasoning_tokens = 0
+        """Of those that were generated."""
         self.finish: FinishReason | None = None
         self.stop_reason: str | int | None = None
         """The stop string or the stop token id of the request that ended it, else None."""
@@ -48,7 +64,9 @@ class Choice:
         self.logprobs: list[TopLogprobs] = []
         """Parallel to `token_ids` when the job asks for them."""
         self._stream = (
-            tokenizer.stream(job.stops, job.include_stop, job.skip_special_tokens) if tokenizer is not None else None
+            tokenizer.stream(job.stops, job.include_stop, job.skip_special_tokens, job.kept)
+            if tokenizer is not None
+            else None
         )
         unwatched = self._stream is not None and not self._stream.watched and not self.detailed
         self._push = self._stream.push_unwatched if self._stream is not None and unwatched else None
@@ -57,7 +75,12 @@ class Choice:
         self._hide_stop_id = not job.include_stop
         self._min_tokens = branch.sampling.min_tokens
 
-    def feed(self, output: RequestOutput) -> str:
+    @property
+    def finish_reason(self) -> str | None:
+        """`finish` as the answer has it."""
+        return self.finish
+
+    def feed(self, output: RequestOutput) -> Piece:
         """Add an output; returns the text it makes certain. `finish` is set once the sequence has ended, perhaps before
         the engine's own end: the caller then leaves the engine's stream.
 

@@ -10,6 +10,7 @@ import time
 from starlette.requests import Request as HttpRequest
 
 from deploy.api.errors import ApiError, engine_down, invalid, model_not_found, overloaded
+from deploy.api.reading import Reader
 from deploy.config.api import ApiConfig
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.text.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ class Front:
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
+        self.reader = Reader(tokenizer, config)
         self.in_flight = 0
         """Sequences handed to the engine and not ended."""
         self._keys = [key.encode() for key in config.api_keys]

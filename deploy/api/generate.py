@@ -16,12 +16,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deploy.api.body import ClientDisconnected
-from deploy.api.choice import Choice
+from deploy.api.choice import Choice, Piece, joined
 from deploy.api.disconnect import CancelOnDisconnect
 from deploy.api.errors import ApiError, from_engine
 from deploy.api.front import Front
 from deploy.api.params import Branch, Job
+from deploy.api.parsed_choice import ParsedChoice
 from deploy.api.render import DONE, Format, event
+from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import EngineFault, Refused, RequestFailed
 from workers.protocol.messages import Request
 
@@ -36,13 +38,19 @@ INTERVALS = 256
 """Intervals between outputs are handed to the metrics this many at a time."""
 
 
+def _choice(job: Job, branch: Branch, tokenizer: Tokenizer | None) -> Choice:
+    if job.reading is None:
+        return Choice(job, branch, tokenizer)
+    return ParsedChoice(job, branch, tokenizer, job.reading)
+
+
 class Generation(Response):
     """The answer to one generating request; a subclass says how it is written."""
 
     def __init__(self, front: Front, endpoint: str, job: Job, form: Format, arrival: float) -> None:
         """`arrival` is `time.perf_counter()` when the request came in."""
         self.front, self.endpoint, self.job, self.form, self.arrival = front, endpoint, job, form, arrival
-        self.choices = [Choice(job, branch, front.tokenizer) for branch in job.sequences]
+        self.choices = [_choice(job, branch, front.tokenizer) for branch in job.sequences]
         self.started = False
         """Whether the status line is out."""
         self.first_token_s: float | None = None
@@ -93,7 +101,7 @@ class Generation(Response):
         """Run every choice and send the answer."""
         raise NotImplementedError
 
-    async def emit(self, choice: Choice, text: str, send: Send) -> None:
+    async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
         """New text of a choice, which may have ended; called for its every output that the short way does not cover."""
         raise NotImplementedError
 
@@ -115,7 +123,8 @@ class Generation(Response):
         prompt = self.job.prompts[branch.prompt].ids
         request = Request(uuid.uuid4().hex, prompt, branch.sampling, self.job.priority)
         short = self.job.stream and not choice.detailed
-        before, after = self.form.template(choice.index) if short else (b"", b"")
+        before, after = self.form.template(choice.index) if short and self.job.reading is None else (b"", b"")
+        parsed = self.form.writer(choice.index) if short and self.job.reading is not None else None
         body, feed, dumps = "http.response.body", choice.feed, orjson.dumps
         intervals: list[float] = []
         first = last = 0.0
@@ -139,7 +148,8 @@ class Generation(Response):
                 last = now
                 if short and choice.finish is None:
                     if text:
-                        await send({"type": body, "body": before + dumps(text) + after, "more_body": True})
+                        raw = before + dumps(text) + after if parsed is None else parsed(text)
+                        await send({"type": body, "body": raw, "more_body": True})
                 else:
                     await self.emit(choice, text, send)
                     if choice.finish is not None:
@@ -200,7 +210,7 @@ class Stream(Generation):
         if (opening := self.form.opening(choice)) is not None:
             await send({"type": "http.response.body", "body": opening, "more_body": True})
 
-    async def emit(self, choice: Choice, text: str, send: Send) -> None:
+    async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
         """See `Generation`."""
         # Ids without a tokenizer are all there is to send; log-probabilities wait for the text they belong to.
         if text or choice.finish is not None or (choice.token_ids and self.front.tokenizer is None):
@@ -213,17 +223,17 @@ class Whole(Generation):
 
     def __init__(self, front: Front, endpoint: str, job: Job, form: Format, arrival: float) -> None:
         super().__init__(front, endpoint, job, form, arrival)
-        self._texts: list[list[str]] = [[] for _ in self.choices]
+        self._pieces: list[list[Piece]] = [[] for _ in self.choices]
 
-    async def emit(self, choice: Choice, text: str, send: Send) -> None:
+    async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
         """See `Generation`."""
         if text:
-            self._texts[choice.index].append(text)
+            self._pieces[choice.index].append(text)
 
     async def write(self, send: Send) -> None:
         """See `Generation`."""
         await self.run_all(send)
-        body = self.form.answer(self.choices, ["".join(parts) for parts in self._texts])
+        body = self.form.answer(self.choices, [joined(pieces) for pieces in self._pieces])
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self.started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -12,6 +12,7 @@ import msgspec
 
 from deploy.api.errors import ApiError, invalid, unsupported
 from deploy.api.protocol import ChatBody, CompletionBody, GenerationBody
+from deploy.api.reading import Reading
 from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
 from workers.protocol.front import ModelInfo
@@ -65,6 +66,13 @@ class Job:
     include_usage: bool
     echo: bool
     token_ids: bool
+    reading: Reading | None = None
+    """How reasoning and tool calls are told apart; None: all is content."""
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Special tokens that stand in the text in any case."""
+        return frozenset() if self.reading is None else self.reading.kept
 
 
 def derive_seed(seed: int, index: int) -> int:

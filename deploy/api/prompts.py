@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TypeVar
 
 from deploy.api.body import parse_object, validate
-from deploy.api.errors import invalid
+from deploy.api.errors import invalid, unsupported
 from deploy.api.front import Front
 from deploy.api.params import Prompt, check_limits, encode, parse_prompts
 from deploy.api.protocol import ChatTemplateFields, CompletionBody, GenerationBody, TokenizeChatBody, TokenizeTextBody
 from deploy.api.unsupported import reject_unsupported
 from deploy.text.chat import template_message
+from deploy.text.errors import ChatTemplateError, ToolsUnknown
 from deploy.text.lane import Worker
-from deploy.text.tokenizer import ChatTemplateError, Tokenizer
+from deploy.text.tokenizer import Tokenizer
 
 Asked = TypeVar("Asked", bound=GenerationBody)
 
@@ -35,12 +36,15 @@ def render_messages(front: Front, body: ChatTemplateFields) -> str:
         )
     try:
         return tokenizer.render_chat(
-            [template_message(message.role, message.content) for message in body.messages],
+            [template_message(message.role, message.content, message.model_dump()) for message in body.messages],
+            tools=body.tools if body.tool_choice != "none" else (),
             template=front.config.chat_template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             extra=body.chat_template_kwargs,
         )
+    except ToolsUnknown as error:
+        raise unsupported(str(error), "tools" if body.tools else "messages") from None
     except ChatTemplateError as error:
         raise invalid(str(error), "messages") from None
 

@@ -24,11 +24,12 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from deploy.api.errors import unsupported
-from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined
+from deploy.api.tools import ToolCallSpec, ToolSpec, check_choice
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, tool_calls_of, tools_of
 from workers.protocol.plan import MAX_LOGIT_BIAS
 
 INT63: Final = 2**63
-ROLES: Final = ("system", "developer", "user", "assistant")
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
 class Body(BaseModel):
@@ -176,18 +177,51 @@ class Message(Body):
 
     role: Annotated[str, WithJsonSchema({"enum": list(ROLES), "type": "string"})]
     content: Annotated[str, BeforeValidator(_text_of_parts, json_schema_input_type=str | list[TextPart])]
-    """A string, or a list of parts of type text."""
+    """A string, or a list of parts of type text. An assistant's message with tool calls needs none."""
+    reasoning_content: str | None = None
+    """What the assistant thought before it answered."""
+    tool_calls: Annotated[
+        list[dict[str, Any]], BeforeValidator(tool_calls_of, json_schema_input_type=list[ToolCallSpec])
+    ] = Field(default_factory=list)
+    """What the assistant called."""
+    tool_call_id: str | None = None
+    """The call that a tool's message is the result of."""
+    name: Annotated[Any, WithJsonSchema({})] = None
+    """Of the tool; some models' templates write it."""
 
     @model_validator(mode="before")
     @classmethod
-    def _no_tools(cls, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            if value.get("role") in ("tool", "function") or value.get("tool_calls") or value.get("function_call"):
-                raise unsupported("tool calling", "messages")
-            role = value.get("role")
-            if isinstance(role, str) and role not in ROLES:
-                raise ValueError(f"unknown role {role[:64]!r}; one of {', '.join(ROLES)} is expected")
+    def _by_role(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        role = value.get("role")
+        if role == "function" or value.get("function_call"):
+            raise unsupported("function calling (functions); use tools: this", "messages")
+        if isinstance(role, str) and role not in ROLES:
+            raise ValueError(f"unknown role {role[:64]!r}; one of {', '.join(ROLES)} is expected")
+        if role == "tool" and not isinstance(value.get("tool_call_id"), str):
+            raise ValueError("a tool's message should have the id of the call, a string, in its field tool_call_id")
+        if value.get("tool_calls") and role != "assistant":
+            raise ValueError("only an assistant's message can have tool_calls")
+        if value.get("tool_calls") and value.get("content") is None:
+            return {**value, "content": ""}
         return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Calls of an assistant stand in for content."""
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        described = handler.resolve_ref_schema(schema)
+        described["required"].remove("content")
+        called = {"type": "array", "minItems": 1}
+        described["anyOf"] = [
+            {"required": ["content"]},
+            {"required": ["tool_calls"], "properties": {"role": {"const": "assistant"}, "tool_calls": called}},
+        ]
+        content = described["properties"]["content"]
+        described["properties"]["content"] = _or_null(content)
+        described["anyOf"][0]["properties"] = {"content": {"not": {"type": "null"}}}
+        return schema
 
 
 class ChatTemplateFields(Body):
@@ -202,6 +236,12 @@ class ChatTemplateFields(Body):
         Field(default_factory=dict)
     )
     """Variables for the chat template."""
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(tools_of, json_schema_input_type=list[ToolSpec])] = Field(
+        default_factory=list
+    )
+    """What the model may call."""
+    tool_choice: Annotated[str, BeforeValidator(check_choice), WithJsonSchema({"enum": ["none", "auto"]})] = "auto"
+    """none: the model is not told of tools. auto: it calls them or not."""
     add_special_tokens: bool = False
     """Add the begin-of-sequence id and the like once more; templates usually write them."""
 
@@ -213,6 +253,8 @@ class ChatBody(ChatTemplateFields, GenerationBody):
     """The newer name of `max_tokens`; wins over it."""
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0)
+    parallel_tool_calls: bool = True
+    """false: an answer ends with its first call."""
 
 
 class TokenizeTextBody(Body):

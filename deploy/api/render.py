@@ -6,13 +6,15 @@ A stream's ordinary event is prebuilt bytes around one JSON string, the new text
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import orjson
 
-from deploy.api.choice import Choice
+from deploy.api.choice import Choice, Piece
+from deploy.api.deltas import REASONING, delta_of, message_of
 from deploy.api.params import Job
+from deploy.parsing.events import Content, Reasoning
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.plan import TopLogprobs
 
@@ -30,15 +32,17 @@ def event(payload: bytes) -> bytes:
 def usage(job: Job, choices: Iterable[Choice]) -> dict[str, Any]:
     """Token counts: every prompt once, every choice in full."""
     prompt = sum(len(prompt.ids) for prompt in job.prompts)
-    cached, generated = [0] * len(job.prompts), 0
+    cached, generated, reasoning = [0] * len(job.prompts), 0, 0
     for choice in choices:
         cached[choice.prompt] = max(cached[choice.prompt], choice.cached_tokens)
         generated += choice.generated
+        reasoning += choice.reasoning_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(cached)},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 
@@ -56,13 +60,16 @@ class Format(Protocol):
     def template(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the JSON string of the new text in an ordinary event of choice `index`."""
 
-    def chunk(self, choice: Choice, text: str) -> bytes:
+    def writer(self, index: int) -> Callable[[Piece], bytes]:
+        """Writes an ordinary event of choice `index` where its text is told apart."""
+
+    def chunk(self, choice: Choice, text: Piece) -> bytes:
         """An event with everything the choice holds; takes its details and its end along."""
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """The event with the counts."""
 
-    def answer(self, choices: Sequence[Choice], texts: Sequence[str]) -> bytes:
+    def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
         """The whole answer, not streamed."""
 
 
@@ -92,6 +99,10 @@ class _Base:
     def _split(self, choice: dict[str, Any]) -> tuple[bytes, bytes]:
         head, tail = self._event([choice]).split(orjson.dumps(_MARK))
         return head, tail
+
+    def writer(self, index: int) -> Callable[[Piece], bytes]:
+        """See `Format`."""
+        raise NotImplementedError("only the text of chats is told apart")
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """See `Format`."""
@@ -146,21 +157,22 @@ class CompletionFormat(_Base):
         """See `Format`."""
         return self._split({"index": index, "text": _MARK, **self._open_end})
 
-    def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
+    def _choice(self, choice: Choice, text: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(choice) if self._job.logprobs >= 0 else None
-        head = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
+        head = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         return head | self._details(choice)
 
-    def chunk(self, choice: Choice, text: str) -> bytes:
+    def chunk(self, choice: Choice, text: Piece) -> bytes:
         """See `Format`."""
         return self._event([self._choice(choice, text)])
 
-    def answer(self, choices: Sequence[Choice], texts: Sequence[str]) -> bytes:
+    def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
         """See `Format`."""
         prompts = [self._prompt_text(choice) if self._job.echo else "" for choice in choices]
         counts = usage(self._job, choices)
         bodies = [
-            self._choice(choice, prompt + text) for choice, prompt, text in zip(choices, prompts, texts, strict=True)
+            self._choice(choice, prompt + str(text))
+            for choice, prompt, text in zip(choices, prompts, texts, strict=True)
         ]
         return self._answer(bodies, counts)
 
@@ -197,21 +209,39 @@ class ChatFormat(_Base):
         """See `Format`."""
         return self._split(self._delta(index, {"content": _MARK}))
 
+    def writer(self, index: int) -> Callable[[Piece], bytes]:
+        """See `Format`."""
+        content, reasoning = (self._split(self._delta(index, {name: _MARK})) for name in ("content", REASONING))
+
+        def write(piece: Piece) -> bytes:
+            if isinstance(piece, list) and len(piece) == 1:  # the common cases, made short
+                event = piece[0]
+                if isinstance(event, Content):
+                    return content[0] + orjson.dumps(event.text) + content[1]
+                if isinstance(event, Reasoning):
+                    return reasoning[0] + orjson.dumps(event.text) + reasoning[1]
+            return self._event([self._delta(index, _delta(piece))])
+
+        return write
+
     def _choice(self, choice: Choice, text: dict[str, Any]) -> dict[str, Any]:
         logprobs = {"content": self._logprobs(choice), "refusal": None} if self._job.logprobs >= 0 else None
-        return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": choice.finish} | self._details(
-            choice
-        )
+        return {
+            "index": choice.index,
+            **text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        } | self._details(choice)
 
-    def chunk(self, choice: Choice, text: str) -> bytes:
+    def chunk(self, choice: Choice, text: Piece) -> bytes:
         """See `Format`."""
-        return self._event([self._choice(choice, {"delta": {"content": text} if text else {}})])
+        return self._event([self._choice(choice, {"delta": _delta(text)})])
 
-    def answer(self, choices: Sequence[Choice], texts: Sequence[str]) -> bytes:
+    def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
         """See `Format`."""
         counts = usage(self._job, choices)
         bodies = [
-            self._choice(choice, {"message": {"role": "assistant", "content": text, "refusal": None}})
+            self._choice(choice, {"message": message_of([Content(text)] if isinstance(text, str) else text)})
             for choice, text in zip(choices, texts, strict=True)
         ]
         return self._answer(bodies, counts)
@@ -231,6 +261,12 @@ class ChatFormat(_Base):
             }
             for token, logprob in zip(choice.token_ids, choice.logprobs, strict=False)
         ]
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    if isinstance(piece, str):
+        return {"content": piece} if piece else {}
+    return delta_of(piece)
 
 
 def _ranked(token: int, logprob: TopLogprobs, count: int) -> list[tuple[int, float]]:

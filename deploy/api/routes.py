@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -93,7 +94,9 @@ def build_router(front: Front, description: Description) -> APIRouter:
             text = await incoming.work(render_messages, front, body)
             tokenizer = needs_tokenizer(front, "messages")
             [ids] = await encode([text], body.add_special_tokens, tokenizer, info, "messages")
+            reading = front.reader.reading(body, text)
             job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, front.config)
+            job = replace(job, reading=reading)
         form = ChatFormat(job, tokenizer, request.scope["latentserve.request_id"])
         return generation("chat", job.stream, job, form, arrival)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from deploy.api.errors import unsupported
+from deploy.api.tools import check_strict
 
 _OFF: Final[tuple[Any, ...]] = (False, 0, "", [], {})
 _SWITCH: Final = "; where the model's chat template has a switch for it, set that in chat_template_kwargs: this field"
@@ -18,8 +19,6 @@ _SWITCH: Final = "; where the model's chat template has a switch for it, set tha
 UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     # What is asked of the model.
     "suffix": ("text insertion (suffix)", _OFF),
-    "tools": ("tool calling (tools)", _OFF),
-    "tool_choice": ("tool calling (tool_choice)", (*_OFF, "none", "auto")),
     "functions": ("function calling (functions)", _OFF),
     "function_call": ("function calling (function_call)", (*_OFF, "none")),
     "web_search_options": ("web search (web_search_options)", ()),  # an empty object switches it on
@@ -40,6 +39,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "enable_thinking": ("enable_thinking" + _SWITCH, ()),
     "thinking_budget": ("thinking_budget" + _SWITCH, ()),
     "thinking_token_budget": ("thinking_token_budget" + _SWITCH, ()),
+    "max_reasoning_tokens": ("a bound of the reasoning alone (max_reasoning_tokens)", ()),
     "verbosity": ("verbosity", ()),
     # What the answer must look like.
     "response_format": ("a response_format other than text", _OFF),
@@ -92,10 +92,20 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
 """By name: what is not supported, and the values, besides null, that ask for nothing."""
 
 
+OF_CHATS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+    "tools": ("tool calling (tools) outside of chats", _OFF),
+    "tool_choice": ("tool calling (tool_choice) outside of chats", (*_OFF, "none", "auto")),
+}
+"""The same, of what is supported where there are messages."""
+
+
 def reject_unsupported(raw: Mapping[str, Any]) -> None:
     """400 for a field that asks for something this server cannot do and that must not be ignored silently."""
-    for name in raw.keys() & UNSUPPORTED.keys():
-        what, neutral = UNSUPPORTED[name]
+    known = UNSUPPORTED if "messages" in raw else UNSUPPORTED | OF_CHATS
+    if "messages" in raw:
+        check_strict(raw.get("tools"))
+    for name in raw.keys() & known.keys():
+        what, neutral = known[name]
         value = raw[name]
         if name == "response_format" and isinstance(value, dict) and value.get("type") == "text":
             continue

@@ -44,6 +44,8 @@ _FLAGS = {
     "name": "--served-model-name",
     "api.served_model_names": "--served-model-name",
     "api.api_keys": "--api-key",
+    "api.tool_parser": "--tool-parser",
+    "api.reasoning_parser": "--reasoning-parser",
     "ingress": "--ingress",
     "ray_address": "--ray-address",
 }
@@ -139,6 +141,26 @@ def serve(
             "--api-key", help="Let in requests with this bearer token; may be repeated.", rich_help_panel=_ACCESS
         ),
     ] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            "--tool-parser",
+            metavar="auto|none|NAME",
+            help="What reads tool calls: deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2 or glm.",
+            show_default="as the chat template writes them",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            "--reasoning-parser",
+            metavar="auto|none|NAME",
+            help="What reads reasoning: deepseek_r1, deepseek_v3, kimi_k2 or glm.",
+            show_default="as the chat template writes it",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model: an OpenAI-compatible endpoint on Ray Serve, on this machine or a running cluster.
 
@@ -167,6 +189,8 @@ def serve(
                 "name": served_model_name[0] if served_model_name else None,
                 "api.served_model_names": tuple(served_model_name) if served_model_name else None,
                 "api.api_keys": tuple(api_key) if api_key else None,
+                "api.tool_parser": tool_parser,
+                "api.reasoning_parser": reasoning_parser,
                 "ingress": ingress,
                 "ray_address": ray_address,
             },

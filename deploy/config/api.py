@@ -6,6 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
+
 
 class ApiConfig(BaseModel):
     """What one replica's HTTP front accepts and how it answers."""
@@ -47,6 +49,12 @@ class ApiConfig(BaseModel):
     """Most characters of one stop string."""
     chat_template: str | None = None
     """A Jinja chat template to use instead of the model folder's: the text, or the path of a file that holds it."""
+    tool_parser: str = "auto"
+    """What reads the tool calls of answers: a name of `deploy.parsing.registry`, none, or auto: as the chat template
+    writes them."""
+    reasoning_parser: str = "auto"
+    """What reads the reasoning of answers: a name of `deploy.parsing.registry`, none (it is content), or auto: as the
+    chat template writes it."""
     probe_timeout_s: float = Field(default=5.0, gt=0)
     """Seconds `/health` waits for its token, or for a step of others."""
     probe_ttl_s: float = Field(default=1.0, ge=0)
@@ -58,6 +66,14 @@ class ApiConfig(BaseModel):
         if not all(values):
             raise ValueError(f"{info.field_name} must not hold an empty string")
         return values
+
+    @field_validator("tool_parser", "reasoning_parser")
+    @classmethod
+    def _known_parser(cls, value: str, info: ValidationInfo) -> str:
+        names = ("auto", "none", *(TOOL_PARSERS if info.field_name == "tool_parser" else REASONING_PARSERS))
+        if value not in names:
+            raise ValueError(f"{info.field_name} must be one of {', '.join(names)}, not {value!r}")
+        return value
 
     @field_validator("chat_template")
     @classmethod

@@ -20,6 +20,7 @@ class DeepSeekV3Calls(JsonCalls):
     call_begin = "<｜tool▁call▁begin｜>"
     call_end = "<｜tool▁call▁end｜>"
     separator = "<｜tool▁sep｜>"
+    markers = (section_begin, section_end, call_begin, call_end, separator)
 
     def head(self, text: str) -> tuple[str, str] | None:
         """The kind of tool; there is one kind. The name follows."""

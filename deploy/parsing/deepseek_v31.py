@@ -16,3 +16,4 @@ class DeepSeekV31Calls(JsonCalls):
     call_begin = "<｜tool▁call▁begin｜>"
     call_end = "<｜tool▁call▁end｜>"
     separator = "<｜tool▁sep｜>"
+    markers = (section_begin, section_end, call_begin, call_end, separator)

@@ -30,6 +30,7 @@ class DeepSeekV32Calls(TaggedCalls):
     """Of one answer."""
 
     value_end = "</｜DSML｜parameter>"
+    markers = (*_BEGIN, *_END, _INVOKE, _INVOKE_END, _PARAMETER, value_end)
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(Markers(*_BEGIN, *_END), schemas, make_id)
@@ -95,4 +96,5 @@ class DeepSeekV32Calls(TaggedCalls):
     def _give_up(self, more: str = "") -> bool:
         if self._state == self._section and self._calls and not "".join(self._raw).strip():
             self._raw = []  # blanks between calls
+            more = "" if more and self._in_section.begun(more) else more  # the text ended in a tag
         return super()._give_up(more)

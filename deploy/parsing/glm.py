@@ -19,6 +19,7 @@ class GlmCalls(TaggedCalls):
     """Of one answer."""
 
     value_end = "</arg_value>"
+    markers = (_BEGIN, _END, _KEY, _KEY_END, _VALUE, value_end)
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(Markers(_BEGIN), schemas, make_id)

@@ -136,8 +136,9 @@ class JsonCalls(CallParser):
         return True
 
     def _give_up(self, more: str = "") -> bool:
-        if self._state == self._behind and not more.strip("` \t\r\n"):
-            more = ""  # of a call that is complete: what is left of its fence
-        elif self._state == self._section and self._calls and not "".join(self._raw).strip():
+        after_call = self._state == self._behind or (self._state == self._section and self._calls)
+        if after_call and more and (self._inside.begun(more) or not more.strip("` \t\r\n")):
+            more = ""  # the text ended in a marker, or in what is left of a fence
+        if self._state == self._section and self._calls and not "".join(self._raw).strip():
             self._raw = []  # blanks between calls
         return super()._give_up(more)

@@ -25,6 +25,7 @@ class KimiK2Calls(JsonCalls):
     call_begin = "<|tool_call_begin|>"
     call_end = "<|tool_call_end|>"
     separator = "<|tool_call_argument_begin|>"
+    markers = (section_begin, section_end, call_begin, call_end, separator)
 
     def head(self, text: str) -> tuple[str, str] | None:
         """The id, and the name in it."""

@@ -20,6 +20,14 @@ TOOL_PARSERS: Final[dict[str, Callable[[Schemas, MakeId], Parser]]] = {
     "kimi_k2": KimiK2Calls,
     "glm": GlmCalls,
 }
+MARKERS: Final[dict[str, tuple[str, ...]]] = {
+    "deepseek_v3": DeepSeekV3Calls.markers,
+    "deepseek_v31": DeepSeekV31Calls.markers,
+    "deepseek_v32": DeepSeekV32Calls.markers,
+    "kimi_k2": KimiK2Calls.markers,
+    "glm": GlmCalls.markers,
+}
+"""All that calls are written with besides text. Where these are special tokens, they must not be left out."""
 REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
     "deepseek_r1": ReasoningFormat(always=True),
     "deepseek_v3": ReasoningFormat(),

@@ -16,9 +16,10 @@ from typing import Any
 from pydantic_core import from_json
 
 from deploy.routing.policy import Ask
-from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, template_message
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, template_message, tools_of
+from deploy.text.errors import ChatTemplateError
 from deploy.text.lane import aside, at_once
-from deploy.text.tokenizer import ChatTemplateError, Tokenizer
+from deploy.text.tokenizer import Tokenizer
 from kernels.page import PAGE_TOKENS
 from workers.protocol.prompt import page_keys
 
@@ -93,13 +94,14 @@ class AskReader:
         if len(given) > MOST_MESSAGES or len(extra) > MOST_TEMPLATE_VARIABLES:
             raise ValueError("a replica refuses it")
         messages = [
-            template_message(str(message["role"]), _text(message.get("content")))
+            template_message(str(message["role"]), _text(message.get("content")), message)
             for message in given
             if isinstance(message, dict) and "role" in message
         ]
         render = partial(
             self._tokenizer.render_chat,
             messages,
+            tools=tools_of(data.get("tools") or []) if data.get("tool_choice") != "none" else [],
             template=self._template,
             add_generation_prompt=data.get("add_generation_prompt") is not False,
             continue_final_message=data.get("continue_final_message") is True,

@@ -11,7 +11,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 
 from deploy.text.chat import template_message
-from deploy.text.tokenizer import ChatTemplateError
+from deploy.text.errors import ChatTemplateError
 
 if TYPE_CHECKING:
     from deploy.text.tokenizer import Tokenizer

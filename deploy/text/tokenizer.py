@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.text.detok import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table, is_byte_level
+from deploy.text.errors import ChatTemplateError
 from deploy.text.stop import StopMatcher
 from deploy.text.stream import TextStream
+from deploy.text.tool_template import ToolTemplate, speaks_of_tools
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
 INLINE_CHARS = 4_000
@@ -47,10 +49,6 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 """What a request's `chat_template_kwargs` may not set."""
 
 
-class ChatTemplateError(Exception):
-    """The messages do not fit the chat template, or there is none; the text says why."""
-
-
 class TooManyTokens(Exception):
     """A text has more tokens than its reader wants to know of."""
 
@@ -75,10 +73,13 @@ class Tokenizer:
         self._tokens = [""] * self.size
         for token, index in vocabulary.items():
             self._tokens[index] = token
+        self._tool_templates: dict[str | None, ToolTemplate] = {}
         self._long = asyncio.Lock()
         """Held while a text of more than `LONG_CHARS` is encoded."""
         self._bytes: list[bytes] | None = None
         self._shown_bytes: list[bytes] = []
+        self._kept_bytes: dict[frozenset[int], list[bytes]] = {}
+        """As `_shown_bytes`, by the special tokens that are shown; there are as many as parsers."""
         if is_byte_level(self._backend):
             table = byte_table(vocabulary)
             if self._agrees(table):
@@ -116,6 +117,13 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the folder brings a chat template."""
         return bool(self._hf.chat_template)
+
+    def template_for(self, template: str | None, tools: bool) -> str:
+        """The text of the chat template that is used, `template` unless it is None; empty for none. Folders may have
+        several, one of them for chats with tools."""
+        if template is not None:
+            return template
+        return str(self._hf.get_chat_template(tools=[{}] if tools else None)) if self.has_chat_template else ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`, with the begin-of-sequence id and the like if the tokenizer adds them. ValueError where it is
@@ -188,18 +196,31 @@ class Tokenizer:
             return self.decode(ids, skip_special_tokens)
         return await asyncio.to_thread(self.decode, ids, skip_special_tokens)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """An incremental decoder for one sequence."""
+    def detokenizer(self, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()) -> Detokenizer:
+        """An incremental decoder for one sequence. Special tokens in `kept` are never skipped."""
         if self._bytes is not None:
-            return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self._bytes)
-        return WindowDetokenizer(self._backend, self.special_ids if skip_special_tokens else frozenset())
+            if not skip_special_tokens:
+                return ByteDetokenizer(self._bytes)
+            return ByteDetokenizer(self._shown_with(kept) if kept else self._shown_bytes)
+        return WindowDetokenizer(self._backend, self.special_ids - kept if skip_special_tokens else frozenset())
+
+    def _shown_with(self, kept: frozenset[int]) -> list[bytes]:
+        assert self._bytes is not None
+        if kept not in self._kept_bytes:
+            hidden = self.special_ids - kept
+            self._kept_bytes[kept] = [b"" if i in hidden else raw for i, raw in enumerate(self._bytes)]
+        return self._kept_bytes[kept]
 
     def stream(
-        self, stops: tuple[str, ...] = (), include_stop: bool = False, skip_special_tokens: bool = True
+        self,
+        stops: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        kept: frozenset[int] = frozenset(),
     ) -> TextStream:
-        """The text of one generated sequence, watched for stop strings."""
+        """The text of one generated sequence, watched for stop strings. `kept`: see `detokenizer`."""
         matcher = StopMatcher(stops, include_stop) if stops else None
-        return TextStream(self.detokenizer(skip_special_tokens), matcher)
+        return TextStream(self.detokenizer(skip_special_tokens, kept), matcher)
 
     def token_string(self, token: int) -> str:
         """The token as the vocabulary spells it; empty for an id that is not used."""
@@ -213,8 +234,9 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -222,17 +244,56 @@ class Tokenizer:
     ) -> str:
         """The prompt text of a chat, special tokens included; encode it without adding any.
 
-        `template` overrides the folder's; `extra` goes to the template as variables. ChatTemplateError when the
-        template rejects the messages or there is none.
+        `messages` and `tools`: as `deploy.text.chat` makes them. `template` overrides the folder's; `extra` goes to the
+        template as variables. ChatTemplateError when the template rejects the messages or there is none, ToolsUnknown
+        when it would leave out tools, calls or their results.
         """
         extra = extra or {}
         if reserved := RESERVED_TEMPLATE_NAMES.intersection(extra):
             raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
         if template is None and not self.has_chat_template:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        given = [dict(message) for message in messages]
+        if tools or speaks_of_tools(given):
+            given = self._tool_template(template).messages(given)
+        return self._apply(
+            given,
+            tools=[dict(tool) for tool in tools] or None,
+            template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **extra,
+        )
+
+    def _tool_template(self, template: str | None) -> ToolTemplate:
+        if template not in self._tool_templates:
+
+            def render(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+                return self._apply(
+                    [*messages],
+                    tools=[*tools] or None,
+                    template=template,
+                    add_generation_prompt=True,
+                    continue_final_message=False,
+                )
+
+            self._tool_templates[template] = ToolTemplate.tried(render)
+        return self._tool_templates[template]
+
+    def _apply(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        **extra: Any,
+    ) -> str:
         try:
             text: str = self._hf.apply_chat_template(
-                [dict(message) for message in messages],
+                messages,
+                tools=tools,
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -73,6 +73,10 @@ def check(answer: httpx.Response, status: int, param: str | None, code: str | No
     return error["message"]
 
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @dataclass(frozen=True)
 class Bad:
     body: dict[str, Any]
@@ -161,8 +165,18 @@ TABLE = [
     completion("best_of", 2, UNSUPPORTED),
     completion("guided_json", {"type": "object"}, UNSUPPORTED),
     completion("prompt_logprobs", 0, UNSUPPORTED),
-    chat("tools", [{"type": "function"}], UNSUPPORTED, says="not supported"),
+    chat("tools", [TOOL], UNSUPPORTED, says="chat template"),
+    chat("tools", [{"type": "function", "function": {"name": "f", "strict": True}}], UNSUPPORTED, says="strict"),
     chat("tool_choice", "required", UNSUPPORTED),
+    chat("tool_choice", {"type": "function", "function": {"name": "f"}}, UNSUPPORTED),
+    chat("tool_choice", 5),
+    *[chat("tools", tools) for tools in (5, [5], [{"type": "function"}], [{"type": "x", "function": {"name": "f"}}])],
+    *[chat("tools", [{"type": "function", "function": f}]) for f in ({}, {"name": ""}, {"name": "f", "parameters": 5})],
+    chat("tools", [TOOL] * 1025, says="1025"),
+    completion("tools", [TOOL], UNSUPPORTED),
+    completion("tool_choice", "required", UNSUPPORTED),
+    chat("parallel_tool_calls", "no", TYPE),
+    chat("max_reasoning_tokens", 5, UNSUPPORTED),
     chat("functions", [{}], UNSUPPORTED),
     *[chat("response_format", value, UNSUPPORTED) for value in ({"type": "json_object"}, "json", 5)],
     chat("modalities", ["audio"], UNSUPPORTED),
@@ -182,7 +196,16 @@ TABLE = [
     chat("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], UNSUPPORTED),
     chat("messages", [{"role": 5, "content": "hi"}], TYPE, where="messages.0.role"),
     chat("messages", [{"role": "wizard", "content": "hi"}], where="messages.0", says="wizard"),
-    chat("messages", [{"role": "tool", "content": "hi"}], UNSUPPORTED),
+    chat("messages", [{"role": "function", "name": "f", "content": "hi"}], UNSUPPORTED),
+    chat("messages", [{"role": "tool", "content": "hi", "tool_call_id": "a"}], UNSUPPORTED, says="chat template"),
+    chat("messages", [{"role": "tool", "content": "hi"}], where="messages.0", says="tool_call_id"),
+    chat("messages", [{"role": "user", "content": "hi", "tool_calls": [CALL]}], where="messages.0", says="assistant"),
+    chat("messages", [{"role": "assistant", "tool_calls": [CALL]}], UNSUPPORTED, says="chat template"),
+    chat("messages", [{"role": "assistant"}], "missing_required_parameter", where="messages.0.content"),
+    *[
+        chat("messages", [{"role": "assistant", "tool_calls": calls}], where="messages.0.tool_calls")
+        for calls in (5, [5], [{}], [{"function": {"name": "f", "arguments": 5}}], [{"id": 5, **CALL["function"]}])
+    ],
     chat("messages", [CHAT["messages"][0], {"role": "system", "content": "x"}], None, says="must come first"),
     chat("messages", [{"role": "user", "content": "東 " * 300}], LONG),
     chat("top_logprobs", 2, None, says="logprobs is true"),
@@ -438,6 +461,8 @@ FIELDS = [
     "echo",
     "suffix",
     "tools",
+    "tool_choice",
+    "parallel_tool_calls",
     "response_format",
     "stop_token_ids",
     "min_tokens",

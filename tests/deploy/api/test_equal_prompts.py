@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny
+from tool_templates import GLM, KIMI
 
 from deploy.api.errors import ApiError
 from deploy.api.prompts import parse_generation, render_messages
@@ -27,7 +28,17 @@ TEMPLATE = (
 LONG = "the quick brown fox jumps over the lazy dog. " * 8
 texts = st.sampled_from(["", "hi", LONG, LONG[3:], "\u6771\u4eac" * 30])
 parts = st.lists(texts.map(lambda text: {"type": "text", "text": text}), max_size=3)
-messages = st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": texts | parts}, optional={"name": texts})
+functions = st.fixed_dictionaries(
+    {"name": st.sampled_from(["f", "g"])},
+    optional={"description": texts, "parameters": st.sampled_from([{}, {"type": "object"}]), "more": texts},
+)
+tools = st.lists(functions.map(lambda function: {"type": "function", "function": function}), max_size=2)
+arguments = st.sampled_from(['{"a": 1}', "{}", "{", {"b": [LONG]}])
+calls = st.lists(st.builds(lambda a: {"id": "x", "function": {"name": "f", "arguments": a}}, arguments), max_size=2)
+messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(ROLES), "content": texts | parts},
+    optional={"name": texts, "tool_call_id": texts, "reasoning_content": texts},
+) | st.fixed_dictionaries({"role": st.just("assistant"), "tool_calls": calls}, optional={"content": texts | st.none()})
 flags = st.sampled_from([True, False, None])
 bodies = st.fixed_dictionaries(
     {"model": st.just("tiny"), "messages": st.lists(messages, min_size=1, max_size=4)},
@@ -37,17 +48,20 @@ bodies = st.fixed_dictionaries(
         "add_special_tokens": flags,
         "chat_template_kwargs": st.sampled_from([None, {}, {"tone": "dry"}, {"tone": None}]),
         "n": st.integers(1, 3),
+        "tools": tools | st.none(),
+        "tool_choice": st.sampled_from(["auto", "none", None]),
     },
 )
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(bodies)
-@example({"model": "tiny", "messages": [{"role": "developer", "content": LONG}]})
-async def test_a_router_asks_for_the_prompt_that_its_replica_makes(body: dict[str, Any]) -> None:
-    front: Any = SimpleNamespace(tokenizer=tiny(), config=ApiConfig(chat_template=TEMPLATE))
+@given(body=bodies)
+@example(body={"model": "tiny", "messages": [{"role": "developer", "content": LONG}]})
+@pytest.mark.parametrize("template", [TEMPLATE, KIMI, GLM])
+async def test_a_router_asks_for_the_prompt_that_its_replica_makes(template: str, body: dict[str, Any]) -> None:
+    front: Any = SimpleNamespace(tokenizer=tiny(), config=ApiConfig(chat_template=template))
     raw = json.dumps(body).encode()
-    ask = await AskReader(tiny(), TEMPLATE).read(raw)
+    ask = await AskReader(tiny(), template).read(raw)
     try:
         parsed = parse_generation(raw, ChatBody)
         ids = tiny().encode(render_messages(front, parsed), parsed.add_special_tokens)

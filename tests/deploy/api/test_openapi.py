@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fake_engine import EngineFault, FakeEngine, out, serving
+from fake_engine import INFO, EngineFault, FakeEngine, out, say, serving
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from tiny_tokenizer import tiny
+from tool_templates import GLM
 
 from deploy.api.app import create_app
 from deploy.api.front import OPEN_PATHS
@@ -93,6 +95,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CHATS, {**CHAT, "logprobs": True, "top_logprobs": 2, "stream": True, "stream_options": {"include_usage": True}}),
     (CHATS, {**CHAT, "stream": True, "n": 2, "return_token_ids": True}),
     (CHATS, {**CHAT, "chat_template_kwargs": {"x": {"y": None}}, "max_completion_tokens": 4}),
+    (CHATS, {**CHAT, "tools": [], "tool_choice": "none", "parallel_tool_calls": None}),
+    (CHATS, {**CHAT, "messages": [{"role": "assistant", "content": "x", "tool_calls": [], "reasoning_content": "y"}]}),
     ("/tokenize", {"prompt": "", "return_token_strs": True}),
     ("/tokenize", {"prompt": "a", "model": None}),
     ("/tokenize", {"messages": CHAT["messages"], "add_generation_prompt": None}),
@@ -124,6 +128,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHATS, {**CHAT, "messages": [{"role": "wizard", "content": "x"}]}),
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": None}]}),
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}),
+    (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": []}]}),
+    (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}),
+    (CHATS, {**CHAT, "tools": [{"type": "function"}]}),
+    (CHATS, {**CHAT, "tool_choice": "required"}),
     (CHATS, {**CHAT, "top_logprobs": True}),
     ("/tokenize", {"prompt": 5}),
     ("/detokenize", {"tokens": ["a"]}),
@@ -145,7 +154,7 @@ NAMES = [
     "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "presence_penalty",
     "stop", "repetition_penalty", "stream", "stream_options", "logit_bias", "logprobs", "top_logprobs", "echo",
     "min_tokens", "stop_token_ids", "priority", "chat_template_kwargs", "add_special_tokens", "return_token_ids",
-    "nobody_knows", "tokens",
+    "nobody_knows", "tokens", "tools", "tool_choice", "parallel_tool_calls",
 ]  # fmt: skip
 
 
@@ -164,6 +173,31 @@ def test_random_requests_and_their_answers_are_described(
     answer = http.post(path, json=body)
     check_answer(described, "post", path, answer)
     assert answer.status_code == 400 or body_problems(described, path, body) == []
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": {"type": "object"}}}]
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "done", "name": "f"}
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True, "stream_options": {"include_usage": True}}, {"logprobs": True}])
+def test_answers_with_calls_and_reasoning_are_described(more: dict[str, Any]) -> None:
+    said = "Hm.</think>Now.<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value></tool_call>"
+    info = replace(INFO, max_context=1024)
+    body = {**CHAT, "messages": [*CHAT["messages"], CALLED, RESULT], "tools": TOOLS, **more}
+    for text in (said, said[len("Hm.</think>Now.") :], said[:-4]):
+        engine = FakeEngine(say(tiny().encode("</think>" * ("Hm" not in text) + text, add_special_tokens=False)), info)
+        app = create_app(engine, tiny(), ApiConfig(chat_template=GLM))
+        with serving(app) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+            described = http.get("/openapi.json").json()
+            answer = http.post(CHATS, json=body)
+            assert answer.status_code == 200, answer.text
+            assert body_problems(described, CHATS, body) == []
+            check_answer(described, "post", CHATS, answer)
 
 
 def test_answers_to_questions_without_a_body(

@@ -38,6 +38,17 @@ def backend() -> Tokenizer:
 
 
 @cache
+def with_special(*special: str) -> deploy.text.tokenizer.Tokenizer:
+    """The same with further special tokens."""
+    copy = Tokenizer.from_str(backend().to_str())
+    copy.add_special_tokens([AddedToken(token, special=True) for token in special])
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=copy, bos_token="<|bos|>", eos_token="<|eos|>", chat_template=TEMPLATE
+    )
+    return deploy.text.tokenizer.Tokenizer(hf)
+
+
+@cache
 def tiny() -> deploy.text.tokenizer.Tokenizer:
     hf = PreTrainedTokenizerFast(
         tokenizer_object=backend(), bos_token="<|bos|>", eos_token="<|eos|>", chat_template=TEMPLATE

@@ -1,0 +1,84 @@
+"""What a chat template knows of tools, found out by trying it: nothing in its text says so reliably."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from deploy.text.errors import ChatTemplateError, ToolsUnknown
+
+Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str]
+"""Messages and tools to a prompt. ChatTemplateError."""
+
+_USER: Final = {"role": "user", "content": "Hello"}
+_ARGUMENTS: Final = '{"text": "probe"}'
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    },
+}
+_CALL: Final = {"id": "functions.probe:0", "type": "function", "function": {"name": "probe", "arguments": _ARGUMENTS}}
+_CALLED: Final = (
+    _USER,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "Done.", "tool_call_id": "functions.probe:0"},
+)
+
+
+@dataclass(frozen=True)
+class ToolTemplate:
+    """One template."""
+
+    knows_tools: bool
+    """Whether tools change what it writes."""
+    arguments_as_text: bool
+    """Whether it writes the arguments of earlier calls as the text that they were; else it wants objects."""
+
+    @staticmethod
+    def tried(render: Render) -> ToolTemplate:
+        """What the template behind `render` knows."""
+        try:
+            knows = render([_USER], [_TOOL]) != render([_USER], [])
+        except ChatTemplateError:
+            knows = False
+        try:
+            as_text = knows and _ARGUMENTS in render(_CALLED, [_TOOL])
+        except ChatTemplateError:
+            as_text = False
+        return ToolTemplate(knows, as_text)
+
+    def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages as the template wants them. ToolsUnknown where it knows no tools; ChatTemplateError for arguments
+        that are no JSON object where it wants one."""
+        if not self.knows_tools:
+            raise ToolsUnknown("tool calling, of which this model's chat template knows nothing,")
+        if self.arguments_as_text:
+            return [*messages]
+        return [
+            message if not message.get("tool_calls") else {**message, "tool_calls": _as_objects(message["tool_calls"])}
+            for message in messages
+        ]
+
+
+def speaks_of_tools(messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether there are calls or their results."""
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+
+
+def _as_objects(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    made = []
+    for call in calls:
+        function = call["function"]
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ChatTemplateError(f"the arguments of the call of {function['name']!r} are not a JSON object")
+        made.append({**call, "function": {**function, "arguments": arguments}})
+    return made

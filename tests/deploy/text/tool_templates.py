@@ -1,0 +1,59 @@
+"""Chat templates that write tools, calls and reasoning as the published ones do, short."""
+
+KIMI = (
+    "{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}"
+    "{%- for message in messages -%}<|im_{{ message['role'] }}|>{{ message.get('name') or message['role'] }}"
+    "<|im_middle|>"
+    "{%- if message['role'] == 'assistant' and message.get('tool_calls') -%}"
+    "{%- if message['reasoning_content'] -%}<think>{{ message['reasoning_content'] }}</think>{%- endif -%}"
+    "{{ message['content'] }}<|tool_calls_section_begin|>{%- for call in message['tool_calls'] -%}"
+    "<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>"
+    "{% if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}"
+    "{% else %}{{ call['function']['arguments'] | tojson }}{% endif %}<|tool_call_end|>{%- endfor -%}"
+    "<|tool_calls_section_end|>"
+    "{%- elif message['role'] == 'tool' -%}## Return of {{ message.tool_call_id }}\n{{ message['content'] }}"
+    "{%- else -%}{{ message['content'] }}{%- endif -%}<|im_end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>"
+    "{{ '<think></think>' if thinking is false else '<think>' }}{%- endif -%}"
+)
+DEEPSEEK_V31 = (
+    "{% if tools %}## Tools{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{%- for message in messages -%}{%- if message['role'] == 'user' -%}{{ '<｜User｜>' + message['content'] }}"
+    "{%- elif message['role'] == 'assistant' and message['tool_calls'] is defined -%}"
+    "{{ '<｜Assistant｜></think>' + message['content'] + '<｜tool▁calls▁begin｜>' }}"
+    "{%- for call in message['tool_calls'] -%}{{ '<｜tool▁call▁begin｜>' + call['function']['name'] + '<｜tool▁sep｜>'"
+    " + call['function']['arguments'] + '<｜tool▁call▁end｜>' }}{%- endfor -%}"
+    "{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}"
+    "{%- elif message['role'] == 'tool' -%}"
+    "{{ '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}"
+    "{%- else -%}{{ '<｜Assistant｜></think>' + message['content'] + '<｜end▁of▁sentence｜>' }}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt and messages[-1]['role'] == 'user' -%}"
+    "{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{%- endif -%}"
+)
+DEEPSEEK_V3 = (
+    "{%- if tools -%}# Tools ```json{%- for tool in tools -%}{{ tool | tojson }}{%- endfor -%}{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' and message['tool_calls'] is defined -%}"
+    "{{ message['content'] + '<｜tool▁calls▁begin｜>' }}{%- for call in message['tool_calls'] -%}"
+    "{{ '<｜tool▁call▁begin｜>' + call['type'] + '<｜tool▁sep｜>' + call['function']['name'] + '\\n```json\\n' +"
+    " call['function']['arguments'] | tojson + '\\n```<｜tool▁call▁end｜>' }}{%- endfor -%}{{ '<｜tool▁calls▁end｜>' }}"
+    "{%- else -%}{{ '<｜' + message['role'] + '｜>' + message['content'] }}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<｜Assistant｜>' }}{%- endif -%}"
+)
+GLM = (
+    "[gMASK]<sop>{%- if tools -%}<|system|># Tools{%- for tool in tools -%}{{ tool | tojson(ensure_ascii=False) }}"
+    "{%- endfor -%}{%- endif -%}{%- for m in messages -%}"
+    "{%- if m.role == 'tool' -%}<|observation|><tool_response>{{ m.content }}</tool_response>"
+    "{%- else -%}<|{{ m.role }}|>{%- if m.role == 'assistant' -%}<think>{{ m.reasoning_content or '' }}</think>"
+    "{%- endif -%}{{ m.content }}{%- for tc in m.tool_calls or [] -%}<tool_call>{{ tc.function.name }}"
+    "{%- for k, v in tc.function.arguments.items() -%}<arg_key>{{ k }}</arg_key><arg_value>"
+    "{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>{%- endfor -%}</tool_call>"
+    "{%- endfor -%}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{{ '</think>' if enable_thinking is false else '<think>' }}"
+    "{%- endif -%}"
+)
+DEEPSEEK_R1 = (
+    "{%- for m in messages -%}{{ '<｜' + m['role'] + '｜>' + m['content'] }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<｜Assistant｜><think>\\n' }}{%- endif -%}"
+)
