@@ -1,10 +1,11 @@
 """Times whole decode steps on this machine's GPU, as a replica replays them: state, embedding, layers, head, sampling,
-verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, or of a slice of DeepSeek-V3 in FP8.
+verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, a slice of DeepSeek-V3 in FP8, or GLM-4.7-Flash.
 
     python bench/decode_step.py                       # 1, 2, 4 and 16 rows of 1024 cached tokens, greedy
     python bench/decode_step.py --rows 1 --width 4    # one row that verifies and drafts three tokens
     python bench/decode_step.py --no-kernels          # without the tables of single kernels
     python bench/decode_step.py --shape v3-slice      # one dense layer and five of experts, in FP8
+    python bench/decode_step.py --shape glm-flash     # GLM-4.7-Flash, whole
 
 One line per number of rows: the way of few tokens, that of many beside it, and the time in which the bytes can be
 read. Then every kernel of the path alone: its launches of one step, in order, in a graph without the others; its share

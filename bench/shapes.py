@@ -78,7 +78,35 @@ V3_SLICE: dict[str, Any] = {
     "max_position_embeddings": 16384,
 }
 """DeepSeek-V3 with one dense layer and five of experts, and its draft layer."""
-SHAPES = {"v2-lite": (V2_LITE, Format.PLAIN), "v3-slice": (V3_SLICE, Format.FP8_BLOCKS)}
+GLM_FLASH: dict[str, Any] = {
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "max_position_embeddings": 16384,
+}
+"""GLM-4.7-Flash, whole."""
+SHAPES = {
+    "v2-lite": (V2_LITE, Format.PLAIN),
+    "v3-slice": (V3_SLICE, Format.FP8_BLOCKS),
+    "glm-flash": (GLM_FLASH, Format.PLAIN),
+}
 """By name, with the format in which their matrices are published."""
 _AT_ONCE = 1 << 28
 """Numbers that are drawn at once."""

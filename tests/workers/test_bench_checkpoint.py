@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("form", list(Format))
-@pytest.mark.parametrize("shape", ["v2-lite", "v3-slice"])
+@pytest.mark.parametrize("shape", ["v2-lite", "v3-slice", "glm-flash"])
 def test_what_is_written_loads(form: Format, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
     import checkpoint
