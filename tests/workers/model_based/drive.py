@@ -1,0 +1,212 @@
+"""Runs a schedule on an engine and holds every answer against the reference."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.page import PAGE_TOKENS
+from tests.tiny_models import write_tiny
+from tests.workers.harness import Finished, InlineEngine
+from tests.workers.model_based.reference_engine import NO_CAUSE, Reference
+from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, VOCAB, Add, Apply, Cancel, Mishap, Plan, Schedule
+from workers.config import EngineConfig
+from workers.protocol.messages import Request
+from workers.protocol.plan import StepPlan
+
+MOST_STEPS = 5000
+"""A schedule that takes more does not end."""
+
+
+class RandomWidths:
+    """Stands where the scheduler decides on width and drafts: draws both for every plan. A plan's width is at most one
+    more than the drafts that the plan before makes."""
+
+    given_up = False
+
+    def __init__(self, seed: int, most: int) -> None:
+        self._rng, self._most = random.Random(seed), most - 1
+        self._made = self.drafts = self._most
+        self.width = most
+
+    def planned(self, *_: Any) -> None:
+        """The plan was made."""
+        self._made = self.drafts
+        self.drafts = self._rng.randint(0, self._most)
+        self.width = 1 + self._rng.randint(0, self._made)
+
+    def observe(self, *_: Any) -> None:
+        """What came of it changes nothing."""
+
+
+@dataclass
+class Outcome:
+    """What a run found."""
+
+    problem: str = ""
+    """The first thing that is wrong; empty when nothing is."""
+    steps: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+
+
+class Bench:
+    """A tiny model on the disk, its reference, and schedules run on engines of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = write_tiny(folder, "v3", seed=3, num_hidden_layers=2, vocab_size=VOCAB)
+        tensors = load_file(self.folder / "model.safetensors")
+        tensors["model.embed_tokens.weight"][POISON] = torch.nan
+        save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
+        self.reference = Reference(self.folder, MAX_CONTEXT)
+
+    def engine(self, schedule: Schedule) -> InlineEngine:
+        """A fresh replica."""
+        config = EngineConfig(model=str(self.folder), device="cpu", selftest=False, **schedule.engine)
+        run = InlineEngine(config)
+        if run.scheduler.config.width > 1:
+            self._never_draft_poison(run)
+        if schedule.widths:
+            run.scheduler._watch = RandomWidths(schedule.seed, run.scheduler.config.width)  # type: ignore[assignment]
+        return run
+
+    def _never_draft_poison(self, run: InlineEngine) -> None:
+        """Attention of a row reads the entries of all its tokens and weighs later ones by zero, which does not help
+        against NaN. So a draft that is no number costs the whole row; of no other model does the target know a token
+        that its drafter must not say."""
+        drafter = run.runner.parts.drafter
+        honest = drafter.logits
+
+        def logits(*args: Any) -> torch.Tensor:
+            return honest(*args).index_fill_(1, torch.tensor([POISON]), -1e9)
+
+        drafter.logits = logits  # type: ignore[method-assign]
+
+    def run(self, schedule: Schedule) -> Outcome:
+        """Drive an engine through a schedule and judge it. An error that the engine raises is a problem, too."""
+        outcome = Outcome()
+        driven = Driven(self.engine(schedule), random.Random(schedule.seed))
+        try:
+            driven.through(schedule)
+        except Exception as error:
+            outcome.problem = f"{type(error).__name__}: {error}"
+        outcome.steps = len(driven.engine.plans)
+        outcome.problem = outcome.problem or self._judge(driven)
+        outcome.seen = driven.seen
+        return outcome
+
+    def _judge(self, driven: Driven) -> str:
+        failed = 0
+        for name, request in driven.requests.items():
+            record = driven.engine.finished[name]
+            logprobs = [entry for output in record.outputs for entry in output.logprobs]
+            problem = self.reference.judge(request.prompt, request.sampling, record.tokens, record.finish, logprobs)
+            if record.finish == "failed" and problem == NO_CAUSE:
+                failed, problem = failed + 1, ""
+            if record.finish is None:
+                problem = problem or "it never ended"
+            if problem:
+                return f"request {name}: {problem}"
+            driven.count(request, record)
+        if failed > driven.mishaps:
+            return f"{failed} requests failed without a cause of their own, of {driven.mishaps} mishaps"
+        stats = driven.engine.scheduler.stats()
+        if stats.pages_free != stats.pages_total:
+            return f"{stats.pages_total - stats.pages_free} pages were not given back"
+        return ""
+
+
+class Driven:
+    """An engine on its way through a schedule."""
+
+    def __init__(self, engine: InlineEngine, rng: random.Random) -> None:
+        self.engine, self.rng = engine, rng
+        self.requests: dict[str, Request] = {}
+        self.planned: list[StepPlan] = []
+        self.mishaps = 0
+        self.seen: Counter[str] = Counter()
+
+    def through(self, schedule: Schedule) -> None:
+        """All events, then whatever is left to do."""
+        for event in schedule.events:
+            match event:
+                case Add():
+                    self._add(event)
+                case Cancel():
+                    self.engine.deliver(self.engine.scheduler.cancel(event.name))
+                case Plan():
+                    self._plan()
+                case Apply():
+                    self._apply()
+                case Mishap():
+                    self._strike(self._apply())
+        while self._plan() or self.planned:
+            while self._plan():
+                pass
+            self._apply()
+            if len(self.engine.plans) > MOST_STEPS:
+                raise RuntimeError(f"not done after {MOST_STEPS} steps")
+        if not self.engine.scheduler.idle:
+            raise RuntimeError("nothing can be planned, and requests are left")
+        self._count_steps()
+
+    def _add(self, event: Add) -> None:
+        request = Request(event.name, event.prompt, event.sampling, event.priority)
+        if refusal := self.engine.scheduler.add(request):
+            if "pages of cache" not in refusal.refused and "no room for output" not in refusal.refused:
+                raise RuntimeError(f"refused without need: {refusal.refused}")
+            self.seen["refused"] += 1
+            return
+        self.requests[event.name], self.engine.finished[event.name] = request, Finished()
+
+    def _plan(self) -> bool:
+        plan = self.engine.scheduler.plan()
+        if plan is not None:
+            self.planned.append(plan)
+            self.engine.plans.append(plan)
+        return plan is not None
+
+    def _apply(self) -> StepPlan | None:
+        if not self.planned:
+            return None
+        plan = self.planned.pop(0)
+        self.engine.deliver(self.engine.scheduler.apply(self.engine.runner.execute(plan)))
+        return plan
+
+    def _strike(self, plan: StepPlan | None) -> None:
+        """Of the rows whose prompt goes on behind the step: nobody has sampled from what they wrote."""
+        rows = [row for row in (plan.prefill if plan else ()) if not row.final]
+        rows = [row for row in rows if row.start + len(row.tokens) > row.write_from]
+        if not rows:
+            return
+        row = self.rng.choice(rows)
+        entry = self.rng.randrange(max(row.start, row.write_from), row.start + len(row.tokens))
+        parts = self.engine.runner.parts
+        page = int(parts.state.tensors.page_SP[row.slot, entry // PAGE_TOKENS])
+        for layer in parts.cache.layers:
+            layer[page, entry % PAGE_TOKENS] = torch.nan
+        self.mishaps += 1
+        self.seen["mishaps"] += 1
+
+    def count(self, request: Request, record: Finished) -> None:
+        """A request that was served rightly: what it was."""
+        self.seen[f"ended: {record.finish}"] += 1
+        self.seen["requests"] += 1
+        sampling = request.sampling
+        self.seen["stopped behind min_tokens"] += record.finish == "stop" and sampling.min_tokens > 0
+
+    def _count_steps(self) -> None:
+        stats, plans = self.engine.scheduler.stats(), self.engine.plans
+        self.seen["preemptions"] += stats.preemptions
+        self.seen["cached tokens"] += stats.cached_tokens
+        self.seen["drafts offered"] += stats.drafts_offered
+        self.seen["drafts accepted"] += stats.drafts_accepted
+        self.seen["bad rows"] += stats.bad_rows
+        for plan in plans:
+            kind = "mixed" if plan.decode_slots and plan.prefill else "prefill" if plan.prefill else "decode"
+            self.seen[f"{kind} steps of width {plan.width}"] += 1

@@ -1,0 +1,112 @@
+"""Mistakes that an engine could have, planted so that the model-based test can show that it finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.sampling import tables as column
+from workers.protocol.plan import Admission
+from workers.scheduler import scheduler as scheduling
+from workers.step import decode, mixed
+from workers.step.mixed import MixedStep
+from workers.step.sampling import SamplingState
+from workers.step.slots import SlotState
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
+    """Where some drafts stand but not all, one more is taken for accepted."""
+    for module in (decode, mixed):
+        honest = module.accept_drafts
+
+        def generous(target: Any, draft: Any, accepted: Any, *rest: Any, honest: Any = honest, **options: Any) -> None:
+            honest(target, draft, accepted, *rest, **options)
+            accepted.add_(((accepted > 0) & (accepted < draft.shape[1])).to(accepted.dtype))
+
+        patch.setattr(module, "accept_drafts", generous)
+
+
+def stale_length_after_preemption(patch: pytest.MonkeyPatch) -> None:
+    """A request that comes back keeps, on the device, the length that its slot's last tenant had."""
+    admit, advance = SlotState.admit, MixedStep._advance
+    stale: dict[int, int] = {}
+
+    def admitting(state: SlotState, admissions: Any) -> None:
+        for admission in admissions:
+            stale.pop(admission.slot, None)
+            length = int(state.tensors.length_S[admission.slot])
+            if admission.generated and length:
+                stale[admission.slot] = length
+        admit(state, admissions)
+
+    def advancing(step: MixedStep, rows: Any, *rest: Any) -> Any:
+        newest_R = advance(step, rows, *rest)
+        for slot in rows.slot_R[rows.layout.decode_rows :].tolist():
+            if slot in stale:
+                step._parts.state.tensors.length_S[slot] = stale.pop(slot)
+        return newest_R
+
+    patch.setattr(SlotState, "admit", admitting)
+    patch.setattr(MixedStep, "_advance", advancing)
+
+
+def penalty_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """What a step generated is counted twice."""
+    honest = SamplingState.commit
+
+    def commit(state: SamplingState, *args: Any, **options: Any) -> None:
+        before = state.tables.seen_SV.clone()
+        honest(state, *args, **options)
+        state.tables.seen_SV.add_(state.tables.seen_SV - before)
+
+    patch.setattr(SamplingState, "commit", commit)
+
+
+def drafts_not_counted_in_the_window(patch: pytest.MonkeyPatch) -> None:
+    """Penalties and min_tokens of a window's later places do not see the drafts before them."""
+    honest = SamplingState.target_tokens
+
+    def target_tokens(state: SamplingState, logits: Any, layout: Any, slot: Any, fed: Any, *rest: Any, **o: Any) -> Any:
+        return honest(state, logits, layout, slot, torch.full_like(fed, -1), *rest, **o)
+
+    patch.setattr(SamplingState, "target_tokens", target_tokens)
+
+
+def min_tokens_begin_anew(patch: pytest.MonkeyPatch) -> None:
+    """What was generated before a preemption is not counted."""
+    honest = scheduling._admission
+
+    def admission(sequence: Any) -> Admission:
+        made = honest(sequence)
+        return Admission(made.slot, made.sampling, 0, made.history)
+
+    patch.setattr(scheduling, "_admission", admission)
+
+
+def a_seed_for_all(patch: pytest.MonkeyPatch) -> None:
+    """The lower half of a seed alone makes the noise."""
+    honest = SamplingState.admit
+
+    def admit(state: SamplingState, admissions: Any) -> None:
+        honest(state, admissions)
+        state.tables.whole_SI[:, column.SEED] &= 0xFFFFFFFF
+
+    patch.setattr(SamplingState, "admit", admit)
+
+
+PLANTED: dict[str, tuple[Plant, int]] = {
+    "acceptance one too long": (one_draft_too_many, 0),
+    "a stale length after preemption": (stale_length_after_preemption, 1),
+    "a penalty counted twice": (penalty_counted_twice, 0),
+    "drafts not counted inside a window": (drafts_not_counted_in_the_window, 0),
+    "min_tokens counted anew after preemption": (min_tokens_begin_anew, 14),
+    "noise of half a seed": (a_seed_for_all, 0),
+}
+"""Each with the first schedule that is tried. What takes a preemption at a certain moment shows in few schedules."""
+FOUND_WITHIN = 800
+"""Steps from there on."""

@@ -1,0 +1,112 @@
+"""The engine under random schedules against the reference, which takes one request at a time and the whole sequence for
+every token; and that this finds what is planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from tests.workers.model_based.drive import Bench
+from tests.workers.model_based.planted import FOUND_WITHIN, PLANTED
+from tests.workers.model_based.schedules import POISON, Add, Schedule, random_schedule
+from tests.workers.model_based.shrink import shrink
+from tests.workers.model_based.soak import keep, main, soak
+from workers.protocol.plan import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("v3"))
+
+
+def nothing_differs(bench: Bench, steps: int, first_seed: int, folder: Path) -> None:
+    outcome = soak(bench, steps, first_seed)
+    seen = outcome.seen
+    if outcome.problem:
+        file = keep(bench, first_seed + seen["schedules"] - 1, folder)
+        pytest.fail(f"{outcome.problem}: python -m tests.workers.model_based.soak --schedule {file}")
+    # And the schedules did what they are for.
+    assert outcome.steps >= steps
+    assert seen["drafts offered"] > seen["drafts accepted"] > steps / 40
+    assert min(seen["preemptions"], seen["bad rows"], seen["cached tokens"]) > 0
+    assert all(seen[f"ended: {end}"] > 5 for end in ("stop", "length", "failed", "cancelled"))
+    assert all(seen[f"mixed steps of width {width}"] > 5 for width in range(1, 5))
+    assert seen["near ties"] < seen["tokens"] / 500
+
+
+def test_3000_steps_of_random_schedules(bench: Bench, tmp_path: Path) -> None:
+    nothing_differs(bench, 3000, 0, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_15000_steps_of_other_schedules(bench: Bench, tmp_path: Path) -> None:
+    nothing_differs(bench, 15_000, 10_000, tmp_path)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, first_seed = PLANTED[name]
+    plant(monkeypatch)
+    found = soak(bench, FOUND_WITHIN, first_seed)
+    assert "instead of" in found.problem
+
+
+def test_a_failing_schedule_is_made_small_and_replayed_from_a_file(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PLANTED["a penalty counted twice"][0](monkeypatch)
+    few = replace(random_schedule(0), events=random_schedule(0).events[:60])
+    small = shrink(few, lambda schedule: bool(bench.run(schedule).problem), attempts=120)
+    [event] = small.events
+    assert isinstance(event, Add)
+    assert event.sampling.has_penalties
+    assert len(event.prompt) <= 3
+    file = tmp_path / "small.json"
+    file.write_bytes(small.to_json())
+    assert main(["--schedule", str(file)]) == 1
+    assert "instead of" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert main(["--schedule", str(file)]) == 0
+    assert "nothing differs" in capsys.readouterr().out
+
+
+def test_a_schedule_is_a_function_of_its_seed_and_survives_a_file() -> None:
+    for seed in range(30):
+        schedule = random_schedule(seed)
+        assert random_schedule(seed) == schedule != random_schedule(seed + 1)
+        assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+def requests_of(seeds: range) -> list[Add]:
+    return [event for seed in seeds for event in random_schedule(seed).events if isinstance(event, Add)]
+
+
+def test_the_definition_agrees_with_its_judge(bench: Bench) -> None:
+    """Token by token, each from the whole sequence; and a pass over all of them at once."""
+    for event in requests_of(range(3))[::2]:
+        prompt, sampling = event.prompt, replace(event.sampling, logprobs=-1, max_tokens=6)
+        answer = bench.reference.answer(prompt, sampling)
+        assert bench.reference.judge(prompt, sampling, answer.tokens, answer.finish) == ""
+
+
+def test_the_judge_sees_what_is_wrong_with_an_answer(bench: Bench) -> None:
+    judge, prompt = bench.reference.judge, (5, 6, 7)
+    sampling = SamplingParams(6, temperature=1.0, seed=3, logit_bias=((POISON, -100.0),))
+    tokens = bench.reference.answer(prompt, sampling).tokens
+    assert judge(prompt, sampling, tokens, "length") == ""
+    assert judge(prompt, sampling, tokens[:4], "cancelled") == ""
+    assert judge(prompt, sampling, tokens[:4], "length") == "it ends by length instead of going on"
+    assert judge(prompt, sampling, tokens, "stop") == "it ends by stop instead of length"
+    assert judge(prompt, sampling, tokens, "failed") == "it failed without a cause"
+    assert "follows the end" in judge(prompt, sampling, (*tokens, 1), "length")
+    for index in range(6):
+        other = (tokens[index] + 1) % 60
+        assert f"token {index} is" in judge(prompt, sampling, (*tokens[:index], other, *tokens[index + 1 :]), "length")
+    stop = replace(sampling, stop_ids=(tokens[2],))
+    end = tokens.index(tokens[2]) + 1
+    assert judge(prompt, stop, tokens[:end], "stop") == ""
+    assert "follows the end" in judge(prompt, stop, tokens, "length")
+    assert "nobody asked" not in judge(prompt, replace(sampling, logprobs=0), (), None)
