@@ -220,3 +220,16 @@ async def test_a_broken_model_is_the_first_cause(folder: Path, tmp_path: Path) -
             await collect(client, "first", [5, 6])
         with pytest.raises(EngineFault, match=r"^the model gives no finite numbers"):
             await insist(client)
+
+
+def test_what_a_prefix_hit_does_not_read_it_does_not_vouch_for(folder: Path) -> None:
+    """A bad token at the beginning of the second page spoils the entry before it, which is in the first page, for they
+    are in one chunk. Who finds that page computes this entry anew, for the draft layer, and reads it later."""
+    [shared] = prompts(1, 1, seed=6)
+    bad, good = [*shared * 64, POISON], [*shared * 64, 7, 8, 9]
+    params = SamplingParams(6, temperature=0.0, logit_bias=BANNED)
+    [expected] = serve(InlineEngine(settings(folder)), [(good, params)])
+    run = InlineEngine(settings(folder, token_budget=63))
+    first, second = serve(run, [(bad, params), (good, params)])
+    assert (first.finish, second.tokens) == ("failed", expected.tokens)
+    assert run.plans[2].prefill[0].write_from == 64

@@ -152,10 +152,11 @@ class PrefixCache:
                 row.duplicates = True
             row.chain.append(entry)
 
-    def vouch(self, row: RowPages, first: int = 0) -> None:
-        """The row has sampled from finite logits: so the complete pages that it reads, from its `first` on, are."""
-        for entry, page in islice(zip(row.chain, row.pages, strict=False), first, None):
-            if entry.page == page:
+    def vouch(self, row: RowPages, first: int = 0, unread: int | None = None) -> None:
+        """The row has sampled from finite logits: so the complete pages that it reads, from its `first` on, are. It has
+        not read all of its page `unread` yet."""
+        for index, (entry, page) in islice(enumerate(zip(row.chain, row.pages, strict=False)), first, None):
+            if entry.page == page and index != unread:
                 entry.sound = True
 
     def distrust(self, row: RowPages) -> None:

@@ -136,7 +136,7 @@ class Scheduler:
         for index, (sequence, tokens) in enumerate(rows):
             sequence.upper -= plan.width - len(tokens)
             if sequence.phase is not ended and not sequence.void and index not in bad:  # `gains`, without a call
-                output = self._gain(sequence, tokens, result, index)
+                output = self._gain(sequence, tokens, result, index, decoded=True)
                 outputs.append(output)
                 offered += plan.width - 1
                 accepted += min(len(output.tokens), len(tokens) - 1)
@@ -147,7 +147,7 @@ class Scheduler:
         for sequence, row in zip(flight.prefill, plan.prefill, strict=True):
             if row.final:
                 if sequence.gains and index not in bad:
-                    outputs.append(self._gain(sequence, result.tokens[index], result, index))
+                    outputs.append(self._gain(sequence, result.tokens[index], result, index, decoded=False))
                 index += 1
             self._rows.landed(sequence, sampled=row.final)
         self._counters.drafts_offered += offered
@@ -278,8 +278,11 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} owes one log-probability for every token of the rows that asked")
         return flight
 
-    def _gain(self, sequence: Sequence, tokens: tuple[int, ...], result: StepResult, index: int) -> RequestOutput:
-        """A live request's tokens of a step: cut at the first stop or at its limit; it may have ended then."""
+    def _gain(
+        self, sequence: Sequence, tokens: tuple[int, ...], result: StepResult, index: int, *, decoded: bool
+    ) -> RequestOutput:
+        """A live request's tokens of a step, as a decode row or at the end of its prompt: cut at the first stop or at
+        its limit; it may have ended then."""
         mine = sequence.tokens
         known = mine.length
         kept = tokens[: sequence.limit - known]
@@ -299,8 +302,12 @@ class Scheduler:
             if full > registered or not sequence.sound:
                 if full > registered:
                     self._rows.cache.register(sequence.pages, mine, full)
-                self._rows.cache.vouch(sequence.pages, registered if sequence.sound else 0)
-                sequence.sound = True
+                # With a draft layer the last cached token of a prefix hit is computed again, so its entry is not read
+                # before the row decodes.
+                unread = self.config.drafting and not decoded and sequence.write_from > 0
+                last = sequence.write_from // PAGE_TOKENS - 1 if unread else None
+                self._rows.cache.vouch(sequence.pages, registered if sequence.sound else 0, last)
+                sequence.sound = not unread
         logprobs: tuple[TopLogprobs, ...] = ()
         if sequence.logprobs >= 0:
             logprobs = tuple(_first(entry, sequence.logprobs) for entry in result.logprobs[index][: len(kept)])
