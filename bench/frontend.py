@@ -1,9 +1,11 @@
 """What the HTTP front costs with an engine that is free: tokens per second at many streams, time to first token at one.
 
-    python bench/frontend.py --streams 64 --tokens 512
+    python bench/frontend.py --streams 64 --tokens 512 [--parsers]
 
 The server (uvicorn with uvloop and httptools, the real application and tokenizer) runs in a process of its own. Its
-engine hands every stream one token per turn of the event loop. The client counts events on raw sockets.
+engine hands every stream one token per turn of the event loop. The client counts events on raw sockets. With
+--parsers, reasoning and tool calls are looked for in all streams. The server's processor time a token says the most on a
+busy machine.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
 
+import psutil
 import uvicorn
 import uvloop
 
@@ -77,12 +80,20 @@ class NullEngine:
         """See `workers.protocol.front.Engine`."""
 
 
-def serve(model: str, pipe: Connection, profile: str | None) -> None:
+TEMPLATE = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{{ '<|assistant|><think></think>' }}{# <arg_key> #}"
+)
+"""As a model's that thinks and calls tools, in GLM's format."""
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def serve(model: str, pipe: Connection, profile: str | None, parsers: bool) -> None:
     """The server's process; sends its port."""
     tokenizer = Tokenizer.load(model)
     if tokenizer is None:
         raise SystemExit(f"{model} holds no tokenizer")
-    app = create_app(NullEngine(tokenizer), tokenizer, ApiConfig())
+    app = create_app(NullEngine(tokenizer), tokenizer, ApiConfig(chat_template=TEMPLATE if parsers else None))
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     pipe.send(listener.getsockname()[1])
     config = uvicorn.Config(app, loop="uvloop", http="httptools", access_log=False, lifespan="off", log_level="warning")
@@ -97,13 +108,14 @@ def serve(model: str, pipe: Connection, profile: str | None) -> None:
         profiler.dump_stats(profile)
 
 
-def body(tokens: int) -> bytes:
+def body(tokens: int, parsers: bool) -> bytes:
     """A streamed chat request."""
     payload = {
         "model": "null",
         "messages": [{"role": "user", "content": PROMPT}],
         "max_tokens": tokens,
         "stream": True,
+        **({"tools": [TOOL]} if parsers else {}),
     }
     raw = json.dumps(payload).encode()
     lines = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
@@ -145,11 +157,11 @@ class Stream(asyncio.Protocol):
             self.done.set_exception(ConnectionError("the server closed the connection"))
 
 
-async def throughput(port: int, streams: int, tokens: int) -> tuple[float, float]:
+async def throughput(port: int, streams: int, tokens: int, parsers: bool) -> tuple[float, float]:
     """(tokens per second, events per token) of `streams` streams at once."""
     loop = asyncio.get_running_loop()
     connections = [(await loop.create_connection(Stream, "127.0.0.1", port))[1] for _ in range(streams)]
-    raw = body(tokens)
+    raw = body(tokens, parsers)
     begin = time.perf_counter()
     await asyncio.gather(*(connection.request(raw) for connection in connections))
     seconds = time.perf_counter() - begin
@@ -160,10 +172,10 @@ async def throughput(port: int, streams: int, tokens: int) -> tuple[float, float
     return streams * tokens / seconds, events / (streams * tokens)
 
 
-async def first_tokens(port: int, requests: int) -> list[float]:
+async def first_tokens(port: int, requests: int, parsers: bool) -> list[float]:
     """Seconds to the first token of `requests` requests, one after another."""
     _, connection = await asyncio.get_running_loop().create_connection(Stream, "127.0.0.1", port)
-    raw, times = body(4), []
+    raw, times = body(4, parsers), []
     for _ in range(requests):
         begin = time.perf_counter()
         await connection.request(raw)
@@ -173,16 +185,21 @@ async def first_tokens(port: int, requests: int) -> list[float]:
     return times
 
 
-async def measure(port: int, options: argparse.Namespace) -> None:
-    await throughput(port, options.streams, 32)  # warm
+async def measure(port: int, server: psutil.Process, options: argparse.Namespace) -> None:
+    await throughput(port, options.streams, 32, options.parsers)  # warm
     rates = []
+    before = server.cpu_times()
     for _ in range(options.repeat):
-        rate, events = await throughput(port, options.streams, options.tokens)
+        rate, events = await throughput(port, options.streams, options.tokens, options.parsers)
         rates.append(rate)
         print(f"{options.streams} streams x {options.tokens} tokens: {rate:9.0f} tok/s, {events:.3f} events per token")
-    times = sorted(await first_tokens(port, options.requests))
+    after = server.cpu_times()
+    seconds = after.user + after.system - before.user - before.system
+    times = sorted(await first_tokens(port, options.requests, options.parsers))
     median, p99 = statistics.median(times) * 1e3, times[int(len(times) * 0.99)] * 1e3
     print(f"median of {options.repeat}: {statistics.median(rates):.0f} tok/s")
+    token = seconds / options.repeat / options.streams / options.tokens
+    print(f"processor time of the server: {token * 1e6:.1f} us a token")
     print(
         f"time to first token at concurrency 1, {options.requests} requests: median {median:.2f} ms, p99 {p99:.2f} ms"
     )
@@ -195,17 +212,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="tokens of each stream")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--requests", type=int, default=300, help="requests of the first-token measurement")
+    parser.add_argument("--parsers", action="store_true", help="look for reasoning and tool calls in all streams")
     parser.add_argument("--profile", metavar="FILE", help="write a cProfile of the server")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(options.model, theirs, options.profile), daemon=True)
+    server = context.Process(target=serve, args=(options.model, theirs, options.profile, options.parsers), daemon=True)
     server.start()
     theirs.close()
     try:
         port = mine.recv()
         time.sleep(0.5)
-        uvloop.run(measure(port, options))
+        uvloop.run(measure(port, psutil.Process(server.pid), options))
     finally:
         os.kill(server.pid or 0, signal.SIGINT)
         server.join(5)
