@@ -4,8 +4,8 @@
 
 The server (uvicorn with uvloop and httptools, the real application and tokenizer) runs in a process of its own. Its
 engine hands every stream one token per turn of the event loop. The client counts events on raw sockets. With
---parsers, reasoning and tool calls are looked for in all streams. The server's processor time a token says the most on a
-busy machine.
+--parsers, reasoning and tool calls are looked for in all streams. On a busy machine the server's processor time a token
+says the most.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ def render_messages(front: Front, body: ChatTemplateFields) -> str:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             extra=body.chat_template_kwargs,
+            control_tokens_in_text=front.config.control_tokens_in_text,
         )
     except ToolsUnknown as error:
         raise unsupported(str(error), "tools" if body.tools else "messages") from None

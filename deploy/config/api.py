@@ -49,6 +49,8 @@ class ApiConfig(BaseModel):
     """Most characters of one stop string."""
     chat_template: str | None = None
     """A Jinja chat template to use instead of the model folder's: the text, or the path of a file that holds it."""
+    control_tokens_in_text: bool = False
+    """Encode what messages spell like the chat template's control tokens, as `<|user|>`, as these; else as text."""
     tool_parser: str = "auto"
     """What reads the tool calls of answers: a name of `deploy.parsing.registry`, none, or auto: as the chat template
     writes them."""

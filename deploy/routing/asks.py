@@ -35,9 +35,13 @@ INLINE_MESSAGES = 256
 class AskReader:
     """Turns bodies of /v1/completions and /v1/chat/completions into what routing needs to know."""
 
-    def __init__(self, tokenizer: Tokenizer | None, chat_template: str | None = None) -> None:
-        """`tokenizer`: the same as the replicas', so that page hashes agree; None for a model without one."""
+    def __init__(
+        self, tokenizer: Tokenizer | None, chat_template: str | None = None, control_tokens_in_text: bool = False
+    ) -> None:
+        """`tokenizer` and settings: the same as the replicas', so that page hashes agree; None for a model without a
+        tokenizer."""
         self._tokenizer, self._template = tokenizer, chat_template
+        self._control_tokens = control_tokens_in_text
         self._recent: OrderedDict[bytes, Ask] = OrderedDict()
 
     async def read(self, body: bytes, full_length: int | None = None) -> Ask:
@@ -106,6 +110,7 @@ class AskReader:
             add_generation_prompt=data.get("add_generation_prompt") is not False,
             continue_final_message=data.get("continue_final_message") is True,
             extra=extra,
+            control_tokens_in_text=self._control_tokens,
         )
         text = await (aside if len(messages) > INLINE_MESSAGES else at_once)(render)
         return await self._encode(text, data.get("add_special_tokens") is True)

@@ -101,7 +101,7 @@ class Picker:
     def __init__(self, engine: DeploymentHandle, config: ServeConfig) -> None:
         listen_at_home()
         tokenizer = Tokenizer.load(config.engine.folder)
-        self._reader = AskReader(tokenizer, config.api.chat_template)
+        self._reader = AskReader(tokenizer, config.api.chat_template, config.api.control_tokens_in_text)
         self._engine = engine
         self._engine._init()
 

@@ -64,7 +64,10 @@ def tool_calls_of(value: Any) -> list[dict[str, Any]]:
             raise ValueError('a call should be {"id": ..., "type": "function", "function": {"name", "arguments"}}')
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, Mapping):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            try:
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            except RecursionError:
+                raise ValueError("a call's arguments are nested too deeply") from None
         call_id = call.get("id", "")
         if not isinstance(arguments, str) or not isinstance(call_id, str):
             raise ValueError("a call's id and arguments should be strings")

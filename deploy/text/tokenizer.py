@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.text.control_tokens import BREAK, ControlTokens
 from deploy.text.detok import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table, is_byte_level
 from deploy.text.errors import ChatTemplateError
 from deploy.text.stop import StopMatcher
@@ -73,6 +74,7 @@ class Tokenizer:
         self._tokens = [""] * self.size
         for token, index in vocabulary.items():
             self._tokens[index] = token
+        self._control_tokens = ControlTokens(self._backend)
         self._tool_templates: dict[str | None, ToolTemplate] = {}
         self._long = asyncio.Lock()
         """Held while a text of more than `LONG_CHARS` is encoded."""
@@ -128,11 +130,15 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`, with the begin-of-sequence id and the like if the tokenizer adds them. ValueError where it is
         no Unicode text, as Python makes of arguments and files with bytes that are not UTF-8."""
+        first, *more = text.split(BREAK)
         try:
-            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            [encoding] = self._backend.encode_batch_fast([first], add_special_tokens=add_special_tokens)
+            behind = self._backend.encode_batch_fast(more, add_special_tokens=False) if more else ()
         except TypeError:
             raise ValueError("the text holds bytes that are not UTF-8") from None
         ids: list[int] = encoding.ids
+        for encoding in behind:
+            ids += encoding.ids
         return ids
 
     async def encode_async(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
@@ -146,6 +152,7 @@ class Tokenizer:
 
         The pieces of a text have a few tokens more than the text: about one for each.
         """
+        text = text.replace(BREAK, "")
         if len(text.encode()) <= most:  # a token is a byte or more
             return
         room = most + len(text) // PIECE_CHARS + 1
@@ -241,8 +248,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
+        control_tokens_in_text: bool = False,
     ) -> str:
-        """The prompt text of a chat, special tokens included; encode it without adding any.
+        """The prompt text of a chat, special tokens included; encode it without adding any. It holds breaks
+        (`deploy.text.control_tokens`) where messages, tools or variables spell a control token, unless
+        `control_tokens_in_text`.
 
         `messages` and `tools`: as `deploy.text.chat` makes them. `template` overrides the folder's; `extra` goes to the
         template as variables. ChatTemplateError when the template rejects the messages or there is none, ToolsUnknown
@@ -256,6 +266,13 @@ class Tokenizer:
         given = [dict(message) for message in messages]
         if tools or speaks_of_tools(given):
             given = self._tool_template(template).messages(given)
+        if not control_tokens_in_text:
+            try:
+                given = self._control_tokens.messages(given)
+                tools = self._control_tokens.broken(tools)
+                extra = {name: self._control_tokens.broken(value) for name, value in extra.items()}
+            except RecursionError:
+                raise ChatTemplateError("tools or chat_template_kwargs are nested too deeply") from None
         return self._apply(
             given,
             tools=[dict(tool) for tool in tools] or None,

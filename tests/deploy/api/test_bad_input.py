@@ -266,6 +266,11 @@ def test_deep_nesting_within_the_parser_s_bound(http: httpx.Client) -> None:
     for name in ("messages", "chat_template_kwargs", "logit_bias"):
         assert http.post("/v1/chat/completions", json={**CHAT, name: deep}).status_code == 400
     assert http.post("/v1/chat/completions", json={**CHAT, "chat_template_kwargs": {"x": deep}}).status_code < 500
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": deep}}}
+    call = {"id": "a", "function": {"name": "f", "arguments": {"x": deep}}}
+    assert http.post("/v1/chat/completions", json={**CHAT, "tools": [tool]}).status_code == 400
+    called = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+    assert http.post("/v1/chat/completions", json={**CHAT, "messages": called}).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 LONG = "the quick brown fox jumps over the lazy dog. " * 8
-texts = st.sampled_from(["", "hi", LONG, LONG[3:], "\u6771\u4eac" * 30])
+texts = st.sampled_from(["", "hi", "<|user|>" + LONG, LONG, LONG[3:], "\u6771\u4eac" * 30])
 parts = st.lists(texts.map(lambda text: {"type": "text", "text": text}), max_size=3)
 functions = st.fixed_dictionaries(
     {"name": st.sampled_from(["f", "g"])},
@@ -58,10 +58,14 @@ bodies = st.fixed_dictionaries(
 @given(body=bodies)
 @example(body={"model": "tiny", "messages": [{"role": "developer", "content": LONG}]})
 @pytest.mark.parametrize("template", [TEMPLATE, KIMI, GLM])
-async def test_a_router_asks_for_the_prompt_that_its_replica_makes(template: str, body: dict[str, Any]) -> None:
-    front: Any = SimpleNamespace(tokenizer=tiny(), config=ApiConfig(chat_template=template))
+@pytest.mark.parametrize("control", [False, True])
+async def test_a_router_asks_for_the_prompt_that_its_replica_makes(
+    control: bool, template: str, body: dict[str, Any]
+) -> None:
+    config = ApiConfig(chat_template=template, control_tokens_in_text=control)
+    front: Any = SimpleNamespace(tokenizer=tiny(), config=config)
     raw = json.dumps(body).encode()
-    ask = await AskReader(tiny(), template).read(raw)
+    ask = await AskReader(tiny(), template, control).read(raw)
     try:
         parsed = parse_generation(raw, ChatBody)
         ids = tiny().encode(render_messages(front, parsed), parsed.add_special_tokens)

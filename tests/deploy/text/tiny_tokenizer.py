@@ -12,6 +12,7 @@ TEXTS = [
     "the quick brown fox jumps over the lazy dog. STOP and END of it all\n",
     "Grüße aus Köln, naïve café, 東京タワー, Привет, мир! 👩‍🚀🚀 e\u0301\n",
 ]
+SPECIAL = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>", "<\uff5codd\u2581one\uff5c>"]
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
     "{{ raise_exception('the system message must come first') }}{% endif %}"
@@ -24,10 +25,9 @@ def backend() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>", "<\uff5codd\u2581one\uff5c>"]
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=special,
+        special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
