@@ -84,6 +84,8 @@ class _Head(Answer):
     id: str
     created: int
     model: str
+    system_fingerprint: str
+    """Changes with the model, the server's version and the settings that decide how it rounds."""
 
 
 class CompletionAnswer(_Head):

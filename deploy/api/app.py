@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 import kernels
 from deploy.api import errors
@@ -22,16 +25,18 @@ def create_app(
     tokenizer: Tokenizer | None,
     config: ApiConfig | None = None,
     metrics: FrontMetrics | None = None,
+    numerics: Mapping[str, object] | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible application in front of `engine`.
 
     Without a `tokenizer` only prompts of token ids work, and answers carry token ids. `metrics` takes the measurements;
-    a `FrontMetrics` of its own by default. `app.state.front` is the `Front`.
+    a `FrontMetrics` of its own by default. `numerics`: the engine's settings that decide how it rounds, for the
+    `system_fingerprint` of answers. `app.state.front` is the `Front`.
     """
     config = config or ApiConfig()
     metrics = metrics or FrontMetrics()
     metrics.watch_engine(lambda: engine.stats)
-    front = Front(engine, tokenizer, config, metrics)
+    front = Front(engine, tokenizer, config, metrics, numerics or {})
     app = FastAPI(
         title="latentserve",
         version=kernels.__version__,
@@ -47,5 +52,13 @@ def create_app(
     install_gone(app)
     description.install(app)
     app.add_middleware(DeadlineLayer)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     app.add_middleware(AccessLayer, metrics=metrics)  # the outermost: the last one added
     return app

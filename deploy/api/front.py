@@ -6,9 +6,13 @@ import asyncio
 import hmac
 import math
 import time
+from collections.abc import Mapping
+from functools import cached_property
+from hashlib import blake2b
 
 from starlette.requests import Request as HttpRequest
 
+import kernels
 from deploy.api.errors import ApiError, engine_down, invalid, model_not_found, overloaded
 from deploy.api.reading import Reader
 from deploy.config.api import ApiConfig
@@ -27,7 +31,14 @@ OPEN_PATHS = ("/health", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-red
 class Front:
     """One per application."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, config: ApiConfig, metrics: FrontMetrics) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        config: ApiConfig,
+        metrics: FrontMetrics,
+        numerics: Mapping[str, object],
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config
@@ -35,6 +46,7 @@ class Front:
         self.reader = Reader(tokenizer, config)
         self.in_flight = 0
         """Sequences handed to the engine and not ended."""
+        self._numerics = dict(numerics)
         self._keys = [key.encode() for key in config.api_keys]
         self._probe: asyncio.Task[None] | None = None
         self._probed = float("-inf")
@@ -47,6 +59,13 @@ class Front:
             return self.engine.info
         except RuntimeError as error:
             raise ApiError(503, f"starting: {error}", kind="server_error", code="starting") from None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short hash of what decides which numbers come out: model, version and the engine's numeric settings. 503
+        while there is no model."""
+        parts = [kernels.__version__, self.info().name, sorted(self._numerics.items())]
+        return f"fp_{blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
 
     def model_names(self) -> tuple[str, ...]:
         """Names a request may give."""

@@ -74,13 +74,13 @@ class Format(Protocol):
 
 
 class _Base:
-    """What both endpoints share. `request_id` becomes the answer's id."""
+    """What both endpoints share. `request_id` becomes the answer's id, `fingerprint` its own."""
 
     chunk_object = ""
     answer_object = ""
     prefix = ""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer | None, request_id: str) -> None:
+    def __init__(self, job: Job, tokenizer: Tokenizer | None, request_id: str, fingerprint: str) -> None:
         self._job = job
         self._tokenizer = tokenizer
         self._head = {
@@ -88,6 +88,7 @@ class _Base:
             "object": "",
             "created": int(time.time()),
             "model": job.model,
+            "system_fingerprint": fingerprint,
         }
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -134,8 +135,8 @@ class CompletionFormat(_Base):
     chunk_object = answer_object = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, job: Job, tokenizer: Tokenizer | None, request_id: str) -> None:
-        super().__init__(job, tokenizer, request_id)
+    def __init__(self, job: Job, tokenizer: Tokenizer | None, request_id: str, fingerprint: str) -> None:
+        super().__init__(job, tokenizer, request_id, fingerprint)
         self._offset = [0] * len(job.sequences)
         """Characters of each choice's tokens so far (`logprobs.text_offset`)."""
 

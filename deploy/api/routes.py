@@ -80,7 +80,7 @@ def build_router(front: Front, description: Description) -> APIRouter:
             body, info = await asked(incoming, CompletionBody)
             prompts = await completion_prompts(front, body, incoming.work)
             job = await incoming.work(build_job, body, prompts, info, front.tokenizer, front.config)
-        form = CompletionFormat(job, front.tokenizer, request.scope["latentserve.request_id"])
+        form = CompletionFormat(job, front.tokenizer, request.scope["latentserve.request_id"], front.fingerprint)
         return generation("completions", job.stream, job, form, arrival)
 
     async def chat(request: HttpRequest) -> Response:
@@ -97,7 +97,7 @@ def build_router(front: Front, description: Description) -> APIRouter:
             reading = front.reader.reading(body, text)
             job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, front.config)
             job = replace(job, reading=reading)
-        form = ChatFormat(job, tokenizer, request.scope["latentserve.request_id"])
+        form = ChatFormat(job, tokenizer, request.scope["latentserve.request_id"], front.fingerprint)
         return generation("chat", job.stream, job, form, arrival)
 
     async def models(request: HttpRequest) -> Response:

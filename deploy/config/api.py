@@ -19,6 +19,8 @@ class ApiConfig(BaseModel):
     api_keys: tuple[str, ...] = Field(default=(), repr=False)
     """Any of these as `Authorization: Bearer KEY` is let in; empty: everybody is. `/health` and `/metrics` are always
     open."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins (`https://app.example.com`, or `*`) whose pages may call this server from a browser; empty: none."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
     """Largest request body, bytes; larger ones are answered 413 without being kept."""
     max_held_bytes: int = Field(default=256 * 1024 * 1024, gt=0)
@@ -62,7 +64,7 @@ class ApiConfig(BaseModel):
     probe_ttl_s: float = Field(default=1.0, ge=0)
     """Seconds for which `/health` trusts the last good probe (a fault is reported at once all the same)."""
 
-    @field_validator("served_model_names", "api_keys")
+    @field_validator("served_model_names", "api_keys", "cors_origins")
     @classmethod
     def _no_empty(cls, values: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if not all(values):

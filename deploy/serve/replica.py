@@ -36,6 +36,8 @@ START_CAUSE_WAIT_S = 2.0
 """The same while it starts, when no stream waits and processes are slow."""
 NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
+NUMERIC = {"tensor_parallel", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
+"""Settings of the engine that decide how it rounds."""
 FRONT_DIED = "the replica's front died"
 
 
@@ -158,7 +160,8 @@ class EngineReplica:
         """The HTTP application."""
         from deploy.api.app import create_app
 
-        return create_app(client, self.tokenizer, self.config.api, self.metrics)
+        numerics = self.config.engine.model_dump(mode="json", include=NUMERIC)
+        return create_app(client, self.tokenizer, self.config.api, self.metrics, numerics)
 
     def __serve_build_asgi_app__(self) -> Any:
         """What Serve mounts, called once the constructor is through."""

@@ -387,6 +387,34 @@ def test_api_keys(engine: FakeEngine) -> None:
         assert http.get("/metrics").status_code == 200
 
 
+def test_pages_of_other_origins_come_in_where_they_are_named(engine: FakeEngine, url: str) -> None:
+    asks = {"Origin": "https://app.example.com", "Access-Control-Request-Method": "POST"}
+    asks["Access-Control-Request-Headers"] = "authorization,content-type"
+    assert httpx.options(f"{url}/v1/completions", headers=asks).status_code == 405
+    config = ApiConfig(api_keys=("sesame",), cors_origins=("https://app.example.com",))
+    with serving(create_app(engine, tiny(), config)) as port:
+        path = f"http://127.0.0.1:{port}/v1/completions"
+        allowed = httpx.options(path, headers=asks)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example.com"
+        assert "authorization" in allowed.headers["access-control-allow-headers"]
+        assert httpx.options(path, headers={**asks, "Origin": "https://evil.example.com"}).status_code == 400
+        answer = httpx.post(path, json=BASE, headers={"Origin": asks["Origin"], "Authorization": "Bearer sesame"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, asks["Origin"])
+        refused = httpx.post(path, json=BASE, headers={"Origin": asks["Origin"]})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, asks["Origin"])
+
+
+@pytest.mark.parametrize("changed", [{"dtype": "float16"}, {"invariant": True}])
+def test_the_fingerprint_follows_numeric_settings(engine: FakeEngine, changed: dict[str, Any]) -> None:
+    before = {"dtype": "float32", "invariant": False}
+    prints = [
+        create_app(engine, tiny(), numerics=numerics).state.front.fingerprint
+        for numerics in (before, dict(reversed(before.items())), before | changed)
+    ]
+    assert prints[0] == prints[1] != prints[2]
+
+
 def test_overload(engine: FakeEngine) -> None:
     """`queue_limit` is what may wait beyond the slots: more at once is 429, more than ever fits is 400."""
     app = create_app(engine, tiny(), ApiConfig(retry_after_s=7))

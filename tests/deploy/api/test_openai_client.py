@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import openai
@@ -68,6 +69,7 @@ def test_completion(client: openai.OpenAI, engine: FakeEngine) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 64
     assert answer.object == "text_completion"
     assert answer.id.startswith("cmpl-")
+    assert re.fullmatch("fp_[0-9a-f]{10}", answer.system_fingerprint or "")
     assert engine.cancelled == []
 
 

@@ -124,7 +124,7 @@ def test_one_chunk_an_event(connect: Callable[[], socket.socket], engine: PushEn
         assert event.count(b"\n\n") == 1
     first = json.loads(events[0][6:])
     assert first["choices"] == [{"index": 0, "text": " fox", "logprobs": None, "finish_reason": None}]
-    assert set(first) == {"id", "object", "created", "model", "choices"}
+    assert set(first) == {"id", "object", "created", "model", "system_fingerprint", "choices"}
 
 
 def test_a_fault_ends_the_stream_without_done(connect: Callable[[], socket.socket], engine: PushEngine) -> None:
