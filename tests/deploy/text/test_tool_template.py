@@ -1,0 +1,42 @@
+"""What chat templates know of tools, found out by trying them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_tokenizer import TEMPLATE, tiny
+from tool_templates import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI
+
+from deploy.text.errors import ToolsUnknown
+from deploy.text.tokenizer import Tokenizer
+from deploy.text.tool_template import ToolTemplate
+
+DEMO = Path(__file__).parents[3] / "assets" / "demo"
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": {}}}]
+KNOWN = {
+    KIMI: ToolTemplate(knows_tools=True, arguments_as_text=True),
+    DEEPSEEK_V31: ToolTemplate(knows_tools=True, arguments_as_text=True),
+    DEEPSEEK_V3: ToolTemplate(knows_tools=True, arguments_as_text=False),
+    GLM: ToolTemplate(knows_tools=True, arguments_as_text=False),
+    DEEPSEEK_R1: ToolTemplate(knows_tools=False, arguments_as_text=False),
+    TEMPLATE: ToolTemplate(knows_tools=False, arguments_as_text=False),
+    "{% if tools %}{{ raise_exception('no') }}{% endif %}": ToolTemplate(knows_tools=False, arguments_as_text=False),
+}
+
+
+@pytest.mark.parametrize("template", KNOWN)
+def test_templates_are_tried(template: str) -> None:
+    assert tiny()._tool_template(template) == KNOWN[template]
+
+
+@pytest.mark.skipif(not (DEMO / "tokenizer.json").exists(), reason="the demo model is not built")
+def test_the_demo_model_knows_no_tools() -> None:
+    tokenizer = Tokenizer.load(DEMO)
+    assert tokenizer is not None
+    chat = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ToolsUnknown, match="chat template knows nothing"):
+        tokenizer.render_chat(chat, tools=TOOLS)
+    with pytest.raises(ToolsUnknown):
+        tokenizer.render_chat([*chat, {"role": "tool", "content": "x", "tool_call_id": "a"}])
+    assert tokenizer.render_chat(chat).endswith("hi<|assistant|>")
