@@ -3,7 +3,7 @@
 The steps, in order, for one row (the meaning of each parameter is the OpenAI API's and vLLM's; the order is part of the
 contract, because it changes results):
 
-1. logits to float32
+1. logits to float32; ids that the row's mask forbids get -inf
 2. repetition penalty over prompt and generated ids, then frequency and presence penalties over generated ids
 3. logit bias
 4. stop ids are masked while fewer than min_tokens tokens were generated
@@ -25,7 +25,7 @@ import torch
 from kernels.sampling import launch, reference
 from kernels.sampling.philox import gumbel_noise
 from kernels.sampling.tables import ALL_FEATURES, Feature, SlotTables
-from kernels.sampling.workspace import SampledRows, SampleWorkspace
+from kernels.sampling.workspace import SampledRows, SampleWorkspace, TokenMasks, mask_words
 
 __all__ = [
     "ALL_FEATURES",
@@ -33,8 +33,10 @@ __all__ = [
     "SampleWorkspace",
     "SampledRows",
     "SlotTables",
+    "TokenMasks",
     "count_tokens",
     "gumbel_noise",
+    "mask_words",
     "sample_rows",
     "sample_tokens",
 ]
@@ -63,7 +65,9 @@ def sample_rows(
     assert not features & Feature.PENALTIES or tables.seen_SV.shape[1] == logits_NV.shape[1]
     if not logits_NV.is_cuda:
         slot_N, position_N, draft_NX, window_N = rows.expanded()
-        reference.sample(logits_NV, slot_N, position_N, tables, token_N, fault_1, features, draft_NX, window_N, bad_N)
+        reference.sample(
+            logits_NV, slot_N, position_N, tables, token_N, fault_1, features, draft_NX, window_N, bad_N, rows.masks
+        )
         return
     if workspace is None or workspace.peak_NP.shape[0] != rows.logits_rows:
         raise ValueError("sampling on a GPU needs a workspace for as many rows: SampleWorkspace.allocate")
@@ -83,6 +87,7 @@ def sample_tokens(
     workspace: SampleWorkspace | None = None,
     *,
     bad_N: torch.Tensor | None = None,
+    masks: TokenMasks | None = None,
 ) -> None:
     """Write the token of every row to `token_N` (int64 [N]).
 
@@ -90,14 +95,15 @@ def sample_tokens(
     be sampled; the slot of nobody (the tables' last, or -1) marks a padded row, which gets token 0. `features`: what
     at least one row needs; leaving out a feature that a row needs is an error of the caller, naming one that no row
     needs costs time only. `draft_NX`, `window_N` (int64): the drafts that a row's sequence feeds and how many of them
-    lie before it; None where there are none. `workspace`: on a GPU, see `sample_rows`.
+    lie before it; None where there are none. `masks`: which ids rows may have. `workspace`: on a GPU, see
+    `sample_rows`.
 
-    A row without a finite maximum (NaN or +inf anywhere, or every id masked) is bad: it gets token 0, so that nothing
-    is indexed out of bounds, and such a token means nothing. The caller has to look which rows those are: `bad_N`
-    (int64 [N]) gets 1 for them and 0 for the others. Without it each adds 1 to `fault_1` (int64 [1]).
+    A row without a finite maximum (NaN or +inf anywhere, allowed or not, or every id masked) is bad: it gets token 0,
+    so that nothing is indexed out of bounds, and such a token means nothing. The caller has to look which rows those
+    are: `bad_N` (int64 [N]) gets 1 for them and 0 for the others. Without it each adds 1 to `fault_1` (int64 [1]).
     """
     assert (draft_NX is None) == (window_N is None)
-    rows = SampledRows(slot_N, position_N, draft=draft_NX, window_N=window_N)
+    rows = SampledRows(slot_N, position_N, draft=draft_NX, window_N=window_N, masks=masks)
     sample_rows(logits_NV, rows, tables, token_N, fault_1, features, workspace, bad_N=bad_N)
 
 

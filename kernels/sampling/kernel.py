@@ -25,6 +25,7 @@ from kernels.sampling.rows import (
     adjusted,
     drafts_before,
     lowest_of_largest,
+    mask_of,
     real_value,
     row_and_place,
     whole_value,
@@ -70,7 +71,8 @@ def peak(
     if (slot >= 0) & (slot < nobody):
         window = drafts_before(n, window, before, windows, LAYOUT)
         own = drafts + (slot if LAYOUT.by_slot else row.to(tl.int64)) * draft_stride
-        x = adjusted(x, v, first, first + BLOCK - 1, slot, window, own, tables, ADJUST)
+        mask = mask_of(n, tables, ADJUST)
+        x = adjusted(x, v, first, first + BLOCK - 1, slot, mask, window, own, tables, ADJUST)
     top, best = lowest_of_largest(x, v)
     at = n * tl.num_programs(1) + block
     tl.store(peak_out + at, top)
@@ -140,6 +142,7 @@ def draw(
         if tl.abs(top) < float("inf"):
             window = drafts_before(n, window, before, windows, LAYOUT)
             own = drafts + (slot if LAYOUT.by_slot else row.to(tl.int64)) * draft_stride
+            mask = mask_of(n, tables, ADJUST)
             floor = tl.log(real_value(tables.real, slot, _MIN_P))
             if is_searched(
                 whole_value(tables.whole, slot, _TOP_K), real_value(tables.real, slot, _TOP_P), ADJUST.vocab
@@ -158,7 +161,7 @@ def draw(
                 v = first + inner
                 at_logit = logits + n.to(tl.int64) * LAYOUT.stride + v
                 x = tl.load(at_logit, mask=v < ADJUST.vocab, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-                x = adjusted(x, v, first, first + BLOCK - 1, slot, window, own, tables, ADJUST)
+                x = adjusted(x, v, first, first + BLOCK - 1, slot, mask, window, own, tables, ADJUST)
                 scaled = tl.div_rn(x - top, tl.zeros_like(x) + temperature)
                 if tl.max(tl.max(scaled, 1), 0) >= floor:
                     counter = first // 4 + quad

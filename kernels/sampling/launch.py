@@ -43,6 +43,7 @@ def sample(
     draft_stride = 0 if rows.draft is None else rows.draft.stride(0)
     windows = rows.slot_R if rows.window_N is None else rows.window_N
     drafts = rows.slot_R if rows.draft is None else rows.draft
+    masks = rows.masks
     pointers = SlotPointers(
         real=tables.real_SF,
         whole=tables.whole_SI,
@@ -50,6 +51,8 @@ def sample(
         bias_id=tables.bias_id_SB,
         bias=tables.bias_SB,
         seen=tables.seen_SV,
+        mask_index=rows.slot_R if masks is None else masks.index_N,
+        mask_bits=rows.slot_R if masks is None else masks.bits_MB,
     )
     history = (windows, drafts, pointers)
     numbers = (decode_tokens, rows.before, nobody, draft_stride)
@@ -68,6 +71,8 @@ def sample(
             biases=biases,
             bias_lanes=triton.next_power_of_2(biases),
             counted=bool(features & Feature.PENALTIES),
+            masked=masks is not None,
+            words=0 if masks is None else masks.bits_MB.shape[1],
         ),
         "DEPENDENT": dependent,
         **_UNFUSED,

@@ -2,7 +2,7 @@
 batch. The order of the steps is the launcher's contract.
 
 Shape legend: N logits rows, V vocabulary, S slots, X drafts a row feeds, K stop ids, B bias entries, H head of the
-sorted row, R sampled rows, W width.
+sorted row, R sampled rows, W width, M masked rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from kernels.sampling import tables as column
 from kernels.sampling.philox import gumbel_noise, gumbel_noise_at
 from kernels.sampling.tables import FILTERS, LOGIT_FEATURES, Feature, SlotTables
+from kernels.sampling.workspace import MASK_BITS, TokenMasks
 
 _HEAD = 256
 """On a CPU the filters look at this many of the most probable ids first; only if those do not settle it is the row
@@ -34,9 +35,12 @@ def sample(
     draft_NX: torch.Tensor | None,
     window_N: torch.Tensor | None,
     bad_N: torch.Tensor | None = None,
+    masks: TokenMasks | None = None,
 ) -> None:
     """See the launcher, `kernels.sampling.sample_tokens`."""
     logits_NV = logits_NV.to(torch.float32)
+    if masks is not None:
+        logits_NV = masked_logits(logits_NV, masks)
     if features & LOGIT_FEATURES:
         logits_NV = adjusted_logits(logits_NV, slot_N, tables, features, draft_NX, window_N)
     peak_N, best_N = logits_NV.max(dim=-1)  # first of equal maxima: the lowest id
@@ -75,6 +79,21 @@ def _scores_of_kept(
             return score_NV
     noise_NV = gumbel_noise(seed_N, position_N, scaled_NV.shape[1])
     return (scaled_NV + noise_NV).masked_fill_(~kept_NV, NEGATIVE_INFINITY)
+
+
+def masked_logits(logits_NV: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+    """float32 [N, V]: a copy of `logits_NV` (float32) with -inf for ids that a row's mask forbids. What is no finite
+    number stays, or the row would pass for sound."""
+    number, vocab = logits_NV.shape
+    index_N = masks.index_N[:number]
+    row_M = (index_N >= 0).nonzero().squeeze(1)
+    out_NV = logits_NV.clone()
+    token_V = torch.arange(vocab, device=logits_NV.device)
+    word_MV = masks.bits_MB[index_N[row_M].long()][:, token_V // MASK_BITS]
+    allowed_MV = ((word_MV >> (token_V % MASK_BITS)) & 1).bool()
+    rows_MV = logits_NV[row_M]
+    out_NV[row_M] = rows_MV.masked_fill(~allowed_MV & (rows_MV < float("inf")), NEGATIVE_INFINITY)
+    return out_NV
 
 
 def adjusted_logits(

@@ -32,7 +32,8 @@ _NO_ID = tl.constexpr(2**31 - 1)
 
 
 class SlotPointers(NamedTuple):
-    """The tensors of `tables.SlotTables` as a launch takes them and a kernel sees them: one argument."""
+    """The tensors of `tables.SlotTables` and of `workspace.TokenMasks` as a launch takes them and a kernel sees them:
+    one argument."""
 
     real: Any
     whole: Any
@@ -40,6 +41,8 @@ class SlotPointers(NamedTuple):
     bias_id: Any
     bias: Any
     seen: Any
+    mask_index: Any
+    mask_bits: Any
 
 
 class Adjustment(NamedTuple):
@@ -55,6 +58,10 @@ class Adjustment(NamedTuple):
     """The same, padded to a power of two."""
     counted: bool
     """Whether some slot may have penalties, so that its tokens are counted."""
+    masked: bool
+    """Whether some row may have a mask."""
+    words: int
+    """Integers of a mask."""
 
 
 class RowLayout(NamedTuple):
@@ -113,9 +120,24 @@ def drafts_before(n, place, before, windows, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def adjusted(x, v, first, last, slot, window, drafts, tables, ADJUST: tl.constexpr):
-    """Logits `x` of the ids `v` (all in `first` ... `last`) of a row, NaN made +inf. `drafts`: the `window` drafts
-    before it. Ids outside the vocabulary must come with -inf and keep it, unless they would be +inf."""
+def mask_of(n, tables, ADJUST: tl.constexpr):
+    """Where the mask of logits row `n` begins, below 0 where it has none."""
+    mask = n.to(tl.int64) * 0 - 1
+    if ADJUST.masked:
+        mask = tl.load(tables.mask_index + n).to(tl.int64) * ADJUST.words
+    return mask
+
+
+@triton.jit
+def adjusted(x, v, first, last, slot, mask, window, drafts, tables, ADJUST: tl.constexpr):
+    """Logits `x` of the ids `v` (all in `first` ... `last`) of a row, NaN made +inf. `mask`: as `mask_of` says.
+    `drafts`: the `window` drafts before it. Ids outside the vocabulary must come with -inf and keep it, unless they
+    would be +inf."""
+    if ADJUST.masked:  # noqa: SIM102 - the outer one is the compiler's
+        if mask >= 0:
+            word = tl.load(tables.mask_bits + mask + (v >> 5), mask=v < ADJUST.vocab, other=0)
+            # Added, so that NaN stays and +inf becomes NaN: a mask must not make a broken row pass for sound.
+            x += tl.where(((word >> (v & 31)) & 1) != 0, 0.0, float("-inf"))
     if ADJUST.counted:
         repetition = real_value(tables.real, slot, _REPETITION)
         frequency = real_value(tables.real, slot, _FREQUENCY)

@@ -24,6 +24,7 @@ from kernels.sampling.rows import (
     _TOP_P,
     adjusted,
     drafts_before,
+    mask_of,
     real_value,
     row_and_place,
     whole_value,
@@ -71,17 +72,30 @@ def halfway(low, high):
 
 
 @triton.jit
-def row_block(first, offset, SIZE: tl.constexpr, mine, slot, window, own, tables, ADJUST: tl.constexpr):
+def row_block(first, offset, SIZE: tl.constexpr, mine, slot, mask, window, own, tables, ADJUST: tl.constexpr):
     """Ids `first` + `offset` (SIZE of them) and their adjusted logits, -inf past the vocabulary."""
     v = first + offset
     x = tl.load(mine + v, mask=v < ADJUST.vocab, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    x = adjusted(x, v, first, first + SIZE - 1, slot, window, own, tables, ADJUST)
+    x = adjusted(x, v, first, first + SIZE - 1, slot, mask, window, own, tables, ADJUST)
     return v, x
 
 
 @triton.jit
+def allowed(mine, slot, mask, window, own, tables, ADJUST: tl.constexpr, CUT: tl.constexpr):
+    """How many ids of the row have a logit above -inf."""
+    LANES: tl.constexpr = CUT.lanes
+    BLOCK: tl.constexpr = CUT.rows * LANES
+    inner = tl.arange(0, CUT.rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    number = tl.zeros((LANES,), tl.int32)
+    for first in range(0, ADJUST.vocab, BLOCK):
+        _, x = row_block(first, inner, BLOCK, mine, slot, mask, window, own, tables, ADJUST)
+        number += tl.sum((x > float("-inf")).to(tl.int32), 0)
+    return tl.sum(number, 0)
+
+
+@triton.jit
 def largest_reaching(
-    target, low, number_low, top, rate, aside, mine, slot, window, own, tables,
+    target, low, number_low, top, rate, aside, mine, slot, mask, window, own, tables,
     ADJUST: tl.constexpr, BY_MASS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Key of the largest logit of the row at which the ids of at least that logit reach `target`, in number or BY_MASS.
@@ -103,7 +117,10 @@ def largest_reaching(
         value_low = value_of(low)
         near = value_high - (value_high - value_low) * 0.33
         far = value_high - (value_high - value_low) * 0.67
-        if number_low == ADJUST.vocab:  # nothing known below yet
+        unknown = number_low == ADJUST.vocab
+        if ADJUST.masked:
+            unknown = unknown | (low == _LOWEST_KEY + 1)
+        if unknown:  # nothing known below yet
             near = tl.maximum(value_high - reach, near)
             far = tl.maximum(value_high - 4.0 * reach, far)
             reach *= 16.0
@@ -119,7 +136,7 @@ def largest_reaching(
         count_0 = tl.zeros((LANES,), tl.int32)
         count_1 = tl.zeros((LANES,), tl.int32)
         for first in range(0, ADJUST.vocab, BLOCK):
-            _, x = row_block(first, inner, BLOCK, mine, slot, window, own, tables, ADJUST)
+            _, x = row_block(first, inner, BLOCK, mine, slot, mask, window, own, tables, ADJUST)
             count_0 += tl.sum((x >= value_0).to(tl.int32), 0)
             count_1 += tl.sum((x >= value_1).to(tl.int32), 0)
             if BY_MASS:
@@ -148,7 +165,7 @@ def largest_reaching(
         used = tl.full((), 0, tl.int32)
         tl.debug_barrier()
         for first in range(0, ADJUST.vocab, PIECE):
-            v, x = row_block(first, tl.arange(0, PIECE), PIECE, mine, slot, window, own, tables, ADJUST)
+            v, x = row_block(first, tl.arange(0, PIECE), PIECE, mine, slot, mask, window, own, tables, ADJUST)
             inside = (x >= least) & (x < limit) & (v < ADJUST.vocab)
             place = used + tl.cumsum(inside.to(tl.int32), 0) - 1
             tl.store(aside + place, x, mask=inside)
@@ -213,13 +230,20 @@ def search(
             own = drafts + (slot if LAYOUT.by_slot else row.to(tl.int64)) * draft_stride
             mine = logits + n.to(tl.int64) * LAYOUT.stride
             beside = aside + n.to(tl.int64) * CUT.aside
+            mask = mask_of(n, tables, ADJUST)
             rate = tl.minimum(_LOG2E / temperature, _LARGEST)
             floor = tl.log(real_value(tables.real, slot, _MIN_P))
             low = tl.full((), _LOWEST_KEY, tl.int32)
-            if (top_k > 0) & (top_k < ADJUST.vocab):
+            finite = tl.full((), ADJUST.vocab, tl.int32)
+            if ADJUST.masked:  # noqa: SIM102 - the outer one is the compiler's
+                if (mask >= 0) & (top_k > 0) & (top_k < ADJUST.vocab):
+                    # A mask may leave fewer ids than top_k keeps, or few enough to be kept aside at once.
+                    finite = allowed(mine, slot, mask, window, own, tables, ADJUST, CUT)
+                    low = tl.where(top_k <= finite, _LOWEST_KEY + 1, low)
+            if (top_k > 0) & (top_k < ADJUST.vocab) & (top_k <= finite):
                 low = largest_reaching(
-                    top_k.to(tl.float32), low, tl.full((), ADJUST.vocab, tl.int32), top, rate, beside,
-                    mine, slot, window, own, tables, ADJUST, False, CUT,
+                    top_k.to(tl.float32), low, finite, top, rate, beside,
+                    mine, slot, mask, window, own, tables, ADJUST, False, CUT,
                 )  # fmt: skip
             if top_p < 1.0:
                 # What min_p and top_k left: its mass, and how many ids.
@@ -229,12 +253,12 @@ def search(
                 number = tl.zeros((LANES,), tl.int32)
                 inner = tl.arange(0, CUT.rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
                 for first in range(0, ADJUST.vocab, BLOCK):
-                    v, x = row_block(first, inner, BLOCK, mine, slot, window, own, tables, ADJUST)
+                    v, x = row_block(first, inner, BLOCK, mine, slot, mask, window, own, tables, ADJUST)
                     kept = (x >= least) & (v < ADJUST.vocab)
                     mass += tl.sum(tl.where(kept, tl.exp2((x - top) * rate), 0.0), 0)
                     number += tl.sum(kept.to(tl.int32), 0)
                 low = largest_reaching(
                     top_p * tl.sum(mass, 0), low, tl.sum(number, 0), top, rate, beside,
-                    mine, slot, window, own, tables, ADJUST, True, CUT,
+                    mine, slot, mask, window, own, tables, ADJUST, True, CUT,
                 )  # fmt: skip
             tl.store(floor_out + n, tl.maximum(floor, tl.div_rn(value_of(low) - top, temperature)))

@@ -1,7 +1,7 @@
 """What a call of the sampling kernels needs besides logits and tables: where its rows' state is, and memory.
 
 Shape legend: N logits rows, R sampled rows, D decode rows, X drafts a row feeds, S slots, P blocks or parts of a row,
-A values kept aside.
+A values kept aside, M masks, V vocabulary, B integers of a mask.
 """
 
 from __future__ import annotations
@@ -18,6 +18,34 @@ DRAW_BLOCK = 1024
 """Ids one program draws noise for at a time."""
 ASIDE = 4096
 """Values of a row that the search for a floor may keep aside."""
+
+
+MASK_BITS = 32
+"""Ids that one integer of a mask speaks for."""
+
+
+def mask_words(vocab: int) -> int:
+    """Integers of a mask, B."""
+    return -(-vocab // MASK_BITS)
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Which ids some logits rows may have. Rows without a mask cost a load."""
+
+    index_N: Tensor
+    """int32, for every logits row, or more: which of the masks is its own; -1 for none."""
+    bits_MB: Tensor
+    """int32, contiguous: id v is allowed where bit v % 32 of integer v // 32 is set."""
+
+    def __post_init__(self) -> None:
+        assert self.index_N.dtype == self.bits_MB.dtype == torch.int32
+        assert self.index_N.is_contiguous()
+        assert self.bits_MB.is_contiguous()
+
+    def of(self, row_M: Tensor) -> TokenMasks:
+        """Those of some logits rows (int64) alone."""
+        return TokenMasks(self.index_N[row_M], self.bits_MB)
 
 
 @dataclass(frozen=True)
@@ -41,12 +69,15 @@ class SampledRows:
     """Drafts that lie before every row; place j of a decode row's window has j more."""
     window_N: Tensor | None = None
     """int64: still more of them, row by row."""
+    masks: TokenMasks | None = None
+    """Which ids the rows may have; None: any of them."""
 
     def __post_init__(self) -> None:
         assert self.position_N.shape == (self.logits_rows,)
         assert self.position_N.is_contiguous()
         assert self.slot_R.is_contiguous()
         assert self.window_N is None or self.window_N.shape == (self.logits_rows,)
+        assert self.masks is None or self.masks.index_N.shape[0] >= self.logits_rows
 
     @property
     def logits_rows(self) -> int:

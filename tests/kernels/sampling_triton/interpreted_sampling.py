@@ -50,6 +50,49 @@ def test_any_layout(vocab: int, decode_rows: int, width: int, others: int, seed:
     agree(Case.random(vocab, decode_rows, width, others, seed, spread=spread))
 
 
+@pytest.mark.parametrize("kind", [GREEDY, FILTERED, ALL])
+@pytest.mark.parametrize(("vocab", "width", "others"), [(67, 3, 2), (1031, 2, 1)])
+def test_masked_tokens_are_those_of_the_reference(kind: str, vocab: int, width: int, others: int) -> None:
+    agree(Case.random(vocab, 4, width, others, seed=2, kind=kind).masked(5))
+
+
+@settings(max_examples=8, deadline=None)
+@given(vocab=st.integers(1, 300), width=st.integers(1, 4), others=st.integers(0, 3), seed=st.integers(0, 10**6))
+def test_any_masked_layout(vocab: int, width: int, others: int, seed: int) -> None:
+    agree(Case.random(vocab, 2, width, others, seed).masked(seed))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_mask_hides_no_broken_number(number: float) -> None:
+    case = Case.random(70, 0, 1, 2, seed=6, kind=PLAIN).masked(1)
+    case.rows.slot_R.copy_(torch.arange(2))
+    case.rows.masks.index_N.fill_(0)
+    case.rows.masks.bits_MB[0] = torch.tensor([1, 0, 0])  # id 0 alone
+    case.logits[1, 5] = number
+    assert case.launched_by_name()[:2] == ([0, 0], [0, 1])
+    agree(case)
+
+
+@pytest.mark.parametrize("allowed", [1, 3, 39, 40, 41, 300, 900])
+def test_top_k_of_what_a_mask_leaves(allowed: int) -> None:
+    """Fewer ids than top_k keeps, as many, more than are kept aside."""
+    vocab = 900
+    case = Case.random(vocab, 3, 1, 0, 3, FILTERED).masked(1)
+    case.rows.slot_R.copy_(torch.arange(3))
+    case.tables.real_SF[:3, column.TEMPERATURE] = 1.0
+    case.tables.real_SF[:3, column.TOP_P] = torch.tensor([1.0, 0.9, 1.0])
+    case.tables.whole_SI[:3, column.TOP_K] = 40
+    ids = torch.randperm(vocab)[:allowed].tolist()
+    words = [sum(1 << (i % 32) for i in ids if i // 32 == word) for word in range(-(-vocab // 32))]
+    case.rows.masks.bits_MB[0] = torch.tensor([w - (1 << 32) if w >> 31 else w for w in words], dtype=torch.int32)
+    case.rows.masks.index_N[:3] = 0
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (workspace, launch):
+            patch.setattr(module, "ASIDE", 64)
+        patch.setattr(launch, "_SEARCH_LANES", 256)
+        agree(case)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_logits(dtype: torch.dtype) -> None:
     agree(Case.random(130, 3, 2, 1, seed=4, kind=GREEDY, dtype=dtype))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels.sampling import ALL_FEATURES, Feature, SampledRows, SampleWorkspace, SlotTables, launch
+from kernels.sampling import (
+    ALL_FEATURES,
+    Feature,
+    SampledRows,
+    SampleWorkspace,
+    SlotTables,
+    TokenMasks,
+    launch,
+    mask_words,
+)
 from kernels.sampling import tables as column
 
 STOPS, BIASES = 4, 8
@@ -114,6 +123,24 @@ class Case:
             rows = SampledRows(slot_R, rows.position_N, draft=draft, by_slot=True, before=1)
         return Case(tables, logits, rows)
 
+    def masked(self, seed: int) -> Case:
+        """With masks that allow nearly all ids, few, one or none, for some rows, the masks in another order than the
+        rows, and poison in those that are nobody's and in the bits behind the vocabulary."""
+        generator = torch.Generator().manual_seed(seed)
+        number, vocab = self.logits.shape
+        words = mask_words(vocab)
+        share_M1 = torch.tensor([0.98, 0.5, 0.02, 0.0])[torch.randint(0, 4, (number + 2, 1), generator=generator)]
+        allowed_MV = torch.rand(number + 2, words * 32, generator=generator) < share_M1
+        allowed_MV[torch.arange(number + 2), torch.randint(0, vocab, (number + 2,), generator=generator)] = True
+        allowed_MV[0] = False
+        allowed_MV[:, vocab:] = True
+        weight = torch.tensor([1 << bit if bit < 31 else -(1 << 31) for bit in range(32)], dtype=torch.int64)
+        bits_MB = (allowed_MV.view(number + 2, words, 32) * weight).sum(2).to(torch.int32)
+        index_N = torch.randperm(number + 2, generator=generator)[:number].to(torch.int32)
+        index_N[torch.rand(number, generator=generator) < 0.3] = -1
+        masks = TokenMasks(torch.cat((index_N, index_N.new_full((5,), 2147480000))), bits_MB)
+        return replace(self, rows=replace(self.rows, masks=masks))
+
     def to(self, device: str) -> Case:
         """The same on another device, logits strided and poisoned as before."""
         vocab = self.logits.shape[1]
@@ -125,6 +152,8 @@ class Case:
 
         tables = SlotTables(**moved(vars(self.tables)))  # type: ignore[arg-type]
         rows = SampledRows(**moved(vars(self.rows)))  # type: ignore[arg-type]
+        if rows.masks is not None:
+            rows = replace(rows, masks=TokenMasks(**moved(vars(rows.masks))))  # type: ignore[arg-type]
         return Case(tables, logits[:, :vocab], rows, self.features, device)
 
     def buffers(self) -> tuple[SampleWorkspace, Tensor, Tensor]:
@@ -182,6 +211,15 @@ class Case:
         slot_N, position_N, draft_NX, window_N = host.rows.expanded()
         token_N, fault_1 = torch.full_like(slot_N, -7), torch.zeros(1, dtype=torch.int64)
         reference.sample(
-            host.logits, slot_N, position_N, host.tables, token_N, fault_1, host.features, draft_NX, window_N
+            host.logits,
+            slot_N,
+            position_N,
+            host.tables,
+            token_N,
+            fault_1,
+            host.features,
+            draft_NX,
+            window_N,
+            masks=host.rows.masks,
         )
         return token_N.tolist(), int(fault_1)

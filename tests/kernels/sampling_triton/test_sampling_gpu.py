@@ -28,6 +28,14 @@ def test_tokens_are_those_of_the_reference(shape: tuple[int, int, int], vocab: i
     assert case.to("cuda").launched(dependent) == case.expected()
 
 
+@pytest.mark.parametrize("kind", [GREEDY, PLAIN, FILTERED, ALL])
+@pytest.mark.parametrize("vocab", [67, 5003, 129280])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_masked_tokens_are_those_of_the_reference(shape: tuple[int, int, int], vocab: int, kind: str) -> None:
+    case = Case.random(vocab, *shape, seed=4, kind=kind).masked(5)
+    assert case.to("cuda").launched_by_name() == case.expected_by_name()
+
+
 @pytest.mark.parametrize("spread", [0.02, 1.0, 12.0])
 def test_floors_are_those_of_the_reference(spread: float) -> None:
     """Flat and steep rows, small and large k and p, ties: a few values must be set aside or nearly all of them."""

@@ -33,6 +33,19 @@ def test_compiles_without_spills_and_loads_wide(name: str, dependent: bool) -> N
         assert all("LDG.E.128" in machine_code(kernel) for kernel in compiled[:3])
 
 
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_masked_compiles_without_spills_and_loads_wide(name: str) -> None:
+    case = Case.random(VOCABULARIES[name], 1, 2, 1, seed=1).masked(1)
+    case.logits = case.logits.contiguous()
+    with compile_only() as compiled:
+        case.launched_by_name()
+    assert [kernel.metadata.name for kernel in compiled] == ["peak", "search", "draw", "finish"]
+    for kernel in compiled:
+        resources(kernel).check(registers=128)
+    if name != "odd":
+        assert all("LDG.E.128" in machine_code(kernel) for kernel in compiled[:3])
+
+
 @pytest.mark.parametrize("dependent", [False, True])
 def test_the_small_kernels_compile_without_spills(dependent: bool) -> None:
     case = Case.random(4096, 3, 4, 0, seed=1)
