@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 AUTO_WIDTH: Final = 4
 """Most tokens that a decode row feeds where the width is chosen from step to step."""
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
+
+
+def _absolute(path: str) -> str:
+    """Processes on a cluster have working folders of their own."""
+    return str(Path(path).expanduser().absolute())
 
 
 class EngineConfig(BaseModel):
@@ -60,6 +65,11 @@ class EngineConfig(BaseModel):
     for good (HTTP 400)."""
     prefix_cache: bool = True
     """Reuse the pages of equal prompt prefixes."""
+    record_plans: Annotated[str, AfterValidator(_absolute)] | None = None
+    """File to which every step plan and its result are written, for `latentserve replay`; where it is there already, or
+    a replica starts again, .1, .2, ... follow its name. None: nothing is recorded."""
+    record_prompts: bool = False
+    """Record prompts and generated tokens, too; without it others stand for them."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds a launched step may take before the replica is given up as hung."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 3.0
@@ -83,6 +93,12 @@ class EngineConfig(BaseModel):
                 f"token_budget = {self.token_budget} is too small for max_rows = {self.max_rows} decode rows of width "
                 f"{self.most_width}: give at least {self.max_rows * self.most_width + 1}, or fewer rows"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_go_somewhere(self) -> Self:
+        if self.record_prompts and self.record_plans is None:
+            raise ValueError("record_prompts needs a file: give record_plans, too")
         return self
 
     @property

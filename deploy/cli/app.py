@@ -14,6 +14,8 @@ from deploy.cli.fit import EPILOG as FIT_EPILOG
 from deploy.cli.fit import fit
 from deploy.cli.generate import EPILOG as GENERATE_EPILOG
 from deploy.cli.generate import generate
+from deploy.cli.replay import EPILOG as REPLAY_EPILOG
+from deploy.cli.replay import replay
 from deploy.cli.selftest import EPILOG as SELFTEST_EPILOG
 from deploy.cli.selftest import selftest
 from deploy.cli.serve import EPILOG as SERVE_EPILOG
@@ -55,5 +57,6 @@ app.command(epilog=SERVE_EPILOG)(serve)
 app.command(epilog=GENERATE_EPILOG)(generate)
 app.command(epilog=FIT_EPILOG)(fit)
 app.command(epilog=SELFTEST_EPILOG)(selftest)
+app.command(epilog=REPLAY_EPILOG)(replay)
 bench.command(epilog=LATENCY_EPILOG)(latency)
 bench.command(epilog=HTTP_EPILOG)(http)

@@ -44,6 +44,8 @@ def generate(
     top_k: options.TopK = 0,
     seed: options.Seed = None,
     ignore_eos: options.IgnoreEos = False,
+    record_plans: options.RecordPlans = None,
+    record_prompts: options.RecordPrompts = False,
     json_output: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -74,6 +76,8 @@ def generate(
             kv_cache_dtype=kv_cache_dtype,
             device=device,
             max_rows=1,
+            record_plans=record_plans,
+            record_prompts=record_prompts,
         )
         given = None if prompt_ids is None else int_list(prompt_ids, "--prompt-ids")
         sampling = SamplingParams(

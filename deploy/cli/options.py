@@ -9,6 +9,7 @@ import typer
 
 ENGINE = "Model and engine"
 SAMPLING = "Sampling"
+RECORDING = "Bug reports"
 
 Model = Annotated[
     str,
@@ -187,6 +188,21 @@ Seed = Annotated[
 IgnoreEos = Annotated[
     bool,
     typer.Option("--ignore-eos", help="Generate on past end-of-sequence tokens.", rich_help_panel=SAMPLING),
+]
+RecordPlans = Annotated[
+    str | None,
+    typer.Option(
+        "--record-plans",
+        metavar="FILE",
+        help="Write every step plan to a file for `replay`, without what was asked and answered.",
+        rich_help_panel=RECORDING,
+    ),
+]
+RecordPrompts = Annotated[
+    bool,
+    typer.Option(
+        "--record-prompts", help="Record prompts and answers, too: they can be read.", rich_help_panel=RECORDING
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]

@@ -38,6 +38,8 @@ _FLAGS = {
     "engine.max_context": "--max-context",
     "engine.cache_pages": "--cache-pages",
     "engine.memory_fraction": "--memory-fraction",
+    "engine.record_plans": "--record-plans",
+    "engine.record_prompts": "--record-prompts",
     "replicas": "--replicas",
     "host": "--host",
     "port": "--port",
@@ -161,6 +163,8 @@ def serve(
             rich_help_panel=options.ENGINE,
         ),
     ] = None,
+    record_plans: options.RecordPlans = None,
+    record_prompts: options.RecordPrompts = False,
 ) -> None:
     """Serve a model: an OpenAI-compatible endpoint on Ray Serve, on this machine or a running cluster.
 
@@ -183,6 +187,8 @@ def serve(
                 "engine.max_context": max_context,
                 "engine.cache_pages": cache_pages,
                 "engine.memory_fraction": memory_fraction,
+                "engine.record_plans": record_plans,
+                "engine.record_prompts": record_prompts or None,
                 "replicas": replicas,
                 "host": host,
                 "port": port,

@@ -165,7 +165,8 @@ class EngineClient:
                         )
                     )
             case Progress():
-                _tell(self.on_progress, f"rank {message.rank}: {message.text}")
+                who = f"rank {message.rank}" if message.rank >= 0 else "scheduler"
+                _tell(self.on_progress, f"{who}: {message.text}")
             case SelfTestReport():
                 self.selftest = message
                 _tell(self.on_selftest, message)

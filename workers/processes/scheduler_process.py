@@ -32,6 +32,7 @@ from workers.protocol.messages import (
     ToScheduler,
 )
 from workers.protocol.plan import StepResult
+from workers.protocol.recording import Recorder
 from workers.protocol.report import SelfTestReport
 from workers.scheduler import Scheduler, SchedulerConfig, Unsound
 
@@ -65,6 +66,7 @@ class SchedulerProcess:
         self._heard = [time.monotonic()] * config.tensor_parallel
         self._launched: dict[int, float] = {}
         self._figures: Figures = {}
+        self._recorder: Recorder | None = None
 
     def run(self) -> None:
         """Serve until a Shutdown arrives. On a failure tells the front the first cause, then raises EngineFailed."""
@@ -89,6 +91,8 @@ class SchedulerProcess:
             raise
         finally:
             pulse.close()
+            if self._recorder is not None:
+                self._recorder.close()
             for plans in self._binding.plans:
                 with suppress(PeerGone):
                     plans.send(Shutdown())
@@ -125,11 +129,23 @@ class SchedulerProcess:
         ):
             held = sorted(ready.values(), key=lambda r: r.rank)
             raise EngineFailed(Fault(f"ranks disagree on what they hold: {held}"))
+        self._record(first)
         self._heard = [time.monotonic()] * config.tensor_parallel
         self._binding.outputs.send(
             Ready(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids)
         )
         return Scheduler(scheduler_config(config, first))
+
+    def _record(self, ready: Ready) -> None:
+        """From now on, if that is asked for."""
+        if self._config.record_plans is None:
+            return
+        try:
+            self._recorder = Recorder(self._config, ready)
+        except OSError as error:
+            cause = f"record_plans: cannot write {self._config.record_plans}: {error.strerror}"
+            raise EngineFailed(Fault(cause, lasting=True)) from None
+        self._binding.outputs.send(Progress(-1, f"step plans are recorded in {self._recorder.path}"))
 
     def _serve(self, scheduler: Scheduler, pulse: Pulse) -> None:
         requests, results = self._binding.requests, self._binding.results
@@ -157,6 +173,8 @@ class SchedulerProcess:
                         return
             # Plans first: workers start on them while the outputs are encoded.
             while (plan := scheduler.plan()) is not None:
+                if self._recorder is not None:
+                    self._recorder.plan(plan)
                 payload = encode(plan)
                 for sender in self._binding.plans:
                     sender.send_encoded(payload)
@@ -177,6 +195,8 @@ class SchedulerProcess:
                     oldest = min(self._launched)
                     self._launched[oldest] = time.monotonic()
                 self._heard[0] = time.monotonic()
+                if self._recorder is not None:
+                    self._recorder.result(message)
                 return scheduler.apply(message)
             case Heartbeat():
                 self._heard[message.rank] = time.monotonic()

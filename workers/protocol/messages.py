@@ -182,6 +182,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A line about start-up for the user: what is being loaded and how far it is."""
 
     rank: int
+    """-1 for the scheduler."""
     text: str
 
 

@@ -13,7 +13,7 @@ from deploy.config.application import ServeConfig
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "command-line.md").read_text()
 COMMANDS = re.findall(
-    r"latentserve (serve|generate|fit|selftest|bench latency|bench http) (--.*)",
+    r"latentserve (serve|generate|fit|selftest|replay|bench latency|bench http) (.*--.*)",
     PAGE + (DOCS / "quick-start.md").read_text(),
 )
 
@@ -57,7 +57,7 @@ PUBLISHED = set(re.findall(r"[\w.-]+", " ".join(TABLE)))
 
 def test_commands_show_models_that_are_published_in_a_format_that_is_read(command):
     """Where a command names a checkpoint, it is one that docs/models.md lists."""
-    commands = ("serve", "generate", "fit", "selftest", "bench latency", "bench http")
+    commands = ("serve", "generate", "fit", "selftest", "replay", "bench latency", "bench http")
     shown = [page.read_text() for page in (README, *DOCS.glob("*.md"))]
     shown += [command(*name.split(), "--help").out for name in commands]
     named = re.findall(r"(?:--model |MODEL=)\S*?([\w.-]*(?:DeepSeek|Kimi|Moonlight|GLM)[\w.-]*)", "\n".join(shown))
