@@ -17,9 +17,9 @@ PACKAGES = ("kernels", "workers", "deploy")
 
 ROOMS = {
     "workers": (
-        ("config", "environment", "memory", "quantization"),
+        ("config", "environment", "memory", "quantization", "vocabulary"),
         ("fit", "protocol", "parallel"),
-        ("channel", "weights", "cache", "scheduler"),
+        ("channel", "weights", "cache", "grammar", "scheduler"),
         ("models",),
         ("drafters", "step"),
         ("families",),

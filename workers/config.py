@@ -74,6 +74,8 @@ class EngineConfig(BaseModel):
     """Seconds a launched step may take before the replica is given up as hung."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 3.0
     """Seconds a process of the replica may be silent before the replica is given up."""
+    grammar_compile_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds that the grammar of a request with structured output may take to compile before it is refused."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Seconds until every rank has loaded and reports ready."""
 

@@ -166,6 +166,16 @@ GivenTokenBudget = Annotated[
     int | None,
     typer.Option("--token-budget", help="Most tokens one step feeds.", show_default="2048", rich_help_panel=ENGINE),
 ]
+GivenGrammarCompileTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--grammar-compile-timeout",
+        metavar="SECONDS",
+        help="What structured output may take to compile; a request that takes longer is refused.",
+        show_default="10",
+        rich_help_panel=ENGINE,
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens generated.", rich_help_panel=SAMPLING)]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.", rich_help_panel=SAMPLING)]
 TopP = Annotated[

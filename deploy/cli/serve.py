@@ -40,6 +40,7 @@ _FLAGS = {
     "engine.memory_fraction": "--memory-fraction",
     "engine.record_plans": "--record-plans",
     "engine.record_prompts": "--record-prompts",
+    "engine.grammar_compile_timeout_s": "--grammar-compile-timeout",
     "replicas": "--replicas",
     "host": "--host",
     "port": "--port",
@@ -92,6 +93,7 @@ def serve(
             rich_help_panel=options.ENGINE,
         ),
     ] = None,
+    grammar_compile_timeout: options.GivenGrammarCompileTimeout = None,
     replicas: Annotated[
         int | None,
         typer.Option(
@@ -189,6 +191,7 @@ def serve(
                 "engine.memory_fraction": memory_fraction,
                 "engine.record_plans": record_plans,
                 "engine.record_prompts": record_prompts or None,
+                "engine.grammar_compile_timeout_s": grammar_compile_timeout,
                 "replicas": replicas,
                 "host": host,
                 "port": port,

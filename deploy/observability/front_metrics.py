@@ -51,7 +51,7 @@ WORKER_GAUGES: dict[str, str] = {
     "graph_bytes": "Device memory of the graphs and their scratch.",
 }
 WORKER_COUNTERS: dict[str, tuple[str, str | None]] = {
-    "graph_replays": ("Steps that were one replay of a graph.", None),
+    "graph_replays": ("Steps that were one replay of a graph, or two with masks filled between.", None),
     "graph_rows": ("Decode rows of these steps.", None),
     "graph_padded_rows": ("Rows that padded them to their buckets.", None),
     "graph_mixed_steps": ("Steps with prefill rows whose segments were replayed.", None),

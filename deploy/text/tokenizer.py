@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deploy.text.control_tokens import BREAK, ControlTokens
-from deploy.text.detok import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table, is_byte_level
+from deploy.text.detok import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from deploy.text.errors import ChatTemplateError
 from deploy.text.stop import StopMatcher
 from deploy.text.stream import TextStream
 from deploy.text.tool_template import ToolTemplate, speaks_of_tools
+from workers.vocabulary.folder import load_tokenizer, special_ids
+from workers.vocabulary.spelling import byte_vocabulary
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
 INLINE_CHARS = 4_000
 """Texts up to this length are encoded in the event loop (about 1 ms); longer ones in a thread."""
 INLINE_IDS = 4_000
@@ -65,8 +65,7 @@ class Tokenizer:
     def __init__(self, hf: Any) -> None:
         self._hf = hf
         self._backend = hf.backend_tokenizer
-        added = self._backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_ids = special_ids(self._backend)
         """Ids that `skip_special_tokens` leaves out of a text."""
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         self.size = 1 + max(vocabulary.values())
@@ -78,15 +77,10 @@ class Tokenizer:
         self._tool_templates: dict[str | None, ToolTemplate] = {}
         self._long = asyncio.Lock()
         """Held while a text of more than `LONG_CHARS` is encoded."""
-        self._bytes: list[bytes] | None = None
-        self._shown_bytes: list[bytes] = []
+        self._bytes = byte_vocabulary(self._backend)
+        self._shown_bytes = [b"" if i in self.special_ids else raw for i, raw in enumerate(self._bytes or ())]
         self._kept_bytes: dict[frozenset[int], list[bytes]] = {}
         """As `_shown_bytes`, by the special tokens that are shown; there are as many as parsers."""
-        if is_byte_level(self._backend):
-            table = byte_table(vocabulary)
-            if self._agrees(table):
-                self._bytes = table
-                self._shown_bytes = [b"" if i in self.special_ids else raw for i, raw in enumerate(table)]
         lengths = map(len, self._bytes if self._bytes is not None else (token.encode() for token in self._tokens))
         self.longest_token = max(lengths)
         """Bytes of the longest token: a text of more than `longest_token` * n bytes has more than n tokens."""
@@ -94,26 +88,13 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
         """The tokenizer of a model folder, None if it holds none. ValueError when it cannot be read."""
-        if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
-            return None
-        # The base class takes tokenizer.json as it is; the class a folder names may rebuild it by other rules.
-        from transformers import PreTrainedTokenizerFast
+        hf = load_tokenizer(Path(folder))
+        return None if hf is None else cls(hf)
 
-        from deploy.text import tiktoken
-
-        try:
-            if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES if name != tiktoken.VOCABULARY):
-                return cls(tiktoken.load(Path(folder)))
-            return cls(PreTrainedTokenizerFast.from_pretrained(str(folder)))
-        except Exception as error:
-            raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
-
-    def _agrees(self, table: Sequence[bytes]) -> bool:
-        """Whether the byte table decodes like the tokenizer, on random ids: a guard against an unknown decoder."""
-        draw = random.Random(0)
-        ids = [draw.randrange(self.size) for _ in range(512)]
-        text: str = self._backend.decode(ids, skip_special_tokens=False)
-        return b"".join(table[index] for index in ids).decode("utf-8", "replace") == text
+    @property
+    def writes_bytes(self) -> bool:
+        """Whether its tokens are bytes of text, one after the other, as grammars need it."""
+        return self._bytes is not None
 
     @property
     def has_chat_template(self) -> bool:

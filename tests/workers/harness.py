@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import torch
 from workers.config import EngineConfig
 from workers.parallel.group import TensorParallel
 from workers.processes.scheduler_process import scheduler_config
+from workers.protocol.grammar import CompileGrammar, GrammarReady
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
 from workers.rank.rank import Rank
@@ -27,7 +29,13 @@ class InlineEngine:
     """Runs requests to their end; plans are made ahead of results, as in the real processes."""
 
     def __init__(self, config: EngineConfig, device: torch.device | None = None) -> None:
-        self.replica = Rank(config, TensorParallel(), device or torch.device("cpu"))
+        self._compiled: queue.Queue[tuple[int, str]] = queue.Queue()
+        self.replica = Rank(
+            config,
+            TensorParallel(),
+            device or torch.device("cpu"),
+            on_grammar=lambda *news: self._compiled.put(news),
+        )
         self.runner = self.replica.runner
         self.scheduler = Scheduler(scheduler_config(config, self.replica.ready))
         self.finished: dict[str, Finished] = {}
@@ -41,6 +49,7 @@ class InlineEngine:
 
     def step(self) -> bool:
         """Plan as far ahead as the scheduler allows, execute the oldest plan; False when nothing is left to do."""
+        self.compile_grammars()
         while (plan := self.scheduler.plan()) is not None:
             self._queue.append(plan)
             self.plans.append(plan)
@@ -50,12 +59,22 @@ class InlineEngine:
         self.deliver(outputs)
         return True
 
+    def compile_grammars(self) -> None:
+        """Do what the scheduler says of grammars, and wait for it."""
+        assert self.replica.grammars is not None
+        for work in self.scheduler.grammar_work():
+            self.replica.grammars.heed(work)
+            if isinstance(work, CompileGrammar):
+                ticket, error = self._compiled.get(timeout=60)
+                self.deliver(self.scheduler.grammar_ready(GrammarReady(ticket, error)))
+
     def deliver(self, outputs: tuple[RequestOutput, ...]) -> None:
         for output in outputs:
             record = self.finished[output.request_id]
             record.tokens += output.tokens
             record.outputs.append(output)
-            record.finish = "failed" if output.failed else output.finish or record.finish
+            ended = "failed" if output.failed else "refused" if output.refused else output.finish
+            record.finish = ended or record.finish
 
     def run(self) -> dict[str, Finished]:
         while self.step():

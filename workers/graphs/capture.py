@@ -11,6 +11,7 @@ import torch
 
 from kernels import ahead
 from kernels.ahead import Compiled, compile_ahead
+from kernels.sampling import TokenMasks
 from workers.graphs.record import no_garbage_collection, record
 from workers.graphs.rehearsal import rehearse, rehearse_segments
 from workers.graphs.segments import CapturedEnding, CapturedStage
@@ -44,6 +45,31 @@ class CapturedStep:
         self._graph.reset()
 
 
+class CapturedHalves:
+    """A decode step as two graphs, between which masks are filled: the target's pass, and all that follows from it."""
+
+    def __init__(self, step: DecodeStep, masks: TokenMasks | None) -> None:
+        """Captures at once, as `CapturedStep` does. `masks`: where they will be, on ranks that sample."""
+        self.step = step
+        step.slot_R.fill_(-1)
+        with step.memory():
+            self._target, passed = record(step.parts.device, step.target)
+            self._rest, self.output = record(step.parts.device, lambda: step.rest(passed, masks))
+
+    def replay(self, masks: Callable[[], TokenMasks | None]) -> StepOutput:
+        """Run the step for the slots in `step.slot_R`. `masks` is called when the first half is launched, and puts the
+        masks where they were captured; it may wait."""
+        self._target.replay()
+        masks()
+        self._rest.replay()
+        return self.output
+
+    def drop(self) -> None:
+        """Destroy the graphs; their process group must still live."""
+        self._target.reset()
+        self._rest.reset()
+
+
 GRAPH_BYTES = 1 << 19
 """Device memory for a graph itself, and its share of what the driver and cuBLAS take while graphs are captured: more
 than the 0.22 MiB (of 718 graphs) and 0.4 MiB (of 1,131) that starts on an H200 took beyond the scratch memory."""
@@ -66,10 +92,18 @@ class Warmed:
 
 
 @torch.inference_mode()
-def compile_steps(parts: StepParts, max_rows: int, token_budget: int, threads: int, *, proof: bool = True) -> Compiled:
+def compile_steps(
+    parts: StepParts,
+    max_rows: int,
+    token_budget: int,
+    threads: int,
+    *,
+    proof: bool = True,
+    masks: TokenMasks | None = None,
+) -> Compiled:
     """Compile what steps of all shapes launch, and with `proof` what the self-test launches besides, so many kernels at
     a time; nothing is computed. Where Triton cannot compile ahead, `warm_up` compiles those of steps one after the
-    other."""
+    other. `masks`: where those of rows with a grammar will be, on ranks that sample."""
     if not ahead.possible():
         return Compiled()
     few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
@@ -77,7 +111,9 @@ def compile_steps(parts: StepParts, max_rows: int, token_budget: int, threads: i
     with compile_ahead(parts.device, threads) as compiled:
         for key in keys:
             DecodeStep(few, key, scratch).run()
-        rehearse(Stage(few, token_budget, scratch, scratch.another()))
+        for key in Ladder(max_rows, parts.width, parts.adaptive).halves():
+            DecodeStep(few, key, scratch).run(lambda: masks)
+        rehearse(Stage(few, token_budget, scratch, scratch.another()), masks)
         if proof and model.ways.rounds(token_budget, model.norm_E.dtype, parts.device):
             with model.ways.nothing_rounded():
                 for key in keys:
@@ -87,7 +123,7 @@ def compile_steps(parts: StepParts, max_rows: int, token_budget: int, threads: i
 
 
 @torch.inference_mode()
-def warm_up(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
+def warm_up(parts: StepParts, max_rows: int, token_budget: int, masks: TokenMasks | None = None) -> Warmed:
     """Launch for real what steps of all shapes launch, and measure how much memory they need. The rows are padding, so
     that only the null page is touched and no state changes."""
     device, few = parts.device, _shallow(parts)
@@ -96,7 +132,9 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     # All share scratch memory. Fewer tokens may need more: of some numbers of them products are left in parts.
     for key in keys:
         DecodeStep(few, key, scratch).run()
-    rehearse(Stage(few, token_budget, scratch, inner))
+    for key in Ladder(max_rows, parts.width, parts.adaptive).halves():
+        DecodeStep(few, key, scratch).run(lambda: masks)
+    rehearse(Stage(few, token_budget, scratch, inner), masks)
     return Warmed(scratch.peak, inner.peak, count_graphs(parts, max_rows, token_budget))
 
 
@@ -105,7 +143,8 @@ def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:
     ladder = TokenLadder(token_budget)
     passes = [parts.model.segments, *([parts.drafter.segments] if parts.width > 1 else [])]
     segments = sum(map(len, passes)) - 1  # the last one's are the endings
-    steps, endings = len(list(Ladder(max_rows, parts.width, parts.adaptive))), len(list(ladder.endings(max_rows)))
+    rows = Ladder(max_rows, parts.width, parts.adaptive)
+    steps, endings = len(list(rows)) + 2 * len(list(rows.halves())), len(list(ladder.endings(max_rows)))
     return steps + segments * len(list(ladder)) + endings
 
 
@@ -123,13 +162,18 @@ class GraphRunner:
         token_budget: int,
         stats: GraphStats,
         progress: Callable[[str], None] | None = None,
+        *,
+        masks: TokenMasks | None = None,
     ) -> None:
-        """Captures every key of both ladders, largest first. What happens is counted in `stats`."""
+        """Captures every key of both ladders, largest first. What happens is counted in `stats`. `masks`: where those
+        of rows with a grammar will be, on ranks that sample."""
         self.ladder = Ladder(max_rows, parts.width, parts.adaptive)
         self.token_ladder = TokenLadder(token_budget)
         self.stats = stats
         self._parts = parts
+        self._masks = masks
         self._graphs: dict[GraphKey, CapturedStep] = {}
+        self._halves: dict[GraphKey, CapturedHalves] = {}
         self._endings: dict[TokenKey, CapturedEnding] = {}
         self._stages: dict[TokenKey, CapturedStage] = {}
         self._capture(progress)
@@ -139,13 +183,16 @@ class GraphRunner:
         begin, device = time.perf_counter(), self._parts.device
         free, _ = torch.cuda.mem_get_info(device)
         keys = list(self.ladder)
-        warmed = warm_up(self._parts, self.ladder.max_rows, self.token_ladder.budget)
+        warmed = warm_up(self._parts, self.ladder.max_rows, self.token_ladder.budget, self._masks)
         buffer, inner_buffer = (
             torch.empty(size, dtype=torch.uint8, device=device) for size in (warmed.scratch, warmed.inner)
         )
         with no_garbage_collection():
             for key in keys:
                 self._graphs[key] = CapturedStep(DecodeStep(self._parts, key, Scratch(device, buffer)))
+            for key in self.ladder.halves():
+                step = DecodeStep(self._parts, key, Scratch(device, buffer))
+                self._halves[key] = CapturedHalves(step, self._masks)
             for ending_key in self.token_ladder.endings(self.ladder.max_rows):
                 inner = Scratch(device, inner_buffer)
                 self._endings[ending_key] = CapturedEnding(self._parts, ending_key.tokens, inner)
@@ -161,7 +208,8 @@ class GraphRunner:
         if progress is not None:
             segments = sum(stage.graphs for stage in self._stages.values())
             progress(
-                f"captured {len(keys)} decode steps, {segments} segments of {len(self._stages)} token buckets and "
+                f"captured {len(keys)} decode steps, {len(self._halves)} in two halves, {segments} segments of "
+                f"{len(self._stages)} token buckets and "
                 f"{len(self._endings)} endings in {stats.capture_seconds:.1f} s, {stats.bytes / 2**20:.0f} MiB"
             )
 
@@ -176,18 +224,34 @@ class GraphRunner:
     def captured(self, plan: StepPlan) -> CapturedStep | None:
         """The graph for a plan of decode rows alone, its slots filled in; None, with the reason counted, when there is
         none."""
-        layout = plan.layout
-        key = self.ladder.key(layout, plan.drafts)
+        key = self.ladder.key(plan.layout, plan.drafts)
         if key is None:
             self.stats.eager[f"width {plan.width}, {plan.drafts} drafts"] += 1
             return None
-        graph = self._graphs[key]
+        self._take(self._graphs[key].step, plan)
+        return self._graphs[key]
+
+    def halves(self, plan: StepPlan) -> CapturedHalves | None:
+        """The same for a plan with rows that have a grammar."""
+        key = self.ladder.halves_key(plan.layout, plan.drafts)
+        if key is None:
+            self.stats.eager[f"width {plan.width}, {plan.drafts} drafts, masks"] += 1
+            return None
+        self._take(self._halves[key].step, plan)
+        return self._halves[key]
+
+    def _take(self, step: DecodeStep, plan: StepPlan) -> None:
+        """Fill a plan's slots in, and count the step."""
+        padding = step.key.rows - len(plan.decode_slots)
         self.stats.replays += 1
-        self.stats.rows += layout.decode_rows
-        self.stats.padded_rows += key.rows - layout.decode_rows
-        slots = [*plan.decode_slots, *[-1] * (key.rows - layout.decode_rows)]
-        graph.step.slot_R.copy_(torch.tensor(slots, dtype=torch.int64).pin_memory(), non_blocking=True)
-        return graph
+        self.stats.rows += len(plan.decode_slots)
+        self.stats.padded_rows += padding
+        slots = [*plan.decode_slots, *[-1] * padding]
+        step.slot_R.copy_(torch.tensor(slots, dtype=torch.int64).pin_memory(), non_blocking=True)
+
+    def all_halves(self) -> list[CapturedHalves]:
+        """Every step that was captured in two halves, in ladder order."""
+        return list(self._halves.values())
 
     def all(self) -> list[CapturedStep]:
         """Every captured step, in ladder order."""
@@ -204,11 +268,16 @@ class GraphRunner:
     @property
     def count(self) -> int:
         """Graphs there are."""
-        return len(self._graphs) + len(self._endings) + sum(stage.graphs for stage in self._stages.values())
+        return (
+            len(self._graphs)
+            + 2 * len(self._halves)
+            + len(self._endings)
+            + sum(stage.graphs for stage in self._stages.values())
+        )
 
     def close(self) -> None:
         """Destroy the graphs. Before the process group, or its last collectives wait for ever."""
-        for ladder in (self._graphs, self._stages, self._endings):
+        for ladder in (self._graphs, self._halves, self._stages, self._endings):
             for captured in ladder.values():
                 captured.drop()
             ladder.clear()

@@ -10,6 +10,7 @@ import torch
 
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
+from kernels.sampling import TokenMasks
 from workers.models.attention.decode_rows import MOST_MERGED
 from workers.models.attention.expanded import entries_of_a_row
 from workers.models.batch import Batch, DecodeBatch
@@ -117,14 +118,20 @@ def rehearse_segments(stage: Stage) -> None:
             bucket.end(bucket.token_T)
 
 
-def rehearse(stage: Stage) -> None:
+def rehearse(stage: Stage, masks: TokenMasks | None = None) -> None:
     """Run every kind of mixed step in `stage`, and take the memory that the largest context needs, and that segments
-    and endings of any smaller bucket do. No slot's state changes, and of the cache only the null page."""
+    and endings of any smaller bucket do. No slot's state changes, and of the cache only the null page. `masks`: where
+    those of rows with a grammar will be, on ranks that sample."""
     parts, ladder = stage.parts, TokenLadder(stage.tokens)
     rehearse_segments(stage)
     step = MixedStep(parts)
+    masked: dict[tuple[int, bool], StepPlan] = {}
     for plan in rehearsals(parts, stage.tokens):
         step.run(plan, stage)
+        masked.setdefault((plan.width, bool(plan.decode_slots)), plan)
+    if masks is not None:
+        for plan in masked.values():
+            step.run(plan, stage, lambda: masks)
     for plan in companies(parts, stage.tokens):
         step.run(plan, Stage(parts, ladder.key(plan.layout).tokens, stage.scratch.another(), stage.inner))
     flow, attention = stage.tensors[0].flow, parts.model.segments.layers[0].attention

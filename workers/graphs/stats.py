@@ -13,7 +13,7 @@ class GraphStats:
     """Counters since start, and what the capture cost."""
 
     replays: int = 0
-    """Steps that were one replay."""
+    """Steps that were one replay, or two with masks filled between."""
     rows: int = 0
     """Decode rows of the replayed steps."""
     padded_rows: int = 0

@@ -180,7 +180,7 @@ class EngineClient:
         if item.refused:
             mailbox.fail(Refused(item.refused, overloaded=item.overloaded))
         elif item.failed:
-            mailbox.fail(RequestFailed(item.failed))
+            mailbox.fail(RequestFailed(item.failed, item.stuck))
         else:
             mailbox.put(item)
         if item.refused or item.failed or item.finish is not None:

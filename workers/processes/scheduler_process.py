@@ -17,6 +17,7 @@ from workers.channel.sockets import Binding, PeerGone, encode
 from workers.config import EngineConfig
 from workers.processes.inbox import Inbox
 from workers.processes.pulse import Pulse
+from workers.protocol.grammar import GrammarReady
 from workers.protocol.messages import (
     Cancel,
     Fault,
@@ -171,6 +172,9 @@ class SchedulerProcess:
                         items += scheduler.cancel(asked.request_id)
                     case Shutdown():
                         return
+            items += scheduler.expire()
+            for work in scheduler.grammar_work():
+                self._binding.plans[0].send(work)
             # Plans first: workers start on them while the outputs are encoded.
             while (plan := scheduler.plan()) is not None:
                 if self._recorder is not None:
@@ -198,6 +202,8 @@ class SchedulerProcess:
                 if self._recorder is not None:
                     self._recorder.result(message)
                 return scheduler.apply(message)
+            case GrammarReady():
+                return scheduler.grammar_ready(message)
             case Heartbeat():
                 self._heard[message.rank] = time.monotonic()
                 if message.rank == 0:
@@ -239,4 +245,5 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         queue_limit=config.queue_limit,
         prefix_cache=config.prefix_cache,
         vocab_size=ready.vocab_size,
+        grammar_timeout_s=config.grammar_compile_timeout_s,
     )

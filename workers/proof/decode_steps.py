@@ -33,6 +33,7 @@ from workers.models.batch import Batch, PrefillBatch
 from workers.models.choices import Recorded, Taken
 from workers.models.feed_forward import MixtureOfExperts
 from workers.proof.ground import Ground
+from workers.proof.masks import RandomMasks
 from workers.proof.rows import Row
 from workers.proof.scene import Outcome, Scene
 from workers.protocol.plan import BatchLayout, GraphKey
@@ -108,6 +109,12 @@ class Candidate:
 
     step: DecodeStep
     replay: Callable[[], StepOutput]
+    masks: RandomMasks | None = None
+    """What both sample under, where the step is one in two halves; `replay` puts them in place itself."""
+
+    def eager(self, step: DecodeStep) -> StepOutput:
+        """Run a step of the same shape eagerly, under the same masks."""
+        return step.run() if self.masks is None else step.run(self.masks.in_place)
 
 
 def _seconds(candidate: Candidate, scene: Scene) -> float:
@@ -186,7 +193,7 @@ class SelfTest:
         problems: list[str] = []
         try:
             scene, eager, error, problems = self._eager(candidate)
-            step_seconds = _seconds(candidate, scene)
+            step_seconds = _seconds(candidate, scene) if candidate.masks is None else 0.0
             replay = scene.outcome(candidate.replay())
             problems += scene.problems(eager, replay)
             rows = len(scene.rows)
@@ -195,7 +202,7 @@ class SelfTest:
             # A CPU notices what would read or write anywhere on a GPU.
             problems.append(f"indexed out of bounds: {oops}")
         return BucketReport(
-            kind="decode",
+            kind="decode" if candidate.masks is None else "masked",
             bucket=f"{key.rows} x {key.width}",
             seconds=time.perf_counter() - begin,
             problems=tuple(dict.fromkeys(problems)),
@@ -214,15 +221,17 @@ class SelfTest:
         least, most_agreed = torch.inf, 0.0
         for _ in range(ATTEMPTS):
             scene = self.scene(step.key)
+            if candidate.masks is not None:
+                candidate.masks.draw(step.layout.logits_rows)
             step.slot_R.fill_(-1)
             step.slot_R[: len(scene.rows)] = scene.slot_R
             self._plausible_drafts(candidate, scene)
             ways, recorded = self._parts.model.ways, Recorded()
             with nothing_repeated(), ways.choosing(recorded):  # what is repeated is the graph's, and to be proven
-                eager = scene.outcome(step.run())
+                eager = scene.outcome(candidate.eager(step))
             scene.restore()
             with ways.nothing_rounded():
-                exact_NV, recorded = self._unrounded(scene, step, eager.logits_NV, recorded)
+                exact_NV, recorded = self._unrounded(scene, candidate, eager.logits_NV, recorded)
                 error, agreed = self._distance_from_prefill(scene, step.key.width, exact_NV, recorded)
             scene.restore()
             least, most_agreed = min(least, error), max(most_agreed, agreed)
@@ -233,16 +242,17 @@ class SelfTest:
         return scene, eager, least, problems
 
     def _unrounded(
-        self, scene: Scene, step: DecodeStep, eager_NV: Tensor, recorded: Recorded
+        self, scene: Scene, candidate: Candidate, eager_NV: Tensor, recorded: Recorded
     ) -> tuple[Tensor, Recorded]:
         """Logits of the eager step with nothing rounded, in fresh memory, and its choices of experts; those that it has
         where it rounds nothing. The scene is at its beginning, and is so again."""
+        step = candidate.step
         if not rounds(self._parts, step.key.rows * step.key.width):
             return eager_NV, recorded
         again, recorded = DecodeStep(self._parts, step.key, Scratch(self._parts.device)), Recorded()
         again.slot_R.copy_(step.slot_R)
         with nothing_repeated(), self._parts.model.ways.choosing(recorded):
-            logits_NV = again.run().logits_NV
+            logits_NV = candidate.eager(again).logits_NV
         scene.restore()
         assert logits_NV is not None
         return logits_NV, recorded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -12,10 +13,12 @@ from workers.graphs.capture import GraphRunner
 from workers.memory.scratch import Scratch
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.proof.endings import prove_endings
+from workers.proof.masks import RandomMasks
 from workers.proof.segments import SegmentProof
 from workers.protocol.report import BucketReport, SelfTestReport
 from workers.step.decode import DecodeStep
 from workers.step.ladder import Ladder
+from workers.step.masks import StepMasks
 from workers.step.parts import StepParts
 
 
@@ -24,13 +27,19 @@ def prove(
     graphs: GraphRunner | None,
     every_bucket: bool = False,
     progress: Callable[[str], None] | None = None,
+    masks: StepMasks | None = None,
 ) -> SelfTestReport:
     """Test every graph, the segments of a token bucket together; without `graphs` eager steps of the ladder, of which
-    `every_bucket` asks for all. All ranks do it together, and all return what any of them found."""
+    `every_bucket` asks for all. All ranks do it together, and all return what any of them found. `masks`: where those
+    of steps in two halves were captured, on rank 0."""
     began, begin = time.time(), time.perf_counter()
     eager, left_out = "", 0
     if graphs is not None:
         candidates = [Candidate(captured.step, captured.replay) for captured in graphs.all()]
+        drawn = RandomMasks(masks)
+        candidates += [
+            Candidate(halves.step, partial(halves.replay, drawn.in_place), drawn) for halves in graphs.all_halves()
+        ]
     else:
         eager = "no CUDA graphs on this device" if parts.device.type == "cpu" else "CUDA graphs are switched off"
         ladder = list(Ladder(parts.state.slots, parts.width, parts.adaptive))

@@ -53,6 +53,11 @@ class Refused(Exception):
 class RequestFailed(Exception):
     """The model could not compute this request; the replica goes on. The text is for whoever sent it."""
 
+    def __init__(self, reason: str, stuck: bool = False) -> None:
+        super().__init__(reason)
+        self.stuck = stuck
+        """Its own grammar allowed no token."""
+
 
 class Engine(Protocol):
     """One replica's engine as its front sees it. Everything happens on one asyncio loop."""

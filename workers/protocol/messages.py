@@ -1,7 +1,8 @@
 """What passes between a replica's front, its scheduler and its workers. msgpack on the wire; no code ever travels.
 
 front -> scheduler: `Requests`, `Cancel`.  scheduler -> front: `Outputs`, `EngineStats`, `Fault`, `Ready`.
-scheduler -> worker: `StepPlan`, `Shutdown`.  worker -> scheduler: `StepResult` (rank 0), `Heartbeat`, `Ready`, `Fault`.
+scheduler -> worker: `StepPlan`, `Shutdown`; rank 0 also `CompileGrammar`, `ForgetGrammar`.
+worker -> scheduler: `StepResult`, `GrammarReady` (rank 0), `Heartbeat`, `Ready`, `Fault`.
 While a replica starts, `Progress` (every rank) and `SelfTestReport` (rank 0) travel from the workers to the front.
 """
 
@@ -12,6 +13,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import Prompt
 from workers.protocol.report import SelfTestReport, StepTime
@@ -80,6 +82,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """It was refused only because too many wait already."""
     failed: str = ""
     """Why the request ends without an answer, or in the middle of one, though the replica goes on."""
+    stuck: bool = False
+    """It failed because its own grammar allowed no token."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -211,5 +215,5 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 ToScheduler = Requests | Cancel | Shutdown
 ToFront = Outputs | EngineStats | Fault | Ready | Progress | SelfTestReport
-ToWorker = StepPlan | Shutdown
-FromWorker = StepResult | Heartbeat | Ready | Fault | Progress | SelfTestReport
+ToWorker = StepPlan | CompileGrammar | ForgetGrammar | Shutdown
+FromWorker = StepResult | GrammarReady | Heartbeat | Ready | Fault | Progress | SelfTestReport

@@ -13,6 +13,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from workers.protocol.grammar import Grammar
+
 MAX_LOGIT_BIAS: Final = 1024
 """Most `SamplingParams.logit_bias` pairs of a request: what a slot's device state has room for."""
 MAX_STOP_IDS: Final = 64
@@ -44,6 +46,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Stop ids cannot be sampled before this many tokens were generated."""
     logprobs: int = -1
     """-1: none; 0: of the chosen token; k > 0: of the k most probable tokens too."""
+    grammar: Grammar | None = None
+    """What the text must look like. Then `stop_ids` must have an id that ends every text, for a grammar that is
+    complete allows nothing else; `min_tokens` yields to that."""
 
     @property
     def has_penalties(self) -> bool:
@@ -59,7 +64,10 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     generated: int = 0
     """Tokens it had generated before a preemption; they are part of what is prefilled now."""
     history: tuple[int, ...] = ()
-    """Prompt and generated tokens, only when the request has penalties: their counts live on the device."""
+    """Prompt and generated tokens, only when the request has penalties: their counts live on the device. Of a request
+    with a grammar alone the generated tokens: its state is a function of them."""
+    grammar: int = 0
+    """Ticket of the request's grammar (`CompileGrammar`), which `sampling` does not repeat; 0 without one."""
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):
@@ -102,6 +110,9 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Pages to fill with zeros before anything else: a bad row has written them, and others get them now."""
     logprobs: int = -1
     """The most any row of this step asks for (see `SamplingParams.logprobs`)."""
+    constrained: tuple[int, ...] = ()
+    """Slots of the sampled rows whose requests have a grammar. A step with some samples under masks, which rank 0 fills
+    once it knows the tokens of the step before."""
 
     @property
     def layout(self) -> BatchLayout:
@@ -135,6 +146,8 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Parallel to `tokens` when the plan asked for them, else empty. A row that did not ask has none."""
     bad: tuple[int, ...] = ()
     """Sampled rows whose logits were no finite numbers where a token was to come from."""
+    stuck: tuple[int, ...] = ()
+    """Sampled rows whose grammar allowed no token where one was to come from; they gain none."""
 
 
 class GraphKey(NamedTuple):

@@ -15,6 +15,8 @@ from workers.config import EngineConfig
 from workers.environment import visible_gpus
 from workers.families import load_model
 from workers.families.registry import load_config
+from workers.grammar.compiler import Compiler
+from workers.grammar.rows import ConstrainedRows
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.proof.prove import prove
@@ -23,6 +25,7 @@ from workers.protocol.report import SelfTestReport, StepTime
 from workers.rank.cache_room import fp8_cache, gpu_room, longest_request, pages_within
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
+from workers.step.masks import StepMasks
 from workers.step.sampling import SamplingState
 
 
@@ -81,10 +84,12 @@ class Rank:
         device: torch.device,
         progress: Callable[[str], None] | None = None,
         on_selftest: Callable[[SelfTestReport], None] | None = None,
+        on_grammar: Callable[[int, str], None] = lambda ticket, error: None,
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
-        `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError.
+        `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError. `on_grammar`
+        hears there of every grammar that was asked for, see `Compiler`.
         """
         self.selftest: SelfTestReport | None = None
         """What the self-test found on all ranks; None if it did not run."""
@@ -106,13 +111,26 @@ class Rank:
         page_bytes = sum(spec.page_bytes for spec in model.caches)
         wants_graphs = config.graphs and device.type == "cuda"
         sampling = _sampling(config, model, width, group, device)
+        vocab, eos_ids = model.config.vocab_size, model.config.eos_ids
+        masks = constrained = None
+        self.grammars: Compiler | None = None
+        """Of rank 0."""
+        if not group.rank:
+            masks = StepMasks(config.max_rows * width, vocab, device)
+            self.grammars = Compiler(config.folder, vocab, eos_ids, on_grammar)
+            constrained = ConstrainedRows(vocab, eos_ids, self.grammars.ready)
+            if device.type == "cuda":
+                self.grammars.prepare()  # on a CPU a start would take longer for it
 
         def runner(pages: int, context: int) -> Runner:
             cache = PagedCache.allocate(model.caches, pages, device)
             # At the end of the context a step still looks up where the entry behind its own would lie.
             pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
             sizes = config.max_rows, width, pages_per_row, config.token_budget
-            return Runner(model, cache, *sizes, group, sampling, adaptive=config.width == "auto")
+            adaptive = config.width == "auto"
+            return Runner(
+                model, cache, *sizes, group, sampling, adaptive=adaptive, masks=masks, constrained=constrained
+            )
 
         graph_bytes = 0
         if wants_graphs:
@@ -149,7 +167,8 @@ class Rank:
     ) -> None:
         """Rank 0 speaks for all: the other ranks found the same, and would only say it before it has."""
         every_bucket = config.selftest_buckets == "all"
-        self.selftest = prove(self.runner.parts, self.runner.graphs, every_bucket, None if group.rank else progress)
+        speaks = None if group.rank else progress
+        self.selftest = prove(self.runner.parts, self.runner.graphs, every_bucket, speaks, self.runner.masks)
         if group.rank:
             return
         if progress:

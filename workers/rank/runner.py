@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from kernels.ahead import Compiled
 from kernels.page import NULL_PAGE, PAGE_TOKENS
+from kernels.sampling import TokenMasks
 from workers.cache.paged import PagedCache
+from workers.grammar.rows import ConstrainedRows
 from workers.graphs.capture import GraphRunner, Warmed, compile_steps, warm_up
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
@@ -19,6 +23,7 @@ from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
 from workers.step.decode import DecodeStep
 from workers.step.logprobs import Taken
+from workers.step.masks import StepMasks
 from workers.step.mixed import MixedStep
 from workers.step.parts import StepOutput, StepParts
 from workers.step.sampling import SamplingFault, SamplingState
@@ -40,12 +45,29 @@ class Launched:
     decided_N: torch.Tensor
     """On the host, complete once `done` has happened."""
     logprobs: Taken | None
+    draft_SK: torch.Tensor | None
+    """On the host, as `decided_N`: the drafts of all slots after a step with constrained rows."""
+    stuck: dict[int, int]
+    """Positions at which the grammars of sampled rows allowed nothing."""
     done: torch.cuda.Event | None
+    settled: list[Settled] = field(default_factory=list)
+    """What it decided, once that is known."""
 
     @property
     def finished(self) -> bool:
         """Whether `Runner.collect` would not wait."""
         return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a step decided, on the host."""
+
+    tokens: list[tuple[int, ...]]
+    """Those that each sampled row gained; none of bad and stuck ones."""
+    bad: tuple[int, ...]
+    stuck: tuple[int, ...]
+    faults: int
 
 
 class Runner:
@@ -63,10 +85,13 @@ class Runner:
         sampling: SamplingState | None = None,
         *,
         adaptive: bool = False,
+        masks: StepMasks | None = None,
+        constrained: ConstrainedRows | None = None,
     ) -> None:
         """`cache` has one layer a model layer, and one more for the draft layer if `width` > 1. `token_budget`: the
-        most tokens a step feeds. `sampling`: what rank 0 samples with, if it is there already. `adaptive`: steps
-        may feed fewer tokens a row than `width`."""
+        most tokens a step feeds. `sampling`, `masks`: what rank 0 samples with, if it is there already. `adaptive`:
+        steps may feed fewer tokens a row than `width`. `constrained`: the grammars of rows, on rank 0; without them no
+        request may have one."""
         if width > 1 and model.drafter is None:
             raise ValueError(f"width {width} needs a drafter, and the model has none")
         device = cache.layers[0].device
@@ -76,6 +101,10 @@ class Runner:
             sampling.dependent = False  # its first kernel stands behind a collective
         state = SlotState(slots, width - 1, pages_per_row, device)
         self.parts = StepParts(model, cache, state, sampling, group, width, adaptive)
+        if masks is None and group.rank == 0:
+            masks = StepMasks(slots * width, model.config.vocab_size, device)
+        self.masks, self._constrained = masks, constrained
+        self._under_way: deque[Launched] = deque()
         self.device = device
         self._token_budget = token_budget
         self._mixed = MixedStep(self.parts)
@@ -90,21 +119,27 @@ class Runner:
         """Compile what steps launch, and with `proof` what the self-test does, so many kernels at a time, instead of
         each when it is first launched. All ranks together; before the first step."""
         self._reserve()
-        return compile_steps(self.parts, self.parts.state.slots, self._token_budget, threads, proof=proof)
+        return compile_steps(
+            self.parts, self.parts.state.slots, self._token_budget, threads, proof=proof, masks=self._token_masks
+        )
 
     def warm_up(self) -> Warmed:
         """Launch what steps launch, on padding alone: what a capture will take. All ranks together; before the first
         step."""
         self._reserve()
-        return warm_up(self.parts, self.parts.state.slots, self._token_budget)
+        return warm_up(self.parts, self.parts.state.slots, self._token_budget, self._token_masks)
 
     def capture(self, progress: Callable[[str], None] | None = None) -> GraphRunner:
         """Capture the whole ladders: from now on decode steps, and the segments of mixed steps, are replayed. CUDA
         only, and all ranks together."""
         self._reserve()
         slots = self.parts.state.slots
-        self.graphs = GraphRunner(self.parts, slots, self._token_budget, self.stats, progress)
+        self.graphs = GraphRunner(self.parts, slots, self._token_budget, self.stats, progress, masks=self._token_masks)
         return self.graphs
+
+    @property
+    def _token_masks(self) -> TokenMasks | None:
+        return None if self.masks is None else self.masks.masks
 
     def _reserve(self) -> None:
         if self.parts.sampling is not None:
@@ -135,63 +170,107 @@ class Runner:
         parts.state.grant(plan.grants)
         if parts.sampling is not None:
             parts.sampling.admit(plan.admissions)
+        if self._constrained is not None:
+            self._constrained.admit(plan.admissions)
         if self.graphs is None:
             self.stats.eager["no graphs"] += 1
-        output = self._run_mixed(plan) if plan.prefill else self._run_decode(plan)
+        stuck: dict[int, int] = {}
+        masks = partial(self._fill_masks, plan, stuck) if plan.constrained else None
+        output = self._run_mixed(plan, masks) if plan.prefill else self._run_decode(plan, masks)
         logprobs = None
         if plan.logprobs >= 0 and parts.sampling is not None and output.logits_NV is not None:
             token_N = output.decided_N[output.layout.target_slice]
             logprobs = parts.sampling.logprobs(output.logits_NV, token_N, output.layout, _sampled_slots(plan))
         decided_N = _to_host(output.decided_N)
+        of_grammars = plan.constrained and self._constrained is not None
+        draft_SK = _to_host(parts.state.tensors.draft_SK) if of_grammars else None
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return Launched(plan, output.layout, begin, decided_N, logprobs, done)
+        launched = Launched(plan, output.layout, begin, decided_N, logprobs, draft_SK, stuck, done)
+        self._under_way.append(launched)
+        return launched
 
-    def _run_mixed(self, plan: StepPlan) -> StepOutput:
+    def _fill_masks(self, plan: StepPlan, stuck: dict[int, int]) -> TokenMasks | None:
+        """The masks of a step, on their way to the device; None on ranks that do not sample. The first half of the step
+        runs meanwhile. Waits for the decision of the step before, from which they follow."""
+        if self._constrained is None or self.masks is None:
+            return None
+        for launched in self._under_way:
+            if launched.plan.constrained:
+                self._settle(launched)
+        self.masks.clear()
+        stuck |= self._constrained.fill(plan.layout, _sampled_slots(plan), plan.constrained, self.masks)
+        return self.masks.upload()
+
+    def _run_mixed(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> StepOutput:
         layout = plan.layout
         if self.graphs is None:
             stage = Stage(self.parts, layout.tokens, Scratch(self.device), Scratch(self.device))
-            return self._mixed.run(plan, stage)
-        return self._mixed.run(plan, self.graphs.stage(layout))
+            return self._mixed.run(plan, stage, masks)
+        return self._mixed.run(plan, self.graphs.stage(layout), masks)
 
-    def _run_decode(self, plan: StepPlan) -> StepOutput:
-        captured = None if self.graphs is None else self.graphs.captured(plan)
-        if captured is not None:
-            return captured.replay()
+    def _run_decode(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> StepOutput:
+        if self.graphs is not None:
+            if masks is not None and (halves := self.graphs.halves(plan)) is not None:
+                return halves.replay(masks)
+            if masks is None and (captured := self.graphs.captured(plan)) is not None:
+                return captured.replay()
         key = plan.layout.graph_key(len(plan.decode_slots), plan.drafts)
         step = self._decode.get(key)
         if step is None:
             step = self._decode[key] = DecodeStep(self.parts, key, self._scratch)
         step.slot_R.copy_(torch.tensor(plan.decode_slots, dtype=torch.int64))
-        return step.run()
+        return step.run(masks)
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a launched step; steps are collected in the order of their launch.
 
-        A row whose logits were no finite numbers gains nothing and is named. Raises SamplingFault when an id was no
-        token.
+        A row whose logits were no finite numbers, or whose grammar allowed no token, gains nothing and is named. Raises
+        SamplingFault when an id was no token.
         """
-        if launched.done is not None:
-            launched.done.synchronize()
-        layout, (*decided, faults) = launched.layout, launched.decided_N.tolist()
-        if faults:
-            raise SamplingFault(faults, self.parts.model.config.vocab_size)
-        # Rows past the plan's own are a bucket's padding.
-        accepted = decided[layout.accepted_slice][: len(launched.plan.decode_slots)]
-        tokens = [tuple(decided[layout.decode_slice(row)][: count + 1]) for row, count in enumerate(accepted)]
-        tokens += [(token,) for token in decided[layout.final_slice]]
-        bad = _bad_rows(layout, decided[layout.bad_slice], tokens)
-        for row in bad:
-            tokens[row] = ()
+        settled, layout = self._settle(launched), launched.layout
+        while self._under_way and self._under_way.popleft() is not launched:
+            pass
+        if settled.faults:
+            raise SamplingFault(settled.faults, self.parts.model.config.vocab_size)
+        tokens = settled.tokens
         logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
         if (taken := launched.logprobs) is not None:
             gained = [len(row) for row in tokens]
             logprobs = taken.entries([layout.logits_rows_of(row)[:count] for row, count in enumerate(gained)])
         # A step that was launched behind another begins when that one ends.
         begin, self._collected = max(launched.begin, self._collected), time.perf_counter()
-        return StepResult(launched.plan.step, tuple(tokens), self._collected - begin, logprobs, bad)
+        return StepResult(
+            launched.plan.step, tuple(tokens), self._collected - begin, logprobs, settled.bad, settled.stuck
+        )
+
+    def _settle(self, launched: Launched) -> Settled:
+        """Wait for a step's decision, and let the grammars of its rows know it; once."""
+        if launched.settled:
+            return launched.settled[0]
+        if launched.done is not None:
+            launched.done.synchronize()
+        plan, layout = launched.plan, launched.layout
+        *decided, faults = launched.decided_N.tolist()
+        # Rows past the plan's own are a bucket's padding.
+        accepted = decided[layout.accepted_slice][: len(plan.decode_slots)]
+        tokens = [tuple(decided[layout.decode_slice(row)][: count + 1]) for row, count in enumerate(accepted)]
+        tokens += [(token,) for token in decided[layout.final_slice]]
+        bad = _bad_rows(layout, decided[layout.bad_slice], tokens)
+        stuck = [row for row, position in launched.stuck.items() if position < len(tokens[row]) and row not in bad]
+        for row in (*bad, *stuck):
+            tokens[row] = ()
+        if launched.draft_SK is not None and self._constrained is not None:
+            slots = _sampled_slots(plan)
+            stuck += self._constrained.gained(slots, tokens, plan.constrained)
+            for slot in plan.constrained:
+                self._constrained.drafted(slot, launched.draft_SK[slot, : plan.drafts].tolist())
+            for row in stuck:
+                tokens[row] = ()
+        launched.settled.append(Settled(tokens, bad, tuple(sorted(set(stuck))), faults))
+        return launched.settled[0]
 
     def _check(self, plan: StepPlan) -> None:
         """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""
@@ -219,6 +298,8 @@ class Runner:
                 raise PlanError(f"page table entries {grant.first} + {len(grant.pages)} exceed a row")
             if any(not NULL_PAGE < page < pages for page in grant.pages):
                 raise PlanError(f"granted pages {grant.pages} of {pages}")
+        if not set(plan.constrained) <= {*plan.decode_slots, *(row.slot for row in plan.prefill if row.final)}:
+            raise PlanError("a row with a grammar is not sampled")
         if any(not NULL_PAGE < page < pages for page in plan.scrub):
             raise PlanError(f"pages to scrub {plan.scrub} of {pages}")
         for row in plan.prefill:
@@ -245,8 +326,9 @@ def _sampled_slots(plan: StepPlan) -> list[int]:
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself on CPU; from a GPU a copy under way into pinned memory, complete when the stream gets there."""
+    """A copy, which no later step changes; from a GPU one under way into pinned memory, complete when the stream gets
+    there."""
     if x.device.type == "cpu":
-        return x
+        return x.clone()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return host.copy_(x, non_blocking=True)

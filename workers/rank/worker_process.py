@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import logging
+import threading
 import time
 import traceback
 from collections import deque
@@ -22,7 +23,9 @@ from workers.channel.sockets import (
 )
 from workers.config import EngineConfig
 from workers.environment import check_environment
+from workers.grammar.compiler import Compiler
 from workers.parallel.group import PeerLost, TensorParallel
+from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
 from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
 from workers.rank.rank import Rank, passed_over, pick_device
 from workers.rank.runner import Launched, Runner
@@ -36,7 +39,7 @@ CLOSING_LIMIT_S = 10.0
 """Seconds for graphs and group to close; whoever ends a replica in order waits longer (`launch.SHUTDOWN_TIMEOUT_S`)."""
 
 
-def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int) -> None:
+def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int, grammars: Compiler | None = None) -> None:
     """Run plans as they come. On a GPU the next step is launched before the last one's tokens are waited for: a plan
     comes while a step runs, so that neither of the two is waited for alone."""
     launched: deque[Launched] = deque()
@@ -45,12 +48,40 @@ def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int) -> None:
         plan = plans.receive(timeout_ms=0 if launched else None)
         if isinstance(plan, Shutdown):
             return
+        if isinstance(plan, CompileGrammar | ForgetGrammar):
+            assert grammars is not None, "grammars are rank 0's"
+            grammars.heed(plan)
+            continue
         if plan is not None:
             launched.append(runner.launch(plan))
         if len(launched) > ahead or (launched and launched[0].finished):
             result = runner.collect(launched.popleft())
             if rank == 0:
                 results.send(result)
+
+
+class _GrammarNews:
+    """Tells the scheduler which grammars are ready, from the threads that compile them."""
+
+    def __init__(self, addresses: Addresses) -> None:
+        self._addresses, self._lock = addresses, threading.Lock()
+        self._sender: Sender | None = None
+        self._closed = False
+
+    def __call__(self, ticket: int, error: str) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._sender is None:
+                self._sender = connect_sender(self._addresses.results, self._addresses.keys)
+            self._sender.send(GrammarReady(ticket, error))
+
+    def close(self) -> None:
+        """Tell no more."""
+        with self._lock:
+            self._closed = True
+            if self._sender is not None:
+                self._sender.close(linger_ms=0)
 
 
 def _forget_frames(error: BaseException) -> None:
@@ -101,6 +132,7 @@ def run_worker(
     """
     results = connect_sender(addresses.results, addresses.keys)
     plans = connect_receiver(addresses.plans[rank], ToWorker, addresses.keys)
+    news = _GrammarNews(addresses)
     heartbeat = HeartbeatThread(addresses, rank, silence_s=2 * config.heartbeat_timeout_s)
     device: torch.device | None = None
     runner: Runner | None = None
@@ -108,6 +140,7 @@ def run_worker(
 
     def hang_up() -> None:
         heartbeat.close()
+        news.close()
         results.close()
         plans.close()
 
@@ -126,13 +159,13 @@ def run_worker(
             progress(note)
         group = TensorParallel.connect(rank, config.tensor_parallel, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
-        built = Rank(config, group, device, progress, results.send)
+        built = Rank(config, group, device, progress, results.send, news)
         loading = False
         runner = built.runner
         if rank == 0:
             heartbeat.figures = runner.stats.figures
         results.send(built.ready)
-        _serve(runner, plans, results, rank)
+        _serve(runner, plans, results, rank, built.grammars)
     except BaseException as error:
         lost = isinstance(error, PeerLost)
         speaks = loading and isinstance(error, _SPEAK) and str(error)

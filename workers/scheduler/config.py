@@ -56,6 +56,8 @@ class SchedulerConfig:
     """What steps took at the start."""
     prefix_sample: int = 512
     """Prefix-cache keys that the statistics name, most recently used ones."""
+    grammar_timeout_s: float = 10.0
+    """Seconds that a grammar may take to compile."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "width", "vocab_size", "pipeline"):

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import deque
 from itertools import chain, count
 
+from msgspec.structs import replace
+
 from kernels.page import PAGE_TOKENS, pages_for
+from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
 from workers.protocol.messages import EngineStats, FinishReason, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import Prompt
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
+from workers.scheduler.grammars import Grammars
 from workers.scheduler.intake import why_impossible
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence
-from workers.scheduler.soundness import BAD_LOGITS, PROBE_ID, Soundness, may_be_a_victim, probe
+from workers.scheduler.soundness import BAD_LOGITS, PROBE_ID, STUCK, Soundness, may_be_a_victim, probe
 from workers.scheduler.speculation import Speculation
 from workers.scheduler.tokens import Tokens
 
@@ -45,6 +49,7 @@ class Scheduler:
         self._speculation = Speculation(config)
         self._counters = Counters()
         self._soundness = Soundness()
+        self._grammars = Grammars(config.grammar_timeout_s)
         self._arrivals = count()
         self._live: dict[str, Sequence] = {}
         self._flights: deque[Flight] = deque()
@@ -66,18 +71,47 @@ class Scheduler:
         if len(self._live) >= config.slots + config.queue_limit:
             full = f"queue full: {config.slots} requests can run and {config.queue_limit} wait, and all do"
             return _refusal(request, full, overloaded=True)
+        grammar = sampling.grammar
+        if grammar is not None and (reason := self._grammars.why_refused(grammar)):
+            return _refusal(request, reason)
         sequence = Sequence(
             request=request,
             rank=(request.priority, next(self._arrivals)),
             limit=min(len(prompt) + sampling.max_tokens, config.max_context),
             tokens=Tokens(Prompt.of(prompt)),
             stop_ids=frozenset(sampling.stop_ids),
-            min_total=len(prompt) + sampling.min_tokens,
+            # A grammar's masks allow a stop id before min_tokens only where nothing else is allowed.
+            min_total=len(prompt) + (sampling.min_tokens if grammar is None else 0),
             logprobs=sampling.logprobs,
         )
         self._live[request.request_id] = sequence
-        self._rows.enqueue(sequence)
+        if grammar is None or self._grammars.take(sequence, grammar):
+            self._rows.enqueue(sequence)
+        else:
+            sequence.phase = Phase.COMPILING
         return None
+
+    def grammar_work(self) -> list[CompileGrammar | ForgetGrammar]:
+        """What rank 0 must be told about grammars before the next plan; each message is given once."""
+        work, self._grammars.outbox = self._grammars.outbox, []
+        return work
+
+    def grammar_ready(self, message: GrammarReady) -> tuple[RequestOutput, ...]:
+        """Take in what rank 0 says of a grammar: those who waited for it are queued at their old place, or refused."""
+        waited = self._grammars.answered(message)
+        if message.error:
+            return tuple(self._refuse(sequence, f"the grammar cannot be used: {message.error}") for sequence in waited)
+        for sequence in waited:
+            self._rows.enqueue(sequence)
+        return ()
+
+    def expire(self) -> tuple[RequestOutput, ...]:
+        """Refuse those whose grammar takes too long to compile."""
+        return tuple(self._refuse(sequence, self._grammars.overdue_text) for sequence in self._grammars.overdue())
+
+    def _refuse(self, sequence: Sequence, reason: str) -> RequestOutput:
+        self._end(sequence)
+        return _refusal(sequence.request, reason)
 
     def cancel(self, request_id: str) -> tuple[RequestOutput, ...]:
         """End a request now, whatever its state; its last output is returned. Unknown and ended ids are ignored."""
@@ -110,6 +144,10 @@ class Scheduler:
             admissions=tuple(admissions),
             grants=tuple(grants),
             scrub=self._rows.pool.to_scrub(),
+            constrained=tuple(
+                [sequence.slot for sequence in decode if sequence.grammar]
+                + [s.slot for s, row in zip(prefilled, prefill, strict=True) if row.final and s.grammar]
+            ),
             logprobs=max(
                 chain(
                     (sequence.logprobs for sequence in decode),
@@ -129,13 +167,14 @@ class Scheduler:
         plan = flight.plan
         self._flights.popleft()
         outputs: list[RequestOutput] = []
-        bad = self._bad_rows(flight, result)
+        bad, stuck = self._bad_rows(flight, result), self._stuck_rows(flight, result)
+        over = bad.keys() | stuck.keys()
         offered = accepted = 0
         rows, ended = zip(flight.decode, result.tokens, strict=False), Phase.ENDED
         stood: list[tuple[Sequence, int]] = []
         for index, (sequence, tokens) in enumerate(rows):
             sequence.upper -= plan.width - len(tokens)
-            if sequence.phase is not ended and not sequence.void and index not in bad:  # `gains`, without a call
+            if sequence.phase is not ended and not sequence.void and index not in over:  # `gains`, without a call
                 output = self._gain(sequence, tokens, result, index, decoded=True)
                 outputs.append(output)
                 offered += plan.width - 1
@@ -146,21 +185,21 @@ class Scheduler:
         index = len(flight.decode)
         for sequence, row in zip(flight.prefill, plan.prefill, strict=True):
             if row.final:
-                if sequence.gains and index not in bad:
+                if sequence.gains and index not in over:
                     outputs.append(self._gain(sequence, result.tokens[index], result, index, decoded=False))
                 index += 1
             self._rows.landed(sequence, sampled=row.final)
         self._counters.drafts_offered += offered
         self._counters.drafts_accepted += accepted
         self._counters.count_step(len(flight.decode), sum(len(row.tokens) for row in plan.prefill), result.duration)
-        return tuple(self._judge(outputs, bad))
+        return (*self._judge(outputs, bad), *stuck.values())
 
     def stats(self) -> EngineStats:
         """Gauges of now, counters since start."""
         rows = self._rows
         gauges = EngineStats(
             running=len(rows.decoding) + len(rows.prefilling),
-            waiting=len(rows.queue),
+            waiting=len(rows.queue) + self._grammars.waiting,
             prefill_backlog=rows.queue.tokens + sum(s.goal - s.cursor for s in rows.prefilling),
             pages_total=rows.pool.total,
             pages_free=rows.cache.available,
@@ -271,7 +310,7 @@ class Scheduler:
         decode = len(flight.decode)
         for index, tokens in enumerate(result.tokens):
             if not 1 <= len(tokens) <= (plan.width if index < decode else 1) or min(tokens) < 0:
-                if not tokens and index in result.bad:
+                if not tokens and (index in result.bad or index in result.stuck):
                     continue
                 raise RuntimeError(f"step {plan.step} (width {plan.width}) gave sampled row {index} tokens {tokens}")
         if plan.logprobs >= 0 and [len(row) for row in result.logprobs] != flight.logprobs_owed(result.tokens):
@@ -330,10 +369,20 @@ class Scheduler:
             if may_be_a_victim(sequence):
                 self._rows.start_again(sequence)
                 continue
-            del self._live[sequence.request.request_id]
+            self._forget(sequence)
             self._rows.end_bad(sequence)
             bad[index] = RequestOutput(sequence.request.request_id, (), failed=BAD_LOGITS)
         return bad
+
+    def _stuck_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput]:
+        """The last outputs of the live requests whose grammars allowed no token, by sampled row."""
+        stuck: dict[int, RequestOutput] = {}
+        sampled = flight.sampled() if result.stuck else []
+        for index in result.stuck:
+            if (sequence := sampled[index]).gains:
+                self._end(sequence)
+                stuck[index] = RequestOutput(sequence.request.request_id, (), failed=STUCK, stuck=True)
+        return stuck
 
     def _judge(self, outputs: list[RequestOutput], bad: dict[int, RequestOutput | None]) -> list[RequestOutput]:
         """What leaves the scheduler of a step's outputs and of its bad rows. The replica's own probe does not."""
@@ -350,8 +399,16 @@ class Scheduler:
         return [output for output in outputs + ended if output.request_id != PROBE_ID]
 
     def _end(self, sequence: Sequence) -> None:
+        self._forget(sequence)
+        if sequence.phase is Phase.COMPILING:
+            sequence.phase = Phase.ENDED
+        else:
+            self._rows.end(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id]
-        self._rows.end(sequence)
+        if sequence.grammar:
+            self._grammars.leave(sequence)
 
 
 def _refusal(request: Request, reason: str, overloaded: bool = False) -> RequestOutput:
@@ -361,8 +418,14 @@ def _refusal(request: Request, reason: str, overloaded: bool = False) -> Request
 def _admission(sequence: Sequence) -> Admission:
     """What the workers must know of a request that takes a slot."""
     sampling = sequence.request.sampling
-    history = sequence.tokens.span(0, sequence.tokens.length) if sampling.has_penalties else ()
-    return Admission(sequence.slot, sampling, sequence.generated, history)
+    history: tuple[int, ...] = ()
+    if sampling.has_penalties:
+        history = sequence.tokens.span(0, sequence.tokens.length)
+    elif sequence.grammar:
+        history = sequence.tokens.span(sequence.tokens.prompt.length, sequence.tokens.length)
+    if sequence.grammar:
+        sampling = replace(sampling, grammar=None)  # the ticket says which
+    return Admission(sequence.slot, sampling, sequence.generated, history, sequence.grammar)
 
 
 def _first(entry: TopLogprobs, count: int) -> TopLogprobs:

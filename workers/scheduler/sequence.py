@@ -14,6 +14,8 @@ from workers.scheduler.tokens import Tokens
 class Phase(Enum):
     """Where a request stands. Only PREFILL and DECODE own pages; what is behind them may still own a slot."""
 
+    COMPILING = auto()
+    """Its grammar is not ready."""
     WAITING = auto()
     PREFILL = auto()
     """Has a slot and the pages of its whole prompt; chunks are left to plan."""
@@ -76,6 +78,8 @@ class Sequence:
     """Of these, those in which all drafts up to there stood."""
     reported: bool = False
     """Whether an output went out, and with it the number of cached tokens."""
+    grammar: int = 0
+    """Ticket of its grammar (`workers.scheduler.grammars`), 0 without one."""
 
     @property
     def gains(self) -> bool:

@@ -36,6 +36,12 @@ BAD_LOGITS: Final = (
 )
 
 
+STUCK: Final = (
+    "the request's grammar allows no token that this model has behind those generated so far, or takes too long to be "
+    "followed; tokens that were sent before stand. Make the grammar simpler"
+)
+
+
 class Unsound(RuntimeError):
     """The replica gives no finite numbers for anybody; the message is for whoever runs it."""
 

@@ -7,11 +7,14 @@ Shape legend: R rows, W width, T = R * W tokens, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from kernels import decode_state
+from kernels.sampling import TokenMasks
 from kernels.verify import accept_drafts
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, DecodeBatch
@@ -41,6 +44,15 @@ class _Rows:
         )
 
 
+@dataclass(frozen=True)
+class Passed:
+    """The first half of a step: what the target has computed, on its way to be sampled."""
+
+    fed: _Rows
+    hidden_TE: torch.Tensor
+    logits_NV: torch.Tensor
+
+
 class DecodeStep:
     """One shape of decode step. Which slots its rows are is written to `slot_R` before each run; -1 pads."""
 
@@ -53,32 +65,51 @@ class DecodeStep:
         self.slot_R = torch.full((key.rows,), -1, dtype=torch.int64, device=parts.device)
         self.decided_N = torch.zeros(self.layout.decision_size, dtype=torch.int64, device=parts.device)
 
-    def run(self) -> StepOutput:
-        """Everything, from the slots' state to the slots' next state."""
-        parts, layout, scratch = self.parts, self.layout, self._scratch
+    def run(self, masks: Callable[[], TokenMasks | None] | None = None) -> StepOutput:
+        """Everything, from the slots' state to the slots' next state. `masks` is called between the two halves, for the
+        masks to sample under; it may wait."""
+        with self.memory():
+            passed = self.target()
+            return self.rest(passed, None if masks is None else masks())
+
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """Within this context the first half's results stay where they are."""
+        with self._scratch.scope():
+            yield
+
+    def target(self) -> Passed:
+        """The first half: what the slots hold is fed, and the target computes hidden states [T, E] and logits [T, V].
+        It reads nothing of a mask, so it runs while masks are filled."""
+        parts, scratch, fed = self.parts, self._scratch, self._feed()
+        batch = fed.batch(self.layout, first=0)
+        hidden_TE = parts.model.forward(fed.token_RW.flatten(), batch, parts.cache, scratch)
+        return Passed(fed, hidden_TE, parts.model.logits(hidden_TE, scratch))
+
+    def rest(self, passed: Passed, masks: TokenMasks | None = None) -> StepOutput:
+        """The second half: tokens are sampled, drafts verified, the slots' state goes on, the next drafts are made."""
+        parts, layout, scratch, fed = self.parts, self.layout, self._scratch, passed.fed
         rows, width = self.key.rows, self.key.width
-        with scratch.scope():
-            fed = self._feed()
-            hidden_TE, logits_NV = self._target(fed)
-            target_RW = self.decided_N[layout.target_slice].view(rows, width)
-            newest_R = scratch.empty(rows, dtype=torch.int64)
-            decode_state.advance(
-                parts.state.tensors,
-                self.slot_R,
-                target_RW,
-                self.decided_N[layout.accepted_slice],
-                fed.position_RW,
-                fed.cache_slot_RW,
-                fed.length_R,
-                newest_R,
-            )
-            if parts.width > 1:
-                # Behind the accepted tokens the target's are any valid ids: those queries' outputs are not read, and
-                # their cache entries are rewritten before they are attended to.
-                batch = fed.batch(layout, first=1)
-                drafted_TE = parts.drafter.catch_up(target_RW.flatten(), hidden_TE, batch, parts.cache, scratch)
-                self._draft(drafted_TE, newest_R, fed)
-        return StepOutput(layout, self.decided_N, logits_NV)
+        self._verify(passed.logits_NV, fed, masks)
+        target_RW = self.decided_N[layout.target_slice].view(rows, width)
+        newest_R = scratch.empty(rows, dtype=torch.int64)
+        decode_state.advance(
+            parts.state.tensors,
+            self.slot_R,
+            target_RW,
+            self.decided_N[layout.accepted_slice],
+            fed.position_RW,
+            fed.cache_slot_RW,
+            fed.length_R,
+            newest_R,
+        )
+        if parts.width > 1:
+            # Behind the accepted tokens the target's are any valid ids: those queries' outputs are not read, and their
+            # cache entries are rewritten before they are attended to.
+            batch = fed.batch(layout, first=1)
+            drafted_TE = parts.drafter.catch_up(target_RW.flatten(), passed.hidden_TE, batch, parts.cache, scratch)
+            self._draft(drafted_TE, newest_R, fed)
+        return StepOutput(layout, self.decided_N, passed.logits_NV)
 
     def _feed(self) -> _Rows:
         """What the slots' state has the rows feed."""
@@ -101,16 +132,7 @@ class DecodeStep:
         )
         return fed
 
-    def _target(self, fed: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's pass, and what it decides: hidden states [T, E] and logits [T, V]."""
-        parts, scratch = self.parts, self._scratch
-        batch = fed.batch(self.layout, first=0)
-        hidden_TE = parts.model.forward(fed.token_RW.flatten(), batch, parts.cache, scratch)
-        logits_NV = parts.model.logits(hidden_TE, scratch)
-        self._verify(logits_NV, fed)
-        return hidden_TE, logits_NV
-
-    def _verify(self, logits_NV: torch.Tensor, fed: _Rows) -> None:
+    def _verify(self, logits_NV: torch.Tensor, fed: _Rows, masks: TokenMasks | None) -> None:
         """Target tokens, accepted drafts, bad rows and faults, decided on rank 0, given to all ranks in one message."""
         parts, layout, decided_N = self.parts, self.layout, self.decided_N
         rows, width = self.key.rows, self.key.width
@@ -126,6 +148,7 @@ class DecodeStep:
                 out=target_N,
                 bad=decided_N[layout.bad_slice],
                 scratch=self._scratch,
+                masks=masks,
             )
             target_RW = target_N.view(rows, width)
             accept_drafts(

@@ -46,6 +46,13 @@ def token_buckets(budget: int) -> tuple[int, ...]:
         buckets.append(tokens)
 
 
+def halves_buckets(max_rows: int) -> tuple[int, ...]:
+    """Row counts whose steps are captured in two halves, between which masks are filled: powers of two and `max_rows`.
+    Fewer than `row_buckets`, for every one is two graphs more, and the host works between the two anyway."""
+    buckets = [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows]
+    return (*buckets, max_rows)
+
+
 @dataclass(frozen=True)
 class TokenLadder:
     """Buckets of tokens. A mixed step runs in the smallest that holds its tokens."""
@@ -105,10 +112,22 @@ class Ladder:
             for width, drafts in self.modes():
                 yield BatchLayout(width, rows).graph_key(rows, drafts)
 
+    def halves(self) -> Iterator[GraphKey]:
+        """Every key of a step in two halves, largest first."""
+        for rows in reversed(halves_buckets(self.max_rows)):
+            for width, drafts in self.modes():
+                yield BatchLayout(width, rows).graph_key(rows, drafts)
+
     def key(self, layout: BatchLayout, drafts: int) -> GraphKey | None:
         """Key of the graph that serves a step of this layout; None, never a wrong one, when there is none."""
+        return self._key(layout, drafts, row_buckets(self.max_rows))
+
+    def halves_key(self, layout: BatchLayout, drafts: int) -> GraphKey | None:
+        """The same for a step in two halves."""
+        return self._key(layout, drafts, halves_buckets(self.max_rows))
+
+    def _key(self, layout: BatchLayout, drafts: int, buckets: tuple[int, ...]) -> GraphKey | None:
         if layout.prefill_tokens or not layout.decode_rows or (layout.width, drafts) not in self.modes():
             return None
-        buckets = row_buckets(self.max_rows)
         place = bisect_left(buckets, layout.decode_rows)
         return layout.graph_key(buckets[place], drafts) if place < len(buckets) else None

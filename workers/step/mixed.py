@@ -11,11 +11,13 @@ rows, B prefill rows, N logits rows, P pages a row may hold, E hidden size, V vo
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kernels import decode_state
+from kernels.sampling import TokenMasks
 from kernels.verify import accept_drafts
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.protocol.plan import BatchLayout, StepPlan
@@ -87,14 +89,15 @@ class MixedStep:
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
 
-    def run(self, plan: StepPlan, stage: Stage) -> StepOutput:
+    def run(self, plan: StepPlan, stage: Stage, masks: Callable[[], TokenMasks | None] | None = None) -> StepOutput:
         """Everything, from the slots' state and the plan's prompts to the slots' next state. The stage holds at least
-        the plan's tokens; the output lies in its memory until its next step."""
+        the plan's tokens; the output lies in its memory until its next step. `masks` is called when the target's pass
+        is launched, for the masks to sample under; it may wait."""
         parts = self._parts
         with stage.scratch.scope():
             rows = self._rows(plan, stage)
             stage.run_pass(TARGET, self._batch(rows, stage, first=0))
-            decided_N, logits_NV = self._sample(rows, stage)
+            decided_N, logits_NV = self._sample(rows, stage, masks)
             newest_R = self._advance(rows, decided_N, stage)
             if parts.width > 1:
                 self._draft(plan.drafts, rows, decided_N, newest_R, stage)
@@ -145,7 +148,9 @@ class MixedStep:
         prefill = PrefillBatch(start, layout.prefill_tokens, rows.page_BP)
         return Batch(layout, stage.position_T, stage.cache_slot_T, decode, prefill, first)
 
-    def _sample(self, rows: _Rows, stage: Stage) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _sample(
+        self, rows: _Rows, stage: Stage, masks: Callable[[], TokenMasks | None] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The packed decision, made on rank 0 for all ranks: target tokens, accepted counts, which logits rows
         are bad, how many ids are none. And the logits, None if no row is sampled."""
         parts, layout, scratch = self._parts, rows.layout, stage.scratch
@@ -173,6 +178,7 @@ class MixedStep:
                 out=target_N,
                 bad=decided_N[layout.bad_slice],
                 scratch=scratch,
+                masks=None if masks is None else masks(),
             )
             target_DW = target_N[: layout.decode_tokens].view_as(rows.token_DW)
             fault_1, vocab = parts.sampling.fault_1, parts.model.config.vocab_size

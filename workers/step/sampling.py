@@ -26,6 +26,7 @@ from kernels.sampling import (
     SampledRows,
     SampleWorkspace,
     SlotTables,
+    TokenMasks,
     count_tokens,
     sample_rows,
     sample_tokens,
@@ -101,7 +102,7 @@ class SamplingState:
             (
                 _signed(a.sampling.seed),
                 a.sampling.top_k,
-                a.sampling.min_tokens if stop else 0,
+                a.sampling.min_tokens if stop and not a.grammar else 0,  # a grammar's masks see to it
                 len(a.sampling.logit_bias),
                 a.generated,
             )
@@ -137,6 +138,7 @@ class SamplingState:
         out: torch.Tensor | None = None,
         bad: torch.Tensor | None = None,
         scratch: Scratch | None = None,
+        masks: TokenMasks | None = None,
     ) -> torch.Tensor:
         """int64 [N]: the token of every logits row of `layout`. `logits_NV` (any float dtype) is not changed.
 
@@ -144,10 +146,10 @@ class SamplingState:
         before j had been generated. `position_N` + `ahead`: absolute position of the token that is sampled (one past
         the fed one). The result goes to `out` if given; on a GPU everything else comes from `scratch` if given, so
         that nothing is allocated. `bad` (int64 [N]) gets 1 for rows without a finite maximum, whose token 0 means
-        nothing, and 0 for others; without it `fault_1` counts them.
+        nothing, and 0 for others; without it `fault_1` counts them. `masks`: which ids rows may have.
         """
         draft_DX = fed_DW[:, 1:] if self._any(Feature.PENALTIES | Feature.MIN_TOKENS) else None
-        rows = SampledRows(slot_R, position_N, ahead, layout.width, layout.decode_rows, draft_DX)
+        rows = SampledRows(slot_R, position_N, ahead, layout.width, layout.decode_rows, draft_DX, masks=masks)
         return self._sample(logits_NV, rows, self.fault_1, out, bad, scratch)
 
     def draft_tokens(
@@ -220,7 +222,8 @@ class SamplingState:
                 features,
                 workspace,
                 bad_N=bad_N,
-                dependent=self.dependent,
+                # Masks come by a copy, behind which nothing can be launched dependently.
+                dependent=self.dependent and rows.masks is None,
             )
         return token_N
 
@@ -242,6 +245,7 @@ class SamplingState:
                     draft_NX,
                     window_N,
                     bad_N=bad_N,
+                    masks=rows.masks,
                 )
                 continue
             row_M = torch.tensor(members, dtype=torch.int64)
@@ -258,6 +262,7 @@ class SamplingState:
                 None if draft_NX is None else draft_NX[row_M],
                 None if window_N is None else window_N[row_M],
                 bad_N=bad_M,
+                masks=None if rows.masks is None else rows.masks.of(row_M),
             )
             token_N[row_M] = token_M
             if bad_N is not None and bad_M is not None:

@@ -8,8 +8,8 @@ import json
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deploy.text.detok import byte_alphabet
 from deploy.text.tokenizer import Tokenizer as ModelTokenizer
+from workers.vocabulary.spelling import byte_alphabet
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from deploy.text.detok import ByteDetokenizer, WindowDetokenizer, byte_alphabet
+from deploy.text.detok import ByteDetokenizer, WindowDetokenizer
 from deploy.text.stop import StopMatcher
 from deploy.text.template import check_template, syntax_problem
 from deploy.text.tokenizer import INLINE_CHARS, LONG_CHARS, ChatTemplateError, Tokenizer
+from workers.vocabulary.spelling import byte_alphabet
 
 DEMO = Path(__file__).resolve().parents[3] / "assets" / "demo"
 TOKENS = tiny().size

@@ -196,7 +196,7 @@ def test_one_of_two_ranks_compiles_nothing_late(width: int, monkeypatch: pytest.
 def test_what_is_not_rehearsed_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(monkeypatch, settings("demo", 3))
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "rehearse", lambda stage: None)
+        patch.setattr(capture, "rehearse", lambda stage, masks=None: None)
         ahead = start.compiled()
     start.ready()
     assert {"gather", "rope_cache"} <= {kernel for kernel, _ in start.variants[len(ahead) :]}

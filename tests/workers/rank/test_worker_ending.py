@@ -149,6 +149,7 @@ class PretendedRank:
         self.folder, self.closing, self.group = folder, closing, group
         self.ready = Ready(group.rank, 2, 64, 100, 1, ())
         self.runner = self
+        self.grammars = None
         self.device = torch.device("cpu")
         self.stats = SimpleNamespace(figures=dict)
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from deploy.text.detok import byte_alphabet
+from workers.vocabulary.spelling import byte_alphabet
 
 VOCABULARY: Final = "tiktoken.model"
 PATTERN: Final = "pat_str"

@@ -1,0 +1,180 @@
+"""Masks of a window are those that a matcher gives that takes one token after the other, without drafts."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xgrammar as xgr
+from grammar_model import EOS, TEXTS, THINK_END, text_of, write_grammar_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiny_models import VOCAB
+from workers.grammar.compiler import Compiled, Compiler, NotCompiled
+from workers.grammar.matcher import RequestMatcher
+from workers.grammar.rows import ConstrainedRows
+from workers.protocol.grammar import Grammar
+from workers.protocol.plan import Admission, BatchLayout, SamplingParams
+from workers.step.masks import StepMasks
+
+WORDS = -(-VOCAB // 32)
+GRAMMARS = [
+    Grammar("json", ""),
+    Grammar("json_schema", json.dumps({"type": "array", "items": {"type": "boolean"}, "maxItems": 3})),
+    Grammar("choice", '["abc", "abcabc", "10"]'),
+    Grammar("regex", "[a-c]*(12|10)+"),
+    Grammar("choice", '["ab"]', begin_after=(TEXTS.index(THINK_END),)),
+    Grammar("choice", '["ab"]', begin_after=(TEXTS.index("a"), TEXTS.index("a"), TEXTS.index("b"))),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    folder = write_grammar_model(tmp_path_factory.mktemp("v3"))
+    compiler = Compiler(folder, VOCAB, (EOS,), lambda ticket, error: None)
+    return [compiler.compile(grammar) for grammar in GRAMMARS]
+
+
+def bits_of(mask_B: np.ndarray) -> set[int]:
+    return {int(i) for i in np.flatnonzero(np.unpackbits(mask_B.view(np.uint8), bitorder="little"))}
+
+
+def plain_allowed(compiled: Compiled, tokens: list[int], sampling: SamplingParams) -> set[int] | None:
+    """What may follow these tokens, by the definition: a fresh matcher takes them one by one. None where one of them
+    was not allowed."""
+    matcher, begin = xgr.GrammarMatcher(compiled.handle), compiled.grammar.begin_after
+    begun = not begin
+    for place, token in enumerate(tokens):
+        if begun:
+            if matcher.is_terminated():
+                if token != EOS:
+                    return None
+            elif not matcher.accept_token(token):
+                return None
+        elif tuple(tokens[: place + 1][-len(begin) :]) == begin:
+            begun = True
+    if not begun:
+        found = {*range(VOCAB), *range(VOCAB, WORDS * 32)} - {EOS}
+    elif matcher.is_terminated():
+        found = {EOS}
+    else:
+        mask_1B = np.zeros((1, WORDS), dtype=np.int32)
+        matcher.fill_next_token_bitmask(mask_1B)
+        found = {token for token in bits_of(mask_1B) if token < VOCAB}
+    if len(tokens) < sampling.min_tokens:
+        found = (found - set(sampling.stop_ids)) or found
+    return found
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data(), which=st.integers(0, len(GRAMMARS) - 1), width=st.integers(1, 5), seed=st.integers(0, 10**6))
+def test_masks_of_a_window(compiled: list[Compiled], data: st.DataObject, which: int, width: int, seed: int) -> None:
+    rng, grammar = random.Random(seed), compiled[which]
+    sampling = SamplingParams(99, stop_ids=(EOS, 40), min_tokens=data.draw(st.sampled_from([0, 3, 9])))
+    matcher = RequestMatcher(grammar, sampling, (EOS,), VOCAB)
+    tokens: list[int] = []
+    for _ in range(8):
+        # Drafts are mostly allowed ones, and now and then any.
+        drafts: list[int] = []
+        for _ in range(width - 1):
+            could = plain_allowed(grammar, tokens + drafts, sampling) or set()
+            could = {token for token in could if token < VOCAB}
+            drafts.append(rng.choice(sorted(could)) if could and rng.random() < 0.8 else rng.randrange(VOCAB))
+        masks_WB = np.full((width, WORDS), 0x5A5A5A5A, dtype=np.int32)
+        filled, stuck = matcher.fill(drafts, list(masks_WB))
+        for place in range(filled):
+            want = plain_allowed(grammar, tokens + drafts[:place], sampling)
+            assert want is not None
+            assert bits_of(masks_WB[place]) == want, (tokens, drafts, place)
+            assert stuck == (not want) or place + 1 < filled
+            if place + 1 < filled:
+                assert drafts[place] in want
+        if filled < width and not stuck:  # nothing behind a draft that is not allowed is read
+            assert drafts[filled - 1] not in (plain_allowed(grammar, tokens + drafts[: filled - 1], sampling) or set())
+        if stuck:
+            return
+        # What is gained: the drafts before some place, and another token behind them.
+        gained = drafts[: rng.randrange(filled)]
+        behind = [t for t in sorted(plain_allowed(grammar, tokens + gained, sampling) or ()) if t < VOCAB]
+        if not behind:
+            return
+        gained = [*gained, rng.choice(behind)]
+        matcher.accept(gained)
+        tokens += gained
+        assert not matcher.lost
+        if EOS in gained:
+            return
+
+
+def test_a_token_that_is_not_allowed_is_told(compiled: list[Compiled]) -> None:
+    matcher = RequestMatcher(compiled[2], SamplingParams(9, stop_ids=(EOS,)), (EOS,), VOCAB)
+    matcher.accept([TEXTS.index("abc")])
+    assert not matcher.lost
+    matcher.accept([TEXTS.index("z")])
+    assert matcher.lost
+
+
+def test_a_costly_grammar_is_given_up(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.grammar.matcher.COSTLY_S", -1.0)
+    matcher = RequestMatcher(compiled[2], SamplingParams(9, stop_ids=(EOS,)), (EOS,), VOCAB)
+    matcher.accept([TEXTS.index("abc")])
+    assert matcher.lost
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar("regex", "(a"), "position"),
+        (Grammar("ebnf", "root ::= root"), "no text"),
+        (Grammar("regex", "~+"), "no text"),
+        (Grammar("ebnf", 'root ::= Regex("a")'), "Regex"),
+    ],
+)
+def test_what_cannot_be_compiled_says_why(tmp_path: Path, grammar: Grammar, text: str) -> None:
+    compiler = Compiler(write_grammar_model(tmp_path), VOCAB, (EOS,), lambda ticket, error: None)
+    with pytest.raises(NotCompiled, match=text):
+        compiler.compile(grammar)
+
+
+def test_a_mask_belongs_to_a_position_of_a_row(compiled: list[Compiled]) -> None:
+    """Rows with and without grammars, final prompts among them: the index says whose each mask is, and masks lie side
+    by side in the order in which they were filled."""
+    import torch
+
+    rows = ConstrainedRows(VOCAB, (EOS,), lambda ticket: compiled[ticket])
+    sampling = SamplingParams(9, stop_ids=(EOS,))
+    rows.admit([Admission(slot, sampling, grammar=which) for slot, which in ((5, 2), (1, 3), (7, 1))])
+    abc, z = TEXTS.index("abc"), TEXTS.index("z")
+    rows.drafted(5, [abc, z])
+    rows.drafted(1, [z, z])
+    layout = BatchLayout(3, 3, (4, 6), (True, False))
+    masks = StepMasks(20, VOCAB, torch.device("cpu"))
+    masks.clear()
+    # Decode rows of slots 5 (grammar), 2 (none), 1 (grammar), and the end of a prompt in slot 7.
+    assert rows.fill(layout, [5, 2, 1, 7], [5, 1, 7], masks) == {}
+    got = masks.upload()
+    index = got.index_N.tolist()
+    assert [n for n in range(20) if index[n] >= 0] == [0, 1, 6, 9]
+    assert sorted(i for i in index if i >= 0) == [0, 1, 2, 3]
+    words = {n: got.bits_MB[index[n]].numpy() for n in (0, 1, 6, 9)}
+    want = {
+        0: plain_allowed(compiled[2], [], sampling),
+        1: plain_allowed(compiled[2], [abc], sampling),
+        6: plain_allowed(compiled[3], [], sampling),
+        9: plain_allowed(compiled[1], [], sampling),
+    }
+    assert {n: bits_of(mask_B) for n, mask_B in words.items()} == want
+
+
+def test_a_preempted_request_begins_behind_what_it_had(compiled: list[Compiled]) -> None:
+    tokens = [TEXTS.index("a"), TEXTS.index("b")]
+    sampling = SamplingParams(9, stop_ids=(EOS,))
+    rows = ConstrainedRows(VOCAB, (EOS,), lambda ticket: compiled[2])
+    rows.admit([Admission(0, sampling, generated=2, history=tuple(tokens), grammar=1)])
+    assert rows.gained([0], [[TEXTS.index("c")]], [0]) == []
+    assert rows.gained([0], [[TEXTS.index("x")]], [0]) == [0]
+    assert text_of(tokens) == "ab"

@@ -1,0 +1,146 @@
+"""Requests wait for their grammars, and for nobody else's; a grammar that fails or is late refuses those who wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers.protocol.grammar import CompileGrammar, ForgetGrammar, Grammar, GrammarReady
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams, StepPlan, StepResult
+from workers.scheduler import Scheduler, SchedulerConfig
+from workers.scheduler.soundness import STUCK
+
+A, B = Grammar("regex", "a+"), Grammar("regex", "b+")
+CONFIG = SchedulerConfig(slots=3, pages=40, max_context=400, token_budget=80, width=2, queue_limit=8)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def scheduler(clock: Clock | None = None) -> Scheduler:
+    made = Scheduler(CONFIG)
+    if clock is not None:
+        made._grammars._clock = clock
+    return made
+
+
+def request(name: str, grammar: Grammar | None, **sampling: object) -> Request:
+    return Request(name, (5, 6, 7), SamplingParams(6, grammar=grammar, stop_ids=(1,), **sampling))  # type: ignore[arg-type]
+
+
+def result(plan: StepPlan, **fields: object) -> StepResult:
+    sampled = plan.layout.sampled_rows
+    tokens = [() if row in fields.get("stuck", ()) else (9,) for row in range(sampled)]  # type: ignore[operator]
+    return StepResult(plan.step, tuple(tokens), 0.001, **fields)  # type: ignore[arg-type]
+
+
+def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
+    run = scheduler()
+    for name, grammar in (("first", A), ("second", None), ("third", A), ("fourth", B)):
+        assert run.add(request(name, grammar)) is None
+    assert run.grammar_work() == [CompileGrammar(1, A), CompileGrammar(2, B)]
+    assert run.grammar_work() == []
+    assert run.stats().waiting == 4
+    plan = run.plan()
+    assert plan is not None
+    assert [admission.grammar for admission in plan.admissions] == [0]
+    assert plan.constrained == ()
+    assert run.grammar_ready(GrammarReady(1)) == ()
+    plan = run.plan()
+    assert plan is not None
+    assert [admission.grammar for admission in plan.admissions] == [1, 1]
+    assert all(admission.sampling.grammar is None for admission in plan.admissions)
+    assert plan.constrained == tuple(row.slot for row in plan.prefill)
+    assert run.stats().waiting == 1
+
+
+def test_a_request_comes_to_its_old_place() -> None:
+    run = scheduler()
+    for name, grammar in (("a", A), *((f"free {n}", None) for n in range(4))):
+        run.add(request(name, grammar))
+    run.grammar_ready(GrammarReady(1))
+    plan = run.plan()
+    assert plan is not None
+    assert [admission.grammar for admission in plan.admissions] == [1, 0, 0]
+
+
+def test_a_bad_grammar_refuses_all_who_wait_for_it() -> None:
+    run = scheduler()
+    for name in ("one", "two"):
+        run.add(request(name, A))
+    run.grammar_work()
+    outputs = run.grammar_ready(GrammarReady(1, "it is odd"))
+    assert [output.request_id for output in outputs] == ["one", "two"]
+    assert all("it is odd" in output.refused for output in outputs)
+    assert run.idle
+    assert run.grammar_work() == [ForgetGrammar(1)]
+
+
+def test_a_late_grammar_refuses_until_it_is_ready() -> None:
+    clock = Clock()
+    run = scheduler(clock)
+    run.add(request("one", A))
+    clock.now += 9
+    run.add(request("two", A))
+    assert run.expire() == ()
+    clock.now += 2
+    outputs = run.expire()
+    assert [output.request_id for output in outputs] == ["one", "two"]
+    assert all("--grammar-compile-timeout" in output.refused for output in outputs)
+    refused = run.add(request("three", A))
+    assert refused is not None
+    assert "not compiled within 10 s" in refused.refused
+    assert run.add(request("other", B)) is None
+    assert run.grammar_ready(GrammarReady(1)) == ()
+    run.grammar_work()
+    assert run.add(request("four", A)) is None
+    assert run.grammar_work() == [CompileGrammar(3, A)]
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_grammar_is_forgotten_with_its_last_request(ready: bool) -> None:
+    run = scheduler()
+    run.add(request("one", A))
+    run.add(request("two", A))
+    run.grammar_work()
+    if ready:
+        run.grammar_ready(GrammarReady(1))
+    run.cancel("one")
+    assert run.grammar_work() == []
+    assert [output.finish for output in run.cancel("two")] == ["cancelled"]
+    if not ready:
+        run.grammar_ready(GrammarReady(1))
+    assert run.grammar_work() == [ForgetGrammar(1)]
+    assert run.idle
+
+
+def test_a_stuck_row_ends_its_request_alone_and_no_probe_follows() -> None:
+    run = scheduler()
+    run.add(request("bound", A))
+    run.grammar_ready(GrammarReady(1))
+    run.add(request("free", None))
+    plan = run.plan()
+    assert plan is not None
+    outputs = {output.request_id: output for output in run.apply(result(plan, stuck=(0,)))}
+    assert (outputs["bound"].failed, outputs["bound"].stuck) == (STUCK, True)
+    assert outputs["free"].tokens == (9,)
+    assert run.stats().bad_rows == 0
+    following = run.plan()
+    assert following is not None
+    assert following.constrained == ()
+    assert not following.admissions
+
+
+def test_a_stop_id_counts_before_min_tokens_under_a_grammar() -> None:
+    """The masks allow it there only where the grammar is complete."""
+    run = scheduler()
+    run.add(request("bound", A, min_tokens=5))
+    run.grammar_ready(GrammarReady(1))
+    plan = run.plan()
+    assert plan is not None
+    [output] = run.apply(StepResult(plan.step, ((1,),), 0.001))
+    assert output.finish == "stop"

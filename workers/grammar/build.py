@@ -1,0 +1,152 @@
+"""From a request's constraint to a grammar of xgrammar's, or to an error that says what is wrong with it.
+
+It takes no tokenizer, so the front does the same to refuse a request at once that rank 0 could not serve.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import xgrammar as xgr
+
+from workers.grammar.schema import SchemaError, check_schema, with_own_patterns
+from workers.protocol.grammar import Grammar, Kind
+
+MOST_BYTES: Final = 1 << 17
+"""Of a constraint's text: the longest take half a second to parse."""
+MOST_CHOICES: Final = 4096
+MOST_WHITESPACE: Final = 32
+"""Characters of white space in a row between two tokens of JSON. Without a limit a model may write nothing else."""
+MOST_NESTED: Final = 48
+"""Levels of a schema, of brackets in a regular expression or a grammar. xgrammar takes much longer with each."""
+
+_WHERE = re.compile(r"^\s*\[[^\]]*\]\s*\S+:\d+:\s*")
+"""What xgrammar begins its errors with: time, file and line of its own."""
+
+
+CONTROLS: Final = frozenset(range(0x20))
+
+
+def vocabulary_for(kind: Kind, table: Sequence[bytes]) -> list[bytes]:
+    """What the tokens of a vocabulary write under a grammar. JSON is written without control characters: some of
+    xgrammar's strings, those of a given length or pattern, would hold them as they are, which JSON forbids. So white
+    space between its tokens is spaces alone."""
+    if kind not in ("json", "json_schema"):
+        return list(table)
+    return [b"" if CONTROLS.intersection(raw) else raw for raw in table]
+
+
+class GrammarError(ValueError):
+    """A constraint that cannot be used; the message is for whoever sent it, and says where it is wrong."""
+
+
+def build(grammar: Grammar) -> xgr.Grammar:
+    """GrammarError for what is no such constraint, and for what xgrammar does not enforce."""
+    if len(grammar.text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
+        raise GrammarError(f"it is longer than {MOST_BYTES} bytes")
+    try:
+        match grammar.kind:
+            case "json":
+                return _json_schema({"type": "object"}, strict=False)
+            case "json_schema":
+                schema = _parsed(grammar.text)
+                check_schema(schema, MOST_NESTED)
+                return _json_schema(with_own_patterns(schema), grammar.strict)
+            case "regex":
+                _check_brackets(grammar.text)
+                return xgr.Grammar.from_regex(grammar.text)
+            case "choice":
+                return xgr.Grammar.from_ebnf(_alternatives(_parsed(grammar.text)))
+            case "ebnf":
+                _check_brackets(grammar.text)
+                if "Regex(" in grammar.text:
+                    raise GrammarError("Regex(...) is not supported; write it as rules, or give guided_regex")
+                return xgr.Grammar.from_ebnf(grammar.text)
+            case "structural_tag":
+                return _structural_tag(_parsed(grammar.text))
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
+    except (RuntimeError, UnicodeError) as error:
+        raise GrammarError(_said(error)) from None
+
+
+def _json_schema(schema: Any, strict: bool) -> xgr.Grammar:
+    text = json.dumps(schema, ensure_ascii=False)
+    return xgr.Grammar.from_json_schema(text, strict_mode=strict, max_whitespace_cnt=MOST_WHITESPACE)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"it is no JSON: {error}") from None
+    except RecursionError:
+        raise GrammarError("it is nested too deeply") from None
+
+
+def _alternatives(choices: Any) -> str:
+    """A grammar in EBNF of some strings."""
+    if not (isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices)):
+        raise GrammarError("a list of strings, none of them empty, is expected")
+    if len(choices) > MOST_CHOICES:
+        raise GrammarError(f"at most {MOST_CHOICES} choices are supported, not {len(choices)}")
+    # What JSON escapes, EBNF does in the same way.
+    return "root ::= " + " | ".join(_literal(choice) for choice in dict.fromkeys(choices))
+
+
+def _literal(text: str) -> str:
+    """A string literal of xgrammar's EBNF: everything but plain characters by its code point."""
+    return '"' + "".join(char if _plain(char) else f"\\U{ord(char):08x}" for char in text) + '"'
+
+
+def _plain(char: str) -> bool:
+    return char.isascii() and char.isprintable() and char not in '"\\'
+
+
+def _structural_tag(tag: Any) -> xgr.Grammar:
+    if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or "format" not in tag:
+        raise GrammarError('an object with "type": "structural_tag" and a "format" is expected')
+    _check_formats(tag, "", 0)
+    return xgr.Grammar.from_structural_tag(json.dumps(tag, ensure_ascii=False))
+
+
+def _check_formats(value: Any, place: str, depth: int) -> None:
+    """The schemas and expressions within a structural tag are held to the same rules as those by themselves."""
+    if depth > MOST_NESTED:
+        raise GrammarError(f"it is nested more than {MOST_NESTED} levels deep")
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_formats(item, f"{place}/{index}", depth + 1)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if name == "json_schema":
+                try:
+                    check_schema(item, MOST_NESTED, within_text=True)
+                except SchemaError as error:
+                    raise GrammarError(f"{place}/{name}: {error}") from None
+            else:
+                if isinstance(item, str):
+                    _check_brackets(item)
+                _check_formats(item, f"{place}/{name}", depth + 1)
+
+
+def _check_brackets(text: str) -> None:
+    deep = deepest = 0
+    for char in text:
+        if char in "([{":
+            deep += 1
+            deepest = max(deepest, deep)
+        elif char in ")]}":
+            deep = max(deep - 1, 0)
+    if deepest > MOST_NESTED:
+        raise GrammarError(f"brackets are nested more than {MOST_NESTED} levels deep")
+
+
+def _said(error: Exception) -> str:
+    """xgrammar's own words, without where it stood in its sources."""
+    text = _WHERE.sub("", str(error)).strip()
+    text = text.removeprefix("Check failed: ").strip()
+    return text[:1000] or "it cannot be used"

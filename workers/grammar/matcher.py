@@ -1,0 +1,136 @@
+"""What one request may generate next, by the tokens it has: its grammar, before which its text may be free.
+
+Shape legend: B integers of a mask: id v is bit v % 32 of integer v // 32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any, Final
+
+import numpy as np
+
+from workers.grammar.compiler import Compiled
+from workers.protocol.plan import SamplingParams
+
+Bits = np.ndarray[Any, np.dtype[np.int32]]
+
+
+COSTLY_S: Final = 0.1
+"""Seconds of computing that a token may take. Some grammars, such as `(a*)*b`, take longer with every token; others
+must not wait for them."""
+
+
+class _Phase(Enum):
+    FREE = auto()
+    """The grammar has not begun."""
+    BOUND = auto()
+    ENDED = auto()
+    """An end-of-sequence id was generated behind a complete text."""
+    LOST = auto()
+    """A token was generated that the grammar does not allow, as rows generate that have ended, or it was too costly to
+    follow: nothing is known of what comes next."""
+
+
+class RequestMatcher:
+    """The state of one request's grammar: a function of the generated tokens alone."""
+
+    def __init__(self, compiled: Compiled, sampling: SamplingParams, eos_ids: Sequence[int], vocab: int) -> None:
+        import xgrammar as xgr  # takes a second, and most replicas never need it
+
+        self._matcher = xgr.GrammarMatcher(compiled.handle)  # type: ignore[arg-type]
+        self._begin_after = compiled.grammar.begin_after
+        self._eos_ids, self._stop_ids = tuple(eos_ids), tuple(t for t in sampling.stop_ids if 0 <= t < vocab)
+        self._min_tokens, self._vocab = sampling.min_tokens, vocab
+        used = (vocab - 1) % 32 + 1
+        self._last = np.int32(-1 if used == 32 else (1 << used) - 1)
+        self._generated = 0
+        self._tail: tuple[int, ...] = ()
+        self._phase = _Phase.FREE if self._begin_after else _Phase.BOUND
+
+    @property
+    def lost(self) -> bool:
+        """Whether a generated token was none that the grammar allows, or one that took too long to follow."""
+        return self._phase is _Phase.LOST
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """These tokens were generated."""
+        for token in tokens:
+            self._accept(token)
+
+    def fill(self, drafts: Sequence[int], masks: Sequence[Bits]) -> tuple[int, bool]:
+        """Fill the mask of the next token, then of the one behind each draft, as long as the drafts before it are
+        allowed: a draft that is not cannot be what the target chooses, so no mask behind it is read. There is one mask
+        more than drafts. Returns how many masks were filled, and whether the last of them allows nothing.
+
+        The state is the same afterwards.
+        """
+        kept = self._generated, self._tail, self._phase
+        accepted = filled = 0
+        stuck = False
+        for place, bits_B in enumerate(masks):
+            filled += 1
+            if not self._fill(bits_B):
+                stuck = True
+                break
+            if place == len(drafts) or not _allows(bits_B, drafts[place], self._vocab):
+                break
+            accepted += self._accept(drafts[place])
+        if accepted:
+            self._matcher.rollback(accepted)
+        self._generated, self._tail, self._phase = kept
+        return filled, stuck
+
+    def _accept(self, token: int) -> bool:
+        """Whether xgrammar took it, and can take it back."""
+        self._generated += 1
+        if self._phase is _Phase.BOUND:
+            begin = time.thread_time()
+            taken = bool(self._matcher.accept_token(token))
+            if not taken or time.thread_time() - begin > COSTLY_S:
+                self._phase = _Phase.LOST
+            elif self._matcher.is_terminated():
+                self._phase = _Phase.ENDED
+            return taken
+        if self._phase is _Phase.FREE:
+            self._tail = (*self._tail, token)[-len(self._begin_after) :]
+            if self._tail == self._begin_after:
+                self._phase = _Phase.BOUND
+        return False
+
+    def _fill(self, bits_B: Bits) -> bool:
+        """The mask of the next token; whether it allows any."""
+        if self._phase is _Phase.BOUND:
+            self._matcher.fill_next_token_bitmask(bits_B[None])
+            bits_B[-1] &= self._last  # xgrammar also sets bits of no id
+        elif self._phase is _Phase.FREE:
+            # The text cannot end before what it is to be has begun.
+            bits_B.fill(-1)
+            _forbid(bits_B, self._eos_ids)
+        else:
+            bits_B.fill(0)
+            _allow(bits_B, self._eos_ids)
+        if self._generated < self._min_tokens and self._stop_ids:
+            before = [token for token in self._stop_ids if _allows(bits_B, token, self._vocab)]
+            _forbid(bits_B, self._stop_ids)
+            if not bits_B.any():  # the grammar is complete: it wins
+                _allow(bits_B, before)
+        return bool(bits_B.any())
+
+
+def _allows(bits_B: Bits, token: int, vocab: int) -> bool:
+    return 0 <= token < vocab and bool(int(bits_B[token >> 5]) >> (token & 31) & 1)
+
+
+def _allow(bits_B: Bits, tokens: Sequence[int]) -> None:
+    words = bits_B.view(np.uint32)
+    for token in tokens:
+        words[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def _forbid(bits_B: Bits, tokens: Sequence[int]) -> None:
+    words = bits_B.view(np.uint32)
+    for token in tokens:
+        words[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)

@@ -1,0 +1,113 @@
+"""Which grammars the live requests need, and which requests wait for theirs.
+
+A request is admitted once rank 0 has its grammar ready: compiling may take seconds, and no step waits for it. What a
+grammar says is nothing to the scheduler; equal ones are compiled once, and named by a ticket from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from workers.protocol.grammar import CompileGrammar, ForgetGrammar, Grammar, GrammarReady
+from workers.scheduler.sequence import Sequence
+
+
+@dataclass(eq=False)
+class _Use:
+    """One grammar, in use or on its way."""
+
+    grammar: Grammar
+    ticket: int
+    deadline: float
+    ready: bool = False
+    late: bool = False
+    """It took longer than it may; it may still become ready."""
+    users: int = 0
+    waiting: list[Sequence] = field(default_factory=list)
+
+
+class Grammars:
+    """Tickets for grammars, and the messages about them to rank 0."""
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`timeout_s`: seconds that a grammar may take to become ready; `clock` tells the time in seconds."""
+        self._timeout_s, self._clock = timeout_s, clock
+        self._of: dict[Grammar, _Use] = {}
+        self._by_ticket: dict[int, _Use] = {}
+        self._tickets = 0
+        self.outbox: list[CompileGrammar | ForgetGrammar] = []
+        """For rank 0, in this order and before any plan that is made later; whoever sends them takes them out."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their grammars."""
+        return sum(len(use.waiting) for use in self._by_ticket.values())
+
+    @property
+    def overdue_text(self) -> str:
+        """Why requests are refused whose grammar took too long."""
+        return (
+            f"the grammar was not compiled within {self._timeout_s:g} s: make it simpler (fewer alternatives, "
+            "repetitions and levels), or have whoever runs this server raise --grammar-compile-timeout"
+        )
+
+    def why_refused(self, grammar: Grammar) -> str:
+        """Why a request with this grammar is refused at once, "" if it is not."""
+        use = self._of.get(grammar)
+        return self.overdue_text if use is not None and use.late and not use.ready else ""
+
+    def take(self, sequence: Sequence, grammar: Grammar) -> bool:
+        """A new request has this grammar. Whether it is ready; else the request waits here."""
+        use = self._of.get(grammar)
+        if use is None:
+            self._tickets += 1
+            use = _Use(grammar, self._tickets, self._clock() + self._timeout_s)
+            self._of[grammar] = self._by_ticket[use.ticket] = use
+            self.outbox.append(CompileGrammar(use.ticket, grammar))
+        use.users += 1
+        sequence.grammar = use.ticket
+        if not use.ready:
+            use.waiting.append(sequence)
+        return use.ready
+
+    def leave(self, sequence: Sequence) -> None:
+        """A request has ended, whether it waited or not."""
+        use = self._by_ticket.get(sequence.grammar)
+        sequence.grammar = 0
+        if use is None:
+            return
+        if sequence in use.waiting:
+            use.waiting.remove(sequence)
+        use.users -= 1
+        if not use.users and use.ready:
+            self._forget(use)
+
+    def answered(self, message: GrammarReady) -> list[Sequence]:
+        """Rank 0 has a grammar ready, or cannot use it: who waited for it."""
+        use = self._by_ticket.get(message.ticket)
+        if use is None:
+            return []
+        waited, use.waiting = use.waiting, []
+        use.ready = not message.error
+        if message.error or not use.users:
+            self._forget(use)
+        return waited
+
+    def overdue(self) -> list[Sequence]:
+        """Who has waited too long, and does so no more."""
+        if not self._by_ticket:
+            return []
+        now = self._clock()
+        late: list[Sequence] = []
+        for use in self._by_ticket.values():
+            if use.waiting and now > use.deadline:
+                use.late = True
+                late += use.waiting
+                use.waiting = []
+        return late
+
+    def _forget(self, use: _Use) -> None:
+        del self._of[use.grammar], self._by_ticket[use.ticket]
+        self.outbox.append(ForgetGrammar(use.ticket))

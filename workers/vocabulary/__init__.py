@@ -1,0 +1,1 @@
+"""A model folder's tokenizer as it is published, and the bytes of its tokens."""
