@@ -16,6 +16,7 @@ from deploy.api.reading import Reading
 from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
 from workers.protocol.front import ModelInfo
+from workers.protocol.grammar import Grammar
 from workers.protocol.plan import SamplingParams
 
 SEED_MASK = 2**63 - 1
@@ -154,7 +155,9 @@ async def encode(
     return [tuple(ids) for ids in prompts]
 
 
-def sampling_params(body: GenerationBody, logprobs: int, info: ModelInfo) -> SamplingParams:
+def sampling_params(
+    body: GenerationBody, logprobs: int, info: ModelInfo, grammar: Grammar | None = None
+) -> SamplingParams:
     """How every sequence of the request is sampled; `max_tokens` and `seed` are still to be set for each."""
     biases: dict[int, float] = {}
     for key, bias in body.logit_bias.items():
@@ -166,7 +169,8 @@ def sampling_params(body: GenerationBody, logprobs: int, info: ModelInfo) -> Sam
         biases[int(key)] = bias
     check_ids(list(biases), info.vocab_size, "logit_bias")
     check_ids(body.stop_token_ids, info.vocab_size, "stop_token_ids")
-    eos = () if body.ignore_eos else info.eos_ids
+    # A text that is all its grammar asks for has to end.
+    eos = () if body.ignore_eos and grammar is None else info.eos_ids
     return SamplingParams(
         max_tokens=1,
         temperature=body.temperature if body.temperature >= GREEDY_BELOW else 0.0,
@@ -180,6 +184,7 @@ def sampling_params(body: GenerationBody, logprobs: int, info: ModelInfo) -> Sam
         stop_ids=tuple(dict.fromkeys((*eos, *body.stop_token_ids))),
         min_tokens=body.min_tokens,
         logprobs=logprobs,
+        grammar=grammar,
     )
 
 
@@ -220,14 +225,15 @@ def build_job(
     info: ModelInfo,
     tokenizer: Tokenizer | None,
     config: ApiConfig,
+    grammar: Grammar | None = None,
 ) -> Job:
-    """The sequences of a request; 400 for what the model or the settings do not allow."""
+    """The sequences of a request, all under one `grammar`; 400 for what the model or the settings do not allow."""
     chat = isinstance(body, ChatBody)
     param = "messages" if chat else "prompt"
     wanted = (body.max_completion_tokens or body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
     default = config.default_max_tokens or (None if chat else DEFAULT_COMPLETION_TOKENS)
     logprobs = requested_logprobs(body, config)
-    sampling = sampling_params(body, logprobs, info)
+    sampling = sampling_params(body, logprobs, info, grammar)
     drawn = secrets.randbits(63)
     sequences: list[Branch] = []
     for number, prompt in enumerate(prompts):

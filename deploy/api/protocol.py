@@ -83,6 +83,12 @@ def _one_or_many(value: Any) -> list[str]:
     return items
 
 
+def _object_or_text(value: Any) -> Any:
+    if not isinstance(value, (dict, str)):
+        raise ValueError("input should be an object or a string")
+    return value
+
+
 def _text_of_parts(value: Any) -> str:
     """A message's content as one text; parts of type text are joined by newlines."""
     if isinstance(value, str):
@@ -108,6 +114,24 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     """Send one more event with the token counts at the end."""
+
+
+_RESPONSE_FORMAT: Final = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"], "type": "string"},
+        "json_schema": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "schema": {"type": "object"},
+                "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            },
+            "required": ["schema"],
+        },
+    },
+    "required": ["type"],
+}
 
 
 class GenerationBody(Body):
@@ -147,6 +171,22 @@ class GenerationBody(Body):
     """Lower runs first."""
     return_token_ids: bool = False
     """Give every choice the ids it generated, as `token_ids`."""
+
+    # What the answer must look like; one of these at most (`deploy.api.constraint`).
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
+    """{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name", "schema", "strict"}}."""
+    guided_json: Annotated[dict[str, Any] | str | None, BeforeValidator(_object_or_text)] = None
+    """A JSON schema that the answer is valid for."""
+    guided_regex: str | None = None
+    """A regular expression that the whole answer matches."""
+    guided_choice: list[str] | None = None
+    """Strings of which the answer is one."""
+    guided_grammar: str | None = None
+    """A grammar in EBNF whose rule `root` the answer follows."""
+    structural_tag: Annotated[dict[str, Any] | str | None, BeforeValidator(_object_or_text)] = None
+    """xgrammar's structural tag: text that is free but for what stands between certain tags."""
+    guided_begin_after: str | None = None
+    """A token, such as </think>, up to which the answer is free."""
 
 
 _IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}

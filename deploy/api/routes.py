@@ -25,6 +25,7 @@ from deploy.api.answers import (
     TokenizeAnswer,
 )
 from deploy.api.body import ClientDisconnected, parse_object, validate
+from deploy.api.constraint import requested_grammar
 from deploy.api.errors import ApiError, invalid
 from deploy.api.front import OPEN_PATHS, Front
 from deploy.api.generate import Generation, Stream, Whole
@@ -79,7 +80,8 @@ def build_router(front: Front, description: Description) -> APIRouter:
         async with intake.reading(request) as incoming:
             body, info = await asked(incoming, CompletionBody)
             prompts = await completion_prompts(front, body, incoming.work)
-            job = await incoming.work(build_job, body, prompts, info, front.tokenizer, front.config)
+            grammar = await requested_grammar(body, front.tokenizer, info)
+            job = await incoming.work(build_job, body, prompts, info, front.tokenizer, front.config, grammar)
         form = CompletionFormat(job, front.tokenizer, request.scope["latentserve.request_id"], front.fingerprint)
         return generation("completions", job.stream, job, form, arrival)
 
@@ -95,7 +97,8 @@ def build_router(front: Front, description: Description) -> APIRouter:
             tokenizer = needs_tokenizer(front, "messages")
             [ids] = await encode([text], body.add_special_tokens, tokenizer, info, "messages")
             reading = front.reader.reading(body, text)
-            job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, front.config)
+            grammar = await requested_grammar(body, tokenizer, info)
+            job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, front.config, grammar)
             job = replace(job, reading=reading)
         form = ChatFormat(job, tokenizer, request.scope["latentserve.request_id"], front.fingerprint)
         return generation("chat", job.stream, job, form, arrival)

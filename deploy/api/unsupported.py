@@ -42,13 +42,10 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "max_reasoning_tokens": ("a bound of the reasoning alone (max_reasoning_tokens)", ()),
     "verbosity": ("verbosity", ()),
     # What the answer must look like.
-    "response_format": ("a response_format other than text", _OFF),
-    "structural_tag": ("structured output (structural_tag)", _OFF),
-    "structured_outputs": ("structured output (structured_outputs)", _OFF),
-    "guided_json": ("structured output (guided_json)", _OFF),
-    "guided_regex": ("structured output (guided_regex)", _OFF),
-    "guided_choice": ("structured output (guided_choice)", _OFF),
-    "guided_grammar": ("structured output (guided_grammar)", _OFF),
+    "structured_outputs": (
+        "structured output under this name (structured_outputs)",
+        _OFF,
+    ),
     "json_schema": ("structured output (json_schema)", _OFF),
     "regex": ("structured output (regex)", _OFF),
     "ebnf": ("structured output (ebnf)", _OFF),
@@ -107,8 +104,6 @@ def reject_unsupported(raw: Mapping[str, Any]) -> None:
     for name in raw.keys() & known.keys():
         what, neutral = known[name]
         value = raw[name]
-        if name == "response_format" and isinstance(value, dict) and value.get("type") == "text":
-            continue
         if value is not None and not any(_same(value, harmless) for harmless in neutral):
             raise unsupported(what, name)
 
