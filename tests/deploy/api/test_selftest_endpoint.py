@@ -8,9 +8,13 @@ from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
-from workers.protocol.report import BucketReport, SelfTestReport
+from workers.protocol.report import BucketReport, SelfTestReport, StepTime
 
-BUCKETS = (BucketReport("decode", "4 x 3", 0.5, drafts=2, rows=3, accepted=1, logits_error=1e-6),)
+BUCKETS = (
+    BucketReport(
+        "decode", "4 x 3", 0.5, drafts=2, rows=3, accepted=1, logits_error=1e-6, step_time=StepTime(4, 3, 0.004)
+    ),
+)
 REPORT = SelfTestReport("NVIDIA H200", 2, "", 1, 1 << 20, 1.5, 1e9, 0.75, BUCKETS)
 
 
@@ -47,6 +51,7 @@ def test_what_was_found_at_the_start() -> None:
                 "rows": 3,
                 "accepted": 1,
                 "logits_error": 1e-6,
+                "step_seconds": 0.004,
             }
         ],
     }

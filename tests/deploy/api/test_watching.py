@@ -17,6 +17,7 @@ from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from deploy.config.application import LogConfig
 from deploy.observability.front_metrics import (
+    ACCEPTANCE,
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
@@ -90,7 +91,7 @@ def test_what_is_counted() -> None:
 
 def test_every_engine_figure_is_rendered() -> None:
     fields = set(EngineStats.__struct_fields__) - {"prefix_keys", "worker"}
-    assert fields == set(GAUGES) | set(COUNTERS) | set(HISTOGRAMS)
+    assert fields == set(GAUGES) | set(COUNTERS) | set(HISTOGRAMS) | {ACCEPTANCE[0]}
     assert set(GraphStats().figures()) == set(WORKER_GAUGES) | set(WORKER_COUNTERS)
     metrics = FrontMetrics()
     metrics.watch_engine(EngineStats)
