@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from deploy.api.errors import ApiError, invalid, unsupported
-from deploy.api.protocol import GenerationBody
+from deploy.api.protocol import ChatBody, GenerationBody
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import ModelInfo
 from workers.protocol.grammar import Grammar
@@ -16,9 +16,12 @@ FIELDS = ("response_format", "guided_json", "guided_regex", "guided_choice", "gu
 """Of which a request has one at most."""
 
 
-async def requested_grammar(body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo) -> Grammar | None:
+async def requested_grammar(
+    body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, behind: str | None = None
+) -> Grammar | None:
     """The constraint of a request, None without one. 400 for several of them, for one that is none, and for what would
-    not be enforced to the letter."""
+    not be enforced to the letter. `behind`: what ends the reasoning that the answer begins with; the constraint begins
+    there unless the request says where."""
     asked = [name for name in FIELDS if getattr(body, name) is not None]
     asked = [name for name in asked if name != "response_format" or body.response_format != {"type": "text"}]
     if len(asked) > 1:
@@ -28,12 +31,14 @@ async def requested_grammar(body: GenerationBody, tokenizer: Tokenizer | None, i
             raise invalid(f"guided_begin_after: goes with one of {', '.join(FIELDS)}", "guided_begin_after")
         return None
     [name] = asked
+    if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
+        raise invalid(f"{name}: goes with tools only where tool_choice is none", name, "conflicting_parameters")
     grammar = _response_format(body.response_format or {}) if name == "response_format" else _guided(name, body)
     if tokenizer is None or not tokenizer.writes_bytes:
         raise _cannot(name, "this model has no tokenizer whose tokens are bytes of text")
     if not info.eos_ids:
         raise _cannot(name, "this model has no end-of-sequence id")
-    begin_after = _begin_after(body.guided_begin_after, tokenizer)
+    begin_after = _begin_after(body.guided_begin_after or behind, tokenizer)
     if (problem := await asyncio.to_thread(_problem, grammar)) is not None:
         raise invalid(f"{name}: {problem}", name, "invalid_grammar")
     return Grammar(grammar.kind, grammar.text, grammar.strict, begin_after)
@@ -94,8 +99,8 @@ def _begin_after(text: str | None, tokenizer: Tokenizer) -> tuple[int, ...]:
     ids = tokenizer.encode(text[:256], add_special_tokens=False)
     if len(ids) != 1:
         raise invalid(
-            f"guided_begin_after: must be one token of the model's vocabulary, as </think> often is; {text[:64]!r} is "
-            f"{len(ids)}",
+            f"guided_begin_after: must be one token of the model's vocabulary, as the end of reasoning often is; "
+            f"{text[:64]!r} is {len(ids)}",
             "guided_begin_after",
         )
     return tuple(ids)

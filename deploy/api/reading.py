@@ -26,6 +26,8 @@ class Reading:
     """Special tokens that the parser needs to see."""
     one_call: bool
     """An answer ends with its first call."""
+    opens_inside: bool = False
+    """Answers begin with reasoning."""
 
 
 class Reader:
@@ -63,7 +65,7 @@ class Reader:
             return AnswerParser(None if form is None else ReasoningParser(form, where), calls)
 
         kept = (self._kept_of_tools if uses_tools else frozenset()) | self._kept_of_reasoning
-        return Reading(parser, kept, uses_tools and not body.parallel_tool_calls)
+        return Reading(parser, kept, uses_tools and not body.parallel_tool_calls, where == "inside")
 
 
 def _chosen(setting: str, by_template: str | None) -> str | None:

@@ -13,10 +13,14 @@ import jsonschema
 import openai
 import pytest
 import uvicorn
-from fake_engine import FakeEngine, say, serving
+from fake_engine import INFO, FakeEngine, say, serving
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
+from deploy.api.constraint import requested_grammar
+from deploy.api.errors import ApiError
+from deploy.api.protocol import ChatBody
+from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.processes.launch import local_engine
@@ -134,6 +138,32 @@ def test_without_a_tokenizer_it_is_refused() -> None:
         answer = ask(port, prompt=[5], guided_regex="a")
     assert answer.status_code == 400
     assert "no tokenizer" in answer.json()["error"]["message"]
+
+
+def test_behind_reasoning(engine: FakeEngine) -> None:
+    """A model that always thinks is free to; `</think>` must be one token, here `<think>` stands in for it."""
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "guided_regex": "a"}
+    with serving(create_app(engine, tiny(), ApiConfig(reasoning_parser="deepseek_r1"))) as port:
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        said = httpx.post(url, json={**chat, "guided_begin_after": "<think>"}, timeout=30)
+        assert said.status_code == 200, said.text
+        think = tuple(tiny().encode("<think>", add_special_tokens=False))
+        assert engine.requests[-1].sampling.grammar == Grammar("regex", "a", begin_after=think)
+        close = tiny().encode("</think>", add_special_tokens=False)
+        said = httpx.post(url, json=chat, timeout=30)
+        if len(close) == 1:
+            assert engine.requests[-1].sampling.grammar == Grammar("regex", "a", begin_after=tuple(close))
+        else:
+            assert (said.status_code, said.json()["error"]["param"]) == (400, "guided_begin_after")
+
+
+async def test_it_does_not_go_with_calls_of_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "guided_regex": "a", "tools": tools}
+    with pytest.raises(ApiError, match="tool_choice is none"):
+        await requested_grammar(ChatBody.model_validate(chat), tiny(), INFO)
+    body = ChatBody.model_validate({**chat, "tool_choice": "none"})
+    assert await requested_grammar(body, tiny(), INFO) == Grammar("regex", "a")
 
 
 @asynccontextmanager
