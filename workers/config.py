@@ -28,7 +28,11 @@ class EngineConfig(BaseModel):
     """Ranks that share every layer."""
     width: Literal["auto"] | Annotated[int, Field(ge=1, le=8)] = "auto"
     """Tokens a decode row feeds in one step: 1 + drafts. auto: as many as pay at the time, up to `AUTO_WIDTH`. Ignored
-    (1) when the model has no draft layer."""
+    (1) without a drafter."""
+    drafter: Literal["auto", "mtp", "ngram", "none"] = "auto"
+    """What drafts. auto: the layer for it that the checkpoint has, else nothing. mtp: that layer, without which nothing
+    starts. ngram: what followed the newest tokens where they stood before in the prompt or the output. none: nothing,
+    which is width 1."""
     invariant: bool = False
     """A request's logits are bitwise the same alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower."""
     activations: Literal["auto", "bf16"] = "auto"
@@ -109,6 +113,11 @@ class EngineConfig(BaseModel):
         if self.width == "auto":
             return max(1, min(AUTO_WIDTH, (self.token_budget - 1) // self.max_rows))
         return self.width
+
+    @property
+    def wants_draft_layer(self) -> bool:
+        """Whether the checkpoint's own draft layer is to draft, if there is one."""
+        return self.most_width > 1 and self.drafter in ("auto", "mtp")
 
     @property
     def folder(self) -> Path:

@@ -35,7 +35,7 @@ def check_fit(config: EngineConfig) -> None:
         raise Unfit(f"{config.folder / 'config.json'} does not hold a JSON object")
     text = values.get("text_config")
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
-    causes = [_quantization(config, values), _ranks(config, model), _context(config, model)]
+    causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config, model)]
     if found := [cause for cause in causes if cause]:
         raise Unfit("\n".join(found))
 
@@ -67,4 +67,14 @@ def _context(config: EngineConfig, values: dict[str, Any]) -> str:
     return (
         f"max_context = {config.max_context} (--max-context), but the model was made for {made_for} tokens "
         f"(max_position_embeddings in {config.folder / 'config.json'}); give {made_for} or less"
+    )
+
+
+def _drafter(config: EngineConfig, values: dict[str, Any]) -> str:
+    layers = [values.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers")]
+    if config.drafter != "mtp" or config.most_width == 1 or any(layers):
+        return ""
+    return (
+        f"drafter = mtp (--drafter): {config.folder / 'config.json'} declares no draft layer "
+        "(num_nextn_predict_layers); give --drafter ngram, which needs none, or --drafter none"
     )

@@ -45,6 +45,7 @@ def latency(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the random prompts.")] = 0,
     width: options.Width = "auto",
+    drafter: options.Drafter = "auto",
     tensor_parallel: options.TensorParallel = 1,
     invariant: options.Invariant = False,
     activations: options.Activations = "auto",
@@ -93,6 +94,7 @@ def latency(
         config = engine_config(
             model=model,
             width=width,
+            drafter=drafter,
             invariant=invariant,
             activations=activations,
             tensor_parallel=tensor_parallel,

@@ -32,6 +32,7 @@ def generate(
     ] = None,
     model: options.Model = "demo",
     width: options.Width = "auto",
+    drafter: options.Drafter = "auto",
     tensor_parallel: options.TensorParallel = 1,
     invariant: options.Invariant = False,
     activations: options.Activations = "auto",
@@ -69,6 +70,7 @@ def generate(
         config = engine_config(
             model=model,
             width=width,
+            drafter=drafter,
             invariant=invariant,
             activations=activations,
             tensor_parallel=tensor_parallel,

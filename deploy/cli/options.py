@@ -39,6 +39,15 @@ Width = Annotated[
     Any,  # `EngineConfig` says which: typer knows no unions
     typer.Option("--width", metavar="auto|1..8", parser=width, help=WIDTH_HELP, rich_help_panel=ENGINE),
 ]
+Drafter = Annotated[
+    str,
+    typer.Option(
+        "--drafter",
+        metavar="auto|mtp|ngram|none",
+        help="What drafts. auto: the checkpoint's own layer for it. ngram: look-up in prompt and output.",
+        rich_help_panel=ENGINE,
+    ),
+]
 Invariant = Annotated[
     bool,
     typer.Option(
@@ -107,6 +116,16 @@ GivenWidth = Annotated[
     Any,
     typer.Option(
         "--width", metavar="auto|1..8", parser=width, help=WIDTH_HELP, show_default="auto", rich_help_panel=ENGINE
+    ),
+]
+GivenDrafter = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        metavar="auto|mtp|ngram|none",
+        help="What drafts. auto: the checkpoint's own layer for it. ngram: look-up in prompt and output.",
+        show_default="auto",
+        rich_help_panel=ENGINE,
     ),
 ]
 GivenInvariant = Annotated[

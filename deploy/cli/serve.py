@@ -27,6 +27,7 @@ _ACCESS = "Access"
 _FLAGS = {
     "engine.model": "--model",
     "engine.width": "--width",
+    "engine.drafter": "--drafter",
     "engine.tensor_parallel": "--tensor-parallel",
     "engine.invariant": "--invariant",
     "engine.activations": "--activations",
@@ -59,6 +60,7 @@ def serve(
     config: options.SettingsFile = None,
     tensor_parallel: options.GivenTensorParallel = None,
     width: options.GivenWidth = None,
+    drafter: options.GivenDrafter = None,
     invariant: options.GivenInvariant = None,
     activations: options.GivenActivations = None,
     dtype: options.GivenDType = None,
@@ -178,6 +180,7 @@ def serve(
             {
                 "engine.model": model,
                 "engine.width": width,
+                "engine.drafter": drafter,
                 "engine.tensor_parallel": tensor_parallel,
                 "engine.invariant": invariant,
                 "engine.activations": activations,

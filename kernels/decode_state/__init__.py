@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from kernels.decode_state import kernel, reference
+from kernels.page import PAGE_TOKENS
 
 _COLUMNS = 256
 """Page-table entries a program copies."""
@@ -22,7 +23,7 @@ _COLUMNS = 256
 
 @dataclass(frozen=True)
 class SlotTensors:
-    """State of the slots. All int64 but the page table."""
+    """State of the slots. All int64 but the page table and the tokens."""
 
     length_S: Tensor
     """Cache entries of accepted tokens; also the position of the last token, which is not cached yet."""
@@ -32,15 +33,20 @@ class SlotTensors:
     """Drafts that follow the last token."""
     page_SP: Tensor
     """int32 page table, the null page where nothing is granted."""
+    token_SX: Tensor
+    """int32: the row's tokens by position, up to the newest. X is 0 where nobody reads them."""
 
     @staticmethod
-    def allocate(slots: int, drafts: int, pages_per_row: int, device: torch.device) -> SlotTensors:
-        """State of `slots` empty slots, and the row of nobody."""
+    def allocate(
+        slots: int, drafts: int, pages_per_row: int, device: torch.device, *, tokens: bool = False
+    ) -> SlotTensors:
+        """State of `slots` empty slots, and the row of nobody. `tokens`: whether rows' tokens are kept."""
         return SlotTensors(
             length_S=torch.zeros(slots + 1, dtype=torch.int64, device=device),
             last_S=torch.zeros(slots + 1, dtype=torch.int64, device=device),
             draft_SK=torch.zeros(slots + 1, max(drafts, 1), dtype=torch.int64, device=device),
             page_SP=torch.zeros(slots + 1, pages_per_row, dtype=torch.int32, device=device),
+            token_SX=torch.zeros(slots + 1, pages_per_row * PAGE_TOKENS * tokens, dtype=torch.int32, device=device),
         )
 
 
@@ -77,8 +83,9 @@ def advance(
     """Take the verified tokens into the state, and turn the step's positions into those of the draft layer's pass.
 
     `token_RW`: the target's tokens; 0 ... `accepted_R` of each row stand. length += accepted + 1, last = the last of
-    them. `position_RW`, `cache_slot_RW` and `length_R` (in and out) move one entry on: the draft layer's entry j pairs
-    the token at j with the hidden state before it. `newest_R`: int64 index into the T tokens of each row's newest.
+    them; where tokens are kept they follow the row's, and what is behind the newest means nothing. `position_RW`,
+    `cache_slot_RW` and `length_R` (in and out) move one entry on: the draft layer's entry j pairs the token at j with
+    the hidden state before it. `newest_R`: int64 index into the T tokens of each row's newest.
     """
     if not slot_R.is_cuda:
         reference.advance(state, slot_R, token_RW, accepted_R, position_RW, cache_slot_RW, length_R, newest_R)
@@ -161,9 +168,12 @@ def launch_advance(
         cache_slot_RW,
         length_R,
         newest_R,
+        state.token_SX,
         state.page_SP.shape[1],
+        state.token_SX.shape[1],
         WIDTH=width,
         LANES=triton.next_power_of_2(width),
+        KEEPS_TOKENS=state.token_SX.shape[1] > 0,
         num_warps=1,
     )
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from kernels.page import PAGE_TOKENS
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
-_INTS = ["pages", "drafts", "index"]
+_INTS = ["pages", "drafts", "index", "tokens"]
 
 
 @triton.jit
@@ -74,9 +74,12 @@ def advance(
     cache_slot_out,
     length_out,
     newest_out,
+    token_state,
     pages,
+    tokens,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
+    KEEPS_TOKENS: tl.constexpr,
 ):
     """One program per row; the step's positions are computed anew, so that nothing is read that it writes."""
     row = tl.program_id(0)
@@ -94,6 +97,9 @@ def advance(
     tl.store(cache_slot_out + at, _cache_slot(page_state, slot, position, pages, live, inside), mask=inside)
     tl.store(length_out + row, tl.where(live, length + WIDTH + 1, 0).to(tl.int32))
     tl.store(newest_out + row, newest)
+    if KEEPS_TOKENS:
+        token = tl.load(token_in + at, mask=inside, other=0)
+        tl.store(token_state + slot * tokens + position, token.to(tl.int32), mask=inside & live & (position < tokens))
     tl.store(length_state + slot, length + accepted + 1, mask=live)
     tl.store(last_state + slot, last, mask=live)
 

@@ -61,6 +61,8 @@ def advance(
     state.length_S[slot_L] += accepted_R[live_R] + 1
     state.last_S[slot_L] = token_RW.gather(1, accepted_R.unsqueeze(1)).squeeze(1)[live_R]
     position_RW.add_(live_R.unsqueeze(1))
+    if state.token_SX.shape[1]:
+        state.token_SX[slot_L.unsqueeze(1), position_RW[live_R]] = token_RW[live_R].to(torch.int32)
     null_RW = NULL_PAGE * PAGE_TOKENS + position_RW % PAGE_TOKENS
     own_RW = cache_slots(state.page_SP, slot_R.unsqueeze(1), position_RW)
     cache_slot_RW.copy_(torch.where(live_R.unsqueeze(1), own_RW, null_RW))

@@ -26,6 +26,8 @@ from workers.weights.source import WeightSource
 class Mtp(Drafter):
     """The layer behind a model's last one. Embedding and head are the model's own."""
 
+    segments: Segments
+
     def __init__(self, source: WeightSource, model: Model, layer: DecoderLayer) -> None:
         """`layer`: of index `config.num_layers`."""
         config, hidden = model.config, model.config.hidden_size
@@ -47,11 +49,14 @@ class Mtp(Drafter):
         return self.segments.forward(token_T, hidden_TE, batch, cache, scratch or Scratch(token_T.device))
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """See `Drafter`."""
+        """Logits of its hidden states, fp32 [N, V]: of the token behind theirs."""
         return self.model.logits(hidden_NE, scratch)
 
-    def draft(self, hidden_RE: Tensor, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch) -> None:
+    def draft(
+        self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
+    ) -> None:
         """See `Drafter`. A pass of one token a row leads from each draft to the next."""
+        assert hidden_RE is not None
         for index in range(drafts):
             token_R = rows.choose(partial(self.logits, hidden_RE, scratch), index)
             batch = rows.feed(token_R, index)

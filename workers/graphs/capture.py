@@ -141,8 +141,7 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int, masks: TokenMask
 def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:
     """How many graphs a capture will make."""
     ladder = TokenLadder(token_budget)
-    passes = [parts.model.segments, *([parts.drafter.segments] if parts.width > 1 else [])]
-    segments = sum(map(len, passes)) - 1  # the last one's are the endings
+    segments = sum(map(len, parts.passes)) - 1  # the last one's are the endings
     rows = Ladder(max_rows, parts.width, parts.adaptive)
     steps, endings = len(list(rows)) + 2 * len(list(rows.halves())), len(list(ladder.endings(max_rows)))
     return steps + segments * len(list(ladder)) + endings

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kernels.decode_state import SlotTensors
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec
 from workers.memory.scratch import Scratch
@@ -21,6 +22,14 @@ from workers.models.segments import Segments
 class DraftedRows(Protocol):
     """What a step lets a drafter do for its rows."""
 
+    @property
+    def slot_R(self) -> Tensor:
+        """int64: the slot of every row, -1 for padding."""
+
+    @property
+    def state(self) -> SlotTensors:
+        """Of all slots. A drafter that needs no pass of its own writes `draft_SK` itself."""
+
     def choose(self, logits: Callable[[], Tensor], index: int) -> Tensor:
         """Draft number `index` of every row, int64 [R], decided on rank 0 for all ranks, of `logits` (fp32 [R, V]),
         whose memory is free afterwards."""
@@ -30,31 +39,35 @@ class DraftedRows(Protocol):
 
 
 class Drafter(ABC):
-    """Proposes tokens. It reads the final hidden states of the model, and keeps what it needs of every token in layers
-    of the paged cache that are its own."""
+    """Proposes tokens. What it needs of a row's tokens it keeps in layers of the paged cache that are its own, which a
+    pass over the tokens of every step brings up to date; or it looks at the tokens themselves. Steps ask for both, and
+    know no kind of drafter."""
 
-    cache: Sequence[CacheSpec]
+    cache: Sequence[CacheSpec] = ()
     """Its layers, which lie behind the model's. Its entries lie one position further than the model's, for entry j
-    pairs the hidden state of position j - 1 with the token at j: entry 0 does not exist."""
-    segments: Segments
-    """Of its pass over the tokens of a step, behind the model's."""
+    pairs the hidden state of position j - 1 with the token at j: entry 0 does not exist. A drafter without any has no
+    pass over the tokens of a step."""
+    segments: Segments | None = None
+    """Of its pass over the tokens of a step, behind the model's, where it has one that reads the model's final hidden
+    states of all of them."""
+    reads_tokens = False
+    """Whether slots keep the tokens of their rows for it (`SlotTensors.token_SX`)."""
 
-    @abstractmethod
     def catch_up(
         self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None
-    ) -> Tensor:
-        """Take tokens into its cache; returns its hidden states, [T, E], of which `logits` tells the next token.
+    ) -> Tensor | None:
+        """Take tokens into its cache; returns its hidden states, [T, E], of which `draft` wants those of the newest
+        tokens. None of a drafter without a cache.
 
         Token i of `token_T` stands one position after the one whose hidden state (the model's, or what this method
         returned) is row i of `hidden_TE`. `batch` has that later position's cache index, and `first` = 1. Memory comes
         from `scratch`, or is fresh where there is none.
         """
+        return None
 
     @abstractmethod
-    def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """Logits of its hidden states, fp32 [N, V]."""
-
-    @abstractmethod
-    def draft(self, hidden_RE: Tensor, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch) -> None:
-        """Propose `drafts` tokens for every row, one after the other. `hidden_RE`: its own, of the rows' newest tokens,
-        which are in its cache already."""
+    def draft(
+        self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
+    ) -> None:
+        """Propose `drafts` tokens for every row. `hidden_RE`: what `catch_up` returned of the rows' newest tokens,
+        which are in its cache already; None of a drafter without a cache."""

@@ -246,4 +246,6 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         prefix_cache=config.prefix_cache,
         vocab_size=ready.vocab_size,
         grammar_timeout_s=config.grammar_compile_timeout_s,
+        draft_cache=ready.draft_cache,
+        reads_tokens=ready.reads_tokens,
     )

@@ -76,7 +76,7 @@ class Scene:
         self._set_cache([NULL_PAGE, *former], noise)
         self._set_slots(sampling, former, host)
         self._live = slot_tensors(parts)
-        self.slot_names = ["length", "last token", "drafts", "page table"]
+        self.slot_names = ["length", "last token", "drafts", "page table", "tokens"]
         self.slot_names += ["sampling tables"] * (len(self._live) - len(self.slot_names))
         self._slots = [tensor.clone() for tensor in self._live]
         self._draft_SK = self._slots[2]
@@ -104,6 +104,8 @@ class Scene:
         tensors.length_S.copy_(torch.randint(1, PAGE_TOKENS // 2, tensors.length_S.shape, generator=host))
         for tensor in (tensors.last_S, tensors.draft_SK):
             tensor.copy_(torch.randint(0, vocab, tensor.shape, generator=host))
+        # Few different ones, so that what a drafter looks for is found.
+        tensors.token_SX.copy_(torch.randint(0, min(vocab, 3), tensors.token_SX.shape[1:], generator=host))
         # Newcomers take slots whose tables are full of ids that no pool has.
         tensors.page_SP[:-1] = former[0] if former else NULL_PAGE
         tensors.page_SP[self.slot_R] = HUGE_PAGE

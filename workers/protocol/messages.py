@@ -176,10 +176,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Tokens a request may have, prompt and output together."""
     vocab_size: int = 0
     width: int = 1
-    """Most tokens a decode row feeds: 1 + drafts; 1 when the model has no draft layer."""
+    """Most tokens a decode row feeds: 1 + drafts; 1 without a drafter."""
     eos_ids: tuple[int, ...] = ()
     step_times: tuple[StepTime, ...] = ()
     """Of rank 0; empty where nothing was proven."""
+    draft_cache: bool = True
+    """Whether the drafter has a cache of its own."""
+    reads_tokens: bool = False
+    """Whether the drafter reads rows' tokens on the device."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -68,6 +68,9 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     with a grammar alone the generated tokens: its state is a function of them."""
     grammar: int = 0
     """Ticket of the request's grammar (`CompileGrammar`), which `sampling` does not repeat; 0 without one."""
+    tokens: bytes = b""
+    """The same as `pack_tokens` packs them, only for a drafter that reads rows' tokens on the device: chunks bring
+    those alone that are computed, not those of pages that others have filled."""
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):

@@ -17,6 +17,7 @@ import torch
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
+from workers.drafters.choice import choose_drafter
 from workers.families.loading import counted, has_draft_layer
 from workers.families.registry import load_config
 from workers.graphs.estimate import estimate
@@ -79,7 +80,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     group, meta = TensorParallel(0, config.tensor_parallel), torch.device("meta")
     with _dtypes(config) as (dtype_of, has_any):
-        drafts = config.most_width > 1 and has_draft_layer(model_config, has_any)
+        drafts = config.wants_draft_layer and has_draft_layer(model_config, has_any)
         model, census = counted(
             model_config,
             group,
@@ -90,11 +91,12 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
             fp8_cache=fp8_cache(config, dtype),
         )
         from_files = has_any is not None
-    width = config.most_width if model.drafter is not None else 1
+    width = choose_drafter(model, config)
     sampling = SamplingState(config.max_rows, model_config.vocab_size, meta)
     sampling.allocate(config.max_rows * width)
     pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
-    state = SlotState(config.max_rows, width - 1, pages_per_row, meta)
+    reads_tokens = model.drafter is not None and model.drafter.reads_tokens
+    state = SlotState(config.max_rows, width - 1, pages_per_row, meta, tokens=reads_tokens)
     graphs = 0
     if config.graphs:
         adaptive = config.width == "auto"

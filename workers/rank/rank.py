@@ -12,6 +12,7 @@ import torch
 from kernels.page import pages_for
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
+from workers.drafters.choice import choose_drafter
 from workers.environment import visible_gpus
 from workers.families import load_model
 from workers.families.registry import load_config
@@ -101,13 +102,13 @@ class Rank:
             dtype=dtype,
             device=device,
             max_positions=max_entries_per_row(context, config.most_width),
-            draft_layer=config.most_width > 1,
+            draft_layer=config.wants_draft_layer,
             invariant=config.invariant,
             rounds=config.activations == "auto",
             fp8_cache=fp8_cache(config, dtype, device),
             progress=progress,
         )
-        width = config.most_width if model.drafter is not None else 1
+        width = choose_drafter(model, config)
         page_bytes = sum(spec.page_bytes for spec in model.caches)
         wants_graphs = config.graphs and device.type == "cuda"
         sampling = _sampling(config, model, width, group, device)
@@ -150,8 +151,9 @@ class Rank:
             self.runner.capture(progress)
         if config.selftest:
             self._prove(config, group, progress, on_selftest)
-        eos_ids, vocab = model.config.eos_ids, model.config.vocab_size
-        self.ready = Ready(group.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest))
+        eos_ids, vocab, drafter = model.config.eos_ids, model.config.vocab_size, model.drafter
+        kind = (bool(drafter.cache), drafter.reads_tokens) if drafter else (False, False)
+        self.ready = Ready(group.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind)
         self.model: Model = model
         if progress:
             form = "FP8" if config.kv_cache_dtype == "fp8" else str(dtype).removeprefix("torch.")

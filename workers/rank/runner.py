@@ -21,13 +21,14 @@ from workers.memory.scratch import Scratch
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
+from workers.protocol.prompt import TOKEN_BYTES
 from workers.step.decode import DecodeStep
 from workers.step.logprobs import Taken
 from workers.step.masks import StepMasks
 from workers.step.mixed import MixedStep
 from workers.step.parts import StepOutput, StepParts
 from workers.step.sampling import SamplingFault, SamplingState
-from workers.step.slots import SlotState
+from workers.step.slots import SlotState, unpacked
 from workers.step.stage import Stage
 
 
@@ -88,8 +89,8 @@ class Runner:
         masks: StepMasks | None = None,
         constrained: ConstrainedRows | None = None,
     ) -> None:
-        """`cache` has one layer a model layer, and one more for the draft layer if `width` > 1. `token_budget`: the
-        most tokens a step feeds. `sampling`, `masks`: what rank 0 samples with, if it is there already. `adaptive`:
+        """`cache` has one layer a model layer, and behind them those of the drafter. `token_budget`: the most tokens a
+        step feeds. `sampling`, `masks`: what rank 0 samples with, if it is there already. `adaptive`:
         steps may feed fewer tokens a row than `width`. `constrained`: the grammars of rows, on rank 0; without them no
         request may have one."""
         if width > 1 and model.drafter is None:
@@ -99,7 +100,8 @@ class Runner:
             sampling = SamplingState(slots, model.config.vocab_size, device)
         if sampling is not None and group.size > 1:
             sampling.dependent = False  # its first kernel stands behind a collective
-        state = SlotState(slots, width - 1, pages_per_row, device)
+        reads_tokens = width > 1 and model.drafter is not None and model.drafter.reads_tokens
+        state = SlotState(slots, width - 1, pages_per_row, device, tokens=reads_tokens)
         self.parts = StepParts(model, cache, state, sampling, group, width, adaptive)
         if masks is None and group.rank == 0:
             masks = StepMasks(slots * width, model.config.vocab_size, device)
@@ -293,6 +295,12 @@ class Runner:
         for slot in (*used, *(a.slot for a in plan.admissions), *(g.slot for g in plan.grants)):
             if not 0 <= slot < slots:
                 raise PlanError(f"slot {slot} of {slots}")
+        for admission in plan.admissions if state.keeps_tokens else ():
+            if not 0 < len(admission.tokens) <= capacity * TOKEN_BYTES:
+                raise PlanError(f"{len(admission.tokens)} bytes of a newcomer's tokens, {capacity} tokens at most")
+            token_X = unpacked(admission.tokens)
+            if not 0 <= int(token_X.min()) <= int(token_X.max()) < vocab:
+                raise PlanError(f"token ids of a newcomer outside a vocabulary of {vocab}")
         for grant in plan.grants:
             if grant.first < 0 or grant.first + len(grant.pages) > state.pages_per_row:
                 raise PlanError(f"page table entries {grant.first} + {len(grant.pages)} exceed a row")

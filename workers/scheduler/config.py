@@ -54,6 +54,10 @@ class SchedulerConfig:
     """Let each step feed as many tokens a row as pays, `width` at the most; otherwise each feeds `width`."""
     step_times: tuple[StepTime, ...] = ()
     """What steps took at the start."""
+    draft_cache: bool = True
+    """Whether the drafter, where there is one, has a cache of its own."""
+    reads_tokens: bool = False
+    """Whether the drafter reads rows' tokens on the device: a newcomer brings all that it has."""
     prefix_sample: int = 512
     """Prefix-cache keys that the statistics name, most recently used ones."""
     grammar_timeout_s: float = 10.0
@@ -80,15 +84,15 @@ class SchedulerConfig:
 
     @property
     def drafting(self) -> bool:
-        """Whether there is a draft layer with cache entries of its own."""
-        return self.width > 1
+        """Whether there is a drafter with cache entries of its own."""
+        return self.width > 1 and self.draft_cache
 
     @property
     def draft_margin(self) -> int:
         """Cache entries past a step's tokens that its draft passes write: the draft layer runs one token ahead of the
         target, and each further draft one more. Reserved even while fewer tokens are drafted, so that the draft layer's
         cache stays complete."""
-        return self.width - 1
+        return self.width - 1 if self.draft_cache else 0
 
     def pages_at_most(self, tokens: int) -> int:
         """Pages that a request of `tokens` tokens, prompt and output, may need alone, overshoot included."""

@@ -254,7 +254,7 @@ class Scheduler:
                 if newcomer is None or newcomer.phase is Phase.WAITING:
                     continue
                 sequence = newcomer
-                admissions.append(_admission(sequence))
+                admissions.append(_admission(sequence, with_tokens=self.config.reads_tokens))
                 grants.append(PageGrant(sequence.slot, 0, tuple(sequence.pages.pages)))
                 self._count_prompt(sequence)
             elif running:
@@ -415,7 +415,7 @@ def _refusal(request: Request, reason: str, overloaded: bool = False) -> Request
     return RequestOutput(request.request_id, (), refused=reason, overloaded=overloaded)
 
 
-def _admission(sequence: Sequence) -> Admission:
+def _admission(sequence: Sequence, *, with_tokens: bool) -> Admission:
     """What the workers must know of a request that takes a slot."""
     sampling = sequence.request.sampling
     history: tuple[int, ...] = ()
@@ -425,7 +425,8 @@ def _admission(sequence: Sequence) -> Admission:
         history = sequence.tokens.span(sequence.tokens.prompt.length, sequence.tokens.length)
     if sequence.grammar:
         sampling = replace(sampling, grammar=None)  # the ticket says which
-    return Admission(sequence.slot, sampling, sequence.generated, history, sequence.grammar)
+    tokens = sequence.tokens.packed() if with_tokens else b""
+    return Admission(sequence.slot, sampling, sequence.generated, history, sequence.grammar, tokens)
 
 
 def _first(entry: TopLogprobs, count: int) -> TopLogprobs:

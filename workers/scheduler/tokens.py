@@ -33,6 +33,10 @@ class Tokens:
             return self.prompt[begin:end]
         return (*self.prompt[begin:known], *self.generated[max(begin - known, 0) : end - known])
 
+    def packed(self) -> bytes:
+        """All of them, as `pack_tokens` packs them."""
+        return self.prompt.packed + pack_tokens(self.generated)
+
     def page(self, index: int) -> bytes:
         """Full page number `index`, packed as in `pack_tokens`."""
         begin = index * PAGE_TOKENS - self.prompt.length

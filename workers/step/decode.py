@@ -163,11 +163,13 @@ class DecodeStep:
             parts.sampling.commit(self.slot_R, target_RW, accepted_R, more=1)
         parts.group.broadcast(decided_N)
 
-    def _draft(self, drafted_TE: torch.Tensor, newest_R: torch.Tensor, fed: _Rows) -> None:
+    def _draft(self, drafted_TE: torch.Tensor | None, newest_R: torch.Tensor, fed: _Rows) -> None:
         """The drafts of the next step."""
         parts, rows, scratch = self.parts, self.key.rows, self._scratch
-        hidden_RE = scratch.empty(rows, drafted_TE.shape[1], dtype=drafted_TE.dtype)
-        torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
+        hidden_RE = None
+        if drafted_TE is not None:
+            hidden_RE = scratch.empty(rows, drafted_TE.shape[1], dtype=drafted_TE.dtype)
+            torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
         # The first draft stands one position behind the newest token, whose own the draft pass had.
         position_R = scratch.empty(rows, dtype=torch.int64)
         torch.index_select(fed.position_RW.flatten(), 0, newest_R, out=position_R)

@@ -218,12 +218,27 @@ class MixedStep:
             slot_F = rows.slot_R[decode:]
             state.length_S[slot_F] = rows.length_F
             state.last_S[slot_F] = decided_N[layout.final_slice]
+            if self._parts.state.keeps_tokens:
+                state.token_SX[slot_F, rows.length_F] = decided_N[layout.final_slice].to(torch.int32)
         return newest_R
 
     def _draft(self, drafts: int, rows: _Rows, decided_N: torch.Tensor, newest_R: torch.Tensor, stage: Stage) -> None:
-        """Bring the draft layer's cache up to the newest token of every row, then draft for the next step."""
+        """Bring the drafter's cache, if it has one, up to the newest token of every row, then draft for the next
+        step."""
         parts, layout, scratch = self._parts, rows.layout, stage.scratch
-        state, split = parts.state.tensors, layout.decode_tokens
+        state = parts.state.tensors
+        if parts.drafter.cache:
+            self._catch_up(rows, decided_N, stage)
+        if not drafts or not layout.sampled_rows:
+            return
+        hidden_RE = stage.end(newest_R) if parts.drafter.cache else None
+        position_R = state.length_S[rows.slot_R] + 1
+        length_R = scratch.empty(layout.sampled_rows, dtype=torch.int32)
+        parts.draft(hidden_RE, rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R], drafts, scratch)
+
+    def _catch_up(self, rows: _Rows, decided_N: torch.Tensor, stage: Stage) -> None:
+        """Let the drafter take the tokens of the step into its cache."""
+        layout, split = rows.layout, rows.layout.decode_tokens
         # Behind a decode row's accepted tokens the target's are any valid ids: those queries' outputs are not read, and
         # their cache entries are rewritten before they are attended to.
         stage.token_T[:split] = decided_N[:split]
@@ -232,9 +247,3 @@ class MixedStep:
         stage.position_T[split:] += 1
         self._place(stage, split, stage.slot_T)
         stage.run_pass(DRAFT, self._batch(rows, stage, first=1))
-        if not drafts or not layout.sampled_rows:
-            return
-        hidden_RE = stage.end(newest_R)
-        position_R = state.length_S[rows.slot_R] + 1
-        length_R = scratch.empty(layout.sampled_rows, dtype=torch.int32)
-        parts.draft(hidden_RE, rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R], drafts, scratch)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from kernels import decode_state
+from kernels.decode_state import SlotTensors
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, DecodeBatch
 from workers.models.drafter import Drafter
 from workers.models.model import Model
+from workers.models.segments import Segments
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 from workers.step.sampling import SamplingState
@@ -33,7 +35,7 @@ class StepParts:
     """On rank 0 only: it decides for all ranks."""
     group: TensorParallel
     width: int
-    """The most tokens a decode row feeds; above 1 the draft layer's cache is kept."""
+    """The most tokens a decode row feeds; above 1 a drafter's cache is kept."""
     adaptive: bool = False
     """Whether a step may feed fewer, or each feeds as many."""
 
@@ -49,9 +51,16 @@ class StepParts:
             raise ValueError("this model has no drafter")
         return self.model.drafter
 
+    @property
+    def passes(self) -> list[Segments]:
+        """The passes over the tokens of a step that are cut into segments, in their order: the model's, and the
+        drafter's, where that reads what the model's leaves."""
+        own = self.drafter.segments if self.width > 1 else None
+        return [self.model.segments, *([] if own is None else [own])]
+
     def draft(
         self,
-        hidden_RE: torch.Tensor,
+        hidden_RE: torch.Tensor | None,
         slot_R: torch.Tensor,
         position_R: torch.Tensor,
         length_R: torch.Tensor,
@@ -61,9 +70,9 @@ class StepParts:
     ) -> None:
         """Draft `drafts` tokens for every row into the slots' state.
 
-        `hidden_RE`: the drafter's, of the rows' newest tokens, which it has in its cache already; their lengths in the
-        slots' state are those after them. `position_R`: of the first draft. `length_R` (int32) is written, `page_RP`
-        are the rows' page tables.
+        `hidden_RE`: the drafter's, of the rows' newest tokens, which it has in its cache already, if it has one; their
+        lengths in the slots' state are those after them. `position_R`: of the first draft. `length_R` (int32) is
+        written, `page_RP` are the rows' page tables.
         """
         rows = _Drafted(self, slot_R, position_R, length_R, page_RP, scratch)
         self.drafter.draft(hidden_RE, rows, drafts, self.cache, scratch)
@@ -80,6 +89,11 @@ class _Drafted:
     length_R: torch.Tensor
     page_RP: torch.Tensor
     scratch: Scratch
+
+    @property
+    def state(self) -> SlotTensors:
+        """See `DraftedRows`."""
+        return self.parts.state.tensors
 
     def choose(self, logits: Callable[[], torch.Tensor], index: int) -> torch.Tensor:
         """See `DraftedRows`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -10,26 +12,42 @@ from kernels.decode_state import SlotTensors
 from kernels.page import NULL_PAGE, PAGE_TOKENS
 from workers.memory.pinned import on_device
 from workers.protocol.plan import Admission, PageGrant
+from workers.protocol.prompt import TOKEN_BYTES
 
 
 class SlotState:
     """Device state of every slot, changed by plans here and by the steps themselves through `kernels.decode_state`."""
 
-    def __init__(self, slots: int, drafts: int, pages_per_row: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, drafts: int, pages_per_row: int, device: torch.device, *, tokens: bool = False
+    ) -> None:
+        """`tokens`: whether the tokens of every row are kept, for a drafter that reads them."""
         self.slots = slots
-        self.tensors = SlotTensors.allocate(slots, drafts, pages_per_row, device)
+        self.tensors = SlotTensors.allocate(slots, drafts, pages_per_row, device, tokens=tokens)
 
     @property
     def pages_per_row(self) -> int:
         """Pages a row may hold."""
         return self.tensors.page_SP.shape[1]
 
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the tokens of every row are kept."""
+        return self.tensors.token_SX.shape[1] > 0
+
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Scrub the page-table rows of newly taken slots, so that no former tenant's page can be reached."""
+        """Scrub the page-table rows of newly taken slots, so that no former tenant's page can be reached; and take in
+        the tokens that newcomers have, where tokens are kept."""
         if admissions:
             page_SP = self.tensors.page_SP
             slot_A = on_device([admission.slot for admission in admissions], torch.int64, page_SP.device)
             page_SP.index_fill_(0, slot_A, NULL_PAGE)
+        for admission in admissions:
+            if admission.tokens and self.keeps_tokens:
+                token_X = unpacked(admission.tokens)
+                if page_SP.is_cuda:
+                    token_X = token_X.pin_memory()
+                self.tensors.token_SX[admission.slot, : len(token_X)].copy_(token_X, non_blocking=True)
 
     def grant(self, grants: Sequence[PageGrant]) -> None:
         """Append granted pages to the page tables."""
@@ -47,3 +65,13 @@ class SlotState:
         """Flat cache index [T] of each (slot, position): page * 64 + offset; in the null page where none is granted."""
         page_T = self.tensors.page_SP[slot_T, position_T // PAGE_TOKENS].to(torch.int64)
         return page_T * PAGE_TOKENS + position_T % PAGE_TOKENS
+
+
+def unpacked(packed: bytes) -> torch.Tensor:
+    """Token ids as `workers.protocol.prompt.pack_tokens` packs them, int32 on the host; ids from 2^31 on come out
+    negative."""
+    ids = array("i", packed)
+    assert ids.itemsize == TOKEN_BYTES
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return torch.frombuffer(ids, dtype=torch.int32)

@@ -26,7 +26,7 @@ from workers.step.ladder import TokenLadder
 from workers.step.parts import StepParts
 
 TARGET, DRAFT = 0, 1
-"""The passes of a step, in their order."""
+"""The passes of a step, in their order; some drafters have none."""
 
 PER_TOKEN = 6
 """Numbers a token that come from the host, see `Stage`."""
@@ -39,7 +39,7 @@ class Ending:
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
         """All memory comes from `inner`: when a pass ends, nothing else in it is in use."""
         self.tokens, self._inner = tokens, inner
-        self._segments = segments = parts.model.segments if parts.width == 1 else parts.drafter.segments
+        self._segments = segments = parts.passes[-1]
         hidden, dtype = parts.model.config.hidden_size, parts.model.norm_E.dtype
         self.out_NE = inner.empty(tokens, hidden, dtype=dtype)
         """Final hidden states."""
@@ -75,14 +75,13 @@ class Stage:
         self.token_T, self.position_T, self.live_T, self.slot_T, self.write_slot_T, self.next_T = uploaded_XT
         self.cache_slot_T = scratch.empty(tokens, dtype=torch.int64)
         hidden, dtype = model.config.hidden_size, model.norm_E.dtype
-        self.hidden_TE = scratch.empty(tokens, hidden, dtype=dtype) if parts.width > 1 else None
+        self.segments = parts.passes
+        self.hidden_TE = scratch.empty(tokens, hidden, dtype=dtype) if len(self.segments) > 1 else None
         """Of the target's pass, where the draft layer reads them."""
-        self.segments = [model.segments]
         flow = model.segments.flow(tokens, scratch)
         inputs = (self.token_T, self.position_T, self.cache_slot_T, self.live_T)
         self.tensors = [PassTensors(*inputs, None, self.hidden_TE, flow)]
-        if parts.width > 1:
-            self.segments.append(parts.drafter.segments)
+        if self.hidden_TE is not None:
             # The drafter's inputs replace the target's, and its pass the target's flow.
             self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, flow))
 

@@ -89,12 +89,12 @@ def test_sampling_flags_reach_the_engine(engine, command, model_folder):
 
 def test_engine_flags_reach_the_engine(engine, command, model_folder):
     flags = ["--width", "2", "--tensor-parallel", "4", "--dtype", "float16", "--device", "cpu"]
-    flags += ["--activations", "bf16", "--kv-cache-dtype", "fp8"]
+    flags += ["--activations", "bf16", "--kv-cache-dtype", "fp8", "--drafter", "ngram"]
     command("generate", "--model", model_folder, "--prompt-ids", "1", *flags)
     config = engine.configs[0]
     assert (config.width, config.tensor_parallel, config.dtype, config.device) == (2, 4, "float16", "cpu")
     assert config.activations == "bf16"
-    assert config.kv_cache_dtype == "fp8"
+    assert (config.kv_cache_dtype, config.drafter) == ("fp8", "ngram")
 
 
 def test_a_negative_seed_is_taken_as_64_bits(engine, command, model_folder):

@@ -22,7 +22,8 @@ TRITON = SimpleNamespace(feed=family.launch_feed, advance=family.launch_advance,
 
 def random_state(width: int, seed: int) -> SlotTensors:
     torch.manual_seed(seed)
-    state = SlotTensors.allocate(SLOTS, width - 1, PAGES, torch.device("cpu"))
+    state = SlotTensors.allocate(SLOTS, width - 1, PAGES, torch.device("cpu"), tokens=width != 2)
+    state.token_SX.random_(1, 99)
     state.length_S[:SLOTS] = torch.randint(0, 3 * PAGE_TOKENS, (SLOTS,))
     state.length_S[0] = PAGE_TOKENS - 1
     state.last_S[:SLOTS] = torch.randint(1, 99, (SLOTS,))
@@ -81,6 +82,10 @@ def test_a_whole_step(path: SimpleNamespace, width: int, slots: list[int]) -> No
         length = int(before.length_S[slot])
         assert int(state.length_S[slot]) == length + accepted + 1
         assert int(state.last_S[slot]) == int(target_RW[row, accepted])
+        if state.token_SX.shape[1]:
+            wanted = before.token_SX[slot].tolist()
+            wanted[length + 1 : length + 1 + width] = target_RW[row].tolist()
+            assert state.token_SX[slot].tolist() == wanted
         for j in range(width):
             assert int(position_RW[row, j]) == length + j + 1
             assert int(cache_RW[row, j]) == entry(before, slot, length + j + 1)

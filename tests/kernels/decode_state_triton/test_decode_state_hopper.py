@@ -12,9 +12,9 @@ pytestmark = pytest.mark.gate
 SLOTS = 256
 
 
-def step(rows: int, width: int, pages: int) -> list[object]:
+def step(rows: int, width: int, pages: int, *, tokens: bool = False) -> list[object]:
     """What the bookkeeping of one step compiles."""
-    state = SlotTensors.allocate(SLOTS, width - 1, pages, torch.device("cpu"))
+    state = SlotTensors.allocate(SLOTS, width - 1, pages, torch.device("cpu"), tokens=tokens)
     slot_R, newest_R = (torch.zeros(rows, dtype=torch.int64) for _ in range(2))
     token_RW, position_RW, cache_RW = (torch.zeros(rows, width, dtype=torch.int64) for _ in range(3))
     length_R, page_RP = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, pages, dtype=torch.int32)
@@ -29,10 +29,10 @@ def step(rows: int, width: int, pages: int) -> list[object]:
     return compiled
 
 
-@pytest.mark.parametrize("pages", [3, 2560])
+@pytest.mark.parametrize(("pages", "tokens"), [(3, False), (2560, False), (3, True)])
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
-def test_compiles_without_spills(width: int, pages: int) -> None:
-    found = [resources(kernel) for kernel in step(64, width, pages)]
+def test_compiles_without_spills(width: int, pages: int, tokens: bool) -> None:
+    found = [resources(kernel) for kernel in step(64, width, pages, tokens=tokens)]
     assert [kernel.name for kernel in found] == ["feed", "advance", *["feed_draft"] * (width - 1)]
     for kernel in found:
         kernel.check(registers=64)

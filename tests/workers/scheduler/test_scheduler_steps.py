@@ -11,6 +11,7 @@ from workload import config, tokens
 
 from workers.protocol.messages import STEP_BUCKETS, Request
 from workers.protocol.plan import SamplingParams, StepResult
+from workers.protocol.prompt import pack_tokens
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, max_entries_per_row, max_pages_per_row
 from workers.step.ladder import Ladder
@@ -267,6 +268,15 @@ def test_the_history_of_a_request_travels_only_when_penalties_need_it() -> None:
     plan = replica.plan()
     assert plan is not None
     assert [admission.history for admission in plan.admissions] == [(), tuple(tokens(6))]
+
+
+def test_all_tokens_of_a_request_travel_only_when_a_drafter_reads_them() -> None:
+    for reads in (False, True):
+        replica = Replica(config(reads_tokens=reads))
+        replica.add("a", tokens(5), max_tokens=2)
+        plan = replica.plan()
+        assert plan is not None
+        assert [admission.tokens for admission in plan.admissions] == [pack_tokens(tokens(5)) if reads else b""]
 
 
 def test_at_most_two_plans_are_in_flight() -> None:
