@@ -64,7 +64,10 @@ class StandInGraphs:
 
     @torch.inference_mode()
     def __init__(self, parts: StepParts, token_budget: int, stats: GraphStats) -> None:
-        self.ladder, self.token_ladder = Ladder(parts.state.slots, parts.width), TokenLadder(token_budget)
+        self.ladder, self.token_ladder = (
+            Ladder(parts.state.slots, parts.width, parts.adaptive),
+            TokenLadder(token_budget),
+        )
         self._parts, self._stats = parts, stats
         self._steps: dict[GraphKey, DecodeStep] = {}
         for key in self.ladder:

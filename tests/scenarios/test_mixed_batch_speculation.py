@@ -22,7 +22,7 @@ from tests.scenarios.served import DRAFTERS, Job, Place, named, places, replica,
 from tests.workers.harness import InlineEngine
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
 from workers.scheduler import Scheduler
-from workers.scheduler.acceptance import AcceptanceWatch
+from workers.scheduler.speculation import Speculation
 from workers.step.mixed import MixedStep
 from workers.step.sampling import SamplingState
 
@@ -268,7 +268,7 @@ def one_token_in_mixed_steps(patch: pytest.MonkeyPatch) -> None:
         rows = scheduler._rows
         with pytest.MonkeyPatch.context() as inner:
             if rows.prefilling or len(rows.queue):
-                inner.setattr(AcceptanceWatch, "width", 1)
+                inner.setattr(Speculation, "choose", lambda *_: (1, WIDTH - 1))
             return honest(scheduler)
 
     patch.setattr(Scheduler, "plan", plan)

@@ -35,7 +35,7 @@ def recorded(folder: Path, file: Path, **settings: Any) -> tuple[Recording, Inli
         return result
 
     run.scheduler.plan, run.runner.execute = planned, executed  # type: ignore[method-assign]
-    jobs = crowd(12, VOCAB, seed=5)
+    jobs = crowd(8, VOCAB, seed=5)
     run.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
     recorder.close()
     assert config.width == 1 or run.scheduler.stats().drafts_accepted > 0

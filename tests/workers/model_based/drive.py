@@ -19,30 +19,24 @@ from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, VOCAB, Add,
 from workers.config import EngineConfig
 from workers.protocol.messages import Request
 from workers.protocol.plan import StepPlan
+from workers.scheduler import SchedulerConfig
+from workers.scheduler.speculation import Speculation
 
 MOST_STEPS = 5000
 """A schedule that takes more does not end."""
 
 
-class RandomWidths:
-    """Stands where the scheduler decides on width and drafts: draws both for every plan. A plan's width is at most one
-    more than the drafts that the plan before makes."""
+class RandomWidths(Speculation):
+    """Draws width and drafts of every plan. A plan's width is at most one more than the drafts that the one before
+    makes."""
 
-    given_up = False
+    def __init__(self, config: SchedulerConfig, seed: int) -> None:
+        super().__init__(config)
+        self._rng = random.Random(seed)
 
-    def __init__(self, seed: int, most: int) -> None:
-        self._rng, self._most = random.Random(seed), most - 1
-        self._made = self.drafts = self._most
-        self.width = most
-
-    def planned(self, *_: Any) -> None:
-        """The plan was made."""
-        self._made = self.drafts
-        self.drafts = self._rng.randint(0, self._most)
-        self.width = 1 + self._rng.randint(0, self._made)
-
-    def observe(self, *_: Any) -> None:
-        """What came of it changes nothing."""
+    def choose(self, rows: int) -> tuple[int, int]:
+        """See `Speculation`."""
+        return 1 + self._rng.randint(0, self._made), self._rng.randint(0, self._most - 1)
 
 
 @dataclass
@@ -72,7 +66,7 @@ class Bench:
         if run.scheduler.config.width > 1:
             self._never_draft_poison(run)
         if schedule.widths:
-            run.scheduler._watch = RandomWidths(schedule.seed, run.scheduler.config.width)  # type: ignore[assignment]
+            run.scheduler._speculation = RandomWidths(run.scheduler.config, schedule.seed)
         return run
 
     def _never_draft_poison(self, run: InlineEngine) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.workers.model_based.drive import Bench
 from tests.workers.model_based.planted import FOUND_WITHIN, PLANTED
-from tests.workers.model_based.schedules import POISON, Add, Schedule, random_schedule
+from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, Add, Apply, Cancel, Plan, Schedule, random_schedule
 from tests.workers.model_based.shrink import shrink
 from tests.workers.model_based.soak import keep, main, soak
 from workers.protocol.plan import SamplingParams
@@ -57,13 +57,26 @@ def test_a_planted_fault_is_found(bench: Bench, name: str, monkeypatch: pytest.M
 def test_a_failing_schedule_is_made_small_and_replayed_from_a_file(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    PLANTED["a penalty counted twice"][0](monkeypatch)
-    few = replace(random_schedule(0), events=random_schedule(0).events[:60])
-    small = shrink(few, lambda schedule: bool(bench.run(schedule).problem), attempts=120)
+    PLANTED["noise of half a seed"][0](monkeypatch)
+    plain = SamplingParams(5, temperature=0.0)
+    sampled = SamplingParams(12, temperature=1.2, top_k=30, seed=2**40 + 5, frequency_penalty=0.5, logprobs=1)
+    engine = {"width": 3, "max_rows": 4, "token_budget": 40, "cache_pages": 9, "max_context": MAX_CONTEXT}
+    events = (
+        Add("1", (5, 6, 7) * 9, plain),
+        Plan(),
+        Add("2", (9, 8, 7, 6, 5, 4, 3, 2) * 4, sampled, 1),
+        Apply(),
+        Cancel("1"),
+        Add("3", (11, 12), plain),
+    )
+    large = Schedule(0, engine, False, events)
+    assert bench.run(large).problem
+    small = shrink(large, lambda schedule: bool(bench.run(schedule).problem), attempts=80)
     [event] = small.events
     assert isinstance(event, Add)
-    assert event.sampling.has_penalties
-    assert len(event.prompt) <= 3
+    assert (event.sampling.temperature, event.sampling.top_k, event.sampling.logprobs) == (1.2, 0, -1)
+    assert len(event.prompt) <= 4
+    assert event.sampling.max_tokens < 12
     file = tmp_path / "small.json"
     file.write_bytes(small.to_json())
     assert main(["--schedule", str(file)]) == 1
