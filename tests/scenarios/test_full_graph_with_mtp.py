@@ -78,8 +78,8 @@ def test_a_row_of_several_tokens_taken_for_a_prompt_is_seen(folder: Path, monkey
     """The answers are the same: that no graph was used is what tells."""
     honest = Runner._run_decode
 
-    def run_decode(runner: Runner, plan: StepPlan) -> StepOutput:
-        return honest(runner, plan) if plan.width == 1 else runner._run_mixed(plan)
+    def run_decode(runner: Runner, plan: StepPlan, masks: Any) -> StepOutput:
+        return honest(runner, plan, masks) if plan.width == 1 else runner._run_mixed(plan, masks)
 
     monkeypatch.setattr(Runner, "_run_decode", run_decode)
     run = replica(folder, ("cpu", True), width=3)

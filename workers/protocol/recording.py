@@ -120,7 +120,7 @@ class Concealed:
         # Biased ids are the client's own words, too; only distinct ones are allowed.
         bias = tuple([(index % self._vocab_size, value) for index, (_, value) in enumerate(sampling.logit_bias)])
         history = self._tokens(slot, 0, len(admission.history))
-        return replace(admission, sampling=replace(sampling, logit_bias=bias), history=history)
+        return replace(admission, sampling=replace(sampling, logit_bias=bias, grammar=None), history=history)
 
 
 class Recorder:

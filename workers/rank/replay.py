@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from workers.config import EngineConfig
 from workers.parallel.group import TensorParallel
@@ -57,14 +58,15 @@ class Replay:
         self.recording = recording
         self.rank = Rank(config, TensorParallel(), pick_device(config, None))
         self._lengths: dict[int, int] = {}
+        self._without_grammar: set[int] = set()
 
     def run(self) -> Iterator[Difference | None]:
         """What differs in each step, None where nothing does. Past a difference in tokens rows have other lengths than
         the plans were made for, so nobody should go on. Raises what a step raises."""
         for step in self.recording.steps:
-            if not self.recording.header.prompts:
-                self._set_lengths(step.plan)
-            result = self.rank.runner.execute(step.plan)
+            plan = self._without_masks(step.plan)
+            self._set_lengths(plan)
+            result = self.rank.runner.execute(plan)
             yield None if step.result is None else self._compare(step.plan, step.result, result)
             if step.result is not None:
                 self._follow(step.plan, step.result)
@@ -73,11 +75,21 @@ class Replay:
         """Give graphs back."""
         self.rank.runner.close()
 
+    def _without_masks(self, plan: StepPlan) -> StepPlan:
+        """Grammars are not recorded: their rows take any token, and what those are is not compared."""
+        for admission in plan.admissions:
+            (self._without_grammar.add if admission.grammar else self._without_grammar.discard)(admission.slot)
+        admissions = tuple([replace(admission, grammar=0) for admission in plan.admissions])
+        return replace(plan, admissions=admissions, constrained=())
+
+    def _comparable(self, slot: int) -> bool:
+        return self.recording.header.prompts and slot not in self._without_grammar
+
     def _set_lengths(self, plan: StepPlan) -> None:
         """Other tokens have other drafts accepted. So every row gets the length that it had in the recording, which is
         what its pages were granted for: all entries up to there have been written, if only by drafts that fell."""
         length_S = self.rank.runner.parts.state.tensors.length_S
-        known = [slot for slot in plan.decode_slots if slot in self._lengths]
+        known = [slot for slot in plan.decode_slots if slot in self._lengths and not self._comparable(slot)]
         if known:
             lengths = [self._lengths[slot] for slot in known]
             length_S[torch.tensor(known, device=length_S.device)] = torch.tensor(
@@ -94,12 +106,10 @@ class Replay:
                 self._lengths[row.slot] = row.start + len(row.tokens)
 
     def _compare(self, plan: StepPlan, recorded: StepResult, replayed: StepResult) -> Difference | None:
-        slots = [f"decode row in slot {slot}" for slot in plan.decode_slots]
-        slots += [f"end of a prompt in slot {row.slot}" for row in plan.prefill if row.final]
-        for index, (row, before, now) in enumerate(zip(slots, recorded.tokens, replayed.tokens, strict=True)):
-            same = (
-                before == now if self.recording.header.prompts else (index in recorded.bad) == (index in replayed.bad)
-            )
+        rows = [(slot, f"decode row in slot {slot}") for slot in plan.decode_slots]
+        rows += [(row.slot, f"end of a prompt in slot {row.slot}") for row in plan.prefill if row.final]
+        for index, ((slot, row), before, now) in enumerate(zip(rows, recorded.tokens, replayed.tokens, strict=True)):
+            same = before == now if self._comparable(slot) else (index in recorded.bad) == (index in replayed.bad)
             if not same:
                 return Difference(plan.step, row, before, now)
         return None

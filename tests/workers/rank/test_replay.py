@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.tiny_models import write_tiny
 from tests.workers.recorded_plans import VOCAB, recorded
 from workers.protocol.plan import StepPlan, StepResult
-from workers.protocol.recording import Recording
+from workers.protocol.recording import Recording, Step
 from workers.rank.replay import Difference, Replay, replay_config
 from workers.rank.runner import PlanError
 
@@ -73,3 +75,27 @@ def test_a_step_that_cannot_run_raises(folder: Path, tmp_path: Path) -> None:
     config = replay_config(recording.header).model_copy(update={"max_rows": 1})
     with pytest.raises(PlanError, match="slot"):
         list(Replay(config, recording).run())
+
+
+def test_rows_with_a_grammar_run_without_it_and_are_not_compared(folder: Path, tmp_path: Path) -> None:
+    """As if the first request had one, and its tokens were others."""
+    recording, _ = recorded(folder, tmp_path / "plans", record_prompts=True)
+    steps, slot = [], recording.steps[0].plan.admissions[0].slot
+    live = True
+    for step in recording.steps:
+        plan, result = step.plan, step.result
+        assert result is not None
+        mine = [index for index, one in enumerate(plan.admissions) if one.slot == slot]
+        live = live and (plan.step == 1 or not mine)
+        if live and plan.step == 1:
+            given = [msgspec.structs.replace(one, grammar=one.slot == slot) for one in plan.admissions]
+            plan = msgspec.structs.replace(plan, admissions=tuple(given))
+        if live and slot in plan.decode_slots:
+            tokens = list(result.tokens)
+            at = plan.decode_slots.index(slot)
+            tokens[at] = tuple((token + 1) % VOCAB for token in tokens[at])
+            plan = msgspec.structs.replace(plan, constrained=(slot,))
+            result = msgspec.structs.replace(result, tokens=tuple(tokens))
+        steps.append(Step(plan, result))
+    assert any(step.plan.constrained for step in steps)
+    assert set(replayed(dataclasses.replace(recording, steps=tuple(steps)))) == {None}
