@@ -17,7 +17,7 @@ PACKAGES = ("kernels", "workers", "deploy")
 
 ROOMS = {
     "workers": (
-        ("config", "environment", "memory", "quantization", "vocabulary"),
+        ("config", "draft_model", "environment", "memory", "quantization", "vocabulary"),
         ("fit", "protocol", "parallel"),
         ("channel", "weights", "cache", "grammar", "scheduler"),
         ("models",),

@@ -29,10 +29,12 @@ class EngineConfig(BaseModel):
     width: Literal["auto"] | Annotated[int, Field(ge=1, le=8)] = "auto"
     """Tokens a decode row feeds in one step: 1 + drafts. auto: as many as pay at the time, up to `AUTO_WIDTH`. Ignored
     (1) without a drafter."""
-    drafter: Literal["auto", "mtp", "ngram", "none"] = "auto"
-    """What drafts. auto: the layer for it that the checkpoint has, else nothing. mtp: that layer, without which nothing
-    starts. ngram: what followed the newest tokens where they stood before in the prompt or the output. none: nothing,
-    which is width 1."""
+    drafter: Literal["auto", "mtp", "eagle3", "ngram", "none"] = "auto"
+    """What drafts. auto: the draft model, if one is given, else the layer for it that the checkpoint has, else nothing.
+    mtp: that layer, without which nothing starts. eagle3: the draft model. ngram: what followed the newest tokens where
+    they stood before in the prompt or the output. none: nothing, which is width 1."""
+    draft_model: str | None = None
+    """Folder of a draft model (EAGLE-3), with config.json and safetensors."""
     invariant: bool = False
     """A request's logits are bitwise the same alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower."""
     activations: Literal["auto", "bf16"] = "auto"
@@ -107,6 +109,24 @@ class EngineConfig(BaseModel):
             raise ValueError("record_prompts needs a file: give record_plans, too")
         return self
 
+    @model_validator(mode="after")
+    def _draft_model_drafts(self) -> Self:
+        if self.draft_model is not None and self.drafter not in ("auto", "eagle3"):
+            raise ValueError(f"a draft model is given, but drafter = {self.drafter}: leave one of them out")
+        if self.draft_model is None and self.drafter == "eagle3":
+            raise ValueError("drafter = eagle3 needs a draft model: give its folder (--draft-model)")
+        return self
+
+    @property
+    def draft_folder(self) -> Path | None:
+        """The folder of the draft model that is to draft; None without one. FileNotFoundError when it is not one."""
+        if self.draft_model is None or self.most_width == 1:
+            return None
+        path = Path(self.draft_model).expanduser()
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} is not the folder of a draft model: it has no config.json")
+        return path
+
     @property
     def most_width(self) -> int:
         """The most tokens a decode row may feed; of `auto` no more than the budget has for all rows."""
@@ -117,7 +137,7 @@ class EngineConfig(BaseModel):
     @property
     def wants_draft_layer(self) -> bool:
         """Whether the checkpoint's own draft layer is to draft, if there is one."""
-        return self.most_width > 1 and self.drafter in ("auto", "mtp")
+        return self.most_width > 1 and self.draft_model is None and self.drafter in ("auto", "mtp")
 
     @property
     def folder(self) -> Path:

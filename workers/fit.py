@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from workers.config import EngineConfig
+from workers.draft_model import misfits
 from workers.quantization import unsupported_quantization
 
 SHARED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
@@ -36,6 +37,7 @@ def check_fit(config: EngineConfig) -> None:
     text = values.get("text_config")
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
     causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config, model)]
+    causes += _draft_model(config, model)
     if found := [cause for cause in causes if cause]:
         raise Unfit("\n".join(found))
 
@@ -78,3 +80,16 @@ def _drafter(config: EngineConfig, values: dict[str, Any]) -> str:
         f"drafter = mtp (--drafter): {config.folder / 'config.json'} declares no draft layer "
         "(num_nextn_predict_layers); give --drafter ngram, which needs none, or --drafter none"
     )
+
+
+def _draft_model(config: EngineConfig, values: dict[str, Any]) -> list[str]:
+    if (folder := config.draft_folder) is None:
+        return []
+    try:
+        draft = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [f"cannot read {folder / 'config.json'}: {error}"]
+    if not isinstance(draft, dict):
+        return [f"{folder / 'config.json'} does not hold a JSON object"]
+    found = misfits(draft, values, config.tensor_parallel)
+    return [f"draft_model = {folder} (--draft-model) does not fit the model: {why}" for why in found]

@@ -43,8 +43,8 @@ Drafter = Annotated[
     str,
     typer.Option(
         "--drafter",
-        metavar="auto|mtp|ngram|none",
-        help="What drafts. auto: the checkpoint's own layer for it. ngram: look-up in prompt and output.",
+        metavar="auto|mtp|eagle3|ngram|none",
+        help="What drafts. auto: the draft model or the checkpoint's own layer. ngram: look-up in the prompt.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -122,9 +122,19 @@ GivenDrafter = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        metavar="auto|mtp|ngram|none",
-        help="What drafts. auto: the checkpoint's own layer for it. ngram: look-up in prompt and output.",
+        metavar="auto|mtp|eagle3|ngram|none",
+        help="What drafts. auto: the draft model or the checkpoint's own layer. ngram: look-up in the prompt.",
         show_default="auto",
+        rich_help_panel=ENGINE,
+    ),
+]
+GivenDraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="PATH",
+        help="Folder of a draft model (EAGLE-3) for this model.",
+        show_default="none",
         rich_help_panel=ENGINE,
     ),
 ]

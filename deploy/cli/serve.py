@@ -28,6 +28,7 @@ _FLAGS = {
     "engine.model": "--model",
     "engine.width": "--width",
     "engine.drafter": "--drafter",
+    "engine.draft_model": "--draft-model",
     "engine.tensor_parallel": "--tensor-parallel",
     "engine.invariant": "--invariant",
     "engine.activations": "--activations",
@@ -61,6 +62,7 @@ def serve(
     tensor_parallel: options.GivenTensorParallel = None,
     width: options.GivenWidth = None,
     drafter: options.GivenDrafter = None,
+    draft_model: options.GivenDraftModel = None,
     invariant: options.GivenInvariant = None,
     activations: options.GivenActivations = None,
     dtype: options.GivenDType = None,
@@ -181,6 +183,7 @@ def serve(
                 "engine.model": model,
                 "engine.width": width,
                 "engine.drafter": drafter,
+                "engine.draft_model": draft_model,
                 "engine.tensor_parallel": tensor_parallel,
                 "engine.invariant": invariant,
                 "engine.activations": activations,
@@ -265,7 +268,7 @@ def serve_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
         engine.setdefault("tensor_parallel", 1 if alone else 2)
     try:
         settings = ServeConfig.model_validate(data)
-        _ = settings.engine.folder
+        _ = settings.engine.folder, settings.engine.draft_folder
     except ValidationError as error:
         raise UsageMistake(explain(error, label, ServeConfig, str(file))) from None
     except FileNotFoundError as error:

@@ -93,13 +93,29 @@ class Model:
             source.fill(Weight(own_YE), Part("lm_head.weight", vocab, self.config.hidden_size, own=rows))
         return Weight(head_YE)
 
-    def forward(self, token_T: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None) -> Tensor:
-        """Hidden state of every token after the final norm, [T, E]; writes the tokens' latents to the cache.
+    def taps(self, tapped_TF: Tensor | None) -> tuple[tuple[int, Tensor], ...]:
+        """`tapped_TF`, [T, E for each of the drafter's taps], by them."""
+        if tapped_TF is None or self.drafter is None:
+            return ()
+        parts = tapped_TF.view(len(tapped_TF), -1, self.config.hidden_size).unbind(1)
+        return tuple(zip(self.drafter.taps, parts, strict=True))
+
+    def forward(
+        self,
+        token_T: Tensor,
+        batch: Batch,
+        cache: PagedCache,
+        scratch: Scratch | None = None,
+        tapped_TF: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden state of every token after the final norm, [T, E]; writes the tokens' latents to the cache, and, side
+        by side to `tapped_TF` if there is one, the hidden states that the drafter taps.
 
         `token_T`: int64 ids below the vocabulary size. `batch.position_T` must lie below `max_positions`. All memory
         comes from `scratch` (here and below: fresh memory when there is none), except for the prefill rows' geometry.
         """
-        return self.segments.forward(token_T, None, batch, cache, scratch or Scratch(token_T.device))
+        scratch = scratch or Scratch(token_T.device)
+        return self.segments.forward(token_T, None, batch, cache, scratch, self.taps(tapped_TF))
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Logits of final-norm hidden states, fp32 [N, Y]."""

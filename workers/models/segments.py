@@ -90,6 +90,9 @@ class Segments:
                 entering = self._enter(tensors.token_T, tensors.source_TE, scratch)
                 flow.way.enter(*entering, norm, flow.normed)
         if not ends:
+            for layer, tap_TE in tensors.taps:
+                if layer == index:
+                    tap_TE.copy_(flow.residual_TE)
             with scratch.scope():
                 self.layers[index].project(flow, tensors.cache_slot_T, self._cache(index, cache), scratch)
 
@@ -118,12 +121,18 @@ class Segments:
         flow.way.leave(norm, last, out_TE)
 
     def forward(
-        self, token_T: Tensor, source_TE: Tensor | None, batch: Batch, cache: PagedCache, scratch: Scratch
+        self,
+        token_T: Tensor,
+        source_TE: Tensor | None,
+        batch: Batch,
+        cache: PagedCache,
+        scratch: Scratch,
+        taps: tuple[tuple[int, Tensor], ...] = (),
     ) -> Tensor:
-        """A whole pass on its fastest way, in memory of `scratch`: final hidden states [T, E]. `source_TE`: see
+        """A whole pass on its fastest way, in memory of `scratch`: final hidden states [T, E]. `source_TE`, `taps`: see
         `PassTensors`."""
         way = self.ways.of(batch, self._norm_E.dtype, self._norm_E.device)
-        return self.forward_on(way, token_T, source_TE, batch, cache, scratch)
+        return self.forward_on(way, token_T, source_TE, batch, cache, scratch, taps)
 
     def forward_on(
         self,
@@ -133,6 +142,7 @@ class Segments:
         batch: Batch,
         cache: PagedCache,
         scratch: Scratch,
+        taps: tuple[tuple[int, Tensor], ...] = (),
     ) -> Tensor:
         """The same on a way that is given."""
         out_TE = scratch.empty(token_T.shape[0], self._norm_E.shape[0], dtype=self._norm_E.dtype)
@@ -140,7 +150,7 @@ class Segments:
         live_R = batch.decode.length_R if batch.decode is not None and batch.prefill is None else None
         with scratch.scope():
             flow = self.flow(token_T.shape[0], scratch, way)
-            tensors = PassTensors(token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow)
+            tensors = PassTensors(token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow, taps)
             self.run_pass(tensors, batch, cache, scratch)
         return out_TE
 

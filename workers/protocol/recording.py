@@ -27,6 +27,7 @@ from kernels import __version__
 from workers.config import EngineConfig
 from workers.protocol.messages import Ready
 from workers.protocol.plan import Admission, PrefillRow, StepPlan, StepResult
+from workers.protocol.prompt import TOKEN_BYTES, pack_tokens
 
 MAGIC: Final = b"latentserve plans\n"
 FORMAT: Final = 1
@@ -120,7 +121,9 @@ class Concealed:
         # Biased ids are the client's own words, too; only distinct ones are allowed.
         bias = tuple([(index % self._vocab_size, value) for index, (_, value) in enumerate(sampling.logit_bias)])
         history = self._tokens(slot, 0, len(admission.history))
-        return replace(admission, sampling=replace(sampling, logit_bias=bias, grammar=None), history=history)
+        tokens = pack_tokens(self._tokens(slot, 0, len(admission.tokens) // TOKEN_BYTES))
+        sampling = replace(sampling, logit_bias=bias, grammar=None)
+        return replace(admission, sampling=sampling, history=history, tokens=tokens)
 
 
 class Recorder:

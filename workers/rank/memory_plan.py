@@ -18,6 +18,7 @@ from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
+from workers.families.eagle3 import counted_eagle3, read_eagle3
 from workers.families.loading import counted, has_draft_layer
 from workers.families.registry import load_config
 from workers.graphs.estimate import estimate
@@ -91,6 +92,12 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
             fp8_cache=fp8_cache(config, dtype),
         )
         from_files = has_any is not None
+    weights, roped = census.bytes, model_config.qk_rope_head_dim
+    if (draft_folder := config.draft_folder) is not None:
+        eagle3 = read_eagle3(draft_folder, model_config, group.size)
+        model.drafter, own = counted_eagle3(eagle3, model, fp8_cache=fp8_cache(config, dtype))
+        weights += own.bytes
+        roped += model.drafter.rotation_PO.shape[1]
     width = choose_drafter(model, config)
     sampling = SamplingState(config.max_rows, model_config.vocab_size, meta)
     sampling.allocate(config.max_rows * width)
@@ -102,16 +109,16 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
         adaptive = config.width == "auto"
         parts = StepParts(model, PagedCache.allocate(model.caches, 2, meta), state, sampling, group, width, adaptive)
         graphs = estimate(parts, config.max_rows, config.token_budget).bytes
-    rope = max_entries_per_row(context, config.most_width) * model_config.qk_rope_head_dim * torch.float32.itemsize
+    rope = max_entries_per_row(context, config.most_width) * roped * torch.float32.itemsize
     rest = _bytes_of(sampling) + _bytes_of(state) + rope
     page_bytes = sum(spec.page_bytes for spec in model.caches)
-    room = gpu_room(total - DRIVER_BYTES - census.bytes - rest, total, graphs, config.memory_fraction)
+    room = gpu_room(total - DRIVER_BYTES - weights - rest, total, graphs, config.memory_fraction)
     pages = config.cache_pages or pages_within(max(0, room), page_bytes, config.max_rows, context, width)
     if room < pages * page_bytes:
         pages = 0
     return MemoryPlan(
         total=total,
-        weights=census.bytes,
+        weights=weights,
         from_files=from_files,
         graphs=graphs,
         rest=rest,

@@ -15,6 +15,7 @@ from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
 from workers.environment import visible_gpus
 from workers.families import load_model
+from workers.families.eagle3 import load_eagle3, read_eagle3
 from workers.families.registry import load_config
 from workers.grammar.compiler import Compiler
 from workers.grammar.rows import ConstrainedRows
@@ -96,6 +97,9 @@ class Rank:
         """What the self-test found on all ranks; None if it did not run."""
         dtype = pick_dtype(config, device)
         context = max_context(config)
+        draft_folder, eagle3 = config.draft_folder, None
+        if draft_folder is not None:  # what does not fit is refused before anything is loaded
+            eagle3 = read_eagle3(draft_folder, load_config(config.folder), group.size)
         model = load_model(
             config.folder,
             group=group,
@@ -108,6 +112,9 @@ class Rank:
             fp8_cache=fp8_cache(config, dtype, device),
             progress=progress,
         )
+        if eagle3 is not None:
+            fp8 = fp8_cache(config, dtype, device)
+            model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress)
         width = choose_drafter(model, config)
         page_bytes = sum(spec.page_bytes for spec in model.caches)
         wants_graphs = config.graphs and device.type == "cuda"

@@ -49,7 +49,8 @@ class Passed:
     """The first half of a step: what the target has computed, on its way to be sampled."""
 
     fed: _Rows
-    hidden_TE: torch.Tensor
+    source_TF: torch.Tensor
+    """What the drafter reads: final hidden states, or what it taps."""
     logits_NV: torch.Tensor
 
 
@@ -83,8 +84,10 @@ class DecodeStep:
         It reads nothing of a mask, so it runs while masks are filled."""
         parts, scratch, fed = self.parts, self._scratch, self._feed()
         batch = fed.batch(self.layout, first=0)
-        hidden_TE = parts.model.forward(fed.token_RW.flatten(), batch, parts.cache, scratch)
-        return Passed(fed, hidden_TE, parts.model.logits(hidden_TE, scratch))
+        tapped_TF = parts.tapped(self.layout.tokens, scratch)
+        hidden_TE = parts.model.forward(fed.token_RW.flatten(), batch, parts.cache, scratch, tapped_TF)
+        source_TF = hidden_TE if tapped_TF is None else tapped_TF
+        return Passed(fed, source_TF, parts.model.logits(hidden_TE, scratch))
 
     def rest(self, passed: Passed, masks: TokenMasks | None = None) -> StepOutput:
         """The second half: tokens are sampled, drafts verified, the slots' state goes on, the next drafts are made."""
@@ -107,7 +110,7 @@ class DecodeStep:
             # Behind the accepted tokens the target's are any valid ids: those queries' outputs are not read, and their
             # cache entries are rewritten before they are attended to.
             batch = fed.batch(layout, first=1)
-            drafted_TE = parts.drafter.catch_up(target_RW.flatten(), passed.hidden_TE, batch, parts.cache, scratch)
+            drafted_TE = parts.drafter.catch_up(target_RW.flatten(), passed.source_TF, batch, parts.cache, scratch)
             self._draft(drafted_TE, newest_R, fed)
         return StepOutput(layout, self.decided_N, passed.logits_NV)
 

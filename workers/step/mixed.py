@@ -22,7 +22,7 @@ from kernels.verify import accept_drafts
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.protocol.plan import BatchLayout, StepPlan
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import DRAFT, TARGET, Stage
+from workers.step.stage import TARGET, Stage
 
 
 @dataclass(frozen=True)
@@ -227,17 +227,20 @@ class MixedStep:
         step."""
         parts, layout, scratch = self._parts, rows.layout, stage.scratch
         state = parts.state.tensors
+        drafts = drafts if layout.sampled_rows else 0
+        hidden_RE = None
         if parts.drafter.cache:
-            self._catch_up(rows, decided_N, stage)
-        if not drafts or not layout.sampled_rows:
+            hidden_RE = self._catch_up(rows, decided_N, newest_R if drafts else newest_R[:0], stage)
+        if not drafts:
             return
-        hidden_RE = stage.end(newest_R) if parts.drafter.cache else None
         position_R = state.length_S[rows.slot_R] + 1
         length_R = scratch.empty(layout.sampled_rows, dtype=torch.int32)
         parts.draft(hidden_RE, rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R], drafts, scratch)
 
-    def _catch_up(self, rows: _Rows, decided_N: torch.Tensor, stage: Stage) -> None:
-        """Let the drafter take the tokens of the step into its cache."""
+    def _catch_up(
+        self, rows: _Rows, decided_N: torch.Tensor, newest_R: torch.Tensor, stage: Stage
+    ) -> torch.Tensor | None:
+        """Let the drafter take the tokens of the step into its cache; what it knows of the newest ones."""
         layout, split = rows.layout, rows.layout.decode_tokens
         # Behind a decode row's accepted tokens the target's are any valid ids: those queries' outputs are not read, and
         # their cache entries are rewritten before they are attended to.
@@ -246,4 +249,4 @@ class MixedStep:
         stage.token_T.index_copy_(0, rows.end_F, decided_N[layout.final_slice])
         stage.position_T[split:] += 1
         self._place(stage, split, stage.slot_T)
-        stage.run_pass(DRAFT, self._batch(rows, stage, first=1))
+        return stage.catch_up(self._batch(rows, stage, first=1), newest_R)

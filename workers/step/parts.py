@@ -58,6 +58,13 @@ class StepParts:
         own = self.drafter.segments if self.width > 1 else None
         return [self.model.segments, *([] if own is None else [own])]
 
+    def tapped(self, tokens: int, scratch: Scratch) -> torch.Tensor | None:
+        """Memory for the hidden states that the drafter taps of so many tokens; None where it taps none."""
+        if self.width == 1 or not self.drafter.taps:
+            return None
+        features = len(self.drafter.taps) * self.model.config.hidden_size
+        return scratch.empty(tokens, features, dtype=self.model.norm_E.dtype)
+
     def draft(
         self,
         hidden_RE: torch.Tensor | None,

@@ -14,6 +14,7 @@ Shape legend: T tokens, padding included, N tokens that are wanted, padding incl
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,9 +79,11 @@ class Stage:
         self.segments = parts.passes
         self.hidden_TE = scratch.empty(tokens, hidden, dtype=dtype) if len(self.segments) > 1 else None
         """Of the target's pass, where the draft layer reads them."""
+        self.tapped_TF = parts.tapped(tokens, scratch)
+        """Of the target's pass, what the drafter taps."""
         flow = model.segments.flow(tokens, scratch)
         inputs = (self.token_T, self.position_T, self.cache_slot_T, self.live_T)
-        self.tensors = [PassTensors(*inputs, None, self.hidden_TE, flow)]
+        self.tensors = [PassTensors(*inputs, None, self.hidden_TE, flow, model.taps(self.tapped_TF))]
         if self.hidden_TE is not None:
             # The drafter's inputs replace the target's, and its pass the target's flow.
             self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, flow))
@@ -119,6 +122,23 @@ class Stage:
             lambda index: self.run_segment(which, index),
             self.inner,
         )
+
+    def catch_up(self, batch: Batch, newest_R: torch.Tensor) -> torch.Tensor | None:
+        """The drafter's pass over the step's tokens; what it knows of `newest_R` (int64), [R, E], for
+        `StepParts.draft`; None if there are none of these. Eager where the drafter has no segments."""
+        if self.hidden_TE is not None:
+            self.run_pass(DRAFT, batch)
+            return self.end(newest_R) if len(newest_R) else None
+        parts, tokens = self.parts, batch.layout.tokens
+        assert self.tapped_TF is not None
+        own = replace(batch, position_T=batch.position_T[:tokens], cache_slot_T=batch.cache_slot_T[:tokens])
+        with self.inner.scope():
+            token_T, tapped_TF = self.token_T[:tokens], self.tapped_TF[:tokens]
+            drafted_TE = parts.drafter.catch_up(token_T, tapped_TF, own, parts.cache, self.inner)
+            assert drafted_TE is not None
+            hidden_RE = self.scratch.empty(len(newest_R), drafted_TE.shape[1], dtype=drafted_TE.dtype)
+            torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
+        return hidden_RE if len(newest_R) else None
 
     def end(self, token_N: torch.Tensor) -> torch.Tensor:
         """Final hidden states of some tokens of the last pass, one at least, as many rows as `token_N` has; in `inner`,

@@ -65,7 +65,7 @@ def test_another_model_runs_on_one_rank(started, command, model_folder):
 def test_flags(started, command, model_folder):
     flags = (
         f"--model {model_folder} --tensor-parallel 4 --width 2 --dtype bfloat16 --device cpu --max-rows 8 "
-        "--kv-cache-dtype fp8 --drafter ngram "
+        f"--kv-cache-dtype fp8 --drafter eagle3 --draft-model {model_folder} "
         "--token-budget 99 --max-context 100 --cache-pages 12 --memory-fraction 0.5 --replicas 2 --host 0.0.0.0 "
         "--port 0 --ingress proxy --ray-address auto --served-model-name tiny "
         "--served-model-name small --api-key one --api-key two --activations bf16"
@@ -74,7 +74,7 @@ def test_flags(started, command, model_folder):
     (config,) = started
     engine = config.engine
     assert (engine.tensor_parallel, engine.width, engine.dtype, engine.device) == (4, 2, "bfloat16", "cpu")
-    assert (engine.kv_cache_dtype, engine.drafter) == ("fp8", "ngram")
+    assert (engine.kv_cache_dtype, engine.drafter, engine.draft_model) == ("fp8", "eagle3", model_folder)
     assert (engine.max_rows, engine.token_budget, engine.max_context, engine.cache_pages) == (8, 99, 100, 12)
     assert engine.memory_fraction == 0.5
     assert engine.activations == "bf16"
@@ -82,6 +82,14 @@ def test_flags(started, command, model_folder):
     assert (config.ray_address, config.model_name) == ("auto", "tiny")
     assert config.api.served_model_names == ("tiny", "small")
     assert config.api.api_keys == ("one", "two")
+
+
+def test_a_draft_model_that_is_not_there_is_missed_at_once(started, command, model_folder, tmp_path):
+    ran = command("serve", "--model", model_folder, "--draft-model", str(tmp_path / "none"))
+    assert ran.code == 2
+    assert "is not the folder of a draft model: it has no config.json" in ran.err
+    assert command("serve", "--model", model_folder, "--draft-model", model_folder, "--drafter", "mtp").code == 2
+    assert not started
 
 
 def test_flags_replace_the_file(started, command, tmp_path):

@@ -51,9 +51,17 @@ class LatentAttention:
     """One layer's attention; `project` and `output` are token-wise, `attend` stands between them."""
 
     def __init__(
-        self, source: WeightSource, prefix: str, config: ModelConfig, *, invariant: bool, fp8_cache: bool = False
+        self,
+        source: WeightSource,
+        prefix: str,
+        config: ModelConfig,
+        *,
+        invariant: bool,
+        fp8_cache: bool = False,
+        inputs: int | None = None,
     ) -> None:
-        count, hidden = config.num_heads // source.group.size, config.hidden_size
+        """`inputs`: features that a token has, where they are not as many as it leaves with, `config.hidden_size`."""
+        count, hidden = config.num_heads // source.group.size, inputs or config.hidden_size
         nope, value, latent = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
 
         # First columns: the query's latent or, in models without one, the query itself; then the cached features.
@@ -89,7 +97,9 @@ class LatentAttention:
         )
         self.cache: CacheSpec = latent_spec(latent, config.qk_rope_head_dim, source.dtype, fp8=fp8_cache)
         """What it keeps of every token."""
-        self.out_EF = source.matrix(Part(f"{prefix}o_proj.weight", hidden, config.num_heads * value, shard=1))
+        self.out_EF = source.matrix(
+            Part(f"{prefix}o_proj.weight", config.hidden_size, config.num_heads * value, shard=1)
+        )
 
     def plan(self, batch: Batch, scratch: Scratch) -> Batch:
         """`batch` with its decode rows planned, for this layer and all that are shaped like it."""

@@ -1,0 +1,56 @@
+"""Whether a draft model fits the model that it drafts for, by what their config.json say: before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GROUPED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+LATENT = ("num_attention_heads", "intermediate_size")
+"""What ranks divide among themselves, of the layer's two layouts."""
+
+
+def taps_of(draft: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """The layers of the model whose input, the residual stream in front of them, the draft model reads.
+
+    `eagle_config` (SpecForge, SGLang) names layers by whose output is read; `eagle_aux_hidden_state_layer_ids` beside
+    it (vLLM, speculators) those by whose input. Where neither is there it is the input of the layers 2, half of all
+    and the last but two, as in the paper's code (EAGLE-3, arXiv:2503.01840). ValueError for what is no list of layers.
+    """
+    given, behind = draft.get("eagle_aux_hidden_state_layer_ids"), 0
+    inner = draft.get("eagle_config")
+    if isinstance(inner, dict) and inner.get("eagle_aux_hidden_state_layer_ids"):
+        given, behind = inner["eagle_aux_hidden_state_layer_ids"], 1
+    if not given:
+        return 2, layers // 2, layers - 3
+    if not isinstance(given, list) or not all(type(layer) is int for layer in given):
+        raise ValueError(f"eagle_aux_hidden_state_layer_ids = {given!r} must be a list of layers")
+    return tuple(layer + behind for layer in given)
+
+
+def misfits(draft: dict[str, Any], target: dict[str, Any], ranks: int) -> list[str]:
+    """Why a draft model cannot draft, a line a cause. `target`: hidden_size, vocab_size and num_hidden_layers."""
+    found = []
+    for name in ("hidden_size", "vocab_size"):
+        if draft.get(name) != target.get(name):
+            found.append(f"{name} = {draft.get(name)} of the draft model, but {target.get(name)} of the model")
+    within, layers = draft.get("draft_vocab_size") or draft.get("vocab_size"), target.get("num_hidden_layers")
+    if type(within) is not int or not 1 <= within <= (draft.get("vocab_size") or 0):
+        found.append(f"draft_vocab_size = {within!r} must lie between 1 and vocab_size")
+    if draft.get("num_hidden_layers", 1) != 1:
+        found.append(f"num_hidden_layers = {draft['num_hidden_layers']} of the draft model; supported: 1")
+    if type(layers) is int:
+        try:
+            taps = taps_of(draft, layers)
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            if len(taps) != 3 or not all(0 <= tap < layers for tap in taps):
+                found.append(
+                    f"its hidden states come from the inputs of layers {', '.join(map(str, taps))} "
+                    f"(eagle_aux_hidden_state_layer_ids), which must be three of 0 to {layers - 1}"
+                )
+    for name in GROUPED if draft.get("kv_lora_rank") is None else LATENT:
+        count = draft.get(name)
+        if type(count) is int and count % ranks:
+            found.append(f"{name} = {count} of the draft model cannot be divided by {ranks} ranks (--tensor-parallel)")
+    return found

@@ -1,0 +1,153 @@
+"""EAGLE-3 (Li et al., 2025, arXiv:2503.01840): a layer that reads a token beside hidden states of three layers of the
+model at the position before it, then beside its own.
+
+Its vocabulary may be a part of the model's. Its logits are brought to the model's ids, -inf at the others, before
+anything is chosen: so the noise that it shares with the model, and penalties, biases and the like, mean the same ids.
+
+Shape legend: T tokens, R rows, N rows of logits, E hidden features, F = 3 E that are tapped, B = 2 E, V vocabulary, D
+draft vocabulary (of this rank where it is loaded), Y rows of the embedding, P positions, O roped features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.moe import AddNorm
+from kernels.rms_norm import rms_norm
+from workers.cache.paged import PagedCache
+from workers.drafters.attention import DraftAttention
+from workers.memory.scratch import Scratch
+from workers.models.batch import Batch
+from workers.models.drafter import DraftedRows, Drafter
+from workers.models.feed_forward import DenseFeedForward
+from workers.models.model import Model
+from workers.weights.part import Part
+from workers.weights.source import WeightSource
+from workers.weights.weight import Weight
+
+
+@dataclass(frozen=True)
+class Eagle3Sizes:
+    """Sizes and choices of one draft layer, attention aside."""
+
+    intermediate: int
+    draft_vocab: int
+    eps: float
+    taps: tuple[int, ...]
+    norm_before_residual: bool
+    """Whether the residual stream begins with the normed hidden state."""
+    own_embedding: bool
+    """Whether the files have one; else it is the model's."""
+
+
+class Eagle3(Drafter):
+    """The layer of a draft model of its own. What it hands on from draft to draft is its residual stream; `logits`
+    norms that."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        model: Model,
+        sizes: Eagle3Sizes,
+        attention: DraftAttention,
+        rotation_PO: Tensor,
+        target_id_D: Tensor | None,
+    ) -> None:
+        """`target_id_D`: the model's id of each of the draft vocabulary's, int64; None: they are the same."""
+        hidden = model.config.hidden_size
+        self.model, self.sizes, self.attention, self.rotation_PO = model, sizes, attention, rotation_PO
+        self.taps, self.cache = sizes.taps, [attention.cache]
+        self.join_EF = source.matrix(Part("fc.weight", hidden, len(sizes.taps) * hidden))
+        self.embedding_YE = model.embedding_YE
+        if sizes.own_embedding:
+            self.embedding_YE = source.load("embed_tokens.weight", model.config.vocab_size, hidden)
+        self.embedding_norm_E = source.load("midlayer.input_layernorm.weight", hidden)
+        self.hidden_norm_E = source.load("midlayer.hidden_norm.weight", hidden)
+        self.feed_forward_norm_E = source.load("midlayer.post_attention_layernorm.weight", hidden)
+        self.feed_forward = DenseFeedForward(source, "midlayer.mlp.", hidden, sizes.intermediate)
+        self.norm_E = source.load("norm.weight", hidden)
+        self.head_DE = self._load_head(source, hidden)
+        self.target_id_D = target_id_D
+
+    def _load_head(self, source: WeightSource, hidden: int) -> Weight:
+        """This rank's rows of the output head; the last ranks' are padded where they do not divide."""
+        group, vocab = source.group, self.sizes.draft_vocab
+        share = -(-vocab // group.size)
+        begin = min(group.rank * share, vocab)
+        rows = slice(begin, min(begin + share, vocab))
+        head_DE = source.empty(share, hidden).zero_()
+        source.fill(Weight(head_DE[: rows.stop - rows.start]), Part("lm_head.weight", vocab, hidden, own=rows))
+        return Weight(head_DE)
+
+    def catch_up(
+        self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None
+    ) -> Tensor:
+        """See `Drafter`. `hidden_TE` is what it taps, [T, F]."""
+        scratch = scratch or Scratch(token_T.device)
+        out_TE = scratch.empty(token_T.shape[0], self.norm_E.shape[0], dtype=self.norm_E.dtype)
+        with scratch.scope():
+            joined_TE = scratch.empty(*out_TE.shape, dtype=out_TE.dtype)
+            self.model.ways.any.linear(hidden_TE, self.join_EF, joined_TE, scratch)
+            self._pass(token_T, joined_TE, out_TE, batch, cache, scratch)
+        return out_TE
+
+    def draft(
+        self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
+    ) -> None:
+        """See `Drafter`. A pass of one token a row leads from each draft to the next."""
+        assert hidden_RE is not None
+        for index in range(drafts):
+            token_R = rows.choose(partial(self.logits, hidden_RE, scratch), index)
+            batch = rows.feed(token_R, index)
+            if index + 1 < drafts:
+                next_RE = scratch.empty(*hidden_RE.shape, dtype=hidden_RE.dtype)
+                self._pass(token_R, hidden_RE, next_RE, batch, cache, scratch)
+                hidden_RE = next_RE
+
+    def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
+        """Of the token behind these residuals, by the model's ids, fp32 [N, V]."""
+        scratch = scratch or Scratch(hidden_NE.device)
+        rows, share, ranks = hidden_NE.shape[0], self.head_DE.shape[0], self.model.group.size
+        out_NV = scratch.empty(rows, self.model.config.vocab_size, dtype=torch.float32)
+        with scratch.scope():
+            normed_NE = scratch.empty(*hidden_NE.shape, dtype=hidden_NE.dtype)
+            rms_norm(hidden_NE, self.norm_E, normed_NE, eps=self.sizes.eps)
+            logits_ND = scratch.empty(rows, share, dtype=torch.float32)
+            self.model.ways.any.linear(normed_NE, self.head_DE, logits_ND, scratch)
+            if ranks > 1:
+                parts_GND = scratch.empty(ranks, rows, share, dtype=torch.float32)
+                self.model.group.all_gather(logits_ND, parts_GND)
+                logits_ND = scratch.empty(rows, ranks * share, dtype=torch.float32)
+                logits_ND.view(rows, ranks, share).copy_(parts_GND.transpose(0, 1))
+            logits_ND = logits_ND[:, : self.sizes.draft_vocab]
+            if self.target_id_D is None:
+                out_NV.copy_(logits_ND)
+            else:
+                out_NV.fill_(-torch.inf).index_copy_(1, self.target_id_D, logits_ND)
+        return out_NV
+
+    def _pass(
+        self, token_T: Tensor, hidden_TE: Tensor, out_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch
+    ) -> None:
+        """The layer: embedding and hidden state, each normed, side by side into attention; then the feed-forward part.
+        `out_TE` becomes the residual stream behind both."""
+        way, eps, (tokens, hidden) = self.model.ways.any, self.sizes.eps, hidden_TE.shape
+        with scratch.scope():
+            x_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
+            both_TB = scratch.empty(tokens, 2 * hidden, dtype=hidden_TE.dtype)
+            torch.index_select(self.embedding_YE, 0, token_T, out=x_TE)
+            rms_norm(x_TE, self.embedding_norm_E, both_TB[:, :hidden], eps=eps)
+            rms_norm(hidden_TE, self.hidden_norm_E, both_TB[:, hidden:], eps=eps)
+            out_TE.copy_(both_TB[:, hidden:] if self.sizes.norm_before_residual else hidden_TE)
+            cache_PKC = cache.layers[self.model.config.num_layers]
+            with scratch.scope():
+                attended_TF = self.attention(way, both_TB, self.rotation_PO, batch, cache_PKC, scratch)
+                way.add(
+                    attended_TF, self.attention.out_EF, AddNorm(out_TE, self.feed_forward_norm_E, eps), x_TE, scratch
+                )
+            normed_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
+            self.feed_forward(way, x_TE, AddNorm(out_TE, self.norm_E, eps), normed_TE, scratch)
