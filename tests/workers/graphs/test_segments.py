@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny_models import write_tiny
+from tests.tiny_draft_models import LAYOUTS, write_draft
+from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.recorded import Recording, no_host_values
 from tests.workers.test_engine import engine, greedy, random_prompts
 from workers.graphs.rehearsal import rehearsals, rehearse
@@ -101,21 +102,32 @@ class Buckets:
         assert not plan.prefill
 
 
-@pytest.mark.parametrize(("kind", "width"), [("v3", 3), ("v3", 1), ("v2-no-q-lora", 3)])
+@pytest.mark.parametrize(
+    ("kind", "width", "drafter"),
+    [("v3", 3, "mtp"), ("v3", 1, "none"), ("v2", 3, "ngram"), ("v2-no-q-lora", 3, "gqa"), ("v2", 2, "mla")],
+)
 def test_replayed_segments_give_the_tokens_of_eager_steps(
-    kind: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, width: int, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And their drafts, which no token would show."""
     no_host_values(monkeypatch)
-    folder = write_tiny(tmp_path, kind, seed=3)
+    folder = write_tiny(tmp_path, kind, seed=3, num_hidden_layers=4)
     prompts = random_prompts(14, 150, seed=4)
-    settings = {"width": width, "max_rows": 6, "token_budget": 80, "cache_pages": 60, "prefix_cache": True}
+    settings: dict[str, Any] = {"width": width, "max_rows": 6, "token_budget": 80, "cache_pages": 60}
+    if drafter in LAYOUTS:
+        draft = write_draft(tmp_path / "draft", drafter, hidden_size=48, vocab_size=VOCAB, draft_vocab=60)
+        settings["draft_model"] = str(draft)
+    else:
+        settings["drafter"] = drafter
     params = [SamplingParams(12 + i % 9, temperature=0.7 * (i % 2), seed=i) for i in range(len(prompts))]
-    expected = engine(folder, **settings).generate(prompts, params)
-    run = engine(folder, **settings)
+    eager, run = engine(folder, **settings), engine(folder, **settings)
+    expected = eager.generate(prompts, params)
     with torch.inference_mode():
         buckets = Buckets(run.runner.parts, 80, RecordedStage)
     run.runner.graphs = buckets  # type: ignore[assignment]
     assert run.generate(prompts, params) == expected
+    assert run.scheduler.stats().drafts_accepted == eager.scheduler.stats().drafts_accepted
+    assert torch.equal(run.runner.parts.state.tensors.draft_SK, eager.runner.parts.state.tensors.draft_SK)
     assert len(buckets.used) >= 4
     assert [key.tokens for key in buckets.endings] == [16]
 
