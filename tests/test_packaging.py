@@ -91,4 +91,4 @@ def test_the_demo_model_is_installed_and_found(installed: Path) -> None:
 def test_nothing_else_is_installed(installed: Path) -> None:
     top = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert top == {*ROOMS, "assets"}
-    assert {path.name for path in (installed / "assets").iterdir()} == {"demo"}
+    assert {path.name for path in (installed / "assets").iterdir()} == {"demo", "demo_eagle3"}

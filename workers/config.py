@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 AUTO_WIDTH: Final = 4
 """Most tokens that a decode row feeds where the width is chosen from step to step."""
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
+DEMO_DRAFT_MODEL = DEMO_MODEL.parent / "demo_eagle3"
 
 
 def _absolute(path: str) -> str:
@@ -34,7 +35,8 @@ class EngineConfig(BaseModel):
     mtp: that layer, without which nothing starts. eagle3: the draft model. ngram: what followed the newest tokens where
     they stood before in the prompt or the output. none: nothing, which is width 1."""
     draft_model: str | None = None
-    """Folder of a draft model (EAGLE-3), with config.json and safetensors."""
+    """Folder of a draft model (EAGLE-3), with config.json and safetensors, or `demo-eagle3` for the one of the demo
+    model."""
     invariant: bool = False
     """A request's logits are bitwise the same alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower."""
     activations: Literal["auto", "bf16"] = "auto"
@@ -122,7 +124,7 @@ class EngineConfig(BaseModel):
         """The folder of the draft model that is to draft; None without one. FileNotFoundError when it is not one."""
         if self.draft_model is None or self.most_width == 1:
             return None
-        path = Path(self.draft_model).expanduser()
+        path = DEMO_DRAFT_MODEL if self.draft_model == "demo-eagle3" else Path(self.draft_model).expanduser()
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} is not the folder of a draft model: it has no config.json")
         return path

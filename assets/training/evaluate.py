@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from training import corpus
+from training.eagle import WithEagle
 from training.model import DemoModel, ModelConfig, load_tensors
 from training.quantise import plain_tensors
 from training.train import held_out_losses
@@ -72,11 +73,12 @@ def _draw(probabilities_BW: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def speculate(
-    model: DemoModel, prompts_BT: Tensor, drafts: int, temperature: float, new_tokens: int, seed: int = 0
+    model: DemoModel | WithEagle, prompts_BT: Tensor, drafts: int, temperature: float, new_tokens: int, seed: int = 0
 ) -> tuple[Tensor, Acceptance]:
-    """Decode at least `new_tokens` tokens a row, or up to eos, drafting `drafts` tokens a step with the MTP layer.
+    """Decode at least `new_tokens` tokens a row, or up to eos, drafting `drafts` tokens a step with the MTP layer,
+    or with the draft model.
 
-    Drafts are drawn from the MTP layer's distribution and verified by rejection sampling (https://arxiv.org/abs/
+    Drafts are drawn from its distribution and verified by rejection sampling (https://arxiv.org/abs/
     2211.17192), which at temperature 0 is comparison with the argmax. Returns the tokens [B, ...], padded with the pad
     token, and the counts.
     """
@@ -89,7 +91,7 @@ def speculate(
     ids_BT[:, :prompt] = prompts_BT
     length_B = torch.full((B,), prompt, device=device)  # tokens that are final
     active_B = torch.ones(B, dtype=torch.bool, device=device)
-    hidden_BTD = model.trunk(ids_BT)
+    hidden_BTD, source_BTD = model.states(ids_BT)
     # The prompt's own next token comes from the trunk alone.
     first = _probabilities(model.lm_head(hidden_BTD[:, prompt - 1]).float(), temperature)
     ids_BT[:, prompt] = _draw(first, generator)
@@ -100,18 +102,18 @@ def speculate(
         active_B &= (length_B < prompt + new_tokens) & (ids_BT[rows, length_B - 1] != corpus.EOS_ID)
         if not active_B.any():
             break
-        draft_hidden_BTD = hidden_BTD.clone()
+        draft_hidden_BTD = source_BTD.clone()
         draft_probabilities = []
         for s in range(drafts):
-            # Column t of the MTP layer joins hidden state t with token t + 1. Columns that have a final token after
-            # them take the trunk's hidden state, later ones the layer's own output of the column before.
+            # Column t of the layer that drafts joins hidden state t with token t + 1. Columns that have a final token
+            # after them take the trunk's hidden state, later ones the layer's own output of the column before.
             out_BTD, _ = model.draft(ids_BT.roll(-1, 1), draft_hidden_BTD, [])
             column_B = length_B - 2 + s
-            q_BW = _probabilities(model.lm_head(out_BTD[rows, column_B]).float(), temperature)
+            q_BW = _probabilities(model.draft_logits(out_BTD[rows, column_B]).float(), temperature)
             draft_probabilities.append(q_BW)
             ids_BT[rows, column_B + 2] = _draw(q_BW, generator)
             draft_hidden_BTD[rows, column_B + 1] = out_BTD[rows, column_B]
-        hidden_BTD = model.trunk(ids_BT)
+        hidden_BTD, source_BTD = model.states(ids_BT)
 
         stands_B = torch.ones(B, dtype=torch.bool, device=device)
         count_B = torch.zeros(B, dtype=torch.long, device=device)
@@ -171,7 +173,7 @@ def complete(model: DemoModel, tokenizer: Tokenizer, prompt: str, temperature: f
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def print_acceptance(model: DemoModel, stream: Tensor, prompts: int, prompt_tokens: int, new: int) -> None:
+def print_acceptance(model: DemoModel | WithEagle, stream: Tensor, prompts: int, prompt_tokens: int, new: int) -> None:
     """Print the table of draft acceptance over prompts that lie evenly in a stream of held-out tokens."""
     device = stream.device
     starts = torch.linspace(0, len(stream) - prompt_tokens, prompts).long().tolist()

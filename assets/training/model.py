@@ -338,6 +338,15 @@ class DemoModel(nn.Module):
             draft_loss = draft_loss + cross_entropy_BT[:, :usable].mean() / drafts
         return loss, draft_loss
 
+    def states(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head reads of every token, and what `draft` does, [B, T, D] both: the same here."""
+        hidden_BTD = self.trunk(ids_BT)
+        return hidden_BTD, hidden_BTD
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Of what `draft` returned, [..., W]."""
+        return self.lm_head(hidden)  # type: ignore[no-any-return]
+
     def routers(self) -> list[Router]:
         """All routers, the MTP layer's last."""
         return [module for module in self.modules() if isinstance(module, Router)]

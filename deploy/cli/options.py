@@ -132,8 +132,8 @@ GivenDraftModel = Annotated[
     str | None,
     typer.Option(
         "--draft-model",
-        metavar="PATH",
-        help="Folder of a draft model (EAGLE-3) for this model.",
+        metavar="PATH|demo-eagle3",
+        help="Folder of a draft model (EAGLE-3) for this model, or the demo model's.",
         show_default="none",
         rich_help_panel=ENGINE,
     ),
