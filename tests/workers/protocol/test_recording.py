@@ -11,6 +11,7 @@ import pytest
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.protocol.messages import Ready
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, SamplingParams, StepPlan, StepResult, TopLogprobs
+from workers.protocol.prompt import pack_tokens
 from workers.protocol.recording import MAGIC, Recorder, Recording, RecordingError, config_hash, read_recording
 
 VOCAB = 50_000
@@ -23,7 +24,7 @@ PLANS = (
         3,
         2,
         prefill=(PrefillRow(2, 0, SECRET[:40], 0, False, SECRET[40]), PrefillRow(0, 0, SECRET[:3], 0, True)),
-        admissions=(Admission(2, SAMPLING, 5, SECRET), Admission(0, SamplingParams(4))),
+        admissions=(Admission(2, SAMPLING, 5, SECRET, tokens=pack_tokens(SECRET)), Admission(0, SamplingParams(4))),
         grants=(PageGrant(2, 0, (4, 5)), PageGrant(0, 0, (6,))),
         logprobs=1,
     ),
@@ -96,6 +97,7 @@ def test_without_them_nothing_is_left_of_prompts_and_answers(tmp_path: Path) -> 
     assert [value for _, value in long.sampling.logit_bias] == [1.5, -2.0]
     assert steps[0].plan.prefill[0].next_token == steps[1].plan.prefill[0].tokens[0]
     assert long.history[:40] == steps[0].plan.prefill[0].tokens
+    assert long.tokens == pack_tokens(long.history)
     assert other.history == ()
     results = [step.result for step in steps if step.result]
     assert [[len(tokens) for tokens in result.tokens] for result in results] == [[1], [2, 0]]
