@@ -110,7 +110,9 @@ def test_logits(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
     torch.testing.assert_close(got, want[: len(got)], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("kind", "pages"), [("gqa", 60), ("gqa-all-ids", 60), ("mla", 60), ("gqa", 8)])
+@pytest.mark.parametrize(
+    ("kind", "pages"), [("gqa", 60), ("gqa-all-ids", 60), ("mla", 60), pytest.param("gqa", 8, marks=pytest.mark.long)]
+)
 def test_drafts_are_those_of_the_whole_sequence(
     folder: Path, drafts_of: dict[str, Path], kind: str, pages: int
 ) -> None:
@@ -136,7 +138,7 @@ def test_drafts_are_those_of_the_whole_sequence(
     assert bool(stats.preemptions) == (pages == 8)
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("gqa", 0.0), ("gqa", 0.9), ("mla", 0.9)])
+@pytest.mark.parametrize(("kind", "temperature"), [("gqa", 0.0), ("mla", 0.9)])
 def test_no_token_changes(folder: Path, drafts_of: dict[str, Path], kind: str, temperature: float) -> None:
     asked = prompts(6, 60, seed=5)
     params = [
