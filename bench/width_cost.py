@@ -62,9 +62,10 @@ class TargetStep(DecodeStep):
 
     def run(self) -> StepOutput:
         """From the slots' state to the decision."""
-        with self._scratch.scope():
-            _, logits_NV = self._target(self._feed())
-        return StepOutput(self.layout, self.decided_N, logits_NV)
+        with self.memory():
+            passed = self.target()
+            self._verify(passed.logits_NV, passed.fed, None)
+        return StepOutput(self.layout, self.decided_N, passed.logits_NV)
 
 
 @dataclass(frozen=True)

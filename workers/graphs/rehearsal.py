@@ -26,15 +26,16 @@ _SHORT = 16
 
 
 def rehearsals(parts: StepParts, budget: int) -> Iterator[StepPlan]:
-    """Plans of every kind of mixed step: all but one slot decoding, at either width, or none; chunks of every length
+    """Plans of every kind of mixed step: all but one slot decoding, at every width, or none; chunks of every length
     for which attention may have a kernel of its own, with cached context and without."""
-    slots, widths, drafts = parts.state.slots, sorted({1, parts.width}, reverse=True), parts.width - 1
+    slots, widths, drafts = parts.state.slots, sorted(parts.widths, reverse=True), parts.width - 1
     longest = _longest(parts)
     for context in (0, PAGE_TOKENS):
         for width in widths:
             decode = (NOBODY,) * min(slots - 1, (budget - 1) // width)
             room = budget - width * len(decode)
             yield _plan(width, drafts, decode, _chunks(room, context, longest, slots - len(decode)))
+            yield _plan(width, drafts, (), _chunks(1, context, longest, slots))
         for tokens in _doubled(_SHORT, budget):
             yield _plan(parts.width, drafts, (), _chunks(tokens, context, longest, slots))
     # Rows with more context than is expanded at once: the more rows, the less of each. One entry more, for rows may not
@@ -47,12 +48,12 @@ def rehearsals(parts: StepParts, budget: int) -> Iterator[StepPlan]:
 
 def companies(parts: StepParts, budget: int) -> Iterator[StepPlan]:
     """Plans of a short chunk beside every power of two of decode rows, beside the most whose products are streamed, and
-    the fewest whose pieces are merged by themselves, at either width: how attention deals them out and merges them is
+    the fewest whose pieces are merged by themselves, at every width: how attention deals them out and merges them is
     compiled in. In invariant mode, to whose attention they are decode rows, too, of as many chunks, alone and beside
     one that fills the step."""
     slots, drafts = parts.state.slots, parts.width - 1
     heads = parts.model.segments.layers[0].attention.heads.count
-    for width in sorted({1, parts.width}):
+    for width in parts.widths:
         merged = MOST_MERGED // (heads * width) + 1
         for rows in sorted({*_doubled(1, slots), MOST_STREAMED // width, merged}):
             if 0 < rows < slots and rows * width < budget:

@@ -58,11 +58,17 @@ class StepParts:
         own = self.drafter.segments if self.width > 1 else None
         return [self.model.segments, *([] if own is None else [own])]
 
+    @property
+    def widths(self) -> range:
+        """How many tokens a decode row may feed in a step."""
+        return range(1 if self.adaptive else self.width, self.width + 1)
+
     def tapped(self, tokens: int, scratch: Scratch) -> torch.Tensor | None:
         """Memory for the hidden states that the drafter taps of so many tokens; None where it taps none."""
-        if self.width == 1 or not self.drafter.taps:
+        drafter = self.model.drafter
+        if self.width == 1 or drafter is None or not drafter.taps:
             return None
-        features = len(self.drafter.taps) * self.model.config.hidden_size
+        features = len(drafter.taps) * self.model.config.hidden_size
         return scratch.empty(tokens, features, dtype=self.model.norm_E.dtype)
 
     def draft(

@@ -30,6 +30,7 @@ from workers.protocol.plan import Admission, PrefillRow, SamplingParams, StepPla
 from workers.rank.rank import max_context
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
+from workers.step.ladder import Ladder
 
 PUBLISHED = {
     "hidden_size": 256,
@@ -60,8 +61,8 @@ class Start:
             group=self._group,
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
-            max_positions=max_entries_per_row(self._context, config.width),
-            draft_layer=config.width > 1,
+            max_positions=max_entries_per_row(self._context, config.most_width),
+            draft_layer=config.most_width > 1,
             invariant=config.invariant,
             rounds=config.activations == "auto",
             fp8_cache=config.kv_cache_dtype == "fp8",
@@ -88,9 +89,9 @@ class Start:
     def _runner(self, pages: int) -> Runner:
         config, model, device = self._config, self._model, torch.device("cpu")
         cache = PagedCache.allocate(model.caches, pages, device)
-        pages_per_row = max_pages_per_row(self._context, config.width)
-        sizes = (config.max_rows, config.width, pages_per_row, config.token_budget)
-        return Runner(model, cache, *sizes, self._group)
+        pages_per_row = max_pages_per_row(self._context, config.most_width)
+        sizes = (config.max_rows, config.most_width, pages_per_row, config.token_budget)
+        return Runner(model, cache, *sizes, self._group, adaptive=config.width == "auto")
 
 
 def random_plans(runner: Runner, budget: int, seed: int) -> Iterator[StepPlan]:
@@ -98,10 +99,11 @@ def random_plans(runner: Runner, budget: int, seed: int) -> Iterator[StepPlan]:
     context, a few entries, whole pages, as many as a row may have."""
     rng, parts = random.Random(seed), runner.parts
     rows, width = parts.state.slots, parts.width
+    modes = Ladder(rows, width, parts.adaptive).modes()
     longest = min(parts.model.max_positions, parts.state.pages_per_row * PAGE_TOKENS) - 2 * width
     for step in range(1, 401):
         slots = rng.sample(range(rows), rows)
-        feeds, drafts = rng.choice([1, width]), rng.choice([0, width - 1])
+        feeds, drafts = rng.choice(modes)
         if step % 10 == 0:
             yield StepPlan(step, feeds, drafts, tuple(slots[: rng.randint(1, rows)]))
             continue
@@ -135,19 +137,19 @@ def late(start: Start, budget: int, seed: int) -> list[tuple[str, str]]:
     return start.variants[len(ahead) :]
 
 
-def settings(model: str, width: int, **others: Any) -> EngineConfig:
+def settings(model: str, width: int | str, **others: Any) -> EngineConfig:
     defaults = {"max_rows": 8, "token_budget": 96, "max_context": None}
     return EngineConfig(model=model, device="cpu", width=width, **{**defaults, **others})
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 @pytest.mark.parametrize("context", [None, 540, 70], ids=["", "just two pieces of context", "just two pages"])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [1, "auto"])
 def test_the_demo_compiles_nothing_late(
-    width: int, context: int | None, invariant: bool, monkeypatch: pytest.MonkeyPatch
+    width: int | str, context: int | None, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings("demo", width, max_context=context, invariant=invariant)
-    assert late(Start(monkeypatch, config), 96, seed=width) == []
+    assert late(Start(monkeypatch, config), 96, seed=3) == []
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
@@ -157,7 +159,7 @@ def test_published_heads_compile_nothing_late(
 ) -> None:
     """Attention has kernels of its own for chunks of up to 64 tokens, of fewer than 256, and of more."""
     config = settings(published, width, token_budget=300, max_context=700, invariant=invariant)
-    assert late(Start(monkeypatch, config), 300, seed=width) == []
+    assert late(Start(monkeypatch, config), 300, seed=3) == []
 
 
 @pytest.mark.parametrize(("width", "activations"), [(1, "auto"), (3, "auto"), (3, "bf16")])
@@ -170,7 +172,7 @@ def test_weights_in_fp8_compile_nothing_late(
     monkeypatch.setattr(many_tokens, "rounded_linear", lambda *_: None)
     config = settings(str(quantised), width, max_rows=13, max_context=300, activations=activations)
     start = Start(monkeypatch, config)
-    assert late(start, 96, seed=width) == []
+    assert late(start, 96, seed=3) == []
     rounded = {"quantise", "product"} & {kernel for kernel, _ in start.variants}
     assert rounded == ({"quantise", "product"} if activations == "auto" else set())
 
@@ -190,7 +192,7 @@ def test_one_of_two_ranks_compiles_nothing_late(width: int, monkeypatch: pytest.
     for collective in ("all_reduce", "broadcast", "all_gather_into_tensor"):
         monkeypatch.setattr(dist, collective, lambda *args, **options: None)
     monkeypatch.setattr(TensorParallel, "gather_bytes", lambda self, payload, device: [payload] * self.size)
-    assert late(Start(monkeypatch, settings("demo", width), ranks=2), 96, seed=width) == []
+    assert late(Start(monkeypatch, settings("demo", width), ranks=2), 96, seed=3) == []
 
 
 def test_what_is_not_rehearsed_is_late(monkeypatch: pytest.MonkeyPatch) -> None:

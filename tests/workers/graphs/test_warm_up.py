@@ -68,8 +68,8 @@ def test_few_layers_launch_what_all_launch(
     assert run_all(few) == (seen, *memory)
     warmed = warm_up(parts, ROWS, BUDGET)
     assert [warmed.scratch, warmed.inner] == memory
-    # 3 decode buckets at each of a width's modes; 3 token buckets, all segments of the passes but the last; one ending.
-    assert warmed.graphs == 3 * (1 if width == 1 else 4) + 3 * (layers + 2 * (width > 1)) + 1
+    # 3 decode buckets, each whole and in two halves; 3 token buckets, all segments but the last; one ending.
+    assert warmed.graphs == 3 * (1 + 2) + 3 * (layers + 2 * (width > 1)) + 1
 
 
 def test_a_smaller_step_may_need_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kernels.sampling import tables as column
 from workers.protocol.plan import Admission
@@ -81,9 +82,8 @@ def min_tokens_begin_anew(patch: pytest.MonkeyPatch) -> None:
     """What was generated before a preemption is not counted."""
     honest = scheduling._admission
 
-    def admission(sequence: Any) -> Admission:
-        made = honest(sequence)
-        return Admission(made.slot, made.sampling, 0, made.history)
+    def admission(*what: Any, **options: Any) -> Admission:
+        return replace(honest(*what, **options), generated=0)
 
     patch.setattr(scheduling, "_admission", admission)
 
