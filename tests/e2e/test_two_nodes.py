@@ -82,7 +82,7 @@ async def test_a_burst_of_equal_requests_is_split_evenly(server: Server) -> None
     async with client() as http:
         await settle()
         # Long enough that none is done before the last was sent: a replica that finished some would rightly get more.
-        answers = await asyncio.gather(*[ask(http, server, prompt="def f(x):", max_tokens=64) for _ in range(64)])
+        answers = await asyncio.gather(*[ask(http, server, prompt="def f(x):", max_tokens=256) for _ in range(64)])
     split = Counter(replica for replica, _ in answers)
     assert sorted(split.values()) == pytest.approx([32, 32], abs=3)
     assert len({json.dumps(body["choices"]) for _, body in answers}) == 1
