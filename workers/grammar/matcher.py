@@ -19,8 +19,8 @@ Bits = np.ndarray[Any, np.dtype[np.int32]]
 
 
 COSTLY_S: Final = 0.1
-"""Seconds of computing that a token may take. Some grammars, such as `(a*)*b`, take longer with every token; others
-must not wait for them."""
+"""Seconds of computing that a token, or a mask, may take. Some grammars, such as `(a*)*b`, take longer with each token;
+others must not wait for them."""
 
 
 class _Phase(Enum):
@@ -49,11 +49,12 @@ class RequestMatcher:
         self._generated = 0
         self._tail: tuple[int, ...] = ()
         self._phase = _Phase.FREE if self._begin_after else _Phase.BOUND
+        self._costly = False
 
     @property
     def lost(self) -> bool:
-        """Whether a generated token was none that the grammar allows, or one that took too long to follow."""
-        return self._phase is _Phase.LOST
+        """Whether a generated token was none that the grammar allows, or it, or a mask, took too long."""
+        return self._costly or self._phase is _Phase.LOST
 
     def accept(self, tokens: Sequence[int]) -> None:
         """These tokens were generated."""
@@ -75,7 +76,7 @@ class RequestMatcher:
             if not self._fill(bits_B):
                 stuck = True
                 break
-            if place == len(drafts) or not _allows(bits_B, drafts[place], self._vocab):
+            if self._costly or place == len(drafts) or not _allows(bits_B, drafts[place], self._vocab):
                 break
             accepted += self._accept(drafts[place])
         if accepted:
@@ -103,7 +104,9 @@ class RequestMatcher:
     def _fill(self, bits_B: Bits) -> bool:
         """The mask of the next token; whether it allows any."""
         if self._phase is _Phase.BOUND:
+            begin = time.thread_time()
             self._matcher.fill_next_token_bitmask(bits_B[None])
+            self._costly |= time.thread_time() - begin > COSTLY_S
             bits_B[-1] &= self._last  # xgrammar also sets bits of no id
         elif self._phase is _Phase.FREE:
             # The text cannot end before what it is to be has begun.

@@ -125,6 +125,17 @@ def test_a_costly_grammar_is_given_up(compiled: list[Compiled], monkeypatch: pyt
     assert matcher.lost
 
 
+def test_a_grammar_whose_masks_are_costly_is_given_up(
+    compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first mask is used, none behind it is filled, and the request ends with the tokens of that step."""
+    monkeypatch.setattr("workers.grammar.matcher.COSTLY_S", -1.0)
+    matcher = RequestMatcher(compiled[2], SamplingParams(9, stop_ids=(EOS,)), (EOS,), VOCAB)
+    masks = np.zeros((2, -(-VOCAB // 32)), dtype=np.int32)
+    assert matcher.fill([TEXTS.index("abc")], list(masks)) == (1, False)
+    assert matcher.lost
+
+
 @pytest.mark.parametrize(
     ("grammar", "text"),
     [
