@@ -7,6 +7,7 @@ write everything that is valid, such as keys in any order.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -242,6 +243,14 @@ class _Walk:
                 raise SchemaError(
                     f"{place}: required names {name[:64]!r}, which is not in properties; it would not be enforced"
                 )
+        if schema.get("additionalProperties", True) is not False:
+            # For the names of other properties xgrammar takes these for the text that spells them in JSON.
+            for name in properties:
+                if json.dumps(name, ensure_ascii=False)[1:-1] != name:
+                    raise SchemaError(
+                        f"{place}/properties: {name[:64]!r} needs escapes in JSON, which is supported where "
+                        "additionalProperties is false"
+                    )
         if not isinstance(schema.get("additionalProperties", True), bool):
             self.schema(schema["additionalProperties"], f"{place}/additionalProperties", depth + 1)
 

@@ -158,6 +158,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": []}, "empty list"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
     ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
+    ({"type": "object", "properties": {'q"': STR, "a": INT}}, "needs escapes"),
+    ({"type": "object", "properties": {"q\\": STR}, "additionalProperties": INT}, "needs escapes"),
     ({"enum": []}, "enum"),
     ([1], "object or true"),
 ]
@@ -214,8 +216,8 @@ def compound(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.builds(
             lambda given, more, needed: {
                 "type": "object",
-                "properties": given,
-                "required": sorted(given)[:needed],
+                "properties": (named := given if more is False else {n: s for n, s in given.items() if n != 'q"'}),
+                "required": sorted(named)[:needed],
                 "additionalProperties": more,
             },
             properties,
