@@ -5,7 +5,9 @@ verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, a slice of 
     python bench/decode_step.py --rows 1 --width 4    # one row that verifies and drafts three tokens
     python bench/decode_step.py --no-kernels          # without the tables of single kernels
     python bench/decode_step.py --shape v3-slice      # one dense layer and five of experts, in FP8
+    python bench/decode_step.py --shape k2-slice      # one dense layer and four of Kimi K2's experts, these in INT4
     python bench/decode_step.py --shape glm-flash     # GLM-4.7-Flash, whole
+    python bench/decode_step.py --timeline            # in place of the tables: each kernel's share of a replay
 
 One line per number of rows: the way of few tokens, that of many beside it, and the time in which the bytes can be
 read. Then every kernel of the path alone: its launches of one step, in order, in a graph without the others; its share
@@ -28,6 +30,7 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shapes import BANDWIDTH, SHAPES, Case, Tokens, choices, model_of, target_work
+from timeline import timeline
 from timing import captured, milliseconds
 
 from workers.memory.scratch import Scratch
@@ -36,13 +39,17 @@ from workers.models.ways import Ways
 REPEATS = 50
 
 
-def replayed(case: Case) -> list[float]:
-    """Three measurements of the step as a graph."""
+def graph_of(case: Case) -> torch.cuda.CUDAGraph:
+    """The step as a graph."""
     measured = Scratch(case.device)
     case.step(measured).run()
     scratch = Scratch(case.device, torch.empty(measured.peak, dtype=torch.uint8, device=case.device))
-    step = case.step(scratch)
-    graph = captured([step.run])
+    return captured([case.step(scratch).run])
+
+
+def replayed(case: Case) -> list[float]:
+    """Three measurements of the step as a graph."""
+    graph = graph_of(case)
     times = []
     for _ in range(3):
         case.rewind()
@@ -143,6 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--kernels", action=argparse.BooleanOptionalAction, default=True, help="time every kernel alone"
     )
+    parser.add_argument("--timeline", action="store_true", help="profile replays in place of timing every kernel alone")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this measures a GPU, and there is none")
@@ -163,7 +171,9 @@ def main() -> None:
                 f"pass {floor:.3f} ms ({floor / min(ours):.0%}), experts {experts:.1f}",
                 flush=True,
             )
-            if given.kernels:
+            if given.timeline:
+                timeline(graph_of(case), case.rewind)
+            elif given.kernels:
                 by_kernel(case, experts)
 
 

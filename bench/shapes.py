@@ -102,18 +102,33 @@ GLM_FLASH: dict[str, Any] = {
     "max_position_embeddings": 16384,
 }
 """GLM-4.7-Flash, whole."""
+K2_SLICE: dict[str, Any] = {
+    **V3_SLICE,
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "num_hidden_layers": 5,
+    "num_nextn_predict_layers": 0,
+    "num_attention_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+}
+"""Kimi K2 with one dense layer and four of experts."""
 SHAPES = {
     "v2-lite": (V2_LITE, Format.PLAIN),
     "v3-slice": (V3_SLICE, Format.FP8_BLOCKS),
+    "k2-slice": (K2_SLICE, Format.INT4_GROUPS),
     "glm-flash": (GLM_FLASH, Format.PLAIN),
 }
-"""By name, with the format in which their matrices are published."""
+"""By name, with the format in which their matrices are published: in INT4 those of routed experts alone."""
 _AT_ONCE = 1 << 28
 """Numbers that are drawn at once."""
 
 
 class RandomWeights(WeightSource):
-    """Norms of 1, everything else normal(0, 0.02); matrices of layers in `form`."""
+    """Norms of 1, everything else normal(0, 0.02), or uniform with that deviation in INT4; matrices of layers in
+    `form`, if that is INT4 those of routed experts."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, form: Format = Format.PLAIN) -> None:
         super().__init__(TensorParallel(), dtype, device)
@@ -122,6 +137,8 @@ class RandomWeights(WeightSource):
     def stored_format(self, name: str) -> Format:
         """As published: routers, embeddings and heads are plain."""
         inside = "_proj" in name and "eh_proj" not in name
+        if self.form is Format.INT4_GROUPS:
+            inside = ".experts." in name
         return self.form if inside else Format.PLAIN
 
     def fill_matrix(self, into: Weight, part: Part) -> None:
@@ -130,6 +147,10 @@ class RandomWeights(WeightSource):
             super().fill_matrix(into, part)
             return
         assert into.scales is not None
+        if into.format is Format.INT4_GROUPS:
+            into.data.random_(0, 256)
+            into.scales.uniform_(0.5 * 0.02 / 4.6, 1.5 * 0.02 / 4.6)
+            return
         numbers = into.data.view(-1)
         for some in torch.split(numbers, _AT_ONCE):
             some.copy_(torch.randn(some.shape, device=some.device) * 64)

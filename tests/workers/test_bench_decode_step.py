@@ -46,3 +46,22 @@ def test_a_slice_of_v3_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert network.mixture.gate_up_XFE.dequantised(torch.float32).std() == pytest.approx(0.02, rel=0.1)
     case = bench.Case(model, 2, 1, 100, room=8)
     case.step(Scratch(torch.device("cpu"))).run()
+
+
+@torch.inference_mode()
+def test_a_slice_of_k2_has_experts_in_int4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import decode_step as bench
+
+    values, form = bench.SHAPES["k2-slice"]
+    small = SMALL | {"hidden_size": 256, "q_lora_rank": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    model = bench.model_of(values | small, 1, torch.float32, torch.device("cpu"), form)
+    attention, network = model.layers[1].attention, model.layers[1].feed_forward
+    mixture, shared = network.mixture, network.shared
+    experts, others = (mixture.gate_up_XFE, mixture.down_XEI), (attention.out_EF, shared.gate_up_FE, shared.down_EI)
+    assert {weight.format for weight in experts} == {form}
+    assert form not in {weight.format for weight in others}
+    assert mixture.gate_up_XFE.dequantised(torch.float32).std() == pytest.approx(0.02, rel=0.1)
+    assert mixture.routing.shared_experts == 0
+    case = bench.Case(model, 2, 1, 100, room=8)
+    case.step(Scratch(torch.device("cpu"))).run()
