@@ -14,7 +14,14 @@ from kernels.hopper import is_hopper, multiprocessors
 from kernels.linear import fp8_launch, launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
-from kernels.linear.rounded import PIECE, multiplies_rounded, padded_scales, rounded_linear, takes_rounded
+from kernels.linear.rounded import (
+    PIECE,
+    multiplies_rounded,
+    padded_scales,
+    rounded_linear,
+    rounded_pieces,
+    takes_rounded,
+)
 from kernels.linear.stream import ROWS
 from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm.pieces import PendingNorm
@@ -34,6 +41,7 @@ __all__ = [
     "part_linear",
     "parts_of",
     "rounded_linear",
+    "rounded_pieces",
     "takes_rounded",
 ]
 

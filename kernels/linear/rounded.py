@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.hopper import is_hopper
+from kernels.linear import stream_k_launch
 from kernels.matrix import BlockScaled
 from kernels.private_ground import PrivateGround
 
@@ -59,21 +60,44 @@ def padded_scales(weight_FE: BlockScaled) -> tuple[int, int] | None:
     return None if columns % PIECE == 0 else (rows, -(-columns // PIECE) * PIECE)
 
 
+def rounded_pieces(tokens: int, weight_FE: BlockScaled) -> tuple[int, int, int] | None:
+    """Sizes of the memory that `rounded_linear` needs for parts of the sums of so many tokens, whose weights it streams
+    with kernels of its own: up to 64 on a Hopper GPU, where the time in which weights are read decides. None where it
+    leaves them to torch."""
+    few = 0 < tokens <= stream_k_launch.MOST_TOKENS and is_hopper(weight_FE.device)
+    if not few or not takes_rounded(weight_FE) or not weight_FE.scales.is_contiguous():
+        return None
+    return stream_k_launch.pieces(tokens, weight_FE)
+
+
 def rounded_linear(
-    x_TE: Tensor, scale_TG: Tensor, weight_FE: BlockScaled, out_TF: Tensor, padded: Tensor | None = None
+    x_TE: Tensor,
+    scale_TG: Tensor,
+    weight_FE: BlockScaled,
+    out_TF: Tensor,
+    padded: Tensor | None = None,
+    *,
+    pieces: Tensor | None = None,
+    dependent: bool = False,
 ) -> None:
     """out = x · weight^T of activations as `kernels.quantise` leaves them: every 128 products are summed by the tensor
     cores, multiplied by the scales of both, and added up in fp32; then rounded once to bf16.
 
     `x_TE` is float8_e4m3fn and contiguous, as is `out_TF`, which is bf16; columns of `scale_TG` (fp32) are contiguous
-    and lie side by side. `padded` is fp32 memory of the sizes that `padded_scales` says. A token's result may depend on
-    how many others there are, but not on what they hold. ValueError for a matrix that `takes_rounded` refuses, tokens
-    that are no multiple of PIECE, or other memory.
+    and lie side by side. `padded` is fp32 memory of the sizes that `padded_scales` says; or `pieces` of those that
+    `rounded_pieces` says, with which `out_TF` may have fewer rows than `x_TE` and `dependent` launches dependently. A
+    token's result may depend on how many others there are, but not on what they hold. ValueError for a matrix that
+    `takes_rounded` refuses, tokens that are no multiple of PIECE, or other memory.
     """
     if not takes_rounded(weight_FE) or x_TE.shape[0] % PIECE:
         raise ValueError(f"{tuple(x_TE.shape)} rounded activations are not multiplied with {weight_FE.shape}")
     if scale_TG.stride() != (1, x_TE.shape[0]) or not out_TF.is_contiguous() or not x_TE.is_contiguous():
         raise ValueError("scales lie column by column, activations and results row by row")
+    if pieces is not None:
+        if tuple(pieces.shape) != rounded_pieces(out_TF.shape[0], weight_FE):
+            raise ValueError(f"pieces {tuple(pieces.shape)} are not those of {out_TF.shape[0]} tokens")
+        stream_k_launch.stream_k(x_TE, scale_TG, weight_FE, out_TF, pieces, dependent=dependent)
+        return
     if (None if padded is None else tuple(padded.shape)) != padded_scales(weight_FE):
         raise ValueError(f"a copy of scales {tuple(weight_FE.scales.shape)} has the sizes {padded_scales(weight_FE)}")
     scales = weight_FE.scales

@@ -26,6 +26,7 @@ from kernels.linear import (
     part_linear,
     parts_of,
     rounded_linear,
+    rounded_pieces,
     takes_rounded,
 )
 from kernels.matrix import BlockScaled, Matrix
@@ -117,6 +118,11 @@ class ManyTokens(TokenWise[Tensor]):
         scale_RG = scratch.empty(features // GROUP, rows, dtype=torch.float32).t()
         dependent = tokens <= MOST_DEPENDENT and launches_dependently(x.device)
         rounding(x, number_RE[:tokens], scale_RG[:tokens], dependent=dependent)
+        pieces = rounded_pieces(tokens, weight_FE)
+        if pieces is not None:
+            piece_PBT = scratch.empty(*pieces, dtype=torch.float32)
+            rounded_linear(number_RE, scale_RG, weight_FE, out_TF, pieces=piece_PBT, dependent=dependent)
+            return
         sizes = padded_scales(weight_FE)
         padded = None if sizes is None else scratch.empty(*sizes, dtype=torch.float32)
         out_RF = out_TF if rows == tokens else scratch.empty(rows, outputs, dtype=out_TF.dtype)

@@ -5,7 +5,7 @@ import torch
 from captured import check_replays
 from rounded_case import SIZES, case, check, memory
 
-from kernels.linear import multiplies_rounded, rounded_linear, takes_rounded
+from kernels.linear import multiplies_rounded, rounded_linear, rounded_pieces, takes_rounded
 from workers.graphs.guard import capture_guard
 
 pytestmark = [
@@ -33,6 +33,34 @@ def test_every_size(tokens: int, features: int, outputs: int) -> None:
     out = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16, device="cuda")
     rounded_linear(number, scale, weight, out, memory(weight))
     check(number, scale, weight, out)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 16, 17, 33, 64])
+@pytest.mark.parametrize(("features", "outputs"), [(7168, 2112), (1536, 24576), (16384, 7168), (128, 192)])
+def test_some_tokens_by_kernels_of_our_own(tokens: int, features: int, outputs: int) -> None:
+    """The same bits in every replay, with pieces that hold NaN before."""
+    number, scale, weight = case(-(-tokens // 4) * 4, features, outputs, "cuda")
+    out = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16, device="cuda")
+    sizes = rounded_pieces(tokens, weight)
+    assert sizes is not None
+    pieces = torch.full(sizes, torch.nan, device="cuda")
+
+    def product() -> None:
+        rounded_linear(number, scale, weight, out, pieces=pieces, dependent=True)
+
+    product()
+    check(number[:tokens], scale[:tokens], weight, out)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        product()
+
+    def refill() -> None:
+        out.fill_(torch.nan)
+        pieces.fill_(torch.nan)
+
+    check_replays(graph, refill, [out])
+    check(number[:tokens], scale[:tokens], weight, out)
 
 
 def test_what_lies_behind_the_tokens_does_not_matter() -> None:
