@@ -62,9 +62,9 @@ def padded_scales(weight_FE: BlockScaled) -> tuple[int, int] | None:
 
 def rounded_pieces(tokens: int, weight_FE: BlockScaled) -> tuple[int, int, int] | None:
     """Sizes of the memory that `rounded_linear` needs for parts of the sums of so many tokens, whose weights it streams
-    with kernels of its own: up to 64 on a Hopper GPU, where the time in which weights are read decides. None where it
-    leaves them to torch."""
-    few = 0 < tokens <= stream_k_launch.MOST_TOKENS and is_hopper(weight_FE.device)
+    with kernels of its own: up to 64 on a Hopper GPU, where the time in which weights are read decides
+    (`stream_k_launch.takes`). None where it leaves them to torch."""
+    few = stream_k_launch.takes(tokens, weight_FE.shape[1]) and is_hopper(weight_FE.device)
     if not few or not takes_rounded(weight_FE) or not weight_FE.scales.is_contiguous():
         return None
     return stream_k_launch.pieces(tokens, weight_FE)

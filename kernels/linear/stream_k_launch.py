@@ -17,12 +17,23 @@ from kernels.matrix import BlockScaled
 
 MOST_TOKENS: Final = 64
 """Columns of a step's sums: with more, two registers for each of a thread's numbers would not do."""
+FEWEST_FEATURES: Final = 1024
+"""Input features of a matrix. With fewer, a block of rows has too few steps to be shared out; with one step Triton's
+compiler of Gluon fails."""
+SHALLOW: Final = 2048
+"""Input features below which more than 16 tokens are cuBLAS's: of 24,576 x 1,536 it made 32 in 15.6 us and 64 in 15.4,
+on an H200, these kernels in 17.3 and 21.0 (`python bench/fp8_linear.py --tokens 32,64 --shapes 24576x1536`)."""
 BLOCK: Final = 128
 """Weight rows and input features of a step."""
 STAGES: Final = 8
 """Steps under way in a program. Of 64 tokens they take 192 KiB."""
 WIDE: Final = 16
 """Tokens of a program that adds pieces up."""
+
+
+def takes(tokens: int, features: int) -> bool:
+    """Whether these kernels are the faster ones for so many tokens and input features."""
+    return 0 < tokens <= MOST_TOKENS and features >= (FEWEST_FEATURES if tokens <= WIDE else SHALLOW)
 
 
 def columns(tokens: int) -> int:

@@ -36,13 +36,15 @@ def test_every_size(tokens: int, features: int, outputs: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 16, 17, 33, 64])
-@pytest.mark.parametrize(("features", "outputs"), [(7168, 2112), (1536, 24576), (16384, 7168), (128, 192)])
+@pytest.mark.parametrize(("features", "outputs"), [(7168, 2112), (1536, 24576), (16384, 7168), (2048, 192)])
 def test_some_tokens_by_kernels_of_our_own(tokens: int, features: int, outputs: int) -> None:
     """The same bits in every replay, with pieces that hold NaN before."""
     number, scale, weight = case(-(-tokens // 4) * 4, features, outputs, "cuda")
     out = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16, device="cuda")
     sizes = rounded_pieces(tokens, weight)
-    assert sizes is not None
+    assert (sizes is None) == (tokens > 16 and features < 2048)
+    if sizes is None:
+        return
     pieces = torch.full(sizes, torch.nan, device="cuda")
 
     def product() -> None:
