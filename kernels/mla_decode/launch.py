@@ -104,6 +104,20 @@ def attend(
             attend_narrow[grid](
                 q_RWHC, cache_PKC, *where, *numbers, *dealt, ENTRY=entry, TILE=tile, OVERLAP=overlap, **common
             )
+        elif way.path == "fp8":
+            from kernels.mla_decode.fp8 import attend_fp8, fp8_boxes
+
+            attend_fp8[grid](
+                q_RWHC,
+                *fp8_boxes(cache_PKC),
+                *where,
+                *numbers,
+                *dealt,
+                ENTRY=entry,
+                TILE_OF=tile,
+                OVERLAP=overlap,
+                **common,
+            )
         else:
             from kernels.mla_decode.wide import attend_wide, boxes
 

@@ -35,6 +35,8 @@ FP8_STAGES = 3
 """Tiles that fit into shared memory there beside 16 query vectors; beside more `NARROW_STAGES` do."""
 FP8_BLOCKS_ALONE = 4
 """Blocks of `NARROW_BLOCK` up to which a row alone is taken in those where entries are FP8."""
+FP8_RINGS = {16: 4, 32: 4}
+"""Query vectors that a program of `attend_fp8` holds, and the tiles that fit into shared memory beside them."""
 NARROW_BLOCKS_ALONE = 2
 """Narrow blocks in which a row alone is always taken. With 32 query vectors attention and merge took on an H200, in
 microseconds (`run_tiling` of bench/mla_decode.py with either tiling), 5.6 / 7.2 / 13.5 / 21.8 in narrow blocks and
@@ -74,7 +76,8 @@ class DecodeTiling:
     """The static choices of one launch."""
 
     path: str
-    """Which attention kernel: "triton" (portable), "narrow" or "wide" (Hopper); "either": both, one of which works."""
+    """Which attention kernel: "triton" (portable), "narrow", "wide" or "fp8" (Hopper); "either": narrow and wide, of
+    which one works."""
     block: int
     """Query vectors a program holds; on the path "either", where the row is long."""
     tile: int
@@ -176,6 +179,13 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
         return replace(tiling, short=SHORT_TOKENS, merge_pieces=64, merge_columns=64, merge_warps=1)
     stages = 2 if shape.queries >= 256 else 0
     return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
+
+
+def fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
+    """A tiling for `attend_fp8` on Hopper: FP8 entries of 512 + 64 features, without invariant mode. Nothing chooses it
+    yet, because it has not been timed."""
+    block = next((most for most in FP8_RINGS if shape.queries <= most), max(FP8_RINGS))
+    return _tiling(shape, "fp8", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=FP8_RINGS[block])
 
 
 def _tiling(

@@ -9,7 +9,7 @@ import torch
 from decode_case import Case
 
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import DecodeTiling, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import DecodeTiling, fp8_tiling, hopper_tiling, portable_tiling
 from tests.support.hopper import compile_only, instructions, machine_code, resources
 
 pytestmark = pytest.mark.gate
@@ -79,6 +79,24 @@ def test_narrow_of_fp8_entries(rows: int, width: int, heads: int, dependent: boo
     assert {int(size, 0) for size in copied} == {16}
     assert not re.search(r"LDS\.[US]8", machine_code(kernel))
     assert resources(kernel).waits == dependent
+
+
+@pytest.mark.parametrize(("width", "dependent", "early"), [(1, False, False), (1, True, True), (2, True, True)])
+def test_fp8(width: int, dependent: bool, early: bool) -> None:
+    """Entries come by the copy engine and go into registers as matrices; there one instruction widens two numbers, and
+    no product waits for the one before it."""
+    case = hopper_case(64, width, 16, fp8=True)
+    tiling = fp8_tiling(case.shape, PROCESSORS)
+    kernel = compiled(case, tiling, dependent, early)["attend_fp8"]
+    used = instructions(kernel)
+    assert used["HGMMA"] == 4 + 32 + 2 * 16  # roped features, scores, values of either half
+    assert used["WARPGROUP"] < used["HGMMA"]  # arrivals and waits
+    assert "HMMA" not in used
+    assert used["UTMALDG"] >= 6
+    assert used["LDSM"] >= 16 + 2 * 8
+    assert len(re.findall(r"F2FP\.F16\.E4M3\.UNPACK_B", machine_code(kernel))) == 128 + 2 * 64
+    assert "LDSM.16.MT88.4" in machine_code(kernel)  # values, transposed
+    assert resources(kernel).waits == resources(kernel).releases == dependent
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ import pytest
 import torch
 from decode_case import Case
 
+from kernels.latent_entry import fp8_entry
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import hopper_tiling
+from kernels.mla_decode.schedule import fp8_tiling, hopper_tiling
+from kernels.page import pages_for
 from tests.support.ptx import Fault, Unordered, emulated
 
 pytestmark = pytest.mark.long
@@ -26,7 +28,8 @@ def check(
     edit: Callable[[str], str] = str,
     **changes: int,
 ) -> None:
-    tiling = replace(hopper_tiling(case.shape, workers, fp8=case.fp8), **changes)
+    chosen = fp8_tiling(case.shape, workers) if path == "fp8" else hopper_tiling(case.shape, workers, fp8=case.fp8)
+    tiling = replace(chosen, **changes)
     assert tiling.path == path
     workspace, t = case.workspace(tiling), case.tensors
     tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))
@@ -108,6 +111,70 @@ def test_narrow_of_fp8_entries(
 ) -> None:
     """Of one block of 16 query vectors and of 32, of several blocks, and where workers go on with other rows."""
     check("narrow", deepseek(lengths, width, heads, first, fp8=True), workers, seed=width, early=early)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "heads", "first", "workers", "how"),
+    [
+        ([0, 1, 64, 65], 1, 16, 0, 3, {}),
+        ([200, 2], 2, 16, 0, 2, {"early": False}),
+        ([7, 65], 5, 9, 1, 4, {}),
+        ([64, 0, 70, 1, 64], 1, 9, 1, 2, {"dependent": False}),
+        ([330], 1, 16, 70, 1, {}),
+    ],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_fp8(
+    lengths: list[int], width: int, heads: int, first: int, workers: int, how: dict[str, bool], seed: int
+) -> None:
+    """One block of 16 query vectors or of 32, and two; more tiles than the ring holds; workers that go on with other
+    rows; a row's entries that begin and end inside a tile."""
+    check("fp8", deepseek(lengths, width, heads, first, fp8=True), workers, seed=seed, **how)
+
+
+def test_fp8_of_large_and_small_numbers() -> None:
+    """Scales of every magnitude, also of neighbouring entries, whose scores are as ever."""
+    case = deepseek([70, 66, 130], 1, 16, fp8=True)
+    entries, q, table = (case.tensors[name] for name in ("cache", "q", "table"))
+    entry = fp8_entry(512, 64, torch.bfloat16)
+    scales = entries[..., entry.scales : entry.rope].clone().view(torch.float32)
+    for row, power in enumerate((-60, 0, 60)):
+        q[row, ..., :512] *= 2.0**-power
+        for page in table[row, : pages_for(case.lengths[row])].tolist():
+            scales[page] *= 2.0**power
+    scales[table[1, 0], 7:20:3] *= 2.0**-30
+    scales[table[1, 0], 8] *= 2.0**6
+    entries[..., entry.scales : entry.rope] = scales.view(torch.uint8)
+    check("fp8", case, 3)
+
+
+def test_fp8_of_a_query_vector_that_is_not_finite() -> None:
+    """Its result is not, those beside it do not change."""
+    case = deepseek([70, 66], 1, 16, fp8=True)
+    t = case.tensors
+    t["q"][0, 0, 3, 100] = torch.nan
+    tiling = fp8_tiling(case.shape, 2)
+    with emulated():
+        case.run(tiling)
+    assert t["out"][0, 0, 3].isnan().all()
+    t["q"][0, 0, 3] = 0
+    for name, want in zip(("out", "lse"), case.expected(), strict=True):
+        t[name][0, 0, 3] = want[0, 0, 3]
+    case.compare()
+
+
+def test_fp8_with_results_in_fp32() -> None:
+    case = deepseek([70, 140], 1, 16, fp8=True)
+    case.tensors["out"] = case.tensors["out"].float()
+    check("fp8", case, 1)
+
+
+def test_fp8_that_does_not_wait_is_found() -> None:
+    def edit(ptx: str) -> str:
+        return ptx.replace("griddepcontrol.wait;", "") if ".entry attend_fp8(" in ptx else ptx
+
+    with pytest.raises(Fault, match=r"attend_fp8.* (before|without) griddepcontrol.wait"):
+        check("fp8", deepseek([70], 1, 16, fp8=True), 2, edit=edit)
 
 
 def test_narrow_launched_plainly() -> None:

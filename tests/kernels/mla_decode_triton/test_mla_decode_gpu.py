@@ -15,6 +15,7 @@ from kernels.mla_decode.schedule import (
     DecodeShape,
     DecodeTiling,
     Workspace,
+    fp8_tiling,
     hopper_tiling,
     portable_tiling,
 )
@@ -83,6 +84,16 @@ def test_fp8_entries_in_batches(choose: Choose, lengths: list[int], heads: int) 
     for width in (1, 4):
         case = Case(lengths, width, heads, fp8=True, **DEEPSEEK)
         case.check(choose(case.shape, 0, fp8=True))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 20, 40])
+@pytest.mark.parametrize("lengths", [LENGTHS, [4096], [1], [0], [9000, 1, 5000], [(i * 37) % 600 for i in range(300)]])
+def test_fp8_entries_on_wgmma(lengths: list[int], heads: int) -> None:
+    chooser("hopper")
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for width, first in ((1, 0), (2, 1), (5, 0)):
+        case = Case([max(n, first) for n in lengths], width, heads, first=first, fp8=True, **DEEPSEEK)
+        case.check(fp8_tiling(case.shape, processors))
 
 
 @pytest.mark.parametrize(("latent", "rope"), [(64, 16), (200, 12), (512, 64)])
@@ -207,11 +218,14 @@ def test_one_graph_serves_other_lengths_tables_and_queries(
     ids=["five rows", "one short row", "one at the limit", "one long row", "many rows"],
 )
 @pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (1, 128)])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_dependent_launches_change_nothing(lengths: list[int], width: int, heads: int, fp8: bool) -> None:
+@pytest.mark.parametrize(("fp8", "wgmma"), [(False, False), (True, False), (True, True)])
+def test_dependent_launches_change_nothing(lengths: list[int], width: int, heads: int, fp8: bool, wgmma: bool) -> None:
     chooser("hopper")
     case = Case(lengths, width, heads, fp8=fp8, **DEEPSEEK)
-    tiling = hopper_tiling(case.shape, torch.cuda.get_device_properties(0).multi_processor_count, fp8=fp8)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    tiling = hopper_tiling(case.shape, processors, fp8=fp8)
+    if wgmma:
+        tiling = fp8_tiling(case.shape, processors)
     out, lse = (x.clone() for x in case.run(tiling))
     t, workspace = case.tensors, case.workspace(tiling)
     settled, query = t["cache"].clone(), t["q"].clone()

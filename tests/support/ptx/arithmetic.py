@@ -60,6 +60,8 @@ def _simple(step: Step) -> None:
     name, narrow_floats = step.parts[0], step.parts[-1] in ("bf16", "bf16x2", "f16", "f16x2")
     if name in ("add", "sub") and step.parts[-1] == "bf16x2":
         step.write(_bf16_pairs(step, _TWO[name]))
+    elif name == "abs" and step.parts[-1] == "bf16":
+        step.write(step.read(1) & np.uint16(0x7FFF))
     elif narrow_floats:
         raise NotImplementedError(f"{name} of {step.parts[-1]}")
     elif name in _TWO:
@@ -73,6 +75,9 @@ def _multiply(step: Step) -> None:
     kind, parts = step.type, step.parts
     if parts[-1] == "bf16x2":
         step.write(_bf16_pairs(step, lambda a, b: a * b))
+        return
+    if parts[-1] == "f16x2":
+        step.write(_half_pairs(step, lambda a, b: a * b))
         return
     if "wide" in parts or "hi" in parts:
         if size(kind) == 8:
@@ -99,6 +104,11 @@ def _bf16_pairs(step: Step, function: Callable[..., Lanes]) -> Lanes:
     operands = (step.read(i, np.uint32) for i in range(1, len(step.operands)))
     pairs = [widen(np.ascontiguousarray(x).view(np.uint16)) for x in operands]
     return narrow(function(*pairs)).view(np.uint32)
+
+
+def _half_pairs(step: Step, function: Callable[..., Lanes]) -> Lanes:
+    operands = (step.read(i, np.uint32) for i in range(1, len(step.operands)))
+    return function(*(np.ascontiguousarray(x).view(np.float16) for x in operands)).view(np.uint32)
 
 
 @executes("min max", "ftz NaN relu")

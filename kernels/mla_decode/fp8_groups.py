@@ -1,0 +1,180 @@
+"""The groups of `fp8`: one scores, two sum a half of the values each."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from kernels.mla_decode.fp8_tile import (
+    GROUP,
+    GROUPS,
+    LATENT,
+    LIFT,
+    LN2,
+    LOWEST,
+    PAIRS,
+    TILE,
+    VALUE_LIFT,
+    add_values,
+    inverse_of,
+    put_queries,
+    put_ratios,
+    scores,
+    store_pairs,
+    sums_in_threads,
+    sums_layout,
+    units_of,
+    weigh,
+    without_outside,
+)
+from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
+from kernels.mla_decode.narrow_tile import unknown_zero
+from kernels.mla_decode.schedule import WORKER_FIELDS
+from kernels.mla_decode.wide_tile import next_share
+
+WORKER = gl.constexpr(WORKER_FIELDS)
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The stage after, and the phase of its mbarriers."""
+    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+    return stage, gl.where(stage == 0, phase ^ 1, phase)
+
+
+@gluon.jit
+def scoring_group(
+    q, share, queries, fetched, exchanged, messages,
+    BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Scores every tile, and hands its weights to the other groups."""
+    SUMS: gl.constexpr = sums_layout(BLOCK)
+    per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
+    record = share.plan + share.worker * WORKER
+    row = gl.load(record)
+    at = gl.load(record + 1)
+    left = gl.load(record + 2)
+    if OVERLAP.dependent and OVERLAP.early:
+        wait_for_kernel_before()
+        let_kernel_after_start()
+    tiles = 0
+    rows = 0
+    stage = 0
+    phase = 0
+    while left > 0:
+        tokens = gl.load(share.length + row)
+        take, begin, end, units, start, stop, done = next_share(
+            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
+        )
+        if stop > start:
+            put_queries(q, row, share, queries, BLOCK)
+            top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
+            total = sums_in_threads(gl.zeros([TILE, BLOCK], gl.float32, SUMS), BLOCK)
+            for tile in range(start, stop):
+                low = tile * TILE
+                slot = tiles & 1
+                mbarrier.wait(messages.full.index(stage), phase)
+                score = scores(queries, fetched, stage, BLOCK)
+                scales_s = fetched.scales.index(stage)
+                there, exponent = units_of(scales_s, low, share.first, tokens, BLOCK)
+                unit = queries.unit.load(per_query)
+                weight, top, shrink = weigh(score, exponent, top, unit, low, tokens, share, BLOCK)
+                mbarrier.wait(messages.weights_empty.index(slot), ((tiles >> 1) & 1) ^ 1)
+                exchanged.weights.index(slot).store(weight.to(gl.float16))
+                put_ratios(scales_s, there, exponent, exchanged.ratios, slot, BLOCK)
+                exchanged.shrink.index(slot).store(shrink)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(messages.weights_full.index(slot), count=1)
+                mbarrier.arrive(messages.empty.index(stage), count=1)
+                added = sums_in_threads(weight * inverse_of(exponent), BLOCK)
+                same: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, added.type.layout))
+                total = total * gl.convert_layout(shrink, same, assert_trivial=True)[None, None, :] + added
+                stage, phase = next_stage(stage, phase, OVERLAP.stages)
+                tiles += 1
+            whole = gl.convert_layout(gl.sum(gl.sum(total, 0), 0), per_query)
+            divisor = gl.where(whole > 0, whole, 1.0)
+            log = gl.where(whole > 0, top - LIFT + gl.log2(divisor), float("-inf"))
+            place = rows & 1
+            mbarrier.wait(messages.factor_empty.index(place), ((rows >> 1) & 1) ^ 1)
+            exchanged.factor.index(place).store(1.0 / (divisor * VALUE_LIFT))
+            gl.thread_barrier()
+            mbarrier.arrive(messages.factor_full.index(place), count=1)
+            rows += 1
+            m = share.block * BLOCK + gl.arange(0, BLOCK, per_query) + unknown_zero()
+            inside = m < share.queries
+            if (begin == 0) & (end == units):
+                gl.store(share.lse + row.to(gl.int64) * share.queries + m, log * LN2, mask=inside)
+            else:
+                slot_out = gl.where(begin == 0, share.workers + share.worker, share.worker).to(gl.int64)
+                gl.store(share.partial_lse + slot_out * share.queries + m, log, mask=inside)
+        left -= take
+        at = gl.where(done, 0, at + take)
+        row = gl.where(done, row + 1, row)
+
+
+@gluon.jit
+def summing_group(
+    share, fetched, exchanged, messages, HALF: gl.constexpr,
+    BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Sums the values of two groups of features: the first two, or the last (`HALF` 0 or 1)."""
+    SUMS: gl.constexpr = sums_layout(BLOCK)
+    OWN: gl.constexpr = 2 * HALF
+    per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
+    record = share.plan + share.worker * WORKER
+    row = gl.load(record)
+    at = gl.load(record + 1)
+    left = gl.load(record + 2)
+    if OVERLAP.dependent and OVERLAP.early:
+        wait_for_kernel_before()
+    tiles = 0
+    rows = 0
+    stage = 0
+    while left > 0:
+        tokens = gl.load(share.length + row)
+        take, begin, end, units, start, stop, done = next_share(
+            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
+        )
+        if stop > start:
+            even0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
+            odd0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
+            even1 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
+            odd1 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
+            for tile in range(start, stop):
+                low = tile * TILE
+                slot = tiles & 1
+                mbarrier.wait(messages.weights_full.index(slot), (tiles >> 1) & 1)
+                if (low + TILE > tokens) | (low < share.first):
+                    without_outside(fetched.latent.index(stage * GROUPS + OWN), low, share.first, tokens)
+                    without_outside(fetched.latent.index(stage * GROUPS + OWN + 1), low, share.first, tokens)
+                    gl.thread_barrier()
+                shrink = exchanged.shrink.index(slot).load(per_query)[None, :]
+                sums = (even0 * shrink, odd0 * shrink, even1 * shrink, odd1 * shrink)
+                even0, odd0, even1, odd1 = add_values(sums, fetched, exchanged, stage, slot, HALF, BLOCK)
+                gl.thread_barrier()
+                mbarrier.arrive(messages.weights_empty.index(slot), count=1)
+                mbarrier.arrive(messages.empty.index(stage), count=1)
+                stage = gl.where(stage + 1 == OVERLAP.stages, 0, stage + 1)
+                tiles += 1
+            place = rows & 1
+            mbarrier.wait(messages.factor_full.index(place), (rows >> 1) & 1)
+            factor_s = exchanged.factor.index(place)
+            if (begin == 0) & (end == units):
+                to = share.out + row.to(gl.int64) * share.queries * LATENT
+                store_pairs(to, even0, odd0, factor_s, share, OWN * GROUP, BLOCK)
+                store_pairs(to, even1, odd1, factor_s, share, (OWN + 1) * GROUP, BLOCK)
+            else:
+                slot_out = gl.where(begin == 0, share.workers + share.worker, share.worker).to(gl.int64)
+                piece = share.partial + slot_out * share.queries * LATENT
+                store_pairs(piece, even0, odd0, factor_s, share, OWN * GROUP, BLOCK)
+                store_pairs(piece, even1, odd1, factor_s, share, (OWN + 1) * GROUP, BLOCK)
+            gl.thread_barrier()
+            mbarrier.arrive(messages.factor_empty.index(place), count=1)
+            rows += 1
+        left -= take
+        at = gl.where(done, 0, at + take)
+        row = gl.where(done, row + 1, row)
