@@ -13,7 +13,8 @@ its own split plan made beforehand. "floor" is the bytes that must move over 4.2
 where that is more.
 
 With `--cache fp8` a second line for each shape has the times on a cache of the same latents in FP8, with its own floor,
-and what share of the time on the bf16 cache "early" takes.
+and what share of the time on the bf16 cache "early" takes. A third has the time of `attend_fp8`, which no step takes
+yet.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ import timing
 
 from kernels.latent_entry import encode, fp8_entry
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import (
+    DecodeShape,
+    DecodeTiling,
+    Workspace,
+    fp8_tiling,
+    hopper_tiling,
+    portable_tiling,
+)
 
 LATENT, ROPE, PAGE = 512, 64, 64
 SHAPES = ((1, 4096), (1, 32768), (32, 4096), (128, 4096), (64, 16384))
@@ -126,6 +134,13 @@ def ours(
     choose = portable_tiling if portable else hopper_tiling
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return run_tiling(shape, choose(shape, processors, fp8=problem.fp8), layers, early)
+
+
+def on_wgmma(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
+    """Microseconds of `attend_fp8` and merge, early."""
+    shape = shape_of(problem, layers)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return run_tiling(shape, fp8_tiling(shape, processors), layers, early=True)
 
 
 def run_tiling(shape: DecodeShape, tiling: DecodeTiling, layers: list[dict[str, torch.Tensor]], early: bool) -> float:
@@ -233,6 +248,9 @@ def main() -> None:
                     ours_us = "{:8.1f} {:8.1f} {:9.1f} {:6.1f}".format(*times)
                     share = f"{times[1] / early[name]:.3f} of bf16"
                     print(f"{'':11} {'in FP8':>16} {problem.floor:8.1f} {ours_us} {share:>15}", flush=True)
+                    us = on_wgmma(problem, layers)
+                    share = f"{us / early[name]:.3f} of bf16"
+                    print(f"{'':11} {'attend_fp8':>16} {problem.floor:8.1f} {'-':>8} {us:8.1f} {share:>32}", flush=True)
             if arguments.ragged:
                 print(f"-> {ragged} takes {early[ragged] / early[balanced]:.3f} of the time of {balanced}", flush=True)
 

@@ -2,7 +2,7 @@
 
 Entries stay 8 bits in memory and in shared memory. They become fp16, which is exact, on their way into registers, and
 from there they are multiplied: wgmma takes its left operand from registers. So entries are the left side of both
-products, and query vectors the right one, which a block of 16 or 32 fills:
+products, and query vectors the right one, which a block of 16, 32 or 64 fills:
 
     scores  [64 entries, M]           = entries [64, 512 + 64] x query vectors
     results [512 features, M]        += entries, transposed [512, 64] x weights [64, M]
@@ -151,20 +151,23 @@ def fp8_worker(
         latent=gl.allocate_shared_memory(gl.float16, [2 * GROUPS, BLOCK, PAIRS], TILED),
         rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, ROPE], TILED),
         unit=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
+        back=gl.allocate_shared_memory(gl.int32, [BLOCK], vector),
     )
     exchanged = Exchanged(
         weights=gl.allocate_shared_memory(gl.float16, [2, TILE, BLOCK], weights_layout(BLOCK)),
         ratios=gl.allocate_shared_memory(gl.float16, [2 * GROUPS, 1, TILE], plain),
         shrink=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
-        factor=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+        factor=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
+        top=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
+        total=gl.allocate_shared_memory(gl.float32, [4, 8, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])),
     )
     messages = Messages(
         full=_mbarriers(STAGES, 1),
         empty=_mbarriers(STAGES, 3),
         weights_full=_mbarriers(2, 1),
         weights_empty=_mbarriers(2, 2),
-        factor_full=_mbarriers(2, 1),
-        factor_empty=_mbarriers(2, 2),
+        factor_full=_mbarriers(1, 1).index(0),
+        factor_empty=_mbarriers(1, 2).index(0),
     )
     fence_async_shared()
     gl.thread_barrier()

@@ -23,6 +23,7 @@ from kernels.mla_decode.fp8_tile import (
     put_queries,
     put_ratios,
     scores,
+    scores_in_place,
     store_pairs,
     sums_in_threads,
     sums_layout,
@@ -71,40 +72,53 @@ def scoring_group(
         )
         if stop > start:
             put_queries(q, row, share, queries, BLOCK)
-            top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
-            total = sums_in_threads(gl.zeros([TILE, BLOCK], gl.float32, SUMS), BLOCK)
+            exchanged.top.store(gl.full([BLOCK], LOWEST, gl.float32, per_query))
+            exchanged.total.store(sums_in_threads(gl.zeros([TILE, BLOCK], gl.float32, SUMS), BLOCK))
+            gl.thread_barrier()
             for tile in range(start, stop):
                 low = tile * TILE
                 slot = tiles & 1
                 mbarrier.wait(messages.full.index(stage), phase)
-                score = scores(queries, fetched, stage, BLOCK)
+                if BLOCK == 64:
+                    score = scores_in_place(queries, fetched, stage, BLOCK)
+                else:
+                    score = scores(queries, fetched, stage, BLOCK)
                 scales_s = fetched.scales.index(stage)
                 there, exponent = units_of(scales_s, low, share.first, tokens, BLOCK)
                 unit = queries.unit.load(per_query)
-                weight, top, shrink = weigh(score, exponent, top, unit, low, tokens, share, BLOCK)
+                weight, top, shrink = weigh(
+                    score, exponent, exchanged.top, unit, queries.back, low, tokens, share, BLOCK
+                )
                 mbarrier.wait(messages.weights_empty.index(slot), ((tiles >> 1) & 1) ^ 1)
                 exchanged.weights.index(slot).store(weight.to(gl.float16))
                 put_ratios(scales_s, there, exponent, exchanged.ratios, slot, BLOCK)
                 exchanged.shrink.index(slot).store(shrink)
+                exchanged.top.store(top)
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(messages.weights_full.index(slot), count=1)
                 mbarrier.arrive(messages.empty.index(stage), count=1)
                 added = sums_in_threads(weight * inverse_of(exponent), BLOCK)
                 same: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, added.type.layout))
-                total = total * gl.convert_layout(shrink, same, assert_trivial=True)[None, None, :] + added
+                total = exchanged.total.load(added.type.layout)
+                exchanged.total.store(
+                    total * gl.convert_layout(shrink, same, assert_trivial=True)[None, None, :] + added
+                )
                 stage, phase = next_stage(stage, phase, OVERLAP.stages)
                 tiles += 1
-            whole = gl.convert_layout(gl.sum(gl.sum(total, 0), 0), per_query)
+            top = exchanged.top.load(per_query)
+            total = exchanged.total.load(gl.BlockedLayout([1, 1, 2], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
+            whole = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), per_query)
             divisor = gl.where(whole > 0, whole, 1.0)
             log = gl.where(whole > 0, top - LIFT + gl.log2(divisor), float("-inf"))
-            place = rows & 1
-            mbarrier.wait(messages.factor_empty.index(place), ((rows >> 1) & 1) ^ 1)
-            exchanged.factor.index(place).store(1.0 / (divisor * VALUE_LIFT))
+            mbarrier.wait(messages.factor_empty, (rows & 1) ^ 1)
+            exchanged.factor.store(1.0 / (divisor * VALUE_LIFT))
             gl.thread_barrier()
-            mbarrier.arrive(messages.factor_full.index(place), count=1)
+            mbarrier.arrive(messages.factor_full, count=1)
             rows += 1
-            m = share.block * BLOCK + gl.arange(0, BLOCK, per_query) + unknown_zero()
+            stored: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            log = gl.convert_layout(log, stored)
+            m = gl.arange(0, BLOCK, stored) + (share.block * BLOCK + unknown_zero())
             inside = m < share.queries
             if (begin == 0) & (end == units):
                 gl.store(share.lse + row.to(gl.int64) * share.queries + m, log * LN2, mask=inside)
@@ -160,20 +174,15 @@ def summing_group(
                 mbarrier.arrive(messages.empty.index(stage), count=1)
                 stage = gl.where(stage + 1 == OVERLAP.stages, 0, stage + 1)
                 tiles += 1
-            place = rows & 1
-            mbarrier.wait(messages.factor_full.index(place), (rows >> 1) & 1)
-            factor_s = exchanged.factor.index(place)
-            if (begin == 0) & (end == units):
-                to = share.out + row.to(gl.int64) * share.queries * LATENT
-                store_pairs(to, even0, odd0, factor_s, share, OWN * GROUP, BLOCK)
-                store_pairs(to, even1, odd1, factor_s, share, (OWN + 1) * GROUP, BLOCK)
-            else:
-                slot_out = gl.where(begin == 0, share.workers + share.worker, share.worker).to(gl.int64)
-                piece = share.partial + slot_out * share.queries * LATENT
-                store_pairs(piece, even0, odd0, factor_s, share, OWN * GROUP, BLOCK)
-                store_pairs(piece, even1, odd1, factor_s, share, (OWN + 1) * GROUP, BLOCK)
+            mbarrier.wait(messages.factor_full, rows & 1)
+            whole = (begin == 0) & (end == units)
+            slot_out = gl.where(begin == 0, share.workers + share.worker, share.worker)
+            to = gl.where(whole, share.out, share.partial)
+            to += gl.where(whole, row, slot_out).to(gl.int64) * share.queries * LATENT
+            store_pairs(to, even0, odd0, exchanged.factor, share, OWN * GROUP, BLOCK)
+            store_pairs(to, even1, odd1, exchanged.factor, share, (OWN + 1) * GROUP, BLOCK)
             gl.thread_barrier()
-            mbarrier.arrive(messages.factor_empty.index(place), count=1)
+            mbarrier.arrive(messages.factor_empty, count=1)
             rows += 1
         left -= take
         at = gl.where(done, 0, at + take)

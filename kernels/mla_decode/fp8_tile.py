@@ -86,10 +86,12 @@ class Queries(NamedTuple):
     """bfloat16 [M, 64]."""
     unit: Any
     """fp32 [M]: the powers of two, times the scale of scores."""
+    back: Any
+    """int32 [M]: how many of the row's tokens come after a vector's."""
 
 
 class Exchanged(NamedTuple):
-    """What the scoring group tells the others in shared memory, in two places each."""
+    """What the scoring group tells the others in shared memory, the first three in two places each."""
 
     weights: Any
     """fp16 [2, N, M]."""
@@ -98,7 +100,11 @@ class Exchanged(NamedTuple):
     shrink: Any
     """fp32 [2, M]: the factor for what was summed before."""
     factor: Any
-    """fp32 [2, M]: with which a row's sums become its result."""
+    """fp32 [M]: with which a row's sums become its result."""
+    top: Any
+    """fp32 [M]: the scoring group's own, the maximum so far."""
+    total: Any
+    """fp32 [4, 8, M]: the same, sums of weights so far, of every thread."""
 
 
 class Messages(NamedTuple):
@@ -113,9 +119,7 @@ class Messages(NamedTuple):
     weights_empty: Any
     """[2, 1]."""
     factor_full: Any
-    """[2, 1]."""
     factor_empty: Any
-    """[2, 1]."""
 
 
 @gluon.constexpr_function
@@ -147,50 +151,49 @@ def put_queries(q, row, share, queries, BLOCK: gl.constexpr):
     """Bring a row's block of query vectors to shared memory, in the form that `Queries` has. Those that the row does
     not have become zero."""
     VECTOR: gl.constexpr = LATENT + ROPE
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    short: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    per_vector: gl.constexpr = gl.SliceLayout(1, wide)
-    m = share.block * BLOCK + gl.arange(0, BLOCK, per_vector)
-    base = q + row.to(gl.int64) * share.queries * VECTOR
-    c = gl.arange(0, GROUP, gl.SliceLayout(0, wide))
-    at = base + (m * VECTOR)[:, None] + c[None, :]
+    CHUNK: gl.constexpr = GROUP // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    m = gl.arange(0, BLOCK, gl.SliceLayout(1, layout)) + (share.block * BLOCK + unknown_zero())
+    queries.back.store(gl.maximum(share.drafts - m // share.heads, 0))
+    c = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    at = q + row.to(gl.int64) * share.queries * VECTOR + ((m * VECTOR)[:, None] + c[None, :])
     inside = (m < share.queries)[:, None]
-    n = share.block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, short))
-    at_rope = base + (n * VECTOR)[:, None] + (LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, short)))[None, :]
-    rope = gl.load(at_rope, mask=(n < share.queries)[:, None], other=0.0, cache_modifier=".cg").to(gl.float32)
+    rope = gl.load(at + LATENT, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
     # Roped features are scaled with the others, but for magnitudes 2^100 apart they must not grow beyond fp32.
     least = (gl.max(gl.abs(rope), 1).to(gl.int32, bitcast=True) >> 23) - 100
-    peak = gl.zeros([BLOCK], gl.float32, per_vector)
-    for g in range(GROUPS):
-        part = gl.load(at + g * GROUP, mask=inside, other=0.0, cache_modifier=".cg")
+    peak = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, layout))
+    for chunk in range(2 * GROUPS):
+        part = gl.load(at + chunk * CHUNK, mask=inside, other=0.0, cache_modifier=".cg")
         peak = gl.maximum(peak, gl.max(gl.abs(part.to(gl.float32)), 1))
-    exponent = gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, gl.convert_layout(gl.maximum(least, 15), per_vector))
+    exponent = gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, gl.maximum(least, 15))
     unit = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
-    inverse = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    inverse = ((268 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
     queries.unit.store(unit * share.scale)
-    queries.rope.store((rope * gl.convert_layout(inverse, gl.SliceLayout(1, short))[:, None]).to(gl.bfloat16))
+    rope = gl.load(at + LATENT, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+    queries.rope.store((rope * inverse).to(gl.bfloat16))
     for g in range(GROUPS):
-        part = gl.load(at + g * GROUP, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
-        half = (part * inverse[:, None]).to(gl.float16)
-        grouped = gl.permute(gl.reshape(half, [BLOCK, GROUP // 4, 2, 2]), (0, 1, 3, 2))
-        first, second = gl.split(grouped)
-        queries.latent.index(2 * g).store(gl.reshape(first, [BLOCK, PAIRS]))
-        queries.latent.index(2 * g + 1).store(gl.reshape(second, [BLOCK, PAIRS]))
+        for i in gl.static_range(2):
+            place = at + (2 * g + i) * CHUNK
+            part = gl.load(place, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+            half = gl.reshape((part * inverse).to(gl.float16), [BLOCK, CHUNK // 4, 2, 2])
+            first, second = gl.split(gl.permute(half, (0, 1, 3, 2)))
+            first_s = queries.latent.index(2 * g).slice(i * CHUNK // 2, CHUNK // 2, dim=1)
+            first_s.store(gl.reshape(first, [BLOCK, CHUNK // 2]))
+            second_s = queries.latent.index(2 * g + 1).slice(i * CHUNK // 2, CHUNK // 2, dim=1)
+            second_s.store(gl.reshape(second, [BLOCK, CHUNK // 2]))
     fence_async_shared()
     gl.thread_barrier()
 
 
 @gluon.jit
 def scores(queries, fetched, stage, BLOCK: gl.constexpr):
-    """Products [N, M] of a tile with the query vectors, over their units, and the tile's scales: four of [N, 1].
+    """Products [N, M] of a tile with the query vectors, over their units.
 
-    The products of a part are issued before those of the part before are waited for, and while they run the next part
-    becomes fp16.
+    The products of a group of features are issued before those of the group before are waited for, and while they run
+    the next group becomes fp16.
     """
     SUMS: gl.constexpr = sums_layout(BLOCK)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    PARTS: gl.constexpr = 1 if BLOCK < 64 else 4
-    WIDTH: gl.constexpr = PAIRS // PARTS
     nothing = gl.zeros([TILE, BLOCK], gl.float32, SUMS)
     scales = fetched.scales.index(stage)
     zero = unknown_zero()
@@ -200,34 +203,55 @@ def scores(queries, fetched, stage, BLOCK: gl.constexpr):
     score = nothing
     before = ()
     for g in gl.static_range(GROUPS):
+        first, second = keys_in_half(fetched.latent.index(stage * GROUPS + g).load(LEFT))
+        finished = latest
+        right, other = queries.latent.index(2 * g + zero), queries.latent.index(2 * g + 1 + zero)
+        latest = warpgroup_mma(first, right.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        latest = warpgroup_mma(second, other.permute((1, 0)), latest, is_async=True)
+        if g == 0:
+            score = warpgroup_mma_wait(2, deps=(finished,))
+        else:
+            done, _, _ = warpgroup_mma_wait(2, deps=(finished, before[0], before[1]))
+            score += done * scales.slice(g - 1, 1, dim=1).load(SUMS)
+        before = (first, second)
+    done, _, _ = warpgroup_mma_wait(0, deps=(latest, before[0], before[1]))
+    return score + done * scales.slice(GROUPS - 1, 1, dim=1).load(SUMS)
+
+
+@gluon.jit
+def scores_in_place(queries, fetched, stage, BLOCK: gl.constexpr):
+    """As `scores`, for so many query vectors that registers have place for one set of sums only. They are brought to
+    each group's scale before its products are added, and roped features come last."""
+    SUMS: gl.constexpr = sums_layout(BLOCK)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    WIDTH: gl.constexpr = PAIRS // 2
+    scales = fetched.scales.index(stage)
+    zero = unknown_zero()
+    sums = gl.zeros([TILE, BLOCK], gl.float32, SUMS)
+    scale = scales.slice(0, 1, dim=1).load(SUMS)
+    largest = scale
+    before = ()
+    for g in gl.static_range(GROUPS):
         keys = fetched.latent.index(stage * GROUPS + g)
-        for part in gl.static_range(PARTS):
+        for part in gl.static_range(2):
             first, second = keys_in_half(keys.slice(part * WIDTH, WIDTH, dim=1).load(LEFT))
             right = queries.latent.index(2 * g + zero).slice(part * WIDTH, WIDTH, dim=1).permute((1, 0))
             other = queries.latent.index(2 * g + 1 + zero).slice(part * WIDTH, WIDTH, dim=1).permute((1, 0))
-            if part == 0:
-                finished = latest
-                if BLOCK == 64:  # two of so many sums would not fit into registers
-                    if g == 0:
-                        score = warpgroup_mma_wait(0, deps=(finished,))
-                    else:
-                        done, _, _ = warpgroup_mma_wait(0, deps=(finished, before[0], before[1]))
-                        score += done * scales.slice(g - 1, 1, dim=1).load(SUMS)
-                latest = warpgroup_mma(first, right, nothing, use_acc=False, is_async=True)
-                latest = warpgroup_mma(second, other, latest, is_async=True)
-                if BLOCK < 64:
-                    if g == 0:
-                        score = warpgroup_mma_wait(2, deps=(finished,))
-                    else:
-                        done, _, _ = warpgroup_mma_wait(2, deps=(finished, before[0], before[1]))
-                        score += done * scales.slice(g - 1, 1, dim=1).load(SUMS)
-            else:
-                latest = warpgroup_mma(first, right, latest, is_async=True)
-                latest = warpgroup_mma(second, other, latest, is_async=True)
+            if g > 0 and part == 0:
+                done, _, _ = warpgroup_mma_wait(0, deps=(sums, before[0], before[1]))
+                # With a scale so far below another one the sums would leave fp32, and what is added does not show.
+                next_scale = gl.maximum(scales.slice(g, 1, dim=1).load(SUMS), largest * 2.0**-60)
+                largest = gl.maximum(largest, next_scale)
+                sums = done * (scale / next_scale)
+                scale = next_scale
+            sums = warpgroup_mma(first, right, sums, use_acc=g + part > 0, is_async=True)
+            sums = warpgroup_mma(second, other, sums, is_async=True)
+            if part > 0:
                 _, _ = warpgroup_mma_wait(2, deps=(before[0], before[1]))
             before = (first, second)
-    done, _, _ = warpgroup_mma_wait(0, deps=(latest, before[0], before[1]))
-    return score + done * scales.slice(GROUPS - 1, 1, dim=1).load(SUMS)
+    done, _, _ = warpgroup_mma_wait(0, deps=(sums, before[0], before[1]))
+    sums = warpgroup_mma(fetched.rope.index(stage), queries.rope.permute((1, 0)), done * scale, is_async=True)
+    return warpgroup_mma_wait(0, deps=(sums,))
 
 
 @gluon.jit
@@ -260,18 +284,19 @@ def put_ratios(scales_s, there, exponent, ratios, slot, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def weigh(score, exponent, top, unit, low, tokens, share, BLOCK: gl.constexpr):
+def weigh(score, exponent, top_s, unit, back_s, low, tokens, share, BLOCK: gl.constexpr):
     """Online softmax of one tile, of weights that are times the entries' units: (weights, new maximum, factor for what
     was summed before)."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
     score = score * unit[None, :] + (exponent - 127).to(gl.float32)
     if (low + TILE > tokens - share.drafts) | (low < share.first):
-        m = share.block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, SUMS)) + unknown_zero()
-        bound = gl.minimum(tokens - (share.drafts - m // share.heads), tokens)
+        bound = tokens - back_s.load(gl.SliceLayout(0, SUMS))
         entry = low + gl.arange(0, TILE, gl.SliceLayout(1, SUMS))
         seen = (entry[:, None] < bound[None, :]) & (entry >= share.first)[:, None]
         score = gl.where(seen, score, float("-inf"))
-    new_top = gl.maximum(top, gl.max(score, 0))
+    highest = gl.max(score, 0)
+    top = top_s.load(gl.SliceLayout(0, SUMS))
+    new_top = gl.maximum(top, highest)
     return gl.exp2(score - (new_top - LIFT)[None, :]), new_top, gl.exp2(top - new_top)
 
 
@@ -294,57 +319,51 @@ def without_outside(latent_s, low, first, tokens):
 @gluon.jit
 def add_values(sums, fetched, exchanged, stage, slot, HALF: gl.constexpr, BLOCK: gl.constexpr):
     """`sums`, [P, M] of the even features of two groups and of the odd ones, and the products of their values with
-    weights."""
+    weights. While products run, the next entries become fp16."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    ENTRIES: gl.constexpr = TILE // 2
+    PARTS: gl.constexpr = 2 if BLOCK < 64 else 4  # beside so many sums there are registers for few entries
+    ENTRIES: gl.constexpr = TILE // PARTS
+    weights_s = exchanged.weights.index(slot)
     even_sums, odd_sums = sums[0], sums[1]
-    others = sums[2], sums[3]
+    finished = ()
     before = ()
-    for part in gl.static_range(4):
-        g = 2 * HALF + part // 2
-        latent_s = fetched.latent.index(stage * GROUPS + g).slice(part % 2 * ENTRIES, ENTRIES, dim=0).permute((1, 0))
-        ratio = exchanged.ratios.index(slot * GROUPS + g).slice(part % 2 * ENTRIES, ENTRIES, dim=1).load(LEFT)
-        even, odd = values_in_half(latent_s.load(LEFT))
+    for part in gl.static_range(2 * PARTS):
+        g = 2 * HALF + part // PARTS
+        latent_s = fetched.latent.index(stage * GROUPS + g).slice(part % PARTS * ENTRIES, ENTRIES, dim=0)
+        ratio = exchanged.ratios.index(slot * GROUPS + g).slice(part % PARTS * ENTRIES, ENTRIES, dim=1).load(LEFT)
+        even, odd = values_in_half(latent_s.permute((1, 0)).load(LEFT))
         even = even * ratio
         odd = odd * ratio
-        weights_s = exchanged.weights.index(slot).slice(part % 2 * ENTRIES, ENTRIES, dim=0)
-        if part == 2:
+        right = weights_s.slice(part % PARTS * ENTRIES, ENTRIES, dim=0)
+        if part == PARTS:
             finished = even_sums, odd_sums
-            even_sums, odd_sums = others
-        even_sums = warpgroup_mma(even, weights_s, even_sums, is_async=True)
-        odd_sums = warpgroup_mma(odd, weights_s, odd_sums, is_async=True)
-        if BLOCK < 64:  # more leave no registers to go on in
-            if part == 2:
-                first, second, _, _ = warpgroup_mma_wait(2, deps=(finished[0], finished[1], before[0], before[1]))
-                finished = first, second
-            elif part > 0:
-                _, _ = warpgroup_mma_wait(2, deps=before)
-            before = even, odd
-            if part == 3:
-                even_sums, odd_sums, _, _ = warpgroup_mma_wait(0, deps=(even_sums, odd_sums, even, odd))
-        else:
-            even_sums, odd_sums, _, _ = warpgroup_mma_wait(0, deps=(even_sums, odd_sums, even, odd))
+            even_sums, odd_sums = sums[2], sums[3]
+        even_sums = warpgroup_mma(even, right, even_sums, is_async=True)
+        odd_sums = warpgroup_mma(odd, right, odd_sums, is_async=True)
+        if part == PARTS:
+            even0, odd0, _, _ = warpgroup_mma_wait(2, deps=(finished[0], finished[1], before[0], before[1]))
+            finished = even0, odd0
+        elif part > 0:
+            _, _ = warpgroup_mma_wait(2, deps=before)
+        before = even, odd
+    even_sums, odd_sums, _, _ = warpgroup_mma_wait(0, deps=(even_sums, odd_sums, before[0], before[1]))
     return finished[0], finished[1], even_sums, odd_sums
 
 
 @gluon.jit
 def store_pairs(to, even, odd, factor_s, share, OFFSET: gl.constexpr, BLOCK: gl.constexpr):
     """Write sums [P, M] of the even features of a group and of the odd ones, times the factor of each query vector,
-    behind `to`, in the type of what lies there. OFFSET: the group's first feature. Of 16 query vectors at a time:
+    behind `to`, in bfloat16. OFFSET: the group's first feature. Of 16 query vectors at a time:
     addresses of more would spill registers."""
-    if BLOCK == 16:
-        _store_some(to, even, odd, factor_s, share, 0, OFFSET, BLOCK)
+    if BLOCK == 64:
+        evens, odds = _halves(even), _halves(odd)
+        for i in gl.static_range(2):
+            _store_32(to, evens[i], odds[i], factor_s, share, 32 * i, OFFSET, BLOCK)
     elif BLOCK == 32:
-        evens, odds = _halves(even), _halves(odd)
-        for i in gl.static_range(2):
-            _store_some(to, evens[i], odds[i], factor_s, share, 16 * i, OFFSET, BLOCK)
+        _store_32(to, even, odd, factor_s, share, 0, OFFSET, BLOCK)
     else:
-        evens, odds = _halves(even), _halves(odd)
-        for i in gl.static_range(2):
-            quarters, others = _halves(evens[i]), _halves(odds[i])
-            for j in gl.static_range(2):
-                _store_some(to, quarters[j], others[j], factor_s, share, 32 * i + 16 * j, OFFSET, BLOCK)
+        _store_16(to, even, odd, factor_s, share, 0, OFFSET, BLOCK)
 
 
 @gluon.jit
@@ -356,25 +375,26 @@ def _halves(x):
 
 
 @gluon.jit
-def _store_some(to, even, odd, factor_s, share, FIRST: gl.constexpr, OFFSET: gl.constexpr, BLOCK: gl.constexpr):
-    """Those of 16 query vectors, from number FIRST of the block on."""
+def _store_32(to, even, odd, factor_s, share, FIRST: gl.constexpr, OFFSET: gl.constexpr, BLOCK: gl.constexpr):
+    """Those of 32 query vectors, from number FIRST of the block on."""
+    evens, odds = _halves(even), _halves(odd)
+    for i in gl.static_range(2):
+        _store_16(to, evens[i], odds[i], factor_s, share, FIRST + 16 * i, OFFSET, BLOCK)
+
+
+@gluon.jit
+def _store_16(to, even, odd, factor_s, share, FIRST: gl.constexpr, OFFSET: gl.constexpr, BLOCK: gl.constexpr):
+    """Those of 16."""
     own: gl.constexpr = sums_layout(16)
     per_query: gl.constexpr = gl.SliceLayout(0, own)
-    even = gl.convert_layout(even, own, assert_trivial=True)
-    odd = gl.convert_layout(odd, own, assert_trivial=True)
     factor = factor_s.slice(FIRST, 16, dim=0).load(per_query)[None, :]
-    m = share.block * BLOCK + FIRST + gl.arange(0, 16, per_query) + unknown_zero()
+    even = gl.convert_layout(even, own, assert_trivial=True) * factor
+    odd = gl.convert_layout(odd, own, assert_trivial=True) * factor
+    m = gl.arange(0, 16, per_query) + (share.block * BLOCK + FIRST + unknown_zero())
     c = OFFSET + 2 * gl.arange(0, PAIRS, gl.SliceLayout(1, own))
     inside = (m < share.queries)[None, :]
     at = to + ((m * LATENT)[None, :] + c[:, None])
-    kind: gl.constexpr = to.dtype.element_ty
-    even *= factor
-    odd *= factor
-    if kind == gl.bfloat16:
-        both = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
-        gl.store(at.to(gl.pointer_type(gl.int32)), both, mask=inside, eviction_policy="evict_last")
-    else:
-        gl.store(at, even.to(kind), mask=inside, eviction_policy="evict_last")
-        gl.store(at + 1, odd.to(kind), mask=inside, eviction_policy="evict_last")
+    both = gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+    gl.store(at.to(gl.pointer_type(gl.int32)), both, mask=inside, eviction_policy="evict_last")

@@ -35,7 +35,7 @@ FP8_STAGES = 3
 """Tiles that fit into shared memory there beside 16 query vectors; beside more `NARROW_STAGES` do."""
 FP8_BLOCKS_ALONE = 4
 """Blocks of `NARROW_BLOCK` up to which a row alone is taken in those where entries are FP8."""
-FP8_RINGS = {16: 4, 32: 4}
+FP8_RINGS = {16: 4, 32: 4, 64: 3}
 """Query vectors that a program of `attend_fp8` holds, and the tiles that fit into shared memory beside them."""
 NARROW_BLOCKS_ALONE = 2
 """Narrow blocks in which a row alone is always taken. With 32 query vectors attention and merge took on an H200, in
