@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kernels.mla_decode.fp8_scores import put_queries, scores, scores_in_place
 from kernels.mla_decode.fp8_tile import (
     GROUP,
     GROUPS,
@@ -18,19 +19,14 @@ from kernels.mla_decode.fp8_tile import (
     PAIRS,
     TILE,
     VALUE_LIFT,
-    add_values,
     inverse_of,
-    put_queries,
     put_ratios,
-    scores,
-    scores_in_place,
-    store_pairs,
     sums_in_threads,
     sums_layout,
     units_of,
     weigh,
-    without_outside,
 )
+from kernels.mla_decode.fp8_values import add_values, store_pairs, without_outside
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.schedule import WORKER_FIELDS
