@@ -35,6 +35,11 @@ FP8_STAGES = 3
 """Tiles that fit into shared memory there beside 16 query vectors; beside more `NARROW_STAGES` do."""
 FP8_BLOCKS_ALONE = 4
 """Blocks of `NARROW_BLOCK` up to which a row alone is taken in those where entries are FP8."""
+FEWEST_FP8_VECTORS = 256
+"""Query vectors of all rows from which FP8 entries are taken on wgmma (`attend_fp8`), whose start takes longer and
+whose tiles less. With 16 heads, attention and merge took on an H200 at 8 x 4,096 tokens 20.3 us in narrow blocks and
+22.4 so, at 16 x 1,024 13.8 and 13.9, at 16 x 16,384 93.7 and 64.5; with 128 heads at 4 x 4,096 37.2 and 38.3, at
+16 x 4,096 118.7 and 74.0 (`python bench/mla_decode.py --cache fp8`)."""
 FP8_RINGS = {16: 4, 32: 4, 64: 3}
 """Query vectors that a program of `attend_fp8` holds, and the tiles that fit into shared memory beside them."""
 NARROW_BLOCKS_ALONE = 2
@@ -158,17 +163,16 @@ def portable_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = Fal
 def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False) -> DecodeTiling:
     """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models.
 
-    `fp8`: of entries in FP8, which the narrow kernel reads for any number of query vectors and the wide one does not
-    read; in invariant mode the portable one does.
+    `fp8`: of entries in FP8, which the narrow kernel reads for any number of query vectors and `attend_fp8` faster for
+    many; in invariant mode the portable one does.
     """
     if (shape.latent, shape.rope) != (512, 64) or (fp8 and shape.invariant):
         return portable_tiling(shape, multiprocessors)
     narrow_blocks = -(-shape.queries // NARROW_BLOCK)
     alone = shape.rows == 1
     if fp8:
-        narrow = narrow_blocks <= (FP8_BLOCKS_ALONE if alone else 1)
-        block, stages = (NARROW_BLOCK, FP8_STAGES) if narrow else (FP8_BLOCK, NARROW_STAGES)
-        return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=8, stages=stages)
+        few = shape.rows * shape.queries < FEWEST_FP8_VECTORS
+        return narrow_fp8_tiling(shape, multiprocessors) if few else fp8_tiling(shape, multiprocessors)
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
         block, stages = NARROW_BLOCK, NARROW_STAGES
         return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
@@ -181,9 +185,15 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
     return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
 
 
+def narrow_fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
+    """A tiling for `attend_narrow` on Hopper: FP8 entries of 512 + 64 features, without invariant mode."""
+    narrow = shape.queries <= (FP8_BLOCKS_ALONE if shape.rows == 1 else 1) * NARROW_BLOCK
+    block, stages = (NARROW_BLOCK, FP8_STAGES) if narrow else (FP8_BLOCK, NARROW_STAGES)
+    return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=8, stages=stages)
+
+
 def fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
-    """A tiling for `attend_fp8` on Hopper: FP8 entries of 512 + 64 features, without invariant mode. Nothing chooses it
-    yet, because it has not been timed."""
+    """A tiling for `attend_fp8` on Hopper: FP8 entries of 512 + 64 features, without invariant mode."""
     block = next((most for most in FP8_RINGS if shape.queries <= most), max(FP8_RINGS))
     return _tiling(shape, "fp8", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=FP8_RINGS[block])
 

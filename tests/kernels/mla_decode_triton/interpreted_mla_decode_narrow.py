@@ -12,13 +12,13 @@ import torch  # noqa: E402
 from decode_case import Case  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 
-from kernels.mla_decode.schedule import hopper_tiling  # noqa: E402
+from kernels.mla_decode.schedule import hopper_tiling, narrow_fp8_tiling  # noqa: E402
 
 gluon.language.num_warps = lambda: 4
 
 
 def check(case: Case, **changes: int) -> None:
-    tiling = hopper_tiling(case.shape, 3, fp8=case.fp8)
+    tiling = (narrow_fp8_tiling if case.fp8 else hopper_tiling)(case.shape, 3)
     assert tiling.path == "narrow"
     case.check(replace(tiling, **changes))
 

@@ -9,7 +9,7 @@ import torch
 from decode_case import Case
 
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import DecodeTiling, fp8_tiling, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import DecodeTiling, fp8_tiling, hopper_tiling, narrow_fp8_tiling, portable_tiling
 from tests.support.hopper import compile_only, instructions, machine_code, resources
 
 pytestmark = pytest.mark.gate
@@ -69,7 +69,7 @@ def test_narrow(rows: int, width: int, dependent: bool, early: bool) -> None:
 def test_narrow_of_fp8_entries(rows: int, width: int, heads: int, dependent: bool, early: bool) -> None:
     """Entries are copied in pieces of 16 bytes and stay bytes in shared memory; matrices of them are read there."""
     case = hopper_case(rows, width, heads, fp8=True)
-    tiling = hopper_tiling(case.shape, PROCESSORS, fp8=True)
+    tiling = narrow_fp8_tiling(case.shape, PROCESSORS)
     kernel = compiled(case, tiling, dependent, early)["attend_narrow"]
     used = instructions(kernel)
     assert used["HMMA"] >= (36 + 32) * tiling.block // 16
@@ -86,7 +86,8 @@ def test_fp8(width: int, dependent: bool, early: bool) -> None:
     """Entries come by the copy engine and go into registers as matrices; there one instruction widens two numbers, and
     no product waits for the one before it."""
     case = hopper_case(64, width, 16, fp8=True)
-    tiling = fp8_tiling(case.shape, PROCESSORS)
+    tiling = hopper_tiling(case.shape, PROCESSORS, fp8=True)
+    assert tiling == fp8_tiling(case.shape, PROCESSORS)
     kernel = compiled(case, tiling, dependent, early)["attend_fp8"]
     used = instructions(kernel)
     assert used["HGMMA"] == 4 + 32 + 2 * 16  # roped features, scores, values of either half

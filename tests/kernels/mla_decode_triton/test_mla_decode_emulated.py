@@ -9,7 +9,7 @@ from decode_case import Case
 
 from kernels.latent_entry import fp8_entry
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import fp8_tiling, hopper_tiling
+from kernels.mla_decode.schedule import fp8_tiling, hopper_tiling, narrow_fp8_tiling
 from kernels.page import pages_for
 from tests.support.ptx import Fault, Unordered, emulated
 
@@ -28,8 +28,8 @@ def check(
     edit: Callable[[str], str] = str,
     **changes: int,
 ) -> None:
-    chosen = fp8_tiling(case.shape, workers) if path == "fp8" else hopper_tiling(case.shape, workers, fp8=case.fp8)
-    tiling = replace(chosen, **changes)
+    choose = fp8_tiling if path == "fp8" else narrow_fp8_tiling if case.fp8 else hopper_tiling
+    tiling = replace(choose(case.shape, workers), **changes)
     assert tiling.path == path
     workspace, t = case.workspace(tiling), case.tensors
     tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))

@@ -17,6 +17,7 @@ from kernels.mla_decode.schedule import (
     Workspace,
     fp8_tiling,
     hopper_tiling,
+    narrow_fp8_tiling,
     portable_tiling,
 )
 from kernels.page import pages_for
@@ -88,12 +89,13 @@ def test_fp8_entries_in_batches(choose: Choose, lengths: list[int], heads: int) 
 
 @pytest.mark.parametrize("heads", [1, 16, 20, 40])
 @pytest.mark.parametrize("lengths", [LENGTHS, [4096], [1], [0], [9000, 1, 5000], [(i * 37) % 600 for i in range(300)]])
-def test_fp8_entries_on_wgmma(lengths: list[int], heads: int) -> None:
+@pytest.mark.parametrize("choose", [narrow_fp8_tiling, fp8_tiling])
+def test_fp8_entries_by_either_kernel_of_hopper(choose: Choose, lengths: list[int], heads: int) -> None:
     chooser("hopper")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for width, first in ((1, 0), (2, 1), (5, 0)):
         case = Case([max(n, first) for n in lengths], width, heads, first=first, fp8=True, **DEEPSEEK)
-        case.check(fp8_tiling(case.shape, processors))
+        case.check(choose(case.shape, processors))
 
 
 @pytest.mark.parametrize(("latent", "rope"), [(64, 16), (200, 12), (512, 64)])
@@ -223,9 +225,8 @@ def test_dependent_launches_change_nothing(lengths: list[int], width: int, heads
     chooser("hopper")
     case = Case(lengths, width, heads, fp8=fp8, **DEEPSEEK)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    tiling = hopper_tiling(case.shape, processors, fp8=fp8)
-    if wgmma:
-        tiling = fp8_tiling(case.shape, processors)
+    choose = fp8_tiling if wgmma else narrow_fp8_tiling if fp8 else hopper_tiling
+    tiling = choose(case.shape, processors)
     out, lse = (x.clone() for x in case.run(tiling))
     t, workspace = case.tensors, case.workspace(tiling)
     settled, query = t["cache"].clone(), t["q"].clone()
