@@ -85,11 +85,11 @@ def experts(
       everything else is contiguous. On a GPU E and I are multiples of 16.
     - Weights are plain, in the dtype of `x_TE`, or in FP8 or INT4 (`kernels.matrix`), either matrix for itself. On a
       GPU those stay as they are stored until they are in registers. FP8 is then multiplied exactly, and sums within a
-      block are scaled in fp32; INT4 times its scale is rounded to the dtype, but of a single token it is not.
+      block are scaled in fp32; INT4 times its scale is rounded to the dtype.
     - `id_TK` (int64): -1 marks a pair that is no work; a token of which all pairs are -1 gets 0, whatever its input
       holds. An id of X or more is the caller's error and treated the same. A token has no expert twice.
     - `weight_TK`: fp32. The sum over k is taken in fp32, in the order of k, and rounded once; on a GPU what is
-      summed, of more than one token, has been rounded to the dtype before.
+      summed, of more than one token or with INT4 weights, has been rounded to the dtype before.
     - `shared`: the last so many of the X experts are the last of every token's K (see `route`), but for padding. It
       changes nothing but how the work is cut up.
     - `add_norm`: the sum, rounded as above, is added to a residual instead, and `out_TE` gets the residual's norm: as

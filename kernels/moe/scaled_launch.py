@@ -67,8 +67,8 @@ def gate_up_singly(
     tiling: ExpertTiling,
     dependent: bool,
 ) -> None:
-    """Gate and up, pair by pair."""
-    product, how = tiling.gate_up, _checked(matrix, tiling.stored[0])
+    """Gate and up, pair by pair, of weights in FP8."""
+    product, how = tiling.gate_up, _fp8(matrix, tiling.stored[0])
     scaled_single.gate_up[(shape.pairs * product.blocks(shape.intermediate),)](
         x_TE,
         matrix.data.view(torch.uint8),
@@ -97,8 +97,8 @@ def down_singly(
     tiling: ExpertTiling,
     dependent: bool,
 ) -> None:
-    """Down, pair by pair, and the weighted sum."""
-    product, how = tiling.down, _checked(matrix, tiling.stored[1])
+    """Down of weights in FP8, pair by pair, and the weighted sum."""
+    product, how = tiling.down, _fp8(matrix, tiling.stored[1])
     scaled_single.down[(shape.tokens * product.blocks(shape.hidden),)](
         scratch.act_YI,
         matrix.data.view(torch.uint8),
@@ -123,6 +123,14 @@ def _checked(matrix: Scaled, planned: Stored) -> Stored:
     how = stored(matrix)
     if how != planned:
         raise ValueError(f"the tiles are for weights that are stored as {planned}, not as {how}")
+    return how
+
+
+def _fp8(matrix: Scaled, planned: Stored) -> Stored:
+    """The same of matrices that must be in FP8."""
+    how = _checked(matrix, planned)
+    if how.format != "fp8":
+        raise ValueError(f"a single token without tiles takes plain weights or FP8, not {how}")
     return how
 
 

@@ -1,4 +1,4 @@
-"""The experts of one token with weights of 8 or 4 bits: every (token, expert) pair on its own, in fp32 on plain cores.
+"""The experts of one token with FP8 weights: every (token, expert) pair on its own, in fp32 on plain cores.
 
 As `single`, which is the same of plain weights. A thread sums up the products of 16 bytes of weights, all of which
 share a scale, and multiplies the sum by it: weights themselves are never rounded.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.moe.scaled import centred, wide
+from kernels.moe.scaled import wide
 from kernels.moe.single import _expert
 
 _BYTES = tl.constexpr(16)
@@ -22,10 +22,9 @@ _BYTES = tl.constexpr(16)
 def _load(data, scales, matrix, row, k, K: tl.constexpr, N: tl.constexpr, STORED: tl.constexpr, BLOCK_K: tl.constexpr):
     """Bytes [rows, pieces, 16] of some of a matrix's N rows, from feature `k` on, and their scales [rows, pieces]; 0
     past the end."""
-    SPAN: tl.constexpr = 2 * _BYTES if STORED.format == "int4" else _BYTES
-    piece = k // SPAN + tl.arange(0, BLOCK_K // SPAN)
-    inside = (piece < K // SPAN)[None, :]
-    at = (matrix * N + row)[:, None] * (K // SPAN * _BYTES) + piece[None, :] * _BYTES
+    piece = k // _BYTES + tl.arange(0, BLOCK_K // _BYTES)
+    inside = (piece < K // _BYTES)[None, :]
+    at = (matrix * N + row)[:, None] * (K // _BYTES * _BYTES) + piece[None, :] * _BYTES
     byte = tl.load(
         data + at[:, :, None] + tl.arange(0, _BYTES)[None, None, :],
         mask=inside[:, :, None],
@@ -33,23 +32,17 @@ def _load(data, scales, matrix, row, k, K: tl.constexpr, N: tl.constexpr, STORED
         eviction_policy="evict_first",
     )
     line = (matrix * STORED.scale_rows + row // STORED.rows) * STORED.scales
-    scale = tl.load(scales + line[:, None] + (piece * SPAN // STORED.features)[None, :], mask=inside, other=0.0)
+    scale = tl.load(scales + line[:, None] + (piece * _BYTES // STORED.features)[None, :], mask=inside, other=0.0)
     return byte, scale.to(tl.float32)
 
 
 @triton.jit
-def _added(sum, byte, scale, source, k, K: tl.constexpr, STORED: tl.constexpr, BLOCK_K: tl.constexpr):
+def _added(sum, byte, scale, source, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """`sum` [rows, pieces] + the products of weights with the inputs at `source` from feature `k` on."""
-    SPAN: tl.constexpr = 2 * _BYTES if STORED.format == "int4" else _BYTES
-    PIECES: tl.constexpr = BLOCK_K // SPAN
-    feature = k + tl.arange(0, PIECES)[:, None] * SPAN + (SPAN // _BYTES) * tl.arange(0, _BYTES)[None, :]
+    PIECES: tl.constexpr = BLOCK_K // _BYTES
+    feature = k + tl.arange(0, PIECES)[:, None] * _BYTES + tl.arange(0, _BYTES)[None, :]
     a = tl.load(source + feature, mask=feature < K, other=0.0, cache_modifier=".cg").to(tl.float32)
-    if STORED.format == "fp8":
-        product = wide(byte).to(tl.float32) * a[None, :, :]
-    else:
-        odd = tl.load(source + feature + 1, mask=feature < K, other=0.0, cache_modifier=".cg").to(tl.float32)
-        product = centred(byte & 15).to(tl.float32) * a[None, :, :]
-        product += centred(byte >> 4).to(tl.float32) * odd[None, :, :]
+    product = wide(byte).to(tl.float32) * a[None, :, :]
     return sum + tl.sum(product, 2) * scale
 
 
@@ -72,7 +65,7 @@ def gate_up(
 ):
     """act[pair] = silu(gate[expert] · x) * (up[expert] · x), rounded once."""
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
-    PIECES: tl.constexpr = BLOCK_K // (2 * _BYTES if STORED.format == "int4" else _BYTES)
+    PIECES: tl.constexpr = BLOCK_K // _BYTES
     pair = tl.program_id(0) // blocks
     # The last block is moved back into the matrix: it computes some features that its neighbour computes as well.
     feature = tl.minimum(tl.program_id(0) % blocks * BLOCK, FEATURES - BLOCK) + tl.arange(0, BLOCK)
@@ -87,8 +80,8 @@ def gate_up(
         for k0 in tl.static_range(0, K, BLOCK_K):
             g, g_scale = _load(data, scales, expert, feature, k0, K, 2 * FEATURES, STORED, BLOCK_K)
             u, u_scale = _load(data, scales, expert, feature + FEATURES, k0, K, 2 * FEATURES, STORED, BLOCK_K)
-            gate = _added(gate, g, g_scale, source, k0, K, STORED, BLOCK_K)
-            up = _added(up, u, u_scale, source, k0, K, STORED, BLOCK_K)
+            gate = _added(gate, g, g_scale, source, k0, K, BLOCK_K)
+            up = _added(up, u, u_scale, source, k0, K, BLOCK_K)
         gate_sum = tl.sum(gate, 1)
         value = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1)
         tl.store(act + pair.to(tl.int64) * FEATURES + feature, value.to(act.dtype.element_ty))
@@ -116,7 +109,7 @@ def down(
 
     Ids are read before the wait: `gate_up` lets this kernel start only when they are there."""
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
-    PIECES: tl.constexpr = BLOCK_K // (2 * _BYTES if STORED.format == "int4" else _BYTES)
+    PIECES: tl.constexpr = BLOCK_K // _BYTES
     token = (tl.program_id(0) // blocks).to(tl.int64)
     first = token * COLUMNS
     feature = tl.minimum(tl.program_id(0) % blocks * BLOCK, FEATURES - BLOCK) + tl.arange(0, BLOCK)
@@ -132,6 +125,6 @@ def down(
             one = tl.zeros([BLOCK, PIECES], tl.float32)
             for k0 in tl.static_range(0, K, BLOCK_K):
                 w, scale = _load(data, scales, expert, feature, k0, K, FEATURES, STORED, BLOCK_K)
-                one = _added(one, w, scale, act + pair * K, k0, K, STORED, BLOCK_K)
+                one = _added(one, w, scale, act + pair * K, k0, K, BLOCK_K)
             sum += tl.sum(one, 1) * tl.load(factor + pair, cache_modifier=".cg")
     tl.store(out + token * OUT_STRIDE + feature, sum.to(out.dtype.element_ty))

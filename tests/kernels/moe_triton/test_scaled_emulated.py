@@ -12,7 +12,6 @@ pytestmark = pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "format", "sizes", "groups"),
     [
-        (0, "int4", (64, 32), 0),
         (0, (16, 64), (80, 16), 0),
         (16, "int4", (288, 64), 0),
         (16, (16, 64), (144, 80), 0),

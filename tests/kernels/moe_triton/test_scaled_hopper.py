@@ -59,7 +59,7 @@ def test_compiles_to_what_it_was_written_for(
     model: tuple[int, int, int, int], format: str, tokens: int, groups: int
 ) -> None:
     shape = ExpertsShape(tokens, *model, groups=groups, shared=1)
-    rows = schedule.tiling(shape).rows
+    rows = schedule.tiling(shape).rows if format == "fp8" or tokens > 1 else 16
     for kernel in products(shape, format):
         found = resources(kernel)
         # Of lower tiles than 128 three programs stand on a multiprocessor.
