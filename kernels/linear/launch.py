@@ -23,7 +23,10 @@ from kernels.pending_norm.pieces import PendingNorm
 MOST_STREAMED = 16
 """Most tokens `stream` is used for."""
 RESIDENT_BYTES = 64 * 1024
-"""Most bytes of tokens that stay in a program's shared memory."""
+"""Most bytes of 16 token columns that stay in a program's shared memory."""
+RESIDENT_BYTES_OF_8 = 112 * 1024
+"""The same of 8, beside which six tiles of weights fit: 129280 x 7168 weights took one token 408 us so and 445 in
+programs that end, on one H200 (bytes at 4.2 TB/s: 441)."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def served(x_TE: Tensor, weight_FE: Tensor) -> bool:
     tokens, features = x_TE.shape
     if not streamable(x_TE, weight_FE):
         return False
-    return columns(tokens) <= 8 or Streaming.of(features).token_bytes(tokens) <= RESIDENT_BYTES
+    return columns(tokens) <= 8 or _stays(Streaming.of(features), tokens)
 
 
 def _in_pieces(x: Tensor) -> bool:
@@ -153,7 +156,12 @@ def stream_linear(
 def _many_rows(rows: int, cut: Streaming, x_TE: Tensor) -> bool:
     """Whether programs that stay serve a product best: each with several blocks of rows, and room for the tokens."""
     blocks = triton.cdiv(rows, stream.ROWS)
-    return blocks >= 4 * multiprocessors(x_TE.device) and cut.token_bytes(x_TE.shape[0]) <= RESIDENT_BYTES
+    return blocks >= 4 * multiprocessors(x_TE.device) and _stays(cut, x_TE.shape[0])
+
+
+def _stays(cut: Streaming, tokens: int) -> bool:
+    """Whether the tokens stay in a program's shared memory."""
+    return cut.token_bytes(tokens) <= (RESIDENT_BYTES_OF_8 if columns(tokens) <= 8 else RESIDENT_BYTES)
 
 
 def _ring_linear(
