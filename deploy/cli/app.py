@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from deploy.cli.bench_compare import EPILOG as COMPARE_EPILOG
+from deploy.cli.bench_compare import compare
 from deploy.cli.bench_http import EPILOG as HTTP_EPILOG
 from deploy.cli.bench_http import http
 from deploy.cli.bench_latency import EPILOG as LATENCY_EPILOG
@@ -31,7 +33,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 bench = typer.Typer(
-    help="Measure: `latency` of an engine on this machine, `http` of a running endpoint.", no_args_is_help=True
+    help="Measure: `latency` of an engine on this machine, `http` of a running endpoint, `compare` two of them.",
+    no_args_is_help=True,
 )
 app.add_typer(bench, name="bench")
 
@@ -60,3 +63,4 @@ app.command(epilog=SELFTEST_EPILOG)(selftest)
 app.command(epilog=REPLAY_EPILOG)(replay)
 bench.command(epilog=LATENCY_EPILOG)(latency)
 bench.command(epilog=HTTP_EPILOG)(http)
+bench.command(epilog=COMPARE_EPILOG)(compare)

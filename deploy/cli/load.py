@@ -6,12 +6,14 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
+from deploy.cli.sessions import Session
 from deploy.cli.sse_client import ConnectionLost, SseClient, Target
 
 Api = Literal["completions", "chat"]
@@ -50,6 +52,13 @@ class LoadSpec:
     api_key: str | None = None
     warmup: int = 1
     """Requests sent and waited for before the clock starts."""
+    sessions: tuple[Session, ...] = ()
+    """Sent in place of random prompts, all of them, as chats; `rate` and `concurrency` are then those of sessions."""
+
+    @property
+    def total(self) -> int:
+        """Requests of a run in which none fails."""
+        return sum(map(len, self.sessions)) if self.sessions else self.requests
 
     @property
     def path(self) -> str:
@@ -64,10 +73,19 @@ class LoadSpec:
             prompt = " ".join(rng.choices(WORDS.split(), k=self.input))
         else:
             prompt = [rng.randrange(min(10, self.vocab - 1), self.vocab) for _ in range(self.input)]
+        if self.api == "chat":
+            return self._asking({"messages": [{"role": "user", "content": prompt}]}, self.output)
+        return self._asking({"prompt": prompt}, self.output)
+
+    def chat(self, messages: list[dict[str, str]], output: int | None) -> bytes:
+        """The JSON of a turn of a session."""
+        return self._asking({"messages": messages}, output or self.output)
+
+    def _asking(self, what: dict[str, Any], output: int) -> bytes:
         asked: dict[str, Any] = {
             "model": self.model,
-            **({"messages": [{"role": "user", "content": prompt}]} if self.api == "chat" else {"prompt": prompt}),
-            "max_tokens": self.output,
+            **what,
+            "max_tokens": output,
             "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -124,6 +142,8 @@ class _Reader:
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
         self.finished = False
+        self.answer: list[str] = []
+        """What was said, in pieces."""
 
     def __call__(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
@@ -140,21 +160,22 @@ class _Reader:
             return
         if chunk.usage is not None:
             record.prompt_tokens, record.tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        if not chunk.choices:
+            return
+        delta = chunk.choices[0].delta
         # A chat stream opens with an event that carries the role alone.
-        if chunk.choices and (
-            chunk.choices[0].delta is None
-            or chunk.choices[0].delta.content
-            or chunk.choices[0].delta.reasoning_content
-            or chunk.choices[0].finish_reason
-        ):
+        if delta is None or delta.content or delta.reasoning_content or chunk.choices[0].finish_reason:
             record.arrivals.append(now)
+        if delta is not None and delta.content:
+            self.answer.append(delta.content)
 
 
 def _message(error: Any) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
-async def _one(client: SseClient, spec: LoadSpec, body: bytes) -> RequestRecord:
+async def _one(client: SseClient, spec: LoadSpec, body: bytes) -> tuple[RequestRecord, str]:
+    """A request, and what a chat was answered."""
     record = RequestRecord()
     reader = _Reader(record)
     headers = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
@@ -179,7 +200,7 @@ async def _one(client: SseClient, spec: LoadSpec, body: bytes) -> RequestRecord:
         record.prompt_tokens = spec.input
     if not record.tokens:
         record.tokens = len(record.arrivals)
-    return record
+    return record, "".join(reader.answer)
 
 
 def _error_of(answer: bytes) -> str:
@@ -196,51 +217,79 @@ class LoadRun:
     records: list[RequestRecord]
     duration: float
 
+    def __add__(self, other: LoadRun) -> LoadRun:
+        """Both, one after the other."""
+        return LoadRun(self.records + other.records, self.duration + other.duration)
+
+
+Job = Callable[[], Coroutine[Any, Any, None]]
+"""Sends a request, or the turns of a session one after the other."""
+
 
 async def run_load(spec: LoadSpec, done: Callable[[RequestRecord], None]) -> LoadRun:
     """Send every request of `spec`; `done` is told of each as it ends. Failures are records, never exceptions."""
     client = SseClient(Target(spec.url))
     try:
         for index in range(spec.warmup):
-            record = await _one(client, spec, spec.body(-1 - index))
+            record, _ = await _one(client, spec, spec.body(-1 - index))
             if record.error:
                 return LoadRun([record], 0.0)
-        # Made before the clock starts: building bodies is no part of what is measured.
-        bodies = [spec.body(index) for index in range(spec.requests)]
         records: list[RequestRecord] = []
 
-        async def one(body: bytes) -> None:
-            record = await _one(client, spec, body)
+        async def one(body: bytes) -> tuple[RequestRecord, str]:
+            record, answer = await _one(client, spec, body)
             records.append(record)
             done(record)
+            return record, answer
 
+        jobs = _jobs(spec, one)
         begin = time.perf_counter()
         if spec.rate is None:
-            await _closed_loop(spec.concurrency, iter(bodies), one)
+            await _closed_loop(spec.concurrency, iter(jobs))
         else:
-            await _open_loop(spec.rate, spec.seed, bodies, one)
+            await _open_loop(spec.rate, spec.seed, jobs)
         return LoadRun(records, time.perf_counter() - begin)
     finally:
         client.close()
 
 
-async def _closed_loop(concurrency: int, bodies: Iterator[bytes], one: Callable[[bytes], Any]) -> None:
+def _jobs(spec: LoadSpec, one: Callable[[bytes], Coroutine[Any, Any, tuple[RequestRecord, str]]]) -> list[Job]:
+    """Everything that is to be sent. Bodies are made before the clock starts, but for those that hold answers."""
+
+    async def alone(body: bytes) -> None:
+        await one(body)
+
+    async def turns(session: Session) -> None:
+        messages: list[dict[str, str]] = []
+        for turn in session:
+            messages += turn.messages
+            record, answer = await one(spec.chat(messages, turn.output))
+            if record.error:
+                return  # whoever gets no answer does not go on
+            messages.append({"role": "assistant", "content": answer})
+
+    if spec.sessions:
+        return [partial(turns, session) for session in spec.sessions]
+    return [partial(alone, spec.body(index)) for index in range(spec.requests)]
+
+
+async def _closed_loop(concurrency: int, jobs: Iterator[Job]) -> None:
     async def worker() -> None:
-        for body in bodies:
-            await one(body)
+        for job in jobs:
+            await job()
 
     await asyncio.gather(*(worker() for _ in range(concurrency)))
 
 
-async def _open_loop(rate: float, seed: int, bodies: list[bytes], one: Callable[[bytes], Any]) -> None:
+async def _open_loop(rate: float, seed: int, jobs: list[Job]) -> None:
     """Poisson arrivals: exponential gaps, measured from the start so that lateness does not add up."""
     rng = random.Random(seed)
     loop = asyncio.get_running_loop()
     due = loop.time()
     tasks = []
-    for body in bodies:
+    for job in jobs:
         if (wait := due - loop.time()) > 0:
             await asyncio.sleep(wait)
-        tasks.append(loop.create_task(one(body)))
+        tasks.append(loop.create_task(job()))
         due += rng.expovariate(rate)
     await asyncio.gather(*tasks)

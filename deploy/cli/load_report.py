@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.load import LoadRun, LoadSpec
+from deploy.cli.load import LoadRun, LoadSpec, RequestRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PERCENTILES = (50, 90, 99)
+TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency",
+    "e2e": "whole request",
+}
+"""Of the latencies."""
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -49,6 +56,29 @@ class Distribution:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a user would call served well: a service level objective."""
+
+    ttft_ms: float | None = None
+    """Most milliseconds until the first token."""
+    gap_ms: float | None = None
+    """Most milliseconds between two events of its stream, every one of them."""
+
+    def kept(self, record: RequestRecord) -> bool:
+        """Whether a finished request was served so."""
+        first = record.arrivals[0] - record.sent
+        gap = max((later - at for at, later in pairwise(record.arrivals)), default=0.0)
+        return (self.ttft_ms is None or first * 1e3 <= self.ttft_ms) and (
+            self.gap_ms is None or gap * 1e3 <= self.gap_ms
+        )
+
+    def __str__(self) -> str:
+        first = [f"first token within {self.ttft_ms:g} ms"] if self.ttft_ms is not None else []
+        gaps = [f"no gap above {self.gap_ms:g} ms"] if self.gap_ms is not None else []
+        return ", ".join(first + gaps)
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """A run, summed up. Only finished requests count towards latency and throughput."""
 
@@ -65,9 +95,12 @@ class LoadReport:
     errors: dict[str, int]
     details: dict[str, str]
     """One example for every kind of error."""
+    limits: Limits | None = None
+    kept: int = 0
+    """Requests that were served within the limits."""
 
     @staticmethod
-    def of(run: LoadRun) -> LoadReport:
+    def of(run: LoadRun, limits: Limits | None = None) -> LoadReport:
         """Sum up `run`."""
         good = [record for record in run.records if not record.error and record.arrivals]
         bad = [record for record in run.records if record.error]
@@ -96,6 +129,8 @@ class LoadReport:
             },
             errors=dict(errors.most_common()),
             details={record.error: record.detail for record in reversed(bad)},
+            limits=limits,
+            kept=sum(limits.kept(record) for record in good) if limits else 0,
         )
 
     @property
@@ -108,6 +143,18 @@ class LoadReport:
             "output_tokens_per_s": round(self.generated_tokens * per, 1),
         }
 
+    @property
+    def goodput(self) -> dict[str, float | None] | None:
+        """Requests a second that were served within the limits, and their share of all that were sent."""
+        if self.limits is None:
+            return None
+        return {
+            "ttft_ms": self.limits.ttft_ms,
+            "gap_ms": self.limits.gap_ms,
+            "requests_per_s": round(self.kept / self.duration, 3) if self.duration else 0.0,
+            "share": round(self.kept / self.requests, 4) if self.requests else 0.0,
+        }
+
     def report(self, spec: LoadSpec) -> dict[str, Any]:
         """The JSON object that `bench http --json` prints."""
         return {
@@ -115,7 +162,8 @@ class LoadReport:
             "model": spec.model,
             "rate": spec.rate,
             "concurrency": None if spec.rate is not None else spec.concurrency,
-            "input": spec.input,
+            "sessions": len(spec.sessions) or None,
+            "input": None if spec.sessions else spec.input,
             "output": spec.output,
             "requests": self.requests,
             "finished": self.finished,
@@ -124,6 +172,7 @@ class LoadReport:
             "generated_tokens": self.generated_tokens,
             "tokens_per_event": round(self.generated_tokens / self.events, 3) if self.events else None,
             **self.throughput,
+            "goodput": self.goodput,
             **{f"{name}_ms": value.report() if value else None for name, value in self.latencies.items()},
             "errors": self.errors,
             "error_examples": self.details,
@@ -133,18 +182,11 @@ class LoadReport:
         """Tables for people."""
         from rich.table import Table
 
-        pace = f"{spec.rate:g} requests/s" if spec.rate is not None else f"concurrency {spec.concurrency}"
-        console.print(f"{spec.model} at {spec.url}: {pace}, {spec.input} tokens in, {spec.output} out", soft_wrap=True)
+        console.print(f"{spec.model} at {spec.url}: {what_is_sent(spec)}", soft_wrap=True)
         table = Table("milliseconds", title_justify="left")
         for name in ("mean", *(f"p{p}" for p in PERCENTILES), "max"):
             table.add_column(name, justify="right")
-        titles = {
-            "ttft": "time to first token",
-            "tpot": "time per output token",
-            "itl": "inter-token latency",
-            "e2e": "whole request",
-        }
-        for name, title in titles.items():
+        for name, title in TITLES.items():
             if (value := self.latencies[name]) is not None:
                 table.add_row(title, *(f"{number:.2f}" for number in value.report().values()))
         if table.row_count:
@@ -156,5 +198,20 @@ class LoadReport:
             f"{rates['output_tokens_per_s']:,.0f} tok/s out",
             soft_wrap=True,
         )
+        if self.limits is not None and self.goodput is not None:
+            console.print(
+                f"{self.kept} of {self.requests} with {self.limits}: goodput {self.goodput['requests_per_s']:.2f} "
+                "requests/s",
+                soft_wrap=True,
+            )
         for kind, count in self.errors.items():
             console.print(f"{count} x {kind}: {self.details.get(kind, '')}", markup=False, soft_wrap=True)
+
+
+def what_is_sent(spec: LoadSpec) -> str:
+    """For people."""
+    things = "sessions" if spec.sessions else "requests"
+    pace = f"{spec.rate:g} {things}/s" if spec.rate is not None else f"concurrency {spec.concurrency}"
+    if spec.sessions:
+        return f"{pace}, {len(spec.sessions)} sessions of {spec.total} turns"
+    return f"{pace}, {spec.input} tokens in, {spec.output} out"
