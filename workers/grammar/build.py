@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-import xgrammar as xgr
-
+from workers.grammar.library import xgr
 from workers.grammar.schema import SchemaError, check_schema, with_own_patterns
 from workers.protocol.grammar import Grammar, Kind
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, Grammar, Kind
-from workers.vocabulary.folder import text_of_tokens
+from workers.vocabulary.beside import text_of_tokens_beside
 
 logger = logging.getLogger(__name__)
 
@@ -127,13 +127,12 @@ class Compiler:
     @cached_property
     def _compilers(self) -> tuple[Any, Any]:
         """For text, and for JSON."""
-        import xgrammar as xgr
-
         from workers.grammar.build import vocabulary_for
+        from workers.grammar.library import xgr
 
         if not self._eos_ids:
             raise NotCompiled("this model has no end-of-sequence id, without which no text can be ended")
-        table = text_of_tokens(self._folder)
+        table = text_of_tokens_beside(self._folder)
         if table is None:
             raise NotCompiled("this model has no tokenizer whose tokens are bytes of text")
         # Ids behind the tokenizer's, with which models pad their vocabulary, are no text either.
@@ -148,7 +147,7 @@ class Compiler:
 
     def _try(self, compiled: Compiled) -> None:
         """Write some text. One whose grammar needs for ever for that never becomes ready."""
-        import xgrammar as xgr
+        from workers.grammar.library import xgr
 
         matcher = xgr.GrammarMatcher(compiled.handle)  # type: ignore[arg-type]
         bits_1B = np.zeros((1, -(-self._vocab // 32)), dtype=np.int32)

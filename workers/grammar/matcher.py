@@ -38,7 +38,7 @@ class RequestMatcher:
     """The state of one request's grammar: a function of the generated tokens alone."""
 
     def __init__(self, compiled: Compiled, sampling: SamplingParams, eos_ids: Sequence[int], vocab: int) -> None:
-        import xgrammar as xgr  # takes a second, and most replicas never need it
+        from workers.grammar.library import xgr  # most replicas never need it
 
         self._matcher = xgr.GrammarMatcher(compiled.handle)  # type: ignore[arg-type]
         self._begin_after = compiled.grammar.begin_after

@@ -11,6 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
+CONSTRAINED = """
+import sys
+import torch
+from harness import InlineEngine
+from workers.config import EngineConfig
+from workers.protocol.grammar import Grammar
+from workers.protocol.plan import SamplingParams
+
+settings = {"max_rows": 2, "token_budget": 64, "max_context": 128, "cache_pages": 9, "selftest": False}
+engine = InlineEngine(EngineConfig(model="demo", **settings), torch.device("cpu"))
+engine.replica.grammars.prepare()
+engine.add("one", [3, 14, 15], SamplingParams(max_tokens=12, grammar=Grammar("choice", '["yes"]'), stop_ids=(1,)))
+assert engine.run()["one"].finish == "stop", engine.finished
+print([name for name in sys.argv[1:] if name in sys.modules])
+"""
+
 HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "transformers", "ray")
 PROGRAM = """
 import sys
@@ -69,6 +85,11 @@ def run(program: str, *arguments: str) -> str:
 
 def test_a_rank_does_not_import_torchs_compiler() -> None:
     assert run(PROGRAM, "cpu", *HEAVY) == "[]"
+
+
+def test_a_rank_with_grammars_does_not_either() -> None:
+    """A rank with a GPU reads the vocabulary while it starts."""
+    assert run(CONSTRAINED, *HEAVY) == "[]"
 
 
 def test_what_a_rank_imports_is_not_searched_for_garbage_and_all_else_is() -> None:
