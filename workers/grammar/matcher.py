@@ -21,6 +21,9 @@ Bits = np.ndarray[Any, np.dtype[np.int32]]
 COSTLY_S: Final = 0.1
 """Seconds of computing that a token, or a mask, may take. Some grammars, such as `(a*)*b`, take longer with each token;
 others must not wait for them."""
+SLOW_S: Final = 0.0005
+"""Seconds of computing for the masks of a step from which on a row's are filled beside those of others: handing them
+over to another thread takes a tenth of that."""
 
 
 class _Phase(Enum):
@@ -45,11 +48,13 @@ class RequestMatcher:
         self._eos_ids, self._stop_ids = tuple(eos_ids), tuple(t for t in sampling.stop_ids if 0 <= t < vocab)
         self._min_tokens, self._vocab = sampling.min_tokens, vocab
         used = (vocab - 1) % 32 + 1
-        self._last = np.int32(-1 if used == 32 else (1 << used) - 1)
+        self._last = None if used == 32 else np.int32((1 << used) - 1)
         self._generated = 0
         self._tail: tuple[int, ...] = ()
         self._phase = _Phase.FREE if self._begin_after else _Phase.BOUND
         self._costly = False
+        self.slow = False
+        """Whether the masks of the last step took so long that the next ones are better filled beside others."""
 
     @property
     def lost(self) -> bool:
@@ -66,8 +71,9 @@ class RequestMatcher:
         allowed: a draft that is not cannot be what the target chooses, so no mask behind it is read. There is one mask
         more than drafts. Returns how many masks were filled, and whether the last of them allows nothing.
 
-        The state is the same afterwards.
+        The state is the same afterwards. Other matchers may do the same in other threads meanwhile.
         """
+        begin = time.thread_time()
         kept = self._generated, self._tail, self._phase
         accepted = filled = 0
         stuck = False
@@ -82,6 +88,7 @@ class RequestMatcher:
         if accepted:
             self._matcher.rollback(accepted)
         self._generated, self._tail, self._phase = kept
+        self.slow = time.thread_time() - begin > SLOW_S
         return filled, stuck
 
     def _accept(self, token: int) -> bool:
@@ -107,7 +114,8 @@ class RequestMatcher:
             begin = time.thread_time()
             self._matcher.fill_next_token_bitmask(bits_B[None])
             self._costly |= time.thread_time() - begin > COSTLY_S
-            bits_B[-1] &= self._last  # xgrammar also sets bits of no id
+            if self._last is not None:
+                bits_B[-1] &= self._last  # xgrammar also sets bits of no id
         elif self._phase is _Phase.FREE:
             # The text cannot end before what it is to be has begun.
             bits_B.fill(-1)

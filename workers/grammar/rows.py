@@ -6,12 +6,18 @@ position j from these and its drafts 1 ... j. Both are known on the host once th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Final, Protocol
 
 from workers.grammar.compiler import Compiled
 from workers.grammar.matcher import Bits, RequestMatcher
 from workers.protocol.plan import Admission, BatchLayout
+
+MOST_THREADS: Final = 8
+"""That fill masks of rows whose grammars take long."""
 
 
 class Masks(Protocol):
@@ -21,7 +27,12 @@ class Masks(Protocol):
         """The mask that is to be that of a logits row."""
 
     def give_back(self, logits_row: int) -> None:
-        """The mask that was taken last is not wanted."""
+        """The mask that was taken for a logits row is not wanted."""
+
+
+def take(masks: Masks, rows: Sequence[int]) -> list[Bits]:
+    """The masks of some logits rows."""
+    return [masks.take(n) for n in rows]
 
 
 class ConstrainedRows:
@@ -52,20 +63,35 @@ class ConstrainedRows:
         row, at which no token is allowed; from there on the row has no mask."""
         stuck: dict[int, int] = {}
         of_grammars = frozenset(constrained)
-        for row, slot in enumerate(slots):
-            if slot not in of_grammars:
-                continue
-            rows = layout.logits_rows_of(row)
-            drafts = self._drafts_of.get(slot, ())[: len(rows) - 1]
-            wanted = rows[: len(drafts) + 1]
-            taken = [masks.take(n) for n in wanted]
-            filled, nothing = self._matcher_of[slot].fill(drafts, taken)
+
+        def keep(row: int, rows: Sequence[int], filled: int, nothing: bool) -> None:
             if nothing:
                 filled -= 1
                 stuck[row] = filled
-            for n in reversed(wanted[filled:]):
+            for n in reversed(rows[filled:]):
                 masks.give_back(n)
+
+        quick, beside = [], []
+        for row, slot in enumerate(slots):
+            if slot in of_grammars:
+                rows = layout.logits_rows_of(row)
+                drafts, matcher = self._drafts_of.get(slot, ())[: len(rows) - 1], self._matcher_of[slot]
+                wanted = rows[: len(drafts) + 1]
+                if matcher.slow:
+                    beside.append((row, wanted, self._threads.submit(matcher.fill, drafts, take(masks, wanted))))
+                else:
+                    quick.append((row, wanted, matcher, drafts))
+        for row, wanted, matcher, drafts in quick:
+            keep(row, wanted, *matcher.fill(drafts, take(masks, wanted)))
+        for row, wanted, future in beside:
+            keep(row, wanted, *future.result())
         return stuck
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        """xgrammar leaves Python's lock alone while it fills a mask."""
+        threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        return ThreadPoolExecutor(threads, thread_name_prefix="masks")
 
     def gained(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], constrained: Sequence[int]) -> list[int]:
         """The sampled rows of a step gained these tokens. Returns the rows of which one was not allowed."""

@@ -49,8 +49,8 @@ class StepMasks:
         return mask_B
 
     def give_back(self, logits_row: int) -> None:
-        """The mask that was taken last, for this logits row, is not wanted."""
-        self._used -= 1
+        """The mask that was taken for this logits row is not wanted. Its memory is free again if it was taken last."""
+        self._used -= int(self._index_N[logits_row]) == self._used - 1
         self._index_N[logits_row] = NO_MASK
 
     def upload(self) -> TokenMasks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_models import VOCAB
+from workers.grammar import matcher as matcher_module
+from workers.grammar import rows as rows_module
 from workers.grammar.compiler import Compiled, Compiler, NotCompiled
 from workers.grammar.matcher import RequestMatcher
 from workers.grammar.rows import ConstrainedRows
@@ -151,9 +154,10 @@ def test_what_cannot_be_compiled_says_why(tmp_path: Path, grammar: Grammar, text
         compiler.compile(grammar)
 
 
-def test_a_mask_belongs_to_a_position_of_a_row(compiled: list[Compiled]) -> None:
-    """Rows with and without grammars, final prompts among them: the index says whose each mask is, and masks lie side
-    by side in the order in which they were filled."""
+@pytest.mark.parametrize("slow", [(), (1,), (5, 7), (1, 5, 7)])
+def test_a_mask_belongs_to_a_position_of_a_row(compiled: list[Compiled], slow: tuple[int, ...]) -> None:
+    """Rows with and without grammars, final prompts among them: the index says whose each mask is, also where some
+    take so long that they are filled beside the others. Where none do, masks lie side by side."""
     import torch
 
     rows = ConstrainedRows(VOCAB, (EOS,), lambda ticket: compiled[ticket])
@@ -165,12 +169,16 @@ def test_a_mask_belongs_to_a_position_of_a_row(compiled: list[Compiled]) -> None
     layout = BatchLayout(3, 3, (4, 6), (True, False))
     masks = StepMasks(20, VOCAB, torch.device("cpu"))
     masks.clear()
+    for slot in slow:
+        rows._matcher_of[slot].slow = True
     # Decode rows of slots 5 (grammar), 2 (none), 1 (grammar), and the end of a prompt in slot 7.
     assert rows.fill(layout, [5, 2, 1, 7], [5, 1, 7], masks) == {}
     got = masks.upload()
     index = got.index_N.tolist()
     assert [n for n in range(20) if index[n] >= 0] == [0, 1, 6, 9]
-    assert sorted(i for i in index if i >= 0) == [0, 1, 2, 3]
+    places = sorted(i for i in index if i >= 0)
+    assert len(set(places)) == 4
+    assert slow or places == [0, 1, 2, 3]
     words = {n: got.bits_MB[index[n]].numpy() for n in (0, 1, 6, 9)}
     want = {
         0: plain_allowed(compiled[2], [], sampling),
@@ -179,6 +187,29 @@ def test_a_mask_belongs_to_a_position_of_a_row(compiled: list[Compiled]) -> None
         9: plain_allowed(compiled[1], [], sampling),
     }
     assert {n: bits_of(mask_B) for n, mask_B in words.items()} == want
+
+
+def test_masks_that_take_long_are_filled_at_the_same_time(
+    compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(rows_module.os, "sched_getaffinity", lambda _: {0, 1})
+    rows, both = ConstrainedRows(VOCAB, (EOS,), lambda ticket: compiled[ticket]), threading.Barrier(2, timeout=60)
+    rows.admit([Admission(slot, SamplingParams(9), grammar=2) for slot in range(2)])
+    for matcher in rows._matcher_of.values():
+        matcher.slow, honest = True, matcher.fill
+        monkeypatch.setattr(matcher, "fill", lambda *what, honest=honest: (both.wait(), honest(*what))[1])
+    assert rows.fill(BatchLayout(1, 2), [0, 1], [0, 1], StepMasks(2, VOCAB, torch.device("cpu"))) == {}
+
+
+def test_a_row_is_slow_as_long_as_its_masks_are(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = RequestMatcher(compiled[2], SamplingParams(9), (EOS,), VOCAB)
+    assert not matcher.slow
+    for seconds in (-1.0, 60.0):
+        monkeypatch.setattr(matcher_module, "SLOW_S", seconds)
+        matcher.fill((), [np.zeros(WORDS, dtype=np.int32)])
+        assert matcher.slow == (seconds < 0)
 
 
 def test_a_preempted_request_begins_behind_what_it_had(compiled: list[Compiled]) -> None:
