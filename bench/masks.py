@@ -4,10 +4,10 @@
     python bench/masks.py --rows 8 --width 1 --kinds text,limited
 
 The vocabulary is made up: single bytes, words with a space before them and without, digits, pieces of JSON. Every row
-writes a text of its own, drawn beforehand, of a few dozen to some hundred tokens; a draft is the text's next token with a probability of `--accepted`, else any
-token. A step is timed as it happens: the tokens that were gained are accepted, then all masks are filled. Of a step are
-printed the median and the 99th percentile by the clock, the processor's time of all threads, and of the thread that
-asked, which is what holds up launching.
+writes a text of its own, drawn beforehand, of a few dozen to some hundred tokens; a draft is the text's next token with a
+probability of `--accepted`, else any token. A step is timed as it happens: the tokens that were gained are accepted, then
+all masks are filled. Of a step are printed the median and the 99th percentile by the clock; the processor's time of all
+threads, and of the thread that asked, which is what holds up launching; and how many masks it had.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ LISTS = {
     "type": "array",
     "items": {
         "type": "object",
-        "properties": {"id": {"type": "integer"}, "kind": {"enum": ["red", "green", "blue"]}, "note": {"type": "string"}},
+        "properties": {
+            "id": {"type": "integer"},
+            "kind": {"enum": ["red", "green", "blue"]},
+            "note": {"type": "string"},
+        },
         "required": ["id", "kind", "note"],
     },
 }
@@ -199,7 +203,9 @@ def main() -> None:
         ids = {token: index for index, token in enumerate(table)}
         words = [token.decode() for token in table[1500:] if token[:1] == b" " and token[1:].isalpha()]
         compiler = Compiler(Path(made), arguments.vocab, (EOS,), lambda ticket, error: None)
-        print("ms a step".ljust(12) + "".join(f"{name:>12}" for name in ("median", "p99", "all threads", "own", "masks")))
+        print(
+            "ms a step".ljust(12) + "".join(f"{name:>12}" for name in ("median", "p99", "all threads", "own", "masks"))
+        )
         for name in arguments.kinds.split(","):
             kind, text = KINDS[name]
             grammar = Grammar(kind, text if isinstance(text, str) else json.dumps(text) if text else "")

@@ -83,6 +83,12 @@ def overloaded(reason: str, retry_after_s: int) -> ApiError:
     )
 
 
+def unavailable(reason: str, retry_after_s: int) -> ApiError:
+    """503 with Retry-After: what only this replica cannot do, and only for now."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(503, reason, kind="server_error", code="grammars_unavailable", headers=headers)
+
+
 def engine_down(cause: str) -> ApiError:
     """503 with the first cause of the replica's end."""
     return ApiError(503, f"the engine is down: {cause}", kind="server_error", code="engine_down")
@@ -96,6 +102,8 @@ def from_engine(error: EngineFault | Refused | RequestFailed, retry_after_s: int
         return ApiError(500, str(error), kind="server_error", code="bad_logits")
     if isinstance(error, EngineFault):
         return engine_down(str(error))
+    if error.unavailable:
+        return unavailable(error.reason, retry_after_s)
     return overloaded(error.reason, retry_after_s) if error.overloaded else invalid(error.reason)
 
 

@@ -13,13 +13,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from workers.protocol.grammar import CompileGrammar, ForgetGrammar, Grammar, Kind
+from workers.protocol.grammar import COMPILED_AT_ONCE, CompileGrammar, ForgetGrammar, Grammar, Kind
 from workers.vocabulary.beside import text_of_tokens_beside
 
 logger = logging.getLogger(__name__)
 
-THREADS: Final = 4
-"""Grammars that are compiled side by side, so that one that takes long holds up nobody else's."""
 CACHE_BYTES: Final = 1 << 28
 """Of compiled grammars that nobody uses now."""
 TRIAL_TOKENS: Final = 48
@@ -68,7 +66,9 @@ class Compiler:
         """Have a grammar compiled."""
         if not self._threads:
             # Daemons: a compilation cannot be ended, and must not keep the process from ending.
-            self._threads = [threading.Thread(target=self._work, name="grammar", daemon=True) for _ in range(THREADS)]
+            self._threads = [
+                threading.Thread(target=self._work, name="grammar", daemon=True) for _ in range(COMPILED_AT_ONCE)
+            ]
             for thread in self._threads:
                 thread.start()
         self._asked.put((ticket, grammar))
@@ -104,6 +104,10 @@ class Compiler:
     def _work(self) -> None:
         while (asked := self._asked.get()) is not None:
             ticket, grammar = asked
+            with self._lock:
+                if ticket in self._forgotten:
+                    self._forgotten.discard(ticket)
+                    continue
             error = ""
             try:
                 compiled = self.compile(grammar)

@@ -178,7 +178,7 @@ class EngineClient:
         if mailbox is None:
             return
         if item.refused:
-            mailbox.fail(Refused(item.refused, overloaded=item.overloaded))
+            mailbox.fail(Refused(item.refused, overloaded=item.overloaded, unavailable=item.unavailable))
         elif item.failed:
             mailbox.fail(RequestFailed(item.failed, item.stuck))
         else:

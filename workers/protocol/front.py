@@ -43,11 +43,13 @@ class EngineFault(Exception):
 class Refused(Exception):
     """The scheduler did not take the request."""
 
-    def __init__(self, reason: str, overloaded: bool = False) -> None:
+    def __init__(self, reason: str, overloaded: bool = False, unavailable: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.overloaded = overloaded
         """Trying again later may help; otherwise the request itself cannot be served."""
+        self.unavailable = unavailable
+        """The replica cannot do for now what the request needs; another one may."""
 
 
 class RequestFailed(Exception):

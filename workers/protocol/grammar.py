@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
+
+COMPILED_AT_ONCE: Final = 4
+"""Grammars that rank 0 compiles side by side, so that one that takes long holds up nobody else's. In the order of their
+tickets."""
 
 Kind = Literal["json_schema", "json", "regex", "choice", "ebnf", "structural_tag"]
 

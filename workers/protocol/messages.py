@@ -84,6 +84,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """Why the request ends without an answer, or in the middle of one, though the replica goes on."""
     stuck: bool = False
     """It failed because its own grammar allowed no token."""
+    unavailable: bool = False
+    """It was refused because this replica cannot do for now what others may do."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):

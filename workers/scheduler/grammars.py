@@ -9,9 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
-from workers.protocol.grammar import CompileGrammar, ForgetGrammar, Grammar, GrammarReady
+from workers.protocol.grammar import COMPILED_AT_ONCE, CompileGrammar, ForgetGrammar, Grammar, GrammarReady
 from workers.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why requests are refused."""
+
+    reason: str
+    unavailable: bool = False
+    """Not for what their grammar is: elsewhere, or later, it may be compiled."""
 
 
 @dataclass(eq=False)
@@ -53,10 +63,32 @@ class Grammars:
             "repetitions and levels), or have whoever runs this server raise --grammar-compile-timeout"
         )
 
-    def why_refused(self, grammar: Grammar) -> str:
-        """Why a request with this grammar is refused at once, "" if it is not."""
+    @property
+    def stuck_text(self) -> str:
+        """Why requests are refused whose grammars cannot even begin to be compiled."""
+        return (
+            f"no other grammar can be compiled for now: all {COMPILED_AT_ONCE} that can be at a time take longer than "
+            f"{self._timeout_s:g} s; try again later. Grammars that are in use, and requests without one, are served. "
+            "If it stays so, have whoever runs this server restart this replica"
+        )
+
+    def why_refused(self, grammar: Grammar) -> Refusal | None:
+        """Why a request with this grammar is refused at once, None if it is not."""
         use = self._of.get(grammar)
-        return self.overdue_text if use is not None and use.late and not use.ready else ""
+        if use is None:
+            return Refusal(self.stuck_text, unavailable=True) if self._stuck else None
+        return Refusal(self.overdue_text) if use.late and not use.ready else None
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether all grammars that are being compiled have taken too long. Nothing can end them."""
+        now, compiling = self._clock(), self._compiling
+        return len(compiling) == COMPILED_AT_ONCE and all(now > use.deadline for use in compiling)
+
+    @property
+    def _compiling(self) -> list[_Use]:
+        """What rank 0 compiles: those of which it has not spoken, in the order in which they were asked for."""
+        return list(islice((use for use in self._by_ticket.values() if not use.ready), COMPILED_AT_ONCE))
 
     def take(self, sequence: Sequence, grammar: Grammar) -> bool:
         """A new request has this grammar. Whether it is ready; else the request waits here."""
@@ -95,17 +127,20 @@ class Grammars:
             self._forget(use)
         return waited
 
-    def overdue(self) -> list[Sequence]:
-        """Who has waited too long, and does so no more."""
+    def overdue(self) -> list[tuple[Sequence, Refusal]]:
+        """Who has waited too long, and does so no more, and why."""
         if not self._by_ticket:
             return []
-        now = self._clock()
-        late: list[Sequence] = []
-        for use in self._by_ticket.values():
+        now, compiling = self._clock(), self._compiling
+        late: list[tuple[Sequence, Refusal]] = []
+        for use in list(self._by_ticket.values()):
             if use.waiting and now > use.deadline:
-                use.late = True
-                late += use.waiting
+                use.late = use in compiling
+                why = Refusal(self.overdue_text) if use.late else Refusal(self.stuck_text, unavailable=True)
+                late += [(sequence, why) for sequence in use.waiting]
                 use.waiting = []
+                if not use.late:  # it never begun, and shall not
+                    self._forget(use)
         return late
 
     def _forget(self, use: _Use) -> None:

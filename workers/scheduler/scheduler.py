@@ -72,8 +72,8 @@ class Scheduler:
             full = f"queue full: {config.slots} requests can run and {config.queue_limit} wait, and all do"
             return _refusal(request, full, overloaded=True)
         grammar = sampling.grammar
-        if grammar is not None and (reason := self._grammars.why_refused(grammar)):
-            return _refusal(request, reason)
+        if grammar is not None and (why := self._grammars.why_refused(grammar)):
+            return _refusal(request, why.reason, unavailable=why.unavailable)
         sequence = Sequence(
             request=request,
             rank=(request.priority, next(self._arrivals)),
@@ -107,11 +107,11 @@ class Scheduler:
 
     def expire(self) -> tuple[RequestOutput, ...]:
         """Refuse those whose grammar takes too long to compile."""
-        return tuple(self._refuse(sequence, self._grammars.overdue_text) for sequence in self._grammars.overdue())
+        return tuple(self._refuse(late, why.reason, why.unavailable) for late, why in self._grammars.overdue())
 
-    def _refuse(self, sequence: Sequence, reason: str) -> RequestOutput:
+    def _refuse(self, sequence: Sequence, reason: str, unavailable: bool = False) -> RequestOutput:
         self._end(sequence)
-        return _refusal(sequence.request, reason)
+        return _refusal(sequence.request, reason, unavailable=unavailable)
 
     def cancel(self, request_id: str) -> tuple[RequestOutput, ...]:
         """End a request now, whatever its state; its last output is returned. Unknown and ended ids are ignored."""
@@ -411,8 +411,8 @@ class Scheduler:
             self._grammars.leave(sequence)
 
 
-def _refusal(request: Request, reason: str, overloaded: bool = False) -> RequestOutput:
-    return RequestOutput(request.request_id, (), refused=reason, overloaded=overloaded)
+def _refusal(request: Request, reason: str, *, overloaded: bool = False, unavailable: bool = False) -> RequestOutput:
+    return RequestOutput(request.request_id, (), refused=reason, overloaded=overloaded, unavailable=unavailable)
 
 
 def _admission(sequence: Sequence, *, with_tokens: bool) -> Admission:

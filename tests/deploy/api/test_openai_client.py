@@ -362,6 +362,11 @@ def test_faults_and_refusals(client: openai.OpenAI, engine: FakeEngine) -> None:
         with pytest.raises(openai.RateLimitError) as limited:
             client.completions.create(model="tiny", prompt="x", stream=stream)
         assert limited.value.response.headers["retry-after"] == "1"
+        engine.script = lambda request: [Refused("no other grammar can be compiled", unavailable=True)]
+        with pytest.raises(openai.InternalServerError, match="no other grammar") as caught:
+            client.completions.create(model="tiny", prompt="x", stream=stream)
+        assert (caught.value.status_code, caught.value.code) == (503, "grammars_unavailable")
+        assert caught.value.response.headers["retry-after"] == "1"
         engine.script = lambda request: [Refused("needs more pages than there are")]
         with pytest.raises(openai.BadRequestError, match="more pages"):
             client.completions.create(model="tiny", prompt="x", stream=stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
 import threading
 from pathlib import Path
@@ -20,7 +21,7 @@ from workers.grammar import rows as rows_module
 from workers.grammar.compiler import Compiled, Compiler, NotCompiled
 from workers.grammar.matcher import RequestMatcher
 from workers.grammar.rows import ConstrainedRows
-from workers.protocol.grammar import Grammar
+from workers.protocol.grammar import COMPILED_AT_ONCE, Grammar
 from workers.protocol.plan import Admission, BatchLayout, SamplingParams
 from workers.step.masks import StepMasks
 
@@ -152,6 +153,28 @@ def test_what_cannot_be_compiled_says_why(tmp_path: Path, grammar: Grammar, text
     compiler = Compiler(write_grammar_model(tmp_path), VOCAB, (EOS,), lambda ticket, error: None)
     with pytest.raises(NotCompiled, match=text):
         compiler.compile(grammar)
+
+
+def test_what_is_forgotten_before_its_turn_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: queue.Queue[int] = queue.Queue()
+    compiler = Compiler(tmp_path, VOCAB, (EOS,), lambda ticket, error: answered.put(ticket))
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def compile(grammar: Grammar) -> Compiled:
+        begun.release()
+        assert go_on.wait(60)
+        return Compiled(grammar, None)
+
+    monkeypatch.setattr(compiler, "compile", compile)
+    for ticket in range(1, COMPILED_AT_ONCE + 3):
+        compiler.ask(ticket, Grammar("regex", str(ticket)))
+    for _ in range(COMPILED_AT_ONCE):
+        assert begun.acquire(timeout=60)
+    compiler.forget(COMPILED_AT_ONCE + 1)
+    go_on.set()
+    tickets = [answered.get(timeout=60) for _ in range(COMPILED_AT_ONCE + 1)]
+    assert sorted(tickets) == [*range(1, COMPILED_AT_ONCE + 1), COMPILED_AT_ONCE + 2]
+    compiler.close()
 
 
 @pytest.mark.parametrize("slow", [(), (1,), (5, 7), (1, 5, 7)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.protocol.grammar import CompileGrammar, ForgetGrammar, Grammar, GrammarReady
+from workers.protocol.grammar import COMPILED_AT_ONCE, CompileGrammar, ForgetGrammar, Grammar, GrammarReady
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.scheduler import Scheduler, SchedulerConfig
@@ -99,6 +99,53 @@ def test_a_late_grammar_refuses_until_it_is_ready() -> None:
     run.grammar_work()
     assert run.add(request("four", A)) is None
     assert run.grammar_work() == [CompileGrammar(3, A)]
+
+
+def stuck_scheduler(clock: Clock) -> Scheduler:
+    """As many grammars are compiled as can be at a time, B was in use before, and the time of all of them is over."""
+    run = scheduler(clock)
+    run.add(request("b", B))
+    run.grammar_ready(GrammarReady(1))
+    for number in range(COMPILED_AT_ONCE):
+        assert run.add(request(f"stuck {number}", Grammar("regex", f"a{{{number}}}"))) is None
+    clock.now += 11
+    return run
+
+
+def test_while_all_compilations_are_stuck_other_grammars_are_refused_at_once() -> None:
+    run = stuck_scheduler(Clock())
+    refused = run.add(request("another", A))
+    assert refused is not None
+    assert refused.unavailable
+    assert "try again later" in refused.refused
+    # What is in use is served, and a stuck one is told what is wrong with it.
+    assert run.add(request("same", B)) is None
+    late = run.expire()
+    assert len(late) == COMPILED_AT_ONCE
+    assert not any(output.unavailable for output in late)
+    again = run.add(request("again", Grammar("regex", "a{0}")))
+    assert again is not None
+    assert not again.unavailable
+    # One that ends at last makes room.
+    run.grammar_ready(GrammarReady(3, "it was odd"))
+    assert run.add(request("another", A)) is None
+
+
+def test_a_grammar_that_waits_behind_stuck_ones_is_not_blamed() -> None:
+    """Nor compiled once nobody waits for it any more."""
+    clock = Clock()
+    run = scheduler(clock)
+    for number in range(COMPILED_AT_ONCE):
+        run.add(request(f"stuck {number}", Grammar("regex", f"a{{{number}}}")))
+    assert run.add(request("behind", A)) is None
+    run.grammar_work()
+    clock.now += 11
+    refused = {output.request_id: output.unavailable for output in run.expire()}
+    assert refused == {**{f"stuck {number}": False for number in range(COMPILED_AT_ONCE)}, "behind": True}
+    assert run.grammar_work() == [ForgetGrammar(COMPILED_AT_ONCE + 1)]
+    run.grammar_ready(GrammarReady(1))
+    assert run.add(request("behind again", A)) is None
+    assert run.grammar_work()[-1] == CompileGrammar(COMPILED_AT_ONCE + 2, A)
 
 
 @pytest.mark.parametrize("ready", [False, True])
