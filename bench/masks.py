@@ -4,10 +4,10 @@
     python bench/masks.py --rows 8 --width 1 --kinds text,limited
 
 The vocabulary is made up: single bytes, words with a space before them and without, digits, pieces of JSON. Every row
-writes a text of its own, drawn beforehand, of a few dozen to some hundred tokens; a draft is the text's next token with a
-probability of `--accepted`, else any token. A step is timed as it happens: the tokens that were gained are accepted, then
-all masks are filled. Of a step are printed the median and the 99th percentile by the clock; the processor's time of all
-threads, and of the thread that asked, which is what holds up launching; and how many masks it had.
+writes a text of its own, drawn beforehand, of a few dozen to some hundred tokens; a draft is the text's next token with
+a probability of `--accepted`, else any token. A step is timed as it happens: the tokens that were gained are accepted,
+then all masks are filled. Of a step are printed the median and the 99th percentile by the clock; the processor's time
+of all threads, and of the thread that asked, which is what holds up launching; and how many masks it had.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from workers.grammar.library import xgr
 from workers.grammar.schema import SchemaError, check_schema, with_own_patterns
+from workers.grammar.surrogates import without_surrogates
 from workers.protocol.grammar import Grammar, Kind
 
 MOST_BYTES: Final = 1 << 17
@@ -30,11 +31,12 @@ CONTROLS: Final = frozenset(range(0x20))
 
 
 def vocabulary_for(kind: Kind, table: Sequence[bytes]) -> list[bytes]:
-    """What the tokens of a vocabulary write under a grammar. JSON is written without control characters: some of
-    xgrammar's strings, those of a given length or pattern, would hold them as they are, which JSON forbids. So white
-    space between its tokens is spaces alone."""
+    """What the tokens of a vocabulary write under a grammar. None holds a surrogate. JSON is written without control
+    characters: some of xgrammar's strings, those of a given length or pattern, would hold them as they are, which JSON
+    forbids. So white space between its tokens is spaces alone."""
+    table = without_surrogates(table)
     if kind not in ("json", "json_schema"):
-        return list(table)
+        return table
     return [b"" if CONTROLS.intersection(raw) else raw for raw in table]
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from workers.grammar.surrogates import SplitSurrogates
 from workers.protocol.grammar import COMPILED_AT_ONCE, CompileGrammar, ForgetGrammar, Grammar, Kind
 from workers.vocabulary.beside import text_of_tokens_beside
 
@@ -27,8 +28,9 @@ TRIAL_TOKENS: Final = 48
 class Compiled:
     """A grammar that is ready: matchers of it can be made."""
 
-    def __init__(self, grammar: Grammar, handle: object) -> None:
-        self.grammar, self.handle = grammar, handle
+    def __init__(self, grammar: Grammar, handle: object, split: SplitSurrogates | None = None) -> None:
+        """`split`: of the vocabulary, where it may have any."""
+        self.grammar, self.handle, self.split = grammar, handle, split
 
 
 class NotCompiled(ValueError):
@@ -93,9 +95,9 @@ class Compiler:
         from workers.grammar.build import GrammarError, build
 
         try:
-            compilers = self._open()
+            *compilers, split = self._open()
             compiler = compilers[grammar.kind in ("json", "json_schema")]
-            compiled = Compiled(grammar, compiler.compile_grammar(build(grammar)))
+            compiled = Compiled(grammar, compiler.compile_grammar(build(grammar)), split)
             self._try(compiled)
         except GrammarError as error:
             raise NotCompiled(str(error)) from None
@@ -124,13 +126,13 @@ class Compiler:
                 self._forgotten.discard(ticket)
             self._on_ready(ticket, error)
 
-    def _open(self) -> tuple[Any, Any]:
+    def _open(self) -> tuple[Any, Any, SplitSurrogates]:
         with self._opening:
             return self._compilers
 
     @cached_property
-    def _compilers(self) -> tuple[Any, Any]:
-        """For text, and for JSON."""
+    def _compilers(self) -> tuple[Any, Any, SplitSurrogates]:
+        """For text, and for JSON; and what neither may write."""
         from workers.grammar.build import vocabulary_for
         from workers.grammar.library import xgr
 
@@ -147,7 +149,7 @@ class Compiler:
             info = xgr.TokenizerInfo(own, vocab_size=self._vocab, stop_token_ids=list(self._eos_ids))
             return xgr.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES // 2)
 
-        return compiler("regex"), compiler("json")
+        return compiler("regex"), compiler("json"), SplitSurrogates(table, self._vocab)
 
     def _try(self, compiled: Compiled) -> None:
         """Write some text. One whose grammar needs for ever for that never becomes ready."""

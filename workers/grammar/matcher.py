@@ -44,6 +44,7 @@ class RequestMatcher:
         from workers.grammar.library import xgr  # most replicas never need it
 
         self._matcher = xgr.GrammarMatcher(compiled.handle)  # type: ignore[arg-type]
+        self._split, self._halfway = compiled.split, False
         self._begin_after = compiled.grammar.begin_after
         self._eos_ids, self._stop_ids = tuple(eos_ids), tuple(t for t in sampling.stop_ids if 0 <= t < vocab)
         self._min_tokens, self._vocab = sampling.min_tokens, vocab
@@ -74,7 +75,7 @@ class RequestMatcher:
         The state is the same afterwards. Other matchers may do the same in other threads meanwhile.
         """
         begin = time.thread_time()
-        kept = self._generated, self._tail, self._phase
+        kept = self._generated, self._tail, self._phase, self._halfway
         accepted = filled = 0
         stuck = False
         for place, bits_B in enumerate(masks):
@@ -87,7 +88,7 @@ class RequestMatcher:
             accepted += self._accept(drafts[place])
         if accepted:
             self._matcher.rollback(accepted)
-        self._generated, self._tail, self._phase = kept
+        self._generated, self._tail, self._phase, self._halfway = kept
         self.slow = time.thread_time() - begin > SLOW_S
         return filled, stuck
 
@@ -95,8 +96,12 @@ class RequestMatcher:
         """Whether xgrammar took it, and can take it back."""
         self._generated += 1
         if self._phase is _Phase.BOUND:
+            if self._halfway and self._split is not None and self._split.ends(token):
+                self._phase = _Phase.LOST
+                return False
             begin = time.thread_time()
             taken = bool(self._matcher.accept_token(token))
+            self._halfway = self._split is not None and self._split.begins(token)
             if not taken or time.thread_time() - begin > COSTLY_S:
                 self._phase = _Phase.LOST
             elif self._matcher.is_terminated():
@@ -116,6 +121,8 @@ class RequestMatcher:
             self._costly |= time.thread_time() - begin > COSTLY_S
             if self._last is not None:
                 bits_B[-1] &= self._last  # xgrammar also sets bits of no id
+            if self._halfway and self._split is not None:
+                self._split.forbid(bits_B)
         elif self._phase is _Phase.FREE:
             # The text cannot end before what it is to be has begun.
             bits_B.fill(-1)
