@@ -195,6 +195,17 @@ GivenTokenBudget = Annotated[
     int | None,
     typer.Option("--token-budget", help="Most tokens one step feeds.", show_default="2048", rich_help_panel=ENGINE),
 ]
+GivenMixedStepTarget = Annotated[
+    float | None,
+    typer.Option(
+        "--mixed-step-target-ms",
+        metavar="MS",
+        min=0,
+        help="What a step with streams and prompts is to take; prompts get the tokens that fit. 0: all that are left.",
+        show_default="2 x a decode step",
+        rich_help_panel=ENGINE,
+    ),
+]
 GivenGrammarCompileTimeout = Annotated[
     float | None,
     typer.Option(

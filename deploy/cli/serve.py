@@ -37,6 +37,7 @@ _FLAGS = {
     "engine.device": "--device",
     "engine.max_rows": "--max-rows",
     "engine.token_budget": "--token-budget",
+    "engine.mixed_step_target_ms": "--mixed-step-target-ms",
     "engine.max_context": "--max-context",
     "engine.cache_pages": "--cache-pages",
     "engine.memory_fraction": "--memory-fraction",
@@ -97,6 +98,7 @@ def serve(
             rich_help_panel=options.ENGINE,
         ),
     ] = None,
+    mixed_step_target_ms: options.GivenMixedStepTarget = None,
     grammar_compile_timeout: options.GivenGrammarCompileTimeout = None,
     replicas: Annotated[
         int | None,
@@ -192,6 +194,7 @@ def serve(
                 "engine.device": device,
                 "engine.max_rows": max_rows,
                 "engine.token_budget": token_budget,
+                "engine.mixed_step_target_ms": mixed_step_target_ms,
                 "engine.max_context": max_context,
                 "engine.cache_pages": cache_pages,
                 "engine.memory_fraction": memory_fraction,

@@ -245,6 +245,7 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         queue_limit=config.queue_limit,
         prefix_cache=config.prefix_cache,
         vocab_size=ready.vocab_size,
+        mixed_step_target_s=None if config.mixed_step_target_ms is None else config.mixed_step_target_ms / 1e3,
         grammar_timeout_s=config.grammar_compile_timeout_s,
         draft_cache=ready.draft_cache,
         reads_tokens=ready.reads_tokens,

@@ -16,6 +16,7 @@ from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
 from workers.scheduler.intake import why_impossible
+from workers.scheduler.mixed_target import MixedTarget
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence
 from workers.scheduler.soundness import BAD_LOGITS, PROBE_ID, STUCK, Soundness, may_be_a_victim, probe
@@ -47,6 +48,7 @@ class Scheduler:
         self.config = config
         self._rows = Rows(config)
         self._speculation = Speculation(config)
+        self._mixed = MixedTarget(config, self._speculation.times)
         self._counters = Counters()
         self._soundness = Soundness()
         self._grammars = Grammars(config.grammar_timeout_s)
@@ -129,7 +131,7 @@ class Scheduler:
         grants: list[PageGrant] = []
         admissions: list[Admission] = []
         decode, preempted = self._plan_decode(width, grants)
-        budget = self.config.token_budget - width * len(decode)
+        budget = self._mixed.budget(len(decode), width, self.config.token_budget - width * len(decode))
         prefilled, prefill = self._plan_prefill(budget, admissions, grants, admit=not preempted)
         if not decode and not prefill:
             return None
@@ -191,7 +193,9 @@ class Scheduler:
             self._rows.landed(sequence, sampled=row.final)
         self._counters.drafts_offered += offered
         self._counters.drafts_accepted += accepted
-        self._counters.count_step(len(flight.decode), sum(len(row.tokens) for row in plan.prefill), result.duration)
+        prompt_tokens = sum(len(row.tokens) for row in plan.prefill)
+        self._mixed.observe(len(flight.decode), plan.width, prompt_tokens, result.duration)
+        self._counters.count_step(len(flight.decode), prompt_tokens, result.duration)
         return (*self._judge(outputs, bad), *stuck.values())
 
     def stats(self) -> EngineStats:

@@ -43,7 +43,7 @@ class Speculation:
     def __init__(self, config: SchedulerConfig) -> None:
         self._most = config.width
         self._adaptive = config.adaptive and config.width > 1
-        self._times = StepTimes(config.step_times, config.width)
+        self.times = StepTimes(config.step_times, config.width)
         self._acceptance, self._baseline = Acceptance(config.width - 1), Baseline()
         self._best = config.width
         self._tried = 0
@@ -92,26 +92,26 @@ class Speculation:
         if width > 1:
             self._baseline.observe(rows)
         self._acceptance.observe(width - 1, rows)
+        if alone and seconds > 0:
+            self.times.observe(len(rows), width, seconds)
         if not self._adaptive:
             return
         self._tried = width - 1
         if width == self._most:
             self._unknown = max(0, self._unknown - len(rows))
-        if alone and seconds > 0:
-            self._times.observe(len(rows), width, seconds)
         if self._probe and width > self._best:
             self._probe = max(0, self._probe - len(rows))
             if not self._probe:
                 self._pause(len(rows))
         elif not self._probe and self._best < self._most:
-            self._rest -= seconds or self._times.seconds(len(rows), width)
+            self._rest -= seconds or self.times.seconds(len(rows), width)
             if self._rest <= 0:
                 self._probe = PROBED
 
     def _pause(self, rows: int) -> None:
         """Until the next probe: long enough that it, and the step before that drafts for it, may take their share."""
         steps = -(-PROBED // rows) + 1
-        probe = steps * self._times.seconds(rows, min(self._best + 1, self._most))
+        probe = steps * self.times.seconds(rows, min(self._best + 1, self._most))
         self._rest = probe / PROBE_SHARE / self._sooner
         self._sooner = max(1, self._sooner // 2)
 
@@ -119,7 +119,7 @@ class Speculation:
         """Follow the width that gives most tokens a second, if it is better by enough."""
 
         def speed(width: int) -> float:
-            return self._acceptance.tokens(width, self._tried) / self._times.seconds(rows, width)
+            return self._acceptance.tokens(width, self._tried) / self.times.seconds(rows, width)
 
         best = max(range(1, self._most + 1), key=speed)
         if best != self._best and speed(best) > GAIN * speed(self._best):

@@ -68,7 +68,7 @@ def test_flags(started, command, model_folder):
         f"--kv-cache-dtype fp8 --drafter eagle3 --draft-model {model_folder} "
         "--token-budget 99 --max-context 100 --cache-pages 12 --memory-fraction 0.5 --replicas 2 --host 0.0.0.0 "
         "--port 0 --ingress proxy --ray-address auto --served-model-name tiny "
-        "--served-model-name small --api-key one --api-key two --activations bf16"
+        "--served-model-name small --api-key one --api-key two --activations bf16 --mixed-step-target-ms 12.5"
     )
     assert command("serve", *flags.split()).code == 0
     (config,) = started
@@ -78,6 +78,7 @@ def test_flags(started, command, model_folder):
     assert (engine.max_rows, engine.token_budget, engine.max_context, engine.cache_pages) == (8, 99, 100, 12)
     assert engine.memory_fraction == 0.5
     assert engine.activations == "bf16"
+    assert engine.mixed_step_target_ms == 12.5
     assert (config.replicas, config.host, config.port, config.ingress) == (2, "0.0.0.0", 0, "proxy")
     assert (config.ray_address, config.model_name) == ("auto", "tiny")
     assert config.api.served_model_names == ("tiny", "small")

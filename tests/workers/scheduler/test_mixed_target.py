@@ -1,0 +1,168 @@
+"""Mixed steps take as long as they may, in simulated time."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+from test_speculation import MILLISECONDS, measured, step_seconds
+
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams, StepPlan, StepResult
+from workers.protocol.report import StepTime
+from workers.scheduler import Scheduler, SchedulerConfig
+from workers.scheduler.mixed_target import DECODE_STEPS, FEWEST
+
+BUDGET, ROWS = 2048, 16
+Cost = Callable[[StepPlan], float]
+"""Seconds that the prompt tokens of a step take."""
+
+
+def tokens_of(plan: StepPlan) -> int:
+    return sum(len(row.tokens) for row in plan.prefill)
+
+
+def plain(plan: StepPlan) -> float:
+    """Some of it is the same for any number of tokens."""
+    return 1e-3 + 11e-6 * tokens_of(plan)
+
+
+def deep(plan: StepPlan) -> float:
+    """Tokens far behind in a prompt have more to attend to: up to three times as much."""
+    return sum(len(row.tokens) * (8e-6 + 16e-6 * row.start / 8192) for row in plan.prefill)
+
+
+def noisy(plan: StepPlan) -> float:
+    """And now and then the machine is busy."""
+    return plain(plan) * random.Random(plan.step).choice([0.9, 1.0, 1.0, 1.1, 1.0, 0.95, 1.05, 1.0, 1.0, 12.0])
+
+
+class Served:
+    """Streams that never end, and prompts that come behind one another."""
+
+    def __init__(self, times: tuple[StepTime, ...], cost: Cost, target: float | None, *, width: int = 1) -> None:
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                slots=ROWS + 2,
+                pages=8000,
+                max_context=20_000,
+                token_budget=BUDGET,
+                width=width,
+                queue_limit=99,
+                step_times=times,
+                mixed_step_target_s=target,
+            )
+        )
+        self.cost, self.taken = cost, []
+        self.flights: deque[StepPlan] = deque()
+        self.plans: list[StepPlan] = []
+        self.count = 0
+
+    def add(self, prompt: int, output: int) -> None:
+        rng, self.count = random.Random(self.count), self.count + 1
+        ids = tuple(rng.randrange(1000) for _ in range(prompt))
+        assert self.scheduler.add(Request(f"r{self.count}", ids, SamplingParams(output))) is None
+
+    def seconds(self, plan: StepPlan) -> float:
+        decode = step_seconds("experts", len(plan.decode_slots), plan.width) if plan.decode_slots else 0.0
+        return decode + (self.cost(plan) if plan.prefill else 0.0)
+
+    def step(self) -> StepPlan:
+        while (plan := self.scheduler.plan()) is not None:
+            self.flights.append(plan)
+        plan = self.flights.popleft()
+        tokens = tuple((9,) for _ in range(plan.layout.sampled_rows))
+        self.scheduler.apply(StepResult(plan.step, tokens, self.seconds(plan)))
+        self.plans.append(plan)
+        return plan
+
+    def streams(self) -> None:
+        for _ in range(ROWS):
+            self.add(3, 15_000)
+        while len(self.step().decode_slots) < ROWS:
+            pass
+
+    def mixed(self, steps: int, prompt: int = 8000) -> list[StepPlan]:
+        """So many mixed steps, while prompts keep coming."""
+        found: list[StepPlan] = []
+        while len(found) < steps:
+            if self.scheduler.stats().prefill_backlog < BUDGET:
+                self.add(prompt, 1)
+            plan = self.step()
+            if plan.prefill and len(plan.decode_slots) >= ROWS:
+                found.append(plan)
+        return found
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("target", [None, 0.02, 0.012])
+@pytest.mark.parametrize("cost", [plain, deep, noisy])
+def test_mixed_steps_take_as_long_as_they_may(cost: Cost, target: float | None, width: int) -> None:
+    run = Served(measured("experts"), cost, target, width=width)
+    run.streams()
+    run.mixed(30)
+    plans = [plan for plan in run.mixed(300) if len(plan.prefill) == 1 and not plan.prefill[0].final]
+    allowed = target or DECODE_STEPS * step_seconds("experts", ROWS, width)
+    took = sorted(run.seconds(plan) / allowed for plan in plans if cost is not noisy or cost(plan) < 2 * plain(plan))
+    assert took[len(took) // 2] == pytest.approx(1, rel=0.2)
+    assert took[int(0.99 * len(took))] < 1.5
+
+
+def test_the_first_mixed_steps_are_near_the_target_already() -> None:
+    run = Served(measured("experts"), plain, None)
+    run.streams()
+    for plan in run.mixed(5):
+        assert run.seconds(plan) < 1.35 * DECODE_STEPS * step_seconds("experts", ROWS, 1)
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_a_wrong_guess_is_left_in_some_steps(factor: float) -> None:
+    run = Served(measured("experts"), lambda plan: factor * plain(plan), 0.03)
+    run.streams()
+    run.mixed(25)
+    for plan in run.mixed(10):
+        if not any(row.final for row in plan.prefill):
+            assert run.seconds(plan) == pytest.approx(0.03, rel=0.25) or tokens_of(plan) > BUDGET - 100
+
+
+def budgets(run: Served) -> set[int]:
+    run.streams()
+    return {tokens_of(plan) + len(plan.decode_slots) for plan in run.mixed(20) if not plan.prefill[-1].final}
+
+
+def test_without_times_or_without_a_target_prompts_get_what_is_left() -> None:
+    assert budgets(Served((), plain, None)) == {BUDGET}
+    assert budgets(Served(measured("experts"), plain, 0.0)) == {BUDGET}
+
+
+def test_a_target_is_met_where_nobody_measured_anything() -> None:
+    run = Served((), plain, 0.02)
+    run.streams()
+    for _ in range(200):
+        run.step()
+    run.mixed(30)
+    for plan in run.mixed(20):
+        if not any(row.final for row in plan.prefill):
+            assert run.seconds(plan) == pytest.approx(0.02, rel=0.25)
+
+
+def test_prompts_never_starve() -> None:
+    run = Served(measured("experts"), plain, 1e-6)
+    run.streams()
+    assert all(tokens_of(plan) == FEWEST for plan in run.mixed(20) if not any(row.final for row in plan.prefill))
+
+
+def test_steps_without_streams_have_the_whole_budget() -> None:
+    run = Served(measured("experts"), plain, None)
+    run.add(8000, 1)
+    assert tokens_of(run.step()) == BUDGET
+
+
+@pytest.mark.parametrize("kind", MILLISECONDS)
+def test_what_a_token_costs_is_guessed_from_the_largest_steps(kind: str) -> None:
+    run = Served(measured(kind), plain, None)
+    guess = run.scheduler._mixed._cost
+    largest = MILLISECONDS[kind][-1] - MILLISECONDS[kind][-2]
+    assert guess == pytest.approx(1e-3 * largest / 128, rel=0.5)
