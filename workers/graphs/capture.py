@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -48,13 +49,11 @@ class CapturedStep:
 class CapturedHalves:
     """A decode step as two graphs, between which masks are filled: the target's pass, and all that follows from it."""
 
-    def __init__(self, step: DecodeStep, masks: TokenMasks | None) -> None:
-        """Captures at once, as `CapturedStep` does. `masks`: where they will be, on ranks that sample."""
-        self.step = step
-        step.slot_R.fill_(-1)
-        with step.memory():
-            self._target, passed = record(step.parts.device, step.target)
-            self._rest, self.output = record(step.parts.device, lambda: step.rest(passed, masks))
+    def __init__(
+        self, step: DecodeStep, target: torch.cuda.CUDAGraph, rest: torch.cuda.CUDAGraph, output: StepOutput
+    ) -> None:
+        """See `capture_halves`."""
+        self.step, self._target, self._rest, self.output = step, target, rest, output
 
     def replay(self, masks: Callable[[], TokenMasks | None]) -> StepOutput:
         """Run the step for the slots in `step.slot_R`. `masks` is called when the first half is launched, and puts the
@@ -65,9 +64,28 @@ class CapturedHalves:
         return self.output
 
     def drop(self) -> None:
-        """Destroy the graphs; their process group must still live."""
+        """Destroy the graphs; their process group must still live. Of a graph that is shared that is done more than
+        once, which does nothing."""
         self._target.reset()
         self._rest.reset()
+
+
+def capture_halves(
+    parts: StepParts, keys: Sequence[GraphKey], scratch: Scratch, masks: TokenMasks | None
+) -> list[CapturedHalves]:
+    """Captures steps in two halves at once, as `CapturedStep` does. They differ by their drafts alone, so the first
+    half is one graph for all. `masks`: where they will be, on ranks that sample."""
+    first = DecodeStep(parts, keys[0], scratch)
+    first.slot_R.fill_(-1)
+    captured: list[CapturedHalves] = []
+    with first.memory():
+        target, passed = record(parts.device, first.target)
+        for key in keys:
+            step = first if key == keys[0] else first.drafting(key.drafts)
+            with step.memory():
+                rest, output = record(parts.device, partial(step.rest, passed, masks))
+            captured.append(CapturedHalves(step, target, rest, output))
+    return captured
 
 
 GRAPH_BYTES = 1 << 19
@@ -143,7 +161,8 @@ def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:
     ladder = TokenLadder(token_budget)
     segments = sum(map(len, parts.passes)) - 1  # the last one's are the endings
     rows = Ladder(max_rows, parts.width, parts.adaptive)
-    steps, endings = len(list(rows)) + 2 * len(list(rows.halves())), len(list(ladder.endings(max_rows)))
+    halves = len(list(rows.halves())) + len(rows.first_halves())
+    steps, endings = len(list(rows)) + halves, len(list(ladder.endings(max_rows)))
     return steps + segments * len(list(ladder)) + endings
 
 
@@ -189,9 +208,9 @@ class GraphRunner:
         with no_garbage_collection():
             for key in keys:
                 self._graphs[key] = CapturedStep(DecodeStep(self._parts, key, Scratch(device, buffer)))
-            for key in self.ladder.halves():
-                step = DecodeStep(self._parts, key, Scratch(device, buffer))
-                self._halves[key] = CapturedHalves(step, self._masks)
+            for alike in self.ladder.first_halves():
+                halves = capture_halves(self._parts, alike, Scratch(device, buffer), self._masks)
+                self._halves |= zip(alike, halves, strict=True)
             for ending_key in self.token_ladder.endings(self.ladder.max_rows):
                 inner = Scratch(device, inner_buffer)
                 self._endings[ending_key] = CapturedEnding(self._parts, ending_key.tokens, inner)
@@ -269,7 +288,8 @@ class GraphRunner:
         """Graphs there are."""
         return (
             len(self._graphs)
-            + 2 * len(self._halves)
+            + len(self._halves)
+            + len(self.ladder.first_halves())
             + len(self._endings)
             + sum(stage.graphs for stage in self._stages.values())
         )

@@ -66,6 +66,12 @@ class DecodeStep:
         self.slot_R = torch.full((key.rows,), -1, dtype=torch.int64, device=parts.device)
         self.decided_N = torch.zeros(self.layout.decision_size, dtype=torch.int64, device=parts.device)
 
+    def drafting(self, drafts: int) -> DecodeStep:
+        """The same step with so many drafts; `slot_R`, and the memory of the first half, are those of this one."""
+        step = DecodeStep(self.parts, self.key._replace(drafts=drafts), self._scratch)
+        step.slot_R = self.slot_R
+        return step
+
     def run(self, masks: Callable[[], TokenMasks | None] | None = None) -> StepOutput:
         """Everything, from the slots' state to the slots' next state. `masks` is called between the two halves, for the
         masks to sample under; it may wait."""

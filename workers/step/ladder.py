@@ -118,6 +118,13 @@ class Ladder:
             for width, drafts in self.modes():
                 yield BatchLayout(width, rows).graph_key(rows, drafts)
 
+    def first_halves(self) -> list[list[GraphKey]]:
+        """The same, keys that differ by their drafts alone together: the first half knows nothing of these."""
+        alike: dict[tuple[int, int], list[GraphKey]] = {}
+        for key in self.halves():
+            alike.setdefault((key.rows, key.width), []).append(key)
+        return list(alike.values())
+
     def key(self, layout: BatchLayout, drafts: int) -> GraphKey | None:
         """Key of the graph that serves a step of this layout; None, never a wrong one, when there is none."""
         return self._key(layout, drafts, row_buckets(self.max_rows))
