@@ -68,6 +68,8 @@ def build(grammar: Grammar) -> xgr.Grammar:
                 return xgr.Grammar.from_ebnf(grammar.text)
             case "structural_tag":
                 return _structural_tag(_parsed(grammar.text))
+            case "free":
+                raise GrammarError("any text is no grammar")
     except SchemaError as error:
         raise GrammarError(str(error)) from None
     except (RuntimeError, UnicodeError) as error:

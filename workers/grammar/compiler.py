@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,20 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES: Final = 1 << 28
 """Of compiled grammars that nobody uses now."""
+MOST_COMPILERS: Final = 4
+"""One for text, one for JSON, and those for calls of tools, whose markers may be special tokens."""
+_KINDS: Final[tuple[Kind, ...]] = ("regex", "json")
 TRIAL_TOKENS: Final = 48
 """Tokens of a text that is written on trial: some grammars compile at once and then take for ever."""
+
+
+class _Vocabulary(NamedTuple):
+    """What tokens write."""
+
+    table: list[bytes]
+    special: frozenset[int]
+    """Ids that are no text, whatever they spell."""
+    split: SplitSurrogates
 
 
 class Compiled:
@@ -49,6 +61,8 @@ class Compiler:
         self._asked: queue.SimpleQueue[tuple[int, Grammar] | None] = queue.SimpleQueue()
         self._ready: dict[int, Compiled] = {}
         self._forgotten: set[int] = set()
+        self._compilers: dict[tuple[bool, tuple[int, ...]], Any] = {}
+        """By whether they are for JSON, and by the special tokens that write text."""
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -94,10 +108,11 @@ class Compiler:
         """Compile a grammar here and now. NotCompiled."""
         from workers.grammar.build import GrammarError, build
 
+        if grammar.kind == "free":
+            return Compiled(grammar, None)
         try:
-            *compilers, split = self._open()
-            compiler = compilers[grammar.kind in ("json", "json_schema")]
-            compiled = Compiled(grammar, compiler.compile_grammar(build(grammar)), split)
+            handle = self._compiler(grammar).compile_grammar(build(grammar))
+            compiled = Compiled(grammar, handle, self._vocabulary.split)
             self._try(compiled)
         except GrammarError as error:
             raise NotCompiled(str(error)) from None
@@ -126,30 +141,42 @@ class Compiler:
                 self._forgotten.discard(ticket)
             self._on_ready(ticket, error)
 
-    def _open(self) -> tuple[Any, Any, SplitSurrogates]:
-        with self._opening:
-            return self._compilers
+    def _open(self) -> None:
+        """Have the compilers of ordinary grammars ready: for text, and for JSON."""
+        for kind in _KINDS:
+            self._compiler(Grammar(kind))
 
-    @cached_property
-    def _compilers(self) -> tuple[Any, Any, SplitSurrogates]:
-        """For text, and for JSON; and what neither may write."""
+    def _compiler(self, grammar: Grammar) -> Any:
+        """xgrammar's compiler for the vocabulary of a grammar."""
         from workers.grammar.build import vocabulary_for
         from workers.grammar.library import xgr
 
+        key = grammar.kind in ("json", "json_schema"), grammar.spelled
+        with self._opening:
+            if key not in self._compilers:
+                hidden = self._vocabulary.special.difference(grammar.spelled)
+                shown = [b"" if index in hidden else raw for index, raw in enumerate(self._vocabulary.table)]
+                own = vocabulary_for(grammar.kind, shown)
+                info = xgr.TokenizerInfo(own, vocab_size=self._vocab, stop_token_ids=list(self._eos_ids))
+                while len(self._compilers) >= MOST_COMPILERS:
+                    self._compilers.pop(next(iter(self._compilers)))
+                self._compilers[key] = xgr.GrammarCompiler(
+                    info, max_threads=1, cache_limit_bytes=CACHE_BYTES // MOST_COMPILERS
+                )
+            return self._compilers[key]
+
+    @cached_property
+    def _vocabulary(self) -> _Vocabulary:
+        """NotCompiled where there is none to write texts with."""
         if not self._eos_ids:
             raise NotCompiled("this model has no end-of-sequence id, without which no text can be ended")
-        table = text_of_tokens_beside(self._folder)
-        if table is None:
+        read = text_of_tokens_beside(self._folder)
+        if read is None:
             raise NotCompiled("this model has no tokenizer whose tokens are bytes of text")
+        table, special = read
         # Ids behind the tokenizer's, with which models pad their vocabulary, are no text either.
         table = (table + [b""] * (self._vocab - len(table)))[: self._vocab]
-
-        def compiler(kind: Kind) -> Any:
-            own = vocabulary_for(kind, table)
-            info = xgr.TokenizerInfo(own, vocab_size=self._vocab, stop_token_ids=list(self._eos_ids))
-            return xgr.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES // 2)
-
-        return compiler("regex"), compiler("json"), SplitSurrogates(table, self._vocab)
+        return _Vocabulary(table, special, SplitSurrogates(table, self._vocab))
 
     def _try(self, compiled: Compiled) -> None:
         """Write some text. One whose grammar needs for ever for that never becomes ready."""

@@ -21,6 +21,8 @@ Bits = np.ndarray[Any, np.dtype[np.int32]]
 COSTLY_S: Final = 0.1
 """Seconds of computing that a token, or a mask, may take. Some grammars, such as `(a*)*b`, take longer with each token;
 others must not wait for them."""
+OPENING: Final = 4
+"""Tokens within which a text before the grammar is opened, if the model is to open it: white space may come first."""
 SLOW_S: Final = 0.0005
 """Seconds of computing for the masks of a step from which on a row's are filled beside those of others: handing them
 over to another thread takes a tenth of that."""
@@ -29,6 +31,8 @@ over to another thread takes a tenth of that."""
 class _Phase(Enum):
     FREE = auto()
     """The grammar has not begun."""
+    OPEN = auto()
+    """Nothing is asked of the text, or no more."""
     BOUND = auto()
     ENDED = auto()
     """An end-of-sequence id was generated behind a complete text."""
@@ -41,9 +45,8 @@ class RequestMatcher:
     """The state of one request's grammar: a function of the generated tokens alone."""
 
     def __init__(self, compiled: Compiled, sampling: SamplingParams, eos_ids: Sequence[int], vocab: int) -> None:
-        from workers.grammar.library import xgr  # most replicas never need it
-
-        self._matcher = xgr.GrammarMatcher(compiled.handle)  # type: ignore[arg-type]
+        self._matcher = _matcher(compiled)
+        self._grammar = compiled.grammar
         self._split, self._halfway = compiled.split, False
         self._begin_after = compiled.grammar.begin_after
         self._eos_ids, self._stop_ids = tuple(eos_ids), tuple(t for t in sampling.stop_ids if 0 <= t < vocab)
@@ -52,7 +55,10 @@ class RequestMatcher:
         self._last = None if used == 32 else np.int32((1 << used) - 1)
         self._generated = 0
         self._tail: tuple[int, ...] = ()
-        self._phase = _Phase.FREE if self._begin_after else _Phase.BOUND
+        self._behind = _Phase.OPEN if compiled.grammar.kind == "free" else _Phase.BOUND
+        self._phase = _Phase.FREE if self._begin_after else self._behind
+        self._opened = -1 if compiled.grammar.opened_by else 0
+        """Tokens generated before the text before the grammar; -1: it has not begun."""
         self._costly = False
         self.slow = False
         """Whether the masks of the last step took so long that the next ones are better filled beside others."""
@@ -75,7 +81,7 @@ class RequestMatcher:
         The state is the same afterwards. Other matchers may do the same in other threads meanwhile.
         """
         begin = time.thread_time()
-        kept = self._generated, self._tail, self._phase, self._halfway
+        kept = self._generated, self._tail, self._phase, self._halfway, self._opened
         accepted = filled = 0
         stuck = False
         for place, bits_B in enumerate(masks):
@@ -88,13 +94,15 @@ class RequestMatcher:
             accepted += self._accept(drafts[place])
         if accepted:
             self._matcher.rollback(accepted)
-        self._generated, self._tail, self._phase, self._halfway = kept
+        self._generated, self._tail, self._phase, self._halfway, self._opened = kept
         self.slow = time.thread_time() - begin > SLOW_S
         return filled, stuck
 
     def _accept(self, token: int) -> bool:
         """Whether xgrammar took it, and can take it back."""
         self._generated += 1
+        if self._phase is _Phase.FREE and token in self._grammar.begun_by:
+            self._phase = self._behind
         if self._phase is _Phase.BOUND:
             if self._halfway and self._split is not None and self._split.ends(token):
                 self._phase = _Phase.LOST
@@ -108,10 +116,24 @@ class RequestMatcher:
                 self._phase = _Phase.ENDED
             return taken
         if self._phase is _Phase.FREE:
-            self._tail = (*self._tail, token)[-len(self._begin_after) :]
-            if self._tail == self._begin_after:
-                self._phase = _Phase.BOUND
+            self._free(token)
         return False
+
+    def _free(self, token: int) -> None:
+        """A token before the grammar."""
+        if self._opened < 0 and token in self._grammar.opened_by:
+            self._opened = self._generated - 1
+        self._tail = (*self._tail, token)[-len(self._begin_after) :]
+        if self._tail == self._begin_after or (self._opened < 0 and self._generated >= OPENING):
+            self._phase = self._behind
+
+    def _closing(self) -> int | None:
+        """The token that must come now for the text before the grammar to end in time; None if any may."""
+        most, end = self._grammar.most_before, self._begin_after
+        if not most or self._opened < 0 or self._generated - self._opened < most - len(end):
+            return None
+        begun = next((n for n in range(len(end) - 1, 0, -1) if self._tail[-n:] == end[:n]), 0)
+        return end[begun]
 
     def _fill(self, bits_B: Bits) -> bool:
         """The mask of the next token; whether it allows any."""
@@ -124,9 +146,15 @@ class RequestMatcher:
             if self._halfway and self._split is not None:
                 self._split.forbid(bits_B)
         elif self._phase is _Phase.FREE:
-            # The text cannot end before what it is to be has begun.
+            if (closing := self._closing()) is not None:
+                bits_B.fill(0)
+                _allow(bits_B, (closing,))
+            else:
+                bits_B.fill(-1)
+                if self._behind is _Phase.BOUND:  # the text cannot end before what it is to be has begun
+                    _forbid(bits_B, self._eos_ids)
+        elif self._phase is _Phase.OPEN:
             bits_B.fill(-1)
-            _forbid(bits_B, self._eos_ids)
         else:
             bits_B.fill(0)
             _allow(bits_B, self._eos_ids)
@@ -136,6 +164,15 @@ class RequestMatcher:
             if not bits_B.any():  # the grammar is complete: it wins
                 _allow(bits_B, before)
         return bool(bits_B.any())
+
+
+def _matcher(compiled: Compiled) -> Any:
+    """xgrammar's matcher; None of a text of which nothing is asked."""
+    if compiled.handle is None:
+        return None
+    from workers.grammar.library import xgr  # most replicas never need it
+
+    return xgr.GrammarMatcher(compiled.handle)  # type: ignore[arg-type]
 
 
 def _allows(bits_B: Bits, token: int, vocab: int) -> bool:

@@ -10,7 +10,7 @@ COMPILED_AT_ONCE: Final = 4
 """Grammars that rank 0 compiles side by side, so that one that takes long holds up nobody else's. In the order of their
 tickets."""
 
-Kind = Literal["json_schema", "json", "regex", "choice", "ebnf", "structural_tag"]
+Kind = Literal["json_schema", "json", "regex", "choice", "ebnf", "structural_tag", "free"]
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -19,12 +19,24 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     kind: Kind
     text: str = ""
     """A JSON schema, a regular expression that the whole text matches, a JSON list of strings, a grammar in EBNF whose
-    root rule is `root`, or a structural tag as JSON; empty for `json`, which is any JSON object."""
+    root rule is `root`, or a structural tag as JSON; empty for `json`, which is any JSON object, and for `free`, which
+    is any text: then only what comes before it is bounded."""
     strict: bool = True
     """Of a JSON schema: objects have no properties but those that it names, unless it says otherwise."""
     begin_after: tuple[int, ...] = ()
     """Generated token ids behind which the constraint begins, such as those that end a model's reasoning; empty: it
     begins at once."""
+    begun_by: tuple[int, ...] = ()
+    """Token ids of which each begins the constraint as well, and is the first of its text: calls that models write
+    without ending their reasoning."""
+    most_before: int = 0
+    """Tokens that the text before the constraint may have, `begin_after` included, which is forced if it does not come
+    by itself; 0: as many as it likes."""
+    opened_by: tuple[int, ...] = ()
+    """Token ids of which one must be among the first generated for there to be a text before at all, such as those that
+    begin a model's reasoning; with `free` alone. Empty: there is one from the beginning."""
+    spelled: tuple[int, ...] = ()
+    """Special token ids that write their text under the constraint; all others are no text."""
 
 
 class CompileGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):

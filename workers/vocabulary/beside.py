@@ -18,10 +18,11 @@ class _Read(msgspec.Struct, array_like=True):
     """What the process answers."""
 
     table: list[bytes] | None = None
+    special: list[int] = []
     error: str = ""
 
 
-def text_of_tokens_beside(folder: Path) -> list[bytes] | None:
+def text_of_tokens_beside(folder: Path) -> tuple[list[bytes], frozenset[int]] | None:
     """`text_of_tokens`, here if transformers has been imported already, else in another process. Other threads can run
     meanwhile. ValueError as there, and when the process fails."""
     if "transformers" in sys.modules:
@@ -39,13 +40,14 @@ def text_of_tokens_beside(folder: Path) -> list[bytes] | None:
     read = msgspec.msgpack.decode(done.stdout, type=_Read)
     if read.error:
         raise ValueError(read.error)
-    return read.table
+    return None if read.table is None else (read.table, frozenset(read.special))
 
 
 def _main(folder: str) -> None:
     with redirect_stdout(sys.stderr):  # whatever a library prints is no part of the answer
         try:
-            read = _Read(text_of_tokens(Path(folder)))
+            table, special = text_of_tokens(Path(folder)) or (None, ())
+            read = _Read(table, sorted(special))
         except ValueError as error:
             read = _Read(error=str(error))
     sys.stdout.buffer.write(msgspec.msgpack.encode(read))

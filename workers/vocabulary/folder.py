@@ -37,15 +37,12 @@ def special_ids(backend: object) -> frozenset[int]:
     return frozenset(index for index, token in added.items() if token.special)
 
 
-def text_of_tokens(folder: Path) -> list[bytes] | None:
-    """The bytes that every token of a folder's vocabulary writes, by id, none for ids that are no text. None where the
-    folder has no tokenizer, or one whose tokens are no bytes. ValueError as above."""
+def text_of_tokens(folder: Path) -> tuple[list[bytes], frozenset[int]] | None:
+    """The bytes that every token of a folder's vocabulary spells, by id, and the ids of those that are no text. None
+    where the folder has no tokenizer, or one whose tokens are no bytes. ValueError as above."""
     hf = load_tokenizer(folder)
     if hf is None:
         return None
     backend = hf.backend_tokenizer
     table = byte_vocabulary(backend)
-    if table is None:
-        return None
-    special = special_ids(backend)
-    return [b"" if index in special else raw for index, raw in enumerate(table)]
+    return None if table is None else (table, special_ids(backend))
