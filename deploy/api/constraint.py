@@ -1,4 +1,5 @@
-"""What a request says its answer must look like: OpenAI's `response_format`, and vLLM's guided fields beside it."""
+"""What a request says its answer must look like: OpenAI's `response_format`, vLLM's guided fields beside it, tools that
+must be called, and how long its reasoning may be."""
 
 from __future__ import annotations
 
@@ -6,8 +7,12 @@ import asyncio
 import json
 from typing import Any
 
-from deploy.api.errors import ApiError, invalid, unsupported
+from deploy.api.bounds import bounded, check_possible, one_token, problem_of
+from deploy.api.call_constraint import bound_tools, call_grammar
+from deploy.api.errors import invalid, unsupported
 from deploy.api.protocol import ChatBody, GenerationBody
+from deploy.api.reading import Reading
+from deploy.parsing.reasoning import CLOSE
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import ModelInfo
 from workers.protocol.grammar import Grammar
@@ -17,11 +22,28 @@ FIELDS = ("response_format", "guided_json", "guided_regex", "guided_choice", "gu
 
 
 async def requested_grammar(
-    body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, behind: str | None = None
+    body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, reading: Reading | None = None
 ) -> Grammar | None:
     """The constraint of a request, None without one. 400 for several of them, for one that is none, and for what would
-    not be enforced to the letter. `behind`: what ends the reasoning that the answer begins with; the constraint begins
-    there unless the request says where."""
+    not be enforced to the letter. `reading`: how the answer is read. Behind reasoning that the answer begins with the
+    constraint begins, unless the request says where."""
+    inside = reading is not None and reading.where == "inside"
+    grammar = await _form(body, tokenizer, info, CLOSE if inside else None)
+    if not isinstance(body, ChatBody):
+        return grammar
+    if grammar is None and (binding := bound_tools(body)):
+        check_possible("tools", tokenizer, info)
+        assert tokenizer is not None
+        assert reading is not None
+        begin_after = one_token(CLOSE, tokenizer, "tools") if inside else ()
+        grammar = await asyncio.to_thread(call_grammar, body, binding, reading, tokenizer, begin_after)
+    return bounded(grammar, body, reading, tokenizer)
+
+
+async def _form(
+    body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, behind: str | None
+) -> Grammar | None:
+    """The constraint that the fields about an answer's form say."""
     asked = [name for name in FIELDS if getattr(body, name) is not None]
     asked = [name for name in asked if name != "response_format" or body.response_format != {"type": "text"}]
     if len(asked) > 1:
@@ -34,29 +56,13 @@ async def requested_grammar(
     if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
         raise invalid(f"{name}: goes with tools only where tool_choice is none", name, "conflicting_parameters")
     grammar = _response_format(body.response_format or {}) if name == "response_format" else _guided(name, body)
-    if tokenizer is None or not tokenizer.writes_bytes:
-        raise _cannot(name, "this model has no tokenizer whose tokens are bytes of text")
-    if not info.eos_ids:
-        raise _cannot(name, "this model has no end-of-sequence id")
-    begin_after = _begin_after(body.guided_begin_after or behind, tokenizer)
-    if (problem := await asyncio.to_thread(_problem, grammar)) is not None:
+    check_possible(name, tokenizer, info)
+    assert tokenizer is not None
+    begin = body.guided_begin_after or behind
+    begin_after = () if begin is None else one_token(begin, tokenizer, "guided_begin_after")
+    if (problem := await asyncio.to_thread(problem_of, grammar)) is not None:
         raise invalid(f"{name}: {problem}", name, "invalid_grammar")
     return Grammar(grammar.kind, grammar.text, grammar.strict, begin_after)
-
-
-def _cannot(name: str, why: str) -> ApiError:
-    return invalid(f"{name}: {why}, so structured output is not possible", name, "unsupported_parameter")
-
-
-def _problem(grammar: Grammar) -> str | None:
-    """What is wrong with a constraint. In a thread: the first one loads xgrammar."""
-    from workers.grammar.build import GrammarError, build
-
-    try:
-        build(grammar)
-    except GrammarError as error:
-        return str(error)
-    return None
 
 
 def _response_format(value: dict[str, Any]) -> Grammar:
@@ -91,16 +97,3 @@ def _guided(name: str, body: GenerationBody) -> Grammar:
         case "guided_grammar":
             return Grammar("ebnf", text)
     return Grammar("structural_tag", text)
-
-
-def _begin_after(text: str | None, tokenizer: Tokenizer) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    ids = tokenizer.encode(text[:256], add_special_tokens=False)
-    if len(ids) != 1:
-        raise invalid(
-            f"guided_begin_after: must be one token of the model's vocabulary, as the end of reasoning often is; "
-            f"{text[:64]!r} is {len(ids)}",
-            "guided_begin_after",
-        )
-    return tuple(ids)

@@ -170,7 +170,7 @@ def sampling_params(
     check_ids(list(biases), info.vocab_size, "logit_bias")
     check_ids(body.stop_token_ids, info.vocab_size, "stop_token_ids")
     # A text that is all its grammar asks for has to end.
-    eos = () if body.ignore_eos and grammar is None else info.eos_ids
+    eos = () if body.ignore_eos and (grammar is None or grammar.kind == "free") else info.eos_ids
     return SamplingParams(
         max_tokens=1,
         temperature=body.temperature if body.temperature >= GREEDY_BELOW else 0.0,

@@ -9,6 +9,7 @@ from deploy.api.errors import invalid, unsupported
 from deploy.api.front import Front
 from deploy.api.params import Prompt, check_limits, encode, parse_prompts
 from deploy.api.protocol import ChatTemplateFields, CompletionBody, GenerationBody, TokenizeChatBody, TokenizeTextBody
+from deploy.api.tools import shown
 from deploy.api.unsupported import reject_unsupported
 from deploy.text.chat import template_message
 from deploy.text.errors import ChatTemplateError, ToolsUnknown
@@ -37,7 +38,7 @@ def render_messages(front: Front, body: ChatTemplateFields) -> str:
     try:
         return tokenizer.render_chat(
             [template_message(message.role, message.content, message.model_dump()) for message in body.messages],
-            tools=body.tools if body.tool_choice != "none" else (),
+            tools=shown(body.tools) if body.tool_choice != "none" else (),
             template=front.config.chat_template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,

@@ -24,8 +24,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from deploy.api.errors import unsupported
-from deploy.api.tools import ToolCallSpec, ToolSpec, check_choice
-from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, tool_calls_of, tools_of
+from deploy.api.tools import ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, tool_calls_of
 from workers.protocol.plan import MAX_LOGIT_BIAS
 
 INT63: Final = 2**63
@@ -276,12 +276,13 @@ class ChatTemplateFields(Body):
         Field(default_factory=dict)
     )
     """Variables for the chat template."""
-    tools: Annotated[list[dict[str, Any]], BeforeValidator(tools_of, json_schema_input_type=list[ToolSpec])] = Field(
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(asked_tools, json_schema_input_type=list[ToolSpec])] = Field(
         default_factory=list
     )
     """What the model may call."""
-    tool_choice: Annotated[str, BeforeValidator(check_choice), WithJsonSchema({"enum": ["none", "auto"]})] = "auto"
-    """none: the model is not told of tools. auto: it calls them or not."""
+    tool_choice: Annotated[ToolChoice, BeforeValidator(check_choice, json_schema_input_type=ToolChoice)] = "auto"
+    """none: the model is not told of tools. auto: it calls them or not. required: it calls at least one. A function: it
+    calls this one."""
     add_special_tokens: bool = False
     """Add the begin-of-sequence id and the like once more; templates usually write them."""
 
@@ -295,6 +296,8 @@ class ChatBody(ChatTemplateFields, GenerationBody):
     top_logprobs: int = Field(default=0, ge=0)
     parallel_tool_calls: bool = True
     """false: an answer ends with its first call."""
+    max_reasoning_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the reasoning of an answer may have, tags included; it is closed then, and the answer follows."""
 
 
 class TokenizeTextBody(Body):

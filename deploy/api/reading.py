@@ -11,7 +11,7 @@ from deploy.api.errors import invalid
 from deploy.api.protocol import ChatBody
 from deploy.config.api import ApiConfig
 from deploy.parsing.assistant import AnswerParser
-from deploy.parsing.reasoning import CLOSE, OPEN, ReasoningParser, Where
+from deploy.parsing.reasoning import CLOSE, OPEN, ReasoningFormat, ReasoningParser, Where
 from deploy.parsing.registry import MARKERS, REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_of, tool_parser_of
 from deploy.text.tokenizer import Tokenizer
 
@@ -26,8 +26,12 @@ class Reading:
     """Special tokens that the parser needs to see."""
     one_call: bool
     """An answer ends with its first call."""
-    opens_inside: bool = False
-    """Answers begin with reasoning."""
+    where: Where = "outside"
+    """Whether answers begin with reasoning."""
+    reasoning: ReasoningFormat | None = None
+    """How reasoning is told apart, if it is."""
+    calls: str | None = None
+    """The name of the format of calls, if there may be any."""
 
 
 class Reader:
@@ -65,7 +69,7 @@ class Reader:
             return AnswerParser(None if form is None else ReasoningParser(form, where), calls)
 
         kept = (self._kept_of_tools if uses_tools else frozenset()) | self._kept_of_reasoning
-        return Reading(parser, kept, uses_tools and not body.parallel_tool_calls, where == "inside")
+        return Reading(parser, kept, uses_tools and not body.parallel_tool_calls, where, form, tools)
 
 
 def _chosen(setting: str, by_template: str | None) -> str | None:

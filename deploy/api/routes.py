@@ -43,7 +43,6 @@ from deploy.api.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, 
 from deploy.api.render import ChatFormat, CompletionFormat
 from deploy.api.schema import BODY, GENERATING, PLAIN, Description
 from deploy.observability.front_metrics import CONTENT_TYPE
-from deploy.parsing.reasoning import CLOSE
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
 from workers.protocol.front import ModelInfo
 
@@ -98,8 +97,7 @@ def build_router(front: Front, description: Description) -> APIRouter:
             tokenizer = needs_tokenizer(front, "messages")
             [ids] = await encode([text], body.add_special_tokens, tokenizer, info, "messages")
             reading = front.reader.reading(body, text)
-            behind = CLOSE if reading is not None and reading.opens_inside else None
-            grammar = await requested_grammar(body, tokenizer, info, behind)
+            grammar = await requested_grammar(body, tokenizer, info, reading)
             job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, front.config, grammar)
             job = replace(job, reading=reading)
         form = ChatFormat(job, tokenizer, request.scope["latentserve.request_id"], front.fingerprint)

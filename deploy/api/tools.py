@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from deploy.api.errors import unsupported
+from deploy.text.chat import tools_of
 
 
 class FunctionSpec(BaseModel):
@@ -17,7 +18,9 @@ class FunctionSpec(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """The JSON schema of its arguments."""
-    strict: Literal[False] | None = None
+    strict: bool | None = None
+    """Arguments are valid for the schema, whatever the model makes of it. Where a call must be made they are, too,
+    unless this is false: then they are any JSON object."""
 
 
 class ToolSpec(BaseModel):
@@ -43,18 +46,49 @@ class ToolCallSpec(BaseModel):
     function: CalledFunction
 
 
-def check_strict(tools: Any) -> None:
-    """400 for a function that is to be called with valid arguments by construction."""
-    for tool in tools if isinstance(tools, list) else ():
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping) and function.get("strict"):
-            raise unsupported("strict: true in a tool's function", "tools")
+class NamedFunction(BaseModel):
+    """One of the functions."""
+
+    name: str = Field(min_length=1)
 
 
-def check_choice(choice: Any) -> str:
-    """The field `tool_choice`, of which `none` and `auto` can be had; 400."""
-    if choice in ("none", "auto"):
+class NamedTool(BaseModel):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def check_choice(choice: Any) -> str | NamedTool:
+    """The field `tool_choice`. ValueError or 400."""
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        raise unsupported("tool_choice of type allowed_tools; give these tools alone: this", "tool_choice")
+    if choice in ("none", "auto", "required"):
         return str(choice)
-    if choice == "required" or isinstance(choice, Mapping):
-        raise unsupported("tool_choice other than none and auto: a call that the model must make", "tool_choice")
-    raise ValueError("input should be none or auto")
+    try:
+        return NamedTool.model_validate(choice, strict=True)
+    except ValidationError:
+        wanted = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        raise ValueError(f"input should be {wanted}") from None
+
+
+def asked_tools(value: Any) -> list[dict[str, Any]]:
+    """The field `tools`, as `tools_of` has it, and of each function whether it is strict. ValueError."""
+    tools = tools_of(value)
+    for tool, given in zip(tools, value, strict=True):
+        strict = given["function"].get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            raise ValueError("a function's strict should be true or false")
+        tool["function"]["strict"] = strict
+    return tools
+
+
+def shown(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as the model is told of them."""
+    return [
+        {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+        for tool in tools
+    ]

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from deploy.api.errors import unsupported
-from deploy.api.tools import check_strict
 
 _OFF: Final[tuple[Any, ...]] = (False, 0, "", [], {})
 _SWITCH: Final = "; where the model's chat template has a switch for it, set that in chat_template_kwargs: this field"
@@ -39,7 +38,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "enable_thinking": ("enable_thinking" + _SWITCH, ()),
     "thinking_budget": ("thinking_budget" + _SWITCH, ()),
     "thinking_token_budget": ("thinking_token_budget" + _SWITCH, ()),
-    "max_reasoning_tokens": ("a bound of the reasoning alone (max_reasoning_tokens)", ()),
     "verbosity": ("verbosity", ()),
     # What the answer must look like.
     "structured_outputs": (
@@ -92,6 +90,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
 OF_CHATS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "tools": ("tool calling (tools) outside of chats", _OFF),
     "tool_choice": ("tool calling (tool_choice) outside of chats", (*_OFF, "none", "auto")),
+    "max_reasoning_tokens": ("a bound of the reasoning (max_reasoning_tokens) outside of chats", ()),
 }
 """The same, of what is supported where there are messages."""
 
@@ -99,8 +98,6 @@ OF_CHATS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
 def reject_unsupported(raw: Mapping[str, Any]) -> None:
     """400 for a field that asks for something this server cannot do and that must not be ignored silently."""
     known = UNSUPPORTED if "messages" in raw else UNSUPPORTED | OF_CHATS
-    if "messages" in raw:
-        check_strict(raw.get("tools"))
     for name in raw.keys() & known.keys():
         what, neutral = known[name]
         value = raw[name]

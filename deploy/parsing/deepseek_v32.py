@@ -12,11 +12,14 @@ Values with string="true" are strings as they are, the others JSON. Its successo
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from deploy.parsing.call_grammar import AllowedTool, Tag, either, sequence, several, text, within_text
 from deploy.parsing.markers import Markers
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
 from deploy.parsing.schema_types import types_of
 from deploy.parsing.tagged_calls import MOST_KEY, TaggedCalls
+from deploy.parsing.tagged_grammar import arguments
 
 _BEGIN = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
 _END = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
@@ -36,6 +39,25 @@ class DeepSeekV32Calls(TaggedCalls):
         super().__init__(Markers(*_BEGIN, *_END), schemas, make_id)
         self._in_section = Markers(_INVOKE, *_END)
         self._in_call = Markers(_PARAMETER, _INVOKE_END)
+
+    @classmethod
+    def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
+        """See `JsonCalls`."""
+        call = either([cls._call(tool) for tool in tools])
+        rest = sequence(text("\n"), several(call, "") if parallel else call)
+        sections = {begin: sequence(rest, text(end)) for begin, end in zip(_BEGIN, _END, strict=True)}
+        if not must:
+            return within_text(sections, never=_END)
+        return either([sequence(text(begin), behind) for begin, behind in sections.items()])
+
+    @classmethod
+    def _call(cls, tool: AllowedTool) -> Tag:
+        def write(key: Tag, value: Tag, raw: bool) -> Tag:
+            string = text(f'" string="{str(raw).lower()}">')
+            return sequence(text(_PARAMETER), key, string, value, text("\n"))
+
+        written = arguments(tool, cls.value_end, write, says=True)
+        return sequence(text(f'{_INVOKE}{tool.name}">\n'), *written, text(f"{_INVOKE_END}\n"))
 
     def _marker(self, marker: str) -> None:
         if marker in _BEGIN:

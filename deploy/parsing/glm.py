@@ -7,12 +7,18 @@ Strings are written as they are, other values as JSON. Which of the two a value 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from deploy.parsing.call_grammar import AllowedTool, Tag, either, optional, sequence, several, text, within_text
 from deploy.parsing.markers import Markers
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
 from deploy.parsing.tagged_calls import MOST_KEY, TaggedCalls
+from deploy.parsing.tagged_grammar import arguments
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END, _VALUE = "<arg_key>", "</arg_key>", "<arg_value>"
+_BREAK = optional(text("\n"))
+"""As the older templates have it."""
 
 
 class GlmCalls(TaggedCalls):
@@ -24,6 +30,23 @@ class GlmCalls(TaggedCalls):
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(Markers(_BEGIN), schemas, make_id)
         self._tags = Markers(_KEY, _END)
+
+    @classmethod
+    def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
+        """See `JsonCalls`."""
+        rest = either([cls._behind_begin(tool) for tool in tools])
+        if not must:
+            return within_text({_BEGIN: rest})
+        call = sequence(text(_BEGIN), rest)
+        return several(sequence(call, _BREAK), "") if parallel else call
+
+    @classmethod
+    def _behind_begin(cls, tool: AllowedTool) -> Tag:
+        def write(key: Tag, value: Tag, raw: bool) -> Tag:
+            return sequence(text(_KEY), key, text(_KEY_END), _BREAK, text(_VALUE), value, _BREAK)
+
+        written = arguments(tool, cls.value_end, write, says=False)
+        return sequence(text(tool.name), _BREAK, *written, text(_END))
 
     def _marker(self, marker: str) -> None:
         self._state = self._in_name

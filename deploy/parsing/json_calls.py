@@ -9,7 +9,10 @@ text.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import ClassVar
 
+from deploy.parsing.call_grammar import AllowedTool, Tag, either, json_object, sequence, several, text, within_text
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_object import JsonObject, State
 from deploy.parsing.markers import Markers
@@ -27,6 +30,8 @@ class JsonCalls(CallParser):
     call_begin: str
     call_end: str
     separator: str
+    between: ClassVar[str] = ""
+    """What models write between the calls of a section."""
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         """`schemas` are not needed: the model writes JSON itself."""
@@ -37,6 +42,21 @@ class JsonCalls(CallParser):
         self._call = ("", "")
         """Id and name of the call whose arguments come next."""
         self._fenced = False
+
+    @classmethod
+    def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
+        """Answers with calls of these tools. `must`: there is a call, and no text; else there is text, and calls where
+        one begins. `parallel`: there may be several in a section."""
+        call = either([cls.one_call(tool) for tool in tools])
+        rest = sequence(several(call, cls.between) if parallel else call, text(cls.section_end))
+        if must:
+            return sequence(text(cls.section_begin), rest)
+        return within_text({cls.section_begin: rest}, never=(cls.call_begin, cls.section_end))
+
+    @classmethod
+    def one_call(cls, tool: AllowedTool) -> Tag:
+        """A call, as `grammar_for` has it."""
+        return sequence(text(cls.call_begin + tool.name + cls.separator), json_object(tool), text(cls.call_end))
 
     def head(self, text: str) -> tuple[str, str] | None:
         """Id and name from what stands before the separator; None where it is no head."""

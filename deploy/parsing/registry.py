@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from deploy.parsing.call_grammar import AllowedTool, Tag
 from deploy.parsing.deepseek_v3 import DeepSeekV3Calls
 from deploy.parsing.deepseek_v31 import DeepSeekV31Calls
 from deploy.parsing.deepseek_v32 import DeepSeekV32Calls
@@ -28,6 +29,16 @@ MARKERS: Final[dict[str, tuple[str, ...]]] = {
     "glm": GlmCalls.markers,
 }
 """All that calls are written with besides text. Where these are special tokens, they must not be left out."""
+GrammarFor = Callable[[Sequence[AllowedTool], bool, bool], Tag]
+"""See `JsonCalls.grammar_for`."""
+CALL_GRAMMARS: Final[dict[str, GrammarFor]] = {
+    "deepseek_v3": DeepSeekV3Calls.grammar_for,
+    "deepseek_v31": DeepSeekV31Calls.grammar_for,
+    "deepseek_v32": DeepSeekV32Calls.grammar_for,
+    "kimi_k2": KimiK2Calls.grammar_for,
+    "glm": GlmCalls.grammar_for,
+}
+"""What a model is to be bound to that has to call tools, or to call them with valid arguments."""
 REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
     "deepseek_r1": ReasoningFormat(always=True),
     "deepseek_v3": ReasoningFormat(),

@@ -132,7 +132,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": []}]}),
     (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}),
     (CHATS, {**CHAT, "tools": [{"type": "function"}]}),
-    (CHATS, {**CHAT, "tool_choice": "required"}),
+    (CHATS, {**CHAT, "tool_choice": "any"}),
+    (CHATS, {**CHAT, "tool_choice": {"type": "function", "function": {}}}),
     (CHATS, {**CHAT, "top_logprobs": True}),
     ("/tokenize", {"prompt": 5}),
     ("/detokenize", {"tokens": ["a"]}),
@@ -154,7 +155,7 @@ NAMES = [
     "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "presence_penalty",
     "stop", "repetition_penalty", "stream", "stream_options", "logit_bias", "logprobs", "top_logprobs", "echo",
     "min_tokens", "stop_token_ids", "priority", "chat_template_kwargs", "add_special_tokens", "return_token_ids",
-    "nobody_knows", "tokens", "tools", "tool_choice", "parallel_tool_calls",
+    "nobody_knows", "tokens", "tools", "tool_choice", "parallel_tool_calls", "max_reasoning_tokens",
 ]  # fmt: skip
 
 

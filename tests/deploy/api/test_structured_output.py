@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import jsonschema
-import openai
 import pytest
-import uvicorn
+from demo_server import demo
 from fake_engine import INFO, FakeEngine, say, serving
 from tiny_tokenizer import tiny
 
@@ -21,9 +19,6 @@ from deploy.api.constraint import requested_grammar
 from deploy.api.errors import ApiError
 from deploy.api.protocol import ChatBody
 from deploy.config.api import ApiConfig
-from deploy.text.tokenizer import Tokenizer
-from workers.config import DEMO_MODEL, EngineConfig
-from workers.processes.launch import local_engine
 from workers.protocol.grammar import Grammar
 
 SCHEMA = {
@@ -164,22 +159,6 @@ async def test_it_does_not_go_with_calls_of_tools() -> None:
         await requested_grammar(ChatBody.model_validate(chat), tiny(), INFO)
     body = ChatBody.model_validate({**chat, "tool_choice": "none"})
     assert await requested_grammar(body, tiny(), INFO) == Grammar("regex", "a")
-
-
-@asynccontextmanager
-async def demo(width: int) -> AsyncIterator[openai.AsyncOpenAI]:
-    config = EngineConfig(model="demo", width=width, device="cpu", selftest=False, max_rows=16, token_budget=256)
-    async with local_engine(config, name="demo") as engine:
-        app = create_app(engine, Tokenizer.load(DEMO_MODEL))
-        server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="warning"))
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
-            yield client
-        server.should_exit = True
-        await serving
 
 
 async def valid_answers(width: int, count: int) -> list[str]:

@@ -1,0 +1,94 @@
+"""Arguments that stand one by one between tags, as structural tags: each value so that what `schema_types` makes of its
+text is valid for the schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from deploy.parsing.call_grammar import (
+    AllowedTool,
+    CannotBind,
+    Tag,
+    either,
+    free_until,
+    json_of,
+    optional,
+    sequence,
+    text,
+)
+from deploy.parsing.schema_types import types_of
+
+Write = Callable[[Tag, Tag, bool], Tag]
+"""An argument: its name, its value with what ends it, and whether that is a string as it is, else JSON."""
+
+_STRING: Final = frozenset(("string",))
+_SAYS_NOTHING: Final = frozenset(("title", "description", "default", "examples", "$comment", "deprecated"))
+_OF_ARGUMENTS: Final = frozenset(
+    ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
+)
+_KEY = re.compile(r"[^\s<>\"｜](?:[^\n\r\t<>\"｜]{0,254}[^\s<>\"｜])?")
+_ANY_KEY: Final = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
+
+
+def arguments(tool: AllowedTool, end: str, write: Write, says: bool) -> list[Tag]:
+    """The arguments of a call in the order of the schema. `end` ends a value. `says`: the format says whether a value
+    is a string. CannotBind."""
+    if tool.schema is None:
+        anything = either([write(_ANY_KEY, value, raw) for value, raw in _values(True, {}, end, says)])
+        return [{"type": "star", "content": anything}]
+    beyond = sorted(tool.schema.keys() - _OF_ARGUMENTS - _SAYS_NOTHING)
+    if beyond:
+        raise CannotBind(f"{beyond[0]} of all arguments together would not be enforced in the calls of this model")
+    properties, required = tool.schema.get("properties", {}), tool.schema.get("required", ())
+    around = {name: tool.schema[name] for name in ("$defs", "definitions") if name in tool.schema}
+    written = []
+    for name, schema in properties.items():
+        if _KEY.fullmatch(name) is None:
+            raise CannotBind(f"the argument's name {name[:64]!r} cannot be written in the calls of this model")
+        argument = either([write(text(name), value, raw) for value, raw in _values(schema, around, end, says)])
+        written.append(argument if name in required else optional(argument))
+    return written
+
+
+def _values(schema: Any, around: Mapping[str, Any], end: str, says: bool) -> list[tuple[Tag, bool]]:
+    """The ways to write a value, and whether it stands there as a string that is no JSON."""
+    types = types_of(schema)
+    if types == _STRING:
+        return [(value, True) for value in _strings(schema, end)]
+    loose = [(free_until(end), True)] if "string" in types and _is_loose(schema) else []
+    if loose and not says:
+        return loose
+    whole = {**(schema if isinstance(schema, Mapping) else {}), **around}
+    if _refers_to_root(whole):
+        raise CannotBind("a reference to the schema of all arguments (#) is not supported in the calls of this model")
+    return [*loose, (sequence(json_of(whole, (end,)), text(end)), False)]
+
+
+def _strings(schema: Mapping[str, Any], end: str) -> list[Tag]:
+    """The ways to write a value that is a string whatever it looks like."""
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        good = [value for value in values if isinstance(value, str) and end not in value]
+        if not good:
+            raise CannotBind("none of the strings of an enum can be written in the calls of this model")
+        return [text(value + end) for value in good]
+    for name in ("anyOf", "oneOf"):
+        if name in schema:
+            return [way for option in schema[name] for way in _strings(option, end)]
+    return [free_until(end)]
+
+
+def _is_loose(schema: Any) -> bool:
+    """Whether it says types and nothing else, strings among them: then any text makes a value that is valid."""
+    if not isinstance(schema, Mapping):
+        return True
+    said = schema.keys() - _SAYS_NOTHING
+    if said <= {"type"}:
+        return True
+    return said == {"anyOf"} and all(_is_loose(option) for option in schema["anyOf"])
+
+
+def _refers_to_root(value: Any) -> bool:
+    return bool(re.search(r'"\$ref": "#"', json.dumps(value)))

@@ -1,0 +1,225 @@
+"""Tools that must be called, and tools with valid arguments: what the engine is asked for, what is refused, and that
+the demo model, which never saw a tool, calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from demo_server import demo_engine, openai_client
+from fake_engine import INFO, FakeEngine, say, serving
+from tiny_tokenizer import with_special
+from tool_templates import DEEPSEEK_V31, GLM, KIMI
+
+from deploy.api.app import create_app
+from deploy.config.api import ApiConfig
+from deploy.parsing.registry import CALL_GRAMMARS, MARKERS
+from workers.protocol.grammar import Grammar
+
+PAINT = {
+    "type": "object",
+    "properties": {
+        "color": {"enum": ["red", "green", "a b"]},
+        "size": {"type": "integer", "minimum": 1, "maximum": 40},
+        "wet": {"type": ["boolean", "null"]},
+    },
+    "required": ["color", "size"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {"paint": PAINT, "stop": {"type": "object", "properties": {}, "additionalProperties": False}}
+
+
+def tool(name: str, strict: bool | None = None, parameters: Any = None) -> Any:
+    function = {"name": name, "parameters": parameters or SCHEMAS[name]}
+    return {"type": "function", "function": function | ({} if strict is None else {"strict": strict})}
+
+
+TOOLS = [tool("paint"), tool("stop")]
+NAMED: Any = {"type": "function", "function": {"name": "stop"}}
+ASK: Any = [{"role": "user", "content": "Paint it."}]
+TOKENIZER = with_special(*MARKERS["kimi_k2"], "<think>", "</think>")
+CLOSE = TOKENIZER.encode("</think>", add_special_tokens=False)
+BEGIN = TOKENIZER.encode(MARKERS["kimi_k2"][0], add_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine(say([10]), replace(INFO, max_context=4096, vocab_size=1024))
+
+
+@pytest.fixture(scope="module")
+def port(engine: FakeEngine) -> Iterator[int]:
+    with serving(create_app(engine, TOKENIZER, ApiConfig(chat_template=KIMI))) as port:
+        yield port
+
+
+def ask(port: int, **fields: Any) -> httpx.Response:
+    body = {"model": "tiny", "messages": ASK, "tools": TOOLS, **fields}
+    return httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=30)
+
+
+def asked(port: int, engine: FakeEngine, **fields: Any) -> Grammar | None:
+    answer = ask(port, **fields)
+    assert answer.status_code == 200, answer.text
+    return engine.requests[-1].sampling.grammar
+
+
+def test_calls_that_must_be_made(port: int, engine: FakeEngine) -> None:
+    """Behind reasoning, if there is any: its tag ends it, or a call itself. The markers are special tokens."""
+    grammar = asked(port, engine, tool_choice="required")
+    assert grammar is not None
+    assert (grammar.kind, grammar.begin_after, grammar.begun_by) == ("structural_tag", tuple(CLOSE), tuple(BEGIN))
+    assert set(BEGIN) < set(grammar.spelled)
+    assert "paint" in grammar.text
+    named = asked(port, engine, tool_choice=NAMED, chat_template_kwargs={"thinking": False})
+    assert named is not None
+    assert (named.begin_after, named.begun_by) == ((), ())
+    assert "paint" not in named.text
+    one = asked(port, engine, tool_choice="required", parallel_tool_calls=False)
+    assert one is not None
+    assert "star" in grammar.text
+    assert "star" not in one.text
+
+
+def test_strict_tools_bind_the_calls_that_the_model_makes(port: int, engine: FakeEngine) -> None:
+    assert asked(port, engine) is None
+    assert asked(port, engine, tools=[tool("paint", strict=False)]) is None
+    assert asked(port, engine, tools=[tool("paint", strict=True)], tool_choice="none") is None
+    grammar = asked(port, engine, tools=[tool("paint", strict=True), tool("stop")])
+    assert grammar is not None
+    assert "dispatch" in grammar.text
+    assert "maximum" in grammar.text
+    shown = TOKENIZER.decode(engine.requests[-1].prompt, skip_special_tokens=False)
+    assert '"paint"' in shown
+    assert "strict" not in shown
+
+
+PATTERN = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}
+
+
+def test_what_would_not_be_enforced_is_refused_or_left_free(port: int, engine: FakeEngine) -> None:
+    for more in ({"tool_choice": "required"}, {"tools": [tool("paint", strict=True, parameters=PATTERN)]}):
+        error = ask(port, **{"tools": [tool("paint", parameters=PATTERN)], **more}).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "invalid_grammar")
+        assert "the parameters of 'paint': #/properties/a: pattern is not supported" in error["message"]
+        assert ('"strict": false' in error["message"]) == ("tool_choice" in more)
+    loose = [tool("paint", strict=False, parameters=PATTERN)]
+    grammar = asked(port, engine, tools=loose, tool_choice="required")
+    assert grammar is not None
+    assert "a+" not in grammar.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "there must be tools"),
+        ({"tool_choice": {**NAMED, "function": {"name": "wipe"}}}, "tool_choice", "'wipe' is none of the tools"),
+        ({"tools": [tool("stop", True, {"type": "array"})]}, "tools", '"type": "object" is expected'),
+        ({"tools": [tool("stop", True, {"anyOf": [{"type": "object"}, {"type": "null"}]})]}, "tools", "is expected"),
+        ({"tools": [{"type": "function", "function": {"name": "a b", "strict": True}}]}, "tools", "'a b'"),
+        ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex", "tool_choice is none"),
+    ],
+)
+def test_wrong_choices(port: int, fields: dict[str, Any], param: str, says: str) -> None:
+    error = ask(port, **fields).json()["error"]
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+def test_the_reasoning_is_bounded(port: int, engine: FakeEngine) -> None:
+    grammar = asked(port, engine, max_reasoning_tokens=7)
+    assert grammar == Grammar("free", begin_after=tuple(CLOSE), begun_by=tuple(BEGIN), most_before=7)
+    assert 1 not in engine.requests[-1].sampling.stop_ids or not asked(port, engine)
+    off: Any = {"chat_template_kwargs": {"thinking": False}}
+    assert asked(port, engine, max_reasoning_tokens=7, **off) is None
+    bound = asked(port, engine, max_reasoning_tokens=7, tool_choice="required")
+    assert bound is not None
+    assert (bound.kind, bound.most_before) == ("structural_tag", 7)
+    form = asked(port, engine, max_reasoning_tokens=7, tools=[], guided_regex="a")
+    assert form == Grammar("regex", "a", begin_after=tuple(CLOSE), most_before=7)
+    error = ask(port, max_reasoning_tokens=7, tools=[], guided_regex="a", guided_begin_after="<think>").json()["error"]
+    assert (error["param"], error["code"]) == ("max_reasoning_tokens", "conflicting_parameters")
+
+
+def test_a_model_that_opens_its_reasoning_itself(engine: FakeEngine) -> None:
+    template = "<|assistant|>{# <think></think> #}{% if tools %}<arg_key>{% endif %}"
+    with serving(create_app(engine, TOKENIZER, ApiConfig(chat_template=template))) as port:
+        opened = tuple(TOKENIZER.encode("<think>", add_special_tokens=False))
+        grammar = asked(port, engine, max_reasoning_tokens=7)
+        assert grammar == Grammar("free", begin_after=tuple(CLOSE), most_before=7, opened_by=opened)
+        error = ask(port, max_reasoning_tokens=7, tool_choice="required").json()["error"]
+        assert (error["param"], error["code"]) == ("max_reasoning_tokens", "conflicting_parameters")
+
+
+Calls = list[tuple[str, Any]]
+
+
+def called(calls: list[tuple[str, str]]) -> Calls:
+    found = [(name, json.loads(arguments)) for name, arguments in calls]
+    for name, arguments in found:
+        jsonschema.Draft202012Validator(SCHEMAS[name]).validate(arguments)
+    return found
+
+
+async def answer(client: openai.AsyncOpenAI, **body: Any) -> Calls:
+    """What a request calls, the same streamed and not. A model may call until no token is left."""
+    given: Any = {"model": "demo", "messages": ASK, "tools": TOOLS, "max_tokens": 300, **body}
+    whole = await client.chat.completions.create(**given)
+    [choice] = whole.choices
+    one = body["tool_choice"] != "required" or not body.get("parallel_tool_calls", True)
+    assert choice.finish_reason in (("tool_calls",) if one else ("tool_calls", "length")), choice
+    calls = called([(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()])
+    assert choice.message.content is None or choice.finish_reason == "length"
+    streamed: dict[int, list[str]] = {}
+    async for event in await client.chat.completions.create(**given, stream=True):
+        for call in event.choices[0].delta.tool_calls or ():
+            text = streamed.setdefault(call.index, [call.function.name, ""])
+            text[1] += call.function.arguments
+    assert called([(name, text) for name, text in streamed.values()][: len(calls)]) == calls
+    return calls
+
+
+ALL: list[dict[str, Any]] = [
+    {"tool_choice": "required", "seed": 3},
+    {"tool_choice": "required", "seed": 4, "parallel_tool_calls": False},
+    {"tool_choice": {"type": "function", "function": {"name": "paint"}}, "seed": 5},
+    {"tool_choice": NAMED, "temperature": 0.0},
+]
+
+
+async def all_answers(width: int, names: list[str]) -> dict[str, list[Calls]]:
+    """By format."""
+    found = {}
+    async with demo_engine(width) as engine:
+        for name in names:
+            template = {"glm": GLM, "kimi_k2": KIMI}.get(name, DEEPSEEK_V31)
+            settings = {"chat_template": template, "tool_parser": name, "reasoning_parser": "none"}
+            async with openai_client(engine, **settings) as client:
+                found[name] = list(await asyncio.gather(*(answer(client, **body) for body in ALL)))
+    return found
+
+
+async def check_demo(*names: str) -> None:
+    got = await all_answers(3, [*names])
+    for some, one, named, stop in got.values():
+        assert len(some) >= 1
+        assert len(one) == 1
+        assert [name for name, _ in named] == ["paint"]
+        assert stop == [("stop", {})]
+    assert await all_answers(1, [names[0]]) == {names[0]: got[names[0]]}
+
+
+async def test_the_demo_model_calls_what_it_must() -> None:
+    await check_demo("glm", "kimi_k2")
+
+
+@pytest.mark.long
+async def test_the_demo_model_calls_what_it_must_in_every_format() -> None:
+    await check_demo(*sorted(CALL_GRAMMARS))
