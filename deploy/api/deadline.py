@@ -8,7 +8,6 @@ import math
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.api.errors import ApiError
-from deploy.api.render import event
 
 HEADER = b"x-request-timeout-seconds"
 """Ray Serve's. It knows the same limit, ends the request without an envelope, and is therefore not waited for."""
@@ -53,9 +52,9 @@ class DeadlineLayer:
             )
             scope.get("latentserve.log", {})["error"] = error.message
             if stream:
-                await send({"type": "http.response.body", "body": event(error.envelope), "more_body": False})
+                await send({"type": "http.response.body", "body": error.event(scope["path"]), "more_body": False})
             elif not started:
-                await error.response()(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
 
 
 def limit_of(scope: Scope) -> float | None:

@@ -1,21 +1,45 @@
-"""Every answer that is not a success, in OpenAI's envelope: {"error": {"message", "type", "param", "code"}}."""
+"""Every answer that is not a success, in OpenAI's envelope: {"error": {"message", "type", "param", "code"}}. Below
+/v1/messages it is Anthropic's, which has `type` "error" beside `error`, and other types in it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
+from deploy.api.answers import ErrorAnswer, MessageError
 from workers.protocol.front import EngineFault, Refused, RequestFailed
 
 log = logging.getLogger("latentserve.api")
+
+
+_MESSAGES: Final = "/v1/messages"
+_OF_ANTHROPIC: Final = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def of_anthropic(path: str) -> bool:
+    """Whether a path is of Anthropic's API."""
+    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+
+
+def error_of(path: str) -> type[BaseModel]:
+    """The shape of a path's errors."""
+    return MessageError if of_anthropic(path) else ErrorAnswer
 
 
 class ApiError(Exception):
@@ -39,15 +63,21 @@ class ApiError(Exception):
         self.kind = kind
         self.headers = dict(headers or {})
 
-    @property
-    def envelope(self) -> bytes:
-        """The JSON body."""
+    def envelope(self, path: str) -> bytes:
+        """The JSON body, for a request of this path."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": error})
+        if not of_anthropic(path):
+            return orjson.dumps({"error": error})
+        error["type"] = _OF_ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return orjson.dumps({"type": "error", "error": error})
 
-    def response(self) -> Response:
+    def response(self, path: str = "") -> Response:
         """The HTTP answer."""
-        return Response(self.envelope, self.status, self.headers, media_type="application/json")
+        return Response(self.envelope(path), self.status, self.headers, media_type="application/json")
+
+    def event(self, path: str) -> bytes:
+        """The last event of a stream that failed."""
+        return (b"event: error\n" if of_anthropic(path) else b"") + b"data: " + self.envelope(path) + b"\n\n"
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -112,13 +142,13 @@ def install(app: FastAPI) -> None:
 
     async def api_error(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.url.path)
 
     async def bad_query(request: HttpRequest, error: Exception) -> Response:
         # FastAPI looks at parameters alone, never at bodies; the first part of the place says of which kind they are.
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
-        return not_valid(first, first["loc"][1:]).response()
+        return not_valid(first, first["loc"][1:]).response(request.url.path)
 
     async def http_error(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -130,14 +160,15 @@ def install(app: FastAPI) -> None:
         else:
             answer = ApiError(error.status_code, str(error.detail))
         answer.headers = dict(error.headers or {})
-        return answer.response()
+        return answer.response(request.url.path)
 
     async def defect(request: HttpRequest, error: Exception) -> Response:
         # The traceback goes to the log (the server writes it); the client learns nothing of the inside.
         headers: dict[str, str] = {}
         if request_id := request.scope.get("latentserve.request_id"):
             headers["x-request-id"] = request_id
-        return ApiError(500, "internal error", kind="server_error", code="internal_error", headers=headers).response()
+        answer = ApiError(500, "internal error", kind="server_error", code="internal_error", headers=headers)
+        return answer.response(request.url.path)
 
     handlers: dict[Any, Any] = {
         ApiError: api_error,

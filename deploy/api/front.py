@@ -77,17 +77,17 @@ class Front:
             raise model_not_found(name)
 
     def authorize(self, request: HttpRequest) -> None:
-        """401 without one of the API keys, if there are any."""
+        """401 without one of the API keys, if there are any, as OpenAI's clients or Anthropic's give it."""
         if not self._keys:
             return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        # Every key is compared, in constant time each.
-        given = key.strip().encode("latin-1")  # how the server decoded the header
-        good = sum(hmac.compare_digest(given, known) for known in self._keys)
-        if scheme.lower() != "bearer" or not good:
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        offered = [request.headers.get("x-api-key", ""), *([bearer] if scheme.lower() == "bearer" else [])]
+        # Every key is compared, in constant time each, with how the server decoded the headers.
+        good = sum(hmac.compare_digest(key.strip().encode("latin-1"), known) for key in offered for known in self._keys)
+        if not good:
             raise ApiError(
                 401,
-                "a valid API key is required: Authorization: Bearer KEY",
+                "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY",
                 kind="authentication_error",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},

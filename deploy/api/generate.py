@@ -22,7 +22,7 @@ from deploy.api.errors import ApiError, from_engine
 from deploy.api.front import Front
 from deploy.api.params import Branch, Job
 from deploy.api.parsed_choice import ParsedChoice
-from deploy.api.render import DONE, Format, event
+from deploy.api.render import Format
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import EngineFault, Refused, RequestFailed
 from workers.protocol.messages import Request
@@ -92,10 +92,10 @@ class Generation(Response):
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         scope["latentserve.log"]["error"] = error.message
         if not self.started:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
         else:
             # The status is out: the stream ends with the error, and without [DONE].
-            await send({"type": "http.response.body", "body": event(error.envelope), "more_body": False})
+            await send({"type": "http.response.body", "body": error.event(scope["path"]), "more_body": False})
 
     async def write(self, send: Send) -> None:
         """Run every choice and send the answer."""
@@ -194,10 +194,7 @@ class Stream(Generation):
         """See `Generation`."""
         await self.run_all(send)
         await self._start(send)
-        tail = self.form.usage_chunk(self.choices) if self.job.include_usage else b""
-        if tail:
-            await send({"type": "http.response.body", "body": tail, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self.form.closing(self.choices), "more_body": False})
 
     async def _start(self, send: Send) -> None:
         if not self.started:

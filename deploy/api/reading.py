@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from deploy.api.errors import invalid
 from deploy.api.protocol import ChatBody
@@ -32,6 +32,10 @@ class Reading:
     """How reasoning is told apart, if it is."""
     calls: str | None = None
     """The name of the format of calls, if there may be any."""
+
+
+PLAIN: Final = Reading(lambda: AnswerParser(None, None), frozenset(), one_call=False)
+"""All of an answer is content."""
 
 
 class Reader:

@@ -66,8 +66,8 @@ class Format(Protocol):
     def chunk(self, choice: Choice, text: Piece) -> bytes:
         """An event with everything the choice holds; takes its details and its end along."""
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
-        """The event with the counts."""
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """What ends a stream once all choices have ended."""
 
     def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
         """The whole answer, not streamed."""
@@ -105,9 +105,10 @@ class _Base:
         """See `Format`."""
         raise NotImplementedError("only the text of chats is told apart")
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
-        """See `Format`."""
-        return self._event([], usage=usage(self._job, choices))
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """See `Format`: the counts, where they are asked for, and the word that no more comes."""
+        counts = self._event([], usage=usage(self._job, choices)) if self._job.include_usage else b""
+        return counts + DONE
 
     def _answer(self, choices: list[dict[str, Any]], counts: dict[str, Any]) -> bytes:
         return orjson.dumps({**self._head, "object": self.answer_object, "choices": choices, "usage": counts})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -19,18 +18,24 @@ from deploy.api.answers import (
     CompletionEvent,
     DetokenizeAnswer,
     HealthAnswer,
+    MessageAnswer,
+    MessageEvent,
+    MessageTokens,
     ModelCard,
     ModelList,
     SelfTestAnswer,
     TokenizeAnswer,
 )
 from deploy.api.body import ClientDisconnected, parse_object, validate
+from deploy.api.chats import chat_job
 from deploy.api.constraint import requested_grammar
-from deploy.api.errors import ApiError, invalid
+from deploy.api.errors import ApiError, error_of, invalid
 from deploy.api.front import OPEN_PATHS, Front
 from deploy.api.generate import Generation, Stream, Whole
 from deploy.api.intake import Incoming, Intake
-from deploy.api.params import Prompt, build_job, check_ids, check_limits, encode, most_tokens
+from deploy.api.messages_protocol import MessagesBody, MessagesPrompt
+from deploy.api.messages_routes import message_handlers
+from deploy.api.params import build_job, check_ids, most_tokens
 from deploy.api.prompts import (
     Asked,
     completion_prompts,
@@ -89,18 +94,9 @@ def build_router(front: Front, description: Description) -> APIRouter:
         """Answer a chat."""
         arrival = time.perf_counter()
         async with intake.reading(request) as incoming:
-            body, info = await asked(incoming, ChatBody)
-            check_limits(body, front.tokenizer, front.config)
-            front.check_size(1, body.n)
-            front.check_room(1)
-            text = await incoming.work(render_messages, front, body)
-            tokenizer = needs_tokenizer(front, "messages")
-            [ids] = await encode([text], body.add_special_tokens, tokenizer, info, "messages")
-            reading = front.reader.reading(body, text)
-            grammar = await requested_grammar(body, tokenizer, info, reading)
-            job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, front.config, grammar)
-            job = replace(job, reading=reading)
-        form = ChatFormat(job, tokenizer, request.scope["latentserve.request_id"], front.fingerprint)
+            body, _ = await asked(incoming, ChatBody)
+            job = await chat_job(front, body, incoming)
+        form = ChatFormat(job, front.tokenizer, request.scope["latentserve.request_id"], front.fingerprint)
         return generation("chat", job.stream, job, form, arrival)
 
     async def models(request: HttpRequest) -> Response:
@@ -184,12 +180,16 @@ def build_router(front: Front, description: Description) -> APIRouter:
         if method == "GET":  # HTTP asks for both (RFC 9110, 9.1); the server sends no body
             # First, as it is what a 405 lists as allowed. The schema has the other alone.
             router.add_api_route(path, route, methods=["GET", "HEAD"], include_in_schema=False, **given)
-        described = description.operation(bodies, answer, event, errors, guarded and bool(front.config.api_keys))
+        key = guarded and bool(front.config.api_keys)
+        described = description.operation(bodies, answer, event, errors, key, error_of(path))
         responses = described.pop("responses")
         router.add_api_route(path, route, methods=[method], openapi_extra=described, responses=responses, **given)
 
     add("/v1/completions", "POST", completions, (CompletionBody,), CompletionAnswer, CompletionEvent)
     add("/v1/chat/completions", "POST", chat, (ChatBody,), ChatAnswer, ChatEvent)
+    messages, count_tokens = message_handlers(front, intake)
+    add("/v1/messages", "POST", messages, (MessagesBody,), MessageAnswer, MessageEvent)
+    add("/v1/messages/count_tokens", "POST", count_tokens, (MessagesPrompt,), MessageTokens)
     add("/v1/models", "GET", models, answer=ModelList)
     add("/v1/models/{model_id:path}", "GET", model, answer=ModelCard)
     add("/tokenize", "POST", tokenize, (TokenizeTextBody, TokenizeChatBody), TokenizeAnswer)

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deploy.api.answers import ErrorAnswer
+from deploy.api.answers import ErrorAnswer, MessageError
 
 _REF = "#/components/schemas/{model}"
 ERRORS = {
@@ -42,7 +42,7 @@ class Description:
 
     def __init__(self) -> None:
         self._bodies: list[type[BaseModel]] = []
-        self._answers: list[type[BaseModel]] = [ErrorAnswer]
+        self._answers: list[type[BaseModel]] = [ErrorAnswer, MessageError]
 
     def operation(
         self,
@@ -51,9 +51,10 @@ class Description:
         event: type[BaseModel] | None,
         errors: tuple[int, ...],
         guarded: bool,
+        error: type[BaseModel] = ErrorAnswer,
     ) -> dict[str, Any]:
         """What a route takes (one of `bodies`, or nothing) and gives: `answer` as JSON (None: plain text), with `event`
-        also a stream of server-sent events, or an error. `guarded`: it asks for the API key."""
+        also a stream of server-sent events, or an error as `error` has it. `guarded`: it asks for the API key."""
         self._bodies += bodies
         self._answers += [kind for kind in (answer, event) if kind is not None]
         content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
@@ -61,11 +62,12 @@ class Description:
             content = {"application/json": {"schema": _ref(answer)}}
         if event is not None:
             name = event.__name__
-            what = f"Events `data: ` with a {name} each, then `data: [DONE]`; an ErrorAnswer ends a stream that failed."
+            last = "" if error is MessageError else ", then `data: [DONE]`"
+            what = f"Events `data: ` with a {name} each{last}; a {error.__name__} ends a stream that failed."
             content["text/event-stream"] = {
                 "schema": {"type": "string", "description": what, "x-event-schema": _ref(event)}
             }
-        envelope = {"application/json": {"schema": _ref(ErrorAnswer)}}
+        envelope = {"application/json": {"schema": _ref(error)}}
         responses: dict[str, Any] = {"200": {"description": "It worked.", "content": content}}
         for status in errors:
             responses[str(status)] = {"description": ERRORS[status], "content": envelope}

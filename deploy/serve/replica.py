@@ -90,7 +90,7 @@ class EngineReplica:
             note_fault(cause)
             self.board.fail(cause, isinstance(error, EngineFault) and error.lasting)
             raise RuntimeError(cause) from error
-        last_words = b"data: " + engine_down(FRONT_DIED).envelope + b"\n\n"
+        last_words = engine_down(FRONT_DIED).event("")
         silence_s = config.health.timeout_s
         self.guardian = Guardian(last_words, self.processes.folder, fault_note(FRONT_DIED), silence_s)
         self._beating = asyncio.ensure_future(self._beat(self.guardian))

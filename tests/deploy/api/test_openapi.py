@@ -222,7 +222,7 @@ def test_errors_of_every_status_are_described(
     http: httpx.Client, described: dict[str, Any], engine: FakeEngine
 ) -> None:
     assert body_problems(described, COMPLETIONS, BASE) == []
-    for path in (COMPLETIONS, CHATS, "/tokenize", "/detokenize"):
+    for path in (COMPLETIONS, CHATS, "/tokenize", "/detokenize", "/v1/messages", "/v1/messages/count_tokens"):
         check_answer(described, "post", path, http.post(path, content=b"{}"))
         check_answer(described, "post", path, http.post(path, json={"model": "other", "prompt": "x", "tokens": []}))
         check_answer(described, "post", path, http.post(path, json={"x": "y" * 9_000_000}))

@@ -1,0 +1,360 @@
+"""Anthropic's API: its own client against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import httpx
+import jsonschema
+import pytest
+from demo_server import demo_engine, served
+from fake_engine import INFO, EngineFault, FakeEngine, out, say, serving
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from tiny_tokenizer import tiny, with_special
+from tool_templates import DEEPSEEK_V31, GLM, KIMI
+
+from deploy.api.app import create_app
+from deploy.config.api import ApiConfig
+from deploy.parsing.registry import MARKERS
+from workers.protocol.grammar import Grammar
+
+LARGE = replace(INFO, max_context=4096, vocab_size=1024)
+TOKENIZER = with_special(*MARKERS["kimi_k2"], "<think>", "</think>")
+TOOL: Any = {
+    "name": "get_weather",
+    "description": "The weather now.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+ASK: Any = [{"role": "user", "content": "Weather in Köln?"}]
+CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Köln"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+SAID = f"Hm.</think>I look.{CALL}"
+THINK: Any = {"type": "enabled", "budget_tokens": 2000}
+
+
+class Served:
+    """A model that has something to say."""
+
+    def __init__(self, text: str = SAID, template: str = KIMI, width: int = 1, **config: Any) -> None:
+        self.ids = TOKENIZER.encode(text, add_special_tokens=False)
+        self.engine = FakeEngine(say(self.ids, width=width), LARGE)
+        self.app = create_app(self.engine, TOKENIZER, ApiConfig(chat_template=template, **config))
+
+    @contextmanager
+    def client(self, key: str = "none") -> Iterator[anthropic.Anthropic]:
+        with (
+            serving(self.app) as port,
+            anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key=key, max_retries=0) as client,
+        ):
+            yield client
+
+    @property
+    def prompt(self) -> str:
+        return TOKENIZER.decode(self.engine.requests[-1].prompt, skip_special_tokens=False)
+
+
+def ask(client: anthropic.Anthropic, **body: Any) -> anthropic.types.Message:
+    return client.messages.create(**{"model": "tiny", "max_tokens": 3000, "messages": ASK, **body})
+
+
+def streamed(client: anthropic.Anthropic, **body: Any) -> tuple[anthropic.types.Message, list[Any]]:
+    """The message that the client puts together, and the events."""
+    with client.messages.stream(**{"model": "tiny", "max_tokens": 3000, "messages": ASK, **body}) as stream:
+        events = list(stream)
+        return stream.get_final_message(), events
+
+
+def content_of(message: anthropic.types.Message) -> list[Any]:
+    return [block.model_dump(exclude_none=True) for block in message.content]
+
+
+def test_thinking_text_and_tools_streamed_and_not() -> None:
+    for width in (1, 7, 1000):
+        served = Served(width=width)
+        with served.client() as client:
+            answer = ask(client, tools=[TOOL], thinking=THINK)
+            assert content_of(answer) == [
+                {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "functions.get_weather:0", "name": "get_weather", "input": {"city": "Köln"}},
+            ]
+            assert (answer.stop_reason, answer.stop_sequence, answer.role) == ("tool_use", None, "assistant")
+            final, events = streamed(client, tools=[TOOL], thinking=THINK)
+            assert content_of(final) == content_of(answer)
+            assert (final.stop_reason, final.usage.output_tokens) == ("tool_use", answer.usage.output_tokens)
+            assert answer.usage.output_tokens == len(served.ids) + 1
+            thinking = TOKENIZER.encode("Hm.</think>", add_special_tokens=False)
+            assert answer.usage.output_tokens_details is not None
+            assert answer.usage.output_tokens_details.thinking_tokens == len(thinking)
+            assert answer.usage.cache_read_input_tokens == 64
+            assert answer.usage.input_tokens + 64 == len(served.engine.requests[-1].prompt)
+            kinds = [event.type for event in events if event.type.startswith(("message", "content"))]
+            assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+            assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+            begun = next(event for event in events if event.type == "message_start").message
+            assert (begun.id[:4], begun.usage.input_tokens) == ("msg_", answer.usage.input_tokens)
+
+
+def test_why_an_answer_ends() -> None:
+    with Served("I look at it.").client() as client:
+        off: Any = {"thinking": {"type": "disabled"}}
+        assert ask(client, **off).stop_reason == "end_turn"
+        assert ask(client, max_tokens=2, **off).stop_reason == "max_tokens"
+        for answer in (ask(client, stop_sequences=["at"]), streamed(client, stop_sequences=["at"])[0]):
+            assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "at")
+            assert content_of(answer) == [{"type": "text", "text": "I look "}]
+    with Served("").client() as client:
+        assert ask(client).content == []
+        assert streamed(client)[0].content == []
+
+
+HISTORY: Any = [
+    {"role": "user", "content": [{"type": "text", "text": "Weather", "cache_control": {"type": "ephemeral"}}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "functions.get_weather:0", "name": "get_weather", "input": {"city": "Köln"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "functions.get_weather:0", "content": "Rain."},
+            {"type": "text", "text": "Well?"},
+        ],
+    },
+]
+
+
+def test_what_the_model_sees() -> None:
+    served = Served()
+    with served.client() as client:
+        ask(client, messages=HISTORY, tools=[TOOL], system=[{"type": "text", "text": "Be brief."}])
+        assert "system<|im_middle|>Be brief.<|im_end|>" in served.prompt
+        assert "Weather<|im_end|>" in served.prompt
+        assert f"<think>Hm.</think>I look.{CALL}" in served.prompt
+        assert "## Return of functions.get_weather:0\nRain.<|im_end|>" in served.prompt
+        assert served.prompt.index("Rain.") < served.prompt.index("Well?")
+        assert served.prompt.endswith("<think></think>")
+        assert '"name": "get_weather"' in served.prompt
+        ask(client, messages=[*ASK, {"role": "assistant", "content": "It"}], tools=[TOOL], tool_choice={"type": "none"})
+        assert served.prompt.endswith("<|im_middle|>It")
+        assert "get_weather" not in served.prompt
+        count = client.messages.count_tokens(model="tiny", messages=HISTORY, tools=[TOOL], system="Be brief.")
+        ask(client, messages=HISTORY, tools=[TOOL], system="Be brief.")
+        assert count.input_tokens == len(served.engine.requests[-1].prompt)
+        ask(client, extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 7})
+        sampling = served.engine.requests[-1].sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 7, 3000)
+
+
+def test_what_binds_the_answer() -> None:
+    served = Served()
+    close = tuple(TOKENIZER.encode("</think>", add_special_tokens=False))
+
+    def asked(**body: Any) -> Grammar | None:
+        ask(client, **body)
+        return served.engine.requests[-1].sampling.grammar
+
+    with served.client() as client:
+        assert asked() is None
+        bounded = asked(thinking={"type": "enabled", "budget_tokens": 1024})
+        assert bounded is not None
+        assert (bounded.kind, bounded.begin_after, bounded.most_before) == ("free", close, 1024)
+        assert asked(thinking={"type": "adaptive"}) is None
+        for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+            grammar = asked(tools=[TOOL], tool_choice=choice)
+            assert grammar is not None
+            assert (grammar.kind, grammar.begin_after) == ("structural_tag", ())
+            assert ("star" in grammar.text) == (choice["type"] == "any")
+        one = asked(tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+        assert one is not None
+        assert "star" not in one.text
+        assert asked(tools=[TOOL | {"strict": True}]) is not None
+        form = {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}
+        assert asked(output_config=form) == Grammar("json_schema", '{"type": "boolean"}')
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages.0"),
+    ({"system": 5}, "system"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}}, "output_config"),
+    ({"output_config": {"effort": "low"}}, "output_config"),
+    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+    ({"temperature": 1.5}, "temperature"),
+    ({"max_tokens": 5000}, "messages"),
+]
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with serving(Served().app) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        yield client
+
+
+BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 30, "messages": ASK}
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED)
+def test_what_is_wrong_is_told_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    answer = http.post("/v1/messages", json=BODY | fields)
+    assert answer.status_code == 400, answer.text
+    assert set(answer.json()) == {"type", "error"}
+    assert answer.json()["type"] == "error"
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_errors_are_those_that_the_client_knows() -> None:
+    served = Served(api_keys=("sesame",))
+    with served.client("sesame") as client:
+        assert ask(client).role == "assistant"
+        with pytest.raises(anthropic.NotFoundError) as missing:
+            ask(client, model="other")
+        assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+        served.engine.script = lambda request: [out(served.ids[0]), EngineFault("rank 1 is silent")]
+        with pytest.raises(anthropic.APIStatusError, match="rank 1 is silent"):
+            streamed(client)
+        served.engine.script = lambda request: [EngineFault("rank 1 is silent")]
+        with pytest.raises(anthropic.APIStatusError) as down:
+            ask(client)
+        assert (down.value.status_code, down.value.body["error"]["type"]) == (503, "overloaded_error")  # type: ignore
+    with served.client("wrong") as client, pytest.raises(anthropic.AuthenticationError):
+        ask(client)
+
+
+def test_a_model_that_does_not_reason() -> None:
+    engine = FakeEngine(say(tiny().encode("Hi.", add_special_tokens=False)), LARGE)
+    with (
+        serving(create_app(engine, tiny())) as port,
+        anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="x", max_retries=0) as client,
+    ):
+        assert content_of(ask(client)) == content_of(streamed(client)[0]) == [{"type": "text", "text": "Hi."}]
+        with pytest.raises(anthropic.BadRequestError, match="--reasoning-parser"):
+            ask(client, thinking=THINK)
+        with pytest.raises(anthropic.BadRequestError, match="chat template"):
+            ask(client, tools=[TOOL])
+
+
+def test_calls_that_break_off_are_text() -> None:
+    template, text = DEEPSEEK_V31, '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": b}'
+    with Served(text, template).client() as client:
+        answer = ask(client, tools=[TOOL])
+        assert (content_of(answer), answer.stop_reason) == ([{"type": "text", "text": text}], "end_turn")
+        final, _ = streamed(client, tools=[TOOL])
+        assert (content_of(final)[-1], final.stop_reason) == ({"type": "text", "text": text}, "end_turn")
+
+
+def test_numbers_of_any_size_in_a_call() -> None:
+    """They come as the model wrote them."""
+    text = CALL.replace('"Köln"', str(10**30))
+    with Served(f"</think>{text}").client() as client:
+        raw = client.messages.with_raw_response.create(model="tiny", max_tokens=3000, messages=ASK, tools=[TOOL])
+        assert json.loads(raw.http_response.read())["content"][-1]["input"] == {"city": 10**30}
+
+
+def test_what_is_answered_is_described(http: httpx.Client) -> None:
+    described = http.get("/openapi.json").json()
+
+    def problems(path: str, value: Any, kind: str, status: str = "200") -> list[str]:
+        schema = described["paths"][path]["post"]["responses"][status]["content"][kind]["schema"]
+        schema = schema.get("x-event-schema", schema)
+        whole = {**schema, "components": described["components"]}
+        return [error.message for error in Draft202012Validator(whole).iter_errors(value)]
+
+    tools = {"max_tokens": 3000, "tools": [TOOL], "thinking": THINK}
+    for body in (BODY | tools, BODY | {"stop_sequences": ["look"]}):
+        answer = http.post("/v1/messages", json=body)
+        assert problems("/v1/messages", answer.json(), "application/json") == []
+        for event in http.post("/v1/messages", json=body | {"stream": True}).text.strip().split("\n\n"):
+            name, data = event.split("\n")
+            value = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {value['type']}"
+            assert problems("/v1/messages", value, "text/event-stream") == []
+        content = described["paths"]["/v1/messages"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        whole = {**content, "components": described["components"]}
+        assert list(Draft202012Validator(whole).iter_errors(body)) == []
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        assert problems(path, http.post(path, json={}).json(), "application/json", "400") == []
+    counted = http.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": ASK})
+    assert problems("/v1/messages/count_tokens", counted.json(), "application/json") == []
+
+
+VALUES = st.sampled_from(
+    [None, True, 0, 1, -1, 0.5, "", "hi", [], ["hi"], [5], {}, [{"type": "text"}], {"type": "any"}, {"type": "enabled"}]
+)
+NAMES = ["messages", "system", "tools", "tool_choice", "thinking", "output_config", "stop_sequences", "max_tokens"]
+NAMES += ["temperature", "top_k", "stream", "model", "metadata", "cache_control", "mcp_servers"]
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant"])},
+        optional={"content": VALUES | st.lists(st.dictionaries(st.sampled_from(["type", "text", "input"]), VALUES))},
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3), st.none() | TURNS)
+def test_nothing_that_a_client_sends_is_a_failure(
+    http: httpx.Client, fields: dict[str, Any], turns: list[Any] | None
+) -> None:
+    body = {"max_tokens": 5, **fields, **({} if turns is None else {"messages": turns})}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = http.post(path, json=BODY | body)
+        assert answer.status_code in (200, 400, 404), answer.text
+        if answer.status_code != 200:
+            assert answer.json()["type"] == "error"
+
+
+async def test_the_demo_model_calls_a_tool() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"color": {"enum": ["red", "green"]}, "size": {"type": "integer", "minimum": 1, "maximum": 40}},
+        "required": ["color", "size"],
+        "additionalProperties": False,
+    }
+    asked: Any = {
+        "model": "demo",
+        "max_tokens": 300,
+        "messages": [{"role": "user", "content": "Paint it."}],
+        "tools": [{"name": "paint", "input_schema": schema}],
+        "tool_choice": {"type": "tool", "name": "paint"},
+        "extra_body": {"temperature": 0.0},
+    }
+    async with (
+        demo_engine(3) as engine,
+        served(engine, chat_template=GLM) as url,
+        anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as client,
+    ):
+        answer = await client.messages.create(**asked)
+        [call] = answer.content
+        assert (answer.stop_reason, call.type) == ("tool_use", "tool_use")
+        jsonschema.Draft202012Validator(schema).validate(call.input)
+        async with client.messages.stream(**asked) as stream:
+            final = await stream.get_final_message()
+        assert [block.input for block in final.content] == [call.input]
+        text = await client.messages.create(model="demo", max_tokens=9, messages=asked["messages"])
+        assert text.stop_reason == "max_tokens"
