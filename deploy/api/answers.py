@@ -3,7 +3,7 @@ it does so for every token; a test holds the one against the other."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,8 @@ class Answer(BaseModel):
     """What all answers share: nothing comes that is not described."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    own_ending: ClassVar[bool] = False
+    """Of an event: the last one of a stream says so itself."""
 
 
 class ErrorDetail(Answer):
@@ -285,6 +287,7 @@ class MessageEvent(Answer):
     """One event of its stream, after `data: `; what else it has Anthropic describes."""
 
     model_config = ConfigDict(extra="allow")
+    own_ending: ClassVar[bool] = True
 
     type: Literal[
         "message_start",
@@ -300,6 +303,29 @@ class MessageTokens(Answer):
     """POST /v1/messages/count_tokens."""
 
     input_tokens: int
+
+
+class ResponseAnswer(Answer):
+    """POST /v1/responses; what else it has OpenAI describes."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    output: list[dict[str, Any]]
+    """Items of type reasoning, message and function_call."""
+    usage: dict[str, Any] | None
+
+
+class ResponseEvent(Answer):
+    """One event of its stream, after `data: `; what else it has OpenAI describes."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int
+    own_ending: ClassVar[bool] = True
 
 
 class TokenizeAnswer(Answer):

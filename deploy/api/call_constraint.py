@@ -61,7 +61,7 @@ def call_grammar(
         raise _wrong(str(error)) from None
     grammar = Grammar(
         "structural_tag",
-        json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False),
+        json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False, separators=(",", ":")),
         begin_after=begin_after,
         begun_by=also_begun_by(reading, tokenizer) if begin_after else (),
         spelled=tuple(sorted(reading.kept)),

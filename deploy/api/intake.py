@@ -45,3 +45,12 @@ class Intake:
                 if len(raw) > SMALL and await request.is_disconnected():
                     raise ClientDisconnected
                 yield Incoming(raw, work)
+
+    @asynccontextmanager
+    async def with_more(self, incoming: Incoming, size: int) -> AsyncIterator[Incoming]:
+        """The turn for a body to whose work `size` bytes come that the server has already."""
+        if len(incoming.raw) > SMALL:  # it is worked on aside as it is
+            yield incoming
+            return
+        async with self._lanes.turn(len(incoming.raw) + size) as work:
+            yield Incoming(incoming.raw, work)

@@ -23,6 +23,8 @@ from deploy.api.answers import (
     MessageTokens,
     ModelCard,
     ModelList,
+    ResponseAnswer,
+    ResponseEvent,
     SelfTestAnswer,
     TokenizeAnswer,
 )
@@ -46,6 +48,8 @@ from deploy.api.prompts import (
 )
 from deploy.api.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from deploy.api.render import ChatFormat, CompletionFormat
+from deploy.api.responses_protocol import ResponsesBody
+from deploy.api.responses_routes import response_handler
 from deploy.api.schema import BODY, GENERATING, PLAIN, Description
 from deploy.observability.front_metrics import CONTENT_TYPE
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
@@ -190,6 +194,7 @@ def build_router(front: Front, description: Description) -> APIRouter:
     messages, count_tokens = message_handlers(front, intake)
     add("/v1/messages", "POST", messages, (MessagesBody,), MessageAnswer, MessageEvent)
     add("/v1/messages/count_tokens", "POST", count_tokens, (MessagesPrompt,), MessageTokens)
+    add("/v1/responses", "POST", response_handler(front, intake), (ResponsesBody,), ResponseAnswer, ResponseEvent)
     add("/v1/models", "GET", models, answer=ModelList)
     add("/v1/models/{model_id:path}", "GET", model, answer=ModelCard)
     add("/tokenize", "POST", tokenize, (TokenizeTextBody, TokenizeChatBody), TokenizeAnswer)

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deploy.api.answers import ErrorAnswer, MessageError
+from deploy.api.answers import Answer, ErrorAnswer, MessageError
 
 _REF = "#/components/schemas/{model}"
 ERRORS = {
@@ -48,7 +48,7 @@ class Description:
         self,
         bodies: tuple[type[BaseModel], ...],
         answer: type[BaseModel] | None,
-        event: type[BaseModel] | None,
+        event: type[Answer] | None,
         errors: tuple[int, ...],
         guarded: bool,
         error: type[BaseModel] = ErrorAnswer,
@@ -62,7 +62,7 @@ class Description:
             content = {"application/json": {"schema": _ref(answer)}}
         if event is not None:
             name = event.__name__
-            last = "" if error is MessageError else ", then `data: [DONE]`"
+            last = "" if event.own_ending else ", then `data: [DONE]`"
             what = f"Events `data: ` with a {name} each{last}; a {error.__name__} ends a stream that failed."
             content["text/event-stream"] = {
                 "schema": {"type": "string", "description": what, "x-event-schema": _ref(event)}

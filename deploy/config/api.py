@@ -59,6 +59,13 @@ class ApiConfig(BaseModel):
     reasoning_parser: str = "auto"
     """What reads the reasoning of answers: a name of `deploy.parsing.registry`, none (it is content), or auto: as the
     chat template writes it."""
+    stored_responses: int = Field(default=0, ge=0)
+    """Responses that each replica keeps for `previous_response_id` of /v1/responses, the newest ones; 0: none. A
+    request is sure to find the one it goes on from only where there is one replica."""
+    stored_response_bytes: int = Field(default=64 * 1024 * 1024, gt=0)
+    """Bytes of conversations that are kept so."""
+    stored_response_s: float = Field(default=3600.0, gt=0)
+    """Seconds for which a response is kept."""
     probe_timeout_s: float = Field(default=5.0, gt=0)
     """Seconds `/health` waits for its token, or for a step of others."""
     probe_ttl_s: float = Field(default=1.0, ge=0)

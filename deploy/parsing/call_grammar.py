@@ -26,10 +26,24 @@ class AllowedTool:
     name: str
     schema: Mapping[str, Any] | None
     """Of its arguments, which are valid for it; None: they are any JSON object."""
+    others: tuple[str, ...] = ()
+    """Names of tools with the same arguments."""
 
     def __post_init__(self) -> None:
         if not is_name(self.name):
             raise CannotBind(f"the name {self.name[:64]!r} could not be told from what stands around it in a call")
+
+
+def together(tools: Sequence[AllowedTool]) -> list[AllowedTool]:
+    """Tools with those of any arguments as one: what these are takes long to compile."""
+    bound = [tool for tool in tools if tool.schema is not None]
+    first, *others = [tool.name for tool in tools if tool.schema is None] or [""]
+    return [*bound, AllowedTool(first, None, tuple(others))] if first else bound
+
+
+def name_of(tool: AllowedTool) -> Tag:
+    """The name, or one of the names, of a tool."""
+    return either([text(name) for name in (tool.name, *tool.others)])
 
 
 def text(value: str) -> Tag:
@@ -38,8 +52,15 @@ def text(value: str) -> Tag:
 
 
 def sequence(*parts: Tag) -> Tag:
-    """One after the other."""
-    return {"type": "sequence", "elements": list(parts)}
+    """One after the other; texts side by side become one, as there are many in the grammar of many tools."""
+    flat: list[Tag] = []
+    for part in parts:
+        for one in part["elements"] if part["type"] == "sequence" else (part,):
+            if flat and flat[-1]["type"] == one["type"] == "const_string":
+                flat[-1] = text(flat[-1]["value"] + one["value"])
+            else:
+                flat.append(one)
+    return flat[0] if len(flat) == 1 else {"type": "sequence", "elements": flat}
 
 
 def either(options: Sequence[Tag]) -> Tag:
@@ -53,9 +74,9 @@ def optional(part: Tag) -> Tag:
 
 
 def several(part: Tag, separator: str) -> Tag:
-    """This, once or more often."""
-    again = sequence(text(separator), part) if separator else part
-    return sequence(part, {"type": "star", "content": again})
+    """This, once or more often. Behind the last one the separator may come, too: to write `part` twice would double the
+    grammar of many tools."""
+    return {"type": "plus", "content": sequence(part, optional(text(separator))) if separator else part}
 
 
 def free_until(end: str) -> Tag:

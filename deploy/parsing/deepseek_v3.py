@@ -8,7 +8,7 @@ ARGUMENTS
 
 from __future__ import annotations
 
-from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, sequence, text
+from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.json_calls import JsonCalls
 from deploy.parsing.parser import MOST_NAME, is_name
 
@@ -27,8 +27,8 @@ class DeepSeekV3Calls(JsonCalls):
     @classmethod
     def one_call(cls, tool: AllowedTool) -> Tag:
         """A call, as `grammar_for` has it."""
-        head = f"{cls.call_begin}function{cls.separator}{tool.name}\n```json\n"
-        return sequence(text(head), json_object(tool), text(f"\n```{cls.call_end}"))
+        head = (text(f"{cls.call_begin}function{cls.separator}"), name_of(tool), text("\n```json\n"))
+        return sequence(*head, json_object(tool), text(f"\n```{cls.call_end}"))
 
     def head(self, text: str) -> tuple[str, str] | None:
         """The kind of tool; there is one kind. The name follows."""

@@ -14,7 +14,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from deploy.parsing.call_grammar import AllowedTool, Tag, either, sequence, several, text, within_text
+from deploy.parsing.call_grammar import (
+    AllowedTool,
+    Tag,
+    either,
+    name_of,
+    sequence,
+    several,
+    text,
+    together,
+    within_text,
+)
 from deploy.parsing.markers import Markers
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
 from deploy.parsing.schema_types import types_of
@@ -23,6 +33,8 @@ from deploy.parsing.tagged_grammar import arguments
 
 _BEGIN = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
 _END = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
+_TAG = "<｜DSML｜"
+"""With which all that is no end begins."""
 _INVOKE, _INVOKE_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
 _PARAMETER = '<｜DSML｜parameter name="'
 _HEAD = re.compile(r'(?P<key>[^"]*)" string="(?P<string>true|false)')
@@ -43,12 +55,11 @@ class DeepSeekV32Calls(TaggedCalls):
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
         """See `JsonCalls`."""
-        call = either([cls._call(tool) for tool in tools])
-        rest = sequence(text("\n"), several(call, "") if parallel else call)
-        sections = {begin: sequence(rest, text(end)) for begin, end in zip(_BEGIN, _END, strict=True)}
-        if not must:
-            return within_text(sections, never=_END)
-        return either([sequence(text(begin), behind) for begin, behind in sections.items()])
+        call = either([cls._call(tool) for tool in together(tools)])
+        begun = either([text(begin.removeprefix(_TAG) + "\n") for begin in _BEGIN])
+        ended = either([text(end) for end in _END])
+        rest = sequence(begun, several(call, "") if parallel else call, ended)
+        return sequence(text(_TAG), rest) if must else within_text({_TAG: rest}, never=_END)
 
     @classmethod
     def _call(cls, tool: AllowedTool) -> Tag:
@@ -57,7 +68,8 @@ class DeepSeekV32Calls(TaggedCalls):
             return sequence(text(_PARAMETER), key, string, value, text("\n"))
 
         written = arguments(tool, cls.value_end, write, says=True)
-        return sequence(text(f'{_INVOKE}{tool.name}">\n'), *written, text(f"{_INVOKE_END}\n"))
+        head = (text(_INVOKE), name_of(tool), text('">\n'))
+        return sequence(*head, *written, text(f"{_INVOKE_END}\n"))
 
     def _marker(self, marker: str) -> None:
         if marker in _BEGIN:

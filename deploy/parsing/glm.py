@@ -9,7 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deploy.parsing.call_grammar import AllowedTool, Tag, either, optional, sequence, several, text, within_text
+from deploy.parsing.call_grammar import (
+    AllowedTool,
+    Tag,
+    either,
+    name_of,
+    optional,
+    sequence,
+    several,
+    text,
+    together,
+    within_text,
+)
 from deploy.parsing.markers import Markers
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
 from deploy.parsing.tagged_calls import MOST_KEY, TaggedCalls
@@ -34,7 +45,7 @@ class GlmCalls(TaggedCalls):
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
         """See `JsonCalls`."""
-        rest = either([cls._behind_begin(tool) for tool in tools])
+        rest = either([cls._behind_begin(tool) for tool in together(tools)])
         if not must:
             return within_text({_BEGIN: rest})
         call = sequence(text(_BEGIN), rest)
@@ -46,7 +57,7 @@ class GlmCalls(TaggedCalls):
             return sequence(text(_KEY), key, text(_KEY_END), _BREAK, text(_VALUE), value, _BREAK)
 
         written = arguments(tool, cls.value_end, write, says=False)
-        return sequence(text(tool.name), _BREAK, *written, text(_END))
+        return sequence(name_of(tool), _BREAK, *written, text(_END))
 
     def _marker(self, marker: str) -> None:
         self._state = self._in_name

@@ -12,7 +12,18 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from deploy.parsing.call_grammar import AllowedTool, Tag, either, json_object, sequence, several, text, within_text
+from deploy.parsing.call_grammar import (
+    AllowedTool,
+    Tag,
+    either,
+    json_object,
+    name_of,
+    sequence,
+    several,
+    text,
+    together,
+    within_text,
+)
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_object import JsonObject, State
 from deploy.parsing.markers import Markers
@@ -47,7 +58,7 @@ class JsonCalls(CallParser):
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
         """Answers with calls of these tools. `must`: there is a call, and no text; else there is text, and calls where
         one begins. `parallel`: there may be several in a section."""
-        call = either([cls.one_call(tool) for tool in tools])
+        call = either([cls.one_call(tool) for tool in together(tools)])
         rest = sequence(several(call, cls.between) if parallel else call, text(cls.section_end))
         if must:
             return sequence(text(cls.section_begin), rest)
@@ -56,7 +67,8 @@ class JsonCalls(CallParser):
     @classmethod
     def one_call(cls, tool: AllowedTool) -> Tag:
         """A call, as `grammar_for` has it."""
-        return sequence(text(cls.call_begin + tool.name + cls.separator), json_object(tool), text(cls.call_end))
+        head = (text(cls.call_begin), name_of(tool), text(cls.separator))
+        return sequence(*head, json_object(tool), text(cls.call_end))
 
     def head(self, text: str) -> tuple[str, str] | None:
         """Id and name from what stands before the separator; None where it is no head."""

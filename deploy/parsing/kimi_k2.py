@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, sequence, text
+from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.json_calls import JsonCalls
 from deploy.parsing.parser import is_name
 
@@ -32,7 +32,7 @@ class KimiK2Calls(JsonCalls):
     def one_call(cls, tool: AllowedTool) -> Tag:
         """A call, as `grammar_for` has it."""
         number = {"type": "regex", "pattern": "[0-9]{1,4}"}
-        head = (text(f"{cls.call_begin}functions.{tool.name}:"), number, text(cls.separator))
+        head = (text(f"{cls.call_begin}functions."), name_of(tool), text(":"), number, text(cls.separator))
         return sequence(*head, json_object(tool), text(cls.call_end))
 
     def head(self, text: str) -> tuple[str, str] | None:

@@ -24,6 +24,10 @@ from deploy.parsing.schema_types import types_of
 Write = Callable[[Tag, Tag, bool], Tag]
 """An argument: its name, its value with what ends it, and whether that is a string as it is, else JSON."""
 
+_WORDS: Final = frozenset(("integer", "number", "boolean", "null"))
+"""Types whose JSON holds no string. To look for the end in strings makes a grammar much larger."""
+_NEVER: Final = 6
+"""Characters of the end that strings in JSON do not hold: with all of them compiling takes several times as long."""
 _STRING: Final = frozenset(("string",))
 _SAYS_NOTHING: Final = frozenset(("title", "description", "default", "examples", "$comment", "deprecated"))
 _OF_ARGUMENTS: Final = frozenset(
@@ -59,12 +63,16 @@ def _values(schema: Any, around: Mapping[str, Any], end: str, says: bool) -> lis
     if types == _STRING:
         return [(value, True) for value in _strings(schema, end)]
     loose = [(free_until(end), True)] if "string" in types and _is_loose(schema) else []
-    if loose and not says:
+    if loose and (not says or types == _STRING):
         return loose
+    if loose:
+        types -= _STRING
+        schema = {"type": sorted(types - {"integer"} if "number" in types else types)}
     whole = {**(schema if isinstance(schema, Mapping) else {}), **around}
     if _refers_to_root(whole):
         raise CannotBind("a reference to the schema of all arguments (#) is not supported in the calls of this model")
-    return [*loose, (sequence(json_of(whole, (end,)), text(end)), False)]
+    without = () if types <= _WORDS else (end[:_NEVER],)
+    return [*loose, (sequence(json_of(whole, without), text(end)), False)]
 
 
 def _strings(schema: Mapping[str, Any], end: str) -> list[Tag]:

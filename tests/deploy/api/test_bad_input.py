@@ -99,6 +99,7 @@ def without(body: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in names}
 
 
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
 TYPE, UNSUPPORTED, LONG = "invalid_type", "unsupported_parameter", "context_length_exceeded"
 TABLE = [
     Bad(without(BASE, "model"), "model", "missing_required_parameter"),
@@ -260,7 +261,9 @@ def test_bad_fields(http: httpx.Client, engine: FakeEngine, bad: Bad) -> None:
     ],
     ids=lambda raw: repr(raw[:40]),
 )  # fmt: skip
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/responses"]
+)
 def test_bad_json(http: httpx.Client, path: str, raw: bytes) -> None:
     check(http.post(path, content=raw), 400, None, "invalid_json")
 
@@ -353,7 +356,9 @@ def test_compressed_bodies(http: httpx.Client) -> None:
         "application/jsonp", "application/ld+json", "json", "application/json, text/plain", ";application/json", "*/*",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/responses"]
+)
 def test_bodies_that_are_not_said_to_be_json(url: str, engine: FakeEngine, path: str, kind: str | None) -> None:
     """A page on another site may send any of these to a server on its visitor's machine, without asking first."""
     engine.requests.clear()
@@ -524,7 +529,7 @@ FIELDS = [
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
+    st.sampled_from(PATHS),
     st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4),
     st.booleans(),
 )

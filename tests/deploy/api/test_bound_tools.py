@@ -84,8 +84,8 @@ def test_calls_that_must_be_made(port: int, engine: FakeEngine) -> None:
     assert "paint" not in named.text
     one = asked(port, engine, tool_choice="required", parallel_tool_calls=False)
     assert one is not None
-    assert "star" in grammar.text
-    assert "star" not in one.text
+    assert "plus" in grammar.text
+    assert "plus" not in one.text
 
 
 def test_strict_tools_bind_the_calls_that_the_model_makes(port: int, engine: FakeEngine) -> None:

@@ -177,10 +177,10 @@ def test_what_binds_the_answer() -> None:
             grammar = asked(tools=[TOOL], tool_choice=choice)
             assert grammar is not None
             assert (grammar.kind, grammar.begin_after) == ("structural_tag", ())
-            assert ("star" in grammar.text) == (choice["type"] == "any")
+            assert ("plus" in grammar.text) == (choice["type"] == "any")
         one = asked(tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
         assert one is not None
-        assert "star" not in one.text
+        assert "plus" not in one.text
         assert asked(tools=[TOOL | {"strict": True}]) is not None
         form = {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}
         assert asked(output_config=form) == Grammar("json_schema", '{"type": "boolean"}')

@@ -222,7 +222,8 @@ def test_errors_of_every_status_are_described(
     http: httpx.Client, described: dict[str, Any], engine: FakeEngine
 ) -> None:
     assert body_problems(described, COMPLETIONS, BASE) == []
-    for path in (COMPLETIONS, CHATS, "/tokenize", "/detokenize", "/v1/messages", "/v1/messages/count_tokens"):
+    others = ("/tokenize", "/detokenize", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
+    for path in (COMPLETIONS, CHATS, *others):
         check_answer(described, "post", path, http.post(path, content=b"{}"))
         check_answer(described, "post", path, http.post(path, json={"model": "other", "prompt": "x", "tokens": []}))
         check_answer(described, "post", path, http.post(path, json={"x": "y" * 9_000_000}))

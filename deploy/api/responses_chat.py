@@ -1,0 +1,111 @@
+"""From a body of the Responses API to a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from deploy.api.body import parse_object, validate
+from deploy.api.errors import ApiError, unsupported
+from deploy.api.protocol import ChatBody
+from deploy.api.responses_protocol import ResponsesBody, reject_unsupported
+from deploy.text.chat import joined
+
+NAMES: Final = {
+    "response_format": "text",
+    "guided_begin_after": "text",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+}
+"""What fields of chats are called here."""
+_TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+Messages = list[dict[str, Any]]
+
+
+def named_here(error: ApiError) -> ApiError:
+    """An error about a chat, with the field that the client gave."""
+    first, dot, rest = (error.param or "").partition(".")
+    if first in NAMES:
+        error.param = NAMES[first] + dot + rest
+    return error
+
+
+def parse_response(raw: bytes) -> ResponsesBody:
+    """The body of /v1/responses; 400 for what is wrong with it."""
+    value = parse_object(raw)
+    reject_unsupported(value)
+    return validate(ResponsesBody, value)
+
+
+def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
+    """The chat of these messages, that of the body last. 400 for what is no chat."""
+    if body.instructions is not None:
+        system = {"role": "system", "content": body.instructions}
+        if messages and messages[0]["role"] in ("system", "developer"):  # templates want one, and first
+            system["content"] += "\n\n" + messages[0]["content"]
+            messages = messages[1:]
+        messages = [system, *messages]
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": body.tools,
+        "tool_choice": body.tool_choice,
+        "response_format": body.text,
+    }
+    same = ("temperature", "top_p", "stream", "parallel_tool_calls", "max_reasoning_tokens", "seed")
+    try:
+        more = {name: getattr(body, name) for name in same}
+        return validate(ChatBody, {**fields, **more, "chat_template_kwargs": body.chat_template_kwargs})
+    except ApiError as error:
+        raise named_here(error) from None
+
+
+def messages_of(items: Sequence[dict[str, Any]]) -> Messages:
+    """Items as messages: what an assistant thought, said and called in one go is one message. 400 for other content."""
+    messages: Messages = []
+    answer: dict[str, Any] | None = None
+    """The assistant's message that goes on."""
+
+    def assistant(*taken: str) -> dict[str, Any]:
+        nonlocal answer
+        if answer is None or any(answer.get(name) for name in taken):
+            answer = {"role": "assistant", "content": ""}
+            messages.append(answer)
+        return answer
+
+    for item in items:
+        kind = item["type"]
+        if kind == "reasoning":
+            texts = [_text(item[name]) for name in ("content", "summary") if item.get(name)]
+            assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = joined(texts[:1])
+        elif kind == "message" and item["role"] == "assistant":
+            assistant("content", "tool_calls")["content"] = _text(item.get("content"))
+        elif kind == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            assistant().setdefault("tool_calls", []).append(call)
+        else:
+            answer = None
+            content = _text(item.get("content" if kind == "message" else "output"))
+            if kind == "message":
+                messages.append({"role": item["role"], "content": content})
+            else:
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+    return messages
+
+
+def _text(value: Any) -> str:
+    """Content as one text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ApiError(400, "input: content should be a string or a list of parts", param="input", code="invalid_value")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXTS or not isinstance(part.get("text"), str):
+            raise unsupported(f"a content part of type {str(kind)[:64]!r}", "input")
+        texts.append(part["text"])
+    return joined(texts)
