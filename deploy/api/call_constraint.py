@@ -57,17 +57,20 @@ def call_grammar(
     tools = [_allowed(function, binding.must) for function in binding.functions]
     try:
         tag = CALL_GRAMMARS[reading.calls](tools, binding.must, not binding.one)
+        text = json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False, separators=(",", ":"))
     except CannotBind as error:
         raise _wrong(str(error)) from None
+    except RecursionError:
+        raise _wrong("a schema is nested too deeply") from None
     grammar = Grammar(
         "structural_tag",
-        json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False, separators=(",", ":")),
+        text,
         begin_after=begin_after,
         begun_by=also_begun_by(reading, tokenizer) if begin_after else (),
         spelled=tuple(sorted(reading.kept)),
     )
     if (problem := problem_of(grammar)) is not None:
-        raise _wrong(problem)
+        raise _wrong(f"what all of them allow cannot be used, {problem}; give fewer tools, or simpler schemas")
     return grammar
 
 

@@ -55,7 +55,10 @@ async def _form(
     [name] = asked
     if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
         raise invalid(f"{name}: goes with tools only where tool_choice is none", name, "conflicting_parameters")
-    grammar = _response_format(body.response_format or {}) if name == "response_format" else _guided(name, body)
+    try:
+        grammar = _response_format(body.response_format or {}) if name == "response_format" else _guided(name, body)
+    except RecursionError:
+        raise invalid(f"{name}: it is nested too deeply", name, "invalid_grammar") from None
     check_possible(name, tokenizer, info)
     assert tokenizer is not None
     begin = body.guided_begin_after or behind

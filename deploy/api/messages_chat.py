@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -117,7 +116,7 @@ def _assistant(blocks: Blocks) -> list[dict[str, Any]]:
         {
             "id": block["id"],
             "type": "function",
-            "function": {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)},
+            "function": {"name": block["name"], "arguments": block["input"]},
         }
         for block in blocks
         if block["type"] == "tool_use"

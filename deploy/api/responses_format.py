@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from deploy.api.choice import Choice, Piece
+from deploy.api.errors import invalid
 from deploy.api.messages_format import named_event
 from deploy.api.params import Job
 from deploy.api.response_items import OutputWriter
@@ -23,7 +24,7 @@ class ResponsesFormat:
         self, job: Job, body: ResponsesBody, name: str, stored: bool, on_end: Callable[[list[dict[str, Any]]], None]
     ) -> None:
         """`name`: the response's id. `stored`: whether it can be gone on from. `on_end` gets the output once it is
-        complete."""
+        complete. 400 for what of `body` could not be written."""
         self._job, self._on_end = job, on_end
         self._items = OutputWriter()
         self._number = 0
@@ -48,6 +49,10 @@ class ResponsesFormat:
             "top_p": body.top_p,
             "truncation": "disabled",
         }
+        try:
+            orjson.dumps(self._head)
+        except TypeError:
+            raise invalid("tools and text come back with the answer, and one of them is nested too deeply") from None
 
     def opening(self, choice: Choice) -> bytes | None:
         """The response before it has output."""

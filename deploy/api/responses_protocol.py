@@ -108,7 +108,7 @@ class ResponsesBody(Body):
     """A response that this one goes on from, where the server keeps them."""
     store: bool = True
     """Keep this response, where the server keeps any."""
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: dict[str, str] = Field(default_factory=dict)
     """Comes back as it is."""
 
     # Extensions.
