@@ -55,8 +55,8 @@ class Compiler:
     def __init__(
         self, folder: Path, vocab: int, eos_ids: tuple[int, ...], on_ready: Callable[[int, str], None]
     ) -> None:
-        """`folder`: of the model, for its tokenizer. `on_ready` is told, in some other thread, of every ticket, and why
-        its grammar cannot be used, if it cannot. Nothing is read, and no thread begun, before it is needed."""
+        """`folder`: of the model, for its tokenizer. `on_ready` is told, mostly in some other thread, of every ticket,
+        and why its grammar cannot be used, if it cannot. Nothing is read, and no thread begun, before it is needed."""
         self._folder, self._vocab, self._eos_ids, self._on_ready = folder, vocab, eos_ids, on_ready
         self._asked: queue.SimpleQueue[tuple[int, Grammar] | None] = queue.SimpleQueue()
         self._ready: dict[int, Compiled] = {}
@@ -79,7 +79,11 @@ class Compiler:
             self.forget(message.ticket)
 
     def ask(self, ticket: int, grammar: Grammar) -> None:
-        """Have a grammar compiled."""
+        """Have a grammar compiled; one of any text is ready at once."""
+        if grammar.kind == "free":
+            self._ready[ticket] = Compiled(grammar, None)
+            self._on_ready(ticket, "")
+            return
         if not self._threads:
             # Daemons: a compilation cannot be ended, and must not keep the process from ending.
             self._threads = [
@@ -108,8 +112,6 @@ class Compiler:
         """Compile a grammar here and now. NotCompiled."""
         from workers.grammar.build import GrammarError, build
 
-        if grammar.kind == "free":
-            return Compiled(grammar, None)
         try:
             handle = self._compiler(grammar).compile_grammar(build(grammar))
             compiled = Compiled(grammar, handle, self._vocabulary.split)

@@ -76,7 +76,7 @@ class Grammars:
         """Why a request with this grammar is refused at once, None if it is not."""
         use = self._of.get(grammar)
         if use is None:
-            return Refusal(self.stuck_text, unavailable=True) if self._stuck else None
+            return Refusal(self.stuck_text, unavailable=True) if self._stuck and grammar.kind != "free" else None
         return Refusal(self.overdue_text) if use.late and not use.ready else None
 
     @property
@@ -95,7 +95,9 @@ class Grammars:
         use = self._of.get(grammar)
         if use is None:
             self._tickets += 1
-            use = _Use(grammar, self._tickets, self._clock() + self._timeout_s)
+            # Of any text there is nothing to compile, so nobody waits for it.
+            ready = grammar.kind == "free"
+            use = _Use(grammar, self._tickets, self._clock() + self._timeout_s, ready)
             self._of[grammar] = self._by_ticket[use.ticket] = use
             self.outbox.append(CompileGrammar(use.ticket, grammar))
         use.users += 1

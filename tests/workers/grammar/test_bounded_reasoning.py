@@ -17,8 +17,12 @@ from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.grammar.compiler import Compiled, Compiler
 from workers.grammar.matcher import OPENING, RequestMatcher
-from workers.protocol.grammar import Grammar
+from workers.protocol.grammar import COMPILED_AT_ONCE, ForgetGrammar, Grammar, GrammarReady
+from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
+from workers.protocol.prompt import Prompt
+from workers.scheduler.grammars import Grammars
+from workers.scheduler.sequence import Sequence, Tokens
 
 WORDS = -(-VOCAB // 32)
 THINK, OPEN, CALL = TEXTS.index(THINK_END), TEXTS.index("<"), TEXTS.index("ab")
@@ -90,7 +94,6 @@ def test_a_constraint_begins_behind_it(folder: Path) -> None:
     for begun in ([C] * 3 + [THINK], [THINK]):
         assert next_of(bound, begun) == {A, CALL, TEXTS.index("abc")}
     assert next_of(bound, [C, CALL]) == {C}
-    assert compiler.compile(Grammar("free", begin_after=(THINK,), most_before=4)).handle is None
 
 
 def test_special_tokens_that_are_spelled(folder: Path) -> None:
@@ -151,3 +154,30 @@ def test_tokens_are_the_same_at_every_width(folder: Path) -> None:
             assert text_of(got[got.index(THINK) + 1 :]) in ("abc", "a true tale")
     assert run(width=3) == tokens
     assert run() == tokens
+
+
+def test_any_text_is_ready_at_once_however_busy_the_compilers_are(folder: Path) -> None:
+    """The scheduler admits it with the next plan, before which rank 0 hears of it; no vocabulary is needed."""
+    news: list[tuple[int, str]] = []
+    compiler = Compiler(folder / "nowhere", VOCAB, (EOS,), lambda *told: news.append(told))
+    bound = Grammar("free", begin_after=(THINK,), most_before=4)
+    compiler.ask(7, bound)
+    assert (compiler.ready(7).grammar, news) == (bound, [(7, "")])
+    now = [0.0]
+    grammars = Grammars(1.0, lambda: now[0])
+    for seed in range(COMPILED_AT_ONCE):
+        grammars.take(sequence(), Grammar("regex", f"{seed}"))
+    now[0] = 2.0
+    assert grammars.why_refused(Grammar("regex", "x")) is not None
+    assert grammars.why_refused(bound) is None
+    user = sequence()
+    assert grammars.take(user, bound)
+    grammars.leave(user)
+    assert isinstance(grammars.outbox[-1], ForgetGrammar)
+    assert grammars.answered(GrammarReady(COMPILED_AT_ONCE + 1)) == []
+
+
+def sequence() -> Sequence:
+    prompt = Prompt.of((1,))
+    request = Request("r", (1,), SamplingParams(9))
+    return Sequence(request, (0, 0), 10, Tokens(prompt), frozenset(), 1, -1)
