@@ -170,7 +170,7 @@ def called(calls: list[tuple[str, str]]) -> Calls:
 
 async def answer(client: openai.AsyncOpenAI, **body: Any) -> Calls:
     """What a request calls, the same streamed and not. A model may call until no token is left."""
-    given: Any = {"model": "demo", "messages": ASK, "tools": TOOLS, "max_tokens": 250, **body}
+    given: Any = {"model": "demo", "messages": ASK, "tools": TOOLS, "max_tokens": 400, **body}
     whole = await client.chat.completions.create(**given)
     [choice] = whole.choices
     one = body["tool_choice"] != "required" or not body.get("parallel_tool_calls", True)
