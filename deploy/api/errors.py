@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
-from deploy.api.answers import ErrorAnswer, MessageError
+from deploy.api.answers import ErrorAnswer
+from deploy.api.other_answers import MessageError
 from workers.protocol.front import EngineFault, Refused, RequestFailed
 
 log = logging.getLogger("latentserve.api")

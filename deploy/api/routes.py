@@ -18,13 +18,8 @@ from deploy.api.answers import (
     CompletionEvent,
     DetokenizeAnswer,
     HealthAnswer,
-    MessageAnswer,
-    MessageEvent,
-    MessageTokens,
     ModelCard,
     ModelList,
-    ResponseAnswer,
-    ResponseEvent,
     SelfTestAnswer,
     TokenizeAnswer,
 )
@@ -37,6 +32,7 @@ from deploy.api.generate import Generation, Stream, Whole
 from deploy.api.intake import Incoming, Intake
 from deploy.api.messages_protocol import MessagesBody, MessagesPrompt
 from deploy.api.messages_routes import message_handlers
+from deploy.api.other_answers import MessageAnswer, MessageEvent, MessageTokens, ResponseAnswer, ResponseEvent
 from deploy.api.params import build_job, check_ids, most_tokens
 from deploy.api.prompts import (
     Asked,

@@ -8,7 +8,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deploy.api.answers import Answer, ErrorAnswer, MessageError
+from deploy.api.answers import Answer, ErrorAnswer
+from deploy.api.other_answers import MessageError
 
 _REF = "#/components/schemas/{model}"
 ERRORS = {
