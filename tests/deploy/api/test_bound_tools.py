@@ -217,7 +217,7 @@ async def check_demo(*names: str) -> dict[str, list[Calls]]:
 
 
 async def test_the_demo_model_calls_what_it_must() -> None:
-    await check_demo("kimi_k2")
+    await check_demo("glm")
 
 
 @pytest.mark.long
