@@ -63,10 +63,17 @@ class InlineEngine:
         """Do what the scheduler says of grammars, and wait for it."""
         assert self.replica.grammars is not None
         for work in self.scheduler.grammar_work():
-            self.replica.grammars.heed(work)
             if isinstance(work, CompileGrammar):
-                ticket, error = self._compiled.get(timeout=60)
-                self.deliver(self.scheduler.grammar_ready(GrammarReady(ticket, error)))
+                self.compile(work)
+            else:
+                self.replica.grammars.heed(work)
+
+    def compile(self, work: CompileGrammar) -> None:
+        """Have a grammar compiled, wait for it, and tell the scheduler."""
+        assert self.replica.grammars is not None
+        self.replica.grammars.heed(work)
+        ticket, error = self._compiled.get(timeout=60)
+        self.deliver(self.scheduler.grammar_ready(GrammarReady(ticket, error)))
 
     def deliver(self, outputs: tuple[RequestOutput, ...]) -> None:
         for output in outputs:

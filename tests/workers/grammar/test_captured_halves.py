@@ -18,10 +18,9 @@ from workers.graphs.capture import CapturedHalves, capture_halves, count_graphs,
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan
 from workers.rank.runner import Runner
+from workers.step.decode import DecodeStep
 from workers.step.ladder import Ladder
 from workers.step.stage import Stage
-
-BUFFER = 1 << 21
 
 
 class Again:
@@ -39,9 +38,13 @@ class Halves:
     """As `GraphRunner`, of steps with masks alone."""
 
     def __init__(self, patch: pytest.MonkeyPatch, runner: Runner) -> None:
-        self.parts, self._masks = runner.parts, runner.masks
+        self.parts = runner.parts
         self.ladder = Ladder(self.parts.state.slots, self.parts.width, self.parts.adaptive)
-        scratch = Scratch(self.parts.device, torch.empty(BUFFER, dtype=torch.uint8))
+        masks, measured = runner.masks and runner.masks.masks, Scratch(self.parts.device)
+        with torch.inference_mode():
+            for key in self.ladder.halves():
+                DecodeStep(self.parts, key, measured).run(lambda: masks)
+        scratch = Scratch(self.parts.device, torch.empty(measured.peak, dtype=torch.uint8))
         self.recorded = 0
         self.replayed: Counter[tuple[int, int]] = Counter()
 
@@ -54,7 +57,7 @@ class Halves:
         self._halves: dict[GraphKey, CapturedHalves] = {}
         for alike in self.ladder.first_halves():
             with torch.inference_mode():
-                captured = capture_halves(self.parts, alike, scratch, runner.masks and runner.masks.masks)
+                captured = capture_halves(self.parts, alike, scratch, masks)
             self._halves |= zip(alike, captured, strict=True)
         self._scratch = scratch
 
@@ -62,7 +65,10 @@ class Halves:
         key = self.ladder.halves_key(plan.layout, plan.drafts)
         assert key is not None
         self.replayed[key.width, key.drafts] += 1
+        # Nothing is left of what other steps were run for.
         self._scratch.fill(0xFF)
+        for captured in self._halves.values():
+            captured.step.slot_R.fill_(-1)
         step = self._halves[key].step
         step.slot_R.copy_(torch.tensor([*plan.decode_slots, *[-1] * (key.rows - len(plan.decode_slots))]))
         return self._halves[key]

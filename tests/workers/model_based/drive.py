@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.page import PAGE_TOKENS
+from tests.tiny_draft_models import write_draft
 from tests.tiny_models import write_tiny
 from tests.workers.harness import Finished, InlineEngine
+from tests.workers.model_based.grammars import write_tokenizer
 from tests.workers.model_based.reference_engine import NO_CAUSE, Reference
 from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, VOCAB, Add, Apply, Cancel, Mishap, Plan, Schedule
 from workers.config import EngineConfig
+from workers.protocol.grammar import CompileGrammar, ForgetGrammar
 from workers.protocol.messages import Request
 from workers.protocol.plan import StepPlan
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.speculation import Speculation
 
+DRAFT_MODELS: dict[str, dict[str, Any]] = {
+    "gqa": {"draft_vocab": 40, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 0]}},
+    "mla": {"eagle_aux_hidden_state_layer_ids": [1, 0, 1]},
+}
+"""EAGLE-3 in both layouts."""
 MOST_STEPS = 5000
 """A schedule that takes more does not end."""
 
@@ -58,13 +66,26 @@ class Bench:
         tensors["model.embed_tokens.weight"][POISON] = torch.nan
         save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
         self.reference = Reference(self.folder, MAX_CONTEXT)
+        write_tokenizer(self.folder)
+        self.drafts = {
+            kind: write_draft(folder / kind, kind, hidden_size=48, vocab_size=VOCAB, **values)
+            for kind, values in DRAFT_MODELS.items()
+        }
+        self._grammars: Any = None
 
     def engine(self, schedule: Schedule) -> InlineEngine:
         """A fresh replica."""
-        config = EngineConfig(model=str(self.folder), device="cpu", selftest=False, **schedule.engine)
-        run = InlineEngine(config)
-        if run.scheduler.config.width > 1:
+        settings = dict(schedule.engine)
+        if "draft_model" in settings:
+            settings["draft_model"] = str(self.drafts[settings["draft_model"]])
+        run = InlineEngine(EngineConfig(model=str(self.folder), device="cpu", selftest=False, **settings))
+        if run.scheduler.config.width > 1 and hasattr(run.runner.parts.drafter, "logits"):
             self._never_draft_poison(run)
+        # The vocabulary is that of all engines, and read once.
+        grammars = run.replica.grammars
+        assert grammars is not None
+        self._grammars = self._grammars or grammars._compilers
+        grammars._compilers = self._grammars
         if schedule.widths:
             run.scheduler._speculation = RandomWidths(run.scheduler.config, schedule.seed)
         return run
@@ -84,7 +105,9 @@ class Bench:
     def run(self, schedule: Schedule) -> Outcome:
         """Drive an engine through a schedule and judge it. An error that the engine raises is a problem, too."""
         outcome = Outcome()
-        driven = Driven(self.engine(schedule), random.Random(schedule.seed))
+        settings = schedule.engine
+        drafter = settings.get("draft_model") or settings.get("drafter") or "the model"
+        driven = Driven(self.engine(schedule), random.Random(schedule.seed), drafter)
         try:
             driven.through(schedule)
         except Exception as error:
@@ -118,10 +141,12 @@ class Bench:
 class Driven:
     """An engine on its way through a schedule."""
 
-    def __init__(self, engine: InlineEngine, rng: random.Random) -> None:
-        self.engine, self.rng = engine, rng
+    def __init__(self, engine: InlineEngine, rng: random.Random, drafter: str) -> None:
+        self.engine, self.rng, self.drafter = engine, rng, drafter
         self.requests: dict[str, Request] = {}
         self.planned: list[StepPlan] = []
+        self.forgotten: deque[tuple[int, ForgetGrammar]] = deque()
+        """And behind which plan that was said."""
         self.mishaps = 0
         self.seen: Counter[str] = Counter()
 
@@ -157,8 +182,10 @@ class Driven:
             self.seen["refused"] += 1
             return
         self.requests[event.name], self.engine.finished[event.name] = request, Finished()
+        self.seen["with a grammar"] += event.sampling.grammar is not None
 
     def _plan(self) -> bool:
+        self._compile_grammars()
         plan = self.engine.scheduler.plan()
         if plan is not None:
             self.planned.append(plan)
@@ -169,8 +196,24 @@ class Driven:
         if not self.planned:
             return None
         plan = self.planned.pop(0)
+        self._forget_grammars(plan)
         self.engine.deliver(self.engine.scheduler.apply(self.engine.runner.execute(plan)))
         return plan
+
+    def _compile_grammars(self) -> None:
+        """Compiling takes no time. What is said of a grammar behind a plan is heeded behind it."""
+        while work := self.engine.scheduler.grammar_work():
+            for one in work:
+                if isinstance(one, CompileGrammar):
+                    self.engine.compile(one)
+                else:
+                    self.forgotten.append((len(self.engine.plans), one))
+
+    def _forget_grammars(self, plan: StepPlan) -> None:
+        """Those of which that was said before this plan."""
+        assert self.engine.replica.grammars is not None
+        while self.forgotten and self.forgotten[0][0] < plan.step:
+            self.engine.replica.grammars.heed(self.forgotten.popleft()[1])
 
     def _strike(self, plan: StepPlan | None) -> None:
         """Of the rows whose prompt goes on behind the step: nobody has sampled from what they wrote."""
@@ -199,8 +242,10 @@ class Driven:
         self.seen["preemptions"] += stats.preemptions
         self.seen["cached tokens"] += stats.cached_tokens
         self.seen["drafts offered"] += stats.drafts_offered
+        self.seen[f"drafts of {self.drafter}"] += stats.drafts_offered
         self.seen["drafts accepted"] += stats.drafts_accepted
         self.seen["bad rows"] += stats.bad_rows
         for plan in plans:
             kind = "mixed" if plan.decode_slots and plan.prefill else "prefill" if plan.prefill else "decode"
             self.seen[f"{kind} steps of width {plan.width}"] += 1
+            self.seen["steps with masks"] += bool(plan.constrained)

@@ -10,9 +10,12 @@ import torch
 from msgspec.structs import replace
 
 from kernels.sampling import tables as column
+from workers.grammar.matcher import RequestMatcher
+from workers.grammar.rows import ConstrainedRows
 from workers.protocol.plan import Admission
 from workers.scheduler import scheduler as scheduling
 from workers.step import decode, mixed
+from workers.step.masks import StepMasks
 from workers.step.mixed import MixedStep
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
@@ -99,13 +102,39 @@ def a_seed_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SamplingState, "admit", admit)
 
 
+def masks_of_the_first_place(patch: pytest.MonkeyPatch) -> None:
+    """The mask of a row's first place serves its drafts, too."""
+    honest = ConstrainedRows.fill
+
+    def fill(rows: Any, layout: Any, slots: Any, constrained: Any, masks: StepMasks) -> Any:
+        stuck = honest(rows, layout, slots, constrained, masks)
+        for row in range(layout.decode_rows):
+            first, *others = layout.logits_rows_of(row)
+            masks._index_N[others] = masks._index_N[first]
+        return stuck
+
+    patch.setattr(ConstrainedRows, "fill", fill)
+
+
+def masks_without_min_tokens(patch: pytest.MonkeyPatch) -> None:
+    """A text may end as soon as its grammar has it complete."""
+    honest = RequestMatcher.__init__
+
+    def init(matcher: RequestMatcher, compiled: Any, sampling: Any, *rest: Any) -> None:
+        honest(matcher, compiled, replace(sampling, min_tokens=0), *rest)
+
+    patch.setattr(RequestMatcher, "__init__", init)
+
+
 PLANTED: dict[str, tuple[Plant, int]] = {
     "acceptance one too long": (one_draft_too_many, 0),
     "a stale length after preemption": (stale_length_after_preemption, 1),
     "a penalty counted twice": (penalty_counted_twice, 0),
-    "drafts not counted inside a window": (drafts_not_counted_in_the_window, 0),
+    "drafts not counted inside a window": (drafts_not_counted_in_the_window, 14),
     "min_tokens counted anew after preemption": (min_tokens_begin_anew, 14),
     "noise of half a seed": (a_seed_for_all, 0),
+    "a mask for all of a window": (masks_of_the_first_place, 0),
+    "masks without min_tokens": (masks_without_min_tokens, 0),
 }
 """Each with the first schedule that is tried. What takes a preemption at a certain moment shows in few schedules."""
 FOUND_WITHIN = 800

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from kernels.sampling.philox import gumbel_noise
+from tests.workers.model_based.grammars import allowed
 from tests.workers.models.oracle import load_oracle, oracle_logits
 from workers.protocol.plan import SamplingParams, TopLogprobs
 
@@ -83,7 +84,8 @@ class Reference:
 
     def finish(self, prompt: Sequence[int], generated: Sequence[int], sampling: SamplingParams) -> str:
         """Why nothing follows these tokens; empty if something does."""
-        if generated and generated[-1] in sampling.stop_ids and len(generated) > sampling.min_tokens:
+        early = len(generated) <= sampling.min_tokens and sampling.grammar is None  # else its masks say so
+        if generated and generated[-1] in sampling.stop_ids and not early:
             return "stop"
         full = len(prompt) + len(generated) >= self._max_context
         return "length" if full or len(generated) >= sampling.max_tokens else ""
@@ -146,7 +148,7 @@ def choose(logits_V: np.ndarray, prompt: Sequence[int], generated: Sequence[int]
 def adjusted(
     logits_V: np.ndarray, prompt: Sequence[int], generated: Sequence[int], sampling: SamplingParams
 ) -> np.ndarray:
-    """Penalties, then biases, then stop ids that come too early."""
+    """Penalties, then biases, then what a grammar forbids, or stop ids that come too early."""
     x_V = logits_V.astype(np.float64)
     if sampling.has_penalties:
         for token in {*prompt, *generated}:
@@ -155,7 +157,9 @@ def adjusted(
             x_V[token] -= times * sampling.frequency_penalty + sampling.presence_penalty
     for token, bias in sampling.logit_bias:
         x_V[token] += bias
-    if len(generated) < sampling.min_tokens:
+    if sampling.grammar is not None:
+        x_V[~allowed(generated, sampling, len(x_V))] = -np.inf
+    elif len(generated) < sampling.min_tokens:
         x_V[list(sampling.stop_ids)] = -np.inf
     return x_V
 

@@ -1,7 +1,8 @@
 """Schedules: which requests come when, who leaves, and when the replica plans and gets results. Drawn at random, or
 read from a file; a schedule says everything that a run depends on.
 
-To extend what is drawn: a new sampling parameter is a line in `SAMPLERS`, a new drafter a value of `DRAFTERS`.
+To extend what is drawn: a new sampling parameter is a line in `SAMPLERS`, a new drafter a value of `DRAFTERS`, a new
+grammar one of `grammars.GRAMMARS`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,22 @@ from typing import Any
 
 import msgspec
 
+from tests.workers.model_based.grammars import EOS, GRAMMARS, TAG
 from workers.protocol.plan import SamplingParams
 
 VOCAB = 64
 POISON = VOCAB - 1
 """The model's embedding of it is no number."""
 MAX_CONTEXT = 200
-DRAFTERS: tuple[dict[str, Any], ...] = ({},)
-"""Settings of the engine that choose what drafts, besides the width: only the model's own layer so far."""
+DRAFTERS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"drafter": "ngram"},
+    {"draft_model": "gqa"},
+    {"draft_model": "mla"},
+)
+"""Settings of the engine that choose what drafts, besides the width: the model's own layer, the prompt, or a draft
+model that `drive.Bench` has by this name."""
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -116,6 +125,17 @@ def random_sampling(rng: random.Random) -> SamplingParams:
     )
 
 
+def with_grammar(sampling: SamplingParams, rng: random.Random) -> SamplingParams:
+    """The same under a grammar, with what ends a text among its stop ids."""
+    grammar, _ = rng.choice(GRAMMARS)
+    # A model of random weights says the tag by itself once in a while.
+    bias = ((TAG, rng.choice([2.0, 6.0])),) if grammar.begin_after and rng.random() < 0.8 else ()
+    kept = tuple(pair for pair in sampling.logit_bias if pair[0] != TAG)
+    stop = (EOS, *(token for token in sampling.stop_ids if token != EOS))
+    most = max(sampling.max_tokens, rng.choice([3, 20, 40]))
+    return msgspec.structs.replace(sampling, grammar=grammar, stop_ids=stop, max_tokens=most, logit_bias=(*kept, *bias))
+
+
 def random_engine(rng: random.Random, tight: bool) -> dict[str, Any]:
     """Settings of a replica, some with few rows or hardly any budget left for prompts. `tight`: many rows and few
     pages."""
@@ -128,16 +148,16 @@ def random_engine(rng: random.Random, tight: bool) -> dict[str, Any]:
         "max_context": MAX_CONTEXT,
         "prefix_cache": rng.random() < 0.8,
         "invariant": rng.random() < 0.06,
-        **rng.choice(DRAFTERS),
     }
 
 
 def random_schedule(seed: int, requests: int = 14) -> Schedule:
     """Of some hundred steps. In every third, prompts end shortly before a page does, so that all rows need a page at
     once, and somebody is preempted."""
-    rng = random.Random(seed)
+    rng, further = random.Random(seed), random.Random(f"what came later {seed}")
     tight = rng.random() < 0.35
-    engine = random_engine(rng, tight)
+    engine = {**random_engine(rng, tight), **further.choice(DRAFTERS)}
+    share = further.choice([0.0, 0.3, 0.7])
     streams = [[rng.randrange(POISON) for _ in range(150)] for _ in range(2)]
     events: list[Event] = []
     for number in range(requests):
@@ -148,6 +168,8 @@ def random_schedule(seed: int, requests: int = 14) -> Schedule:
         if rng.random() < 0.06:
             prompt[rng.choice([0, len(prompt) // 2, -1])] = POISON
         sampling, priority = random_sampling(rng), rng.choice([0, 0, 0, 0, 1, -1])
+        if further.random() < share:
+            sampling = with_grammar(sampling, further)
         for choice in range(rng.choice([1, 1, 1, 1, 3])):
             each = msgspec.structs.replace(sampling, seed=(sampling.seed + choice) % 2**64)
             events.append(Add(f"{number}.{choice}", tuple(prompt), each, priority))

@@ -33,6 +33,8 @@ def nothing_differs(bench: Bench, steps: int, first_seed: int, folder: Path) -> 
     assert min(seen["preemptions"], seen["bad rows"], seen["cached tokens"]) > 0
     assert all(seen[f"ended: {end}"] > 5 for end in ("stop", "length", "failed", "cancelled"))
     assert all(seen[f"mixed steps of width {width}"] > 5 for width in range(1, 5))
+    assert all(seen[f"drafts of {drafter}"] > 100 for drafter in ("the model", "ngram", "gqa", "mla"))
+    assert min(seen["with a grammar"], seen["steps with masks"] / 10) > 20
     assert seen["near ties"] < seen["tokens"] / 500
 
 
@@ -51,7 +53,8 @@ def test_a_planted_fault_is_found(bench: Bench, name: str, monkeypatch: pytest.M
     plant, first_seed = PLANTED[name]
     plant(monkeypatch)
     found = soak(bench, FOUND_WITHIN, first_seed)
-    assert "instead of" in found.problem
+    # A token that a mask let through, or another one, ends its row.
+    assert "instead of" in found.problem or "failed without a cause" in found.problem
 
 
 def test_a_failing_schedule_is_made_small_and_replayed_from_a_file(
