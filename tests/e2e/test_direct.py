@@ -164,9 +164,10 @@ async def test_figures_are_on_ray_s_metrics_endpoint(server: Server) -> None:
     ("title", "number", "within_s", "cause"),
     [
         ("ray::WorkerActor", signal.SIGKILL, 1.0, "rank . died"),
-        ("ray::SchedulerActor", signal.SIGKILL, 1.0, "scheduler died"),
+        # What their streams end with is tested without Ray, too, in tests/workers/processes.
+        pytest.param("ray::SchedulerActor", signal.SIGKILL, 1.0, "scheduler died", marks=pytest.mark.long),
         ("ray::ServeReplica:latentserve:engine", signal.SIGKILL, 1.0, "front died"),
-        ("ray::WorkerActor", signal.SIGSTOP, 5.0, "silent"),
+        pytest.param("ray::WorkerActor", signal.SIGSTOP, 5.0, "silent", marks=pytest.mark.long),
     ],
     ids=["worker killed", "scheduler killed", "replica killed", "worker stopped"],
 )

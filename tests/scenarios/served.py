@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny_models import write_tiny
+from tests.tiny_draft_models import write_draft
+from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.graphs.stats import GraphStats
@@ -30,8 +31,9 @@ from workers.step.stage import Stage
 
 Place = tuple[str, bool]
 """Device, and whether steps are replayed."""
-DRAFTERS: dict[str, dict[str, Any]] = {"mtp": {}}
-"""Settings of the engine by what drafts."""
+DRAFT = "demo-eagle3"
+DRAFTERS: dict[str, dict[str, Any]] = {"mtp": {}, "ngram": {"drafter": "ngram"}, "eagle3": {"draft_model": DRAFT}}
+"""Settings of the engine by what drafts. On a CPU another draft model stands for the demo model's."""
 Fault = Callable[[pytest.MonkeyPatch, StepParts], None]
 Job = tuple[list[int], SamplingParams]
 
@@ -94,6 +96,8 @@ class StandInGraphs:
 
 def tiny(folder: Path) -> Path:
     """The model of the scenarios on a CPU; on a GPU it is the demo model, whose sizes kernels take."""
+    config = {"eagle_aux_hidden_state_layer_ids": [1, 0, 1]}
+    write_draft(folder / DRAFT, "mla", hidden_size=48, vocab_size=VOCAB, draft_vocab=90, **config)
     return write_tiny(folder, "v3", seed=3, num_hidden_layers=2)
 
 
@@ -109,6 +113,8 @@ def replica(
     defaults = {"width": 3, "max_rows": 8, "token_budget": 96, "cache_pages": 60, "max_context": 256}
     model = "demo" if device == "cuda" else str(folder)
     given = {"model": model, "device": device, "dtype": "float32", "graphs": False, "selftest": False}
+    if device != "cuda" and "draft_model" in settings:
+        settings["draft_model"] = str(folder / DRAFT)
     run = InlineEngine(EngineConfig(**{**given, **defaults, **settings}), torch.device(device))
     runner = run.runner
     if fault is not None and patch is not None:

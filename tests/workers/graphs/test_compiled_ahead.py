@@ -142,9 +142,9 @@ def settings(model: str, width: int | str, **others: Any) -> EngineConfig:
     return EngineConfig(model=model, device="cpu", width=width, **{**defaults, **others})
 
 
-@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "invariant"])
 @pytest.mark.parametrize("context", [None, 540, 70], ids=["", "just two pieces of context", "just two pages"])
-@pytest.mark.parametrize("width", [1, "auto"])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), "auto"])
 def test_the_demo_compiles_nothing_late(
     width: int | str, context: int | None, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +153,7 @@ def test_the_demo_compiles_nothing_late(
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_published_heads_compile_nothing_late(
     width: int, invariant: bool, published: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

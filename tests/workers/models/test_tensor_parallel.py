@@ -59,7 +59,7 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
         group.close()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_agree_with_one(size: int, tmp_path: Path) -> None:
     alone = {kind: generate(write_tiny(tmp_path / kind, kind, seed=2), TensorParallel()) for kind in KINDS}
     run_ranks(rank_main, size, size, tmp_path)

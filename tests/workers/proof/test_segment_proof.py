@@ -218,7 +218,7 @@ def test_what_both_runs_change_wrongly_is_caught(
 @pytest.mark.parametrize("width", [1, 3])
 def test_every_ending_passes(folder: Path, width: int, invariant: bool) -> None:
     parts = parts_of(folder, width, rows=40, invariant=invariant)
-    for seed in range(4):
+    for seed in range(2):
         reports = ending_report(parts, seed=seed)
         assert [r.problems for r in reports] == [()] * 3
         assert [r.bucket for r in reports] == [f"{tokens} tokens" for tokens in (48, 32, 16)]

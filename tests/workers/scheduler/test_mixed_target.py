@@ -103,7 +103,7 @@ def test_mixed_steps_take_as_long_as_they_may(cost: Cost, target: float | None, 
     run = Served(measured("experts"), cost, target, width=width)
     run.streams()
     run.mixed(30)
-    plans = [plan for plan in run.mixed(300) if len(plan.prefill) == 1 and not plan.prefill[0].final]
+    plans = [plan for plan in run.mixed(150) if len(plan.prefill) == 1 and not plan.prefill[0].final]
     allowed = target or DECODE_STEPS * step_seconds("experts", ROWS, width)
     took = sorted(run.seconds(plan) / allowed for plan in plans if cost is not noisy or cost(plan) < 2 * plain(plan))
     assert took[len(took) // 2] == pytest.approx(1, rel=0.2)
