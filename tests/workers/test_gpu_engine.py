@@ -144,7 +144,8 @@ def test_a_capture_takes_no_more_memory_than_was_reserved_for_it(monkeypatch: py
     is a matter of 20 MiB a buffer, which is much only for a model as small as this one.
 
     The driver's share is measured on the whole device, so other processes that take memory there meanwhile are measured
-    too: then it is tried again, with the former graphs still alive."""
+    too, and so is what threads of former engines let go only then: in either case it is tried again, with the former
+    graphs still alive."""
     warm_up, capture = Runner.warm_up, Runner.capture
     reserved: list[Warmed] = []
     taken: list[int] = []
@@ -177,12 +178,12 @@ def test_a_capture_takes_no_more_memory_than_was_reserved_for_it(monkeypatch: py
     runs: list[InlineEngine] = []
     for _ in range(4):
         runs.append(engine("cuda", max_rows=32, token_budget=512, dtype="bfloat16", graphs=True))
-        if taken[-1] <= reserved[-1].bytes:
+        if taken[-1] <= reserved[-1].bytes and tensors[-1] >= reserved[-1].scratch + reserved[-1].inner:
             break
     graphs, warmed = runs[-1].runner.graphs, reserved[-1]
     assert graphs is not None
     assert graphs.count == warmed.graphs
-    assert tensors[-1] >= warmed.scratch + warmed.inner
+    assert tensors[-1] >= warmed.scratch + warmed.inner, (tensors, reserved)
     assert taken[-1] <= warmed.bytes, (taken, reserved)
 
 
