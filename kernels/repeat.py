@@ -58,7 +58,7 @@ class Layers:
         self.own = own
         self.addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in own]
         first = own[0]
-        self.alike = [all(map(_alike, first, tensors)) for tensors in own]
+        self.alike = [len(first) == len(tensors) and all(map(_alike, first, tensors)) for tensors in own]
         """Whether kernels take a layer's tensors as they take the first layer's."""
         self._spans = [
             (which, tensor.data_ptr(), tensor.data_ptr() + _span(tensor)) for which, tensor in enumerate(first)

@@ -266,6 +266,14 @@ def test_a_layer_that_differs_runs_itself(log: list[tuple[Any, ...]], second: Ca
     assert ran == 2
 
 
+def test_a_layer_with_fewer_tensors_runs_itself(log: list[tuple[Any, ...]]) -> None:
+    own = [(torch.ones(4), torch.ones(4)), (torch.ones(4),), (torch.ones(4), torch.ones(4))]
+    repeated = Repeat(Layers(own))
+    for index, tensors in enumerate(own):
+        repeated(index, partial(lambda *both: [x.add_(1) for x in both], *tensors))
+        assert all(bool((x == 2).all()) for x in tensors)
+
+
 def test_nothing_is_noted_of_one_layer_or_where_told(log: list[tuple[Any, ...]]) -> None:
     x, sums = torch.ones(4), []
 

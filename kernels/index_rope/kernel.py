@@ -1,0 +1,94 @@
+"""LayerNorm of index keys, and rope of keys and queries, in one Triton kernel."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.latent_entry import LARGEST, LEAST
+
+_LARGEST = tl.constexpr(LARGEST)
+_LEAST = tl.constexpr(LEAST)
+
+
+@triton.jit
+def _rotate(x, cos, sin, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Turn the pairs (2i, 2i + 1) of every row of [ROWS, BLOCK] by the i-th angle; `cos`, `sin`: [1, BLOCK / 2]."""
+    even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
+    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [ROWS, BLOCK])
+
+
+@triton.jit
+def index_rope(
+    q,
+    key,
+    norm,
+    bias,
+    rotation,
+    code,
+    head_weight,
+    eps,
+    Q_TOKEN: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    ROTATION_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Programs (token, part): part 0 makes the token's key, the others rotate GROUP heads each, and with FP8
+    round them to it."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    turn = rotation + token * ROTATION_STRIDE
+    if part == 0:
+        f = tl.arange(0, BLOCK)
+        pair = tl.arange(0, BLOCK // 2)
+        inside = f < FEATURES
+        weight = tl.load(norm + f, mask=inside, other=0.0)
+        shift = tl.load(bias + f, mask=inside, other=0.0)
+        # Features that are not roped turn by no angle.
+        cos = tl.load(turn + 2 * pair, mask=2 * pair < ROPE, other=1.0)
+        sin = tl.load(turn + 2 * pair + 1, mask=2 * pair < ROPE, other=0.0)
+        if DEPENDENT:
+            gdc_wait()
+            gdc_launch_dependents()
+        at = key + token * KEY_STRIDE + f
+        value = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        centred = tl.where(inside, value - tl.sum(value, 0) / FEATURES, 0.0)
+        normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / FEATURES + eps) * weight + shift
+        turned = _rotate(tl.reshape(normed, [1, BLOCK]), cos[None, :], sin[None, :], 1, BLOCK)
+        tl.store(at, tl.reshape(turned, [BLOCK]).to(key.dtype.element_ty), mask=inside)
+    else:
+        head = (part - 1) * GROUP + tl.arange(0, GROUP)
+        o = tl.arange(0, WIDTH_BLOCK)
+        angle = tl.arange(0, WIDTH_BLOCK // 2)
+        head_cos = tl.load(turn + 2 * angle, mask=2 * angle < ROPE, other=1.0)
+        head_sin = tl.load(turn + 2 * angle + 1, mask=2 * angle < ROPE, other=0.0)
+        if DEPENDENT:
+            gdc_wait()
+            gdc_launch_dependents()
+        place = head[:, None] * FEATURES + o[None, :]
+        mask = (head < HEADS)[:, None] & (o < WIDTH)[None, :]
+        x = tl.load(q + token * Q_TOKEN + place, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        x = _rotate(x, head_cos[None, :], head_sin[None, :], GROUP, WIDTH_BLOCK).to(q.dtype.element_ty)
+        tl.store(q + token * Q_TOKEN + place, x, mask=mask)
+        if FP8:
+            number = x.to(tl.float32)
+            # Maxima pass NaN over; 0 times what is not finite is NaN.
+            largest = tl.max(tl.abs(number), 1) + tl.sum(number * 0.0, 1)
+            scale = tl.where(largest < _LEAST, 1.0, tl.div_rn(largest, tl.full([GROUP], _LARGEST, tl.float32)))
+            each = tl.broadcast_to(scale[:, None], [GROUP, WIDTH_BLOCK])
+            bytes = tl.div_rn(number, each).to(tl.float8e4nv)
+            tl.store(code + token * HEADS * FEATURES + place, bytes, mask=mask)
+            own = head_weight + token * HEADS + head
+            weighed = tl.load(own, mask=head < HEADS, other=0.0, cache_modifier=".cg")
+            tl.store(own, weighed * scale, mask=head < HEADS)

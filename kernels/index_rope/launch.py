@@ -1,0 +1,61 @@
+"""Launches the Triton kernel. Allocates nothing and waits for nothing, so it may be captured into a CUDA graph.
+
+`dependent` launches with programmatic dependent launch (compute capability 9.0 and above). It is safe when the rotation
+was not written by the kernel launched just before; it is read ahead of the wait for it.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from kernels.index_rope import kernel
+
+_GROUP = 16
+"""Heads a program rotates."""
+
+
+def index_rope(
+    q_TJI: Tensor,
+    key_TI: Tensor,
+    norm_I: Tensor,
+    bias_I: Tensor,
+    rotation_TO: Tensor,
+    code_TJI: Tensor | None,
+    weight_TJ: Tensor | None,
+    eps: float,
+    *,
+    dependent: bool = False,
+) -> None:
+    """See `kernels.index_rope.index_rope`."""
+    tokens, heads, features = q_TJI.shape
+    if not tokens:
+        return
+    block, rope = triton.next_power_of_2(features), rotation_TO.shape[1]
+    group = min(_GROUP, triton.next_power_of_2(heads))
+    # Features that are not roped are read where all are rounded alone.
+    width = rope if code_TJI is None else features
+    kernel.index_rope[(tokens, 1 + triton.cdiv(heads, group))](
+        q_TJI,
+        key_TI,
+        norm_I,
+        bias_I,
+        rotation_TO,
+        q_TJI if code_TJI is None else code_TJI,
+        norm_I if weight_TJ is None else weight_TJ,
+        eps,
+        Q_TOKEN=q_TJI.stride(0),
+        KEY_STRIDE=key_TI.stride(0),
+        ROTATION_STRIDE=rotation_TO.stride(0),
+        HEADS=heads,
+        GROUP=group,
+        FEATURES=features,
+        BLOCK=block,
+        ROPE=rope,
+        WIDTH=width,
+        WIDTH_BLOCK=triton.next_power_of_2(width),
+        FP8=code_TJI is not None,
+        DEPENDENT=dependent,
+        num_warps=2,
+        **({"launch_pdl": True} if dependent else {}),
+    )

@@ -1,0 +1,41 @@
+"""Reference of `kernels.index_rope` in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.index_entry import encode
+
+
+def index_rope(
+    q_TJI: Tensor,
+    key_TI: Tensor,
+    norm_I: Tensor,
+    bias_I: Tensor,
+    rotation_TO: Tensor,
+    code_TJI: Tensor | None,
+    weight_TJ: Tensor | None,
+    eps: float,
+) -> None:
+    """See `kernels.index_rope.index_rope`."""
+    compute = torch.promote_types(key_TI.dtype, torch.float32)
+    turn_TX, roped = _pairs(rotation_TO.to(compute)), rotation_TO.shape[1]
+    normed_TI = F.layer_norm(key_TI.to(compute), norm_I.shape, norm_I.to(compute), bias_I.to(compute), eps)
+    key_TI[:, roped:].copy_(normed_TI[:, roped:])
+    key_TI[:, :roped].copy_(_rotate(normed_TI[:, :roped], turn_TX))
+    q_TJO = q_TJI[..., :roped]
+    q_TJO.copy_(_rotate(q_TJO.to(compute), turn_TX.unsqueeze(1)))
+    if code_TJI is not None and weight_TJ is not None:
+        code_XI, scale_X = encode(q_TJI.flatten(0, 1))
+        code_TJI.view(torch.uint8).copy_(code_XI.view(torch.uint8).view(code_TJI.shape))
+        weight_TJ.mul_(scale_X.view(weight_TJ.shape))
+
+
+def _rotate(x: Tensor, turn: Tensor) -> Tensor:
+    return torch.view_as_real(_pairs(x) * turn).flatten(-2)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.contiguous().view(*x.shape[:-1], -1, 2))

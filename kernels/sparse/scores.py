@@ -1,0 +1,188 @@
+"""Index keys and index scores in Triton.
+
+Keys are the rows of the products and (token, head) pairs their columns, so that a key's NaN stays in its own scores:
+what the last page holds behind a bound needs no mask. Sums over heads run along a row, which few threads hold.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.latent_entry import LARGEST, LEAST
+from kernels.page import PAGE_TOKENS
+
+_PAGE = tl.constexpr(PAGE_TOKENS)
+_LARGEST = tl.constexpr(LARGEST)
+_LEAST = tl.constexpr(LEAST)
+
+
+class Indexer(NamedTuple):
+    """What an indexer's heads are, and how their entries lie: one constant of a launch."""
+
+    heads: int
+    head_lanes: int
+    """Heads padded to a power of two."""
+    features: int
+    feature_lanes: int
+    """Features padded to a power of two."""
+    fp8: bool
+    page: int
+    """Elements from one page of keys to the next."""
+    scale_page: int
+    """Of scales likewise; in FP8 alone."""
+    precision: str
+    """Of products, as `tl.dot` names it. It matters in fp32 alone."""
+
+
+class TokenTile(NamedTuple):
+    """Which tokens a program takes."""
+
+    tokens: int
+    lanes: int
+    """Tokens padded to a power of two."""
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"], do_not_specialize_on_alignment=["slot"])
+def write_keys(
+    key, slot, index, scale, tokens, slots, KEY_STRIDE: tl.constexpr, INDEXER: tl.constexpr, TOKENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Programs of TOKENS tokens. `scale`: where the scales of the first page lie, in FP8."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    d = tl.arange(0, INDEXER.feature_lanes)
+    inside = token < tokens
+    wanted = inside[:, None] & (d < INDEXER.features)[None, :]
+    x = tl.load(
+        key + token.to(tl.int64)[:, None] * KEY_STRIDE + d[None, :], mask=wanted, other=0.0, cache_modifier=".cg"
+    )
+    entry = tl.load(slot + token, mask=inside, other=-1)
+    exists = (entry >= 0) & (entry < slots)
+    page = entry // _PAGE
+    place = entry % _PAGE
+    at = index + (page * INDEXER.page + place * INDEXER.features)[:, None] + d[None, :]
+    if INDEXER.fp8:
+        number = x.to(tl.float32)
+        # Maxima pass NaN over; 0 times what is not finite is NaN.
+        largest = tl.max(tl.abs(number), 1) + tl.sum(number * 0.0, 1)
+        divisor = tl.where(largest < _LEAST, 1.0, tl.div_rn(largest, tl.full([TOKENS], _LARGEST, tl.float32)))
+        each = tl.broadcast_to(divisor[:, None], [TOKENS, INDEXER.feature_lanes])
+        x = tl.div_rn(number, each).to(tl.float8e4nv)
+        tl.store(scale + page * INDEXER.scale_page + place, divisor, mask=exists)
+    tl.store(at, x, mask=wanted & exists[:, None])
+
+
+@triton.jit
+def page_scales(scale, page, pages, INDEXER: tl.constexpr):
+    """Scales of a page's keys in FP8, past L1; 1 where there are none."""
+    if INDEXER.fp8:
+        at = tl.where((page >= 0) & (page < pages), page, 0).to(tl.int64) * INDEXER.scale_page
+        found = tl.load(scale + at + tl.arange(0, _PAGE), cache_modifier=".cg")
+    else:
+        found = tl.full((_PAGE,), 1.0, tl.float32)
+    return found
+
+
+_INTS = ["tokens", "width", "tiles", "rows", "pages", "scores", "table_stride", "score_stride"]
+
+
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=["table", "row", "bound", "fault"])
+def score_pages(
+    q,
+    weight,
+    index,
+    scale,
+    table,
+    row,
+    bound,
+    score,
+    fault,
+    tokens,
+    width,
+    tiles,
+    rows,
+    pages,
+    scores,
+    table_stride,
+    score_stride,
+    INDEXER: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Programs (share of the pages, tile of tokens), `tiles` for every `width` tokens. Tokens of a tile that are of one
+    row share what is read of it; those of other rows have their turn after them."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    LANES: tl.constexpr = TILE.lanes
+    HEADS: tl.constexpr = INDEXER.head_lanes
+    FEATURES: tl.constexpr = INDEXER.feature_lanes
+    share, shares, tile = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    lane = tl.arange(0, LANES)
+    first = tile // tiles * width + tile % tiles * TILE.tokens
+    count = tl.minimum(tl.minimum(tile // tiles * width + width, tokens) - first, TILE.tokens)
+    token = first + lane
+    inside = lane < count
+    of_row = tl.load(row + token, mask=inside, other=0)
+    sees = tl.load(bound + token, mask=inside, other=0)
+    wrong = (sees != 0) & ((of_row < 0) | (of_row >= rows) | (sees < 0) | (sees > scores))
+    sees = tl.where(wrong, 0, sees)
+    tl.atomic_add(fault + lane * 0, 1, mask=wrong & (share == 0), sem="relaxed")
+
+    column = tl.arange(0, LANES * HEADS)
+    head = column % HEADS
+    there = (head < INDEXER.heads) & (column // HEADS < count)
+    vector = (first + column // HEADS).to(tl.int64) * INDEXER.heads + head
+    d = tl.arange(0, FEATURES)
+    wanted = there[:, None]
+    if INDEXER.features != FEATURES:
+        wanted = wanted & (d < INDEXER.features)[None, :]
+    x = tl.load(q + vector[:, None] * INDEXER.features + d[None, :], mask=wanted, other=0.0, cache_modifier=".cg")
+    x = tl.trans(x)
+    w = tl.load(weight + vector, mask=there, other=0.0, cache_modifier=".cg")
+
+    k = tl.arange(0, _PAGE)
+    at_score = score + token.to(tl.int64)[None, :] * score_stride + k[:, None]
+    for turn in range(count):
+        own = tl.sum(tl.where(lane == turn, of_row, 0), 0)
+        seeing = tl.sum(tl.where(lane == turn, sees, 0), 0)
+        alike = (of_row == own) & (sees > 0)
+        earlier = tl.sum((alike & (lane < turn)).to(tl.int32), 0)
+        if (seeing > 0) & (earlier == 0):
+            longest = tl.max(tl.where(alike, sees, 0), 0)
+            used = tl.cdiv(longest, _PAGE)
+            each = tl.cdiv(used, shares)
+            begin = share * each
+            end = tl.minimum(begin + each, used)
+            mine = table + own.to(tl.int64) * table_stride
+            page = tl.load(mine + begin, mask=begin < end, other=0)
+            factor = page_scales(scale, page, pages, INDEXER)
+            for n in range(begin, end):
+                following = tl.load(mine + tl.minimum(n + 1, used - 1))
+                astray = (page < 0) | (page >= pages)
+                tl.atomic_add(fault, 1, mask=astray, sem="relaxed")
+                at = tl.where(astray, 0, page).to(tl.int64)
+                entry = index + at * INDEXER.page + k[:, None] * INDEXER.features + d[None, :]
+                if INDEXER.features == FEATURES:
+                    y = tl.load(entry)
+                else:
+                    y = tl.load(entry, mask=(d < INDEXER.features)[None, :], other=0.0)
+                dot = tl.dot(y, x, input_precision=INDEXER.precision)
+                dot = tl.maximum(dot, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
+                sums = tl.sum(tl.reshape(dot, [_PAGE, LANES, HEADS]), 2)
+                if INDEXER.fp8:
+                    sums = sums * factor[:, None]
+                sums = tl.where(astray, float("-inf"), sums)
+                seen = alike[None, :] & ((n * _PAGE + k)[:, None] < sees[None, :])
+                tl.store(at_score + n * _PAGE, sums, mask=seen)
+                # A page ahead, and here, where the next page is known.
+                factor = page_scales(scale, following, pages, INDEXER)
+                page = following

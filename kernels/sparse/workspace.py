@@ -1,0 +1,180 @@
+"""Device memory that the kernels of sparse attention work in, and how calls are cut up. Sizes are known when a graph is
+captured; what the memory holds means nothing before and after a call.
+
+Shape legend: T query tokens, B parts of a token's scores, L latent features, H heads, G parts of its selected entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.hopper import is_hopper, multiprocessors
+from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace, hopper_tiling, portable_tiling
+from kernels.page import PAGE_TOKENS, pages_for
+
+LEVELS: Final = 4
+"""Passes over the scores, one for every byte of them."""
+BINS: Final = 256
+"""Values of a byte."""
+INVARIANT_TOKENS: Final = 64
+"""Tokens whose entries are gathered at a time in invariant mode, some 150 MB of 2,048 entries in bf16."""
+SCORES: Final = 1024
+"""Scores that a program takes at a time."""
+
+
+@dataclass(frozen=True)
+class SelectWorkspace:
+    """Memory of `kernels.sparse.select_positions`."""
+
+    parts: int
+    """Programs that share a token's scores, B."""
+    count: Tensor
+    """int32 [LEVELS, T, B, BINS]: how many scores of a part have which byte."""
+    above: Tensor
+    """int32 [T, B]: how many scores of a part are selected for certain."""
+    found: Tensor
+    """int32 [LEVELS, T, 2]: what is known of the least selected score, and how many of its like are to be selected."""
+
+    @staticmethod
+    def allocate(tokens: int, scores: int, empty: Callable[..., Tensor]) -> SelectWorkspace:
+        """For calls of exactly `tokens` tokens with up to `scores` scores each. `empty(*shape, dtype=)` gives
+        uninitialised device memory."""
+        parts = _score_parts(tokens, scores)
+        return SelectWorkspace(
+            parts=parts,
+            count=empty(LEVELS, tokens, parts, BINS, dtype=torch.int32),
+            above=empty(tokens, parts, dtype=torch.int32),
+            found=empty(LEVELS, tokens, 2, dtype=torch.int32),
+        )
+
+
+@dataclass(frozen=True)
+class SparseTiling:
+    """How a call of `kernels.sparse.sparse_decode` is cut."""
+
+    block: int
+    """Heads of a program."""
+    tile: int
+    """Entries it gathers at a time."""
+    part: int
+    """Entries it takes in all."""
+    warps: int
+    stages: int
+    """Tiles in flight."""
+
+
+@dataclass(frozen=True)
+class SparseWorkspace:
+    """Memory of `kernels.sparse.sparse_decode`."""
+
+    tiling: SparseTiling
+    partial_GTHL: Tensor
+    """Outputs of parts, in the dtype of the query; G is 0 where programs share no token."""
+    partial_lse_GTH: Tensor
+    """fp32 log2-sum-exp2 of their scaled scores."""
+    place_BTS: Tensor
+    """int32, for every block of heads: where in the flattened cache the selected entries lie, -1 for absent ones."""
+
+    @staticmethod
+    def allocate(
+        tokens: int,
+        heads: int,
+        latent: int,
+        selected: int,
+        dtype: torch.dtype,
+        empty: Callable[..., Tensor],
+        *,
+        fp8: bool = False,
+        multiprocessors: int = 132,
+    ) -> SparseWorkspace:
+        """For calls of exactly `tokens` tokens of so many heads, with `selected` entries each. `dtype` is the queries',
+        `fp8` says whether the cache has FP8 entries."""
+        tiling = sparse_tiling(tokens, heads, latent, selected, dtype, fp8=fp8, multiprocessors=multiprocessors)
+        parts = -(-selected // tiling.part)
+        shared = parts if parts > 1 else 0
+        return SparseWorkspace(
+            tiling=tiling,
+            partial_GTHL=empty(shared, tokens, heads, latent, dtype=dtype),
+            partial_lse_GTH=empty(shared, tokens, heads, dtype=torch.float32),
+            place_BTS=empty(-(-heads // tiling.block), tokens, selected, dtype=torch.int32),
+        )
+
+
+@dataclass(frozen=True)
+class InvariantWorkspace:
+    """Memory of `kernels.sparse.sparse_decode` in invariant mode: selected entries, gathered for some tokens at a time,
+    and what `kernels.mla_decode` needs for as many rows."""
+
+    cache_PKE: Tensor
+    """Pages of the gathered entries, as the cache has them."""
+    page_TP: Tensor
+    """int32."""
+    length_T: Tensor
+    """int32."""
+    decode: Tensor
+    """uint8."""
+
+    @staticmethod
+    def allocate(
+        tokens: int,
+        heads: int,
+        latent: int,
+        rope: int,
+        selected: int,
+        dtype: torch.dtype,
+        cache_PKE: Tensor,
+        empty: Callable[..., Tensor],
+    ) -> InvariantWorkspace:
+        """For calls of exactly `tokens` tokens of so many heads, with `selected` entries each. `dtype` is the queries',
+        `cache_PKE` a cache such as they read."""
+        group, pages = min(tokens, INVARIANT_TOKENS), pages_for(selected)
+        shape = DecodeShape(max(group, 1), 1, heads, latent, rope, pages, invariant=True)
+        tiling = invariant_tiling(shape, cache_PKE, dtype)
+        return InvariantWorkspace(
+            cache_PKE=empty(group * pages, PAGE_TOKENS, cache_PKE.shape[-1], dtype=cache_PKE.dtype),
+            page_TP=empty(group, pages, dtype=torch.int32),
+            length_T=empty(group, dtype=torch.int32),
+            decode=empty(Workspace.bytes(shape, tiling, dtype), dtype=torch.uint8),
+        )
+
+
+def invariant_tiling(shape: DecodeShape, cache_PKE: Tensor, dtype: torch.dtype) -> DecodeTiling:
+    """The tiling that dense attention has in invariant mode."""
+    device, fp8 = cache_PKE.device, cache_PKE.dtype == torch.uint8
+    choose = hopper_tiling if is_hopper(device) and dtype == torch.bfloat16 else portable_tiling
+    return choose(shape, multiprocessors(device), fp8=fp8)
+
+
+def sparse_tiling(
+    tokens: int, heads: int, latent: int, selected: int, dtype: torch.dtype, *, fp8: bool, multiprocessors: int
+) -> SparseTiling:
+    """Blocks as large as there are heads, and parts enough to fill a GPU."""
+    if heads > 32 and dtype.itemsize == 2:
+        # Of plain entries larger tiles would spill registers.
+        block, tile, warps, stages, resident = 64, 64 if fp8 else 32, 8, 3 if fp8 else 5, 1
+    elif heads > 16:
+        block, tile, warps, stages, resident = 32, 32, 8, 5, 1
+    else:
+        block, tile, warps, stages, resident = 16, 32, 4, 5, 2
+    if dtype.itemsize == 4:
+        stages = 2
+    programs = max(1, tokens * -(-heads // block))
+    parts = _power_of_2(min(resident * multiprocessors // programs, selected // tile))
+    part = -(-selected // parts // tile) * tile
+    return SparseTiling(block=block, tile=tile, part=part, warps=warps, stages=stages)
+
+
+def _score_parts(tokens: int, scores: int) -> int:
+    """Enough programs to fill a GPU when tokens are few, of a block of scores at least."""
+    return _power_of_2(min(64, 512 // max(tokens, 1), -(-scores // SCORES)))
+
+
+def _power_of_2(x: int) -> int:
+    """The largest power of two that is at most x, and at least 1. Kernels are compiled for a number of parts, and few
+    numbers of tokens should compile others."""
+    return 1 << max(0, x.bit_length() - 1)

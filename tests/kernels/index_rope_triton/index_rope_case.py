@@ -1,0 +1,90 @@
+"""Queries and keys of an indexer, and what naive fp64 formulas make of them.
+
+Shape legend: T tokens, J indexer heads, I features, O rope features.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EPS = 1e-6
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
+"""Relative and absolute: one rounding to the dtype, of numbers of a few units."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes; strided tensors as a wider projection leaves them."""
+
+    tokens: int
+    heads: int
+    features: int
+    rope: int
+    dtype: torch.dtype = torch.float32
+
+    def tensors(self, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
+        """The arguments."""
+        random = torch.Generator().manual_seed(seed + self.tokens)
+        angle_TX = torch.rand(self.tokens, self.rope // 2, generator=random) * 2 * math.pi
+        drawn = {
+            "q_TJI": torch.randn(self.tokens, self.heads * self.features + 16, generator=random).to(self.dtype),
+            "key_TI": torch.randn(self.tokens, self.features + 16, generator=random).to(self.dtype),
+            "norm_I": torch.rand(self.features, generator=random) + 0.5,
+            "bias_I": torch.randn(self.features, generator=random),
+            "rotation_TO": torch.stack([angle_TX.cos(), angle_TX.sin()], -1).flatten(1),
+        }
+        drawn = {name: tensor.to(device) for name, tensor in drawn.items()}
+        q_TJI = drawn["q_TJI"][:, : self.heads * self.features].view(self.tokens, self.heads, self.features)
+        return drawn | {"q_TJI": q_TJI, "key_TI": drawn["key_TI"][:, : self.features]}
+
+    def fp8(self, device: str = "cpu") -> dict[str, Tensor]:
+        """The arguments of queries in FP8: codes that nobody has written, and weights."""
+        random = torch.Generator().manual_seed(self.tokens)
+        code = torch.full((self.tokens, self.heads, self.features), 255, dtype=torch.uint8, device=device)
+        weight_TJ = torch.randn(self.tokens, self.heads, generator=random)
+        return {"code_TJI": code.view(torch.float8_e4m3fn), "weight_TJ": weight_TJ.to(device)}
+
+
+def expected(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In fp64, on a CPU."""
+    q_TJI, key_TI, norm_I, bias_I, rotation_TO = (tensor.cpu().double() for tensor in tensors.values())
+    centred_TI = key_TI - key_TI.mean(-1, keepdim=True)
+    normed_TI = centred_TI / (centred_TI.square().mean(-1, keepdim=True) + EPS).sqrt() * norm_I + bias_I
+    found = {"q_TJI": q_TJI.clone(), "key_TI": normed_TI}
+    for x in found.values():
+        turn = rotation_TO if x.dim() == 2 else rotation_TO.unsqueeze(1)
+        for i in range(rotation_TO.shape[1] // 2):
+            cos, sin = turn[..., 2 * i], turn[..., 2 * i + 1]
+            a, b = x[..., 2 * i].clone(), x[..., 2 * i + 1].clone()
+            x[..., 2 * i], x[..., 2 * i + 1] = a * cos - b * sin, a * sin + b * cos
+    return found
+
+
+def check(tensors: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """What a kernel has made of `tensors`; nothing else was written."""
+    for name, numbers in want.items():
+        got = tensors[name].cpu().double()
+        torch.testing.assert_close(got, numbers, atol=BOUND[dtype], rtol=BOUND[dtype])
+
+
+def check_fp8(tensors: dict[str, Tensor], fp8: dict[str, Tensor], before_TJ: Tensor) -> None:
+    """Codes and weights are those of the queries that a kernel has left: the largest of each is 448 times its scale."""
+    q_TJI, code_TJI = tensors["q_TJI"].cpu().float(), fp8["code_TJI"].cpu().float()
+    scale_TJ = q_TJI.abs().amax(-1) / 448
+    torch.testing.assert_close(fp8["weight_TJ"].cpu(), before_TJ.cpu() * scale_TJ, rtol=1e-6, atol=0)
+    want_TJI = (q_TJI / scale_TJ.unsqueeze(-1)).to(torch.float8_e4m3fn).float()
+    assert torch.equal(code_TJI.abs().amax(-1), torch.full_like(scale_TJ, 448))
+    assert torch.equal(code_TJI, want_TJI)
+
+
+CASES = [
+    Case(1, 1, 16, 2),
+    Case(3, 5, 48, 16),
+    Case(2, 32, 128, 64),
+    Case(1, 64, 128, 64, torch.bfloat16),
+    Case(1, 17, 128, 128, torch.bfloat16),
+]

@@ -1,0 +1,23 @@
+"""What the compiler makes of norm and rope of an indexer for Hopper, at the sizes of published models."""
+
+import pytest
+import torch
+from index_rope_case import EPS, Case
+
+from kernels.index_rope import launch
+from tests.support.hopper import compile_only, resources
+
+pytestmark = pytest.mark.gate
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiles_without_spills(heads: int, dtype: torch.dtype, fp8: bool) -> None:
+    case = Case(3, heads, 128, 64, dtype)
+    more = case.fp8().values() if fp8 else (None, None)
+    with compile_only() as compiled:
+        launch.index_rope(*case.tensors().values(), *more, EPS, dependent=True)
+    found = resources(compiled[0])
+    found.check(registers=128)
+    assert (found.waits, found.releases) == (True, True)

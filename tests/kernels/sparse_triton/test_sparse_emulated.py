@@ -1,0 +1,77 @@
+"""The kernels of sparse attention as they were compiled, launched dependently one after the other, under drawn
+schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sparse_case import Sparse
+
+from tests.support.ptx import emulated
+from tests.support.ptx.memory import Fault
+from tests.support.ptx.order import Unordered
+
+pytestmark = pytest.mark.long
+
+
+def run(seed: int, rows: list[tuple[int, int]], *, edit: Any = None, fp8: bool = False, **sizes: Any) -> Sparse:
+    """The four steps of one layer, then the first ones of another layer, which write over what the first has left."""
+    sizes = {"index_heads": 16, "selected": 64, "dtype": torch.bfloat16, "programs": 3, "fp8": fp8, **sizes}
+    case, other = (Sparse(rows, seed=seed + i, kernels=True, dependent=True, **sizes) for i in (0, 1))
+    kept = {name: case.tensors[name].clone() for name in ("score", "selected", "out", "lse")}
+    # Triton's own pipelined loops do without the fence behind cp.async.
+    options = {"edit": edit} if edit else {}
+    with emulated(seed, consecutive=True, fences=False, **options):
+        case.write()
+        case.score()
+        case.select()
+        case.attend()
+        for name in kept:
+            kept[name], case.tensors[name] = case.tensors[name].clone(), case.tensors[name]
+            other.tensors[name] = case.tensors[name]
+        other.score()
+        other.select()
+        other.attend()
+    other.check_scores()
+    other.check_selected()
+    other.check_attention()
+    case.tensors |= kept
+    case.check_keys()
+    case.check_scores()
+    case.check_selected()
+    case.check_attention()
+    return case
+
+
+@pytest.mark.parametrize(("seed", "fp8"), [(0, False), (1, True)])
+def test_dependent_launches(seed: int, fp8: bool) -> None:
+    run(seed, [(130, 2), (0, 1)], heads=3, fp8=fp8)
+
+
+@pytest.mark.parametrize(("heads", "fp8"), [(16, False), (64, False), (64, True)])
+def test_published_sizes(heads: int, fp8: bool) -> None:
+    """Attention with several tiles in flight, by two programs."""
+    sizes: dict[str, Any] = {"latent": 512, "rope": 64, "selected": 192, "dtype": torch.bfloat16, "fp8": fp8}
+    case = Sparse([(300, 1)], heads=heads, kernels=True, programs=2, **sizes)
+    case.tensors["selected"][0] = torch.arange(192) + 90
+    with emulated(heads, fences=False):
+        case.attend()
+    case.check_attention()
+
+
+def test_tokens_of_a_row_share_what_is_read() -> None:
+    case = Sparse([(130, 3), (70, 3)], width=3, index_heads=64, dtype=torch.bfloat16, kernels=True)
+    with emulated(3, fences=False):
+        case.score()
+    case.check_scores()
+
+
+@pytest.mark.parametrize("kernel", ["count_bytes", "attend"])
+def test_without_its_wait_it_would_be_noticed(kernel: str) -> None:
+    def without(ptx: str) -> str:
+        return ptx.replace("griddepcontrol.wait;", "") if f".entry {kernel}(" in ptx else ptx
+
+    with pytest.raises((Fault, Unordered)):
+        run(0, [(130, 1)], heads=3, edit=without)

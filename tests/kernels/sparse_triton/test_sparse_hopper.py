@@ -1,0 +1,141 @@
+"""What the compiler makes of the kernels of sparse attention for Hopper, at the sizes of published models: no spills,
+products on tensor cores of Hopper, and one variant for all lengths."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from sparse_case import Sparse
+
+from kernels.sparse.workspace import SelectWorkspace, sparse_tiling
+from tests.support.hopper import compile_only, instructions, machine_code, resources
+
+pytestmark = pytest.mark.gate
+
+
+def published(tokens: int, width: int, index_heads: int = 64, fp8: bool = True, heads: int = 16) -> Sparse:
+    return Sparse(
+        [(300, 1)] * tokens,
+        heads=heads,
+        index_heads=index_heads,
+        latent=512,
+        rope=64,
+        selected=2048,
+        dtype=torch.bfloat16,
+        fp8=fp8,
+        width=width,
+        kernels=True,
+    )
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_keys(fp8: bool) -> None:
+    with compile_only() as compiled:
+        published(3, 1, fp8=fp8).write()
+    resources(compiled[0]).check(registers=64)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("tokens", "width", "index_heads"), [(1, 1, 64), (4, 2, 64), (8, 0, 64), (8, 0, 32)])
+def test_scores(tokens: int, width: int, index_heads: int, fp8: bool) -> None:
+    with compile_only() as compiled:
+        published(tokens, width, index_heads, fp8).score()
+    used = instructions(compiled[0])
+    resources(compiled[0]).check(registers=168)
+    assert used["QGMMA" if fp8 else "HGMMA"] >= 2
+    assert "LDGSTS.E.BYPASS.128" in machine_code(compiled[0]) or "LDGSTS.E.BYPASS.LTC128B.128" in machine_code(
+        compiled[0]
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 600])
+def test_selection(tokens: int) -> None:
+    case = published(1, 1)
+    case.tensors["score"] = torch.empty(tokens, 1 << 17)
+    case.tensors["bound"] = torch.empty(tokens, dtype=torch.int32)
+    case.tensors["selected"] = torch.empty(tokens, 2048, dtype=torch.int32)
+    with compile_only() as compiled:
+        case.select()
+    assert [kernel.metadata.name for kernel in compiled] == ["count_bytes"] * 4 + ["list_positions"]
+    for kernel in compiled:
+        resources(kernel).check()
+        assert "LDG.E.128" in machine_code(kernel)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("tokens", "heads"), [(64, 16), (64, 32), (1, 64), (300, 128)])
+def test_attention(tokens: int, heads: int, fp8: bool) -> None:
+    """Entries are copied asynchronously, two tiles ahead where there is room, in pieces of 16 bytes."""
+    with compile_only() as compiled:
+        published(tokens, 1, fp8=fp8, heads=heads).attend()
+    for kernel in compiled:
+        resources(kernel).check()
+    used = instructions(compiled[0])
+    assert used["HGMMA" if heads > 32 else "HMMA"] >= 36
+    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
+    assert len(compiled) == (1 if tokens == 300 else 2)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_gather_for_invariant_mode(fp8: bool) -> None:
+    case = published(3, 1, fp8=fp8)
+    case.invariant = True
+    with compile_only() as compiled:
+        case.attend()
+    resources(compiled[0]).check()
+    assert compiled[0].metadata.name == "gather"
+    assert re.search(r"LDG\.E\S*\.128", machine_code(compiled[0]))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_attention_of_small_models(fp8: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Sparse([(300, 2)], latent=64, rope=16, selected=64, dtype=dtype, fp8=fp8, kernels=True)
+        with compile_only() as compiled:
+            if dtype != torch.float32:  # scores in fp32, for models of tests, spill a few registers
+                case.score()
+            case.attend()
+        for kernel in compiled:
+            resources(kernel).check()
+
+
+def test_lengths_rows_and_tables_compile_nothing_new() -> None:
+    kernels = set()
+    for rows in ([(1, 1)], [(700, 1)], [(64, 1)]):
+        for least in (0, 17):
+            case = Sparse(
+                rows,
+                heads=16,
+                latent=512,
+                rope=64,
+                selected=2048,
+                dtype=torch.bfloat16,
+                fp8=True,
+                width=1,
+                kernels=True,
+                least_pages=3 * least,
+            )
+            case.tensors["score"] = torch.empty(1, 4096)
+            case.tensors["page"] = torch.zeros(1, 64 + least, dtype=torch.int32)
+            with compile_only() as compiled:
+                case.write()
+                case.score()
+                case.select()
+                case.attend()
+            kernels |= {kernel.hash for kernel in compiled}
+    assert len(kernels) == 1 + 1 + 5 + 2
+
+
+def test_other_numbers_of_tokens_compile_little() -> None:
+    """As many parts as a power of two, whatever the number of tokens."""
+    sizes = {"multiprocessors": 132, "fp8": True}
+    parts = {sparse_tiling(tokens, 16, 512, 2048, torch.bfloat16, **sizes).part for tokens in range(1, 1000)}
+    assert parts == {32, 64, 128, 256, 512, 1024, 2048}
+    cut = {SelectWorkspace.allocate(tokens, 1 << 17, _size_alone).parts for tokens in range(1, 1000)}
+    assert cut == {1, 2, 4, 8, 16, 32, 64}
+
+
+def _size_alone(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,13 @@
+"""Runs interpreted_sparse.py in a process whose Triton interprets."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.interpreter import interpreted_pytest
+
+pytestmark = pytest.mark.long
+
+
+def test_sparse_attention_in_the_interpreter() -> None:
+    interpreted_pytest(Path(__file__).with_name("interpreted_sparse.py"))
