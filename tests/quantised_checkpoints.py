@@ -101,7 +101,7 @@ def plain(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tens
 
 WRITERS = {"fp8": fp8, "int4": int4, "plain": plain}
 
-FP8_NAMES = r"(?<!eh_proj)(?<!mlp\.gate)(?<!embed_tokens)(?<!lm_head)\.weight$"
+FP8_NAMES = r"(?<!eh_proj)(?<!weights_proj)(?<!mlp\.gate)(?<!embed_tokens)(?<!lm_head)\.weight$"
 INT4_NAMES = r"\.experts\.\d+\.\w+_proj\.weight$"
 
 

@@ -3,7 +3,7 @@
     folder = write_tiny(tmp_path, kind="v3", seed=1, num_hidden_layers=2)
 
 Every parameter is random, norms and routing biases included, and large enough that greedy tokens differ from place to
-place. `KINDS` lists the architectures; overrides are fields of the transformers config.
+place. `KINDS` and `SPARSE_KINDS` list the architectures; overrides are fields of the transformers config.
 """
 
 from __future__ import annotations
@@ -78,6 +78,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Names beginning with v3 or glm have a multi-token-prediction layer. Kimi's is the text part of a model that sees."""
 
+_INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 16}
+SPARSE_KINDS: dict[str, dict[str, Any]] = {
+    "v32": {"n_group": 4, "topk_group": 2, "rope_parameters": YARN, **_INDEXER},
+    "glm5": {"n_group": 1, "topk_group": 1, "qk_nope_head_dim": 24, "v_head_dim": 32, "num_hidden_layers": 4}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **_INDEXER}
+    | {"indexer_types": ["full", "full", "shared", "shared"]},
+}
+"""Architectures with sparse attention and a multi-token-prediction layer. Where indexers have fewer heads, some tokens
+score exactly 0, which all heads' products below 0 make, and it is not said which of them are attended to."""
+
 
 def write_tiny(folder: Path | str, kind: str = "v3", seed: int = 0, **overrides: Any) -> Path:
     """Write a random checkpoint of `kind` to `folder` (made if need be) and return it. Weights are fp32.
@@ -99,11 +109,20 @@ def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[st
     import transformers
 
     family = kind.partition("-")[0]
-    name = {"v2": "DeepseekV2", "v3": "DeepseekV3", "kimi": "DeepseekV3", "glm": "Glm4MoeLite"}[family]
+    name = {
+        "v2": "DeepseekV2",
+        "v3": "DeepseekV3",
+        "kimi": "DeepseekV3",
+        "glm": "Glm4MoeLite",
+        "v32": "DeepseekV32",
+        "glm5": "GlmMoeDsa",
+    }[family]
     config_class, model_class = (getattr(transformers, name + what) for what in ("Config", "ForCausalLM"))
-    values = {**_COMMON, **KINDS[kind], **json.loads(overrides)}
-    drafts = values.pop("num_nextn_predict_layers", 1) if family in ("v3", "glm") else 0
+    values = {**_COMMON, **(KINDS | SPARSE_KINDS)[kind], **json.loads(overrides)}
+    drafts = values.pop("num_nextn_predict_layers", 1) if family not in ("v2", "kimi") else 0
     layers = values["num_hidden_layers"]
+    if "indexer_types" in values:
+        values["indexer_types"] = values["indexer_types"][:layers] + ["full"] * drafts
     if family == "glm":
         dense = values.pop("first_k_dense_replace")
         values["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (layers + drafts - dense)
@@ -131,8 +150,9 @@ def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[st
     written |= {"num_hidden_layers": layers}
     if family != "v2":
         written |= {"num_nextn_predict_layers": drafts}
-    if family == "glm":
-        written["mlp_layer_types"] = written["mlp_layer_types"][:layers]
+    for name in ("mlp_layer_types", "layer_types", "indexer_types"):
+        if name in written:
+            written[name] = written[name][:layers]
     return _seeing(written, tensors) if family == "kimi" else (written, tensors)
 
 
@@ -154,9 +174,9 @@ def _seeing(text: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[dic
 def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
     if "inv_freq" in name:
         return
-    if "norm" in name:
+    if "norm" in name and "bias" not in name:
         tensor.uniform_(0.5, 1.5, generator=generator)
-    elif "e_score_correction_bias" in name:
+    elif "norm.bias" in name or "e_score_correction_bias" in name:
         tensor.normal_(0.0, 0.2, generator=generator)
     else:
         tensor.normal_(0.0, 1.5 / tensor.shape[-1] ** 0.5, generator=generator)

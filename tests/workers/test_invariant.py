@@ -76,6 +76,15 @@ def test_a_request_in_any_batch_is_the_request_alone(
         assert outcome == alone[kind][index], f"request {index}"
 
 
+def test_sparse_attention_selects_the_same_in_any_batch(tmp_path: Path) -> None:
+    folder, own = write_tiny(tmp_path, "glm5", seed=3), jobs("glm5")[1:4]
+    alone = engine(folder, width=1, prefix_cache=False, token_budget=400)
+    single = [generate(alone, [job])[0] for job in own]
+    crowded = engine(folder, width=4, token_budget=33)
+    assert generate(crowded, own[::-1]) == single[::-1]
+    assert crowded.scheduler.stats().step_seconds["mixed"].count > 0
+
+
 @pytest.mark.parametrize("kind", ["v3-yarn", "demo"])
 def test_preemptions_and_prefix_hits_on_generated_pages_change_no_bit(kind: str, folders: dict[str, Path]) -> None:
     params = SamplingParams(70, temperature=0.0, logprobs=3)

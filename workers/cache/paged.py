@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from workers.cache.spec import CacheSpec
-from workers.memory.bits import bits
 from workers.memory.pinned import on_device
 
 
@@ -43,5 +42,4 @@ class PagedCache:
 
     def entry_bits(self, layer: int, entry_E: Tensor) -> Tensor:
         """All bits of some entries of a layer, as integers [E, C]. `entry_E` (int64): page * 64 + offset."""
-        cache_PKC = self.layers[layer]
-        return bits(cache_PKC.view(-1, cache_PKC.shape[-1]).index_select(0, entry_E))
+        return self.specs[layer].entry_bits(self.layers[layer], entry_E)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from workers.cache.paged import PagedCache
-from workers.memory.bits import bits
 
 
 class RandomPages:
@@ -33,5 +32,5 @@ class RandomPages:
 
     def changed(self, layer: int) -> Tensor:
         """bool [P, K]: the entries of the cache of which any bit is another one than here."""
-        now = self._cache.layers[layer].index_select(0, self._page_P)
-        return (bits(now) != bits(self._contents[layer])).any(-1)
+        spec, now = self._cache.specs[layer], self._cache.layers[layer].index_select(0, self._page_P)
+        return (spec.bits(now) != spec.bits(self._contents[layer])).any(-1)

@@ -3,7 +3,8 @@
 All caches of a rank have the same pages: a page id means the same 64 tokens in each of them, so page tables, the prefix
 cache and preemption know of pages alone.
 
-Shape legend: P pages, K = 64 entries per page.
+Shape legend: P pages, K = 64 entries per page, E entries, D features of an index key, C integers of an entry, B bytes
+of a scale.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.index_entry import SCALE_BYTES, parts
+from kernels.index_entry import encode as encode_keys
 from kernels.latent_entry import encode, fp8_entry
 from kernels.page import PAGE_TOKENS
+from workers.memory.bits import bits
 
 
 class CacheSpec(ABC):
@@ -37,6 +41,14 @@ class CacheSpec(ABC):
     @abstractmethod
     def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
         """Make the chosen entries (bool [P, K]) of `content` such that whatever is computed from one of them is NaN."""
+
+    def bits(self, content: Tensor) -> Tensor:
+        """All bits of every entry of `content`, as integers [P, K, C]."""
+        return bits(content)
+
+    def entry_bits(self, cache: Tensor, entry_E: Tensor) -> Tensor:
+        """All bits of some entries, as integers [E, C]. `entry_E` (int64): page * 64 + offset."""
+        return bits(cache.view(-1, cache.shape[-1]).index_select(0, entry_E))
 
     @property
     def page_bytes(self) -> int:
@@ -75,6 +87,11 @@ class LatentSpec(CacheSpec):
 
 
 @dataclass(frozen=True)
+class IndexSpec(LatentSpec):
+    """Keys of an indexer, as they are: `width` features, normed and roped. Every rank holds all of it."""
+
+
+@dataclass(frozen=True)
 class Fp8LatentSpec(CacheSpec):
     """The same latents in FP8 with scales, and the roped part of the key as it is: see `kernels.latent_entry`."""
 
@@ -103,6 +120,58 @@ class Fp8LatentSpec(CacheSpec):
         """NaN in the scales and in the roped part: bytes of which no bit is 0."""
         scales = fp8_entry(self.latent, self.rope, self.dtype).scales
         content[..., scales:].masked_fill_(chosen_PK.unsqueeze(-1), 255)
+
+
+@dataclass(frozen=True)
+class Fp8IndexSpec(CacheSpec):
+    """The same keys in FP8, with a scale each: see `kernels.index_entry`. The bytes of a page's keys lie before all of
+    its scales."""
+
+    width: int
+    """Features."""
+    dtype: torch.dtype
+    """Of the model."""
+
+    @property
+    def entry_bytes(self) -> int:
+        """See `CacheSpec`."""
+        return self.width + SCALE_BYTES
+
+    def allocate(self, pages: int, device: torch.device) -> Tensor:
+        """[pages, 64, bytes] of uint8, zeros, which are keys of zeros."""
+        return torch.zeros(pages, PAGE_TOKENS, self.entry_bytes, dtype=torch.uint8, device=device)
+
+    def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
+        """Such keys as `IndexSpec` draws."""
+        content = self.allocate(pages, device)
+        key_PKD, scale_PK = parts(content)
+        code_TD, scale_T = encode_keys(IndexSpec(self.width, self.dtype).random(pages, device, generator).flatten(0, 1))
+        key_PKD.view(torch.uint8).copy_(code_TD.view(torch.uint8).view(key_PKD.shape))
+        scale_PK.copy_(scale_T.view(scale_PK.shape))
+        return content
+
+    def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
+        """NaN in keys and scales."""
+        key_PKD, scale_PK = parts(content)
+        key_PKD.view(torch.uint8).masked_fill_(chosen_PK.unsqueeze(-1), 255)
+        scale_PK.masked_fill_(chosen_PK, torch.nan)
+
+    def bits(self, content: Tensor) -> Tensor:
+        """See `CacheSpec`."""
+        key_PKD, scale_PK = parts(content)
+        scale_PKB = scale_PK.contiguous().view(torch.uint8).view(*scale_PK.shape, SCALE_BYTES)
+        return torch.cat([key_PKD.view(torch.uint8), scale_PKB], -1)
+
+    def entry_bits(self, cache: Tensor, entry_E: Tensor) -> Tensor:
+        """See `CacheSpec`."""
+        key_PKD, scale_PK = parts(cache)
+        where = entry_E // PAGE_TOKENS, entry_E % PAGE_TOKENS
+        return torch.cat([key_PKD.view(torch.uint8)[where], scale_PK[where].unsqueeze(1).view(torch.uint8)], 1)
+
+
+def index_spec(features: int, dtype: torch.dtype, *, fp8: bool) -> CacheSpec:
+    """Of an indexer's keys in a model in `dtype`."""
+    return Fp8IndexSpec(features, dtype) if fp8 else IndexSpec(features, dtype)
 
 
 def latent_spec(latent: int, rope: int, dtype: torch.dtype, *, fp8: bool) -> CacheSpec:

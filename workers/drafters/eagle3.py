@@ -143,7 +143,7 @@ class Eagle3(Drafter):
             rms_norm(x_TE, self.embedding_norm_E, both_TB[:, :hidden], eps=eps)
             rms_norm(hidden_TE, self.hidden_norm_E, both_TB[:, hidden:], eps=eps)
             out_TE.copy_(both_TB[:, hidden:] if self.sizes.norm_before_residual else hidden_TE)
-            cache_PKC = cache.layers[self.model.config.num_layers]
+            cache_PKC = cache.layers[len(self.model.cache)]
             with scratch.scope():
                 attended_TF = self.attention(way, both_TB, self.rotation_PO, batch, cache_PKC, scratch)
                 way.add(

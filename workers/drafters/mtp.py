@@ -37,9 +37,9 @@ class Mtp(Drafter):
         self.hidden_norm_E = source.load(f"{prefix}hnorm.weight", hidden)
         self.join_EF = source.matrix(Part(f"{prefix}eh_proj.weight", hidden, 2 * hidden))
         self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
-        self.cache = [layer.attention.cache]
+        self.cache = layer.attention.caches
         self.segments = Segments(
-            self._join, model.ways, [layer], self.norm_E, model.rotation_PO, config.rms_norm_eps, config.num_layers
+            self._join, model.ways, [layer], self.norm_E, model.rotation_PO, config.rms_norm_eps, len(model.cache)
         )
 
     def catch_up(

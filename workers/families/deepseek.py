@@ -18,6 +18,8 @@ class _Deepseek(Family):
     def read(self, fields: Fields) -> ModelConfig:
         """See `Family`."""
         _refuse_unsupported(fields)
+        if not self.sparse and fields.values.get("index_topk") is not None:
+            raise fields.unsupported(f"index_topk ({fields.text('model_type')})", fields.values["index_topk"], (None,))
         for even in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank", "q_lora_rank"):
             if fields.values.get(even) is not None and fields.count(even) % 2:
                 raise ConfigError(f"config.json: {even} = {fields.values[even]} is not supported; it must be even")
@@ -56,6 +58,8 @@ class _Deepseek(Family):
 
     bias: bool
     """Whether the router has one."""
+    sparse = False
+    """Whether an indexer chooses the tokens that are attended to."""
 
     @abstractmethod
     def rule(self, fields: Fields) -> RoutingRule:
@@ -137,6 +141,10 @@ def _refuse_unsupported(fields: Fields) -> None:
     for name in ("attention_bias", "mlp_bias"):
         if fields.flag(name, False):
             raise fields.unsupported(name, True, (False,))
+    # Queries that are scaled by their position, as Llama 4 has them.
+    for name in ("llama_4_scaling", "attn_temperature_tuning"):
+        if value := fields.values.get(name):
+            raise fields.unsupported(name, value, (None,))
     if (activation := fields.text("hidden_act", "silu")) != "silu":
         raise fields.unsupported("hidden_act", activation, ("silu",))
     if (every := fields.count("moe_layer_freq", 1)) != 1:

@@ -79,6 +79,7 @@ def read_eagle3(folder: str | Path, target: ModelConfig, ranks: int) -> Eagle3Co
             qk_rope_head_dim=fields.count("qk_rope_head_dim"),
             v_head_dim=fields.count("v_head_dim"),
             rope=rope,
+            indexing=None,
         )
     key_heads = fields.count("num_key_value_heads", heads)
     if heads % key_heads:

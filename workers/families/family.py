@@ -10,6 +10,7 @@ from workers.families.fields import Fields
 from workers.models.config import ModelConfig
 
 if TYPE_CHECKING:
+    from workers.models.attention.latent import LatentAttention
     from workers.models.feed_forward import FeedForward
     from workers.models.layer import DecoderLayer
     from workers.models.model import Model
@@ -66,17 +67,29 @@ class Family(ABC):
     ) -> DecoderLayer:
         """Layer `index` of the model, or the layer that drafts, whose index is `config.num_layers`. It gets its weights
         from `source`, by the names of DeepSeek V3's checkpoints."""
-        from workers.models.attention.latent import LatentAttention
         from workers.models.layer import DecoderLayer
 
         prefix, hidden = f"model.layers.{index}.", config.hidden_size
         return DecoderLayer(
             config.rms_norm_eps,
             attention_norm_E=source.load(f"{prefix}input_layernorm.weight", hidden),
-            attention=LatentAttention(source, f"{prefix}self_attn.", config, invariant=invariant, fp8_cache=fp8_cache),
+            attention=self.attention(source, config, index, invariant=invariant, fp8_cache=fp8_cache),
             feed_forward_norm_E=source.load(f"{prefix}post_attention_layernorm.weight", hidden),
             feed_forward=self.feed_forward(source, config, index),
         )
+
+    def attention(
+        self, source: WeightSource, config: ModelConfig, index: int, *, invariant: bool, fp8_cache: bool
+    ) -> LatentAttention:
+        """The attention of that layer."""
+        from workers.models.attention.latent import LatentAttention
+        from workers.models.attention.sparse import SparseAttention
+
+        prefix = f"model.layers.{index}.self_attn."
+        if config.indexing is None:
+            return LatentAttention(source, prefix, config, invariant=invariant, fp8_cache=fp8_cache)
+        shared = config.indexing.is_shared(index)
+        return SparseAttention(source, prefix, config, shared=shared, invariant=invariant, fp8_cache=fp8_cache)
 
     def feed_forward(self, source: WeightSource, config: ModelConfig, index: int) -> FeedForward:
         """The feed-forward part of that layer."""

@@ -16,15 +16,15 @@ class Glm4MoeLite(DeepseekV3):
         given = {name: value for name, value in fields.values.items() if value is not None}
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
             raise fields.unsupported("partial_rotary_factor", given["partial_rotary_factor"], (1.0,))
-        dense = _dense_layers(fields)
+        dense = dense_layers(fields)
         return super().read(Fields({**defaults, **given, "first_k_dense_replace": dense}, fields.prefix))
 
 
-def _dense_layers(fields: Fields) -> int:
-    """How many of the first layers are dense."""
+def dense_layers(fields: Fields, default: int = 1) -> int:
+    """How many of the first layers are dense; `default` where the config does not say."""
     layers = fields.count("num_hidden_layers")
     if (kinds := fields.values.get("mlp_layer_types")) is None:
-        return min(layers, fields.count("first_k_dense_replace", 1, least=0))
+        return min(layers, fields.count("first_k_dense_replace", default, least=0))
     dense = kinds.count("dense") if isinstance(kinds, list) else 0
     if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
         raise ConfigError(

@@ -14,12 +14,15 @@ from workers.families.family import Family
 from workers.families.fields import Fields
 from workers.families.glm import Glm4MoeLite
 from workers.families.kimi import KimiK25
+from workers.families.sparse import DeepseekV32, GlmMoeDsa
 from workers.models.config import ConfigError, ModelConfig
 
 FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v2": DeepseekV2(),
     "deepseek_v3": DeepseekV3(),
+    "deepseek_v32": DeepseekV32(),
     "glm4_moe_lite": Glm4MoeLite(),
+    "glm_moe_dsa": GlmMoeDsa(),
     "kimi_k2": DeepseekV3(),
     "kimi_k25": KimiK25(),
 }

@@ -15,6 +15,8 @@ def read_rope(fields: Fields, *, interleaved: bool) -> Rope:
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise rope.unsupported("partial_rotary_factor", given["partial_rotary_factor"], (1.0,))
+    if value := given.get("llama_4_scaling_beta"):  # queries are scaled by their position
+        raise rope.unsupported("llama_4_scaling_beta", value, (None,))
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return Rope(theta, interleaved)

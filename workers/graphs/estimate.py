@@ -10,6 +10,7 @@ import torch
 
 from kernels import moe
 from workers.graphs.capture import Warmed, count_graphs
+from workers.graphs.rehearsal import reserve_attention
 from workers.memory.scratch import Scratch
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
@@ -26,7 +27,9 @@ def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     """What `warm_up` would find, of a model on the meta device. What mixed steps hand on is exact; the rest, and so the
     whole, may be a fifth off."""
     scratch, inner = Scratch(parts.device), Scratch(parts.device)
-    Stage(parts, token_budget, scratch, inner)
+    stage = Stage(parts, token_budget, scratch, inner)
+    if parts.model.config.indexing is not None:
+        reserve_attention(stage)  # of a long context it may need most
     logits_bytes = max_rows * parts.width * parts.model.config.vocab_size * torch.float32.itemsize
     on_the_way = int(BESIDE_EXPERTS * _feed_forward_bytes(parts.model, token_budget)) + logits_bytes
     on_the_way += _dequantised_bytes(parts.model)

@@ -135,6 +135,19 @@ def rehearse(stage: Stage, masks: TokenMasks | None = None) -> None:
             step.run(plan, stage, lambda: masks)
     for plan in companies(parts, stage.tokens):
         step.run(plan, Stage(parts, ladder.key(plan.layout).tokens, stage.scratch.another(), stage.inner))
+    reserve_attention(stage)
+    # What was sampled for nobody.
+    for tensor_S in (parts.state.tensors.length_S, parts.state.tensors.last_S):
+        tensor_S[NOBODY] = 0
+    if parts.sampling is not None:
+        parts.sampling.fault_1.zero_()
+    if parts.device.type == "cuda":
+        torch.cuda.synchronize(parts.device)
+
+
+def reserve_attention(stage: Stage) -> None:
+    """Take the memory that attention of the largest context needs; nothing is computed."""
+    parts = stage.parts
     flow, attention = stage.tensors[0].flow, parts.model.segments.layers[0].attention
     pages, device = parts.state.pages_per_row, parts.device
     rows = min(parts.state.slots - 1, (stage.tokens - 1) // parts.width)
@@ -146,10 +159,3 @@ def rehearse(stage: Stage, masks: TokenMasks | None = None) -> None:
         with stage.scratch.scope(), stage.inner.scope():
             planned, rotation_PO = attention.plan(batch, stage.scratch), parts.model.rotation_PO
             attention.backends(flow.projected, flow.attended_THV, planned, geometry, rotation_PO, stage.inner)
-    # What was sampled for nobody.
-    for tensor_S in (parts.state.tensors.length_S, parts.state.tensors.last_S):
-        tensor_S[NOBODY] = 0
-    if parts.sampling is not None:
-        parts.sampling.fault_1.zero_()
-    if parts.device.type == "cuda":
-        torch.cuda.synchronize(parts.device)

@@ -1,6 +1,7 @@
 """The device view of one step that model files read: tokens, positions, cache targets and the two kinds of rows.
 
-Shape legend: T tokens of the step, R decode rows, W width, P pages a row may hold.
+Shape legend: T tokens of the step, R decode rows, W width, P pages a row may hold, S tokens that a query attends to at
+most.
 """
 
 from __future__ import annotations
@@ -39,6 +40,24 @@ class PrefillBatch:
 
 
 @dataclass(frozen=True)
+class Selection:
+    """What the tokens of a step attend to where that is sparse."""
+
+    row_T: torch.Tensor
+    """int32: whose page table is a token's, among the rows of its kind."""
+    bound_T: torch.Tensor
+    """int32: cache entries that a token may attend to, its own included; 0 for padding."""
+    selected_TS: torch.Tensor
+    """int32: the positions that it attends to, -1 behind the last one. Layers write and read it in turn."""
+    fault_1: torch.Tensor
+    """int64: counts rows, positions and pages that are outside of what they point into."""
+
+    def of(self, own: slice) -> Selection:
+        """Of some tokens alone."""
+        return Selection(self.row_T[own], self.bound_T[own], self.selected_TS[own], self.fault_1)
+
+
+@dataclass(frozen=True)
 class Batch:
     """One forward pass over the layout's tokens: decode tokens first, then prefill tokens."""
 
@@ -52,3 +71,5 @@ class Batch:
     prefill: PrefillBatch | None
     first: int = 0
     """Cache entries before this index are never attended to (the draft layer's cache begins at entry 1)."""
+    selection: Selection | None = None
+    """Of a model with sparse attention, which makes it once a pass."""

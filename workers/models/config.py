@@ -68,6 +68,26 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class Indexing:
+    """How queries choose the cached tokens that they attend to (DeepSeek-V3.2, 2025, section 2.1): an indexer scores
+    every token that they may see, and the best are attended to."""
+
+    heads: int
+    features: int
+    """Of each head's query, and of the one key of a token. The first qk_rope_head_dim of them are roped."""
+    top_k: int
+    """Most tokens that a query attends to."""
+    interleaved: bool
+    """Whether the roped features are in pairs (2i, 2i + 1) in the checkpoint's weights; else (i, i + half)."""
+    shared: tuple[bool, ...]
+    """Of each of the model's layers, whether it has no indexer and attends to what the layer before it attends to."""
+
+    def is_shared(self, layer: int) -> bool:
+        """Whether that layer has no indexer of its own; the layer that drafts has one."""
+        return layer < len(self.shared) and self.shared[layer]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and choices of one model. Counts are of the whole model, not of a rank's share."""
 
@@ -97,6 +117,8 @@ class ModelConfig:
     tied_embeddings: bool
     eos_ids: tuple[int, ...]
     """End-of-sequence ids: of generation_config.json where that names some."""
+    indexing: Indexing | None = None
+    """None: every query attends to all tokens before it."""
 
     @property
     def qk_head_dim(self) -> int:

@@ -53,8 +53,8 @@ class Model:
         for index in range(config.num_layers):
             source.progress(f"layer {index + 1} of {config.num_layers}")
             self.layers.append(layer(index))
-        self.cache: list[CacheSpec] = [layer.attention.cache for layer in self.layers]
-        """Of its layers."""
+        self.cache: list[CacheSpec] = [spec for layer in self.layers for spec in layer.attention.caches]
+        """Of its layers, one behind the other."""
         self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
         self.segments = Segments(self._enter, ways, self.layers, self.norm_E, self.rotation_PO, config.rms_norm_eps, 0)
         self.drafter: Drafter | None = None
@@ -68,7 +68,7 @@ class Model:
     def shallow(self) -> Model:
         """This model with a few of its layers: enough that it launches every kernel that the whole launches, for any
         batch. For warming up; the drafter stays."""
-        kinds = [type(layer.feed_forward) for layer in self.layers]
+        kinds = [(type(layer.feed_forward), layer.attention.kind) for layer in self.layers]
         last = len(kinds) - 1
         few = copy(self)
         # One of each kind, then another of the last, so that one of them has a layer behind it.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 from operator import is_
 from typing import Any
 
@@ -46,17 +47,23 @@ class Segments:
         rotation_PO: Tensor,
         eps: float,
         cache_layer: int,
+        caches: Sequence[slice] | None = None,
     ) -> None:
         """`enter` says what enters the residual stream, of `token_T` and `source_TE` of `PassTensors`: rows of a matrix
-        by their indices, or without those a matrix of T rows. The cache of `layers`[i] is layer `cache_layer` + i."""
+        by their indices, or without those a matrix of T rows. The caches of `layers` are those from `cache_layer` on,
+        in their order, unless `caches` says which each has."""
         self.layers, self.ways = layers, ways
         self._enter, self._norm_E, self._eps, self._cache_layer = enter, norm_E, eps, cache_layer
         self._rotation_PO = rotation_PO
+        ends = accumulate((len(layer.attention.caches) for layer in layers), initial=cache_layer)
+        self._caches_of = caches or [slice(*bounds) for bounds in pairwise(ends)]
         self._layers_of: tuple[list[Tensor], Layers] | None = None
 
     def of(self, layers: Sequence[DecoderLayer]) -> Segments:
-        """The segments of a pass over other layers."""
-        return Segments(self._enter, self.ways, layers, self._norm_E, self._rotation_PO, self._eps, self._cache_layer)
+        """The segments of a pass over some of these layers."""
+        caches = [self._caches_of[next(i for i, own in enumerate(self.layers) if own is layer)] for layer in layers]
+        where = self._rotation_PO, self._eps, self._cache_layer, caches
+        return Segments(self._enter, self.ways, layers, self._norm_E, *where)
 
     def __len__(self) -> int:
         return len(self.layers) + 1
@@ -70,7 +77,11 @@ class Segments:
             way=way,
             normed=way.normed(tokens, hidden, dtype, self._eps, scratch),
             residual_TE=way.residual(tokens, hidden, dtype, scratch),
-            rotation_TO=None if way.decode_alone else scratch.empty(*rotation_shape, dtype=rotation_PO.dtype),
+            rotation_TO=(
+                scratch.empty(*rotation_shape, dtype=rotation_PO.dtype)
+                if attention.rotates or not way.decode_alone
+                else None
+            ),
             projected=attention.projected(way, tokens, scratch),
             attended_THV=attention.attended(tokens, scratch),
         )
@@ -94,7 +105,7 @@ class Segments:
                 if layer == index:
                     tap_TE.copy_(flow.residual_TE)
             with scratch.scope():
-                self.layers[index].project(flow, tensors.cache_slot_T, self._cache(index, cache), scratch)
+                self.layers[index].project(flow, tensors.cache_slot_T, self._caches(index, cache)[0], scratch)
 
     def flow_to_end(self, tokens: int, scratch: Scratch) -> Flow[Any]:
         """Memory for so many tokens that are wanted: what `end` reads, and nothing else of a flow."""
@@ -191,17 +202,17 @@ class Segments:
                 if backends is None:
                     backends = prepare()
                 if index < len(self.layers):
-                    repeat(index, partial(self.layers[index].attention.attend, backends, self._cache(index, cache)))
+                    repeat(index, partial(self.layers[index].attention.attend, backends, *self._caches(index, cache)))
 
     def _own(self, cache: PagedCache) -> Layers:
         """What attention of each layer has for itself; the cache is nearly always the one it was the last time."""
-        tensors = cache.layers[self._cache_layer : self._cache_layer + len(self.layers)]
+        tensors = cache.layers[self._caches_of[0].start : self._caches_of[-1].stop]
         before = self._layers_of
         # Not the cache's identity: somebody may have given it other tensors.
         if before is None or len(tensors) != len(before[0]) or not all(map(is_, tensors, before[0])):
-            own = [layer.attention.tensors(self._cache(i, cache)) for i, layer in enumerate(self.layers)]
+            own = [layer.attention.tensors(*self._caches(i, cache)) for i, layer in enumerate(self.layers)]
             before = self._layers_of = tensors, Layers(own)
         return before[1]
 
-    def _cache(self, index: int, cache: PagedCache) -> Tensor:
-        return cache.layers[self._cache_layer + index]
+    def _caches(self, index: int, cache: PagedCache) -> list[Tensor]:
+        return cache.layers[self._caches_of[index]]

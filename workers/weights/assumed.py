@@ -8,8 +8,8 @@ from typing import Final
 
 from workers.weights.stored import FP8_DTYPE, FP8_SCALES, INT4_PACKED
 
-_FP8: Final = re.compile(r"(?<!\.eh)_proj(_with_mqa)?\.weight$")
-"""What DeepSeek and Moonshot publish in FP8: every projection but that of the draft layer's inputs."""
+_FP8: Final = re.compile(r"((?<!\.eh)(?<!\.weights)_proj(_with_mqa)?|\.indexer\.w(q_b|k))\.weight$")
+"""What is published in FP8: every projection but that of the draft layer's inputs and of an indexer's weights."""
 _INT4: Final = re.compile(r"\.experts\.\d+\.\w+_proj\.weight$")
 """What Moonshot publishes in INT4: the routed experts."""
 

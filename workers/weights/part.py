@@ -13,22 +13,29 @@ from workers.parallel.group import TensorParallel
 
 @dataclass(frozen=True)
 class RopeRows:
-    """The last `rope` of every `head` rows are rotated in pairs (i, i + rope / 2) and are to be kept in pairs
-    (2i, 2i + 1): products of queries and keys that are both kept so do not change."""
+    """The last (or first) `rope` of every `head` rows are rotated in pairs (i, i + rope / 2) and are to be kept in
+    pairs (2i, 2i + 1): products of queries and keys that are both kept so do not change."""
 
     head: int
     rope: int
+    first: bool = False
+    """Whether they are a head's first rows."""
+
+    @property
+    def begin(self) -> int:
+        """The first of them within a head."""
+        return 0 if self.first else self.head - self.rope
 
     def order(self, rows: int, device: torch.device) -> Tensor:
         """Where each of a matrix's rows comes from, int64."""
         order_HR = torch.arange(rows, device=device).view(-1, self.head)
-        roped = order_HR[:, self.head - self.rope :]
+        roped = order_HR[:, self.begin : self.begin + self.rope]
         roped.copy_(roped.reshape(-1, 2, self.rope // 2).transpose(1, 2).flatten(1))
         return order_HR.flatten()
 
     def stay_within(self, block: int, rows: int) -> bool:
         """Whether no row of `rows` changes its block of so many rows."""
-        firsts = range(self.head - self.rope, rows, self.head)
+        firsts = range(self.begin, rows, self.head)
         return all(first // block == (first + self.rope - 1) // block for first in firsts)
 
 

@@ -9,7 +9,7 @@ from kernels.page import PAGE_TOKENS
 from tests.support.fp8_entries import numbers
 from workers.cache.paged import PagedCache
 from workers.cache.random_pages import RandomPages
-from workers.cache.spec import CacheSpec, Fp8LatentSpec, LatentSpec
+from workers.cache.spec import CacheSpec, Fp8IndexSpec, Fp8LatentSpec, IndexSpec, LatentSpec
 
 PAGE_P = torch.tensor([0, 4, 2])
 
@@ -105,3 +105,34 @@ def test_fp8_pages(latent: int, rope: int, dtype: torch.dtype, size: int) -> Non
     cache.scrub(PAGE_P.tolist())
     assert not any(layer.any() for layer in cache.layers)
     assert not numbers(cache.layers[0][0], latent, rope, dtype).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_pages_of_index_keys(dtype: torch.dtype) -> None:
+    """A page's keys, then their scales: 64 * 128 + 64 * 4 bytes. They are those of the same keys rounded, a key that is
+    poisoned is NaN, and a bit that changes is one of its own entry, wherever its bytes lie."""
+    spec: CacheSpec = Fp8IndexSpec(128, dtype)
+    assert (spec.entry_bytes, spec.page_bytes) == (132, 8448)
+    cache = PagedCache.allocate([spec] * 2, 6, torch.device("cpu"))
+    pages, poison_PK = RandomPages(cache, PAGE_P, noise()), torch.rand(3, PAGE_TOKENS, generator=noise(1)) < 0.5
+    pages.poison(1, poison_PK)
+    pages.restore()
+
+    def read(layer: int) -> torch.Tensor:
+        page_PB = cache.layers[layer][PAGE_P].flatten(1)
+        code = page_PB[:, :8192].contiguous().view(torch.float8_e4m3fn).double().view(-1, PAGE_TOKENS, 128)
+        return code * page_PB[:, 8192:].contiguous().view(torch.float32).double().unsqueeze(-1)
+
+    plain = IndexSpec(128, dtype).random(3, torch.device("cpu"), noise())
+    torch.testing.assert_close(read(0), plain.double(), rtol=2**-4, atol=1.7 / 448 / 2)
+    assert read(1)[poison_PK].isnan().all()
+    assert read(1)[~poison_PK].isfinite().all()
+    assert not pages.changed(0).any()
+    entry_E = torch.tensor([4 * PAGE_TOKENS + 7, 2 * PAGE_TOKENS + 63, 5])
+    before = cache.entry_bits(0, entry_E)
+    cache.layers[0].flatten(1)[4, 7 * 128 + 3] ^= 1
+    cache.layers[0].flatten(1)[2, 8192 + 63 * 4 + 2] ^= 1
+    assert pages.changed(0).nonzero().tolist() == [[1, 7], [2, 63]]
+    assert (cache.entry_bits(0, entry_E) != before).nonzero().tolist() == [[0, 3], [1, 130]]
+    cache.scrub(PAGE_P.tolist())
+    assert not any(layer.any() for layer in cache.layers)

@@ -4,7 +4,8 @@ a graph is emulated (`recorded`); tests/workers/test_gpu_engine.py has the real 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from tests.workers.recorded import Recording, no_host_values
 from tests.workers.test_engine import engine, greedy, random_prompts
 from workers.graphs.rehearsal import rehearsals, rehearse
 from workers.memory.scratch import Scratch
+from workers.models.attention.sparse import SparseAttention
+from workers.models.attention.sparse_rows import selection
 from workers.models.many_tokens import ManyTokens
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
+from workers.scheduler import Unsound
 from workers.step.ladder import TokenLadder
 from workers.step.mixed import MixedStep
 from workers.step.parts import StepOutput, StepParts
@@ -104,7 +108,14 @@ class Buckets:
 
 @pytest.mark.parametrize(
     ("kind", "width", "drafter"),
-    [("v3", 3, "mtp"), ("v3", 1, "none"), ("v2", 3, "ngram"), ("v2-no-q-lora", 3, "gqa"), ("v2", 2, "mla")],
+    [
+        ("v3", 3, "mtp"),
+        ("v3", 1, "none"),
+        ("v2", 3, "ngram"),
+        ("v2-no-q-lora", 3, "gqa"),
+        ("v2", 2, "mla"),
+        ("glm5", 3, "mtp"),
+    ],
 )
 def test_replayed_segments_give_the_tokens_of_eager_steps(
     kind: str, width: int, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +143,25 @@ def test_replayed_segments_give_the_tokens_of_eager_steps(
     assert [key.tokens for key in buckets.endings] == [16]
 
 
+def test_a_selection_in_memory_of_segments_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one layer has selected is gone when the next, which has no indexer, attends to it."""
+    folder = write_tiny(tmp_path, "glm5", seed=3)
+    prompts, honest = random_prompts(6, 80, seed=4), SparseAttention.backends
+    settings: dict[str, Any] = {"width": 1, "max_rows": 4, "token_budget": 48, "cache_pages": 60, "drafter": "none"}
+    expected = engine(folder, **settings).generate(prompts, greedy(8))
+
+    def misplaced(own: SparseAttention, projected: Any, out: Any, batch: Any, geometry: Any, *rest: Any) -> Any:
+        moved = replace(batch, selection=selection(batch, own.indexing.top_k, rest[-1]))
+        return honest(own, projected, out, moved, geometry, *rest)
+
+    monkeypatch.setattr(SparseAttention, "backends", misplaced)
+    run = engine(folder, **settings, selftest=False)
+    with torch.inference_mode():
+        run.runner.graphs = Buckets(run.runner.parts, 48, Stage)  # type: ignore[assignment]
+    with suppress(IndexError, Unsound):  # then it was seen at once
+        assert run.generate(prompts, greedy(8)) != expected
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("width", [1, 2])
 def test_stages_of_all_buckets_share_their_endings(
@@ -154,9 +184,11 @@ def test_stages_of_all_buckets_share_their_endings(
     assert len(buckets.used) >= 2
 
 
-def test_the_memory_of_the_rehearsal_is_enough_for_any_step(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["v3", "glm5"])
+def test_the_memory_of_the_rehearsal_is_enough_for_any_step(kind: str, tmp_path: Path) -> None:
     """Long contexts in many rows: more cached entries at once than a step has tokens."""
-    prompts = random_prompts(24, 400, seed=5)
+    folder = write_tiny(tmp_path, kind, seed=3)
+    prompts = random_prompts(24 if kind == "v3" else 8, 400, seed=5)
     settings = {"width": 2, "max_rows": 8, "token_budget": 120, "cache_pages": 200, "max_context": 480}
     expected = engine(folder, **settings).generate(prompts, greedy(8))
     run = engine(folder, **settings)
@@ -280,7 +312,9 @@ def outcome(folder: Path, tokens: int, fill: int | None) -> tuple[StepOutput, li
     return output, state, [layer[1:] for layer in parts.cache.layers]
 
 
-def test_what_padding_holds_changes_no_bit(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["v3", "glm5"])
+def test_what_padding_holds_changes_no_bit(kind: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, kind, seed=3)
     plain, state, cache = outcome(folder, 48, 0)
     assert plain.logits_NV is not None
     assert plain.layout.tokens == 37

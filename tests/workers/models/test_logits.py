@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import load_oracle, oracle_logits, random_tokens
 from paged import ALONE, CPU, Paged, greedy, load_fp32
-from tiny_models import KINDS, VOCAB, write_tiny
+from tiny_models import KINDS, SPARSE_KINDS, VOCAB, write_tiny
 from torch import Tensor
 
 from workers.families import load_model
-from workers.models.attention import expanded
+from workers.models.attention import expanded, sparse_rows
 from workers.models.model import Model
 
 LONGEST = 200
@@ -45,7 +45,7 @@ def pair(kind: str) -> Pair:
     return Pair(ours, oracle, sequences, [oracle_logits(oracle, tokens) for tokens in sequences])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS])
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_logits_under_every_chunking(kind: str, data: st.DataObject) -> None:
@@ -57,6 +57,8 @@ def test_logits_under_every_chunking(kind: str, data: st.DataObject) -> None:
     got: list[list[Tensor]] = [[] for _ in lengths]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expanded, "CONTEXT_ENTRIES", data.draw(st.sampled_from([64, 128, 4096]), label="context piece"))
+        patch.setattr(sparse_rows, "SCORES", data.draw(st.sampled_from([1000, 1 << 26]), label="scores at once"))
+        patch.setattr(sparse_rows, "QUERIES", data.draw(st.sampled_from([30, 1 << 17]), label="queries at once"))
         for number in range(100):
             left = [len(row.tokens) - row.written for row in paged.rows]
             if not any(left):
@@ -80,7 +82,7 @@ def test_logits_under_every_chunking(kind: str, data: st.DataObject) -> None:
         torch.testing.assert_close(torch.cat(parts), want[:length], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS])
 def test_absorbed_and_expanded_agree(kind: str) -> None:
     """The same tokens once as one prefill chunk and once as decode rows of width 8, from an empty cache."""
     both = pair(kind)
@@ -92,7 +94,7 @@ def test_absorbed_and_expanded_agree(kind: str) -> None:
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS])
 def test_64_greedy_tokens_are_the_same(kind: str) -> None:
     """Prompts of different lengths run in one batch here, one by one in transformers."""
     both = pair(kind)

@@ -17,7 +17,7 @@ from workers.families import load_model
 from workers.parallel.group import TensorParallel
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (1, 40, 130)]
-KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied", "glm"]
+KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied", "glm", "glm5"]
 
 
 def generate(folder: Path, group: TensorParallel) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from paged import CPU
-from published_configs import K25, V3
+from published_configs import K25, V3, V32
 from quantised_checkpoints import FP8_CONFIG, FP8_NAMES, INT4_CONFIG, INT4_NAMES, quantise
 from random_model import V2_LITE_HEADS
 from tiny_models import write_tiny
@@ -40,6 +40,8 @@ def plan_of(folder: Path | str, total: int = 8 * GIB, **settings: Any) -> Memory
         ("v3", "fp8", FP8_NAMES),
         ("v3", "int4", INT4_NAMES),
         ("kimi", "int4", INT4_NAMES),
+        ("v32", "fp8", FP8_NAMES),
+        ("glm5", "fp8", FP8_NAMES),
     ],
 )
 def test_weights_are_what_a_start_asks_for(
@@ -109,6 +111,22 @@ def test_pages_in_fp8_are_smaller(dtype: str, ratio: float, tmp_path: Path) -> N
     plain, fp8 = (plan_of(tmp_path, 80 * GIB, dtype=dtype, kv_cache_dtype=name) for name in ("auto", "fp8"))
     assert plain.page_bytes / fp8.page_bytes == ratio
     assert fp8.graphs == plain.graphs
+
+
+def test_index_keys_take_pages_and_attention_room(tmp_path: Path) -> None:
+    """128 features in bf16 of every token, for each of 5 layers; and what attends to long contexts grows with them."""
+    pages, graphs = [], []
+    for config, context in (V3, 32768), (V32, 32768), (V32, 131072):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+        plan = plan_of(tmp_path, 80 * GIB, tensor_parallel=8, max_context=context, max_rows=16)
+        pages.append(plan.page_bytes)
+        graphs.append(plan.graphs)
+    assert pages == [64 * 5 * 1152, 64 * 5 * (1152 + 256), 64 * 5 * (1152 + 256)]
+    # What each of 2,048 tokens attends to, and at most 2^26 scores at once.
+    assert graphs[1] - graphs[0] > 2048 * 2048 * 4
+    assert graphs[2] - graphs[0] < 2**26 * 4 + 2**30
+    assert graphs[0] < graphs[1] <= graphs[2]
+    assert plan_of(tmp_path, 80 * GIB, tensor_parallel=8, kv_cache_dtype="fp8").page_bytes == 64 * 5 * (656 + 132)
 
 
 def test_a_cache_in_bf16_belongs_to_a_model_in_bf16(tmp_path: Path) -> None:

@@ -46,10 +46,21 @@ WIDTHS: dict[str, dict[str, int | None]] = {
 }
 
 
-def checkpoints(folder: Path, kind: str, names: str, **overrides: Any) -> tuple[Path, Path]:
+SPARSE: dict[str, dict[str, Any]] = {
+    "v32": {"n_group": 2, "topk_group": 2},
+    # A head's rows of kv_b_proj are three and a half blocks.
+    "glm5": {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    | {"indexer_types": ["full", "shared"]},
+}
+INDEXER = {"index_head_dim": 128, "index_n_heads": 3, "qk_rope_head_dim": 64, "q_lora_rank": 96, "kv_lora_rank": 144}
+
+
+def checkpoints(
+    folder: Path, kind: str, names: str, model: str = "v3-one-group", **overrides: Any
+) -> tuple[Path, Path]:
     """A quantized checkpoint, and a plain one of the same numbers."""
     overrides = {"num_hidden_layers": 2, "n_routed_experts": 4, **overrides}
-    twin, quantised = (write_tiny(folder / name, "v3-one-group", seed=2, **overrides) for name in ("twin", kind))
+    twin, quantised = (write_tiny(folder / name, model, seed=2, **overrides) for name in ("twin", kind))
     save_file(quantise(quantised, kind, names), twin / "model.safetensors")
     return quantised, twin
 
@@ -114,6 +125,27 @@ def test_every_tensor_is_that_of_the_plain_twin(
             if isinstance(tensor, Weight):
                 tensor = tensor.dequantised(other.dtype)
             assert torch.equal(tensor, other), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", SPARSE)
+def test_indexers_are_published_in_fp8_but_for_their_weights(kind: str, ranks: int, tmp_path: Path) -> None:
+    """Their rows change places within a block of FP8, and every rank has all of an indexer."""
+    quantised, twin = checkpoints(tmp_path, "fp8", FP8_NAMES, kind, **INDEXER, **SPARSE[kind])
+    for rank in range(ranks):
+        group = TensorParallel(rank, ranks)
+        (model, asked), (plain, _) = load(quantised, group, torch.float32), load(twin, group, torch.float32)
+        got, want = dict(loaded(model)), dict(loaded(plain))
+        assert asked == sum(tensor.nbytes for tensor in got.values())
+        assert got.keys() == want.keys()
+        for name, tensor in got.items():
+            other = want[name].plain if isinstance(want[name], Weight) else want[name]
+            own = tensor.dequantised(other.dtype) if isinstance(tensor, Weight) else tensor
+            assert torch.equal(own, other), name
+        indexer = model.layers[0].attention.indexer
+        assert indexer.q_FA.format is indexer.key_IE.format is Format.FP8_BLOCKS
+        assert indexer.weight_JE.format is Format.PLAIN
+        assert indexer.q_FA.shape == (3 * 128, 96)
 
 
 def _shared_apart(name: str, twin: dict[str, Any]) -> Any:

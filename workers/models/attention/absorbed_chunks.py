@@ -16,7 +16,7 @@ from kernels.mla_decode import INVARIANT_UNIT
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
-from workers.models.attention.backend import Backend, Heads
+from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import DecodeMemory, DecodeRows, plan_rows
 from workers.models.batch import Batch, DecodeBatch
 
@@ -31,7 +31,7 @@ ROWS: Final = 512
 
 
 @dataclass(frozen=True)
-class ChunkRows:
+class ChunkRows(Geometry):
     """The geometry: every chunk cut into rows of `width` tokens, the last of which ends where the chunk ends. What the
     first row lacks is filled up in front with the chunk's first token: bounds below its own, results that nobody
     reads."""

@@ -54,6 +54,10 @@ class Heads:
         return cache_PKC, self.up_HFL, self.norm_L
 
 
+class Geometry:
+    """Where the prefill rows of a pass lie, for all layers: a class for each way in which they attend."""
+
+
 class Backend(ABC):
     """How some rows of a pass attend: views of their tokens, and memory. Made once per pass, for all layers of one
     shape."""

@@ -79,6 +79,30 @@ class DecodeMemory:
         return DecodeMemory(self.q_RWHC[:rows], self.attended_RWHL[:rows], self.lse_RWH[:rows])
 
 
+def absorb(
+    heads: Heads, q_THD: Tensor, entering: Entering | None, q_THC: Tensor, cache_PKC: Tensor, *, dependent: bool
+) -> None:
+    """Queries for latents, of roped queries; or of those that are `entering`, whose latents are written, too."""
+    if entering is None:
+        absorbed_THL = q_THC[..., : heads.latent]
+        head_linear(q_THD[..., : heads.nope], heads.key_HNL, absorbed_THL, invariant=heads.invariant)
+        q_THC[..., heads.latent :].copy_(q_THD[..., heads.nope :])
+        return
+    rope_absorb(
+        entering.q_THD,
+        entering.kv_TC,
+        heads.key_HNL,
+        heads.norm_L,
+        entering.rotation_PO,
+        entering.position_T,
+        entering.cache_slot_T,
+        q_THC,
+        cache_PKC,
+        eps=LATENT_NORM_EPS,
+        dependent=dependent,
+    )
+
+
 @dataclass(frozen=True)
 class DecodeRows(Backend):
     """Rows of as many tokens each."""
@@ -97,25 +121,7 @@ class DecodeRows(Backend):
         memory, entering, workspace = self.memory, self.entering, self.rows.workspace
         # Where attention begins with a kernel of ours, that one lets the next start as `early` asks.
         dependent = entering is not None and launches_dependently(cache_PKC.device)
-        q_THC = memory.q_RWHC.flatten(0, 1)
-        if entering is None:
-            absorbed_THL = q_THC[..., : heads.latent]
-            head_linear(self.q_THD[..., : heads.nope], heads.key_HNL, absorbed_THL, invariant=heads.invariant)
-            q_THC[..., heads.latent :].copy_(self.q_THD[..., heads.nope :])
-        else:
-            rope_absorb(
-                entering.q_THD,
-                entering.kv_TC,
-                heads.key_HNL,
-                heads.norm_L,
-                entering.rotation_PO,
-                entering.position_T,
-                entering.cache_slot_T,
-                q_THC,
-                cache_PKC,
-                eps=LATENT_NORM_EPS,
-                dependent=dependent,
-            )
+        absorb(heads, self.q_THD, entering, memory.q_RWHC.flatten(0, 1), cache_PKC, dependent=dependent)
         attended_THL, invariant = memory.attended_RWHL.flatten(0, 1), heads.invariant
         tokens, value_HLV = attended_THL.shape[0], heads.value_HVL.transpose(1, 2)
         tensors = (

@@ -28,7 +28,7 @@ from kernels.mla_prefill import mla_prefill
 from kernels.page import PAGE_TOKENS
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
-from workers.models.attention.backend import Backend, Heads
+from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.batch import Batch
 
 CONTEXT_ENTRIES: Final = 4096
@@ -78,7 +78,7 @@ class RecalledContext:
 
 
 @dataclass(frozen=True)
-class PrefillGeometry:
+class PrefillGeometry(Geometry):
     """The prefill rows' queries, and the pieces of context cached before them."""
 
     cu_q_B1: Tensor

@@ -21,9 +21,10 @@ from kernels.rope_cache import rope_cache
 from workers.cache.spec import CacheSpec, latent_spec
 from workers.memory.scratch import Scratch
 from workers.models.attention.absorbed_chunks import AbsorbedChunks, ChunkRows
-from workers.models.attention.backend import Backend, Heads
+from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import LATENT_NORM_EPS, DecodeMemory, DecodeRows, Entering, plan_rows
 from workers.models.attention.expanded import ExpandedChunks, PrefillGeometry
+from workers.models.attention.indexer import Indexed
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.rope import softmax_scale
@@ -45,10 +46,15 @@ class Projected:
     """None in passes of decode rows alone, whose attention rotates and writes the cache itself: see `Entering`."""
     kv_THF: Tensor | None = None
     """Keys without their roped part, and values, of prefill rows; None where no row attends to such."""
+    indexed: Indexed | None = None
+    """What an indexer scores with, where attention is sparse."""
 
 
 class LatentAttention:
     """One layer's attention; `project` and `output` are token-wise, `attend` stands between them."""
+
+    rotates = False
+    """Whether `project` needs the rotations in passes of decode rows alone, too."""
 
     def __init__(
         self,
@@ -96,10 +102,22 @@ class LatentAttention:
             fp8_cache=fp8_cache,
         )
         self.cache: CacheSpec = latent_spec(latent, config.qk_rope_head_dim, source.dtype, fp8=fp8_cache)
-        """What it keeps of every token."""
+        """What it keeps of every token's latent."""
+        self.expands = not invariant
+        """Whether prefill rows attend to keys and values that are expanded from latents."""
         self.out_EF = source.matrix(
             Part(f"{prefix}o_proj.weight", config.hidden_size, config.num_heads * value, shard=1)
         )
+
+    @property
+    def caches(self) -> Sequence[CacheSpec]:
+        """All that it keeps of every token, that of latents first."""
+        return (self.cache,)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for layers that launch the same kernels."""
+        return (type(self),)
 
     def plan(self, batch: Batch, scratch: Scratch) -> Batch:
         """`batch` with its decode rows planned, for this layer and all that are shaped like it."""
@@ -110,15 +128,13 @@ class LatentAttention:
         planned = plan_rows(self.heads, rows, width, first, lambda size: scratch.empty(size, dtype=torch.uint8))
         return replace(batch, decode=planned)
 
-    def geometry(self, batch: Batch) -> PrefillGeometry | ChunkRows | None:
+    def geometry(self, batch: Batch) -> Geometry | None:
         """Where the prefill rows lie, for all layers; in invariant mode they take the way of decode rows."""
         if self.heads.invariant:
             return ChunkRows.of(batch, self.heads.count)
         return PrefillGeometry.of(batch)
 
-    def largest_geometries(
-        self, tokens: int, rows: int, pages: int, device: torch.device
-    ) -> Sequence[PrefillGeometry | ChunkRows]:
+    def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
         """Some of so many tokens, rows and pages a row, of which one needs as much memory as any."""
         if self.heads.invariant:
             return ChunkRows.largest(tokens, rows, pages, self.heads.count, device)
@@ -141,7 +157,7 @@ class LatentAttention:
         if way.decode_alone:
             return Projected(down_TF, q_THD, None)
         latent_TC = scratch.empty(tokens, width, dtype=dtype)
-        if heads.invariant:
+        if not self.expands:
             return Projected(down_TF, q_THD, latent_TC)
         kv_THF = scratch.empty(tokens, heads.count, heads.nope + heads.value, dtype=dtype)
         return Projected(down_TF, q_THD, latent_TC, kv_THF)
@@ -158,17 +174,26 @@ class LatentAttention:
     ) -> None:
         """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache, and
         expanded to keys and values. In passes of decode rows alone the products alone, and attention does the rest."""
-        down_TF, q_THD, heads = out.down_TF, out.q_THD, self.heads
+        self.products(way, x, out, scratch)
+        self.enter_cache(rotation_TO, cache_slot_T, cache_PKC, out)
+
+    def products(self, way: TokenWise[N], x: N, out: Projected, scratch: Scratch) -> N | None:
+        """The first part of `project`; returns the query's latent, normed, where there is one."""
         if self.q_norm_A is None or self.q_up_QA is None:
-            way.linear(x, self.down_FE, down_TF, scratch)
-        else:
-            latent = way.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, down_TF, scratch)
-            way.linear(latent, self.q_up_QA, q_THD.flatten(1), scratch)
+            way.linear(x, self.down_FE, out.down_TF, scratch)
+            return None
+        latent = way.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, out.down_TF, scratch)
+        way.linear(latent, self.q_up_QA, out.q_THD.flatten(1), scratch)
+        return latent
+
+    def enter_cache(self, rotation_TO: Tensor | None, cache_slot_T: Tensor, cache_PKC: Tensor, out: Projected) -> None:
+        """The second part, which passes of decode rows alone leave to attention."""
+        heads = self.heads
         if rotation_TO is None or out.latent_TC is None:
             return
         rope_cache(
-            q_THD[..., heads.nope :],
-            down_TF[:, -heads.latent - heads.rope :],
+            out.q_THD[..., heads.nope :],
+            out.down_TF[:, -heads.latent - heads.rope :],
             heads.norm_L,
             rotation_TO,
             cache_slot_T,
@@ -189,7 +214,7 @@ class LatentAttention:
         projected: Projected,
         out_THV: Tensor,
         batch: Batch,
-        geometry: PrefillGeometry | ChunkRows | None,
+        geometry: Geometry | None,
         rotation_PO: Tensor,
         scratch: Scratch,
     ) -> list[Backend]:
@@ -216,19 +241,20 @@ class LatentAttention:
             if isinstance(geometry, ChunkRows):
                 found.append(AbsorbedChunks.of(heads, q_THD, own_THV, geometry, batch.first, scratch))
             else:
+                assert isinstance(geometry, PrefillGeometry)
                 assert projected.kv_THF is not None
                 kv = projected.latent_TC[own], projected.kv_THF[own]
                 found.append(ExpandedChunks.of(q_THD, *kv, own_THV, geometry, heads.nope, scratch))
         return found
 
-    def tensors(self, cache_PKC: Tensor) -> tuple[Tensor, ...]:
+    def tensors(self, *caches: Tensor) -> tuple[Tensor, ...]:
         """What `attend` reads or writes of this layer alone; all else is in the backends."""
-        return self.heads.tensors(cache_PKC)
+        return self.heads.tensors(caches[0])
 
-    def attend(self, backends: Sequence[Backend], cache_PKC: Tensor) -> None:
-        """Attention of all rows into the output that `backends` were made for."""
+    def attend(self, backends: Sequence[Backend], *caches: Tensor) -> None:
+        """Attention of all rows into the output that `backends` were made for. `caches`: of `self.caches`."""
         for backend in backends:
-            backend.attend(self.heads, cache_PKC)
+            backend.attend(self.heads, caches[0])
 
     def output(self, way: TokenWise[N], attended_THV: Tensor, norm: AddNorm, out: N, scratch: Scratch) -> None:
         """Token-wise: residual += the output, summed over ranks; `out` = its norm."""

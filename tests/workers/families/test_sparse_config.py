@@ -1,0 +1,112 @@
+"""config.json of models with sparse attention: what is read from it, and what is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published_configs import GLM, GLM52, V3, V32
+from tiny_models import SPARSE_KINDS, write_tiny
+from transformers import DeepseekV32Config, GlmMoeDsaConfig
+
+from workers.families import load_model
+from workers.families.registry import load_config, parse_config
+from workers.models.config import ConfigError, Indexing
+from workers.parallel.group import TensorParallel
+
+
+def test_reads_deepseek_v32() -> None:
+    """As a DeepSeek V3 with an indexer in every layer."""
+    config, twin = parse_config(V32), parse_config(V3)
+    assert config.indexing == Indexing(heads=64, features=128, top_k=2048, interleaved=False, shared=(False,) * 61)
+    assert (config.routing, config.rope, config.draft_layers) == (twin.routing, twin.rope, 1)
+    assert twin.indexing is None
+
+
+def test_reads_glm_5() -> None:
+    config = parse_config(GLM52)
+    indexing = config.indexing
+    assert indexing is not None
+    assert (indexing.heads, indexing.features, indexing.top_k, indexing.interleaved) == (32, 128, 2048, True)
+    full = [layer for layer in range(78) if not indexing.is_shared(layer)]
+    assert full == [0, 1, *range(2, 78, 4)]
+    assert not indexing.is_shared(78)  # the layer that drafts has an indexer
+    assert (config.num_dense_layers, config.num_heads, config.cache_width, config.draft_layers) == (3, 64, 576, 1)
+    assert (config.routing.rule.groups, config.routing.rule.scale, config.rope.theta) == (1, 2.5, 8e6)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 3},
+        {"index_topk_freq": 0},
+        {"index_topk_pattern": "FFSFSSSF"},
+        {"index_topk_pattern": ["full", *["shared"] * 7]},
+        {"index_topk_pattern": "FSSSSSSS", "index_topk_freq": 2},
+        {"indexer_types": ["full", "shared"] * 4, "index_topk_pattern": "FSSSSSSS"},
+    ],
+)
+def test_shared_layers_are_those_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
+    """However a config.json says which they are; and as transformers writes it, which leaves defaults away."""
+    bare = {name: value for name, value in GLM52.items() if not name.startswith("index")} | {"num_hidden_layers": 8}
+    theirs = GlmMoeDsaConfig(**bare, **fields)
+    ours = parse_config({**bare, **fields}).indexing
+    assert ours is not None
+    assert ours.shared == tuple(kind == "shared" for kind in theirs.indexer_types)
+    theirs.save_pretrained(tmp_path)
+    assert load_config(tmp_path).indexing == ours
+
+
+def test_deepseek_v32_written_by_transformers_reads_the_same(tmp_path: Path) -> None:
+    rope = {**V32["rope_scaling"], "rope_type": "yarn", "rope_theta": 10000}
+    DeepseekV32Config(**{**V32, "rope_scaling": None, "rope_parameters": rope}).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model_type"] == "deepseek_v32"
+    assert load_config(tmp_path) == parse_config(V32)
+    for kind in ("indexed_attention", "deepseek_sparse_attention"):  # as some versions write, and others
+        assert parse_config({**V32, "layer_types": [kind] * 61}) == parse_config(V32)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        (V32, {"q_lora_rank": None}, ["q_lora_rank = None", "deepseek_v32", "latent"]),
+        (V32, {"index_topk": 0}, ["index_topk", "at least 1"]),
+        (V32, {"index_head_dim": 32}, ["index_head_dim = 32", "qk_rope_head_dim = 64"]),
+        (V32, {"index_head_dim": 100}, ["index_head_dim = 100", "multiple of 16"]),
+        (V32, {"rope_interleave": False}, ["rope_interleave (deepseek_v32) = False", "True"]),
+        (V32, {"indexer_rope_interleave": True}, ["indexer_rope_interleave (deepseek_v32) = True", "False"]),
+        (GLM52, {"indexer_rope_interleave": False}, ["indexer_rope_interleave (glm_moe_dsa) = False", "True"]),
+        (V32, {"layer_types": ["full_attention"] * 61}, ["layer_types", "indexed_attention"]),
+        (GLM52, {"indexer_types": ["full"] * 77}, ["indexer_types", "78 layers"]),
+        (GLM52, {"indexer_types": ["full", "none"] * 39}, ["indexer_types", "'full' or 'shared'"]),
+        (GLM52, {"indexer_types": ["shared", "full"] * 39}, ["indexer_types", "first layer"]),
+        (GLM52, {"indexer_types": None, "index_skip_topk_offset": 0}, ["index_topk_pattern", "first layer"]),
+        (GLM52, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
+        (V32, {"llama_4_scaling": {"beta": 0.1}}, ["llama_4_scaling", "not supported"]),
+        (V3, {"llama_4_scaling": {"beta": 0.1}}, ["llama_4_scaling", "not supported"]),
+        (V32, {"rope_scaling": {**V3["rope_scaling"], "llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta = 0.1"]),
+        (V3, {"attn_temperature_tuning": True}, ["attn_temperature_tuning"]),
+        (V3, {"index_topk": 2048}, ["index_topk (deepseek_v3) = 2048"]),
+        (GLM, {"index_topk": 2048}, ["index_topk (glm4_moe_lite) = 2048"]),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_its_name(
+    config: dict[str, Any], changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({**config, **changes})
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("kind", SPARSE_KINDS)
+def test_a_gpu_is_refused(kind: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, kind)
+    with pytest.raises(ConfigError, match="sparse attention is not yet served on a GPU; give --device cpu"):
+        load_model(folder, group=TensorParallel(), dtype=torch.float32, device=torch.device("cuda"), max_positions=64)

@@ -1,0 +1,202 @@
+"""Sparse attention where it must be dense attention, and what it caches."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import random_tokens
+from paged import ALONE, CPU, Paged
+from rounded_latents import latents_rounded
+from safetensors.torch import load_file, save_file
+from tiny_models import SPARSE_KINDS, VOCAB, write_tiny
+from torch import Tensor
+
+from workers.cache.spec import IndexSpec, LatentSpec
+from workers.drafters.mtp import Mtp
+from workers.families import load_model
+from workers.graphs.guard import capture_guard
+from workers.memory.scratch import Scratch
+from workers.models.attention import sparse_rows
+from workers.models.model import Model
+
+TOP_K = 100
+SEQUENCES = [random_tokens(160, seed, VOCAB) for seed in range(2)]
+
+
+@cache
+def twins(kind: str, fp8_cache: bool) -> tuple[Model, Model]:
+    """A model in invariant mode, and the same without its indexers."""
+    import tempfile
+
+    how: dict[str, Any] = {"group": ALONE, "dtype": torch.float32, "device": CPU, "max_positions": 512}
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_tiny(name, kind, seed=1, index_topk=TOP_K)
+        model = load_model(folder, invariant=True, fp8_cache=fp8_cache, **how)
+        tensors = load_file(folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text()) | {"model_type": "deepseek_v3"}
+        dense = {name: tensor for name, tensor in tensors.items() if ".indexer." not in name}
+        save_file(dense, folder / "model.safetensors")
+        bare = {name: value for name, value in config.items() if not name.startswith("index")}
+        (folder / "config.json").write_text(json.dumps(bare))
+        return model, load_model(folder, invariant=True, fp8_cache=fp8_cache, **how)
+
+
+def logits(paged: Paged, decode: list[int], width: int, chunks: list[tuple[int, int]]) -> dict[int, Tensor]:
+    """Of one step, by row."""
+    step = paged.plan(decode, width, chunks)
+    return {row: paged.model.logits(hidden) for row, hidden in paged.forward(step).items()}
+
+
+@pytest.mark.parametrize("kind", SPARSE_KINDS)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_contexts_of_up_to_top_k_tokens_are_dense_bit_for_bit(kind: str, data: st.DataObject) -> None:
+    """In any chunks, mixed with decode rows of any width; and with scores of few tokens at once."""
+    models = twins(kind, data.draw(st.booleans(), label="FP8 cache"))
+    lengths = data.draw(st.lists(st.integers(1, TOP_K), min_size=1, max_size=2), label="lengths")
+    sequences = [tokens[:length] for tokens, length in zip(SEQUENCES, lengths, strict=False)]
+    both = [Paged(model, sequences, seed=seed) for seed, model in enumerate(models)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_rows, "SCORES", data.draw(st.sampled_from([1, 1000, 1 << 26]), label="scores at once"))
+        patch.setattr(sparse_rows, "QUERIES", data.draw(st.sampled_from([1, 30, 1 << 17]), label="queries at once"))
+        while left := {
+            row: len(own.tokens) - own.written for row, own in enumerate(both[0].rows) if len(own.tokens) > own.written
+        }:
+            width = data.draw(st.integers(1, 4), label="width")
+            decode = [row for row in left if left[row] >= width and data.draw(st.booleans(), label="decode")]
+            chunks = [
+                (row, data.draw(st.integers((left[row] + 1) // 2, left[row]))) for row in left if row not in decode
+            ]
+            ours, theirs = (logits(paged, decode, width, chunks) for paged in both)
+            for row, got in ours.items():
+                assert torch.equal(got, theirs[row])
+
+
+@pytest.mark.parametrize("kind", SPARSE_KINDS)
+def test_longer_contexts_are_not_dense(kind: str) -> None:
+    """Else the comparison would compare nothing."""
+    ours, theirs = (logits(Paged(model, SEQUENCES[:1]), [], 1, [(0, 160)])[0] for model in twins(kind, False))
+    assert torch.equal(ours[:TOP_K], theirs[:TOP_K])
+    assert bool(((ours - theirs)[TOP_K + 20 :].abs().amax(-1) > 1e-3).all())
+
+
+@pytest.mark.parametrize(("kind", "full"), [("v32", [0, 1, 2]), ("glm5", [0, 1])])
+def test_layers_with_an_indexer_cache_its_keys(kind: str, full: list[int]) -> None:
+    """On the pages of the latents; the draft layer's caches come last."""
+    model, dense = twins(kind, False)
+    latent, index = LatentSpec(32 + 8, torch.float32), IndexSpec(16, torch.float32)
+    layers = range(len(model.layers))
+    assert model.cache == [spec for layer in layers for spec in ([latent, index] if layer in full else [latent])]
+    assert model.caches == [*model.cache, latent, index]
+    assert dense.caches == [latent] * (len(layers) + 1)
+    assert sum(spec.page_bytes for spec in model.caches) == 64 * 4 * (40 * (len(layers) + 1) + 16 * (len(full) + 1))
+
+
+def test_a_few_layers_launch_all_that_the_model_launches(tmp_path: Path) -> None:
+    """One of each kind, among them one that attends to what another has selected; each with its own caches."""
+    types = ["full", "full", "shared", "full", "shared", "shared"]
+    folder = write_tiny(tmp_path, "glm5", num_hidden_layers=6, indexer_types=types)
+    model = load_model(folder, group=ALONE, dtype=torch.float32, device=CPU, max_positions=512)
+    few = model.shallow()
+    assert [model.layers.index(layer) for layer in few.layers] == [0, 1, 2, 5]
+    paged = Paged(few, [SEQUENCES[0][:30]])
+    assert bool(paged.forward(paged.plan([], 1, [(0, 30)]))[0].isfinite().all())
+    written = [bool(layer.isfinite().any()) for layer in paged.cache.layers]
+    #                 latents and keys of layers 0, 1, 2, 3, 4, 5, and of the draft layer
+    assert written == [True, True, True, True, True, False, False, False, True, False, False]
+
+
+def test_attention_of_decode_rows_allocates_nothing_beside_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it can be captured on a GPU, where kernels stand for what is left out here; in the draft layer, too."""
+    model, _ = twins("v32", False)
+    assert isinstance(model.drafter, Mtp)
+    kernels = "index_scores", "select_positions", "sparse_decode", "write_index_keys", "absorb", "head_linear"
+    for name in (*kernels, "refuse_astray"):
+        monkeypatch.setattr(sparse_rows, name, lambda *args, **options: None)
+    device = torch.device("cpu")
+    paged = Paged(model, [SEQUENCES[0][:70]])
+    paged.forward(paged.plan([], 1, [(0, 60)]))
+    scratch = Scratch(device, torch.empty(1 << 24, dtype=torch.uint8))
+    for first, layer in enumerate([model.layers[0], model.drafter.layer]):
+        batch = paged.batch(paged.plan([0], 3, []), first)
+        attention, way = layer.attention, model.ways.of(batch, torch.float32, device)
+        projected = attention.projected(way, 3, scratch)
+        out_THV = attention.attended(3, scratch)
+        with capture_guard(device):
+            planned = attention.plan(batch, scratch)
+            backends = attention.backends(projected, out_THV, planned, None, model.rotation_PO, scratch)
+            attention.attend(backends, *paged.cache.layers[:2])
+        assert planned.selection is not None
+        assert planned.selection.bound_T.tolist() == [61 + first, 62 + first, 63 + first]
+        assert planned.selection.row_T.tolist() == [0, 0, 0]
+
+
+def rounded(x: Tensor) -> Tensor:
+    """To FP8, with a scale for the last dimension."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.parametrize("kind", SPARSE_KINDS)
+def test_fp8_caches_hold_keys_and_latents_rounded_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same model on plain caches, where keys, queries of indexers, and latents are rounded by a few lines
+    of torch; the draft layer, too."""
+    folder = write_tiny(tmp_path, kind, seed=1)
+    how: dict[str, Any] = {"group": ALONE, "dtype": torch.float32, "device": CPU, "max_positions": 512}
+
+    def fed(model: Model) -> list[Tensor]:
+        assert model.drafter is not None
+        paged, found = Paged(model, SEQUENCES), []
+        for decode, width, chunks in [([], 1, [(0, 70), (1, 20)]), ([0], 3, [(1, 65)]), ([0, 1], 4, [])]:
+            step = paged.plan(decode, width, chunks)
+            hidden = paged.forward(step)
+            found += [model.logits(hidden[row]) for row in hidden]
+            found += [model.drafter.logits(drafted) for drafted in paged.draft(step, hidden).values()]
+        return found
+
+    got = fed(load_model(folder, fp8_cache=True, **how))
+    write, scores = sparse_rows.write_index_keys, sparse_rows.index_scores
+    monkeypatch.setattr(sparse_rows, "write_index_keys", lambda key, *rest: write(rounded(key), *rest))
+    monkeypatch.setattr(sparse_rows, "index_scores", lambda q, *rest, **more: scores(rounded(q), *rest, **more))
+    with latents_rounded():
+        want = fed(load_model(folder, **how))
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("needles", "recall"), [(0, 0.95), (2048, 0.99)])
+def test_what_is_selected_in_fp8(needles: int, recall: float) -> None:
+    """Of 2,048 tokens in 16,384, as many in FP8 as in fp32 say: nearly all where some stand out, a few less where keys
+    are pure noise, whose scores lie close together."""
+    random = torch.Generator().manual_seed(needles)
+    found = []
+    for _ in range(3):
+        q_JI, weight_J = torch.randn(64, 128, generator=random), torch.randn(64, generator=random)
+        key_SI = torch.randn(16384, 128, generator=random)
+        key_SI[torch.randperm(16384, generator=random)[:needles]] += 5 * q_JI[weight_J > 0].mean(0)
+        key_SI = torch.nn.functional.layer_norm(key_SI, (128,))
+        chosen = [
+            set(((k_SI @ q.t()).relu() @ weight_J).topk(2048).indices.tolist())
+            for k_SI, q in ((key_SI, q_JI), (rounded(key_SI), rounded(q_JI)))
+        ]
+        found.append(len(chosen[0] & chosen[1]) / 2048)
+    assert min(found) >= recall
+
+
+def test_an_entry_that_is_not_finite_is_attended_to() -> None:
+    """Its score is above all others, so that all tokens behind it are NaN, as they are in dense attention."""
+    model, _ = twins("v32", False)
+    paged = Paged(model, [SEQUENCES[0]])
+    logits(paged, [], 1, [(0, 150)])
+    for layer in paged.cache.layers:
+        layer[paged.rows[0].pages[0], 3] = torch.nan
+    assert bool(logits(paged, [0], 3, [])[0].isnan().all())

@@ -1,0 +1,108 @@
+"""The indexer of sparse attention (DeepSeek-V3.2, 2025, section 2.1): from a token's hidden state and its query's
+latent to what scores the cached tokens, and to the key by which later tokens score it.
+
+A query t scores a token s with the sum over its heads of weight * relu(q . k). Heads are few and small, so every rank
+has all of them, and chooses the same tokens.
+
+Shape legend: T tokens, E hidden features, A features of the query's latent, J heads of the indexer, I features of its
+queries and keys, F = J I, O rope features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.index_rope import index_rope
+from workers.cache.spec import CacheSpec, index_spec
+from workers.memory.scratch import Scratch
+from workers.models.config import Indexing
+from workers.models.token_wise import N, TokenWise
+from workers.weights.part import Part, RopeRows
+from workers.weights.source import WeightSource
+
+KEY_NORM_EPS: Final = 1e-6
+"""Of the norm of keys; the published models do not take it from rms_norm_eps."""
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What `Indexer.project` leaves: memory that all layers of a pass may share."""
+
+    q_TJI: Tensor
+    """Roped; in e4m3 where the cache has FP8 entries."""
+    key_TI: Tensor
+    """Normed and roped: entries of the cache."""
+    weight_TJ: Tensor
+    """fp32, the factors of scores and heads, and the scales of queries in FP8, in it."""
+
+    @staticmethod
+    def empty(indexing: Indexing, tokens: int, dtype: torch.dtype, scratch: Scratch, *, fp8: bool) -> Indexed:
+        """Memory for so many tokens, of a model in `dtype`. `fp8`: whether the cache has FP8 entries."""
+        heads, features = indexing.heads, indexing.features
+        return Indexed(
+            scratch.empty(tokens, heads, features, dtype=torch.float8_e4m3fn if fp8 else dtype),
+            scratch.empty(tokens, features, dtype=dtype),
+            scratch.empty(tokens, heads, dtype=torch.float32),
+        )
+
+    def of(self, own: slice) -> Indexed:
+        """Of some tokens alone."""
+        return Indexed(self.q_TJI[own], self.key_TI[own], self.weight_TJ[own])
+
+
+class Indexer:
+    """One layer's; `project` is token-wise."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        prefix: str,
+        indexing: Indexing,
+        *,
+        hidden: int,
+        query_latent: int,
+        rope: int,
+        fp8_cache: bool,
+    ) -> None:
+        """`prefix`: of its tensors' names. `query_latent`, `rope`: features of the query's latent, and of those of a
+        query or key that are roped. `fp8_cache`: whether its cache has FP8 entries."""
+        heads, features = indexing.heads, indexing.features
+        rows = None if indexing.interleaved else RopeRows(features, rope, first=True)
+        self.q_FA = source.matrix(Part(f"{prefix}wq_b.weight", heads * features, query_latent, rope=rows))
+        self.key_IE = source.matrix(Part(f"{prefix}wk.weight", features, hidden, rope=rows))
+        self.weight_JE = source.matrix(Part(f"{prefix}weights_proj.weight", heads, hidden))
+        norms = [source.load(f"{prefix}k_norm.{what}", features, dtype=torch.float32) for what in ("weight", "bias")]
+        if rows is not None:
+            source.settle()
+            order_I = rows.order(features, source.device)
+            norms = [norm_I[order_I] for norm_I in norms]
+        self.norm_I, self.bias_I = norms
+        self.scale = (heads * features) ** -0.5
+        """Of the scores of heads (1 / sqrt(I)), and of their sum (1 / sqrt(J))."""
+        self.cache: CacheSpec = index_spec(features, source.dtype, fp8=fp8_cache)
+        """What it keeps of every token."""
+
+    def project(self, way: TokenWise[N], x: N, latent: N, rotation_TO: Tensor, out: Indexed, scratch: Scratch) -> None:
+        """Token-wise: of the layer's input `x` and the query's `latent`, both normed, to what is scored."""
+        way.linear(x, self.key_IE, out.key_TI, scratch)
+        way.linear(x, self.weight_JE, out.weight_TJ, scratch)
+        out.weight_TJ.mul_(self.scale)
+        with scratch.scope():
+            q_TJI, fp8 = out.q_TJI, out.q_TJI.dtype != out.key_TI.dtype
+            if fp8:
+                q_TJI = scratch.empty(*q_TJI.shape, dtype=out.key_TI.dtype)
+            way.linear(latent, self.q_FA, q_TJI.flatten(1), scratch)
+            index_rope(
+                q_TJI,
+                out.key_TI,
+                self.norm_I,
+                self.bias_I,
+                rotation_TO,
+                eps=KEY_NORM_EPS,
+                code_TJI=out.q_TJI if fp8 else None,
+                weight_TJ=out.weight_TJ if fp8 else None,
+            )

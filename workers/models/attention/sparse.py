@@ -1,0 +1,171 @@
+"""Sparse attention (DeepSeek-V3.2, 2025, section 2.1): latent attention whose queries attend to the tokens alone that
+an indexer chooses.
+
+The token-wise side also leaves what the indexer scores with. Attention then has four parts: index keys of all rows are
+written, every cached token that a query sees is scored, the best are selected, and the query attends to these in the
+absorbed form. Tokens take these parts one by one, whatever row they belong to, so decode rows of any width and chunks
+of prompts go the same way. Nothing branches where a context is short: of so few tokens all are selected.
+
+What was selected lives from one layer to the next, because layers without an indexer attend to it as well.
+
+Shape legend: T tokens, H heads of this rank, V value features, C cached features, O rope features, R rows, P pages (of
+`rotation_PO`: positions), K = 64 entries per page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels.page import pages_for
+from workers.cache.spec import CacheSpec
+from workers.memory.scratch import Scratch
+from workers.models.attention.backend import Backend, Geometry
+from workers.models.attention.decode_rows import Entering
+from workers.models.attention.indexer import Indexed, Indexer
+from workers.models.attention.latent import LatentAttention, Projected
+from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, selection
+from workers.models.batch import Batch
+from workers.models.config import ModelConfig
+from workers.models.token_wise import N, TokenWise
+from workers.weights.source import WeightSource
+
+
+class SparseAttention(LatentAttention):
+    """One layer's. A layer without an indexer attends to what was selected in the last layer before it that has one."""
+
+    rotates = True
+
+    def __init__(
+        self,
+        source: WeightSource,
+        prefix: str,
+        config: ModelConfig,
+        *,
+        shared: bool,
+        invariant: bool,
+        fp8_cache: bool = False,
+    ) -> None:
+        """`shared`: whether it has no indexer."""
+        super().__init__(source, prefix, config, invariant=invariant, fp8_cache=fp8_cache)
+        assert config.indexing is not None
+        assert config.q_lora_rank is not None
+        self.indexing = config.indexing
+        self.expands = False
+        self.indexer: Indexer | None = None
+        if not shared:
+            sizes = {
+                "hidden": config.hidden_size,
+                "query_latent": config.q_lora_rank,
+                "rope": config.qk_rope_head_dim,
+            }
+            self.indexer = Indexer(source, f"{prefix}indexer.", config.indexing, **sizes, fp8_cache=fp8_cache)
+
+    @property
+    def caches(self) -> Sequence[CacheSpec]:
+        """Latents, then index keys where it has an indexer."""
+        return (self.cache,) if self.indexer is None else (self.cache, self.indexer.cache)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """See `LatentAttention`."""
+        return type(self), self.indexer is None
+
+    def plan(self, batch: Batch, scratch: Scratch) -> Batch:
+        """`batch` with room for the selection, for this layer and those behind it."""
+        return replace(batch, selection=selection(batch, self.indexing.top_k, scratch))
+
+    def geometry(self, batch: Batch) -> SparseGeometry | None:
+        """See `LatentAttention`."""
+        prefill = batch.prefill
+        if prefill is None or not prefill.count:
+            return None
+        longest = max(start + count for start, count in zip(prefill.start, prefill.count, strict=True))
+        return SparseGeometry(prefill.page_NP[:, : pages_for(longest)])
+
+    def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
+        """See `LatentAttention`."""
+        return [SparseGeometry(torch.zeros(rows, pages, dtype=torch.int32, device=device))]
+
+    def projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
+        """See `LatentAttention`."""
+        projected = super().projected(way, tokens, scratch)
+        dtype, fp8 = self.heads.norm_L.dtype, self.heads.fp8_cache
+        return replace(projected, indexed=Indexed.empty(self.indexing, tokens, dtype, scratch, fp8=fp8))
+
+    def project(
+        self,
+        way: TokenWise[N],
+        x: N,
+        rotation_TO: Tensor | None,
+        cache_slot_T: Tensor,
+        cache_PKC: Tensor,
+        out: Projected,
+        scratch: Scratch,
+    ) -> None:
+        """See `LatentAttention`; the indexer's queries, keys and weights, too."""
+        latent = self.products(way, x, out, scratch)
+        self.enter_cache(rotation_TO, cache_slot_T, cache_PKC, out)
+        if self.indexer is not None:
+            assert latent is not None
+            assert rotation_TO is not None
+            assert out.indexed is not None
+            self.indexer.project(way, x, latent, rotation_TO, out.indexed, scratch)
+
+    def backends(
+        self,
+        projected: Projected,
+        out_THV: Tensor,
+        batch: Batch,
+        geometry: Geometry | None,
+        rotation_PO: Tensor,
+        scratch: Scratch,
+    ) -> list[Backend]:
+        """See `LatentAttention`."""
+        split, end, heads = batch.layout.decode_tokens, batch.layout.tokens, self.heads
+        assert projected.indexed is not None
+        assert batch.selection is not None
+        kinds = []
+        if batch.decode is not None and split:
+            kinds.append((slice(0, split), batch.decode.page_RP, batch.layout.width))
+        if isinstance(geometry, SparseGeometry):
+            kinds.append((slice(split, end), geometry.page_NP, 0))
+        found: list[Backend] = []
+        for own, page_RP, width in kinds:
+            entering = None
+            if projected.latent_TC is None:
+                kv_TC = projected.down_TF[..., -heads.latent - heads.rope :]
+                entering = Entering(projected.q_THD, kv_TC, rotation_PO, batch.position_T, batch.cache_slot_T)
+            rows = SparseRows.of(
+                heads,
+                batch.selection.of(own),
+                projected.indexed.of(own),
+                batch.cache_slot_T[own],
+                page_RP,
+                projected.q_THD[own],
+                entering,
+                out_THV[own],
+                scratch,
+                first=batch.first,
+                width=width,
+            )
+            found.append(rows)
+        return found
+
+    def tensors(self, *caches: Tensor) -> tuple[Tensor, ...]:
+        """See `LatentAttention`."""
+        return (*super().tensors(*caches), *caches[1:])
+
+    def attend(self, backends: Sequence[Backend], *caches: Tensor) -> None:
+        """See `LatentAttention`. Every key of the step is in the cache before the first is scored."""
+        rows = [backend for backend in backends if isinstance(backend, SparseRows)]
+        if self.indexer is not None:
+            for own in rows:
+                own.write(caches[1])
+            for own in rows:
+                own.select(caches[1], invariant=self.heads.invariant)
+        for own in rows:
+            own.attend(self.heads, caches[0])

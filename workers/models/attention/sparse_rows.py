@@ -1,0 +1,245 @@
+"""The rows of a pass where attention is sparse: what their tokens see, what they select, and attention to that.
+
+Shape legend: T tokens, H heads of this rank, D features of a query, C cached features, L latent features, V value
+features, R rows, P pages, S selected positions, N scores of a token, J heads of the indexer, I features of a key,
+K = 64 entries per page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.head_linear import head_linear
+from kernels.hopper import multiprocessors
+from kernels.page import PAGE_TOKENS
+from kernels.sparse import (
+    InvariantWorkspace,
+    SelectWorkspace,
+    SparseWorkspace,
+    index_scores,
+    select_positions,
+    sparse_decode,
+    write_index_keys,
+)
+from workers.cache.spec import latent_spec
+from workers.memory.pinned import on_device
+from workers.memory.scratch import Scratch
+from workers.models.attention.backend import Backend, Geometry, Heads
+from workers.models.attention.decode_rows import DecodeMemory, Entering, absorb
+from workers.models.attention.indexer import Indexed
+from workers.models.batch import Batch, Selection
+
+SCORES: Final = 1 << 26
+"""Most scores at once: tokens whose scores are more take turns."""
+QUERIES: Final = 1 << 17
+"""Most query vectors of prefill rows at once, a token's on this rank each: in the absorbed form they are several times
+as wide as they were."""
+MULTIPROCESSORS: Final = 132
+"""Where there is no GPU to ask: of an H200."""
+
+
+def selection(batch: Batch, top_k: int, scratch: Scratch) -> Selection:
+    """What each token of `batch` sees, and room for what it will attend to, in memory of `scratch`."""
+    layout = batch.layout
+    split, end = layout.decode_tokens, layout.tokens
+    row_T = scratch.empty(end, dtype=torch.int32)
+    bound_T = scratch.empty(end, dtype=torch.int32)
+    if split:
+        assert batch.decode is not None
+        count, width = layout.decode_rows, layout.width
+        shape = count, width
+        each_R = torch.arange(count, out=scratch.empty(count, dtype=torch.int32))
+        row_T[:split].view(shape).copy_(each_R.unsqueeze(1).expand(shape))
+        back_W = torch.arange(width - 1, -1, -1, out=scratch.empty(width, dtype=torch.int32))
+        seen_RW = bound_T[:split].view(shape)
+        torch.sub(batch.decode.length_R.unsqueeze(1), back_W, out=seen_RW)
+        seen_RW.clamp_(min=0)
+    if batch.prefill is not None and end > split:
+        rows = list(zip(batch.prefill.start, batch.prefill.count, strict=True))
+        numbers = [
+            [index for index, (_, count) in enumerate(rows) for _ in range(count)],
+            [start + place + 1 for start, count in rows for place in range(count)],
+        ]
+        own_2T = on_device(numbers, torch.int32, batch.position_T.device)
+        row_T[split:].copy_(own_2T[0])
+        bound_T[split:].copy_(own_2T[1])
+    selected_TS = scratch.empty(end, top_k, dtype=torch.int32)
+    return Selection(row_T, bound_T, selected_TS, scratch.empty(1, dtype=torch.int64).zero_())
+
+
+@dataclass(frozen=True)
+class SparseGeometry(Geometry):
+    """The prefill rows' page tables, as far as any of them is read."""
+
+    page_NP: Tensor
+
+
+@dataclass(frozen=True)
+class Workspaces:
+    """What kernels of a GPU work in, by how many tokens take a turn."""
+
+    select: dict[int, SelectWorkspace]
+    attend: dict[int, SparseWorkspace | InvariantWorkspace]
+
+    @staticmethod
+    def of(
+        heads: Heads,
+        selecting: set[int],
+        scores: int,
+        attending: set[int],
+        top_k: int,
+        device: torch.device,
+        scratch: Scratch,
+    ) -> Workspaces:
+        """For turns of so many tokens, with so many scores and selected positions each; on a CPU there are none."""
+        if device.type == "cpu":
+            return Workspaces({}, {})
+        select = {size: SelectWorkspace.allocate(size, scores, scratch.empty) for size in sorted(selecting)}
+        dtype, empty = heads.norm_L.dtype, scratch.empty
+        attend: dict[int, SparseWorkspace | InvariantWorkspace] = {}
+        for size in sorted(attending):
+            shape = size, heads.count, heads.latent
+            if heads.invariant and device.type == "cuda":
+                like_PKC = latent_spec(heads.latent, heads.rope, dtype, fp8=heads.fp8_cache).allocate(0, device)
+                attend[size] = InvariantWorkspace.allocate(*shape, heads.rope, top_k, dtype, like_PKC, empty)
+            else:
+                programs = multiprocessors(device) if device.type == "cuda" else MULTIPROCESSORS
+                attend[size] = SparseWorkspace.allocate(
+                    *shape, top_k, dtype, empty, fp8=heads.fp8_cache, multiprocessors=programs
+                )
+        return Workspaces(select, attend)
+
+
+@dataclass(frozen=True)
+class SparseRows(Backend):
+    """The decode rows of a pass, or its prefill rows."""
+
+    selection: Selection
+    """Of these rows' tokens."""
+    indexed: Indexed
+    cache_slot_T: Tensor
+    page_RP: Tensor
+    first: int
+    """See `Batch`."""
+    score_TN: Tensor
+    """Of as many tokens as are scored at once."""
+    width: int
+    """Tokens of a row, if all rows have as many, else 0."""
+    q_THD: Tensor
+    """Roped, unless they are `entering`."""
+    entering: Entering | None
+    """Of all tokens."""
+    memory: DecodeMemory
+    """Of rows of one token, as many as attend at once; all, if they are `entering`."""
+    out_THV: Tensor
+    workspaces: Workspaces
+
+    @staticmethod
+    def of(
+        heads: Heads,
+        selection: Selection,
+        indexed: Indexed,
+        cache_slot_T: Tensor,
+        page_RP: Tensor,
+        q_THD: Tensor,
+        entering: Entering | None,
+        out_THV: Tensor,
+        scratch: Scratch,
+        *,
+        first: int,
+        width: int,
+    ) -> SparseRows:
+        """Of these rows' tokens alone, but for what is `entering`."""
+        tokens, scores = q_THD.shape[0], page_RP.shape[1] * PAGE_TOKENS
+        # Tokens of a row share what is read to score them.
+        row = width or 1
+        scored = min(tokens, max(row, SCORES // scores // row * row))
+        attending = tokens if width else min(tokens, max(1, QUERIES // heads.count))
+        top_k = selection.selected_TS.shape[1]
+        return SparseRows(
+            selection=selection,
+            indexed=indexed,
+            cache_slot_T=cache_slot_T,
+            page_RP=page_RP,
+            first=first,
+            score_TN=scratch.empty(scored, scores, dtype=torch.float32),
+            width=width,
+            q_THD=q_THD,
+            entering=entering,
+            memory=DecodeMemory.of(heads, attending, 1, scratch),
+            out_THV=out_THV,
+            workspaces=Workspaces.of(
+                heads, _turns(tokens, scored), scores, _turns(tokens, attending), top_k, out_THV.device, scratch
+            ),
+        )
+
+    def write(self, index_PKI: Tensor) -> None:
+        """The keys of these rows' tokens to the cache."""
+        write_index_keys(self.indexed.key_TI, self.cache_slot_T, index_PKI)
+
+    def select(self, index_PKI: Tensor, *, invariant: bool) -> None:
+        """Which positions each token attends to; the keys of all rows must have been written."""
+        where, indexed, step = self.selection, self.indexed, self.score_TN.shape[0]
+        for begin in range(0, where.bound_T.shape[0], step):
+            turn = slice(begin, begin + step)
+            bound_T = where.bound_T[turn]
+            score_TN = self.score_TN[: bound_T.shape[0]]
+            index_scores(
+                indexed.q_TJI[turn],
+                indexed.weight_TJ[turn],
+                index_PKI,
+                self.page_RP,
+                where.row_T[turn],
+                bound_T,
+                score_TN,
+                where.fault_1,
+                width=self.width,
+                invariant=invariant,
+            )
+            if self.first:
+                score_TN[:, : self.first].fill_(-torch.inf)
+            workspace = self.workspaces.select.get(len(bound_T))
+            select_positions(score_TN, bound_T, where.selected_TS[turn], where.fault_1, workspace)
+        if self.first:
+            # Of a short context all are selected, those that nobody attends to included.
+            torch.threshold_(where.selected_TS, self.first - 1, -1)
+
+    def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
+        """See `Backend`: to what is selected. IndexError on a CPU where that is outside of the cache."""
+        where, step = self.selection, self.memory.lse_RWH.shape[0]
+        for begin in range(0, where.bound_T.shape[0], step):
+            turn = slice(begin, begin + step)
+            out_THV = self.out_THV[turn]
+            memory = self.memory.first(out_THV.shape[0])
+            q_THC, attended_THL = memory.q_RWHC.squeeze(1), memory.attended_RWHL.squeeze(1)
+            absorb(heads, self.q_THD[turn], self.entering, q_THC, cache_PKC, dependent=False)
+            sparse_decode(
+                q_THC,
+                cache_PKC,
+                self.page_RP,
+                where.row_T[turn],
+                where.selected_TS[turn],
+                attended_THL,
+                memory.lse_RWH.squeeze(1),
+                where.fault_1,
+                scale=heads.scale,
+                workspace=self.workspaces.attend.get(len(q_THC)),
+                invariant=heads.invariant,
+            )
+            head_linear(attended_THL, heads.value_HVL.transpose(1, 2), out_THV, invariant=heads.invariant)
+        refuse_astray(where.fault_1)
+
+
+def refuse_astray(fault_1: Tensor) -> None:
+    """IndexError where a CPU has counted what a GPU would have to be asked for."""
+    if fault_1.device.type == "cpu" and (astray := int(fault_1)):
+        raise IndexError(f"{astray} positions, pages or rows of sparse attention are outside the cache")
+
+
+def _turns(tokens: int, at_once: int) -> set[int]:
+    """How many tokens take a turn, of so many."""
+    return {size for size in (min(tokens, at_once), tokens % at_once) if size}
