@@ -1,0 +1,57 @@
+"""The benchmark of several GPUs runs commands that there are, with options that they know; what they do needs GPUs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "bench"))
+    import several_gpus
+
+    return several_gpus
+
+
+def test_every_option_is_known(bench, command) -> None:
+    said = {}
+    for step in bench.steps(4, "v2-lite", Path("/folder")):
+        for words in (step.server, *step.commands):
+            if words[:3] == bench.LATENTSERVE:
+                path = words[3:5] if words[3] == "bench" else words[3:4]
+                text = said.setdefault(path, command(*path, "--help").out)
+                for option in filter(lambda word: word.startswith("--"), words):
+                    assert option[:14] in text  # narrow tables cut the rest
+            elif words:
+                assert (bench.ROOT / words[1]).exists()
+    assert set(said) == {("selftest",), ("bench", "latency"), ("generate",), ("bench", "http"), ("serve",)}
+    files = bench._files().split(",")
+    assert len(files) >= 3
+    assert all((bench.ROOT / file).exists() for file in files)
+
+
+def python(bench, text: str, **how: object):
+    return bench.Step("one", ((sys.executable, "-c", text),), **how)
+
+
+def test_a_step_that_fails_or_hangs_is_told_and_ended(bench, tmp_path: Path) -> None:
+    assert bench.run_step(python(bench, "print('done')"), tmp_path)[0]
+    assert "done" in (tmp_path / "one.txt").read_text()
+    assert not bench.run_step(python(bench, "import sys; print('no'); sys.exit(3)"), tmp_path)[0]
+    assert "exit status 3" in (tmp_path / "one.txt").read_text()
+    begin = time.monotonic()
+    assert not bench.run_step(python(bench, "import time; time.sleep(60)", limit_s=0.5), tmp_path)[0]
+    assert time.monotonic() - begin < 30
+    server = (sys.executable, "-c", "import sys; sys.exit(1)")
+    assert not bench.run_step(python(bench, "", server=server), tmp_path)[0]
+    assert "the server ended" in (tmp_path / "one.txt").read_text()
+
+
+@pytest.mark.parametrize(("other", "passed"), [("[1, 2]", True), ("[1, 3]", False), ("none", False)])
+def test_tokens_have_to_be_equal(bench, tmp_path: Path, other: str, passed: bool) -> None:
+    commands = tuple((sys.executable, "-c", f"print('{{\"token_ids\": {tokens}}}')") for tokens in ("[1, 2]", other))
+    assert bench.run_step(bench.Step("one", commands, equal=True), tmp_path)[0] == passed
