@@ -31,7 +31,7 @@ from kernels.index_entry import SCALE_BYTES
 from kernels.latent_entry import fp8_entry
 from kernels.mla_decode import launch as dense_launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
-from kernels.sparse import SelectWorkspace, SparseWorkspace, launch
+from kernels.sparse import SelectWorkspace, SparseWorkspace, attention_launch, launch
 
 LATENT, ROPE, PAGE, SELECTED, FEATURES = 512, 64, 64, 2048, 128
 L2_BYTES = 60e6
@@ -157,7 +157,7 @@ class Layer:
 
     def attend(self) -> None:
         """Attention over these."""
-        launch.sparse_decode(
+        attention_launch.sparse_decode(
             self.q,
             self.cache,
             self.page,

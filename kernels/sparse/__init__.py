@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.sparse import checks, launch, reference
+from kernels.sparse import attention_launch, checks, launch, reference
 from kernels.sparse.workspace import InvariantWorkspace, SelectWorkspace, SparseWorkspace
 
 __all__ = [
@@ -151,9 +151,9 @@ def sparse_decode(
     tensors = (q_THC, cache_PKC, page_RP, row_T, selected_TS, out_THL, lse_TH, fault_1)
     if q_THC.is_cuda:
         if invariant and isinstance(workspace, InvariantWorkspace):
-            launch.invariant_sparse_decode(*tensors, workspace, scale=scale)
+            attention_launch.invariant_sparse_decode(*tensors, workspace, scale=scale)
         elif not invariant and isinstance(workspace, SparseWorkspace):
-            launch.sparse_decode(*tensors, workspace, scale=scale, dependent=dependent)
+            attention_launch.sparse_decode(*tensors, workspace, scale=scale, dependent=dependent)
         else:
             raise ValueError("sparse attention on a GPU needs a workspace: SparseWorkspace or InvariantWorkspace")
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import sparse
 from kernels.index_entry import parts
 from kernels.page import PAGE_TOKENS, pages_for
-from kernels.sparse import launch
+from kernels.sparse import attention_launch, launch
 from tests.support import fp8_entries
 
 POISONED_PAGE = 2147480000
@@ -149,14 +149,14 @@ class Sparse:
             sizes = len(t["row"]), self.heads, self.latent, self.rope, self.selected, self.dtype
             own = sparse.InvariantWorkspace.allocate(*sizes, t["cache"], self._poisoned)
             if self.kernels:
-                launch.invariant_sparse_decode(*tensors, own, scale=self.scale)
+                attention_launch.invariant_sparse_decode(*tensors, own, scale=self.scale)
             else:
                 sparse.sparse_decode(*tensors, scale=self.scale, workspace=own, invariant=True)
             return
         shape = len(t["row"]), self.heads, self.latent, self.selected, self.dtype
         workspace = sparse.SparseWorkspace.allocate(*shape, self._poisoned, fp8=self.fp8, multiprocessors=self.programs)
         if self.kernels:
-            launch.sparse_decode(*tensors, workspace, scale=self.scale, dependent=self.dependent)
+            attention_launch.sparse_decode(*tensors, workspace, scale=self.scale, dependent=self.dependent)
         else:
             sparse.sparse_decode(*tensors, scale=self.scale, workspace=workspace, dependent=self.dependent)
 
