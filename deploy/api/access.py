@@ -17,7 +17,7 @@ from deploy.observability.logs import FIELDS
 log = logging.getLogger("latentserve.access")
 
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,128}")
-QUIET = frozenset({"/health", "/metrics"})
+QUIET = frozenset({"/health", "/metrics", "/live"})
 """Polled all the time: good answers of these are logged at debug level."""
 
 

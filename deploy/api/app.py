@@ -12,10 +12,12 @@ from deploy.api import errors
 from deploy.api.access import AccessLayer
 from deploy.api.deadline import DeadlineLayer
 from deploy.api.front import Front
+from deploy.api.live import Live
 from deploy.api.routes import build_router, install_gone
 from deploy.api.schema import Description
 from deploy.config.api import ApiConfig
 from deploy.observability.front_metrics import FrontMetrics
+from deploy.observability.live import OwnReplica, Replicas
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import Engine
 
@@ -26,12 +28,14 @@ def create_app(
     config: ApiConfig | None = None,
     metrics: FrontMetrics | None = None,
     numerics: Mapping[str, object] | None = None,
+    replicas: Replicas | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible application in front of `engine`.
 
     Without a `tokenizer` only prompts of token ids work, and answers carry token ids. `metrics` takes the measurements;
     a `FrontMetrics` of its own by default. `numerics`: the engine's settings that decide how it rounds, for the
-    `system_fingerprint` of answers. `app.state.front` is the `Front`.
+    `system_fingerprint` of answers. `replicas`: what `/live` shows; by default this one alone.
+    `app.state.front` is the `Front`.
     """
     config = config or ApiConfig()
     metrics = metrics or FrontMetrics()
@@ -47,7 +51,7 @@ def create_app(
     )
     app.state.front = front
     description = Description()
-    app.include_router(build_router(front, description))
+    app.include_router(build_router(front, Live(front, replicas or OwnReplica(engine)), description))
     errors.install(app)
     install_gone(app)
     description.install(app)

@@ -30,6 +30,7 @@ from deploy.api.errors import ApiError, error_of, invalid
 from deploy.api.front import OPEN_PATHS, Front
 from deploy.api.generate import Generation, Stream, Whole
 from deploy.api.intake import Incoming, Intake
+from deploy.api.live import Live, LiveAnswer
 from deploy.api.messages_protocol import MessagesBody, MessagesPrompt
 from deploy.api.messages_routes import message_handlers
 from deploy.api.other_answers import MessageAnswer, MessageEvent, MessageTokens, ResponseAnswer, ResponseEvent
@@ -65,7 +66,7 @@ def _tokens(ids: list[int], info: ModelInfo, tokenizer: Tokenizer | None) -> Res
     return _json({"count": len(ids), "max_model_len": info.max_context, "tokens": ids, "token_strs": strings})
 
 
-def build_router(front: Front, description: Description) -> APIRouter:
+def build_router(front: Front, live: Live, description: Description) -> APIRouter:
     """All routes of a replica's front, which `description` learns."""
     router = APIRouter()
     intake = Intake(front.config)
@@ -153,6 +154,10 @@ def build_router(front: Front, description: Description) -> APIRouter:
             raise ApiError(404, message, code="selftest_off")
         return _json(report.to_json())
 
+    async def now(request: HttpRequest, selftest: bool = True) -> Response:
+        """What all replicas do right now, and what the self-test of the one that answers found."""
+        return Response((await live.answer(selftest)).model_dump_json(), media_type="application/json")
+
     async def metrics(request: HttpRequest) -> Response:
         """Figures of this process for Prometheus."""
         return Response(front.metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -197,6 +202,7 @@ def build_router(front: Front, description: Description) -> APIRouter:
     add("/detokenize", "POST", detokenize, (DetokenizeBody,), DetokenizeAnswer)
     add("/health", "GET", health, answer=HealthAnswer)
     add("/selftest", "GET", selftest, answer=SelfTestAnswer)
+    add("/live", "GET", now, answer=LiveAnswer)
     add("/metrics", "GET", metrics)
     return router
 

@@ -45,7 +45,7 @@ class Board:
     def __init__(self, application: str, replica: str) -> None:
         self._key = _key(application, replica)
         for old in reports(application)[:-_KEPT_REPORTS]:
-            _store("del", _key(application, old.replica))
+            store("del", _key(application, old.replica))
         self.report = Report(replica, time.time())
 
     def say(self, line: str) -> None:
@@ -62,22 +62,22 @@ class Board:
         self._write()
 
     def _write(self) -> None:
-        _store("put", self._key, msgspec.msgpack.encode(self.report), overwrite=True)
+        store("put", self._key, msgspec.msgpack.encode(self.report), overwrite=True)
 
 
 def reports(application: str) -> list[Report]:
     """Every report of the application's replicas, oldest first."""
     prefix = _key(application, "")
     found = []
-    for key in _store("list", prefix) or ():
-        if (value := _store("get", key)) is not None:
+    for key in store("list", prefix) or ():
+        if (value := store("get", key)) is not None:
             found.append(msgspec.msgpack.decode(value, type=Report))
     return sorted(found, key=lambda report: report.started)
 
 
 def clear(application: str) -> None:
     """Forget the reports of an application."""
-    _store("del", _key(application, ""), del_by_prefix=True)
+    store("del", _key(application, ""), del_by_prefix=True)
 
 
 class ProgressReader:
@@ -115,8 +115,9 @@ def _key(application: str, replica: str) -> bytes:
     return f"progress/{application}/{replica}".encode()
 
 
-def _store(verb: str, *arguments: Any, **options: Any) -> Any:
-    """What Ray's store gives; None where this Ray has none."""
+def store(verb: str, *arguments: Any, **options: Any) -> Any:
+    """Put, get, list or del in Ray's store, in a namespace of our own; None where this Ray has none. It may wait for
+    Ray, and raises what Ray raises."""
     if not _STORE.there():
         return None
     from ray.experimental import internal_kv

@@ -21,6 +21,7 @@ from deploy.observability.ray_metrics import RayEngineMetrics, RayFrontMetrics
 from deploy.routing.arrivals import Arrivals, load_to_report
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.guardian import BEAT_S, Guardian
+from deploy.serve.live_board import LiveBoard
 from deploy.serve.progress import Board
 from deploy.serve.under_serve import UnderServe
 from deploy.text.template import check_template
@@ -73,6 +74,7 @@ class EngineReplica:
         if group is None:
             raise RuntimeError("the engine deployment needs a placement group; build it with deploy.serve.app")
         self.board = Board(context.app_name, self.name)
+        self.live = LiveBoard(context.app_name, self.name)
         self.arrivals = Arrivals()
         self.client: EngineClient | None = None
         self.guardian: Guardian | None = None
@@ -88,6 +90,7 @@ class EngineReplica:
             # Last the board: who reads there that it is hopeless may end this process at once.
             self.processes.kill()
             note_fault(cause)
+            self.live.failed(cause)
             self.board.fail(cause, isinstance(error, EngineFault) and error.lasting)
             raise RuntimeError(cause) from error
         last_words = engine_down(FRONT_DIED).event("")
@@ -99,6 +102,7 @@ class EngineReplica:
         gc.collect()
         gc.freeze()
         self._serving = True
+        self.live.serving(self.client)
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
         self.board.say("serving")
@@ -138,6 +142,7 @@ class EngineReplica:
                 self._forgetting.cancel()
             note_fault(cause)
             self.processes.kill()
+            self.live.failed(cause)
         finally:
             # Whatever failed, this process ends and is replaced. Counted from here: all of the above kept the loop, and
             # the streams' events wait for it.
@@ -161,7 +166,7 @@ class EngineReplica:
         from deploy.api.app import create_app
 
         numerics = self.config.engine.model_dump(mode="json", include=NUMERIC)
-        return create_app(client, self.tokenizer, self.config.api, self.metrics, numerics)
+        return create_app(client, self.tokenizer, self.config.api, self.metrics, numerics, self.live)
 
     def __serve_build_asgi_app__(self) -> Any:
         """What Serve mounts, called once the constructor is through."""
@@ -185,6 +190,7 @@ class EngineReplica:
             if task is not None:
                 task.cancel()
         self._serving = False
+        self.live.close()
         if self.guardian is not None:
             self.guardian.close()
         self.processes.kill()

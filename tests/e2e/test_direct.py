@@ -63,6 +63,23 @@ def test_one_request_id_reaches_the_client(server: Server) -> None:
     assert answer.headers.get_list("x-request-id") == ["mine-1"]
 
 
+def test_live_shows_the_replica_and_what_was_proven(server: Server) -> None:
+    body = {"model": "demo", "prompt": "def f(x):", "max_tokens": 32, "ignore_eos": True}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60).status_code == 200
+    time.sleep(1.1)  # an answer is kept for a second, and the scheduler reports ten times in it
+    answer = httpx.get(f"{server.url}/live", trust_env=False)
+    assert answer.status_code == 200
+    live = answer.json()
+    [replica] = live["replicas"]
+    assert replica["state"] == "serving"
+    assert replica["name"] == live["replica"] == answer.headers["x-latentserve-replica"]
+    figures = replica["figures"]
+    assert figures["slots"] == 16
+    assert figures["window_s"] > 0
+    assert len(figures["acceptance"]) >= 1
+    assert live["selftest"] == httpx.get(f"{server.url}/selftest", trust_env=False).json()
+
+
 async def test_a_client_that_leaves_cancels_its_request(server: Server) -> None:
     async def running(http: httpx.AsyncClient) -> bool:
         figures = (await http.get(f"{server.url}/metrics")).text

@@ -46,6 +46,17 @@ async def keep_asking(server: Server, ended: asyncio.Event, method: str, path: s
     return wrong
 
 
+async def test_each_replica_shows_both(server: Server) -> None:
+    async with client() as http:
+        for _ in range(20):
+            live = (await http.get(f"{server.url}/live")).json()
+            if live["total"]["serving"] == 2:
+                break
+            await asyncio.sleep(1.0)
+    assert [replica["state"] for replica in live["replicas"]] == ["serving"] * 2
+    assert live["total"]["slots"] == 32
+
+
 async def test_no_client_notices_the_update_of_two_replicas(server: Server) -> None:
     old = server.pids(REPLICAS)
     assert len(old) == 3  # two engines, the router

@@ -296,7 +296,7 @@ def test_unknown_model_paths(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/models", "/v1/models/tiny", "/v1/models/other", "/health", "/metrics", "/selftest"]
+    "path", ["/v1/models", "/v1/models/tiny", "/v1/models/other", "/health", "/metrics", "/selftest", "/live"]
 )
 def test_head_is_get_without_the_body(http: httpx.Client, path: str) -> None:
     got, head = http.get(path), http.head(path)

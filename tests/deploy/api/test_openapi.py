@@ -204,7 +204,7 @@ def test_answers_with_calls_and_reasoning_are_described(more: dict[str, Any]) ->
 def test_answers_to_questions_without_a_body(
     http: httpx.Client, described: dict[str, Any], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path in ("/v1/models", "/health", "/metrics"):
+    for path in ("/v1/models", "/health", "/metrics", "/live"):
         check_answer(described, "get", path, http.get(path))
     check_answer(described, "get", "/v1/models/{model_id}", http.get("/v1/models/tiny"))
     check_answer(described, "get", "/v1/models/{model_id}", http.get("/v1/models/other"))
@@ -212,6 +212,8 @@ def test_answers_to_questions_without_a_body(
     report = SelfTestReport("cpu", 1, "no graphs", 0, 0, 0.0, 1.0, 2.0, ())
     monkeypatch.setattr(engine, "selftest", report)
     check_answer(described, "get", "/selftest", http.get("/selftest"))
+    check_answer(described, "get", "/live", http.get("/live"))
+    check_answer(described, "get", "/live", http.get("/live?selftest=perhaps"))
     monkeypatch.setattr(engine, "fault", "rank 0 is gone")
     for path in ("/v1/models", "/health"):
         check_answer(described, "get", path, http.get(path))
