@@ -63,6 +63,8 @@ class _Ending(Answer):
     """The stop string, or the stop token id of the request, that ended it; comes with the end."""
     token_ids: list[int] = Field(default_factory=list)
     """Comes when it is asked for, or without a tokenizer."""
+    accepted_drafts: list[bool] = Field(default_factory=list)
+    """For each new token whether it was a draft that stood; comes when it is asked for."""
 
 
 class CompletionLogprobs(Answer):

@@ -33,6 +33,7 @@ class Choice:
         "_push",
         "_stop_ids",
         "_stream",
+        "accepted_drafts",
         "cached_tokens",
         "detailed",
         "finish",
@@ -57,12 +58,14 @@ class Choice:
         self.finish: FinishReason | None = None
         self.stop_reason: str | int | None = None
         """The stop string or the stop token id of the request that ended it, else None."""
-        self.detailed = job.token_ids or job.logprobs >= 0
+        self.detailed = job.token_ids or job.accepted_drafts or job.logprobs >= 0
         """Whether the answer carries more than text."""
         self.token_ids: list[int] = []
         """Ids of the tokens whose details the client has not been given yet, when `detailed`."""
         self.logprobs: list[TopLogprobs] = []
         """Parallel to `token_ids` when the job asks for them."""
+        self.accepted_drafts: list[bool] = []
+        """Parallel to `token_ids`: whether each was a draft that stood."""
         self._stream = (
             tokenizer.stream(job.stops, job.include_stop, job.skip_special_tokens, job.kept)
             if tokenizer is not None
@@ -118,4 +121,5 @@ class Choice:
         if self.detailed:
             self.token_ids += tokens[:used]
             self.logprobs += output.logprobs[:used]
+            self.accepted_drafts += output.drafts[:used]
         return text

@@ -67,6 +67,7 @@ class Job:
     include_usage: bool
     echo: bool
     token_ids: bool
+    accepted_drafts: bool
     reading: Reading | None = None
     """How reasoning and tool calls are told apart; None: all is content."""
 
@@ -263,4 +264,5 @@ def build_job(
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         echo=body.echo if isinstance(body, CompletionBody) else False,
         token_ids=body.return_token_ids or tokenizer is None,
+        accepted_drafts=body.return_accepted_drafts,
     )

@@ -33,10 +33,10 @@ class ParsedChoice(Choice):
         if len(tokens) <= 1:
             return self._feed_one(output)
         events: list[Event] = []
-        for place, token in enumerate(tokens):
+        for place, (token, draft) in enumerate(zip(tokens, output.drafts, strict=True)):
             last = place == len(tokens) - 1
             finish, logprobs = output.finish if last else None, output.logprobs[place : place + 1]
-            one = RequestOutput(output.request_id, (token,), finish, logprobs, output.cached_tokens)
+            one = RequestOutput(output.request_id, (token,), finish, logprobs, output.cached_tokens, stood=(draft,))
             events += self._feed_one(one)
             if self.finish is not None:
                 break

@@ -171,6 +171,8 @@ class GenerationBody(Body):
     """Lower runs first."""
     return_token_ids: bool = False
     """Give every choice the ids it generated, as `token_ids`."""
+    return_accepted_drafts: bool = False
+    """Say of every token whether it was a draft that stood, as `accepted_drafts`."""
 
     # What the answer must look like; one of these at most (`deploy.api.constraint`).
     response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None

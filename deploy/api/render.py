@@ -120,7 +120,9 @@ class _Base:
             details["stop_reason"] = choice.stop_reason
         if self._job.token_ids:
             details["token_ids"] = choice.token_ids
-        choice.token_ids, choice.logprobs = [], []
+        if self._job.accepted_drafts:
+            details["accepted_drafts"] = choice.accepted_drafts
+        choice.token_ids, choice.logprobs, choice.accepted_drafts = [], [], []
         return details
 
     def _token(self, token: int) -> tuple[str, bytes]:

@@ -86,6 +86,14 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """It failed because its own grammar allowed no token."""
     unavailable: bool = False
     """It was refused because this replica cannot do for now what others may do."""
+    stood: tuple[bool, ...] = ()
+    """Which tokens were drafts that stood, where outputs were merged or taken apart; empty: all but the last."""
+
+    @property
+    def drafts(self) -> tuple[bool, ...]:
+        """For each token whether it was a draft that stood. A step ends with a token of the model's own; where the end
+        of the sequence cut it off, the last one that is left counts as that."""
+        return self.stood or tuple(place < len(self.tokens) - 1 for place in range(len(self.tokens)))
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):

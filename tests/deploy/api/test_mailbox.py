@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from fake_engine import out
 
@@ -32,7 +33,11 @@ async def test_what_waits_is_merged() -> None:
     mailbox.put(out(5, 6, cached=64, logprobs=scores[:2]))
     mailbox.put(out(7, logprobs=scores[2:]))
     mailbox.put(out(finish="length"))
-    assert [output async for output in mailbox] == [out(5, 6, 7, finish="length", cached=64, logprobs=scores)]
+    [merged] = [output async for output in mailbox]
+    whole = out(5, 6, 7, finish="length", cached=64, logprobs=scores)
+    assert msgspec.structs.replace(merged, stood=()) == whole
+    assert merged.drafts == (True, False, False)
+    assert whole.drafts == (True, True, False)  # as one step it would be
 
 
 async def test_an_error_comes_after_what_was_put() -> None:

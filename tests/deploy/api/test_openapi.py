@@ -94,6 +94,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CHATS, {**CHAT, "logprobs": True, "top_logprobs": 2}),
     (CHATS, {**CHAT, "logprobs": True, "top_logprobs": 2, "stream": True, "stream_options": {"include_usage": True}}),
     (CHATS, {**CHAT, "stream": True, "n": 2, "return_token_ids": True}),
+    (CHATS, {**CHAT, "stream": True, "return_accepted_drafts": True}),
+    (COMPLETIONS, {**BASE, "return_accepted_drafts": True, "logprobs": 1}),
     (CHATS, {**CHAT, "chat_template_kwargs": {"x": {"y": None}}, "max_completion_tokens": 4}),
     (CHATS, {**CHAT, "tools": [], "tool_choice": "none", "parallel_tool_calls": None}),
     (CHATS, {**CHAT, "messages": [{"role": "assistant", "content": "x", "tool_calls": [], "reasoning_content": "y"}]}),
@@ -155,7 +157,8 @@ NAMES = [
     "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "presence_penalty",
     "stop", "repetition_penalty", "stream", "stream_options", "logit_bias", "logprobs", "top_logprobs", "echo",
     "min_tokens", "stop_token_ids", "priority", "chat_template_kwargs", "add_special_tokens", "return_token_ids",
-    "nobody_knows", "tokens", "tools", "tool_choice", "parallel_tool_calls", "max_reasoning_tokens",
+    "return_accepted_drafts", "nobody_knows", "tokens", "tools", "tool_choice", "parallel_tool_calls",
+    "max_reasoning_tokens",
 ]  # fmt: skip
 
 
