@@ -29,7 +29,7 @@ ROOMS = {
         ("processes",),
     ),
     "deploy": (
-        ("mistakes", "text", "parsing"),
+        ("mistakes", "text", "parsing", "page"),
         ("config",),
         ("cluster",),
         ("routing",),

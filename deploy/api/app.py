@@ -13,6 +13,7 @@ from deploy.api.access import AccessLayer
 from deploy.api.deadline import DeadlineLayer
 from deploy.api.front import Front
 from deploy.api.live import Live
+from deploy.api.page import add_page
 from deploy.api.routes import build_router, install_gone
 from deploy.api.schema import Description
 from deploy.config.api import ApiConfig
@@ -52,6 +53,8 @@ def create_app(
     app.state.front = front
     description = Description()
     app.include_router(build_router(front, Live(front, replicas or OwnReplica(engine)), description))
+    if config.ui:
+        add_page(app)
     errors.install(app)
     install_gone(app)
     description.install(app)

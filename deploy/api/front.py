@@ -24,7 +24,16 @@ FIGURES_PERIOD_S = 0.1
 """Seconds between two looks at the scheduler's figures, which it reports as often."""
 
 
-OPEN_PATHS = ("/health", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
+OPEN_PATHS = (
+    "/",
+    "/page/{name}",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+    "/docs",
+    "/docs/oauth2-redirect",
+    "/redoc",
+)
 """All that asks for no API key."""
 
 

@@ -16,9 +16,11 @@ class ApiConfig(BaseModel):
 
     served_model_names: tuple[str, ...] = ()
     """Names requests may give as `model`; the first is the one answers carry. Empty: the engine's own name."""
+    ui: bool = True
+    """Serve the page at `/`, where people try the model and watch it."""
     api_keys: tuple[str, ...] = Field(default=(), repr=False)
-    """Any of these as `Authorization: Bearer KEY` is let in; empty: everybody is. `/health` and `/metrics` are always
-    open."""
+    """Any of these as `Authorization: Bearer KEY` is let in; empty: everybody is. `/health`, `/metrics` and the
+    page itself are always open."""
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://app.example.com`, or `*`) whose pages may call this server from a browser; empty: none."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
