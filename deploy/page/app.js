@@ -9,6 +9,7 @@ import { served, startTry } from "./try.js";
 const field = by("api-key");
 field.value = storedKey();
 field.addEventListener("input", () => storeKey(field.value.trim()));
+by("key-form").addEventListener("submit", (event) => event.preventDefault());
 keyFrom(() => field.value.trim());
 startTry();
 startLive({ onModel: served, onSelftest: showProof });

@@ -137,12 +137,12 @@ class EngineReplica:
             return  # the constructor raises it
         try:
             logger.error("engine failed", extra={logs.FIELDS: {"cause": cause}})
+            self.live.failed(cause)
             self.board.fail(cause)
             if self._forgetting is not None:  # the last replica's fault: this one's has just taken its place
                 self._forgetting.cancel()
             note_fault(cause)
             self.processes.kill()
-            self.live.failed(cause)
         finally:
             # Whatever failed, this process ends and is replaced. Counted from here: all of the above kept the loop, and
             # the streams' events wait for it.
@@ -190,10 +190,10 @@ class EngineReplica:
             if task is not None:
                 task.cancel()
         self._serving = False
-        self.live.close()
         if self.guardian is not None:
             self.guardian.close()
         self.processes.kill()
+        self.live.close()
 
 
 replica_class = serve.ingress()(EngineReplica)

@@ -217,7 +217,7 @@ def test_a_slow_reader_gets_coalesced_events_and_holds_nobody_up(
     "junk",
     [
         b"nonsense\r\n\r\n",
-        b"GET /\r\n\r\n",
+        b"GET /nowhere\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",

@@ -18,6 +18,8 @@ from deploy.serve.replica import EngineReplica
 def serving_replica() -> EngineReplica:
     failing = object.__new__(EngineReplica)
     failing.board = SimpleNamespace(fail=lambda cause: None)  # type: ignore[assignment]
+    failing.told = []  # type: ignore[attr-defined]
+    failing.live = SimpleNamespace(failed=failing.told.append, close=lambda: None)  # type: ignore[assignment,attr-defined]
     failing.processes = SimpleNamespace(kill=lambda: None)  # type: ignore[assignment]
     failing.config = SimpleNamespace(health=SimpleNamespace(flush_s=0.1))  # type: ignore[assignment]
     failing._serving, failing._reporter, failing._beating, failing.guardian = True, None, None, None
@@ -51,6 +53,7 @@ async def test_a_failed_replica_ends_though_nobody_can_be_told(monkeypatch: pyte
     failing.board = SimpleNamespace(fail=fail)  # type: ignore[assignment]
     with pytest.raises(ConnectionError):
         failing._failed("rank 1 died")
+    assert failing.told == ["rank 1 died"]  # type: ignore[attr-defined]
     while not ended:
         await asyncio.sleep(0.01)
     assert ended == [1]
