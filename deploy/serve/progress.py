@@ -17,7 +17,8 @@ from kernels.private_ground import PrivateGround
 _STORE: Final = PrivateGround(
     "ray",
     tuple(f"ray.experimental.internal_kv._internal_kv_{verb}" for verb in ("del", "get", "list", "put")),
-    "a start says nothing of its replicas' progress and little of why they fail; Ray's logs of their processes do",
+    "a start says nothing of its replicas' progress and little of why they fail, which Ray's logs of them do; "
+    "/live shows the replica that answers alone",
 )
 _NAMESPACE = b"latentserve"
 _KEPT_LINES = 200
