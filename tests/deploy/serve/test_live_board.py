@@ -57,6 +57,13 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
+def silence(board: LiveBoard) -> None:
+    """From now on it tells nothing, not even what it was about to."""
+    board._telling.cancel()
+    with board._lock:
+        board._closed = True
+
+
 async def seen(board: LiveBoard) -> dict[str, str]:
     return {state.name: state.state for state in await board.states()}
 
@@ -86,7 +93,8 @@ async def test_a_cause_is_told_and_a_silence_noticed_and_both_forgotten(
     await until(lambda: len(store.values) == 3)
     failing.failed("rank 1 exited with signal 9")
     await until(lambda: any(b"signal 9" in value for value in store.values.values()))
-    silent._telling.cancel()
+    silence(failing)
+    silence(silent)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + live_board.SILENT_S + 1)
     states = {state.name: state for state in await watching.states()}
