@@ -50,7 +50,7 @@ from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.records import Share
 from kernels.mla_decode.wide_tile import next_share
 
-_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
+_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks"]
 
 
 class Boxes(NamedTuple):
@@ -187,11 +187,11 @@ def fp8_worker(
 @gluon.jit(do_not_specialize=_INTS)
 def attend_fp8(
     q, pairs, rope, scales, table, length, out, lse, partial, partial_lse, plan, scale, first,
-    table_stride, queries, drafts, heads, blocks, workers,
+    table_stride, queries, drafts, heads, blocks,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """As `kernel.attend`, of FP8 entries of 512 latent features and 64 roped ones in bfloat16, without invariant mode;
-    four warps, the others come on top.
+    four warps, the others come on top. Grid: workers times blocks.
 
     `pairs`, `rope`, `scales`: TMA descriptors of the cache, see `fp8_boxes`.
     """
@@ -210,7 +210,7 @@ def attend_fp8(
         queries=queries,
         drafts=drafts,
         heads=heads,
-        workers=workers,
+        workers=gl.num_programs(0) // blocks,
         worker=gl.program_id(0) // blocks,
         block=gl.program_id(0) % blocks,
     )

@@ -112,7 +112,7 @@ def attend(
                 *fp8_boxes(cache_PKC),
                 *where,
                 *numbers,
-                *dealt,
+                way.blocks(shape),
                 ENTRY=entry,
                 TILE_OF=tile,
                 OVERLAP=overlap,
