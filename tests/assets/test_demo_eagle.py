@@ -62,6 +62,7 @@ def test_it_drafts_for_the_demo_model(tokens: list[int]) -> None:
     assert stats.drafts_accepted > 0.25 * stats.drafts_offered
 
 
+@pytest.mark.long
 def test_the_script_trains(tmp_path: Path) -> None:
     command = [sys.executable, str(ASSETS / "train_eagle.py"), "--smoke", "--out", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)

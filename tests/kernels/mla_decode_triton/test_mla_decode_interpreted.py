@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.interpreter import interpreted_pytest
 
+pytestmark = pytest.mark.long
+
 
 def test_portable_kernels_in_the_interpreter() -> None:
     interpreted_pytest(Path(__file__).with_name("interpreted_mla_decode.py"))

@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.interpreter import interpreted_pytest
+
+pytestmark = pytest.mark.long
 
 
 def test_sampling_kernels_in_the_interpreter() -> None:
