@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli import load_options, options
-from deploy.cli.console import reported
+from deploy.cli.console import CommandFailure, reported
 
 if TYPE_CHECKING:
     from deploy.cli.load import LoadSpec
@@ -89,10 +89,6 @@ def _run(spec: LoadSpec, limits: Limits | None, page: Path | None, json_output: 
 
     run = load_options.load(spec, quiet)
     report = LoadReport.of(run, limits)
-    if page is not None and report.finished:
-        from deploy.cli.load_page import load_page
-
-        page.write_text(load_page(spec, run, report), encoding="utf-8")
     if json_output:
         typer.echo(json.dumps(report.report(spec)))
     elif report.finished:
@@ -100,3 +96,10 @@ def _run(spec: LoadSpec, limits: Limits | None, page: Path | None, json_output: 
 
         report.show(Console(), spec)
     load_options.check_finished(report, spec.url)
+    if page is not None:
+        from deploy.cli.load_page import load_page
+
+        try:
+            page.write_text(load_page(spec, run, report), encoding="utf-8")
+        except OSError as error:
+            raise CommandFailure(f"the page cannot be written: {error}") from None

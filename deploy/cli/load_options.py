@@ -82,7 +82,11 @@ def check_address(url: str, option: str) -> None:
 
 def check_page(page: Path | None) -> None:
     """UsageMistake where a page could not be written when the run is over."""
-    if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
+    try:
+        possible = page is None or (not page.is_dir() and page.absolute().parent.is_dir())
+    except OSError as error:
+        raise UsageMistake(f"--html: {error}") from None
+    if not possible:
         raise UsageMistake(f"--html: {page} is no file in a folder that exists")
 
 

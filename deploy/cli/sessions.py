@@ -73,7 +73,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
     if text.lstrip().startswith("["):
         try:
             entries = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path} is no JSON: {error}") from None
         yield from ((f"{path}, entry {number}", entry) for number, entry in enumerate(entries, 1))
         return
@@ -82,7 +82,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
             continue
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}, line {number} is no JSON: {error}") from None
         yield f"{path}, line {number}", entry
 

@@ -122,9 +122,15 @@ def test_a_page_is_whole_and_needs_nothing_else(command, tmp_path: Path):
     for plot in plots:
         for line in plot.findall("polyline"):
             assert all(0 <= float(x) <= 640 for dot in line.get("points", "").split() for x in dot.split(","))
-    ran = command("bench", "http", "--html", str(tmp_path / "none" / "x.html"), "--model", "m")
-    assert ran.code == 2
-    assert "--html" in ran.err
+    with running() as server:
+        ran = command("bench", "http", "--url", server.url, "--requests", "2", "--html", "/dev/full")
+    assert ran.code == 1
+    assert "2 of 2 requests finished" in ran.out  # what was measured is not lost
+    assert "the page cannot be written" in ran.err
+    for impossible in (tmp_path / "none" / "x.html", tmp_path, tmp_path / ("x" * 300)):
+        ran = command("bench", "http", "--html", str(impossible), "--model", "m")
+        assert ran.code == 2
+        assert "--html" in ran.err
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=1500))

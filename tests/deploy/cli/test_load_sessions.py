@@ -52,6 +52,8 @@ def test_every_form_is_read(tmp_path: Path, array: bool) -> None:
         ('[{"prompt": "a", "max_tokens": 0}]', r"entry 1 is no session \(max_tokens is 0\)"),
         ('[{"conversations": [["human", "hi"]]}]', "entry 1 is no session"),
         ("[1]", "entry 1 is no session"),
+        ("[" * 100_000, "is no JSON"),
+        ('{"prompt": ' + "[" * 100_000, "line 1 is no JSON"),
         ("", "holds no session"),
         (json.dumps(NOBODY), "holds no session"),
     ],
