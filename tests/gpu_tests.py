@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PROCESS_BYTES = 3 << 30
 """Of a GPU's memory, for each process that shares a file's tests. A few take several times as much for a moment."""
+MOST_ERRORS = 80
+"""Lines of a file's failures that are printed."""
 _live: set[int] = set()
 """Process groups of the files that run."""
 
@@ -102,7 +104,8 @@ def run(path: Path, timeout_s: float, workers: int, gpus: Gpus) -> tuple[str, st
 
 def run_in(environment: dict[str, str], path: Path, timeout_s: float, workers: int) -> tuple[str, str, float]:
     """`run`, with these environment variables."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", str(path)]
+    options = ["-m", "gpu", "-p", "no:cacheprovider", "--tb=short", "--disable-warnings"]
+    command = [sys.executable, "-m", "pytest", *options, str(path)]
     if workers > 1:
         command += ["-n", str(workers), "--dist", "load"]
     start = time.monotonic()
@@ -127,7 +130,9 @@ def run_in(environment: dict[str, str], path: Path, timeout_s: float, workers: i
     summary = next((line.strip("= ") for line in reversed(lines) if re.search(counts, line)), "")
     if process.returncode == 0:
         return "ok", summary, seconds
-    return "FAILED", "\n".join([summary, *lines[-25:], *stderr.splitlines()[-5:]]), seconds
+    # Of every failure its name and what went wrong, then how the last one came about.
+    errors = [line for line in lines if re.match(r"E  |_{3,} ", line)][:MOST_ERRORS]
+    return "FAILED", "\n".join([summary, *errors, *lines[-25:], *stderr.splitlines()[-5:]]), seconds
 
 
 def main() -> None:

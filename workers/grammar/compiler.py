@@ -7,6 +7,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -145,8 +146,9 @@ class Compiler:
 
     def _open(self) -> None:
         """Have the compilers of ordinary grammars ready: for text, and for JSON."""
-        for kind in _KINDS:
-            self._compiler(Grammar(kind))
+        with suppress(NotCompiled):  # a request that asks for a grammar is told why it can have none
+            for kind in _KINDS:
+                self._compiler(Grammar(kind))
 
     def _compiler(self, grammar: Grammar) -> Any:
         """xgrammar's compiler for the vocabulary of a grammar."""

@@ -162,7 +162,7 @@ def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:
     segments = sum(map(len, parts.passes)) - 1  # the last one's are the endings
     rows = Ladder(max_rows, parts.width, parts.adaptive)
     halves = len(list(rows.halves())) + len(rows.first_halves())
-    steps, endings = len(list(rows)) + halves, len(list(ladder.endings(max_rows)))
+    steps, endings = len(list(rows)) + halves, len(list(ladder.endings(parts.most_ended(max_rows))))
     return steps + segments * len(list(ladder)) + endings
 
 
@@ -211,7 +211,7 @@ class GraphRunner:
             for alike in self.ladder.first_halves():
                 halves = capture_halves(self._parts, alike, Scratch(device, buffer), self._masks)
                 self._halves |= zip(alike, halves, strict=True)
-            for ending_key in self.token_ladder.endings(self.ladder.max_rows):
+            for ending_key in self.token_ladder.endings(self._parts.most_ended(self.ladder.max_rows)):
                 inner = Scratch(device, inner_buffer)
                 self._endings[ending_key] = CapturedEnding(self._parts, ending_key.tokens, inner)
             for token_key in self.token_ladder:

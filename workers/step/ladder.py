@@ -77,10 +77,9 @@ class TokenLadder:
             raise ValueError(f"a step of {layout.tokens} tokens exceeds the budget of {self.budget}")
         return layout.token_key(buckets[place])
 
-    def endings(self, rows: int) -> Iterator[TokenKey]:
-        """Keys of the endings of steps that sample up to so many rows, largest first: of each row one token's hidden
-        states are wanted of the last pass."""
-        most = self.key(BatchLayout(1, min(rows, self.budget)))
+    def endings(self, tokens: int) -> Iterator[TokenKey]:
+        """Keys of the endings for up to so many tokens, largest first; a step never has more than its budget."""
+        most = self.key(BatchLayout(1, min(tokens, self.budget)))
         return (key for key in self if key.tokens <= most.tokens)
 
 

@@ -58,6 +58,11 @@ class StepParts:
         own = self.drafter.segments if self.width > 1 else None
         return [self.model.segments, *([] if own is None else [own])]
 
+    def most_ended(self, rows: int) -> int:
+        """Of how many tokens a mixed step of so many rows wants, at most, what its last pass ends with: of one per row
+        where that pass is the drafter's, of all that are verified where it is the model's."""
+        return rows if len(self.passes) > 1 else rows * self.width
+
     @property
     def widths(self) -> range:
         """How many tokens a decode row may feed in a step."""

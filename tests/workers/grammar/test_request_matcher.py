@@ -155,6 +155,23 @@ def test_what_cannot_be_compiled_says_why(tmp_path: Path, grammar: Grammar, text
         compiler.compile(grammar)
 
 
+@pytest.mark.parametrize(("eos_ids", "text"), [((), "end-of-sequence"), ((EOS,), "tokenizer")])
+def test_a_model_that_can_have_no_grammar_starts_all_the_same(
+    tmp_path: Path, eos_ids: tuple[int, ...], text: str
+) -> None:
+    """And says why when one is asked for."""
+    before, failed = set(threading.enumerate()), []
+    compiler = Compiler(tmp_path, VOCAB, eos_ids, lambda ticket, error: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", failed.append)
+        compiler.prepare()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)
+    assert not failed
+    with pytest.raises(NotCompiled, match=text):
+        compiler.compile(GRAMMARS[0])
+
+
 def test_what_is_forgotten_before_its_turn_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answered: queue.Queue[int] = queue.Queue()
     compiler = Compiler(tmp_path, VOCAB, (EOS,), lambda ticket, error: answered.put(ticket))

@@ -116,7 +116,7 @@ def captured(
     parts, warmed, device, ladder = rank.parts, rank.warmed, rank.parts.device, TokenLadder(BUDGET)
     outer, inner = (torch.empty(size, dtype=torch.uint8, device=device) for size in (warmed.scratch, warmed.inner))
     with no_garbage_collection():
-        keys = ladder.endings(parts.state.slots)
+        keys = ladder.endings(parts.most_ended(parts.state.slots))
         endings = {key: ending(parts, key.tokens, Scratch(device, inner)) for key in keys}
         stages = [stage(parts, key.tokens, Scratch(device, outer), Scratch(device, inner), endings) for key in ladder]
     return stages, list(endings.values())
@@ -128,7 +128,7 @@ def ending_reports(rank: Rank, fault: type[Ending] | None = None) -> tuple[list[
     parts, device, ending = rank.parts, rank.parts.device, CapturedEnding
     if fault is not None:
         ending = captured_with(CapturedEnding, fault)
-        for key in TokenLadder(BUDGET).endings(parts.state.slots):
+        for key in TokenLadder(BUDGET).endings(parts.most_ended(parts.state.slots)):
             eager = fault(parts, key.tokens, Scratch(device))  # loads the fault's own kernels
             for gathered in (eager.flow.residual_TE, eager.flow.attended_THV):
                 gathered.zero_()
