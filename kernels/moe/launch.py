@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.matrix import BlockScaled, Matrix
+from kernels.matrix import BlockScaled, GroupScaled, Matrix
 from kernels.moe import kernel, rounded_launch, routing, scaled_launch, single, sorting
 from kernels.moe.schedule import (
     FEW,
@@ -122,14 +122,15 @@ class ExpertLaunches:
         """Everything."""
         if not self.shape.tokens:
             return
-        if self.tiling.rows == 0:
+        if self.tiling.rows == 0 and not self.tiling.programs:
             self.gate_up_singly()
             self.down_singly()
             if self.add_norm is not None:
                 norm = (self.add_norm.residual_TE, self.add_norm.weight_E, self.out_TE, self.add_norm.eps)
                 rms_norm.add_rms_norm(self.out_TE, *norm, dependent=self._dependent)
         else:
-            self.sort()
+            if self.tiling.rows:
+                self.sort()
             if self.tiling.rounded:
                 self.quantise()
             self.gate_up()
@@ -204,6 +205,10 @@ class ExpertLaunches:
         if self.tiling.rounded and isinstance(self.gate_up_XFE, BlockScaled):
             rounded_launch.gate_up(self.gate_up_XFE, scratch, shape, self.tiling)
             return
+        if not self.tiling.rows and isinstance(self.gate_up_XFE, GroupScaled):
+            call = (shape, self.tiling, self._dependent)
+            scaled_launch.int4_singly(self.x_TE, self.id_TK, self.gate_up_XFE, scratch.act_YI, *call)
+            return
         if not isinstance(self.gate_up_XFE, Tensor):
             scaled_launch.gate_up(self.x_TE, self.gate_up_XFE, scratch, shape, self.tiling, self._dependent)
             return
@@ -230,6 +235,10 @@ class ExpertLaunches:
         product, shape, scratch = self.tiling.down, self.shape, self.scratch
         if self.tiling.rounded and isinstance(self.down_XEI, BlockScaled):
             rounded_launch.down(self.down_XEI, scratch, shape, self.tiling)
+            return
+        if not self.tiling.rows and isinstance(self.down_XEI, GroupScaled):
+            call = (shape, self.tiling, self._dependent)
+            scaled_launch.int4_singly(scratch.act_YI, self.id_TK, self.down_XEI, scratch.partial_YGE[:, 0], *call)
             return
         if not isinstance(self.down_XEI, Tensor):
             scaled_launch.down(self.down_XEI, scratch, shape, self.tiling, self._dependent)

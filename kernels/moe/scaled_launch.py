@@ -15,6 +15,10 @@ from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
 
 REGISTERS: Final = 168
 """Of a thread, where a multiprocessor is to have three programs of four warps."""
+SINGLE_PROGRAMS: Final = 4
+"""Of a single token's products with INT4 weights, on a multiprocessor."""
+SINGLE_REGISTERS: Final = 128
+"""Of a thread, so that they find room there."""
 Scaled = BlockScaled | GroupScaled
 """The experts' matrices of one of the two products."""
 
@@ -115,6 +119,41 @@ def down_singly(
         BLOCK=product.block,
         BLOCK_K=product.block_k,
         **_launched(product, dependent),
+    )
+
+
+def int4_singly(
+    x: Tensor,
+    id_TK: Tensor,
+    matrix: GroupScaled,
+    out_YF: Tensor,
+    shape: ExpertsShape,
+    tiling: ExpertTiling,
+    dependent: bool,
+) -> None:
+    """One of the products of a single token with weights in INT4, on Hopper: of `x`, the token [1, E] for gate and up,
+    the pairs' activations [Y, I] for down."""
+    from kernels.moe import int4_single  # a machine without Hopper GPUs need not have Gluon
+
+    gate = len(x) < shape.pairs
+    _checked(matrix, tiling.stored[0 if gate else 1])
+    pieces = shape.pairs * (2 if gate else 1) * out_YF.shape[-1] // int4_single.BLOCK
+    int4_single.product[(min(SINGLE_PROGRAMS * tiling.programs, pieces),)](
+        x,
+        matrix.data.view(torch.int16),
+        matrix.scales,
+        id_TK,
+        out_YF,
+        GATE=gate,
+        CHOSEN=shape.chosen,
+        EXPERTS=shape.experts,
+        K=x.shape[-1],
+        FEATURES=out_YF.shape[-1],
+        AHEAD=2,
+        DEPENDENT=dependent,
+        num_warps=int4_single.WARPS,
+        maxnreg=SINGLE_REGISTERS,
+        **({"launch_pdl": True} if dependent else {}),
     )
 
 

@@ -24,6 +24,8 @@ SPAN = 2048
 """Pairs a sorting program looks at at once."""
 SEGMENTS = 16
 """Most parts the pairs are sorted in."""
+INT4_FEATURES: Final = 512
+"""Input features come in multiples of so many in Hopper's kernel for a single token and INT4 weights."""
 ROUNDED_BLOCK: Final = 128
 """Features that share a scale then, of activations and, in either direction, of weights."""
 
@@ -95,6 +97,14 @@ class ExpertsShape:
         return whole and self.hidden >= 2 * ROUNDED_BLOCK and self.dtype == torch.bfloat16 and not self.groups
 
     @property
+    def for_int4_alone(self) -> bool:
+        """Whether Hopper's kernel for a single token and INT4 weights takes these sizes: bf16, in one sum, whole steps
+        of features."""
+        whole = self.hidden % INT4_FEATURES == 0 and self.intermediate % INT4_FEATURES == 0
+        one = self.tokens == 1 and self.chosen > 1 and not self.groups
+        return whole and one and self.dtype == torch.bfloat16
+
+    @property
     def parts(self) -> int:
         """Results of a pair."""
         return max(self.groups, 1)
@@ -124,14 +134,15 @@ class ExpertTiling:
     """The static choices of one call."""
 
     rows: int
-    """Pairs of a tile; 0: every pair on its own (`single`)."""
+    """Pairs of a tile; 0: every pair on its own (`single`, `int4_single`)."""
     gate_up: Product
     down: Product
     partial: torch.dtype
     """Dtype of a pair's result, before weighting: that of the call, so that fewer bytes are written and read between
     weights; fp32 where groups are summed apart."""
     programs: int = 0
-    """Of Hopper's own kernels (`hopper`), which go through all tiles; 0: the Triton kernels."""
+    """Of Hopper's own kernels (`hopper`), which go through all tiles, one for each multiprocessor; 0: the Triton
+    kernels."""
     spread: bool = False
     """Those spread the work of shared experts evenly among that of the others."""
     rounded: bool = False
@@ -188,8 +199,11 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
         return fitted(ExpertTiling(64, gate_up, down, torch.float32, stored=stored), shape)
     mean = shape.mean
     rows = 16 if mean < 12 else 64 if mean <= 56 else 128
-    if shape.tokens <= 1 and "int4" not in {how.format for how in stored}:
-        rows = 0  # with INT4 a step of Kimi K2's slice took 3.3 ms so, and that of two tokens in tiles 2.0, on an H200
+    if shape.tokens <= 1:
+        if shape.hopper and shape.for_int4_alone and all(how.format == "int4" for how in stored):
+            return int4_alone(shape, shape.hopper, stored)
+        if "int4" not in {how.format for how in stored}:  # the cores that are not for tensors are too slow to unpack it
+            rows = 0
     if rows and shape.rounds and shape.hopper and shape.for_rounded and all(map(in_whole_blocks, stored)):
         return rounded(shape, shape.hopper, stored)
     if rows == 128 and shape.hopper and shape.for_hopper and stored == (PLAIN, PLAIN):
@@ -227,6 +241,17 @@ def rounded(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -
         raise ValueError(f"activations in FP8 take bf16 and weights in whole blocks of 128 x 128, in one sum: {shape}")
     products = Product(128, 128, 4, 4, 4, tma=True), Product(256, 128, 4, 4, 4, tma=True)
     return ExpertTiling(128, *products, shape.dtype, programs, shape.mean <= 128, rounded=True, stored=stored)
+
+
+def int4_alone(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
+    """One token without tiles, on tensor cores: Hopper's kernel for INT4 weights (`int4_single`)."""
+    if not shape.for_int4_alone or any(how.format != "int4" for how in stored):
+        raise ValueError(
+            f"a single token's INT4 weights take bf16, features in multiples of {INT4_FEATURES} and several experts a "
+            f"token, in one sum: {shape}"
+        )
+    either = Product(64, 256, 4, 2)
+    return ExpertTiling(0, either, either, shape.dtype, multiprocessors, stored=stored)
 
 
 def fitted(tiling: ExpertTiling, shape: ExpertsShape) -> ExpertTiling:

@@ -55,11 +55,13 @@ _COMPARE: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
 _ROUNDING = "rn ftz approx full"
 
 
-@executes("add sub and or xor neg abs not ex2 lg2 sqrt rcp", _ROUNDING)
+@executes("add sub and or xor neg abs not ex2 lg2 sqrt rcp", _ROUNDING + " f16x2")
 def _simple(step: Step) -> None:
     name, narrow_floats = step.parts[0], step.parts[-1] in ("bf16", "bf16x2", "f16", "f16x2")
     if name in ("add", "sub") and step.parts[-1] == "bf16x2":
         step.write(_bf16_pairs(step, _TWO[name]))
+    elif name in ("add", "sub") and step.parts[-1] == "f16x2":
+        step.write(_half_pairs(step, _TWO[name]))
     elif name == "abs" and step.parts[-1] == "bf16":
         step.write(step.read(1) & np.uint16(0x7FFF))
     elif narrow_floats:
@@ -70,7 +72,7 @@ def _simple(step: Step) -> None:
         step.write(_ONE[name](step.read(1)))
 
 
-@executes("mul mad", _ROUNDING + " lo wide hi")
+@executes("mul mad", _ROUNDING + " lo wide hi f16x2")
 def _multiply(step: Step) -> None:
     kind, parts = step.type, step.parts
     if parts[-1] == "bf16x2":
@@ -91,10 +93,12 @@ def _multiply(step: Step) -> None:
     step.write(product + step.read(3, wide) if parts[0] == "mad" else product)
 
 
-@executes("fma", _ROUNDING)
+@executes("fma", _ROUNDING + " f16x2")
 def _fma(step: Step) -> None:
     if step.parts[-1] == "bf16x2":
         step.write(_bf16_pairs(step, lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32)))
+    elif step.parts[-1] == "f16x2":
+        step.write(_half_pairs(step, lambda a, b, c: a.astype(np.float64) * b + c))
     else:
         a, b, c = (step.read(i).astype(np.float64) for i in (1, 2, 3))
         step.write((a * b + c).astype(step.type))
@@ -108,7 +112,8 @@ def _bf16_pairs(step: Step, function: Callable[..., Lanes]) -> Lanes:
 
 def _half_pairs(step: Step, function: Callable[..., Lanes]) -> Lanes:
     operands = (step.read(i, np.uint32) for i in range(1, len(step.operands)))
-    return function(*(np.ascontiguousarray(x).view(np.float16) for x in operands)).view(np.uint32)
+    pairs = function(*(np.ascontiguousarray(x).view(np.float16) for x in operands))
+    return pairs.astype(np.float16).view(np.uint32)
 
 
 @executes("min max", "ftz NaN relu")

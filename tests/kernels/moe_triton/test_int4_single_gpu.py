@@ -1,0 +1,59 @@
+"""Hopper's products of a single token with INT4 weights on a GPU: eager, and replayed on other tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from captured import capture, check_replays
+from experts_case import Experts
+
+from kernels.hopper import is_hopper
+from kernels.moe import schedule
+from kernels.moe.schedule import ExpertTiling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="needs a Hopper GPU"
+    ),
+]
+
+K2: dict[str, Any] = {"chosen": 8, "experts": 40, "hidden": 7168, "intermediate": 2048}
+"""Kimi K2's, of fewer experts."""
+SMALL: dict[str, Any] = {"chosen": 2, "experts": 8, "hidden": 1024, "intermediate": 512}
+
+
+def make(sizes: dict[str, Any], **more: Any) -> Experts:
+    return Experts(1, **sizes, device="cuda", formats=("int4", "int4"), **more)
+
+
+def tiled(case: Experts) -> ExpertTiling:
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    return schedule.int4_alone(case.shape, multiprocessors, case.stored)
+
+
+@pytest.mark.parametrize("sizes", [K2, SMALL], ids=["K2", "small"])
+@pytest.mark.parametrize("more", [{}, {"holes": True}, {"padded": (0,)}], ids=["all", "holes", "padded"])
+def test_eager(sizes: dict[str, Any], more: dict[str, Any]) -> None:
+    case = make(sizes, **more)
+    case.run(tiled(case), dependent=True)
+    case.check()
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_replayed_on_other_tokens(dependent: bool) -> None:
+    case = make(K2)
+    other = make(K2, seed=1, holes=True, weights=case.weights)
+    tiling = tiled(case)
+    workspace = case.workspace(tiling)
+    graph = capture(case.call(tiling, workspace, dependent).run)
+    case.inputs = other.inputs
+
+    def refill() -> None:
+        case.refill()
+        case.poison(workspace, tiling)
+
+    check_replays(graph, refill, [case.tensors["out"]])
+    case.check()
