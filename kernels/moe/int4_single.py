@@ -196,7 +196,8 @@ def product(
     n = gl.arange(0, _COLUMNS, gl.SliceLayout(0, layout))
     begin = gl.program_id(0) * (CHOSEN * BLOCKS) // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * (CHOSEN * BLOCKS) // gl.num_programs(0)
-    if DEPENDENT:
+    # The kernel before `down` is `gate_up`, which let it start only when the choice of experts was there.
+    if DEPENDENT and GATE:
         wait_for_kernel_before()
         let_kernel_after_start()
     expert, valid = expert_of(ids, begin // BLOCKS, EXPERTS)
@@ -204,6 +205,9 @@ def product(
     held = ()
     for j in gl.static_range(AHEAD):
         held = held + (asked(data, scales, row, j, at, scale_at, K),)
+    if DEPENDENT and not GATE:
+        wait_for_kernel_before()
+        let_kernel_after_start()
     staged = -1
     unit = 1.0
     for piece in range(begin, end):
