@@ -74,13 +74,13 @@ def long_model(folder: Path) -> Path:
 class Application:
     """`latentserve serve` as a child."""
 
-    def __init__(self, folder: Path) -> None:
-        """Returns once it serves."""
+    def __init__(self, folder: Path, settings: dict[str, object]) -> None:
+        """Returns once it serves. `folder`: for its files, an empty one."""
         temporary = folder / "tmp"
         temporary.mkdir()
         self.temporary = temporary
         file = folder / "serve.yaml"
-        file.write_text(json.dumps(settings(long_model(folder))))  # JSON is YAML
+        file.write_text(json.dumps(settings))  # JSON is YAML
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
         self.process = subprocess.Popen(
@@ -320,7 +320,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and with it the application
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        app = Application(Path(folder))
+        app = Application(Path(folder), settings(long_model(Path(folder))))
         try:
             wrong = asyncio.run(crowd(app, options))
             errors = [log for log in app.logs.glob("worker-*.err") if "Traceback" in log.read_text()]
