@@ -61,8 +61,8 @@ def plan_splits(
     """Each program writes the records of `WORKERS` programs of the attention; the first one also lists the rows to
     merge and where their pieces will lie.
 
-    A worker has one record, unless no row has more than `short` tokens: then `parts` in turn, one for each block of
-    queries, and as many workers fewer share the rows.
+    A worker has one record, unless no row has more than `short` tokens: then `parts` in turn, one for each narrow
+    block, and as many workers fewer share the rows.
     """
     if DEPENDENT:
         gdc_launch_dependents()

@@ -83,7 +83,9 @@ def attend(
     for way in ways:
         dealt = (way.blocks(shape), way.workers)
         tile = Tile(queries=way.block, tokens=way.tile)
-        overlap = Overlap(stages=way.stages, dependent=dependent, early=early, either=len(ways) > 1)
+        overlap = Overlap(
+            stages=way.stages, dependent=dependent, early=early, either=tiling.blocks(shape) if len(ways) > 1 else 0
+        )
         if way.path == "triton":
             kernel.attend[grid](
                 q_RWHC,

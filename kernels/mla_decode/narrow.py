@@ -248,7 +248,7 @@ def attend_narrow(
     record = plan + worker * _WORKER
     works = True
     if OVERLAP.either:
-        record = plan + gl.program_id(0) * _WORKER
+        record = plan + gl.program_id(0) // OVERLAP.either * _WORKER
         works = gl.load(record + _PARTS) > 1
     if works:
         share = Share(

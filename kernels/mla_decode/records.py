@@ -50,8 +50,9 @@ class Overlap(NamedTuple):
     """Whether it is launched dependently."""
     early: bool
     """Whether it asks for cache entries before the kernel before has ended, as far as `launch` says that it may."""
-    either: bool
-    """Whether another kernel is launched for the same rows, and the plan says which of the two works."""
+    either: int
+    """Programs that have the same record of the plan, where another kernel is launched for the same rows and the plan
+    says which of the two works; 0 where there is none."""
 
 
 class Share(NamedTuple):

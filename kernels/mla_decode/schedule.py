@@ -24,7 +24,8 @@ of record i is the i-th row to merge, one of several pieces or of none."""
 MERGED_FIELD = 6
 """Where the first worker's record holds how many rows there are to merge."""
 PARTS_FIELD = 7
-"""Where every record holds how many there are of each worker: 1, and for a short row one for each of its blocks."""
+"""Where every record holds how many there are of each worker: 1, and for a short row as many as it has narrow blocks in
+each of its blocks."""
 NARROW_BLOCK = 16
 """Query vectors a program of the narrow kernel holds."""
 NARROW_STAGES = 2
@@ -49,6 +50,8 @@ microseconds (`run_tiling` of bench/mla_decode.py with either tiling), 5.6 / 7.2
 SHORT_TOKENS = 8192
 """Tokens up to which a row alone, of 33 to 64 query vectors, is taken in narrow blocks. With 64 of them, and only the
 kernel that works launched, those times were 5.7 / 8.6 / 21.1 / 37.5 and 9.0 / 12.4 / 17.8 / 23.2."""
+SHORT_TOKENS_OF_128 = 4096
+"""The same of a row alone of 128 query vectors, whose programs share the tokens among half as many."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,8 @@ class DecodeTiling:
         return -(-shape.queries // self.block)
 
     def parts(self, shape: DecodeShape) -> int:
-        """Blocks of queries a short row has."""
-        return -(-shape.queries // NARROW_BLOCK) if self.path == "either" else 1
+        """Narrow blocks that each block of queries of a short row is cut into."""
+        return -(-shape.queries // NARROW_BLOCK) // self.blocks(shape) if self.path == "either" else 1
 
     def ways(self) -> tuple[DecodeTiling, ...]:
         """The attention kernels' tilings, in the order of their launches; of two, the plan says which works.
@@ -176,11 +179,12 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
         block, stages = NARROW_BLOCK, NARROW_STAGES
         return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
-    if not shape.invariant and alone and narrow_blocks <= min(4, multiprocessors):
+    short = SHORT_TOKENS if shape.queries <= 64 else SHORT_TOKENS_OF_128 if shape.queries == 128 else -1
+    if not shape.invariant and alone and short > 0 and narrow_blocks <= multiprocessors:
         tiling = _tiling(shape, "either", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=0)
         # A merge for short rows, which have few pieces: at 1,024 tokens it takes 2.1 microseconds, one of 128 pieces at
         # a time 6.3. With 32 at a time it takes 1.8, but 1.4 more at 32,768 tokens.
-        return replace(tiling, short=SHORT_TOKENS, merge_pieces=64, merge_columns=64, merge_warps=1)
+        return replace(tiling, short=short, merge_pieces=64, merge_columns=64, merge_warps=1)
     stages = 2 if shape.queries >= 256 else 0
     return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
 

@@ -212,7 +212,7 @@ def attend_wide(
         let_kernel_after_start()
     works = True
     if OVERLAP.either:
-        works = gl.load(plan + gl.program_id(0) * WORKER + _PARTS) == 1
+        works = gl.load(plan + gl.program_id(0) // blocks * WORKER + _PARTS) == 1
     if works:
         share = Share(
             length=length,

@@ -112,15 +112,17 @@ def test_every_unit_is_dealt_once_and_evenly() -> None:
 
 def test_blocks_of_a_short_row_share_its_units() -> None:
     """Records of the blocks in turn, then nothing; a row one token longer has a record for every worker."""
-    for length, width, workers in ((700, 4, 9), (700, 3, 11), (64, 4, 132), (0, 4, 9), (1500, 4, 4)):
+    for length, width, programs in ((700, 4, 9), (700, 3, 11), (64, 4, 132), (0, 4, 9), (1500, 4, 4), (900, 8, 35)):
         case = Case([length], width, 16, 512, 64, torch.bfloat16, first=int(length == 64))
         for short in (length, length - 1):
-            tiling = replace(hopper_tiling(case.shape, workers), short=short)
+            tiling = replace(hopper_tiling(case.shape, programs), short=short)
             assert tiling.path == "either"
             workspace = case.workspace(tiling)
             launch.plan(case.tensors["length"], case.tensors["table"], workspace, first=case.first)
+            workers = tiling.workers
+            assert tiling.blocks(case.shape) * workers <= programs
             records = workspace.plan[: workers * 8].view(-1, 8)
-            parts = width if short == length else 1
+            parts = min(width, 4) if short == length else 1
             assert records[:, 7].eq(parts).all()
             shared = records[: workers // parts * parts].view(-1, parts, 8)
             assert shared[:, :, :6].eq(shared[:, :1, :6]).all()

@@ -130,7 +130,14 @@ def test_wide(rows: int, width: int, heads: int, invariant: bool, dependent: boo
 
 @pytest.mark.parametrize(
     ("width", "heads", "dependent", "early"),
-    [(4, 16, False, False), (4, 16, True, False), (4, 16, True, True), (3, 16, True, True), (1, 64, True, True)],
+    [
+        (4, 16, False, False),
+        (4, 16, True, False),
+        (4, 16, True, True),
+        (3, 16, True, True),
+        (1, 64, True, True),
+        (1, 128, True, True),
+    ],
 )
 def test_either(width: int, heads: int, dependent: bool, early: bool) -> None:
     case = hopper_case(1, width, heads)

@@ -177,16 +177,17 @@ def test_narrow_launched_plainly() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 64, 128, 129, 200])
-@pytest.mark.parametrize(("width", "heads", "first"), [(4, 16, 0), (3, 16, 1), (11, 3, 0)])
+@pytest.mark.parametrize(("width", "heads", "first"), [(4, 16, 0), (3, 16, 1), (11, 3, 0), (1, 128, 1)])
 def test_either(length: int, width: int, heads: int, first: int) -> None:
-    """A row up to the limit, one longer; in four narrow blocks or three, the last whole or not."""
+    """A row up to the limit, one longer; in four narrow blocks or three, the last whole or not, or in eight of two wide
+    ones."""
     check("either", deepseek([length], width, heads, first), 9, seed=length, short=128)
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("short", [-1, 500])
-def test_either_under_other_schedules(seed: int, short: int) -> None:
-    check("either", deepseek([390], 4, 16), 4, seed, short=short)
+@pytest.mark.parametrize(("width", "workers", "short"), [(4, 4, -1), (4, 4, 500), (8, 17, 500)])
+def test_either_under_other_schedules(seed: int, width: int, workers: int, short: int) -> None:
+    check("either", deepseek([390], width, 16), workers, seed, short=short)
 
 
 @pytest.mark.parametrize("length", [128, 129])
