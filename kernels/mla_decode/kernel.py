@@ -280,8 +280,8 @@ def merge(
     later = tl.load(rows + row * _ROW + 1)
     pieces = tl.load(rows + row * _ROW + 2)
     if DEPENDENT:
+        gdc_launch_dependents()  # what comes after may ask for its weights while the attention still runs
         gdc_wait()
-        gdc_launch_dependents()
     query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = query < queries
