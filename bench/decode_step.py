@@ -103,7 +103,7 @@ def by_kernel(case: Case, experts: float) -> None:
     for launch in launches:
         kernel, _, _, options = launch
         name = kernel.fn.__name__
-        if name in ("stream_linear", "ring_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up"):
+        if name in ("stream_linear", "ring_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up", "fp8_whole"):
             rows, features = options["SIZE"]
             name += f" {'2x' * name.endswith('gate_up')}{rows}x{features}"
         groups.setdefault(name, []).append(launch)
@@ -128,13 +128,13 @@ def streamed_bytes(launch: Any, experts: float) -> float:
     """Bytes of weights one launch reads."""
     kernel, grid, _, o = launch
     name = kernel.fn.__name__
-    known = ("stream_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up", "gate_up", "down")
+    known = ("stream_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up", "fp8_whole", "gate_up", "down")
     if name not in known or "STREAMS" not in o:
         return 0.0
     size = (1.0 if o["STORED"].fp8 else 2.0) * o["SIZE"].rows * o["SIZE"].features
     if name == "stream_linear":
         return size * float(grid[1])
-    if name == "fp8_linear":
+    if name in ("fp8_linear", "fp8_whole"):
         return size
     if name in ("stream_gate_up", "fp8_gate_up"):
         return 2 * size

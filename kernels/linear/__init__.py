@@ -154,7 +154,9 @@ def normed_linear(
     _check_few(x.x_TE, weight_FE)
     if next is not None and next.x_TE.data_ptr() != out_TF.data_ptr():
         raise ValueError("the next norm lies over the first columns of the output")
-    if x.x_TE.is_cuda:
+    if isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x.x_TE.shape[0], weight_FE):
+        fp8_launch.fp8_whole(x, weight_FE, out_TF, norm=norm_A, next=next, dependent=dependent)
+    elif x.x_TE.is_cuda:
         launch.stream_linear(x.x_TE, weight_FE, out_TF, pending=x, norm=norm_A, next=next, dependent=dependent)
     else:
         reference.normed_linear(x, weight_FE, out_TF, norm_A, next)

@@ -28,6 +28,8 @@ BLOCK: Final = 128
 """Features of a block of scales, which a warp multiplies at a time."""
 MOST_BYTES: Final = 224 * 1024
 """Of a program's shared memory for tokens and weights."""
+WHOLE_BYTES: Final = 144 * 1024
+"""Of it that the weights of a program of `fp8_whole` and its token take at most."""
 LEAST_STAGES: Final = 3
 """With fewer the stream of weights would run dry."""
 
@@ -48,6 +50,19 @@ def fetched(tokens: int, weight: Matrix) -> bool:
 def kept(tokens: int, weight: Matrix) -> bool:
     """Whether it does so with all of the tokens in shared memory."""
     return fetched(tokens, weight) and kept_stages(tokens, weight.shape[-1]) >= LEAST_STAGES
+
+
+def whole(tokens: int, weight: Matrix) -> bool:
+    """Whether `fp8_whole` multiplies so many tokens by this matrix: one, with a program's weights in shared memory. Of
+    several tokens `stream_linear` takes as long or less: steps of 2 and 8 rows of DeepSeek-V3 took as long with it on
+    an H200."""
+    return tokens == 1 and fetched(tokens, weight) and whole_bytes(weight.shape[-1]) <= WHOLE_BYTES
+
+
+def whole_bytes(features: int) -> int:
+    """Of 16 rows of so many weights, and of a token."""
+    chunk = warps_of(features, 8) * BLOCK
+    return -(-features // chunk) * chunk * (stream.ROWS + 2)
 
 
 def kept_stages(tokens: int, features: int) -> int:
@@ -116,6 +131,41 @@ def fp8_linear(
         ),
         EPILOGUE=(Epilogue(stream.STORE) if residual_TF is None else Epilogue(stream.RESIDUAL, rows, square.shape[1])),
         **ring_of(tokens, warps, stages, dependent),
+    )
+
+
+def fp8_whole(
+    x: PendingNorm,
+    weight_FE: BlockScaled,
+    out_TF: Tensor,
+    *,
+    norm: Tensor | None = None,
+    next: PendingNorm | None = None,
+    dependent: bool = False,
+) -> None:
+    """norm(x) · weight^T of one token: as `kernels.linear.normed_linear`."""
+    from kernels.linear import fp8_whole as kernel
+
+    rows, features = weight_FE.shape
+    square, epilogue = out_TF, Epilogue(stream.STORE)
+    if next is not None:
+        square = next.square_TP
+        epilogue = Epilogue(stream.NORMED, next.x_TE.shape[1], square.shape[1])
+    warps = warps_of(features, 8)
+    kernel.fp8_whole[(triton.cdiv(rows, stream.ROWS),)](
+        x.x_TE,
+        x.square_TP,
+        box(weight_FE.data, [features // BLOCK, rows, BLOCK], [BLOCK, features, 1], [warps, stream.ROWS, BLOCK]),
+        weight_FE.scales,
+        out_TF,
+        out_TF if norm is None else norm,
+        square,
+        x.eps,
+        STORED=stored(weight_FE)[2],
+        SIZE=Size(rows, features),
+        NORM=pieces(x),
+        EPILOGUE=epilogue,
+        **ring_of(1, warps, triton.cdiv(features, warps * BLOCK), dependent),
     )
 
 

@@ -287,6 +287,13 @@ def add_to_residual(
     gl.store(to, y.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
 
 
+@gluon.jit
+def store_squares(y, f, t, inside, tokens, program, out_square, NORM_FEATURES: gl.constexpr, PIECES: gl.constexpr):
+    """The sums of squares of those of 16 columns that the next norm is of."""
+    counted = inside & (f < NORM_FEATURES)[:, None]
+    gl.store(out_square + t * PIECES + program, gl.sum(gl.where(counted, y * y, 0.0), 0), mask=t < tokens)
+
+
 @gluon.jit(do_not_specialize=["tokens", "eps"])
 def stream_linear(
     x, square, weight, scale, out, residual, norm, out_square, tokens, eps,
@@ -349,12 +356,7 @@ def stream_linear(
     else:
         if NORMED:
             if program * _ROWS < NORM_FEATURES:
-                counted = inside & (f < NORM_FEATURES)[:, None]
-                gl.store(
-                    out_square + t * EPILOGUE.pieces + program,
-                    gl.sum(gl.where(counted, y * y, 0.0), 0),
-                    mask=t < tokens,
-                )
+                store_squares(y, f, t, inside, tokens, program, out_square, NORM_FEATURES, EPILOGUE.pieces)
             y = y * factor[:, None]
         to = out + head * STRIDES.out_head + t.to(gl.int64)[None, :] * STRIDES.out + f[:, None]
         gl.store(to, y.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")

@@ -172,16 +172,23 @@ def check_heads(place: Place, tokens: int, heads: int, rows: int, features: int)
 def check_normed(
     place: Place, tokens: int, rows: int, features: int, next_features: int, blocks: Blocks = None
 ) -> None:
-    """norm(x) times a matrix, with and without a norm of the first columns behind it."""
+    """norm(x) times a matrix, with and without a norm of the first columns behind it, by the kernel that serves it."""
     torch.manual_seed(tokens)
     x, normed = pending(place, tokens, features, 30.0)
     (weight, wide), out = place.matrix(rows, features, blocks=blocks, scale=0.1), place.poison(tokens, rows)
-    launch.stream_linear(x.x_TE, weight, out, pending=x, dependent=place.dependent)
+
+    def multiply(**options: Any) -> None:
+        if isinstance(weight, BlockScaled) and fp8_launch.whole(tokens, weight):
+            fp8_launch.fp8_whole(x, weight, out, **options, dependent=place.dependent)
+        else:
+            launch.stream_linear(x.x_TE, weight, out, pending=x, **options, dependent=place.dependent)
+
+    multiply()
     want = normed @ wide.T
     close(out, want)
     norm, out = place.normal(next_features), place.poison(tokens, rows)
     after = PendingNorm(out[:, :next_features], place.poison(tokens, next_features // PIECE, dtype=torch.float32), EPS)
-    launch.stream_linear(x.x_TE, weight, out, pending=x, norm=norm, next=after, dependent=place.dependent)
+    multiply(norm=norm, next=after)
     close(out[:, :next_features], want[:, :next_features] * norm.double())
     close(out[:, next_features:], want[:, next_features:])
     close(after.square_TP, want[:, :next_features].square().unflatten(1, (-1, PIECE)).sum(-1), 1e-4)

@@ -9,6 +9,7 @@ from kernels.few_experts import fp8_launch as experts_launch
 from kernels.halve import Halved, halve
 from kernels.linear import fp8_launch
 from kernels.matrix import BlockScaled
+from kernels.pending_norm import PIECE, PendingNorm
 from tests.support.ptx import emulated
 
 CPU = cases.Place(torch.device("cpu"), dependent=True)
@@ -46,6 +47,45 @@ def test_products(tokens: int, features: int) -> None:
     assert launches == ["halve", "fp8_linear"] * 3
 
 
+@pytest.mark.parametrize(
+    ("rows", "features", "blocks"),
+    [(24, 128, (128, 128)), (88, 384, (128, 128)), (40, 1536, (16, 128)), (24, 2176, (128, 128))],
+)
+def test_normed_products_of_one_token(rows: int, features: int, blocks: tuple[int, int]) -> None:
+    """Rows that end in the middle of a program, warps of which the last ones have fewer features."""
+    with emulated(features, consecutive=True) as launches:
+        cases.check_normed(CPU, 1, rows, features, 16, blocks)
+    assert launches == ["fp8_whole"] * 2
+
+
+@pytest.mark.parametrize("power", [-90, -40, 40, 90])
+def test_every_block_of_a_token_has_a_unit_of_its_own(power: int) -> None:
+    """Blocks of very different sizes, zeros among them, each of which alone counts for some outputs."""
+    torch.manual_seed(0)
+    sizes = torch.tensor([0.0, 2.0**power, 1.0, 2.0 ** (power / 2)]).repeat_interleave(128)
+    x, data = (torch.randn(1, 512) * sizes).bfloat16(), torch.zeros(16, 512)
+    for block in range(4):
+        data[block::4, 128 * block : 128 * (block + 1)] = torch.randn(4, 128) * 64
+    weight = BlockScaled(data.to(torch.float8_e4m3fn), torch.ones(1, 4))
+    square = torch.ones(1, 512 // PIECE) * PIECE  # of a root mean square of one
+    out = torch.full((1, 16), torch.nan)
+    with emulated():
+        fp8_launch.fp8_whole(PendingNorm(x, square, 0.0), weight, out)
+    torch.testing.assert_close(out.double(), x.double() @ weight.data.double().T, rtol=1e-4, atol=2.0**-140)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_token_that_is_not_finite_stays_so(value: float) -> None:
+    x = torch.ones(1, 256).bfloat16()
+    x[0, 200] = value
+    weight, _ = CPU.matrix(16, 256, blocks=BLOCKS)
+    assert isinstance(weight, BlockScaled)
+    out = torch.zeros(1, 16)
+    with emulated():
+        fp8_launch.fp8_whole(PendingNorm(x, torch.ones(1, 256 // PIECE), 1e-6), weight, out)
+    assert not out.isfinite().any()
+
+
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, (128, 128)), (3, (32, 128))])
 def test_gated(tokens: int, blocks: tuple[int, int]) -> None:
     with emulated(tokens, consecutive=True) as launches:
@@ -81,3 +121,6 @@ def test_matrices_and_tokens_that_are_not_for_it() -> None:
     assert fp8_launch.fetched(8, wide)
     assert not fp8_launch.kept(8, wide)
     assert fp8_launch.kept(1, wide)
+    assert not fp8_launch.whole(1, wide)
+    assert fp8_launch.whole(1, coarse)
+    assert not fp8_launch.whole(2, coarse)
