@@ -95,7 +95,7 @@ def test_gated(tokens: int, blocks: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "intermediate", "shared", "residual"),
-    [(1, 384, 128, 1, True), (5, 256, 384, 0, True), (8, 1152, 128, 2, False)],
+    [(1, 384, 128, 1, True), (1, 128, 2048, 1, True), (5, 256, 384, 0, True), (8, 1152, 128, 2, False)],
 )
 def test_experts(tokens: int, hidden: int, intermediate: int, shared: int, residual: bool) -> None:
     with emulated(tokens, consecutive=True) as launches:
