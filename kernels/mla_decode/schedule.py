@@ -51,7 +51,8 @@ SHORT_TOKENS = 8192
 """Tokens up to which a row alone, of 33 to 64 query vectors, is taken in narrow blocks. With 64 of them, and only the
 kernel that works launched, those times were 5.7 / 8.6 / 21.1 / 37.5 and 9.0 / 12.4 / 17.8 / 23.2."""
 SHORT_TOKENS_OF_128 = 4096
-"""The same of a row alone of 128 query vectors, whose programs share the tokens among half as many."""
+"""The same of a row alone of 128 query vectors, whose programs share the tokens among half as many. A step of one row
+of 1,024 tokens of six layers of DeepSeek-V3 took 1.525 ms so, 1.546 in wide blocks."""
 
 
 @dataclass(frozen=True)

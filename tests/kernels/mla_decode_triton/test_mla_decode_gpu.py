@@ -12,6 +12,7 @@ from decode_case import Case
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import (
     SHORT_TOKENS,
+    SHORT_TOKENS_OF_128,
     DecodeShape,
     DecodeTiling,
     Workspace,
@@ -222,8 +223,8 @@ def test_one_graph_serves_other_lengths_tables_and_queries(
 
 @pytest.mark.parametrize(
     "lengths",
-    [[4097, 0, 65, 700, 64], [700], [SHORT_TOKENS], [SHORT_TOKENS + 1], [65, 200] * 35],
-    ids=["five rows", "one short row", "one at the limit", "one long row", "many rows"],
+    [[4097, 0, 65, 700, 64], [700], [SHORT_TOKENS], [SHORT_TOKENS + 1], [SHORT_TOKENS_OF_128], [65, 200] * 35],
+    ids=["five rows", "one short row", "one at the limit", "one long row", "at the limit of 128", "many rows"],
 )
 @pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (1, 128)])
 @pytest.mark.parametrize(("fp8", "wgmma"), [(False, False), (True, False), (True, True)])
