@@ -71,9 +71,20 @@ class CompletionLogprobs(Answer):
     """One entry a token in each list."""
 
     tokens: list[str]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """null for the first token of a prompt that is echoed: nothing stands before it."""
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+    """Where the tokens begin in the text, in characters."""
+
+
+class PromptToken(Answer):
+    """How probable a token was at a place of a prompt."""
+
+    logprob: float
+    rank: int
+    """1 for the most probable token."""
+    decoded_token: str
 
 
 class CompletionChoice(_Ending):
@@ -82,6 +93,9 @@ class CompletionChoice(_Ending):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: list[dict[str, PromptToken] | None] = Field(default_factory=list)
+    """For each token of the prompt, the first aside, the most probable tokens and itself, by id; comes when it is asked
+    for."""
 
 
 class _Head(Answer):

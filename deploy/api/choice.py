@@ -10,6 +10,7 @@ from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import FinishReason, RequestOutput
 from workers.protocol.plan import TopLogprobs
+from workers.protocol.scores import Scores
 
 Piece = str | list[Event]
 """What is new in an answer: text, or what a parser found in it."""
@@ -31,6 +32,7 @@ class Choice:
         "_hide_stop_id",
         "_min_tokens",
         "_push",
+        "_silent",
         "_stop_ids",
         "_stream",
         "accepted_drafts",
@@ -41,6 +43,7 @@ class Choice:
         "index",
         "logprobs",
         "prompt",
+        "prompt_scores",
         "reasoning_tokens",
         "stop_reason",
         "token_ids",
@@ -58,7 +61,9 @@ class Choice:
         self.finish: FinishReason | None = None
         self.stop_reason: str | int | None = None
         """The stop string or the stop token id of the request that ended it, else None."""
-        self.detailed = job.token_ids or job.accepted_drafts or job.logprobs >= 0
+        self.prompt_scores: Scores | None = None
+        """How probable the tokens of its prompt were, where the job asks for that and the first output has come."""
+        self.detailed = job.token_ids or job.accepted_drafts or job.logprobs >= 0 or job.prompt_logprobs >= 0
         """Whether the answer carries more than text."""
         self.token_ids: list[int] = []
         """Ids of the tokens whose details the client has not been given yet, when `detailed`."""
@@ -76,6 +81,7 @@ class Choice:
         self._stop_ids = frozenset(branch.sampling.stop_ids)
         self._explicit_stops = job.stop_token_ids
         self._hide_stop_id = not job.include_stop
+        self._silent = job.silent
         self._min_tokens = branch.sampling.min_tokens
 
     @property
@@ -90,6 +96,8 @@ class Choice:
         EngineFault when the engine gave the sequence up.
         """
         tokens = output.tokens
+        if output.prompt is not None:
+            self.prompt_scores = output.prompt
         if self._push is not None and output.finish is None and len(tokens) == 1:  # the common case, made short
             self.generated += 1
             if output.cached_tokens:
@@ -98,6 +106,9 @@ class Choice:
         if output.finish == "cancelled":
             raise EngineFault("the engine cancelled the request")
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if self._silent:
+            self.finish = "length"
+            return ""
         stream = self._stream
         # A stop id is one of the tokens but not part of the text, unless asked for.
         stop_id = tokens[-1] if output.finish == "stop" and tokens and tokens[-1] in self._stop_ids else None

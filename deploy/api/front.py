@@ -17,6 +17,7 @@ from deploy.api.errors import ApiError, engine_down, invalid, model_not_found, o
 from deploy.api.reading import Reader
 from deploy.config.api import ApiConfig
 from deploy.observability.front_metrics import FrontMetrics
+from deploy.text.lane import Lanes
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import Engine, EngineFault, ModelInfo, Refused, RequestFailed
 
@@ -53,6 +54,8 @@ class Front:
         self.config = config
         self.metrics = metrics
         self.reader = Reader(tokenizer, config)
+        self.lanes = Lanes()
+        """Turns for answers that are long to write."""
         self.in_flight = 0
         """Sequences handed to the engine and not ended."""
         self._numerics = dict(numerics)

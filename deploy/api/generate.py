@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -22,6 +23,7 @@ from deploy.api.errors import ApiError, from_engine
 from deploy.api.front import Front
 from deploy.api.params import Branch, Job
 from deploy.api.parsed_choice import ParsedChoice
+from deploy.api.prompt_scores import size_of
 from deploy.api.render import Format
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import EngineFault, Refused, RequestFailed
@@ -182,6 +184,11 @@ class Generation(Response):
             self.first_token_s = seconds
         self.front.metrics.first_token(seconds)
 
+    async def rendered(self, render: Callable[..., bytes | None], *what: Any) -> bytes | None:
+        """`render(*what)`, aside where prompts that are scored make it long."""
+        async with self.front.lanes.turn(size_of(self.job)) as work:
+            return await work(render, *what)
+
     async def open(self, choice: Choice, send: Send) -> None:
         """A choice's first token has come."""
 
@@ -204,7 +211,7 @@ class Stream(Generation):
     async def open(self, choice: Choice, send: Send) -> None:
         """See `Generation`."""
         await self._start(send)
-        if (opening := self.form.opening(choice)) is not None:
+        if (opening := await self.rendered(self.form.opening, choice)) is not None:
             await send({"type": "http.response.body", "body": opening, "more_body": True})
 
     async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
@@ -230,7 +237,8 @@ class Whole(Generation):
     async def write(self, send: Send) -> None:
         """See `Generation`."""
         await self.run_all(send)
-        body = self.form.answer(self.choices, [joined(pieces) for pieces in self._pieces])
+        body = await self.rendered(self.form.answer, self.choices, [joined(pieces) for pieces in self._pieces])
+        assert body is not None
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self.started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})

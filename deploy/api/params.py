@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.api.errors import ApiError, invalid, unsupported
+from deploy.api.errors import ApiError, invalid
 from deploy.api.protocol import ChatBody, CompletionBody, GenerationBody
 from deploy.api.reading import Reading
 from deploy.config.api import ApiConfig
@@ -68,6 +68,12 @@ class Job:
     echo: bool
     token_ids: bool
     accepted_drafts: bool
+    prompt_logprobs: int = -1
+    """As in `SamplingParams`."""
+    own_prompt_logprobs: int = -1
+    """As many of them as an answer tells in the field of that name."""
+    silent: bool = False
+    """Nothing is to be generated. The engine is asked for one token, which nobody sees."""
     reading: Reading | None = None
     """How reasoning and tool calls are told apart; None: all is content."""
 
@@ -209,8 +215,6 @@ def requested_logprobs(body: CompletionBody | ChatBody, config: ApiConfig) -> in
     """`SamplingParams.logprobs` of a request; 400 when out of range."""
     if isinstance(body, CompletionBody):
         field, wanted = "logprobs", -1 if body.logprobs is None else body.logprobs
-        if body.echo and wanted >= 0:
-            raise unsupported("logprobs together with echo (log-probabilities of the prompt)", "logprobs")
     else:
         field, wanted = "top_logprobs", body.top_logprobs if body.logprobs else -1
         if body.top_logprobs and not body.logprobs:
@@ -218,6 +222,30 @@ def requested_logprobs(body: CompletionBody | ChatBody, config: ApiConfig) -> in
     if wanted > config.max_logprobs:
         raise invalid(f"{field}: must be at most {config.max_logprobs}, not {wanted}", field)
     return wanted
+
+
+def check_scores(body: CompletionBody, most: int) -> None:
+    """400 for what a completion cannot ask about its prompt, of which at most `most` ids a place are told."""
+    asked = body.prompt_logprobs
+    if asked is not None and asked > most:
+        raise invalid(f"prompt_logprobs: must be at most {most}, not {asked}", "prompt_logprobs")
+    if asked is not None and body.stream:
+        raise invalid(
+            "prompt_logprobs: not available when stream is true; ask for echo with logprobs, or do not stream",
+            "prompt_logprobs",
+            "conflicting_parameters",
+        )
+    if body.max_tokens == 0 and not body.echo and asked is None:
+        raise invalid(
+            "max_tokens: 0 generates nothing, which is only of use with echo or prompt_logprobs; give at least 1",
+            "max_tokens",
+        )
+
+
+def asked_of_prompt(body: CompletionBody) -> int:
+    """`SamplingParams.prompt_logprobs` of a request."""
+    echoed = -1 if body.logprobs is None or not body.echo else body.logprobs
+    return max(echoed, -1 if body.prompt_logprobs is None else body.prompt_logprobs)
 
 
 def build_job(
@@ -235,6 +263,11 @@ def build_job(
     default = config.default_max_tokens or (None if chat else DEFAULT_COMPLETION_TOKENS)
     logprobs = requested_logprobs(body, config)
     sampling = sampling_params(body, logprobs, info, grammar)
+    asked = -1
+    if isinstance(body, CompletionBody):
+        check_scores(body, config.max_logprobs)
+        asked = asked_of_prompt(body)
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=asked)
     drawn = secrets.randbits(63)
     sequences: list[Branch] = []
     for number, prompt in enumerate(prompts):
@@ -242,9 +275,9 @@ def build_job(
         left = info.max_context - len(prompt.ids)
         if left < (wanted or 1):
             raise too_long(len(prompt.ids), wanted or 1, info, param)
-        max_tokens = wanted or min(default or left, left)
-        if body.min_tokens > max_tokens:
-            raise invalid(f"min_tokens: {body.min_tokens} is more than the {max_tokens} to generate", "min_tokens")
+        max_tokens = 1 if wanted == 0 else wanted or min(default or left, left)
+        if body.min_tokens > (most := 0 if wanted == 0 else max_tokens):
+            raise invalid(f"min_tokens: {body.min_tokens} is more than the {most} to generate", "min_tokens")
         for choice in range(body.n):
             index = number * body.n + choice
             # Equal prompts of a request without a seed must not give equal samples; with a seed they must.
@@ -265,4 +298,7 @@ def build_job(
         echo=body.echo if isinstance(body, CompletionBody) else False,
         token_ids=body.return_token_ids or tokenizer is None,
         accepted_drafts=body.return_accepted_drafts,
+        prompt_logprobs=asked,
+        own_prompt_logprobs=-1 if isinstance(body, ChatBody) or body.prompt_logprobs is None else body.prompt_logprobs,
+        silent=wanted == 0,
     )

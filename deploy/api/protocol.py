@@ -202,8 +202,13 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     """A string, token ids, or a list of either."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """0, with echo or prompt_logprobs: only tell of the prompt."""
     echo: bool = False
+    """Put the prompt before the text; with logprobs its tokens, too."""
     logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    """Tell how probable each token of the prompt was, and the so many most probable ones. As in vLLM."""
     add_special_tokens: bool = True
 
 

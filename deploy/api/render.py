@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import orjson
@@ -14,6 +15,7 @@ import orjson
 from deploy.api.choice import Choice, Piece
 from deploy.api.deltas import REASONING, delta_of, message_of
 from deploy.api.params import Job
+from deploy.api.prompt_scores import as_vllm, echoed
 from deploy.parsing.events import Content, Reasoning
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.plan import TopLogprobs
@@ -153,7 +155,10 @@ class CompletionFormat(_Base):
         """The prompt, when it is to be echoed."""
         if not self._job.echo:
             return None
-        return self._event([{"index": choice.index, "text": self._prompt_text(choice), **self._open_end}])
+        logprobs = self._listed(choice, self._echoed(choice)) if self._job.logprobs >= 0 else None
+        return self._event(
+            [{"index": choice.index, "text": self._prompt_text(choice), **self._open_end, "logprobs": logprobs}]
+        )
 
     _open_end = {"logprobs": None, "finish_reason": None}  # noqa: RUF012
 
@@ -161,10 +166,14 @@ class CompletionFormat(_Base):
         """See `Format`."""
         return self._split({"index": index, "text": _MARK, **self._open_end})
 
-    def _choice(self, choice: Choice, text: Piece) -> dict[str, Any]:
-        logprobs = self._logprobs(choice) if self._job.logprobs >= 0 else None
+    def _choice(self, choice: Choice, text: Piece, whole: bool = False) -> dict[str, Any]:
+        """`whole`: an answer that has the prompt, too."""
+        logprobs = None
+        if self._job.logprobs >= 0:
+            generated = zip(choice.token_ids, choice.logprobs, strict=False)
+            logprobs = self._listed(choice, chain(self._echoed(choice) if whole else (), generated))
         head = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
-        return head | self._details(choice)
+        return head | self._of_prompt(choice) | self._details(choice)
 
     def chunk(self, choice: Choice, text: Piece) -> bytes:
         """See `Format`."""
@@ -175,23 +184,46 @@ class CompletionFormat(_Base):
         prompts = [self._prompt_text(choice) if self._job.echo else "" for choice in choices]
         counts = usage(self._job, choices)
         bodies = [
-            self._choice(choice, prompt + str(text))
+            self._choice(choice, prompt + str(text), whole=True)
             for choice, prompt, text in zip(choices, prompts, texts, strict=True)
         ]
         return self._answer(bodies, counts)
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        tokens, values, tops, offsets = [], [], [], []
-        for token, logprob in zip(choice.token_ids, choice.logprobs, strict=False):
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """The field that vLLM's clients ask for, where they do."""
+        if (top := self._job.own_prompt_logprobs) < 0 or choice.prompt_scores is None:
+            return {}
+        ids = self._job.prompts[choice.prompt].ids
+        return {"prompt_logprobs": as_vllm(ids, choice.prompt_scores, top, lambda i: self._token(i)[0], _finite)}
+
+    def _echoed(self, choice: Choice) -> Iterable[tuple[int, TopLogprobs | None]]:
+        """The prompt's tokens, where it is echoed."""
+        if not self._job.echo or choice.prompt_scores is None:
+            return ()
+        return echoed(self._job.prompts[choice.prompt].ids, choice.prompt_scores, self._job.logprobs)
+
+    def _listed(self, choice: Choice, entries: Iterable[tuple[int, TopLogprobs | None]]) -> dict[str, Any]:
+        """OpenAI's four lists; the next ones of a choice continue them."""
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        hidden = self._tokenizer.special_ids if self._tokenizer and self._job.skip_special_tokens else ()
+        for token, logprob in entries:
             text, _ = self._token(token)
             tokens.append(text)
+            offsets.append(self._offset[choice.index])
+            # A special token that the text leaves out takes no place in it.
+            self._offset[choice.index] += 0 if token in hidden else len(text)
+            if logprob is None:
+                values.append(None)
+                tops.append(None)
+                continue
             values.append(_finite(logprob.chosen))
             ranked = _ranked(token, logprob, self._job.logprobs)
             # Tokens may share a text (parts of characters do): the most probable one keeps it.
             top = {self._token(other)[0]: _finite(p) for other, p in reversed(ranked)}
             tops.append(top if self._job.logprobs > 0 else None)
-            offsets.append(self._offset[choice.index])
-            self._offset[choice.index] += len(text)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 

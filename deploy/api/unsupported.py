@@ -81,7 +81,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "logits_processors": ("logits processors (logits_processors)", _OFF),
     "custom_logit_processor": ("logits processors (custom_logit_processor)", _OFF),
     # What the answer tells besides.
-    "prompt_logprobs": ("log-probabilities of the prompt (prompt_logprobs)", (False,)),
     "return_hidden_states": ("return_hidden_states", _OFF),
 }
 """By name: what is not supported, and the values, besides null, that ask for nothing."""
@@ -95,9 +94,15 @@ OF_CHATS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
 """The same, of what is supported where there are messages."""
 
 
+OF_COMPLETIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+    "prompt_logprobs": ("log-probabilities of the prompt (prompt_logprobs) outside of /v1/completions", (False,)),
+}
+"""The same, of what is supported where there is a prompt."""
+
+
 def reject_unsupported(raw: Mapping[str, Any]) -> None:
     """400 for a field that asks for something this server cannot do and that must not be ignored silently."""
-    known = UNSUPPORTED if "messages" in raw else UNSUPPORTED | OF_CHATS
+    known = UNSUPPORTED | (OF_COMPLETIONS if "messages" in raw else OF_CHATS)
     for name in raw.keys() & known.keys():
         what, neutral = known[name]
         value = raw[name]

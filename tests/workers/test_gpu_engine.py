@@ -256,3 +256,21 @@ def test_twenty_replays_are_bitwise_equal(width: int) -> None:
             assert all(same_bits(a, b) for a, b in zip(first, now, strict=True)), step.key
         assert first[2].isfinite().all()
         assert (first[3] != run.runner.parts.state.tensors.length_S).any()  # the step did write
+
+
+@pytest.mark.parametrize(("width", "drafter", "max_rows"), [(1, None, 8), (3, None, 8), (3, "ngram", 40)])
+def test_log_probabilities_of_prompts_are_those_of_the_cpu(width: int, drafter: str | None, max_rows: int) -> None:
+    """In pieces for which there is a captured ending, and for which there is none."""
+    more = {} if drafter is None else {"drafter": drafter}
+    asking = [SamplingParams(4, temperature=0.0, prompt_logprobs=3 if i % 3 else -1) for i in range(12)]
+    found = []
+    for device, graphs in (("cpu", False), ("cuda", False), ("cuda", True)):
+        run = engine(device, width=width, graphs=graphs, max_rows=max_rows, token_budget=200, **more)
+        run.generate(prompts(12, 150), asking)
+        scores = [record.outputs[0].prompt for record in run.finished.values()]
+        found.append([[value for value, *_ in part.entries()] for part in scores if part is not None])
+    cpu, eager, replayed = found
+    assert len(cpu) == 8
+    for one, other, third in zip(cpu, eager, replayed, strict=True):
+        assert other == pytest.approx(one, abs=1e-3)
+        assert third == pytest.approx(one, abs=1e-3)

@@ -15,6 +15,7 @@ from workers.memory.scratch import Scratch
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
 from workers.step.parts import StepParts
+from workers.step.scores import at_once
 from workers.step.stage import Stage
 from workers.weights.weight import Format, Weight
 
@@ -30,7 +31,9 @@ def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     stage = Stage(parts, token_budget, scratch, inner)
     if parts.model.config.indexing is not None:
         reserve_attention(stage)  # of a long context it may need most
-    logits_bytes = max_rows * parts.width * parts.model.config.vocab_size * torch.float32.itemsize
+    logits_bytes = (
+        max(max_rows * parts.width, at_once(max_rows)) * parts.model.config.vocab_size * torch.float32.itemsize
+    )
     on_the_way = int(BESIDE_EXPERTS * _feed_forward_bytes(parts.model, token_budget)) + logits_bytes
     on_the_way += _dequantised_bytes(parts.model)
     graphs = count_graphs(parts, max_rows, token_budget)

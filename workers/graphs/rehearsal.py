@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from msgspec.structs import replace
 
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
@@ -18,6 +19,7 @@ from workers.protocol.plan import BatchLayout, PrefillRow, StepPlan
 from workers.step.ladder import TokenLadder
 from workers.step.mixed import MixedStep
 from workers.step.parts import StepParts
+from workers.step.scores import at_once
 from workers.step.stage import Stage
 
 NOBODY = -1
@@ -67,6 +69,17 @@ def companies(parts: StepParts, budget: int) -> Iterator[StepPlan]:
             yield _plan(1, drafts, (), (*_single(rows, 0), *filling))
 
 
+def scorings(parts: StepParts, budget: int) -> Iterator[StepPlan]:
+    """Plans of a chunk all of whose tokens are scored, for every size of a piece; the largest first."""
+    ladder, longest = TokenLadder(budget), _longest(parts)
+    most = ladder.key(BatchLayout(1, min(at_once(parts.state.slots), budget))).tokens
+    for key in ladder:
+        if key.tokens <= most:
+            chunks = _chunks(key.tokens, 0, longest, parts.state.slots)
+            scored = (replace(row, score_to=len(row.tokens) - row.final) for row in chunks)
+            yield _plan(1, parts.width - 1, (), scored)
+
+
 def _longest(parts: StepParts) -> int:
     """Tokens a row may have behind which there is room for a step's own."""
     return min(parts.model.max_positions, parts.state.pages_per_row * PAGE_TOKENS) - parts.width
@@ -107,7 +120,8 @@ def rehearse_segments(stage: Stage) -> None:
     """Run the segments and endings of every bucket, in memory of their own but for what they need on their way."""
     parts, ladder = stage.parts, TokenLadder(stage.tokens)
     # More than any step wants: the self-test's prefill path has no padding either, and feeds all tokens of its rows.
-    endings = set(ladder.endings(parts.state.slots * parts.width))
+    slots = parts.state.slots
+    endings = set(ladder.endings(max(slots * parts.width, at_once(slots))))
     for key in ladder:
         # Fewer tokens may need more: their products are cut up another way.
         bucket = Stage(parts, key.tokens, stage.scratch.another(), stage.inner)
@@ -133,6 +147,10 @@ def rehearse(stage: Stage, masks: TokenMasks | None = None) -> None:
     if masks is not None:
         for plan in masked.values():
             step.run(plan, stage, lambda: masks)
+    for index, plan in enumerate(scorings(parts, stage.tokens)):
+        if index == 0:
+            step.run(plan, stage)
+        step.run(plan, Stage(parts, ladder.key(plan.layout).tokens, stage.scratch.another(), stage.inner))
     for plan in companies(parts, stage.tokens):
         step.run(plan, Stage(parts, ladder.key(plan.layout).tokens, stage.scratch.another(), stage.inner))
     reserve_attention(stage)

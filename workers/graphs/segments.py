@@ -60,8 +60,8 @@ class CapturedStage(Stage):
         self._graphs[which][index].replay()
 
     def ending(self, key: TokenKey) -> Ending:
-        """That of all stages."""
-        return self._endings[key]
+        """That of all stages; an eager one for more tokens than steps sample, which prompts that are scored end for."""
+        return self._endings.get(key) or super().ending(key)
 
     def drop(self) -> None:
         """Destroy the graphs; their process group must still live."""

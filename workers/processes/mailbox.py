@@ -17,6 +17,7 @@ def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
         cached_tokens=max(output.cached_tokens for output in outputs),
         stood=tuple(draft for output in outputs for draft in output.drafts),
+        prompt=outputs[0].prompt,
     )
 
 

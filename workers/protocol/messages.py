@@ -17,6 +17,7 @@ from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import Prompt
 from workers.protocol.report import SelfTestReport, StepTime
+from workers.protocol.scores import Scores
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -88,6 +89,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """It was refused because this replica cannot do for now what others may do."""
     stood: tuple[bool, ...] = ()
     """Which tokens were drafts that stood, where outputs were merged or taken apart; empty: all but the last."""
+    prompt: Scores | None = None
+    """How probable the prompt's tokens from the second on were (given with the first output, where it is asked for)."""
 
     @property
     def drafts(self) -> tuple[bool, ...]:

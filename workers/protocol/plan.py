@@ -6,7 +6,7 @@ Pure Python on purpose: the scheduler process never imports torch. Every value h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from workers.protocol.grammar import Grammar
+from workers.protocol.scores import Scores
 
 MAX_LOGIT_BIAS: Final = 1024
 """Most `SamplingParams.logit_bias` pairs of a request: what a slot's device state has room for."""
@@ -49,6 +50,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     grammar: Grammar | None = None
     """What the text must look like. Then `stop_ids` must have an id that ends every text, for a grammar that is
     complete allows nothing else; `min_tokens` yields to that."""
+    prompt_logprobs: int = -1
+    """The same as `logprobs`, of the prompt's tokens but the first."""
 
     @property
     def has_penalties(self) -> bool:
@@ -94,6 +97,17 @@ class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
     """The chunk ends the prompt: its last token's logits are sampled and the row decodes from the next step on."""
     next_token: int = -1
     """The prompt token that follows the chunk (the draft layer reads it); -1 when `final`."""
+    score_from: int = 0
+    """Index in `tokens` of the first token behind which it is asked how probable the one that follows it was."""
+    score_to: int = 0
+    """End of those tokens, exclusive; they have one behind them. Nobody asks where it is `score_from`."""
+    score_top: int = 0
+    """How many of the most probable ids are wanted there."""
+
+    @property
+    def scored(self) -> int:
+        """Of how many tokens it is asked what follows them."""
+        return self.score_to - self.score_from
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -151,6 +165,8 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Sampled rows whose logits were no finite numbers where a token was to come from."""
     stuck: tuple[int, ...] = ()
     """Sampled rows whose grammar allowed no token where one was to come from; they gain none."""
+    scores: tuple[Scores, ...] = ()
+    """Of every prefill row that scores, in plan order."""
 
 
 class GraphKey(NamedTuple):
@@ -248,6 +264,15 @@ class BatchLayout:
     def decode_slice(self, row: int) -> slice:
         """Token range of decode row `row`; in a decision, too."""
         return slice(row * self.width, (row + 1) * self.width)
+
+    def score_tokens(self, prefill: Sequence[PrefillRow]) -> list[int]:
+        """Token index of every token behind which a prefill row scores the one that follows, in order."""
+        begins = self.prefill_offsets()
+        return [
+            begin + index
+            for begin, row in zip(begins, prefill, strict=False)
+            for index in range(row.score_from, row.score_to)
+        ]
 
     def prefill_offsets(self) -> tuple[int, ...]:
         """First token of every prefill row, and the end of the last: len(prefill rows) + 1 values."""

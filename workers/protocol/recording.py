@@ -103,7 +103,8 @@ class Concealed:
 
     def result(self, result: StepResult) -> StepResult:
         """With as many tokens, all of them 0, and without log-probabilities."""
-        return replace(result, tokens=tuple([(0,) * len(tokens) for tokens in result.tokens]), logprobs=())
+        tokens = tuple([(0,) * len(tokens) for tokens in result.tokens])
+        return replace(result, tokens=tokens, logprobs=(), scores=())
 
     def _token(self, slot: int, position: int) -> int:
         return zlib.crc32(struct.pack("<qq", self._tenants.get(slot, 0), position)) % self._vocab_size

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -22,6 +23,7 @@ from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import TOKEN_BYTES
+from workers.protocol.scores import Scores
 from workers.step.decode import DecodeStep
 from workers.step.logprobs import Taken
 from workers.step.masks import StepMasks
@@ -50,6 +52,8 @@ class Launched:
     """On the host, as `decided_N`: the drafts of all slots after a step with constrained rows."""
     stuck: dict[int, int]
     """Positions at which the grammars of sampled rows allowed nothing."""
+    scored: Taken | None
+    """As in `StepOutput`."""
     done: torch.cuda.Event | None
     settled: list[Settled] = field(default_factory=list)
     """What it decided, once that is known."""
@@ -190,7 +194,7 @@ class Runner:
         if self.device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        launched = Launched(plan, output.layout, begin, decided_N, logprobs, draft_SK, stuck, done)
+        launched = Launched(plan, output.layout, begin, decided_N, logprobs, draft_SK, stuck, output.scored, done)
         self._under_way.append(launched)
         return launched
 
@@ -244,9 +248,8 @@ class Runner:
             logprobs = taken.entries([layout.logits_rows_of(row)[:count] for row, count in enumerate(gained)])
         # A step that was launched behind another begins when that one ends.
         begin, self._collected = max(launched.begin, self._collected), time.perf_counter()
-        return StepResult(
-            launched.plan.step, tuple(tokens), self._collected - begin, logprobs, settled.bad, settled.stuck
-        )
+        duration, scores = self._collected - begin, _scores(launched)
+        return StepResult(launched.plan.step, tuple(tokens), duration, logprobs, settled.bad, settled.stuck, scores)
 
     def _settle(self, launched: Launched) -> Settled:
         """Wait for a step's decision, and let the grammars of its rows know it; once."""
@@ -315,8 +318,24 @@ class Runner:
                 raise PlanError(f"prefill of {len(row.tokens)} tokens at {row.start} exceeds {capacity}")
             if row.final == (row.next_token >= 0):
                 raise PlanError("a prefill row has a next token or ends its prompt, never both")
+            if (
+                not 0 <= row.score_from <= row.score_to <= len(row.tokens) - row.final
+                or not 0 <= row.score_top <= vocab
+            ):
+                raise PlanError(f"scores of tokens {row.score_from} to {row.score_to} of {len(row.tokens)}")
             if not 0 <= min(row.tokens) <= max(row.tokens) < vocab or row.next_token >= vocab:
                 raise PlanError(f"token ids outside a vocabulary of {vocab}")
+
+
+def _scores(launched: Launched) -> tuple[Scores, ...]:
+    """Of each prefill row that scores, what it asked for."""
+    if launched.scored is None:
+        return ()
+    rows = [row for row in launched.plan.prefill if row.scored]
+    ends = accumulate(row.scored for row in rows)
+    return tuple(
+        launched.scored.scores(end - row.scored, end, row.score_top) for row, end in zip(rows, ends, strict=True)
+    )
 
 
 def _bad_rows(layout: BatchLayout, bad: Sequence[int], tokens: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -45,6 +45,8 @@ def why_impossible(request: Request, config: SchedulerConfig) -> str:
         return f"top_k must be between 0 and 2^31 - 1, not {sampling.top_k}"
     if not -1 <= sampling.logprobs <= config.vocab_size:
         return f"logprobs must be between -1 and the {config.vocab_size} tokens there are, not {sampling.logprobs}"
+    if not -1 <= sampling.prompt_logprobs <= config.vocab_size:
+        return f"prompt_logprobs must be between -1 and the {config.vocab_size} tokens there are"
     if wrong := _out_of_range(sampling):
         return wrong
     if wrong := _outside(prompt, config.vocab_size):

@@ -57,8 +57,9 @@ class Rows:
         if sequence is None or len(self.free_slots) <= len(self._aside):
             return None
         length, cache = sequence.tokens.length, self.cache
-        # At least the last token is computed: its logits are wanted.
-        most = 0 if sequence.alone else (length - 1) // PAGE_TOKENS
+        # At least the last token is computed: its logits are wanted. So are those of all tokens that are to be scored.
+        computed = sequence.scored if sequence.unscored else length - 1
+        most = 0 if sequence.alone else computed // PAGE_TOKENS
         found = cache.match(sequence.tokens, sequence.keys, most)
         coming = list(takewhile(self._filled.__contains__, sequence.keys[len(found) : most]))
         pages = pages_for(length + self._config.draft_margin)
@@ -79,6 +80,7 @@ class Rows:
         sequence.goal = length
         sequence.cursor = hit - 1 if hit and self._config.drafting else hit
         sequence.write_from = hit
+        sequence.scores_from = sequence.scored
         sequence.upper = 0
         sequence.sound = False
         insort(self.prefilling, sequence, key=by_rank)

@@ -12,6 +12,7 @@ from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
 from workers.protocol.messages import EngineStats, FinishReason, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import Prompt
+from workers.protocol.scores import Scores
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
@@ -184,8 +185,10 @@ class Scheduler:
                 stood.append((sequence, len(tokens) - 1))
             self._rows.landed(sequence, sampled=True)
         self._speculation.observe(plan.width, stood, result.duration, alone=not plan.prefill)
-        index = len(flight.decode)
+        index, scores = len(flight.decode), iter(result.scores)
         for sequence, row in zip(flight.prefill, plan.prefill, strict=True):
+            if row.scored:
+                _take_scores(sequence, row, next(scores))
             if row.final:
                 if sequence.gains and index not in over:
                     outputs.append(self._gain(sequence, result.tokens[index], result, index, decoded=False))
@@ -290,6 +293,12 @@ class Scheduler:
         if final:
             sequence.promised += 1
             self._rows.start_decoding(sequence)
+        score_from = score_to = top = 0
+        if sequence.unscored:
+            # The last token of the prompt has none of the prompt behind it.
+            score_from = min(max(sequence.scores_from - start, 0), end - start)
+            score_to = max(min(end, tokens.prompt.length - 1) - start, score_from)
+            top = sequence.request.sampling.prompt_logprobs
         return PrefillRow(
             slot=sequence.slot,
             start=start,
@@ -297,6 +306,9 @@ class Scheduler:
             write_from=sequence.write_from,
             final=final,
             next_token=-1 if final else tokens[end],
+            score_from=score_from,
+            score_to=score_to,
+            score_top=top,
         )
 
     # Results
@@ -319,6 +331,8 @@ class Scheduler:
                 raise RuntimeError(f"step {plan.step} (width {plan.width}) gave sampled row {index} tokens {tokens}")
         if plan.logprobs >= 0 and [len(row) for row in result.logprobs] != flight.logprobs_owed(result.tokens):
             raise RuntimeError(f"step {plan.step} owes one log-probability for every token of the rows that asked")
+        if [part.count for part in result.scores] != [row.scored for row in plan.prefill if row.scored]:
+            raise RuntimeError(f"step {plan.step} owes a score for every token of a prompt that was asked about")
         return flight
 
     def _gain(
@@ -354,11 +368,16 @@ class Scheduler:
         logprobs: tuple[TopLogprobs, ...] = ()
         if sequence.logprobs >= 0:
             logprobs = tuple(_first(entry, sequence.logprobs) for entry in result.logprobs[index][: len(kept)])
-        cached = 0 if sequence.reported else sequence.cached
+        cached, prompt = sequence.cached, None
+        if sequence.reported:
+            cached = 0
+        elif sequence.request.sampling.prompt_logprobs >= 0:
+            prompt = Scores.joined(sequence.scores)
+            sequence.scores.clear()
         sequence.reported = True
         if finish is not None:
             self._end(sequence)
-        return RequestOutput(sequence.request.request_id, kept, finish, logprobs, cached)
+        return RequestOutput(sequence.request.request_id, kept, finish, logprobs, cached, prompt=prompt)
 
     def _bad_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput | None]:
         """The sampled rows of a step that are bad, of requests that live, are ended or start again. The last output of
@@ -371,6 +390,8 @@ class Scheduler:
                 continue
             bad[index] = None
             if may_be_a_victim(sequence):
+                sequence.scores.clear()
+                sequence.scored = 0
                 self._rows.start_again(sequence)
                 continue
             self._forget(sequence)
@@ -431,6 +452,16 @@ def _admission(sequence: Sequence, *, with_tokens: bool) -> Admission:
         sampling = replace(sampling, grammar=None)  # the ticket says which
     tokens = sequence.tokens.packed() if with_tokens else b""
     return Admission(sequence.slot, sampling, sequence.generated, history, sequence.grammar, tokens)
+
+
+def _take_scores(sequence: Sequence, row: PrefillRow, scores: Scores) -> None:
+    """What a chunk of its prompt says, unless the request has ended or starts again."""
+    if not sequence.gains:
+        return
+    if row.start + row.score_from != sequence.scored:
+        raise RuntimeError(f"scores from token {row.start + row.score_from} on follow {sequence.scored} others")
+    sequence.scores.append(scores)
+    sequence.scored += scores.count
 
 
 def _first(entry: TopLogprobs, count: int) -> TopLogprobs:

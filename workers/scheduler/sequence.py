@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from workers.protocol.messages import Request
 from workers.protocol.plan import StepPlan
+from workers.protocol.scores import Scores
 from workers.scheduler.prefix import RowPages
 from workers.scheduler.tokens import Tokens
 
@@ -43,6 +44,12 @@ class Sequence:
     """Tokens, prompt included, before which no stop id counts."""
     logprobs: int
     """As in `SamplingParams`."""
+    scores_from: int = 0
+    """How many tokens of the prompt were scored when it got its slot: chunks go on from there."""
+    scores: list[Scores] = field(default_factory=list)
+    """Of the prompt, as far as it is scored; empty once an output went out with them."""
+    scored: int = 0
+    """Tokens that they are of."""
     keys: list[int] = field(default_factory=list)
     """Page keys of `tokens` as they were when the request was queued; choices of one request have one list."""
     phase: Phase = Phase.WAITING
@@ -85,6 +92,13 @@ class Sequence:
     def gains(self) -> bool:
         """Whether results of its steps in flight count."""
         return self.phase is not Phase.ENDED and not self.void
+
+    @property
+    def unscored(self) -> int:
+        """How many tokens of the prompt are still to be scored, of those that will be."""
+        if self.request.sampling.prompt_logprobs < 0:
+            return 0
+        return self.tokens.prompt.length - 1 - self.scored
 
     @property
     def generated(self) -> int:

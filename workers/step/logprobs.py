@@ -1,4 +1,5 @@
-"""Log-probabilities of the rows that asked for them, in memory that is taken before the cache is sized.
+"""Log-probabilities of the rows that asked for them, in memory that is taken before the cache is sized: of what was
+sampled, and of tokens that prompts have.
 
 A replica may have thousands of logits rows of a hundred thousand ids, and a temporary of that size would not fit beside
 the cache. So rows are taken a piece at a time, and every tensor that is as wide as the vocabulary lies in one buffer of
@@ -18,6 +19,7 @@ from torch import Tensor
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import TopLogprobs
+from workers.protocol.scores import Scores
 
 MOST_BYTES = 1 << 26
 """Of the buffer, unless one row alone needs more."""
@@ -44,6 +46,8 @@ class Taken:
     """int64: the most probable ids, the lowest first among equals."""
     values_AK: Tensor
     """float32: theirs."""
+    rank_A: Tensor | None = None
+    """int32: 1 + how many ids are more probable than each row's token, where that was asked."""
 
     def entries(self, wanted: Sequence[Sequence[int]]) -> tuple[tuple[TopLogprobs, ...], ...]:
         """Those of the logits rows that are named for each sampled row; none where it did not ask."""
@@ -54,6 +58,18 @@ class Taken:
                 TopLogprobs(chosen[a], tuple(ids[a]), tuple(values[a])) for a in (index[n] for n in rows if n in index)
             )
             for rows in wanted
+        )
+
+    def scores(self, begin: int, end: int, top: int) -> Scores:
+        """Rows `begin` to `end` (exclusive), each with the `top` most probable ids alone."""
+        assert self.rank_A is not None
+        rows = slice(begin, end)
+        return Scores(
+            top,
+            _packed(self.chosen_A[rows], "<f4"),
+            _packed(self.rank_A[rows], "<u4"),
+            _packed(self.ids_AK[rows, :top], "<u4"),
+            _packed(self.values_AK[rows, :top], "<f4"),
         )
 
 
@@ -82,22 +98,33 @@ class Logprobs:
 
         Nothing that is allocated here grows with the vocabulary, but for what a top-k takes on its way over a piece.
         """
+        taken = self.room({row: index for index, row in enumerate(rows)}, len(rows), k)
+        self.fill(taken, 0, logits_NV, token_N, rows)
+        return taken
+
+    def room(self, index: dict[int, int], rows: int, k: int, *, ranks: bool = False) -> Taken:
+        """Room on the host for so many rows with `k` ids each, and with `ranks` for those of the rows' tokens, for
+        `fill` to fill. ValueError as in `take`."""
         if not 0 <= k <= self.vocab:
             raise ValueError(f"{k} top logprobs of a vocabulary of {self.vocab}")
+        return Taken(
+            index,
+            self._host(rows, dtype=torch.float32),
+            self._host(rows, k, dtype=torch.int64),
+            self._host(rows, k, dtype=torch.float32),
+            self._host(rows, dtype=torch.int32) if ranks else None,
+        )
+
+    def fill(self, taken: Taken, first: int, logits_NV: Tensor, token_N: Tensor, rows: Sequence[int]) -> None:
+        """What `take` says of these logits rows, into `taken` from its row `first` on."""
         self.allocate(len(rows))
         assert self._buffer is not None
-        taken = Taken(
-            {row: index for index, row in enumerate(rows)},
-            self._host(len(rows), dtype=torch.float32),
-            self._host(len(rows), k, dtype=torch.int64),
-            self._host(len(rows), k, dtype=torch.float32),
-        )
+        k = taken.ids_AK.shape[1]
         piece = (self._buffer.numel() - _ALIGNED) // self._row_bytes(k)
         for begin in range(0, len(rows), piece):
-            part = slice(begin, min(begin + piece, len(rows)))
-            row_P = on_device(rows[part], torch.int64, self.device)
-            self._piece(logits_NV, token_N, row_P, taken, part, k)
-        return taken
+            end = min(begin + piece, len(rows))
+            row_P = on_device(rows[begin:end], torch.int64, self.device)
+            self._piece(logits_NV, token_N, row_P, taken, slice(first + begin, first + end), k)
 
     def _piece(self, logits_NV: Tensor, token_N: Tensor, row_P: Tensor, taken: Taken, part: slice, k: int) -> None:
         rows, vocab, scratch = len(row_P), self.vocab, Scratch(self.device, self._buffer)
@@ -116,6 +143,9 @@ class Logprobs:
         torch.log_softmax(logit_PV, -1, out=logprob_PV)
         torch.gather(logprob_PV, 1, token_P1, out=chosen_P1)
         taken.chosen_A[part].copy_(chosen_P1.squeeze(1), non_blocking=True)
+        if taken.rank_A is not None:
+            above_PV = torch.gt(logprob_PV, chosen_P1, out=_head(key_PV, torch.bool))
+            taken.rank_A[part].copy_(above_PV.sum(1, dtype=torch.int32).add_(1), non_blocking=True)
         if k:
             self._keys(logit_PV, key_PV)
             torch.topk(key_PV, k, dim=-1, out=(key_PK, id_PK))
@@ -140,6 +170,11 @@ class Logprobs:
 
     def _host(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+
+def _packed(x: Tensor, kind: str) -> bytes:
+    """Numbers of the host as `kind`, a dtype of NumPy's, has them."""
+    return x.contiguous().numpy().astype(kind).tobytes()
 
 
 def _head(wide_PV: Tensor, dtype: torch.dtype) -> Tensor:

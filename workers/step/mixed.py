@@ -22,6 +22,7 @@ from kernels.verify import accept_drafts
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.protocol.plan import BatchLayout, StepPlan
 from workers.step.parts import StepOutput, StepParts
+from workers.step.scores import score
 from workers.step.stage import TARGET, Stage
 
 
@@ -97,11 +98,12 @@ class MixedStep:
         with stage.scratch.scope():
             rows = self._rows(plan, stage)
             stage.run_pass(TARGET, self._batch(rows, stage, first=0))
+            scored = score(parts, plan, stage)
             decided_N, logits_NV = self._sample(rows, stage, masks)
             newest_R = self._advance(rows, decided_N, stage)
             if parts.width > 1:
                 self._draft(plan.drafts, rows, decided_N, newest_R, stage)
-        return StepOutput(rows.layout, decided_N, logits_NV)
+        return StepOutput(rows.layout, decided_N, logits_NV, scored)
 
     def _rows(self, plan: StepPlan, stage: Stage) -> _Rows:
         parts, layout, scratch = self._parts, plan.layout, stage.scratch
@@ -158,12 +160,7 @@ class MixedStep:
         decided_N = torch.zeros(layout.decision_size, dtype=torch.int64, device=parts.device)
         if not count:
             return decided_N, None
-        if stage.hidden_TE is None:
-            hidden_NE = stage.end(rows.end_N)
-        else:
-            hidden_NE = scratch.empty(count, stage.hidden_TE.shape[1], dtype=stage.hidden_TE.dtype)
-            torch.index_select(stage.hidden_TE, 0, rows.end_N, out=hidden_NE)
-        logits_NV = parts.model.logits(hidden_NE, scratch)
+        logits_NV = parts.model.logits(stage.target_hidden(rows.end_N), scratch)
         if parts.sampling is not None:
             target_N, accepted_D = decided_N[layout.target_slice], decided_N[layout.accepted_slice]
             position_N = scratch.empty(count, dtype=torch.int64)

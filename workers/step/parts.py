@@ -20,6 +20,7 @@ from workers.models.model import Model
 from workers.models.segments import Segments
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
+from workers.step.logprobs import Taken
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
 
@@ -149,3 +150,6 @@ class StepOutput:
     """int64, laid out as `BatchLayout.decision_size` says."""
     logits_NV: torch.Tensor | None
     """Logits of every logits row; None when nothing is sampled."""
+    scored: Taken | None = None
+    """On rank 0, how probable the tokens were that prefill rows score, in the order of `BatchLayout.score_tokens`; on
+    the host, and from a GPU complete once the stream got there."""

@@ -196,6 +196,11 @@ class SamplingState:
         most = max(self._asked[slots[row]] for row in asked)
         return self._logprobs.take(logits_NV, token_N, [n for row in asked for n in layout.logits_rows_of(row)], most)
 
+    @property
+    def scorer(self) -> Logprobs:
+        """What says how probable tokens of prompts are."""
+        return self._logprobs
+
     def _sample(
         self,
         logits_NV: torch.Tensor,

@@ -140,6 +140,13 @@ class Stage:
             torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
         return hidden_RE if len(newest_R) else None
 
+    def target_hidden(self, token_N: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [N, E] that the target's pass, which has run, has for some tokens, one at least."""
+        if self.hidden_TE is None:
+            return self.end(token_N)
+        hidden_NE = self.scratch.empty(len(token_N), self.hidden_TE.shape[1], dtype=self.hidden_TE.dtype)
+        return torch.index_select(self.hidden_TE, 0, token_N, out=hidden_NE)
+
     def end(self, token_N: torch.Tensor) -> torch.Tensor:
         """Final hidden states of some tokens of the last pass, one at least, as many rows as `token_N` has; in `inner`,
         which nothing uses behind the last pass."""

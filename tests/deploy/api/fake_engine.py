@@ -6,17 +6,20 @@ import asyncio
 import socket
 import threading
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from msgspec.structs import replace
 
 from workers.processes.mailbox import OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo, Refused, RequestFailed
 from workers.protocol.messages import EngineStats, Request, RequestOutput
 from workers.protocol.plan import TopLogprobs
 from workers.protocol.report import SelfTestReport
+from workers.protocol.scores import Scores
 
 INFO = ModelInfo("tiny", max_context=256, vocab_size=512, eos_ids=(1,), max_width=4, created=1_700_000_000)
 
@@ -48,6 +51,17 @@ def say(ids: Iterable[int], *, width: int = 1, eos: int | None = 1, pause: float
     return script
 
 
+def scores_of(request: Request) -> Scores | None:
+    """Of every token of the prompt but the first: minus its place, the second in rank behind a token 40."""
+    top, places = request.sampling.prompt_logprobs, range(1, len(request.prompt))
+    if top < 0:
+        return None
+    best = [(40 + other, -0.25 - other) for other in range(top)]
+    ids, values = array("I", [i for i, _ in best] * len(places)), array("f", [v for _, v in best] * len(places))
+    chosen, ranks = array("f", [-float(place) for place in places]), array("I", [2] * len(places))
+    return Scores(top, chosen.tobytes(), ranks.tobytes(), ids.tobytes(), values.tobytes())
+
+
 class FakeEngine:
     """Follows `script` for every request; remembers what was asked and what was cancelled, and when."""
 
@@ -65,7 +79,7 @@ class FakeEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         self.requests.append(request)
-        done = False
+        done, scores = False, scores_of(request)
         try:
             for step in self.script(request):
                 if isinstance(step, float):
@@ -75,7 +89,8 @@ class FakeEngine:
                     raise step
                 else:
                     done = step.finish is not None
-                    yield step
+                    yield step if scores is None else replace(step, prompt=scores)
+                    scores = None
                     await asyncio.sleep(0)
         finally:
             if not done:

@@ -87,6 +87,9 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     *[(COMPLETIONS, {**BASE, "logprobs": count}) for count in (0, 1, 2)],
     (COMPLETIONS, {**BASE, "echo": True, "n": 2, "stream": True, "return_token_ids": True}),
     (COMPLETIONS, {**BASE, "stream": True, "logprobs": 1, "stream_options": {"include_usage": True}}),
+    *[(COMPLETIONS, {**BASE, "echo": True, "logprobs": 2, "max_tokens": 0, "stream": on}) for on in (False, True)],
+    (COMPLETIONS, {**BASE, "prompt": ["x", "y z"], "prompt_logprobs": 2, "max_tokens": 0, "n": 2}),
+    (COMPLETIONS, {**BASE, "prompt": "a b c", "prompt_logprobs": 0, "echo": True, "logprobs": 2}),
     (COMPLETIONS, {**BASE, "stream": True, "stream_options": {"include_usage": None, "nobody_knows": 1}}),
     (COMPLETIONS, {**BASE, "logit_bias": {"5": 1, "6": -0.5}, "seed": -1, "user": "me"}),
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}]}),
@@ -119,7 +122,7 @@ def test_what_is_accepted_is_described(
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     *[(COMPLETIONS, {**BASE, "prompt": prompt}) for prompt in (None, 5, [], [""], [None], ["a", 5], [[]], [-1])],
-    *[(COMPLETIONS, {**BASE, "max_tokens": count}) for count in (0, "5", 1.5)],
+    *[(COMPLETIONS, {**BASE, "max_tokens": count}) for count in (-1, "5", 1.5)],
     *[(COMPLETIONS, {**BASE, "stop": stop}) for stop in (5, [5], {})],
     (COMPLETIONS, {"prompt": "x"}),
     (COMPLETIONS, {**BASE, "model": None}),
@@ -158,7 +161,7 @@ NAMES = [
     "stop", "repetition_penalty", "stream", "stream_options", "logit_bias", "logprobs", "top_logprobs", "echo",
     "min_tokens", "stop_token_ids", "priority", "chat_template_kwargs", "add_special_tokens", "return_token_ids",
     "return_accepted_drafts", "nobody_knows", "tokens", "tools", "tool_choice", "parallel_tool_calls",
-    "max_reasoning_tokens",
+    "max_reasoning_tokens", "prompt_logprobs",
 ]  # fmt: skip
 
 

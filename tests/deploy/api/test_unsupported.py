@@ -38,7 +38,6 @@ ASKING: list[tuple[str, Any]] = [
     ("structured_outputs", {"json": {}}),
     ("best_of", 2),
     ("do_sample", False),
-    ("prompt_logprobs", 0),
     ("mirostat", 2),
     ("xtc_probability", 0.5),
     ("top_n_sigma", 1.5),
@@ -59,7 +58,6 @@ HARMLESS: list[tuple[str, Any]] = [
     ("do_sample", True),
     ("early_stopping", False),
     ("suffix", ""),
-    ("prompt_logprobs", False),
     ("nobody_knows", {"this": "field"}),
 ]
 NOTHING_OF_THE_ANSWER = {

@@ -123,6 +123,9 @@ class Bench:
             record = driven.engine.finished[name]
             logprobs = [entry for output in record.outputs for entry in output.logprobs]
             problem = self.reference.judge(request.prompt, request.sampling, record.tokens, record.finish, logprobs)
+            prompt = next((output.prompt for output in record.outputs if output.prompt), None)
+            if record.tokens and not problem:
+                problem = self.reference.judge_scores(request.prompt, request.sampling, prompt)
             if record.finish == "failed" and problem == NO_CAUSE:
                 failed, problem = failed + 1, ""
             if record.finish is None:
@@ -235,6 +238,7 @@ class Driven:
         self.seen[f"ended: {record.finish}"] += 1
         self.seen["requests"] += 1
         sampling = request.sampling
+        self.seen["prompts scored"] += bool(record.tokens) and sampling.prompt_logprobs >= 0
         self.seen["stopped behind min_tokens"] += record.finish == "stop" and sampling.min_tokens > 0
 
     def _count_steps(self) -> None:

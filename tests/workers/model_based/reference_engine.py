@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -30,6 +31,7 @@ from kernels.sampling.philox import gumbel_noise
 from tests.workers.model_based.grammars import allowed
 from tests.workers.models.oracle import load_oracle, oracle_logits
 from workers.protocol.plan import SamplingParams, TopLogprobs
+from workers.protocol.scores import Scores
 
 MARGIN = 2e-4
 """Of logits, which are about 2 in size: a hundred times what rounding was seen to change, and of everything behind."""
@@ -81,6 +83,23 @@ class Reference:
                 return Answer(tuple(generated), "failed")
             generated.append(choose(logits_V, prompt, generated, sampling).best)
         return Answer(tuple(generated), finish)
+
+    def judge_scores(self, prompt: Sequence[int], sampling: SamplingParams, scores: Scores | None) -> str:
+        """What is wrong with the log-probabilities of the tokens of a prompt; empty if nothing is."""
+        if sampling.prompt_logprobs < 0 or scores is None:
+            return "" if (sampling.prompt_logprobs < 0) == (scores is None) else "scores and nobody asked, or none"
+        if scores.count != len(prompt) - 1:
+            return f"{scores.count} tokens of a prompt of {len(prompt)} are scored"
+        asked = msgspec.structs.replace(sampling, logprobs=sampling.prompt_logprobs)
+        logits_TV = self.logits_of(tuple(prompt))
+        for place, (chosen, rank, ids, values) in enumerate(scores.entries(), start=1):
+            logits_V = logits_TV[place - 1]
+            if wrong := wrong_logprobs(logits_V, prompt[place], TopLogprobs(chosen, ids, values), asked):
+                return f"token {place} of the prompt: {wrong}"
+            above = [int((logits_V > logits_V[prompt[place]] + slack).sum()) for slack in (MARGIN, -MARGIN)]
+            if not above[0] + 1 <= rank <= above[1] + 1:
+                return f"token {place} of the prompt: rank {rank}"
+        return ""
 
     def finish(self, prompt: Sequence[int], generated: Sequence[int], sampling: SamplingParams) -> str:
         """Why nothing follows these tokens; empty if something does."""

@@ -170,6 +170,8 @@ def random_schedule(seed: int, requests: int = 14) -> Schedule:
         sampling, priority = random_sampling(rng), rng.choice([0, 0, 0, 0, 1, -1])
         if further.random() < share:
             sampling = with_grammar(sampling, further)
+        scores = random.Random(f"scores {seed} {number}").choice([-1, -1, -1, -1, 0, 3])
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=scores)
         for choice in range(rng.choice([1, 1, 1, 1, 3])):
             each = msgspec.structs.replace(sampling, seed=(sampling.seed + choice) % 2**64)
             events.append(Add(f"{number}.{choice}", tuple(prompt), each, priority))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import count
 
 from simulated_worker import SimulatedWorker, alone
 
@@ -116,6 +117,20 @@ class Replica:
                 assert (self.tokens[name], self.finish[name]) == (tokens, reason), name
             else:
                 assert self.tokens[name] == tokens[: len(self.tokens[name])], name
+        self.check_scores()
+
+    def check_scores(self) -> None:
+        """Who asked for them has all log-probabilities of its prompt, each of its own token, with its first output."""
+        for name, request in self.requests.items():
+            first, *others = [output for output in self.outputs[name] if output.tokens] or [None]
+            assert all(output.prompt is None for output in others)
+            if first is None or request.sampling.prompt_logprobs < 0:
+                assert first is None or first.prompt is None
+                continue
+            assert first.prompt is not None
+            entries = list(first.prompt.entries())
+            assert [(-chosen, place) for chosen, place, _, _ in entries] == list(zip(request.prompt[1:], count(1)))
+            assert first.cached_tokens == 0, "positions that are cached have no logits"
 
     def check_pages(self) -> None:
         """No page leaked, owned twice, or open to writes while others may read it."""

@@ -9,12 +9,14 @@ missing page shows at once. Only what a plan says and what lives in slots is use
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
 from kernels.page import NULL_PAGE, PAGE_TOKENS
 from workers.protocol.messages import Request
 from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResult, TopLogprobs
+from workers.protocol.scores import Scores
 
 VOCAB = 40
 Content = tuple[int, int]
@@ -128,7 +130,8 @@ class SimulatedWorker:
         bad = self._bad_rows(plan, tokens)
         for index in bad:
             tokens[index] = ()
-        return StepResult(plan.step, tuple(tokens), 0.001, self._logprobs(plan, tokens), bad)
+        scores = tuple(scores_of(row) for row in plan.prefill if row.scored)
+        return StepResult(plan.step, tuple(tokens), 0.001, self._logprobs(plan, tokens), bad, scores=scores)
 
     def _bad_rows(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Rows of which any entry behind a sampled token is no number."""
@@ -317,6 +320,18 @@ class SimulatedWorker:
             following = (digest(state.prefix(), row.next_token), row.next_token)
             self.draft[self._entry(state, end)] = following
             self._attend(self.draft, state, [*state.row, following], first=1)
+
+
+def scores_of(row: PrefillRow) -> Scores:
+    """The rank is the place of the token that is scored, its log-probability minus the token itself."""
+    following = (*row.tokens, row.next_token)[1:]
+    places = range(row.score_from, row.score_to)
+    assert all(following[place] >= 0 for place in places), "nothing follows a token that is scored"
+    ranks = array("I", [row.start + place + 1 for place in places])
+    tops = array("I", [0] * len(places) * row.score_top).tobytes()
+    return Scores(
+        row.score_top, array("f", [-following[place] for place in places]).tobytes(), ranks.tobytes(), tops, tops
+    )
 
 
 def top_logprobs(token: int, count: int) -> TopLogprobs:

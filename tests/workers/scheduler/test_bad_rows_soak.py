@@ -53,7 +53,7 @@ def soak(seed: int, mishap: float) -> tuple[Replica, set[str]]:
 
 def test_bad_prompts_end_alone() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(28):
+    for seed in range(48):
         replica, poisoned = soak(seed, mishap=0.0)
         replica.check_rest()
         for name, reason in replica.finish.items():

@@ -238,6 +238,6 @@ def burst(seed: int) -> Replica:
 
 def test_bursts_of_equal_prompts_keep_their_order() -> None:
     # `Replica` checks the order of every plan.
-    replicas = [burst(seed) for seed in range(60)]
+    replicas = [burst(seed) for seed in range(90)]
     assert sum(replica.overtaken for replica in replicas) >= 20
     assert all(set(replica.finish) == set(replica.requests) for replica in replicas)

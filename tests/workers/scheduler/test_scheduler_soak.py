@@ -60,6 +60,10 @@ def test_under_pressure_every_request_gets_its_own_tokens() -> None:
         seen["drafts fewer"] += any(b.drafts < a.drafts for a, b in itertools.pairwise(plans))
         seen["drafts more"] += any(b.drafts > a.drafts for a, b in itertools.pairwise(plans))
         seen["cut inside a window"] += sum(reason == "stop" for reason in replica.finish.values())
+        scoring = {name for name, request in replica.requests.items() if request.sampling.prompt_logprobs >= 0}
+        scored = [row.scored for plan in plans for row in plan.prefill if row.scored]
+        seen["prompts scored"] += len(scoring & {name for name, tokens in replica.tokens.items() if tokens})
+        seen["prompts scored in parts"] += len(scored) - len(scoring)
         seen["cancelled"] += sum(reason == "cancelled" for reason in replica.finish.values())
     print(seen)
     assert all(seen[name] >= 20 for name in seen if not name.startswith("drafts "))

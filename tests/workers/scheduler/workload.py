@@ -49,6 +49,7 @@ def random_request(rng: random.Random, max_context: int) -> tuple[list[int], dic
         "seed": rng.randrange(2),
         "presence_penalty": rng.choice([0.0, 0.0, 0.5]),
         "logprobs": rng.choice([-1, -1, 0, 2]),
+        "prompt_logprobs": random.Random(f"scores {prompt}").choice([-1, -1, -1, -1, -1, 0, 3]),
     }
 
 
