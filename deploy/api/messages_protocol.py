@@ -54,13 +54,14 @@ def _system(value: Any) -> Blocks:
 
 def _turn(value: Any) -> Any:
     """A message whose content is blocks that its role can have."""
-    if not isinstance(value, Mapping) or value.get("role") not in _KNOWN or "content" not in value:
+    role = value.get("role") if isinstance(value, Mapping) else None
+    if not isinstance(role, str) or role not in _KNOWN or "content" not in value:
         raise ValueError("a message should have a role, user or assistant, and content")
-    blocks = blocks_of(value["content"], _KNOWN[value["role"]], "messages")
+    blocks = blocks_of(value["content"], _KNOWN[role], "messages")
     for block in blocks:
         if block["type"] == "tool_result" and block.get("content") is not None:
             blocks_of(block["content"], _TEXTS, "messages")
-    return {"role": value["role"], "content": blocks}
+    return {"role": role, "content": blocks}
 
 
 class Turn(BaseModel):
