@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from deploy.api.body import parse_object, validate
 from deploy.api.errors import ApiError
-from deploy.api.messages_protocol import Blocks, MessagesBody, MessagesPrompt, Turn, reject_unsupported
+from deploy.api.messages_protocol import MessagesBody, MessagesPrompt, reject_unsupported
 from deploy.api.protocol import ChatBody
-from deploy.text.chat import joined
+from deploy.text.turns import goes_on, messages_of_turns, thinking_variables
 
 NAMES: Final = {
     "response_format": "output_config",
@@ -55,24 +55,17 @@ def parse_prompt(raw: bytes) -> ChatBody:
 
 
 def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
-    messages: list[dict[str, Any]] = []
-    if body.system:
-        messages.append({"role": "system", "content": _text(body.system)})
-    for turn in body.messages:
-        messages += _assistant(turn.content) if turn.role == "assistant" else _user(turn)
-    goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-    thinks = body.thinking is not None and body.thinking.type == "enabled"
+    messages = messages_of_turns(body.system, [(turn.role, turn.content) for turn in body.messages])
+    begun = goes_on(messages)
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
-        "continue_final_message": goes_on,
-        "add_generation_prompt": not goes_on,
+        "continue_final_message": begun,
+        "add_generation_prompt": not begun,
+        "chat_template_kwargs": thinking_variables(None if body.thinking is None else body.thinking.type),
         **more,
     }
-    if body.thinking is None or body.thinking.type != "adaptive":
-        # Under the names that the templates of these models know it by.
-        fields["chat_template_kwargs"] = {"thinking": thinks, "enable_thinking": thinks}
-    if thinks and body.thinking is not None:
+    if body.thinking is not None and body.thinking.type == "enabled":
         fields["max_reasoning_tokens"] = body.thinking.budget_tokens
     if body.output_config is not None and (form := body.output_config.format) is not None:
         schema = {"name": "answer", "schema": form.schema_, "strict": True}
@@ -102,39 +95,3 @@ def _tools(body: MessagesPrompt) -> dict[str, Any]:
         fields["tool_choice"] = kinds.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return fields
-
-
-def _text(blocks: Blocks) -> str:
-    return joined([block["text"] for block in blocks if block["type"] == "text"])
-
-
-def _assistant(blocks: Blocks) -> list[dict[str, Any]]:
-    message: dict[str, Any] = {"role": "assistant", "content": _text(blocks)}
-    if thought := joined([block["thinking"] for block in blocks if block["type"] == "thinking"]):
-        message["reasoning_content"] = thought
-    calls = [
-        {
-            "id": block["id"],
-            "type": "function",
-            "function": {"name": block["name"], "arguments": block["input"]},
-        }
-        for block in blocks
-        if block["type"] == "tool_use"
-    ]
-    if calls:
-        message["tool_calls"] = calls
-    return [message]
-
-
-def _user(turn: Turn) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, and stand before what the user says."""
-    messages: list[dict[str, Any]] = []
-    for block in turn.content:
-        if block["type"] == "tool_result":
-            content = block.get("content") or ""
-            text = content if isinstance(content, str) else _text(content)
-            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
-    said = [block for block in turn.content if block["type"] == "text"]
-    if said or not messages:
-        messages.append({"role": "user", "content": _text(said)})
-    return messages

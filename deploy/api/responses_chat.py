@@ -10,6 +10,7 @@ from deploy.api.errors import ApiError, unsupported
 from deploy.api.protocol import ChatBody
 from deploy.api.responses_protocol import ResponsesBody, reject_unsupported
 from deploy.text.chat import joined
+from deploy.text.turns import Messages, messages_of_items, with_instructions
 
 NAMES: Final = {
     "response_format": "text",
@@ -19,8 +20,6 @@ NAMES: Final = {
 }
 """What fields of chats are called here."""
 _TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-
-Messages = list[dict[str, Any]]
 
 
 def named_here(error: ApiError) -> ApiError:
@@ -40,15 +39,9 @@ def parse_response(raw: bytes) -> ResponsesBody:
 
 def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
     """The chat of these messages, that of the body last. 400 for what is no chat."""
-    if body.instructions is not None:
-        system = {"role": "system", "content": body.instructions}
-        if messages and messages[0]["role"] in ("system", "developer"):  # templates want one, and first
-            system["content"] += "\n\n" + messages[0]["content"]
-            messages = messages[1:]
-        messages = [system, *messages]
     fields: dict[str, Any] = {
         "model": body.model,
-        "messages": messages,
+        "messages": with_instructions(messages, body.instructions),
         "max_completion_tokens": body.max_output_tokens,
         "tools": body.tools,
         "tool_choice": body.tool_choice,
@@ -63,37 +56,8 @@ def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> Messages:
-    """Items as messages: what an assistant thought, said and called in one go is one message. 400 for other content."""
-    messages: Messages = []
-    answer: dict[str, Any] | None = None
-    """The assistant's message that goes on."""
-
-    def assistant(*taken: str) -> dict[str, Any]:
-        nonlocal answer
-        if answer is None or any(answer.get(name) for name in taken):
-            answer = {"role": "assistant", "content": ""}
-            messages.append(answer)
-        return answer
-
-    for item in items:
-        kind = item["type"]
-        if kind == "reasoning":
-            texts = [_text(item[name]) for name in ("content", "summary") if item.get(name)]
-            assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = joined(texts[:1])
-        elif kind == "message" and item["role"] == "assistant":
-            assistant("content", "tool_calls")["content"] = _text(item.get("content"))
-        elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            assistant().setdefault("tool_calls", []).append(call)
-        else:
-            answer = None
-            content = _text(item.get("content" if kind == "message" else "output"))
-            if kind == "message":
-                messages.append({"role": item["role"], "content": content})
-            else:
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
-    return messages
+    """Items as messages; 400 for content that nobody reads."""
+    return messages_of_items(items, _text)
 
 
 def _text(value: Any) -> str:

@@ -19,9 +19,10 @@ from deploy.api.generate import Stream, Whole
 from deploy.api.intake import Intake
 from deploy.api.reading import PLAIN
 from deploy.api.response_store import ResponseStore
-from deploy.api.responses_chat import Messages, chat_of, messages_of, named_here, parse_response
+from deploy.api.responses_chat import chat_of, messages_of, named_here, parse_response
 from deploy.api.responses_format import ResponsesFormat
 from deploy.api.responses_protocol import ResponsesBody
+from deploy.text.turns import Messages
 
 
 def _conversation(before: bytes, body: ResponsesBody) -> Messages:

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from deploy.routing.chat_shapes import as_chat
 from deploy.routing.policy import Ask
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, template_message, tools_of
 from deploy.text.errors import ChatTemplateError
@@ -33,7 +34,7 @@ INLINE_MESSAGES = 256
 
 
 class AskReader:
-    """Turns bodies of /v1/completions and /v1/chat/completions into what routing needs to know."""
+    """Turns bodies of the generating endpoints into what routing needs to know."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, chat_template: str | None = None, control_tokens_in_text: bool = False
@@ -53,7 +54,7 @@ class AskReader:
             return known
         try:
             ask = await self._read(body, whole)
-        except (ValueError, TypeError, OverflowError, ChatTemplateError):
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, ChatTemplateError):
             ask = Ask(whole // BYTES_PER_TOKEN)
         self._recent[digest] = ask
         if len(self._recent) > REMEMBERED:
@@ -79,8 +80,8 @@ class AskReader:
         return ask
 
     async def _prompts(self, data: Mapping[str, Any]) -> list[Sequence[int]]:
-        if "messages" in data:
-            return [await self._chat(data)]
+        if "messages" in data or "input" in data:
+            return [await self._chat(as_chat(data))]
         prompt = data.get("prompt")
         if isinstance(prompt, str):
             prompt = [prompt]

@@ -1,0 +1,77 @@
+"""Bodies of /v1/messages and /v1/responses as chats, as far as their prompts go.
+
+The path of a request is not known here, so a body's own fields say what it is: one without any that only Anthropic's
+clients send is a chat as it stands, and differs at most at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from deploy.text.chat import joined
+from deploy.text.turns import (
+    goes_on,
+    messages_of_items,
+    messages_of_turns,
+    thinking_variables,
+    with_instructions,
+)
+
+_BLOCKS: Final = {"tool_use", "tool_result", "thinking", "redacted_thinking"}
+
+
+def as_chat(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a chat that its prompt depends on. TypeError, ValueError, LookupError or AttributeError for what is
+    none, or is not all here."""
+    if "messages" in data:
+        return _of_messages(data) if _is_anthropic(data) else data
+    if data.get("previous_response_id") is not None:
+        raise ValueError("only the replica that keeps it knows what came before")
+    return _of_response(data)
+
+
+def _is_anthropic(data: Mapping[str, Any]) -> bool:
+    if "system" in data or "thinking" in data or any("input_schema" in tool for tool in data.get("tools") or ()):
+        return True
+    contents = (message["content"] for message in data["messages"] if isinstance(message.get("content"), list))
+    return any(block.get("type") in _BLOCKS for content in contents for block in content)
+
+
+def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
+    turns = [(turn["role"], _blocks(turn["content"])) for turn in data["messages"]]
+    messages = messages_of_turns(_blocks(data.get("system") or []), turns)
+    choice, tools = data.get("tool_choice") or {}, data.get("tools") or ()
+    return {
+        "messages": messages,
+        "continue_final_message": goes_on(messages),
+        "add_generation_prompt": not goes_on(messages),
+        "chat_template_kwargs": thinking_variables((data.get("thinking") or {}).get("type")),
+        "tools": [_function(tool["name"], tool.get("description"), tool["input_schema"]) for tool in tools],
+        "tool_choice": choice.get("type"),
+    }
+
+
+def _of_response(data: Mapping[str, Any]) -> dict[str, Any]:
+    given = data["input"]
+    items = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+    messages = messages_of_items([{"type": "message", **item} for item in items], _text)
+    tools = data.get("tools") or ()
+    return {
+        "messages": with_instructions(messages, data.get("instructions")),
+        "tools": [_function(tool["name"], tool.get("description"), tool.get("parameters")) for tool in tools],
+        "tool_choice": data.get("tool_choice"),
+        "chat_template_kwargs": data.get("chat_template_kwargs"),
+    }
+
+
+def _function(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else joined([part["text"] for part in content])

@@ -1,0 +1,109 @@
+"""Bodies of /v1/messages and /v1/responses get the page hashes that their replicas compute."""
+
+from __future__ import annotations
+
+import json
+import random
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deploy.api.messages_chat import parse_messages
+from deploy.api.prompts import render_messages
+from deploy.api.responses_chat import chat_of, messages_of, parse_response
+from deploy.config.api import ApiConfig
+from deploy.routing.asks import AskReader
+from deploy.text.tokenizer import Tokenizer
+from tests.deploy.api.drawn_bodies import RICH, Drawing
+from tests.deploy.text.tool_templates import GLM
+from workers.config import DEMO_MODEL
+from workers.protocol.prompt import page_keys
+
+LONG = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(40))
+CONFIG = ApiConfig(chat_template=GLM)
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer.load(DEMO_MODEL)
+    assert found is not None
+    return found
+
+
+def lengthened(value: Any) -> Any:
+    """The same with texts that fill pages."""
+    if isinstance(value, dict):
+        texts = {"text", "content", "thinking", "output", "system", "instructions", "description", "input"}
+        return {
+            name: f"{name} {LONG}{item}" if name in texts and isinstance(item, str) else lengthened(item)
+            for name, item in value.items()
+        }
+    return [lengthened(item) for item in value] if isinstance(value, list) else value
+
+
+def replicas_ids(tokenizer: Tokenizer, path: str, raw: bytes) -> list[int]:
+    if path == MESSAGES:
+        _, chat = parse_messages(raw)
+    else:
+        body = parse_response(raw)
+        chat = chat_of(body, messages_of(body.input))
+    front: Any = SimpleNamespace(tokenizer=tokenizer, config=CONFIG)
+    return tokenizer.encode(render_messages(front, chat), chat.add_special_tokens)
+
+
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    (MESSAGES, {"max_tokens": 5, "system": "a", "messages": [{"role": "user", "content": "b"}]}),
+    (MESSAGES, {"max_tokens": 5, "system": "a", "messages": [{"role": "assistant", "content": "so it begins"}]}),
+    (
+        MESSAGES,
+        {"max_tokens": 5, "thinking": {"type": "enabled"}, "messages": [{"role": "user", "content": "b"}]},
+    ),
+    (
+        MESSAGES,
+        {
+            "max_tokens": 5,
+            "messages": [{"role": "user", "content": "b"}],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "none"},
+        },
+    ),
+    (RESPONSES, {"input": "b"}),
+    (RESPONSES, {"input": [{"role": "developer", "content": "c"}, {"role": "user", "content": "b"}]}),
+    (RESPONSES, {"input": [{"role": "system", "content": "c"}], "instructions": "a"}),
+]
+BODIES = [*((path, body) for path in (MESSAGES, RESPONSES) for body in RICH[path]), *OTHERS]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_a_body_is_rendered_as_its_replica_renders_it(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
+    raw = json.dumps(lengthened({"model": "demo", **body})).encode()
+    ids = replicas_ids(tokenizer, path, raw)
+    ask = await AskReader(tokenizer, CONFIG.chat_template).read(raw)
+    # A chat that nothing marks as Anthropic's may end otherwise: what its template asks about thinking is not known.
+    marked = path == RESPONSES or body.keys() & {"system", "thinking", "tools"}
+    assert list(ask.keys) == page_keys(ids)[: len(ask.keys)]
+    assert len(ask.keys) >= len(page_keys(ids)) - (not marked) > 3
+    assert ask.tokens == pytest.approx(len(ids), abs=0 if marked else 8)
+
+
+async def test_what_only_a_replica_knows_is_not_guessed(tokenizer: Tokenizer) -> None:
+    raw = json.dumps({"model": "demo", "input": LONG, "previous_response_id": "resp_1"}).encode()
+    ask = await AskReader(tokenizer, CONFIG.chat_template).read(raw)
+    assert (ask.keys, ask.rows) == ((), 1)
+    assert ask.tokens > 100
+
+
+async def test_broken_bodies_are_sent_on_as_something(tokenizer: Tokenizer) -> None:
+    reader, rng = AskReader(tokenizer, CONFIG.chat_template), random.Random(1)
+    drawing = Drawing({"components": {"schemas": {}}}, rng)
+    for path in (MESSAGES, RESPONSES, "/v1/chat/completions"):
+        for _ in range(150):
+            body = deepcopy(rng.choice(RICH[path]))
+            for _ in range(rng.randint(1, 3)):
+                body = drawing.broken(body)
+            assert (await reader.read(drawing.raw(body))).tokens >= 0
