@@ -187,7 +187,7 @@ class Drawing:
         if kind < 0.5:
             return rng.choice(WORDS)
         if kind < 0.6:
-            return rng.choice(ODD)
+            return deepcopy(rng.choice(ODD))
         if kind < 0.75:
             return [self.anything(depth + 1) for _ in range(rng.randint(0, 3))]
         return {rng.choice(NAMES): self.anything(depth + 1) for _ in range(rng.randint(0, 4))}
@@ -198,7 +198,7 @@ class Drawing:
         places = list(_places(body))
         holder, key = rng.choice(places) if places else (None, None)
         if holder is None or rng.random() < 0.02:
-            return rng.choice(ODD)
+            return deepcopy(rng.choice(ODD))
         match rng.randrange(10):
             case 0:
                 del holder[key]
@@ -215,7 +215,7 @@ class Drawing:
             case 5:
                 holder[key] = [holder[key]] if rng.random() < 0.5 else {"type": holder[key]}
             case _:
-                holder[key] = rng.choice(ODD)
+                holder[key] = deepcopy(rng.choice(ODD))
         return body
 
     def raw(self, body: Any) -> bytes:
