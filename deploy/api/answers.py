@@ -16,6 +16,8 @@ class Answer(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     own_ending: ClassVar[bool] = False
     """Of an event: the last one of a stream says so itself."""
+    own_failure: ClassVar[bool] = False
+    """Of an event: one of its type ends a stream that failed."""
 
 
 class ErrorDetail(Answer):

@@ -1,5 +1,6 @@
 """Every answer that is not a success, in OpenAI's envelope: {"error": {"message", "type", "param", "code"}}. Below
-/v1/messages it is Anthropic's, which has `type` "error" beside `error`, and other types in it."""
+/v1/messages it is Anthropic's, which has `type` "error" beside `error`, and other types in it. A stream of
+/v1/responses that fails ends with an event of that API."""
 
 from __future__ import annotations
 
@@ -36,6 +37,19 @@ _OF_ANTHROPIC: Final = {
 def of_anthropic(path: str) -> bool:
     """Whether a path is of Anthropic's API."""
     return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+
+
+_RESPONSES: Final = "/v1/responses"
+FAILURES: Final = ("/v1/completions", _MESSAGES, _RESPONSES)
+"""A path of each kind of event that ends a stream that failed."""
+LAST_NUMBER: Final = 2**31 - 1
+"""Sequence number of the event that ends a stream of /v1/responses that failed: behind all others, whatever they were,
+for who writes it may not know them."""
+
+
+def failure_of(path: str) -> int:
+    """Which of `FAILURES` ends the streams of a path."""
+    return 1 if of_anthropic(path) else 2 if path == _RESPONSES else 0
 
 
 def error_of(path: str) -> type[BaseModel]:
@@ -78,6 +92,11 @@ class ApiError(Exception):
 
     def event(self, path: str) -> bytes:
         """The last event of a stream that failed."""
+        if path == _RESPONSES:
+            # With `error` besides, which OpenAI's clients raise as an exception.
+            more = orjson.loads(self.envelope(path))
+            told = {"code": self.code, "message": self.message, "param": self.param, "sequence_number": LAST_NUMBER}
+            return b"event: error\ndata: " + orjson.dumps({"type": "error", **told, **more}) + b"\n\n"
         return (b"event: error\n" if of_anthropic(path) else b"") + b"data: " + self.envelope(path) + b"\n\n"
 
 

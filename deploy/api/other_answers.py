@@ -117,3 +117,4 @@ class ResponseEvent(Answer):
     type: str
     sequence_number: int
     own_ending: ClassVar[bool] = True
+    own_failure: ClassVar[bool] = True

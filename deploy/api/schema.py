@@ -63,8 +63,9 @@ class Description:
             content = {"application/json": {"schema": _ref(answer)}}
         if event is not None:
             name = event.__name__
+            failure = f"{name} of type error" if event.own_failure else error.__name__
             last = "" if event.own_ending else ", then `data: [DONE]`"
-            what = f"Events `data: ` with a {name} each{last}; a {error.__name__} ends a stream that failed."
+            what = f"Events `data: ` with a {name} each{last}; a {failure} ends a stream that failed."
             content["text/event-stream"] = {
                 "schema": {"type": "string", "description": what, "x-event-schema": _ref(event)}
             }

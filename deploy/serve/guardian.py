@@ -28,9 +28,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
+    from collections.abc import Sequence
 
 _MESSAGE = struct.Struct("<BQ")
-_HOLD, _RELEASE, _BEAT = 1, 2, 3
+_RELEASE, _BEAT, _HOLD = 1, 2, 3
+"""Kinds of messages. Behind `_HOLD` each number says which last words a connection gets."""
 BEAT_S = 0.25
 """Seconds between two signs of life of a front."""
 LEAST_SILENCE_S = 4 * BEAT_S
@@ -44,25 +46,26 @@ class Guardian:
 
     def __init__(
         self,
-        last_words: bytes,
+        last_words: Sequence[bytes],
         folder: Path | None = None,
         note: tuple[Path, str] | None = None,
         silence_s: float = 10.0,
     ) -> None:
-        """`last_words`: the event every stream ends with, such as `data: {"error": ...}` and a blank line. `folder`:
-        where the replica's socket files are, to be removed in the front's place. `note`: a file and its text, written
-        unless somebody wrote there in this front's time: then it noted the cause itself. `silence_s`: seconds without
-        a `beat` after which this process is killed, counted from the first; no fewer than `LEAST_SILENCE_S`."""
+        """`last_words`: the events that streams end with, such as `data: {"error": ...}` and a blank line; `hold` says
+        which of them a stream does. `folder`: where the replica's socket files are, to be removed in the front's place.
+        `note`: a file and its text, written unless somebody wrote there in this front's time: then it noted the cause
+        itself. `silence_s`: seconds without a `beat` after which this process is killed, counted from the first; no
+        fewer than `LEAST_SILENCE_S`."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._next = 0
         self._loop: AbstractEventLoop | None = None
-        self._unsent: dict[int, int | None] = {}
-        """Messages that the channel has no room for yet: by number a descriptor to hold, or None to release it."""
+        self._unsent: dict[int, tuple[int, int | None]] = {}
+        """Messages that the channel has no room for yet: by number their kind and a descriptor to hold, if any."""
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-SE", __file__, str(theirs.fileno()), str(silence_s), last_words.hex()),
+                    *(sys.executable, "-SE", __file__, str(theirs.fileno()), str(silence_s), _packed(last_words)),
                     *(str(folder or ""), *(map(str, (*note, time.time())) if note else ())),
                 ],
                 pass_fds=(theirs.fileno(),),
@@ -75,15 +78,18 @@ class Guardian:
         """Of the guardian process."""
         return self._process.pid
 
-    def hold(self, connection: int) -> int | None:
-        """Guard a connection (file descriptor) whose chunked body has begun; returns what `release` takes.
+    def hold(self, connection: int, words: int = 0) -> int | None:
+        """Guard a connection (file descriptor) whose chunked body has begun, and which gets the last words of that
+        number; returns what `release` takes.
 
         None when it cannot be guarded: then nothing is lost but the last words.
         """
         self._next += 1
-        if self._unsent or not self._send(_HOLD, self._next, connection):
+        if self._unsent or not self._send(_HOLD + words, self._next, connection):
             try:
-                self._keep(self._next, os.dup(connection))  # it may be closed, and its number another's, by then
+                self._keep(
+                    self._next, _HOLD + words, os.dup(connection)
+                )  # it may be closed, and its number another's, by then
             except OSError:
                 return None
         return self._next
@@ -93,9 +99,10 @@ class Guardian:
         if held is None:
             return
         if (unsent := self._unsent.pop(held, None)) is not None:
-            os.close(unsent)
+            if unsent[1] is not None:
+                os.close(unsent[1])
         elif self._unsent or not self._send(_RELEASE, held):
-            self._keep(held, None)
+            self._keep(held, _RELEASE, None)
 
     def beat(self) -> None:
         """The front's loop turns; to be called every `BEAT_S`."""
@@ -113,20 +120,20 @@ class Guardian:
             return True  # it is gone, and nobody is waited for
         return True
 
-    def _keep(self, number: int, descriptor: int | None) -> None:
+    def _keep(self, number: int, kind: int, descriptor: int | None) -> None:
         if self._loop is None:
             from asyncio import get_running_loop  # the guardian itself, which runs this file, does without
 
             self._loop = get_running_loop()
         if not self._unsent:
             self._loop.add_writer(self._socket, self._send_kept)
-        self._unsent[number] = descriptor
+        self._unsent[number] = kind, descriptor
 
     def _send_kept(self) -> None:
         """There is room again."""
         while self._unsent:
-            number, descriptor = next(iter(self._unsent.items()))
-            if not self._send(_RELEASE if descriptor is None else _HOLD, number, descriptor):
+            number, (kind, descriptor) = next(iter(self._unsent.items()))
+            if not self._send(kind, number, descriptor):
                 return
             del self._unsent[number]
             if descriptor is not None:
@@ -142,9 +149,10 @@ class Guardian:
         self._socket.close()
 
 
-def keep(channel: socket.socket, silence_s: float = math.inf) -> list[socket.socket]:
-    """The guardian's life: keep connections while the front lives; returns those that are left."""
-    held: dict[int, socket.socket] = {}
+def keep(channel: socket.socket, silence_s: float = math.inf) -> list[tuple[socket.socket, int]]:
+    """The guardian's life: keep connections while the front lives; returns those that are left, and which words each
+    gets."""
+    held: dict[int, tuple[socket.socket, int]] = {}
     front, beats, quiet = os.getppid(), False, 0.0
     while True:
         # Counted, not measured: a machine that stood still for a while let nobody give a sign.
@@ -159,19 +167,19 @@ def keep(channel: socket.socket, silence_s: float = math.inf) -> list[socket.soc
         if not data:
             return list(held.values())
         kind, number = _MESSAGE.unpack(data)
-        if kind == _HOLD and descriptors:
-            held[number] = socket.socket(fileno=descriptors[0])
+        if kind >= _HOLD and descriptors:
+            held[number] = socket.socket(fileno=descriptors[0]), kind - _HOLD
         elif kind == _RELEASE and number in held:
-            held.pop(number).close()
+            held.pop(number)[0].close()
         beats |= kind == _BEAT
 
 
-def end(connections: list[socket.socket], last_words: bytes) -> None:
+def end(connections: list[tuple[socket.socket, int]], last_words: Sequence[bytes]) -> None:
     """Write the last event and the end of the body to each, as far as it takes them."""
-    ending = b"%x\r\n%s\r\n0\r\n\r\n" % (len(last_words), last_words)
+    endings = [b"%x\r\n%s\r\n0\r\n\r\n" % (len(words), words) for words in last_words]
     deadline = time.monotonic() + WRITE_TIMEOUT_S
-    for connection in connections:
-        _write(connection, ending, deadline)
+    for connection, words in connections:
+        _write(connection, endings[words], deadline)
         connection.close()
 
 
@@ -180,6 +188,14 @@ def note(file: Path, text: str, since: float) -> None:
     with contextlib.suppress(OSError):
         if not file.exists() or file.stat().st_mtime < since:
             file.write_text(text)
+
+
+def _packed(last_words: Sequence[bytes]) -> str:
+    return ",".join(words.hex() for words in last_words)
+
+
+def _unpacked(last_words: str) -> list[bytes]:
+    return [bytes.fromhex(words) for words in last_words.split(",")]
 
 
 def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
@@ -205,6 +221,6 @@ if __name__ == "__main__":
     left = keep(socket.socket(fileno=number), float(sys.argv[2]))
     if sys.argv[5:]:  # first, for clients that ask why their stream ended
         note(Path(sys.argv[5]), sys.argv[6], float(sys.argv[7]))
-    end(left, bytes.fromhex(sys.argv[3]))
+    end(left, _unpacked(sys.argv[3]))
     if sys.argv[4]:
         shutil.rmtree(sys.argv[4], ignore_errors=True)

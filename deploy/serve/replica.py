@@ -12,7 +12,7 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp
 
-from deploy.api.errors import engine_down
+from deploy.api.errors import FAILURES, engine_down
 from deploy.cluster.haproxy import fault_note, note_fault
 from deploy.cluster.replica_ports import listen_at_home
 from deploy.config.application import ServeConfig
@@ -93,7 +93,7 @@ class EngineReplica:
             self.live.failed(cause)
             self.board.fail(cause, isinstance(error, EngineFault) and error.lasting)
             raise RuntimeError(cause) from error
-        last_words = engine_down(FRONT_DIED).event("")
+        last_words = [engine_down(FRONT_DIED).event(path) for path in FAILURES]
         silence_s = config.health.timeout_s
         self.guardian = Guardian(last_words, self.processes.folder, fault_note(FRONT_DIED), silence_s)
         self._beating = asyncio.ensure_future(self._beat(self.guardian))

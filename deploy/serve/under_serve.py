@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.api.errors import failure_of
 from deploy.routing.arrivals import TICKET_HEADER, Arrivals, Ticket
 from deploy.serve.guardian import Guardian
 from kernels.private_ground import PrivateGround
@@ -47,7 +48,7 @@ class UnderServe:
                 headers = [header for header in message.get("headers", ()) if header[0] != b"x-request-id"]
                 await send({**message, "headers": [*headers, self._replica]})
                 if self._guardian is not None and _is_stream(headers) and (fd := connection_of(receive)) is not None:
-                    held = self._guardian.hold(fd)
+                    held = self._guardian.hold(fd, failure_of(scope["path"]))
                 return
             await send(message)
 

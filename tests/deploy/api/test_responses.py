@@ -17,6 +17,7 @@ from fake_engine import INFO, EngineFault, FakeEngine, out, say, serving
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from openai.types.responses import ResponseErrorEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from tiny_tokenizer import tiny, with_special
 from tool_templates import DEEPSEEK_V31, GLM, KIMI
@@ -314,6 +315,13 @@ def test_failures() -> None:
             streamed(client)
         with pytest.raises(openai.InternalServerError, match="rank 1 is silent"):
             ask(client)
+    with serving(create_app(served.engine, tiny())) as port:
+        text = httpx.post(f"http://127.0.0.1:{port}/v1/responses", json=BODY | {"stream": True}).text
+    *_, name, data = text.strip().split("\n")
+    assert name == "event: error"
+    error = ResponseErrorEvent.model_validate_json(data.removeprefix("data: "))
+    assert (error.type, error.code) == ("error", "engine_down")
+    assert "rank 1 is silent" in error.message
     engine = FakeEngine(say(tiny().encode("Hi.", add_special_tokens=False)), LARGE)
     with (
         serving(create_app(engine, tiny())) as port,

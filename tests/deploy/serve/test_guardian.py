@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.serve.guardian import _MESSAGE, WRITE_TIMEOUT_S, Guardian, end, keep
+from deploy.serve.guardian import _HOLD, _MESSAGE, WRITE_TIMEOUT_S, Guardian, end, keep
 from workers.channel.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,13 +32,14 @@ async def app(scope, receive, send):
     if scope["path"] != "/json":
         for n in range(3):
             await send({"type": "http.response.body", "body": b"data: %d\\n\\n" % n, "more_body": True})
-    if scope["path"] in ("/hang", "/json"):
+    if scope["path"] != "/done":
         while (await receive())["type"] != "http.disconnect":
             pass
     await send({"type": "http.response.body", "body": b""})
 
 folder = pathlib.Path(sys.argv[3])
-guardian = Guardian(b'data: {"error": 1}\\n\\n', folder, (folder.parent / "fault", "the front died"))
+words = (b'data: {"error": 1}\\n\\n', b'event: 2\\n\\n', b'event: 3\\n\\n')
+guardian = Guardian(words, folder, (folder.parent / "fault", "the front died"))
 layer = UnderServe(app, "me", Arrivals(), guardian)
 
 async def serve(scope, receive, send):
@@ -110,6 +111,17 @@ def test_streams_of_a_killed_front_end_with_the_error_event(server, tmp_path: Pa
         socket.create_connection(("127.0.0.1", port), 1)
 
 
+@pytest.mark.alone
+def test_a_stream_ends_in_the_shape_of_its_endpoint(server) -> None:
+    port, process, _ = server
+    endings = {"/v1/completions": 'data: {"error": 1}', "/v1/messages": "event: 2", "/v1/responses": "event: 3"}
+    streams = {path: begin(port, path) for path in endings}
+    for stream in streams.values():
+        assert len(stream.read(27)) == 27
+    os.kill(process.pid, signal.SIGKILL)
+    assert {path: stream.read().decode().strip() for path, stream in streams.items()} == endings
+
+
 @pytest.mark.parametrize("fresh", [True, False])
 def test_a_cause_that_the_front_noted_stays(server, tmp_path: Path, fresh: bool) -> None:
     _, process, guardian = server
@@ -174,7 +186,7 @@ def test_a_client_that_leaves_is_let_go_of(server) -> None:
 @pytest.mark.alone
 def test_a_front_that_hangs_is_ended() -> None:
     code = (
-        "import time; from deploy.serve.guardian import Guardian; guardian = Guardian(b'', silence_s=1.0)\n"
+        "import time; from deploy.serve.guardian import Guardian; guardian = Guardian([b''], silence_s=1.0)\n"
         "print(flush=True)\n"
         "while True: guardian.beat(); time.sleep(0.2)"
     )
@@ -191,7 +203,7 @@ def test_a_front_that_hangs_is_ended() -> None:
 @pytest.mark.alone
 def test_a_front_whose_patience_is_short_is_not_ended_between_two_signs_of_life() -> None:
     code = (
-        "import time; from deploy.serve.guardian import BEAT_S, Guardian; guardian = Guardian(b'', silence_s=0.1)\n"
+        "import time; from deploy.serve.guardian import BEAT_S, Guardian; guardian = Guardian([b''], silence_s=0.1)\n"
         "print(flush=True)\n"
         "while True: guardian.beat(); time.sleep(1.5 * BEAT_S)"  # a loop has other things to do, too
     )
@@ -204,7 +216,7 @@ def test_a_front_whose_patience_is_short_is_not_ended_between_two_signs_of_life(
 
 async def test_what_a_guardian_has_no_time_for_yet_is_told_later() -> None:
     """All of a busy front's streams begin in one moment, and most of them end before it is given the processor."""
-    guardian = Guardian(b"data: 1\n\n")
+    guardian = Guardian([b"data: 1\n\n"])
 
     async def until(wanted: int) -> None:
         deadline = time.monotonic() + 5
@@ -238,12 +250,12 @@ def test_a_client_that_does_not_read_holds_the_others_up_for_a_second_at_most() 
         while stuck.send(b"x" * 65536):
             pass
     for number, (front, _) in enumerate(streams):
-        socket.send_fds(ours, [_MESSAGE.pack(1, number)], [front.fileno()])
+        socket.send_fds(ours, [_MESSAGE.pack(_HOLD + number, number)], [front.fileno()])
         front.close()
     ours.close()
     words = "data: ü\n\n".encode()
     begun = time.monotonic()
-    end(keep(theirs), words)
+    end(keep(theirs), [b"another's", words])
     assert time.monotonic() - begun < WRITE_TIMEOUT_S + 0.5
     assert streams[1][1].recv(4096) == b"a\r\n" + words + b"\r\n0\r\n\r\n"
     assert streams[1][1].recv(1) == b""
