@@ -37,6 +37,8 @@ COUNTERS: dict[str, str] = {
     "cached_tokens": "Prompt tokens served from the prefix cache.",
     "drafts_offered": "Draft tokens verified.",
     "drafts_accepted": "Draft tokens that stood.",
+    "decode_fed": "Tokens that steps of decode rows alone fed, drafts included.",
+    "decode_context": "Tokens that their rows had before them, summed over steps.",
     "preemptions": "Requests put back to the queue because pages ran out.",
     "acceptance_falls": "How often half as many first drafts stood as before.",
     "bad_rows": "Rows whose logits were not finite: their requests failed, or were computed again.",
@@ -49,6 +51,11 @@ HISTOGRAMS: dict[str, str] = {
 WORKER_GAUGES: dict[str, str] = {
     "graph_capture_seconds": "Seconds that capturing the graphs took.",
     "graph_bytes": "Device memory of the graphs and their scratch.",
+    "step_weight_bytes": "Of the matrices that a step reads on rank 0 whatever its tokens are.",
+    "step_expert_bytes": "Of all routed experts on rank 0.",
+    "step_expert_share": "Share of the routed experts that a token chooses.",
+    "step_entry_bytes": "That a row reads of the cache for each token of its context.",
+    "step_bandwidth": "Bytes a second that the device can read by its own account; 0 where it says nothing.",
 }
 WORKER_COUNTERS: dict[str, tuple[str, str | None]] = {
     "graph_replays": ("Steps that were one replay of a graph, or two with masks filled between.", None),

@@ -36,6 +36,12 @@ class StepFigures(_Shown):
     """Mean number of decode rows."""
     prefill_tokens: float
     """Mean number of prompt tokens that a step feeds."""
+    floor_bytes: float | None = None
+    """Of steps of decode rows alone: what one reads of rank 0's memory at the least, on an average: weights, the
+    experts that so many tokens choose if all are chosen alike, and the cache of the rows' contexts. null where it is
+    not known."""
+    floor_seconds: float | None = None
+    """How long the device takes to read that, by its own account; null where it gives none."""
 
 
 class ReplicaFigures(_Shown):
@@ -166,12 +172,28 @@ def _steps(kind: str, old: EngineStats, new: EngineStats, seconds: float) -> Ste
     def mean(of: Callable[[EngineStats], dict[str, Distribution]]) -> float:
         return (of(new).get(kind, NO_STEPS).total - of(old).get(kind, NO_STEPS).total) / count
 
+    floor_bytes, floor_seconds = _floor(old, new, count) if kind == "decode" else (None, None)
     return StepFigures(
         per_second=count / seconds,
         seconds=(times.total - before.total) / count,
         decode_rows=mean(lambda stats: stats.step_decode_rows),
         prefill_tokens=mean(lambda stats: stats.step_prefill_tokens),
+        floor_bytes=floor_bytes,
+        floor_seconds=floor_seconds,
     )
+
+
+def _floor(old: EngineStats, new: EngineStats, steps: int) -> tuple[float | None, float | None]:
+    """Bytes that a step of decode rows alone reads at the least, and in how many seconds; see `StepFigures`."""
+    weights, experts, share, entry, bandwidth = (
+        new.worker.get(f"step_{name}", {}).get("", 0.0)
+        for name in ("weight_bytes", "expert_bytes", "expert_share", "entry_bytes", "bandwidth")
+    )
+    if not weights:
+        return None, None
+    tokens, context = ((getattr(new, name) - getattr(old, name)) / steps for name in ("decode_fed", "decode_context"))
+    floor = weights + (1 - (1 - share) ** tokens) * experts + context * entry
+    return floor, floor / bandwidth if bandwidth else None
 
 
 def _hit_rate(old: EngineStats, new: EngineStats) -> float | None:

@@ -7,7 +7,8 @@ const whole = (value) => value.toFixed(0);
 const rate = (value) => (value < 10 ? value.toFixed(1) : value.toFixed(0));
 const milliseconds = (value) => `${value < 10 ? value.toFixed(2) : value.toFixed(0)} ms`;
 const share = (value) => `${(100 * value).toFixed(0)} %`;
-const stepTime = (kind) => (figures) => (figures.steps[kind] ? 1000 * figures.steps[kind].seconds : null);
+const milli = (seconds) => (seconds === null || seconds === undefined ? null : 1000 * seconds);
+const stepTime = (kind) => (figures) => milli(figures.steps[kind]?.seconds);
 
 const CHARTS = [
   { title: "Tokens a second", form: rate, series: {
@@ -19,7 +20,10 @@ const CHARTS = [
   { title: "Decode rows of a step", form: rate, series: {
     decode: (figures) => figures.steps.decode?.decode_rows ?? null,
     mixed: (figures) => figures.steps.mixed?.decode_rows ?? null } },
-  { title: "Time of a step", form: milliseconds, series: Object.fromEntries(KINDS.map((kind) => [kind, stepTime(kind)])) },
+  { title: "Time of a step", form: milliseconds, series: {
+    ...Object.fromEntries(KINDS.map((kind) => [kind, stepTime(kind)])),
+    // What the device needs at the least to read what a step of decode rows reads.
+    "decode's floor": (figures) => milli(figures.steps.decode?.floor_seconds) } },
   { title: "Pages in use", form: whole, top: (figures) => figures.pages_total, series: {
     used: (figures) => figures.pages_total - figures.pages_free } },
   { title: "Drafts that stood", form: share, top: () => 1, series: { share: (figures) => figures.drafts_accepted } },

@@ -26,6 +26,7 @@ export function combine(replicas) {
         seconds: mean(some, (step) => step.seconds, rate),
         decode_rows: mean(some, (step) => step.decode_rows, rate),
         prefill_tokens: mean(some, (step) => step.prefill_tokens, rate),
+        floor_seconds: mean(some, (step) => step.floor_seconds, rate),
       };
     }
   }

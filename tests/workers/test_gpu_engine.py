@@ -274,3 +274,9 @@ def test_log_probabilities_of_prompts_are_those_of_the_cpu(width: int, drafter: 
     for one, other, third in zip(cpu, eager, replayed, strict=True):
         assert other == pytest.approx(one, abs=1e-3)
         assert third == pytest.approx(one, abs=1e-3)
+
+
+def test_a_gpu_says_how_fast_it_reads() -> None:
+    """Within what data sheets say of GPUs that this project knows."""
+    reads = engine("cuda", graphs=False).runner.stats.step_reads
+    assert 1e12 < reads["step_bandwidth"] < 1.5e13

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from workers.protocol.messages import Figures
@@ -29,6 +30,8 @@ class GraphStats:
     capture_seconds: float = 0.0
     bytes: int = 0
     """Device memory that the graphs and their scratch took."""
+    step_reads: Mapping[str, float] = field(default_factory=dict)
+    """What a decode step reads at the least, see `workers.rank.step_reads`."""
 
     def figures(self) -> Figures:
         """For the scheduler; another thread than the one that counts may call it."""
@@ -42,4 +45,5 @@ class GraphStats:
             "graph_eager_steps": dict(self.eager),
             "graph_capture_seconds": {"": self.capture_seconds},
             "graph_bytes": {"": self.bytes},
+            **{name: {"": value} for name, value in self.step_reads.items()},
         }

@@ -157,6 +157,10 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Prompt tokens served from the prefix cache."""
     drafts_offered: int = 0
     drafts_accepted: int = 0
+    decode_fed: int = 0
+    """Tokens that steps of decode rows alone fed, drafts included."""
+    decode_context: int = 0
+    """Tokens that their rows had before them, summed over steps."""
     preemptions: int = 0
     bad_rows: int = 0
     """Rows whose logits were not finite: their requests failed, or were computed again without pages of others."""

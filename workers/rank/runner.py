@@ -24,6 +24,7 @@ from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import TOKEN_BYTES
 from workers.protocol.scores import Scores
+from workers.rank.step_reads import step_reads
 from workers.step.decode import DecodeStep
 from workers.step.logprobs import Taken
 from workers.step.masks import StepMasks
@@ -117,7 +118,7 @@ class Runner:
         self._decode: dict[GraphKey, DecodeStep] = {}
         self._scratch = Scratch(device)
         self.graphs: GraphRunner | None = None
-        self.stats = GraphStats()
+        self.stats = GraphStats(step_reads=step_reads(model, device))
         self._steps = 0
         self._collected = 0.0
 

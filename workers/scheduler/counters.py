@@ -43,6 +43,8 @@ class Counters:
     cached_tokens: int = 0
     drafts_offered: int = 0
     drafts_accepted: int = 0
+    decode_fed: int = 0
+    decode_context: int = 0
 
     def count_step(self, decode_rows: int, prefill_tokens: int, seconds: float) -> None:
         """One applied step."""

@@ -172,6 +172,8 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         bad, stuck = self._bad_rows(flight, result), self._stuck_rows(flight, result)
         over = bad.keys() | stuck.keys()
+        # Before the step's own tokens are added.
+        context = 0 if plan.prefill else sum([sequence.tokens.length for sequence in flight.decode])
         offered = accepted = 0
         rows, ended = zip(flight.decode, result.tokens, strict=False), Phase.ENDED
         stood: list[tuple[Sequence, int]] = []
@@ -199,6 +201,9 @@ class Scheduler:
         prompt_tokens = sum(len(row.tokens) for row in plan.prefill)
         self._mixed.observe(len(flight.decode), plan.width, prompt_tokens, result.duration)
         self._counters.count_step(len(flight.decode), prompt_tokens, result.duration)
+        if not plan.prefill:
+            self._counters.decode_fed += plan.width * len(flight.decode)
+            self._counters.decode_context += context
         return (*self._judge(outputs, bad), *stuck.values())
 
     def stats(self) -> EngineStats:

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fake_engine import FakeEngine, say, serving
 from test_selftest_endpoint import REPORT
@@ -69,9 +70,22 @@ def test_figures_are_rates_and_means_since_the_last_look() -> None:
     assert shown.drafts_accepted == 0.75
     assert shown.graph_hit_rate == pytest.approx(11 / 12)
     assert shown.eager_steps == {"width": 1}
+    assert (decode.floor_bytes, decode.floor_seconds, mixed.floor_bytes) == (None, None, None)
     still = replica_figures(FIGURES, FIGURES, 4.0)
     assert (still.generated_tokens_per_s, still.steps) == (0.0, {})
     assert (still.drafts_accepted, still.graph_hit_rate) == (None, None)
+
+
+@pytest.mark.parametrize("bandwidth", [0, 1e6])
+def test_a_decode_step_has_a_floor_of_bytes(bandwidth: float) -> None:
+    reads = {"weight_bytes": 1000, "expert_bytes": 8000, "expert_share": 0.5, "entry_bytes": 10, "bandwidth": bandwidth}
+    worker = {f"step_{name}": {"": float(value)} for name, value in reads.items()}
+    now = msgspec.structs.replace(FIGURES, decode_fed=20, decode_context=4000, worker=worker)
+    shown = replica_figures(EngineStats(), now, 4.0).steps
+    # 10 steps, so two tokens of a step choose three quarters of the experts, and there are 400 entries.
+    assert shown["decode"].floor_bytes == pytest.approx(1000 + 6000 + 4000)
+    assert shown["decode"].floor_seconds == (pytest.approx(0.011) if bandwidth else None)
+    assert shown["mixed"].floor_bytes is None
 
 
 def test_a_window_keeps_a_few_seconds_and_the_sample_before_a_pause() -> None:

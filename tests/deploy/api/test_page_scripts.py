@@ -131,7 +131,8 @@ def test_figures_of_replicas_are_added_up_and_kept_for_two_minutes(folder: Path)
     const figures = (running, rate, seconds, hits) => ({ running, waiting: 0, slots: 4, pages_total: 10, pages_free: 4,
       generated_tokens_per_s: rate, prompt_tokens_per_s: null, steps_per_s: rate, acceptance: [hits],
       drafts_accepted: null, graph_hit_rate: hits, eager_steps: {},
-      steps: { decode: { per_second: rate, seconds, decode_rows: 2, prefill_tokens: 0 } } });
+      steps: { decode: { per_second: rate, seconds, decode_rows: 2, prefill_tokens: 0,
+        floor_seconds: seconds > 0.02 ? null : 0.004 } } });
     const two = [{ name: "a", state: "serving", figures: figures(1, 30, 0.01, 1) },
                  { name: "b", state: "serving", figures: figures(2, 10, 0.03, 0.5) },
                  { name: "c", state: "starting", figures: null }];
@@ -149,6 +150,7 @@ def test_figures_of_replicas_are_added_up_and_kept_for_two_minutes(folder: Path)
     both = found["both"]
     assert (both["running"], both["slots"], both["generated_tokens_per_s"]) == (3, 8, 40)
     assert both["steps"]["decode"]["seconds"] == pytest.approx((30 * 0.01 + 10 * 0.03) / 40)
+    assert both["steps"]["decode"]["floor_seconds"] == 0.004
     assert both["graph_hit_rate"] == pytest.approx((30 * 1 + 10 * 0.5) / 40)
     assert both["acceptance"] == [0.75]
     assert both["drafts_accepted"] is None

@@ -28,6 +28,7 @@ from deploy.observability.front_metrics import (
 from deploy.observability.logs import LOGGERS, configure
 from workers.graphs.stats import GraphStats
 from workers.protocol.messages import EngineStats
+from workers.rank.step_reads import STEP_READS
 from workers.scheduler.counters import Counters
 
 IDS = tiny().encode("the fox", add_special_tokens=False)
@@ -92,7 +93,9 @@ def test_what_is_counted() -> None:
 def test_every_engine_figure_is_rendered() -> None:
     fields = set(EngineStats.__struct_fields__) - {"prefix_keys", "worker"}
     assert fields == set(GAUGES) | set(COUNTERS) | set(HISTOGRAMS) | {ACCEPTANCE[0]}
-    assert set(GraphStats().figures()) == set(WORKER_GAUGES) | set(WORKER_COUNTERS)
+    assert set(GraphStats(step_reads=dict.fromkeys(STEP_READS, 0.0)).figures()) == set(WORKER_GAUGES) | set(
+        WORKER_COUNTERS
+    )
     metrics = FrontMetrics()
     metrics.watch_engine(EngineStats)
     found = samples(metrics.render().decode())

@@ -391,4 +391,8 @@ def test_steps_are_counted_by_kind_and_size() -> None:
             ]
     assert stats.step_prefill_tokens["prefill"].total + stats.step_prefill_tokens["mixed"].total == 390
     assert stats.step_decode_rows["mixed"].count > 0
+    alone_steps = [plan for plan in replica.plans if not plan.prefill]
+    assert stats.decode_fed == sum(plan.layout.tokens for plan in alone_steps)
+    rows = stats.step_decode_rows["decode"].total
+    assert 130 * rows < stats.decode_context < 151 * rows
     assert alone(replica.requests["a"], 1000)[0] == replica.tokens["a"]

@@ -1,0 +1,66 @@
+"""What a decode step cannot do without reading from this rank's memory: the floor of its time, which `/live` shows.
+
+Counted is the target's pass alone: drafts, activations and what is written come on top.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from workers.models.feed_forward import MixtureOfExperts
+from workers.models.model import Model
+from workers.weights.weight import Weight
+
+STEP_READS: Final = (
+    "step_weight_bytes",
+    "step_expert_bytes",
+    "step_expert_share",
+    "step_entry_bytes",
+    "step_bandwidth",
+)
+
+
+def step_reads(model: Model, device: torch.device) -> dict[str, float]:
+    """By name:
+
+    - `step_weight_bytes`: of all matrices that a step reads whatever its tokens are.
+    - `step_expert_bytes`: of all routed experts, of which a step reads those that its tokens choose.
+    - `step_expert_share`: the share of them that one token chooses.
+    - `step_entry_bytes`: that a row reads for each token of its context. Of sparse attention the index keys alone: how
+      many latents it reads does not grow with the context.
+    - `step_bandwidth`: bytes a second that the device can read by its own account; 0 where it says nothing.
+    """
+    routing = model.config.routing
+    fixed, experts, entry = model.head_YE.nbytes, 0, 0
+    for layer in model.layers:
+        attention, network = layer.attention, layer.feed_forward
+        specs = attention.caches if model.config.indexing is None else attention.caches[1:]
+        entry += sum(spec.entry_bytes for spec in specs)
+        fixed += attention.heads.up_HFL.nbytes
+        fixed += _bytes(attention.down_FE, attention.q_up_QA, attention.out_EF)
+        if isinstance(network, MixtureOfExperts):
+            mixture = network.mixture
+            stored = _bytes(mixture.gate_up_XFE, mixture.down_XEI)
+            shared = stored * mixture.routing.shared_experts // mixture.gate_up_XFE.shape[0]
+            experts += stored - shared
+            fixed += shared + _bytes(mixture.router_XE)
+            if network.shared is not None:
+                fixed += _bytes(network.shared.gate_up_FE, network.shared.down_EI)
+        else:
+            fixed += _bytes(network.gate_up_FE, network.down_EI)
+    chosen = routing.experts_per_token / routing.experts if experts else 0.0
+    return dict(zip(STEP_READS, (fixed, experts, chosen, entry, _bandwidth(device)), strict=True))
+
+
+def _bytes(*weights: Weight | None) -> int:
+    return sum(weight.nbytes for weight in weights if weight is not None)
+
+
+def _bandwidth(device: torch.device) -> float:
+    if device.type != "cuda":
+        return 0.0
+    properties = torch.cuda.get_device_properties(device)
+    clock_khz, bus_bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return 2e3 * clock_khz * bus_bits / 8  # two transfers a clock
