@@ -2,7 +2,7 @@
 
 Looking at a prompt's ids and hashing its pages takes time that grows with the prompt. Requests that come together,
 however many and however long, must not keep the loop from planning steps: what one turn does not take in waits here, in
-order.
+order. Where requests name API keys the keys take turns, so that one which floods keeps no other's out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Inbox:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._waiting: dict[str, Request] = {}
+        self._lines: OrderedDict[str, OrderedDict[str, Request]] = OrderedDict()  # by key, the next one's turn first
         self._last: Sequence[int] = ()
 
     @property
@@ -43,10 +44,31 @@ class Inbox:
         taken = self._read()
         spent = 0
         while self._waiting and spent < TURN_TOKENS:
-            _, request = self._waiting.popitem(last=False)
+            request = self._next()
             taken.append(request)
             spent += self._cost(request)
         return taken
+
+    def _next(self) -> Request:
+        key, line = next(iter(self._lines.items()))
+        name, request = line.popitem(last=False)
+        del self._waiting[name]
+        if line:
+            self._lines.move_to_end(key)
+        else:
+            del self._lines[key]
+        return request
+
+    def _take_back(self, name: str) -> bool:
+        """Forget a request that waits here; whether it did."""
+        request = self._waiting.pop(name, None)
+        if request is None:
+            return False
+        line = self._lines[request.key]
+        del line[name]
+        if not line:
+            del self._lines[request.key]
+        return True
 
     def _read(self) -> list[Request | Cancel | Shutdown]:
         """Take messages off the socket; returns those that wait for nothing."""
@@ -62,8 +84,9 @@ class Inbox:
                             passing.append(request)  # the scheduler refuses one of the two
                         else:
                             self._waiting[request.request_id] = request
+                            self._lines.setdefault(request.key, OrderedDict())[request.request_id] = request
                 case Cancel():
-                    if self._waiting.pop(message.request_id, None) is None:
+                    if not self._take_back(message.request_id):
                         passing.append(message)
                 case Shutdown():
                     passing.append(message)

@@ -18,6 +18,7 @@ def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         cached_tokens=max(output.cached_tokens for output in outputs),
         stood=tuple(draft for output in outputs for draft in output.drafts),
         prompt=outputs[0].prompt,
+        queued=max(output.queued for output in outputs),
     )
 
 

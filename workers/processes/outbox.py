@@ -11,8 +11,8 @@ from workers.channel.sockets import Sender
 from workers.protocol.messages import Cancel, Request, Requests
 from workers.protocol.plan import SamplingParams
 
-Group = tuple[int, int, SamplingParams]
-"""Identity of the prompt, priority, and sampling but for the seed."""
+Group = tuple[int, int, str, SamplingParams]
+"""Identity of the prompt, priority, name of the API key, and sampling but for the seed."""
 
 
 class Outbox:
@@ -32,7 +32,7 @@ class Outbox:
         if not self._groups:
             self._loop.call_soon(self._send)
         # The request keeps its prompt alive, so no other prompt has this identity meanwhile.
-        group = (id(request.prompt), request.priority, replace(request.sampling, seed=0))
+        group = (id(request.prompt), request.priority, request.key, replace(request.sampling, seed=0))
         self._groups.setdefault(group, {})[request.request_id] = request
         self._group_of[request.request_id] = group
 

@@ -31,7 +31,11 @@ class Request(msgspec.Struct, frozen=True):
     """Token ids; where many share them, a `workers.protocol.prompt.Prompt`."""
     sampling: SamplingParams
     priority: int = 0
-    """Lower runs first; ties by arrival."""
+    """Lower runs first; ties fairly among keys, and by arrival where there are none."""
+    key: str = ""
+    """Name of the API key that it came with, never the key itself; empty where no key has a name."""
+    weight: float = 1.0
+    """Of that key, in shares among keys; positive."""
 
 
 class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -44,21 +48,23 @@ class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
     choices: tuple[tuple[str, int], ...]
     """Request id and seed of each."""
     priority: int = 0
-    """As in `Request`, of each of them."""
+    """As in `Request`, of each of them, like the next two."""
+    key: str = ""
+    weight: float = 1.0
 
     @staticmethod
     def of(requests: Sequence[Request]) -> Requests:
         """Of requests that differ in their ids and seeds alone. OverflowError for a token id outside 0 ... 2^32 - 1."""
         first = requests[0]
         choices = tuple((request.request_id, request.sampling.seed) for request in requests)
-        return Requests(Prompt.of(first.prompt).packed, first.sampling, choices, first.priority)
+        packed = Prompt.of(first.prompt).packed
+        return Requests(packed, first.sampling, choices, first.priority, first.key, first.weight)
 
     def unpack(self) -> tuple[Request, ...]:
         """The requests, which share one `Prompt`."""
         prompt, replace = Prompt(self.prompt), msgspec.structs.replace
-        return tuple(
-            Request(name, prompt, replace(self.sampling, seed=seed), self.priority) for name, seed in self.choices
-        )
+        shared = (self.priority, self.key, self.weight)
+        return tuple(Request(name, prompt, replace(self.sampling, seed=seed), *shared) for name, seed in self.choices)
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -91,6 +97,9 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """Which tokens were drafts that stood, where outputs were merged or taken apart; empty: all but the last."""
     prompt: Scores | None = None
     """How probable the prompt's tokens from the second on were (given with the first output, where it is asked for)."""
+
+    queued: float = 0.0
+    """Seconds that the request waited in the scheduler for its slot and pages (given with the first output)."""
 
     @property
     def drafts(self) -> tuple[bool, ...]:

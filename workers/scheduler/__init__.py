@@ -2,7 +2,7 @@
 
 `Scheduler` composes a waiting queue (`queue`), a pool of reference-counted pages (`pages`), the prefix cache over it
 (`prefix`), the state of every request (`sequence`), the watch over draft acceptance (`acceptance`), that over bad rows
-(`soundness`) and counters.
+(`soundness`), what each API key has had (`shares`) and counters.
 """
 
 from workers.protocol.prompt import page_keys

@@ -1,64 +1,140 @@
-"""Requests that wait for a slot and pages, by (priority, arrival)."""
+"""Requests that wait for a slot and pages: by priority, then fairly among API keys, then by arrival."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import chain
+from math import inf
 from operator import attrgetter
+from typing import Final
 
-from workers.scheduler.sequence import Phase, Sequence
+from workers.scheduler.sequence import Phase, Rank, Sequence
+from workers.scheduler.shares import Share
 
-_by_urgency = attrgetter("rank")
+_by_rank = attrgetter("rank")
+NOT_SERVED: Final = inf
+"""Stands in the rank of a request whose turn among the keys has not come: it changes while the request waits."""
+
+
+def urgency(sequence: Sequence) -> Rank:
+    """The rank that a waiting request would have if it were admitted now."""
+    priority, paid, arrival = sequence.rank
+    if paid == NOT_SERVED and sequence.share is not None:
+        return priority, sequence.share.paid, arrival
+    return sequence.rank
+
+
+def turn(sequence: Sequence) -> Rank:
+    """By what the next chunk is chosen among prompts that are being read."""
+    if sequence.share is None:
+        return sequence.rank
+    return sequence.rank[0], sequence.share.paid, sequence.rank[2]
 
 
 class WaitingQueue:
-    """A list sorted by rank: who leaves it, from wherever it stands, is forgotten at once. A place is found in
-    logarithmic time; moving the entries behind it takes a microsecond for every some thousand of them. A request that
-    comes back after a preemption has its old rank and so its old place."""
+    """A line for each API key, sorted by rank; one where there are no keys. Who leaves it, from wherever it stands,
+    is forgotten at once. A place is found in logarithmic time; moving the entries behind it takes a microsecond for
+    every some thousand of them. The next to be served is the most urgent of the lines' first ones. A request that comes
+    back after a preemption has its old rank, and so goes before those of its key that were never served."""
 
     def __init__(self) -> None:
-        self._sorted: list[Sequence] = []
+        self._lines: dict[Share | None, list[Sequence]] = {}
         self._aside = 0
+        self._last: Share | None = None
+        self._most_paid = 0.0  # of any key when it was served
         self.tokens = 0
         """Tokens of all waiting requests."""
 
     def __len__(self) -> int:
-        return len(self._sorted) + self._aside
+        return sum(map(len, self._lines.values())) + self._aside
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those that wait, but for those that are set aside, next to be served first."""
-        return iter(self._sorted)
+        """Those that wait, but for those that are set aside, by rank."""
+        return iter(sorted(chain.from_iterable(self._lines.values()), key=_by_rank))
 
     def push(self, sequence: Sequence) -> None:
         """Let it wait."""
         sequence.phase = Phase.WAITING
-        insort(self._sorted, sequence, key=_by_urgency)
+        share = sequence.share
+        if share is not None and share not in self._lines:
+            share.paid = max(share.paid, self._paid_by_others(sequence.rank[0]))
+        self._insert(sequence)
         self.tokens += sequence.tokens.length
+
+    def _paid_by_others(self, priority: int) -> float:
+        """What a key has to have paid that begins to wait, lest it was owed for the time in which it wanted nothing."""
+        paid = [
+            share.paid
+            for share, line in self._lines.items()
+            if share is not None
+            and (place := bisect_left(line, (priority,), key=_by_rank)) < len(line)
+            and line[place].rank[0] == priority
+        ]
+        return min(paid) if paid else max(self._most_paid, self._last.paid if self._last is not None else 0.0)
 
     def head(self) -> Sequence | None:
         """The next to be served."""
-        return self._sorted[0] if self._sorted else None
+        lines = self._lines
+        if len(lines) == 1:
+            for line in lines.values():
+                return line[0]
+        return min((line[0] for line in lines.values()), key=urgency, default=None)
 
     def pop(self) -> Sequence:
-        """Take the head out; the caller gives it its next phase."""
-        sequence = self._sorted.pop(0)
+        """Take the head out, with the rank that it keeps; the caller gives it its next phase."""
+        sequence = self._take_head()
         self.tokens -= sequence.tokens.length
+        if sequence.share is not None:
+            sequence.rank = urgency(sequence)
+            self._last, self._most_paid = sequence.share, max(self._most_paid, sequence.share.paid)
         return sequence
 
     def set_aside(self) -> Sequence:
         """Let those behind the head go first; it still counts as waiting, and comes back by `put_back`."""
         self._aside += 1
-        return self._sorted.pop(0)
+        return self._take_head()
 
     def put_back(self, sequence: Sequence) -> None:
         """To its old place."""
         self._aside -= 1
-        insort(self._sorted, sequence, key=_by_urgency)
+        self._insert(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting request out, wherever it stands; it has ended. It must not be set aside."""
-        place = bisect_left(self._sorted, sequence.rank, key=_by_urgency)
-        assert self._sorted[place] is sequence, "a request that does not wait cannot leave the queue"
-        del self._sorted[place]
+        line = self._lines.get(sequence.share, [])
+        place = bisect_left(line, sequence.rank, key=_by_rank)
+        assert line[place] is sequence, "a request that does not wait cannot leave the queue"
+        self._take(sequence.share, place)
         sequence.phase = Phase.ENDED
         self.tokens -= sequence.tokens.length
+
+    def gives_way(self, priority: int, share: Share) -> Sequence | None:
+        """Who loses its place in a full line to a newcomer of this key: the latest request, never served, of the lowest
+        priority below the newcomer's; or of the same, where another key has the longest line for its weight, and a
+        longer one than the newcomer's key with it. None: nobody."""
+        own = (len(self._lines.get(share, ())) + 1) / share.weight
+        found: Sequence | None = None
+        most = (priority, own)
+        for other, line in self._lines.items():
+            last = line[-1]
+            if other is None or other is share or last.rank[1] != NOT_SERVED:
+                continue
+            if (crowd := (last.rank[0], len(line) / other.weight)) > most:
+                found, most = last, crowd
+        return found
+
+    def _insert(self, sequence: Sequence) -> None:
+        insort(self._lines.setdefault(sequence.share, []), sequence, key=_by_rank)
+
+    def _take_head(self) -> Sequence:
+        head = self.head()
+        assert head is not None, "nobody waits"
+        return self._take(head.share, 0)
+
+    def _take(self, share: Share | None, place: int) -> Sequence:
+        line = self._lines[share]
+        sequence = line.pop(place)
+        if not line:
+            del self._lines[share]
+        return sequence

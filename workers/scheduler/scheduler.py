@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from itertools import chain, count
 
 from msgspec.structs import replace
@@ -18,8 +20,10 @@ from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
 from workers.scheduler.intake import why_impossible
 from workers.scheduler.mixed_target import MixedTarget
+from workers.scheduler.queue import NOT_SERVED, turn, urgency
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence
+from workers.scheduler.shares import Shares
 from workers.scheduler.soundness import BAD_LOGITS, PROBE_ID, STUCK, Soundness, may_be_a_victim, probe
 from workers.scheduler.speculation import Speculation
 from workers.scheduler.tokens import Tokens
@@ -33,11 +37,14 @@ class Scheduler:
     """Decides which rows run in the next step, on which slots and pages.
 
     Order. Decode rows come first, all of them, in slot order; prefill chunks fill what is left of the token budget by
-    (priority, arrival). A request is admitted only with pages for its whole prompt, and nobody takes the place of the
-    head of the queue (one that waits for a prefix lets others pass, but a slot and pages are kept for it), so only
-    decode rows ever lack pages: then the latest arrival of the lowest priority is preempted. Hence the first in rank
-    always gets its pages, and as it fits the pool alone (`add` checks), it finishes; then the next is first. Priorities
-    are strict: a lower one waits for as long as more urgent requests keep coming.
+    rank: (priority, arrival), with what its API key has had between the two where requests name keys (`shares`); chunks
+    of prompts that are being read by what their keys have had by now, so that a long one holds up no other key. A
+    request is admitted only with pages for its whole prompt, and nobody takes the place of the head of the queue (one
+    that waits for a prefix lets others pass, but a slot and pages are kept for it), so only decode rows ever lack
+    pages: then the last in rank is preempted, which has the lowest priority. Ranks are fixed when requests are first
+    admitted, and those of newcomers grow with every token that their keys are given. Hence the first in rank always
+    gets its pages, and as it fits the pool alone (`add` checks), it finishes; then the next is first. Priorities are
+    strict: a lower one waits for as long as more urgent requests keep coming.
 
     Ahead of results. A step is planned while up to `pipeline` - 1 earlier ones are in flight. Workers execute plans in
     order, so pages that are given up now may be granted in the very next plan: steps in flight that still touch them
@@ -45,14 +52,16 @@ class Scheduler:
     and lets workers prepare a plan's slots on the host while earlier steps run.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
+        self._clock = clock
         self._rows = Rows(config)
         self._speculation = Speculation(config)
         self._mixed = MixedTarget(config, self._speculation.times)
         self._counters = Counters()
         self._soundness = Soundness()
         self._grammars = Grammars(config.grammar_timeout_s)
+        self._shares = Shares()
         self._arrivals = count()
         self._live: dict[str, Sequence] = {}
         self._flights: deque[Flight] = deque()
@@ -64,35 +73,46 @@ class Scheduler:
         return not self._live and not self._flights
 
     def add(self, request: Request) -> RequestOutput | None:
-        """Queue a request, or return the output that refuses it. Nothing a user can send raises. Requests whose prompt
-        is one `Prompt` share it: its ids are looked at and its pages hashed for the first of them."""
+        """Queue a request, or return the output that refuses one: this one, or where no more may wait, one that waits
+        and whose key has more than its share of the line. Nothing a user can send raises. Requests whose prompt is one
+        `Prompt` share it: its ids are looked at and its pages hashed for the first of them."""
         prompt, sampling, config = request.prompt, request.sampling, self.config
         if request.request_id in self._live:
             return _refusal(request, f"request id {request.request_id!r} is in use by a request that has not ended")
         if reason := why_impossible(request, config):
             return _refusal(request, reason)
-        if len(self._live) >= config.slots + config.queue_limit:
-            full = f"queue full: {config.slots} requests can run and {config.queue_limit} wait, and all do"
-            return _refusal(request, full, overloaded=True)
+        share = self._shares.of(request.key, request.weight)
+        full = len(self._live) >= config.slots + config.queue_limit
+        victim = self._rows.queue.gives_way(request.priority, share) if full and share is not None else None
+        if full and victim is None:
+            why_full = f"queue full: {config.slots} requests can run and {config.queue_limit} wait, and all do"
+            return _refusal(request, why_full, overloaded=True)
         grammar = sampling.grammar
         if grammar is not None and (why := self._grammars.why_refused(grammar)):
             return _refusal(request, why.reason, unavailable=why.unavailable)
         sequence = Sequence(
             request=request,
-            rank=(request.priority, next(self._arrivals)),
+            rank=(request.priority, 0.0 if share is None else NOT_SERVED, next(self._arrivals)),
             limit=min(len(prompt) + sampling.max_tokens, config.max_context),
             tokens=Tokens(Prompt.of(prompt)),
             stop_ids=frozenset(sampling.stop_ids),
             # A grammar's masks allow a stop id before min_tokens only where nothing else is allowed.
             min_total=len(prompt) + (sampling.min_tokens if grammar is None else 0),
             logprobs=sampling.logprobs,
+            share=share,
+            arrived=self._clock(),
         )
         self._live[request.request_id] = sequence
         if grammar is None or self._grammars.take(sequence, grammar):
             self._rows.enqueue(sequence)
         else:
             sequence.phase = Phase.COMPILING
-        return None
+        return None if victim is None else self._make_way(victim)
+
+    def _make_way(self, victim: Sequence) -> RequestOutput:
+        self._end(victim)
+        why = "the queue is full, and other keys, or more urgent requests, have a right to this request's place in it"
+        return _refusal(victim.request, why, overloaded=True)
 
     def grammar_work(self) -> list[CompileGrammar | ForgetGrammar]:
         """What rank 0 must be told about grammars before the next plan; each message is given once."""
@@ -255,11 +275,11 @@ class Scheduler:
         preempted nobody is admitted, lest the pages go round in circles. Nor when enough was admitted for one plan."""
         sequences: list[Sequence] = []
         rows: list[PrefillRow] = []
-        running = deque(self._rows.prefilling)
+        running = deque(sorted(self._rows.prefilling, key=turn))
         looked_up = 0
         while budget > 0:
             head = self._rows.queue.head() if admit else None
-            if head is not None and (not running or head.rank < running[0].rank):
+            if head is not None and (not running or urgency(head) < turn(running[0])):
                 newcomer = self._rows.admit()
                 looked_up += pages_for(head.tokens.length)
                 admit = newcomer is not None and looked_up < PLAN_PAGES
@@ -283,7 +303,8 @@ class Scheduler:
     def _count_prompt(self, sequence: Sequence) -> None:
         """Count an admitted prompt, once: what a preemption makes it compute again is no new prompt."""
         if sequence.cached < 0:
-            sequence.cached = sequence.write_from
+            sequence.cached = sequence.paid_to = sequence.write_from
+            sequence.queued = self._clock() - sequence.arrived
             self._counters.prompt_tokens += sequence.tokens.prompt.length
             self._counters.cached_tokens += sequence.cached
 
@@ -293,6 +314,8 @@ class Scheduler:
         end = min(start + budget, sequence.goal)
         final = end == sequence.goal
         sequence.cursor = end
+        if sequence.share is not None:
+            sequence.pay(start)
         self._rows.filled(sequence, start)
         sequence.in_flight += 1
         if final:
@@ -358,6 +381,8 @@ class Scheduler:
         mine.generated.extend(kept)
         mine.length = total = known + len(kept)
         self._counters.generated_tokens += len(kept)
+        if sequence.share is not None:
+            sequence.share.charge(len(kept))
         full = (total - 1) // PAGE_TOKENS
         if sequence.phase is Phase.DECODE:
             registered = len(sequence.pages.chain)
@@ -373,16 +398,17 @@ class Scheduler:
         logprobs: tuple[TopLogprobs, ...] = ()
         if sequence.logprobs >= 0:
             logprobs = tuple(_first(entry, sequence.logprobs) for entry in result.logprobs[index][: len(kept)])
-        cached, prompt = sequence.cached, None
-        if sequence.reported:
-            cached = 0
-        elif sequence.request.sampling.prompt_logprobs >= 0:
-            prompt = Scores.joined(sequence.scores)
-            sequence.scores.clear()
+        cached, queued, prompt = 0, 0.0, None
+        if not sequence.reported:
+            cached, queued = sequence.cached, sequence.queued
+            if sequence.request.sampling.prompt_logprobs >= 0:
+                prompt = Scores.joined(sequence.scores)
+                sequence.scores.clear()
         sequence.reported = True
         if finish is not None:
             self._end(sequence)
-        return RequestOutput(sequence.request.request_id, kept, finish, logprobs, cached, prompt=prompt)
+        name = sequence.request.request_id
+        return RequestOutput(name, kept, finish, logprobs, cached, prompt=prompt, queued=queued)
 
     def _bad_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput | None]:
         """The sampled rows of a step that are bad, of requests that live, are ended or start again. The last output of

@@ -9,7 +9,11 @@ from workers.protocol.messages import Request
 from workers.protocol.plan import StepPlan
 from workers.protocol.scores import Scores
 from workers.scheduler.prefix import RowPages
+from workers.scheduler.shares import Share
 from workers.scheduler.tokens import Tokens
+
+Rank = tuple[int, float, int]
+"""Priority; what its API key had paid when the request was first served, 0 without keys; arrival number."""
 
 
 class Phase(Enum):
@@ -33,8 +37,8 @@ class Sequence:
     """One request. `tokens` are facts from applied results; `upper` and `promised` look ahead over steps in flight."""
 
     request: Request
-    rank: tuple[int, int]
-    """(priority, arrival number): the order of service. Never the request id."""
+    rank: Rank
+    """The order of service. Never the request id."""
     limit: int
     """Tokens, prompt included, at which the request ends."""
     tokens: Tokens
@@ -50,6 +54,14 @@ class Sequence:
     """Of the prompt, as far as it is scored; empty once an output went out with them."""
     scored: int = 0
     """Tokens that they are of."""
+    share: Share | None = None
+    """That of its API key."""
+    arrived: float = 0.0
+    """Seconds, of the scheduler's clock."""
+    queued: float = 0.0
+    """Seconds that it waited before it was first admitted."""
+    paid_to: int = 0
+    """Tokens of the prompt that its key has been charged for, or that came from the prefix cache."""
     keys: list[int] = field(default_factory=list)
     """Page keys of `tokens` as they were when the request was queued; choices of one request have one list."""
     phase: Phase = Phase.WAITING
@@ -87,6 +99,13 @@ class Sequence:
     """Whether an output went out, and with it the number of cached tokens."""
     grammar: int = 0
     """Ticket of its grammar (`workers.scheduler.grammars`), 0 without one."""
+
+    def pay(self, start: int) -> None:
+        """Charge its key for the chunk from `start` to the cursor, but for what a preemption makes it compute again."""
+        assert self.share is not None
+        end = min(self.cursor, self.tokens.prompt.length)
+        self.share.charge(max(end - max(start, self.paid_to), 0))
+        self.paid_to = max(self.paid_to, end)
 
     @property
     def gains(self) -> bool:

@@ -91,7 +91,7 @@ def probe(arrival: int) -> Sequence:
     request = Request(PROBE_ID, (PROBE_TOKEN,), SamplingParams(1, temperature=0.0), priority=-(2**62))
     return Sequence(
         request=request,
-        rank=(request.priority, arrival),
+        rank=(request.priority, 0.0, arrival),
         limit=2,
         tokens=Tokens(Prompt.of(request.prompt)),
         stop_ids=frozenset(),

@@ -29,9 +29,9 @@ class Messages:
         return self.left.popleft() if self.left else None
 
 
-def requests(name: str, tokens: int, choices: int = 1) -> Requests:
-    prompt = Prompt(bytes(4 * tokens))
-    return Requests.of([Request(f"{name}.{choice}", prompt, SamplingParams(1)) for choice in range(choices)])
+def requests(name: str, tokens: int, choices: int = 1, key: str = "") -> Requests:
+    prompt, sampling = Prompt(bytes(4 * tokens)), SamplingParams(1)
+    return Requests.of([Request(f"{name}.{choice}", prompt, sampling, key=key) for choice in range(choices)])
 
 
 def turns(box: Inbox, source: Messages) -> list[list[Taken]]:
@@ -47,7 +47,9 @@ def names(turn: Iterable[Taken]) -> list[str]:
 
 
 messages = st.lists(
-    st.tuples(st.sampled_from([0, 1, 1000, 60_000, 99_000, 100_000, 250_000]), st.integers(1, 140))  # tokens, choices
+    st.tuples(  # tokens, choices, key
+        st.sampled_from([0, 1, 1000, 60_000, 99_000, 100_000, 250_000]), st.integers(1, 140), st.sampled_from("  ab")
+    )
     | st.integers(0, 12),  # a cancel: of which message's requests, every second one
     max_size=12,
 )
@@ -56,7 +58,7 @@ messages = st.lists(
 @settings(deadline=None)
 @given(drawn=messages)
 def test_every_request_is_taken_in_once_in_order_and_never_too_many_tokens_at_a_time(
-    drawn: list[tuple[int, int] | int],
+    drawn: list[tuple[int, int, str] | int],
 ) -> None:
     said: list[Requests | Cancel] = []
     cancelled: set[str] = set()
@@ -71,9 +73,11 @@ def test_every_request_is_taken_in_once_in_order_and_never_too_many_tokens_at_a_
     box = Inbox(source)  # type: ignore[arg-type]
     found = turns(box, source)
     taken = [name for turn in found for name in names(turn)]
-    order = [name for message in said if isinstance(message, Requests) for name, _ in message.choices]
-    assert taken == [name for name in order if name in set(taken)]
-    assert set(order) - set(taken) <= cancelled
+    asked_of = {name: one.key for one in said if isinstance(one, Requests) for name, _ in one.choices}
+    for key in {*asked_of.values()}:
+        order = [name for name in asked_of if asked_of[name] == key]
+        assert [name for name in taken if asked_of[name] == key] == [name for name in order if name in set(taken)]
+    assert set(asked_of) - set(taken) <= cancelled
     assert len(set(taken)) == len(taken)
     # A cancel that passes on is of a request that was taken in before it, and of each it comes at most once.
     passed: set[str] = set()
@@ -90,6 +94,13 @@ def test_every_request_is_taken_in_once_in_order_and_never_too_many_tokens_at_a_
         assert sum(new) - max(new, default=0) < inbox.TURN_TOKENS
         seen |= prompts.keys()
         assert len(names(turn)) <= inbox.TURN_TOKENS // inbox.REQUEST_TOKENS + 1
+
+
+def test_keys_take_turns() -> None:
+    many = [requests(str(index), inbox.TURN_TOKENS, key="floods") for index in range(5)]
+    source = Messages([*many, requests("b", 5, choices=2, key="other"), requests("c", 5)])
+    found = [names(turn) for turn in turns(Inbox(source), source)]  # type: ignore[arg-type]
+    assert found == [["0.0"], ["b.0", "c.0", "1.0"], ["b.1", "2.0"], ["3.0"], ["4.0"]]
 
 
 def test_a_prompt_counts_once_for_all_who_share_it_and_all_of_them_have_one() -> None:

@@ -44,14 +44,28 @@ class Replica:
         return self.plans[-1].width
 
     def add(
-        self, request_id: str, prompt: Sequence[int], priority: int = 0, **sampling: object
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        priority: int = 0,
+        key: str = "",
+        weight: float = 1.0,
+        **sampling: object,
     ) -> RequestOutput | None:
+        """The refusal of this request; one that lost its place to it is finished as `gave way`."""
         ids = prompt if isinstance(prompt, Prompt) else tuple(prompt)
-        request = Request(request_id, ids, SamplingParams(**sampling), priority)  # type: ignore[arg-type]
+        request = Request(request_id, ids, SamplingParams(**sampling), priority, key, weight)  # type: ignore[arg-type]
         refusal = self.scheduler.add(request)
         if refusal is not None:
-            assert (refusal.request_id, refusal.tokens, refusal.finish) == (request_id, (), None)
-            return refusal
+            assert (refusal.tokens, refusal.finish) == ((), None)
+            if refusal.request_id == request_id:
+                return refusal
+            gone = self.requests[refusal.request_id]
+            assert refusal.overloaded
+            assert gone.key != key
+            assert not self.outputs[refusal.request_id]
+            assert gone.priority >= priority
+            self.finish[refusal.request_id] = "gave way"
         self.requests[request_id] = request
         self.tokens[request_id], self.outputs[request_id] = [], []
         return None
@@ -167,7 +181,7 @@ class Replica:
             for key in sequence.keys[row.start // PAGE_TOKENS : (row.start + len(row.tokens)) // PAGE_TOKENS]
         }
         slots = {admission.slot for admission in plan.admissions}
-        last = max((s.rank for s in scheduler._live.values() if s.slot in slots), default=(-(2**63), 0))
+        last = max((s.rank for s in scheduler._live.values() if s.slot in slots), default=(-(2**63), 0.0, 0))
         overtaken = [s for s in scheduler._live.values() if s.phase is Phase.WAITING and s.rank < last]
         assert all(filled.intersection(s.keys) for s in overtaken)
         assert len(overtaken) <= len(scheduler._rows.free_slots)

@@ -18,7 +18,7 @@ def sequence(priority: int, arrival: int) -> Sequence:
     prompt = Prompt.of(range(1 + arrival % 7))
     return Sequence(
         request=Request(str(arrival), prompt, SamplingParams(1)),
-        rank=(priority, arrival),
+        rank=(priority, 0.0, arrival),
         limit=100,
         tokens=Tokens(prompt),
         stop_ids=frozenset(),

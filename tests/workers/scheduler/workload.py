@@ -13,6 +13,8 @@ STREAMS = [[random.Random(seed).randrange(VOCAB) for _ in range(400)] for seed i
 
 SHARED = [0, 1, 40, 63, 64, 65, 100, 128, 129, 200, 256]
 
+KEYS: list[dict[str, object]] = [{}, {}, {"key": "a"}, {"key": "a"}, {"key": "b", "weight": 2.5}, {"key": "c"}]
+
 
 def random_config(rng: random.Random, tight: bool = False) -> SchedulerConfig:
     """`tight`: many slots share few pages."""
@@ -43,6 +45,7 @@ def random_request(rng: random.Random, max_context: int) -> tuple[list[int], dic
         prompt = prompt[: max_context - 1]
     return prompt, {
         "priority": rng.choice([0, 0, 0, 1, -1]),
+        **rng.choice(KEYS),
         "max_tokens": rng.choice([1, 2, 3, 10, 70, 70, 200, 10_000]),
         "stop_ids": rng.choice([(), (), (), (3,), (3, 4, 5)]),
         "min_tokens": rng.choice([0, 0, 4]),
