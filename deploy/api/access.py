@@ -47,7 +47,7 @@ async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
 
 class AccessLayer:
     """ASGI middleware. Leaves in the scope `latentserve.request_id`, and takes from it the fields that the routes left
-    in `latentserve.log`."""
+    in `latentserve.log` and the headers of the answer that they left in `latentserve.headers`."""
 
     def __init__(self, app: ASGIApp, metrics: FrontMetrics) -> None:
         self._app = app
@@ -66,6 +66,8 @@ class AccessLayer:
         record: dict[str, Any] = {}
         scope["latentserve.request_id"] = request_id
         scope["latentserve.log"] = record
+        more: list[tuple[bytes, bytes]] = []
+        scope["latentserve.headers"] = more
         status = 0
         header = (b"x-request-id", request_id.encode())
 
@@ -73,7 +75,7 @@ class AccessLayer:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), header]}
+                message = {**message, "headers": [*message.get("headers", ()), header, *more]}
             await send(message)
 
         try:

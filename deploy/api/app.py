@@ -12,6 +12,7 @@ from deploy.api import errors
 from deploy.api.access import AccessLayer
 from deploy.api.deadline import DeadlineLayer
 from deploy.api.front import Front
+from deploy.api.keys import KeyRing
 from deploy.api.live import Live
 from deploy.api.page import add_page
 from deploy.api.routes import build_router, install_gone
@@ -22,6 +23,10 @@ from deploy.observability.live import OwnReplica, Replicas
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import Engine
 
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
+)
+
 
 def create_app(
     engine: Engine,
@@ -30,18 +35,20 @@ def create_app(
     metrics: FrontMetrics | None = None,
     numerics: Mapping[str, object] | None = None,
     replicas: Replicas | None = None,
+    keys: KeyRing | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible application in front of `engine`.
 
     Without a `tokenizer` only prompts of token ids work, and answers carry token ids. `metrics` takes the measurements;
     a `FrontMetrics` of its own by default. `numerics`: the engine's settings that decide how it rounds, for the
-    `system_fingerprint` of answers. `replicas`: what `/live` shows; by default this one alone.
+    `system_fingerprint` of answers. `replicas`: what `/live` shows; by default this one alone. `keys`: those of the
+    settings, which somebody tells what other replicas let them take.
     `app.state.front` is the `Front`.
     """
     config = config or ApiConfig()
     metrics = metrics or FrontMetrics()
     metrics.watch_engine(lambda: engine.stats)
-    front = Front(engine, tokenizer, config, metrics, numerics or {})
+    front = Front(engine, tokenizer, config, metrics, numerics or {}, keys)
     app = FastAPI(
         title="latentserve",
         version=kernels.__version__,
@@ -65,7 +72,7 @@ def create_app(
             allow_origins=config.cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
         )
     app.add_middleware(AccessLayer, metrics=metrics)  # the outermost: the last one added
     return app

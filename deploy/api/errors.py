@@ -133,6 +133,12 @@ def overloaded(reason: str, retry_after_s: int) -> ApiError:
     )
 
 
+def over_limit(reason: str, retry_after_s: int) -> ApiError:
+    """429 for an API key that has used up a limit of its own, with Retry-After."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(429, reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+
+
 def unavailable(reason: str, retry_after_s: int) -> ApiError:
     """503 with Retry-After: what only this replica cannot do, and only for now."""
     headers = {"Retry-After": str(retry_after_s)}

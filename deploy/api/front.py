@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from hashlib import blake2b
 
 from starlette.requests import Request as HttpRequest
+from starlette.types import Scope
 
 import kernels
-from deploy.api.errors import ApiError, engine_down, invalid, model_not_found, overloaded
+from deploy.api.choice import Choice
+from deploy.api.errors import ApiError, engine_down, invalid, model_not_found, over_limit, overloaded
+from deploy.api.keys import Key, KeyRing, OverLimit
 from deploy.api.reading import Reader
 from deploy.config.api import ApiConfig
 from deploy.observability.front_metrics import FrontMetrics
@@ -48,6 +52,7 @@ class Front:
         config: ApiConfig,
         metrics: FrontMetrics,
         numerics: Mapping[str, object],
+        keys: KeyRing | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -59,7 +64,8 @@ class Front:
         self.in_flight = 0
         """Sequences handed to the engine and not ended."""
         self._numerics = dict(numerics)
-        self._keys = [key.encode() for key in config.api_keys]
+        self.keys = keys if keys is not None else KeyRing(config.api_keys)
+        self._asking: ContextVar[Key | None] = ContextVar("asking", default=None)
         self._probe: asyncio.Task[None] | None = None
         self._probed = float("-inf")
 
@@ -88,15 +94,18 @@ class Front:
         if name is not None and name not in self.model_names():
             raise model_not_found(name)
 
+    @property
+    def key(self) -> Key | None:
+        """That of the request whose task this is; None without any, and where no key has a name."""
+        return self._asking.get()
+
     def authorize(self, request: HttpRequest) -> None:
         """401 without one of the API keys, if there are any, as OpenAI's clients or Anthropic's give it."""
-        if not self._keys:
+        if not self.keys:
             return
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        offered = [request.headers.get("x-api-key", ""), *([bearer] if scheme.lower() == "bearer" else [])]
-        # Every key is compared, in constant time each, with how the server decoded the headers.
-        good = sum(hmac.compare_digest(key.strip().encode("latin-1"), known) for key in offered for known in self._keys)
-        if not good:
+        key = self.keys.find((request.headers.get("x-api-key", ""), *([bearer] if scheme.lower() == "bearer" else [])))
+        if key is None:
             raise ApiError(
                 401,
                 "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY",
@@ -104,6 +113,49 @@ class Front:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        if self.keys.named:
+            self._asking.set(key)
+            request.scope.get("latentserve.log", {})["key"] = key.name
+
+    def enter(self, request: HttpRequest) -> None:
+        """Authorize a request that is to generate, and count it; 429 where its key has used up a limit."""
+        self.authorize(request)
+        if (key := self.key) is not None:
+            with self._limits_of(key, request.scope):
+                key.enter()
+
+    @contextmanager
+    def running(self, scope: Scope, prompt_tokens: int, choices: Sequence[Choice]) -> Iterator[None]:
+        """Count the sequences of a request while the block runs; 429 where there is no room for them, or a limit of the
+        key does not allow them. Nothing is awaited between the check and the count: a burst cannot slip through."""
+        key, meter = self.key, None
+        if key is not None:
+            most = key.settings.max_sequences
+            if most is not None and len(choices) > most:
+                raise invalid(f"{len(choices)} sequences, prompts times n: this API key may have {most} at a time", "n")
+            with self._limits_of(key, scope):
+                self.check_room(len(choices))
+                meter = key.start(prompt_tokens, choices)
+        else:
+            self.check_room(len(choices))
+        self.in_flight += len(choices)
+        try:
+            yield
+        finally:
+            self.in_flight -= len(choices)
+            if key is not None and meter is not None:
+                key.end(meter)
+
+    @contextmanager
+    def _limits_of(self, key: Key, scope: Scope) -> Iterator[None]:
+        """What the block finds of the key's limits goes into the answer."""
+        try:
+            yield
+        except OverLimit as error:
+            self.metrics.key_limited(key.name, error.limit)
+            raise over_limit(error.reason, error.wait_s or self.config.retry_after_s) from None
+        finally:
+            scope.get("latentserve.headers", [])[:] = key.headers()
 
     def check_size(self, prompts: int, n: int) -> None:
         """400 for more sequences, `prompts` times `n`, than the replica ever takes."""
@@ -116,8 +168,10 @@ class Front:
             )
 
     def check_room(self, sequences: int) -> None:
-        """429 for more sequences than the replica takes now. This front is the only one that its scheduler serves."""
-        if self.in_flight + sequences > self._most():
+        """429 for more sequences than the replica takes now. This front is the only one that its scheduler serves.
+        Where other keys have more than their share of the room the scheduler makes some."""
+        key = self.key
+        if self.in_flight + sequences > self._most() and not (key and self.keys.has_less(key, sequences)):
             raise overloaded(
                 f"{self.in_flight} sequences run or wait, which leaves no room for {sequences} more; try again later",
                 self.config.retry_after_s,

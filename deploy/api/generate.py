@@ -64,14 +64,10 @@ class Generation(Response):
         """Run the job and write its answer."""
         record: dict[str, Any] = scope.setdefault("latentserve.log", {})
         try:
-            # Nothing is awaited between the check and the count: a burst cannot slip through.
-            self.front.check_room(len(self.choices))
-            self.front.in_flight += len(self.choices)
-            try:
+            prompt_tokens = sum(len(prompt.ids) for prompt in self.job.prompts)
+            with self.front.running(scope, prompt_tokens, self.choices):
                 async with CancelOnDisconnect(receive):
                     await self.write(send)
-            finally:
-                self.front.in_flight -= len(self.choices)
         except ClientDisconnected:
             record["disconnected"] = True
         except ApiError as error:
@@ -123,7 +119,9 @@ class Generation(Response):
         """One sequence: ask the engine, write what comes, leave its stream as soon as the sequence has ended."""
         metrics, clock = self.front.metrics, time.perf_counter
         prompt = self.job.prompts[branch.prompt].ids
-        request = Request(uuid.uuid4().hex, prompt, branch.sampling, self.job.priority)
+        key = self.front.key
+        place = self.front.keys.place(key, self.job.priority)
+        request = Request(uuid.uuid4().hex, prompt, branch.sampling, *place)
         short = self.job.stream and not choice.detailed
         before, after = self.form.template(choice.index) if short and self.job.reading is None else (b"", b"")
         parsed = self.form.writer(choice.index) if short and self.job.reading is not None else None
@@ -132,8 +130,11 @@ class Generation(Response):
         first = last = 0.0
         reason = "error"
         first_tokens = 0
+        queued: float | None = None
         outputs = self.front.engine.generate(request)
         metrics.request_started(self.endpoint, len(prompt))
+        if key is not None:
+            metrics.key_started(key.name, len(prompt))
         try:
             async for output in outputs:
                 now = clock()
@@ -144,7 +145,7 @@ class Generation(Response):
                         metrics.token_intervals(intervals)
                         intervals.clear()
                 else:
-                    first, first_tokens = now, choice.generated
+                    first, first_tokens, queued = now, choice.generated, output.queued
                     self._first(now)
                     await self.open(choice, send)
                 last = now
@@ -177,6 +178,8 @@ class Generation(Response):
                 choice.cached_tokens,
                 (last - first) / more if more else None,
             )
+            if key is not None:
+                metrics.key_finished(key.name, reason, choice.generated, queued)
 
     def _first(self, now: float) -> None:
         seconds = now - self.arrival

@@ -165,6 +165,9 @@ def build_router(front: Front, live: Live, description: Description) -> APIRoute
     async def guard(request: HttpRequest) -> None:
         front.authorize(request)
 
+    async def entrance(request: HttpRequest) -> None:
+        front.enter(request)
+
     def add(
         path: str,
         method: str,
@@ -180,12 +183,12 @@ def build_router(front: Front, live: Live, description: Description) -> APIRoute
         given: dict[str, Any] = {
             "response_model": None,
             "response_class": Response,
-            "dependencies": [Depends(guard)] if guarded else [],
+            "dependencies": [Depends(entrance if event else guard)] if guarded else [],
         }
         if method == "GET":  # HTTP asks for both (RFC 9110, 9.1); the server sends no body
             # First, as it is what a 405 lists as allowed. The schema has the other alone.
             router.add_api_route(path, route, methods=["GET", "HEAD"], include_in_schema=False, **given)
-        key = guarded and bool(front.config.api_keys)
+        key = guarded and bool(front.keys)
         described = description.operation(bodies, answer, event, errors, key, error_of(path))
         responses = described.pop("responses")
         router.add_api_route(path, route, methods=[method], openapi_extra=described, responses=responses, **given)

@@ -50,6 +50,7 @@ _FLAGS = {
     "name": "--served-model-name",
     "api.served_model_names": "--served-model-name",
     "api.api_keys": "--api-key",
+    "api.api_keys_file": "--api-keys-file",
     "api.tool_parser": "--tool-parser",
     "api.reasoning_parser": "--reasoning-parser",
     "ingress": "--ingress",
@@ -151,6 +152,16 @@ def serve(
             "--api-key", help="Let in requests with this bearer token; may be repeated.", rich_help_panel=_ACCESS
         ),
     ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-keys-file",
+            metavar="FILE",
+            help="Keys with names, limits, priorities and weights as YAML (docs/api-keys.md).",
+            show_default="none",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
     tool_parser: Annotated[
         str | None,
         typer.Option(
@@ -207,6 +218,7 @@ def serve(
                 "name": served_model_name[0] if served_model_name else None,
                 "api.served_model_names": tuple(served_model_name) if served_model_name else None,
                 "api.api_keys": tuple(api_key) if api_key else None,
+                "api.api_keys_file": api_keys_file,
                 "api.tool_parser": tool_parser,
                 "api.reasoning_parser": reasoning_parser,
                 "ingress": ingress,

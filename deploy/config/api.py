@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from deploy.config.keys import ApiKey, check_distinct, with_file
 from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
 
 
 class ApiConfig(BaseModel):
     """What one replica's HTTP front accepts and how it answers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     served_model_names: tuple[str, ...] = ()
     """Names requests may give as `model`; the first is the one answers carry. Empty: the engine's own name."""
     ui: bool = True
     """Serve the page at `/`, where people try the model and watch it."""
-    api_keys: tuple[str, ...] = Field(default=(), repr=False)
+    api_keys: tuple[str | ApiKey, ...] = Field(default=(), repr=False)
     """Any of these as `Authorization: Bearer KEY` is let in; empty: everybody is. `/health`, `/metrics` and the
-    page itself are always open."""
+    page itself are always open. One with a name may have limits, a priority and a weight."""
+    api_keys_file: Path | None = None
+    """A YAML file with more of them, which is read where the application is started."""
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://app.example.com`, or `*`) whose pages may call this server from a browser; empty: none."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
@@ -73,9 +77,19 @@ class ApiConfig(BaseModel):
     probe_ttl_s: float = Field(default=1.0, ge=0)
     """Seconds for which `/health` trusts the last good probe (a fault is reported at once all the same)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_keys(cls, data: Any) -> Any:
+        return with_file(data)
+
+    @model_validator(mode="after")
+    def _keys_are_distinct(self) -> Self:
+        check_distinct(self.api_keys)
+        return self
+
     @field_validator("served_model_names", "api_keys", "cors_origins")
     @classmethod
-    def _no_empty(cls, values: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+    def _no_empty(cls, values: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
         if not all(values):
             raise ValueError(f"{info.field_name} must not hold an empty string")
         return values

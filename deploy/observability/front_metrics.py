@@ -17,6 +17,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 REQUEST_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
+QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 PROMPT_BUCKETS = (16, 64, 256, 1024, 4096, 16384, 65536, 131072)
 
 GAUGES: dict[str, str] = {
@@ -67,6 +68,14 @@ WORKER_COUNTERS: dict[str, tuple[str, str | None]] = {
     "graph_eager_steps": ("Steps of which nothing was replayed, by reason.", "reason"),
 }
 """What is counted, and the name of the label if there is one."""
+
+KEY_REQUESTS = ("latentserve_key_requests", "Sequences ended, by name of the API key and reason.", ("key", "reason"))
+KEY_PROMPT = ("latentserve_key_prompt_tokens", "Tokens of prompts, by name of the API key.", ("key",))
+KEY_GENERATED = ("latentserve_key_generated_tokens", "Tokens generated, by name of the API key.", ("key",))
+KEY_SEQUENCES = ("latentserve_key_sequences", "Sequences that run or wait, by name of the API key.", ("key",))
+KEY_LIMITED = ("latentserve_key_limited", "Requests refused for a limit of their API key.", ("key", "limit"))
+KEY_QUEUE = ("latentserve_key_queue_seconds", "Wait for a slot and pages, by name of the API key.", ("key",))
+"""Name, what it is, and labels."""
 
 
 def cumulative(name: str, counts: Sequence[int]) -> list[tuple[str, int]]:
@@ -120,6 +129,9 @@ class FrontMetrics:
     - `latentserve_time_per_output_token_seconds`: mean over one sequence, without its first output.
     - `latentserve_request_seconds`: from arrival to the end of a sequence.
     - `latentserve_http_responses_total{path, status}`.
+    - `latentserve_key_*{key}`, by the names of API keys where they have any: `_requests_total{reason}`,
+      `_prompt_tokens_total`, `_generated_tokens_total`, `_sequences` (in flight), `_limited_total{limit}` (requests
+      answered 429 for a limit of the key), `_queue_seconds` (in the scheduler's waiting line).
     - `latentserve_engine_*`: the scheduler's figures (`EngineStats`), and those of rank 0.
     """
 
@@ -166,6 +178,13 @@ class FrontMetrics:
             "latentserve_http_responses", "HTTP answers by path and status.", ("path", "status"), registry=r
         )
 
+        self._key_requests = Counter(*KEY_REQUESTS, registry=r)
+        self._key_prompt = Counter(*KEY_PROMPT, registry=r)
+        self._key_generated = Counter(*KEY_GENERATED, registry=r)
+        self._key_sequences = Gauge(*KEY_SEQUENCES, registry=r)
+        self._key_limited = Counter(*KEY_LIMITED, registry=r)
+        self._key_queue = Histogram(*KEY_QUEUE, buckets=QUEUE_BUCKETS, registry=r)
+
     def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
         """Render the engine's figures too."""
         self.registry.register(_EngineCollector(stats))
@@ -198,6 +217,23 @@ class FrontMetrics:
         self._cached.inc(cached)
         if per_token is not None:
             self._per_token.observe(per_token)
+
+    def key_started(self, key: str, prompt_tokens: int) -> None:
+        """A sequence of the API key of this name is handed to the engine."""
+        self._key_sequences.labels(key).inc()
+        self._key_prompt.labels(key).inc(prompt_tokens)
+
+    def key_finished(self, key: str, reason: str, generated: int, queued: float | None) -> None:
+        """It ended; `queued`: seconds that it waited for a slot and pages, None if it never got them."""
+        self._key_sequences.labels(key).dec()
+        self._key_requests.labels(key, reason).inc()
+        self._key_generated.labels(key).inc(generated)
+        if queued is not None:
+            self._key_queue.labels(key).observe(queued)
+
+    def key_limited(self, key: str, limit: str) -> None:
+        """A request was refused for a limit of the API key: requests, tokens or sequences."""
+        self._key_limited.labels(key, limit).inc()
 
     def http_response(self, path: str, status: int) -> None:
         """An HTTP answer was begun; `path` is a route, never what the client made up."""

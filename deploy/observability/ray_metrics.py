@@ -16,6 +16,13 @@ from deploy.observability.front_metrics import (
     FIRST_TOKEN_BUCKETS,
     GAUGES,
     HISTOGRAMS,
+    KEY_GENERATED,
+    KEY_LIMITED,
+    KEY_PROMPT,
+    KEY_QUEUE,
+    KEY_REQUESTS,
+    KEY_SEQUENCES,
+    QUEUE_BUCKETS,
     REQUEST_BUCKETS,
     TOKEN_BUCKETS,
     WORKER_COUNTERS,
@@ -57,6 +64,13 @@ class RayFrontMetrics(FrontMetrics):
             "latentserve_http_responses_total", "HTTP answers by path and status.", tag_keys=("path", "status")
         )
         self._sequences = 0
+        self._ray_key_requests = _key_counter(*KEY_REQUESTS)
+        self._ray_key_prompt = _key_counter(*KEY_PROMPT)
+        self._ray_key_generated = _key_counter(*KEY_GENERATED)
+        self._ray_key_limited = _key_counter(*KEY_LIMITED)
+        self._ray_key_sequences = Gauge(*KEY_SEQUENCES[:2], tag_keys=KEY_SEQUENCES[2])
+        self._ray_key_queue = Histogram(*KEY_QUEUE[:2], boundaries=list(QUEUE_BUCKETS), tag_keys=KEY_QUEUE[2])
+        self._by_key: dict[str, int] = {}
 
     def request_started(self, endpoint: str, prompt_tokens: int) -> None:
         """See `FrontMetrics`."""
@@ -82,6 +96,26 @@ class RayFrontMetrics(FrontMetrics):
         if per_token is not None:
             self._ray_per_token.observe(per_token)
 
+    def key_started(self, key: str, prompt_tokens: int) -> None:
+        """See `FrontMetrics`."""
+        super().key_started(key, prompt_tokens)
+        self._by_key[key] = self._by_key.get(key, 0) + 1
+        self._ray_key_prompt.inc(prompt_tokens, {"key": key})
+
+    def key_finished(self, key: str, reason: str, generated: int, queued: float | None) -> None:
+        """See `FrontMetrics`."""
+        super().key_finished(key, reason, generated, queued)
+        self._by_key[key] -= 1
+        self._ray_key_requests.inc(1, {"key": key, "reason": reason})
+        _grow(self._ray_key_generated, generated, {"key": key})
+        if queued is not None:
+            self._ray_key_queue.observe(queued, {"key": key})
+
+    def key_limited(self, key: str, limit: str) -> None:
+        """See `FrontMetrics`."""
+        super().key_limited(key, limit)
+        self._ray_key_limited.inc(1, {"key": key, "limit": limit})
+
     def http_response(self, path: str, status: int) -> None:
         """See `FrontMetrics`."""
         super().http_response(path, status)
@@ -90,6 +124,8 @@ class RayFrontMetrics(FrontMetrics):
     def report(self) -> None:
         """Pass on what is not passed on as it happens."""
         self._ray_in_flight.set(self._sequences)
+        for key, count in self._by_key.items():
+            self._ray_key_sequences.set(count, {"key": key})
 
 
 class RayEngineMetrics:
@@ -147,6 +183,10 @@ class RayEngineMetrics:
 def _grow(counter: Any, growth: float, tags: dict[str, str] | None = None) -> None:
     if growth > 0:  # Ray refuses 0
         counter.inc(growth, tags)
+
+
+def _key_counter(name: str, text: str, labels: tuple[str, ...]) -> Any:
+    return Counter(f"{name}_total", text, tag_keys=labels)
 
 
 def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:

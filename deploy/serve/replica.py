@@ -13,6 +13,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from deploy.api.errors import FAILURES, engine_down
+from deploy.api.keys import KeyRing
 from deploy.cluster.haproxy import fault_note, note_fault
 from deploy.cluster.replica_ports import listen_at_home
 from deploy.config.application import ServeConfig
@@ -21,6 +22,7 @@ from deploy.observability.ray_metrics import RayEngineMetrics, RayFrontMetrics
 from deploy.routing.arrivals import Arrivals, load_to_report
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.guardian import BEAT_S, Guardian
+from deploy.serve.key_board import KeyBoard
 from deploy.serve.live_board import LiveBoard
 from deploy.serve.progress import Board
 from deploy.serve.under_serve import UnderServe
@@ -76,6 +78,8 @@ class EngineReplica:
         self.board = Board(context.app_name, self.name)
         self.live = LiveBoard(context.app_name, self.name)
         self.arrivals = Arrivals()
+        self.keys = KeyRing(config.api.api_keys)
+        self.key_board = KeyBoard(context.app_name, self.name, self.keys) if self.keys.limited else None
         self.client: EngineClient | None = None
         self.guardian: Guardian | None = None
         self._reporter: asyncio.Task[None] | None = None
@@ -166,7 +170,7 @@ class EngineReplica:
         from deploy.api.app import create_app
 
         numerics = self.config.engine.model_dump(mode="json", include=NUMERIC)
-        return create_app(client, self.tokenizer, self.config.api, self.metrics, numerics, self.live)
+        return create_app(client, self.tokenizer, self.config.api, self.metrics, numerics, self.live, self.keys)
 
     def __serve_build_asgi_app__(self) -> Any:
         """What Serve mounts, called once the constructor is through."""
@@ -194,6 +198,8 @@ class EngineReplica:
             self.guardian.close()
         self.processes.kill()
         self.live.close()
+        if self.key_board is not None:
+            self.key_board.close()
 
 
 replica_class = serve.ingress()(EngineReplica)

@@ -19,8 +19,9 @@ from workers.protocol.front import Engine
 
 
 @asynccontextmanager
-async def demo_engine(width: int) -> AsyncIterator[Engine]:
-    config = EngineConfig(model="demo", width=width, device="cpu", selftest=False, max_rows=16, token_budget=256)
+async def demo_engine(width: int, **settings: Any) -> AsyncIterator[Engine]:
+    small = {"max_rows": 16, "token_budget": 256, **settings}
+    config = EngineConfig(model="demo", width=width, device="cpu", selftest=False, **small)
     async with local_engine(config, name="demo") as engine:
         yield engine
 

@@ -93,6 +93,20 @@ def test_a_draft_model_that_is_not_there_is_missed_at_once(started, command, mod
     assert not started
 
 
+def test_keys_with_names_come_from_a_file(started, command, tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("- {key: sesame, name: app, weight: 2}\n")
+    assert command("serve", "--api-keys-file", str(file), "--api-key", "plain").code == 0
+    plain, app = started[0].api.api_keys
+    assert (plain, app.key, app.name, app.weight) == ("plain", "sesame", "app", 2.0)
+    file.write_text("- {key: sesame, name: app, weight: many}\n")
+    ran = command("serve", "--api-keys-file", str(file))
+    assert ran.code == 2
+    assert "weight: Input should be a valid number" in ran.err
+    assert "sesame" not in ran.err
+    assert "cannot read" in command("serve", "--api-keys-file", str(tmp_path / "none")).err
+
+
 def test_flags_replace_the_file(started, command, tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text("engine: {model: demo, width: 4, max_rows: 7}\nport: 9000\nreplicas: 3\n")

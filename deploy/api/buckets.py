@@ -1,0 +1,70 @@
+"""Limits per minute: how much may still be taken, and when there is room again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+ROUNDING = 1e-6
+"""Smaller lacks are those of floating-point numbers."""
+
+
+class Bucket:
+    """Holds what a minute allows and refills evenly, so that a minute's worth may come at once and the rest at the
+    limit's pace. What is known only later, such as generated tokens, may take it below zero: then it first has to
+    refill."""
+
+    def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
+        """`clock`: seconds."""
+        self.capacity = per_minute
+        self.taken = 0.0
+        """In all, by this process."""
+        self._rate = per_minute / 60.0
+        self._clock = clock
+        self._at, self._room = clock(), float(per_minute)
+
+    @property
+    def room(self) -> float:
+        """What may be taken now."""
+        now = self._clock()
+        self._room = min(self._room + (now - self._at) * self._rate, self.capacity)
+        self._at = now
+        return self._room
+
+    def wait(self, amount: float) -> float:
+        """Seconds until there is room for `amount`, 0 where there is. What is more than a minute's worth has room once
+        the bucket is full."""
+        lack = min(amount, self.capacity) - self.room
+        return lack / self._rate if lack > ROUNDING else 0.0
+
+    def take(self, amount: float) -> None:
+        """Take it, whether there is room or not; a negative amount gives back."""
+        self.taken += amount
+        self.taken_elsewhere(amount)
+
+    def taken_elsewhere(self, amount: float) -> None:
+        """Another process took it."""
+        self._room = min(self.room - amount, self.capacity)
+
+    def settle(self, room: float) -> None:
+        """Another process knows of no more room than this."""
+        self._room = min(self.room, room)
+
+    @property
+    def full_in(self) -> float:
+        """Seconds until all of it is there again."""
+        return (self.capacity - self.room) / self._rate
+
+
+def whole_seconds(seconds: float) -> int:
+    """As a Retry-After header says it: never too early."""
+    return max(math.ceil(seconds - ROUNDING), 1)
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI's x-ratelimit-reset headers say it: 6m0s, 1.5s, 20ms."""
+    if seconds < 1:
+        return f"{math.ceil(max(seconds, 0) * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds * 10) / 10, 60)
+    text = f"{rest:.1f}".removesuffix(".0")
+    return f"{minutes:.0f}m{text}s" if minutes else f"{text}s"

@@ -1,0 +1,222 @@
+"""Who asks: API keys, what each of them has taken of its limits, and its place among the others.
+
+Everything here is of one front. What the fronts of other replicas have taken comes in by `KeyRing.hear`
+(`deploy.serve.key_board` carries it), so limits hold for all of them together, but for what they take between two
+reports.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+
+import msgspec
+
+from deploy.api.buckets import Bucket, duration, whole_seconds
+from deploy.api.choice import Choice
+from deploy.config.keys import UNNAMED, ApiKey
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """What one front tells others of a key."""
+
+    requests: float = 0.0
+    """Since it started, as `tokens`."""
+    tokens: float = 0.0
+    sequences: int = 0
+    """Now."""
+    rooms: tuple[float, float] = (inf, inf)
+    """What it knows to be left of requests and tokens."""
+
+
+class OverLimit(Exception):
+    """A limit of the key does not allow the request now."""
+
+    def __init__(self, limit: str, reason: str, wait_s: int | None) -> None:
+        super().__init__(reason)
+        self.limit, self.reason = limit, reason
+        self.wait_s = wait_s
+        """Seconds until there is room again; None where nobody knows."""
+
+
+class Meter:
+    """One request while it runs: what it has generated is taken from its key's tokens before anybody looks at them, so
+    that nothing is counted per token."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = choices
+        self.counted = 0
+
+    def new(self) -> int:
+        """Tokens generated since the last call."""
+        before, self.counted = self.counted, sum(choice.generated for choice in self.choices)
+        return self.counted - before
+
+
+class Key:
+    """One API key, or all of those without a name."""
+
+    def __init__(self, settings: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings, self.name = settings, settings.name
+        self.sequences = 0
+        """Of this front, running or waiting."""
+        self._elsewhere = 0
+        rpm, tpm = settings.requests_per_minute, settings.tokens_per_minute
+        self._requests = Bucket(rpm, clock) if rpm else None
+        self._tokens = Bucket(tpm, clock) if tpm else None
+        self._meters: set[Meter] = set()
+
+    def enter(self) -> None:
+        """A request comes, of which nothing is known yet; OverLimit, and not counted, where a limit is used up."""
+        # Tokens wait for `start`: nobody can say when there is room for a prompt of unknown length.
+        self._check(1, 0, 1)
+        if self._requests is not None:
+            self._requests.take(1)
+
+    def start(self, prompt_tokens: int, choices: Sequence[Choice]) -> Meter:
+        """A request that entered begins to run. OverLimit where there is no room for it; then it counts as if it had
+        never entered."""
+        try:
+            self._check(0, prompt_tokens, len(choices))
+        except OverLimit:
+            if self._requests is not None:
+                self._requests.take(-1)
+            raise
+        if self._tokens is not None:
+            self._tokens.take(prompt_tokens)
+        self.sequences += len(choices)
+        meter = Meter(choices)
+        self._meters.add(meter)
+        return meter
+
+    def end(self, meter: Meter) -> None:
+        """It ended, however it did."""
+        self._read()
+        self._meters.discard(meter)
+        self.sequences -= len(meter.choices)
+
+    def _read(self) -> None:
+        if self._tokens is not None:
+            for meter in self._meters:
+                self._tokens.take(meter.new())
+
+    def _check(self, requests: int, tokens: int, sequences: int) -> None:
+        self._read()
+        waits = {
+            name: (bucket.wait(amount), bucket.capacity)
+            for name, bucket, amount in (("requests", self._requests, requests), ("tokens", self._tokens, tokens))
+            if bucket is not None and amount
+        }
+        if any(wait for wait, _ in waits.values()):
+            name, (wait, capacity) = max(waits.items(), key=lambda item: item[1][0])
+            left = whole_seconds(wait)
+            reason = f"the API key {self.name} may take {capacity:.0f} {name} a minute: try again in {left} s"
+            raise OverLimit(name, reason, left)
+        most, there = self.settings.max_sequences, self.sequences + self._elsewhere
+        if most is not None and there + sequences > most:
+            reason = (
+                f"the API key {self.name} may have {most} sequences at a time, and {there} of them run or wait, which "
+                f"leaves no room for {sequences} more: try again once some have ended"
+            )
+            raise OverLimit("sequences", reason, None)
+
+    def headers(self) -> Headers:
+        """The x-ratelimit headers of an answer."""
+        self._read()
+        found: Headers = []
+        for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            if bucket is not None:
+                found += [
+                    (b"x-ratelimit-limit-" + name, b"%d" % bucket.capacity),
+                    (b"x-ratelimit-remaining-" + name, b"%d" % max(bucket.room + 1e-6, 0)),
+                    (b"x-ratelimit-reset-" + name, duration(bucket.full_in).encode()),
+                ]
+        return found
+
+    def spent(self) -> Spent:
+        """What others are told."""
+        self._read()
+        requests, tokens = self._requests, self._tokens
+        return Spent(
+            requests.taken if requests else 0.0,
+            tokens.taken if tokens else 0.0,
+            self.sequences,
+            (requests.room if requests else inf, tokens.room if tokens else inf),
+        )
+
+    def hear(self, news: Iterable[tuple[Spent | None, Spent]]) -> None:
+        """What every other front told last time, None the first time, and now."""
+        self._elsewhere = 0
+        for before, now in news:
+            self._elsewhere += now.sequences
+            pairs = ((self._requests, "requests", now.rooms[0]), (self._tokens, "tokens", now.rooms[1]))
+            for bucket, name, room in pairs:
+                if bucket is None:
+                    continue
+                if before is None:
+                    bucket.settle(room)
+                else:
+                    bucket.taken_elsewhere(getattr(now, name) - getattr(before, name))
+
+
+class KeyRing:
+    """All keys of a front."""
+
+    def __init__(self, keys: Sequence[str | ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
+        self.named = any(isinstance(key, ApiKey) for key in keys)
+        """Whether any key has a name; otherwise all are alike."""
+        self._known: list[tuple[bytes, Key]] = []
+        unnamed: Key | None = None
+        for key in keys:
+            if isinstance(key, ApiKey):
+                self._known.append((key.key.encode(), Key(key, clock)))
+            else:
+                unnamed = unnamed or Key(ApiKey(key="-", name=UNNAMED), clock)
+                self._known.append((key.encode(), unnamed))
+        self._heard: dict[str, Mapping[str, Spent]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    @property
+    def limited(self) -> bool:
+        """Whether fronts have anything to tell each other."""
+        return any(key.settings.limited for _, key in self._known)
+
+    def find(self, offered: Iterable[str]) -> Key | None:
+        """The key that is among `offered` header values. Every key is compared, in constant time each, with how the
+        server decoded the headers."""
+        values = [value.strip().encode("latin-1") for value in offered]
+        found = [key for secret, key in self._known for value in values if hmac.compare_digest(value, secret)]
+        return found[0] if found else None
+
+    def place(self, key: Key | None, priority: int) -> tuple[int, str, float]:
+        """Priority, name and weight under which a request is queued that asks for a `priority` itself."""
+        if key is None or not self.named:
+            return priority, "", 1.0
+        return key.settings.priority + max(priority, 0), key.name, key.settings.weight
+
+    def has_less(self, key: Key, more: int) -> bool:
+        """Whether another key would have to make room, were there no more, for so many sequences of this one."""
+        own = (key.settings.priority, (key.sequences + more) / key.settings.weight)
+        return self.named and any(
+            (other.settings.priority, other.sequences / other.settings.weight) > own
+            for _, other in self._known
+            if other is not key and other.sequences
+        )
+
+    def spent(self) -> dict[str, Spent]:
+        """What this front tells others, by the names of keys."""
+        return {key.name: key.spent() for _, key in self._known if key.settings.limited}
+
+    def hear(self, fronts: Mapping[str, Mapping[str, Spent]]) -> None:
+        """What the others told last, by front; one that is no longer among them has ended."""
+        for _, key in self._known:
+            if key.settings.limited:
+                told = ((self._heard.get(front, {}).get(key.name), now.get(key.name)) for front, now in fronts.items())
+                key.hear([(before, now) for before, now in told if now is not None])
+        self._heard = dict(fronts)

@@ -1,0 +1,75 @@
+"""What each replica's clients have taken of the limits of their API keys, told to the other replicas once a second
+through Ray's key-value store, so that limits hold for all of them together.
+
+What is taken between two reports is known to its own replica alone. A store that hangs holds up one thread and no
+request: each replica then goes on with what it heard last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+
+from deploy.api.keys import KeyRing, Spent
+from deploy.serve.progress import store
+
+logger = logging.getLogger("latentserve.replica")
+
+PERIOD_S = 1.0
+"""Seconds between two reports."""
+FORGET_S = 10.0
+"""Seconds without a report after which a replica's sequences count as ended."""
+DROP_S = 60.0
+"""Seconds after which its report is dropped."""
+
+
+class _Report(msgspec.Struct):
+    at: float
+    """Unix time, seconds."""
+    keys: dict[str, Spent]
+
+
+class KeyBoard:
+    """A replica's own report, and those of all others, which `keys` hear."""
+
+    def __init__(self, application: str, replica: str, keys: KeyRing) -> None:
+        """In the running event loop."""
+        self._prefix, self._own = f"keys/{application}/".encode(), replica
+        self._keys = keys
+        self._exchanging = asyncio.ensure_future(self._keep_exchanging())
+
+    def close(self) -> None:
+        """Tell nothing any more; the last report is dropped by others."""
+        self._exchanging.cancel()
+
+    async def _keep_exchanging(self) -> None:
+        while True:
+            mine = msgspec.msgpack.encode(_Report(time.time(), self._keys.spent()))
+            try:
+                # Awaited: while the store hangs no more threads wait for it.
+                self._keys.hear(await asyncio.to_thread(self._exchange, mine))
+            except Exception:  # Ray's, of many kinds: its head may be away for a while
+                logger.debug("what API keys have taken could not be exchanged", exc_info=True)
+            await asyncio.sleep(PERIOD_S)
+
+    def _exchange(self, mine: bytes) -> dict[str, dict[str, Spent]]:
+        store("put", self._prefix + self._own.encode(), mine, overwrite=True)
+        found = {}
+        for key in store("list", self._prefix) or ():
+            name = bytes(key).removeprefix(self._prefix).decode()
+            value = None if name == self._own else store("get", key)
+            if value is None:
+                continue
+            try:
+                report = msgspec.msgpack.decode(value, type=_Report)
+            except msgspec.MsgspecError:  # of another version, during an update
+                continue
+            age = time.time() - report.at
+            if age < FORGET_S:
+                found[name] = report.keys
+            elif age > DROP_S:
+                store("del", key)
+        return found

@@ -1,0 +1,85 @@
+"""Limits of API keys hold for all replicas: with a store in place of Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from test_live_board import Store
+
+from deploy.api.keys import Key, KeyRing, OverLimit
+from deploy.config.keys import ApiKey
+from deploy.serve import key_board
+from deploy.serve.key_board import KeyBoard
+
+SETTINGS = ApiKey(key="sesame", name="app", requests_per_minute=10, max_sequences=3)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    store = Store()
+    monkeypatch.setattr(key_board, "store", store)
+    monkeypatch.setattr(key_board, "PERIOD_S", 0.01)
+    return store
+
+
+def key_of(ring: KeyRing) -> Key:
+    key = ring.find(["sesame"])
+    assert key is not None
+    return key
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def room(ring: KeyRing) -> float:
+    return key_of(ring).spent().rooms[0]
+
+
+async def test_replicas_hear_of_each_other(store: Store) -> None:
+    clock = lambda: 0.0  # noqa: E731  # nothing is refilled
+    rings = [KeyRing((SETTINGS,), clock) for _ in range(3)]
+    boards = [KeyBoard("app", str(number), ring) for number, ring in enumerate(rings[:2])]
+    await until(lambda: all(ring._heard for ring in rings[:2]))
+    for _ in range(6):
+        key_of(rings[0]).enter()
+    meter = key_of(rings[1]).start(5, [None, None, None])  # type: ignore[list-item]
+    meter.choices = ()  # type: ignore[assignment]
+    key_of(rings[1]).sequences = 3
+    await until(lambda: room(rings[1]) == 4)
+    await until(lambda: key_of(rings[0])._elsewhere == 3)
+    with pytest.raises(OverLimit, match="3 of them run or wait"):
+        key_of(rings[0]).enter()
+    key_of(rings[1]).sequences = 0
+    await until(lambda: key_of(rings[0])._elsewhere == 0)
+    boards.append(KeyBoard("app", "new", rings[2]))
+    await until(lambda: room(rings[2]) == 4)
+    assert all(b"sesame" not in value for value in store.values.values())
+    store.broken = True
+    await asyncio.sleep(0.05)
+    key_of(rings[2]).enter()
+    store.broken = False
+    await until(lambda: {room(ring) for ring in rings} == {3})
+    for board in boards:
+        board.close()
+
+
+async def test_the_dead_are_forgotten(store: Store) -> None:
+    ring = KeyRing((SETTINGS,))
+    for name, age in (("dead", 30.0), ("long dead", 100.0), ("alive", 1.0)):
+        report = {"at": time.time() - age, "keys": {"app": {"requests": 1.0, "sequences": 2}}}
+        store.values[f"keys/app/{name}".encode()] = msgspec.msgpack.encode(report)
+    store.values[b"keys/app/of another version"] = b"\xff"
+    board = KeyBoard("app", "me", ring)
+    await until(lambda: ring._heard)
+    assert ring._heard.keys() == {"alive"}
+    assert key_of(ring)._elsewhere == 2
+    assert b"keys/app/long dead" not in store.values
+    assert b"keys/app/dead" in store.values
+    board.close()
