@@ -4,8 +4,8 @@
 
 The server (uvicorn with uvloop and httptools, the real application and tokenizer) runs in a process of its own. Its
 engine hands every stream one token per turn of the event loop. The client counts events on raw sockets. With
---parsers, reasoning and tool calls are looked for in all streams. On a busy machine the server's processor time a token
-says the most.
+--parsers, reasoning and tool calls are looked for in all streams; with --tracing, spans of all requests are made and
+thrown away. On a busy machine the server's processor time a token says the most.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import suppress
 from itertools import cycle, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import psutil
 import uvicorn
@@ -39,6 +39,9 @@ from deploy.text.tokenizer import Tokenizer
 from workers.processes.mailbox import OutputMailbox
 from workers.protocol.front import ModelInfo
 from workers.protocol.messages import EngineStats, Request, RequestOutput
+
+if TYPE_CHECKING:
+    from deploy.observability.tracing import Tracing
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "Write a function that reads the lines of a file and returns them sorted by length. " * 6
@@ -88,16 +91,32 @@ TEMPLATE = (
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
-def serve(model: str, pipe: Connection, profile: str | None, parsers: bool) -> None:
+def null_tracing() -> Tracing:
+    """Spans that go nowhere."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    from deploy.observability.tracing import Tracing
+
+    class Nowhere(SpanExporter):
+        def export(self, spans: object) -> SpanExportResult:
+            return SpanExportResult.SUCCESS
+
+    return Tracing(Nowhere())
+
+
+def serve(model: str, pipe: Connection, profile: str | None, parsers: bool, tracing: bool) -> None:
     """The server's process; sends its port."""
     tokenizer = Tokenizer.load(model)
     if tokenizer is None:
         raise SystemExit(f"{model} holds no tokenizer")
-    app = create_app(NullEngine(tokenizer), tokenizer, ApiConfig(chat_template=TEMPLATE if parsers else None))
+    config, spans = ApiConfig(chat_template=TEMPLATE if parsers else None), null_tracing() if tracing else None
+    app = create_app(NullEngine(tokenizer), tokenizer, config, tracing=spans)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     pipe.send(listener.getsockname()[1])
-    config = uvicorn.Config(app, loop="uvloop", http="httptools", access_log=False, lifespan="off", log_level="warning")
-    server = uvicorn.Server(config)
+    settings = uvicorn.Config(
+        app, loop="uvloop", http="httptools", access_log=False, lifespan="off", log_level="warning"
+    )
+    server = uvicorn.Server(settings)
     profiler = cProfile.Profile()
     with suppress(KeyboardInterrupt):  # how the client ends it
         if profile is None:
@@ -213,11 +232,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--requests", type=int, default=300, help="requests of the first-token measurement")
     parser.add_argument("--parsers", action="store_true", help="look for reasoning and tool calls in all streams")
+    parser.add_argument("--tracing", action="store_true", help="make spans of all requests")
     parser.add_argument("--profile", metavar="FILE", help="write a cProfile of the server")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(options.model, theirs, options.profile, options.parsers), daemon=True)
+    given = (options.model, theirs, options.profile, options.parsers, options.tracing)
+    server = context.Process(target=serve, args=given, daemon=True)
     server.start()
     theirs.close()
     try:

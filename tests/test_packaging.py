@@ -44,6 +44,7 @@ def imports(room: str) -> set[str]:
 @pytest.mark.parametrize("room", ROOMS)
 def test_what_is_imported_is_asked_for(room: str) -> None:
     known, asked = packages_distributions(), declared(PROJECT["dependencies"])
+    asked |= declared(PROJECT["optional-dependencies"]["tracing"])  # imported only where spans are asked for
     missing = {}
     for module in imports(room):
         distributions = {normal(name) for name in known.get(module, [module])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -23,6 +24,9 @@ from deploy.observability.live import OwnReplica, Replicas
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import Engine
 
+if TYPE_CHECKING:
+    from deploy.observability.tracing import Tracing
+
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
 )
@@ -36,6 +40,7 @@ def create_app(
     numerics: Mapping[str, object] | None = None,
     replicas: Replicas | None = None,
     keys: KeyRing | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible application in front of `engine`.
 
@@ -43,6 +48,7 @@ def create_app(
     a `FrontMetrics` of its own by default. `numerics`: the engine's settings that decide how it rounds, for the
     `system_fingerprint` of answers. `replicas`: what `/live` shows; by default this one alone. `keys`: those of the
     settings, which somebody tells what other replicas let them take.
+    `tracing`: where spans of requests go; without it there are none.
     `app.state.front` is the `Front`.
     """
     config = config or ApiConfig()
@@ -72,7 +78,11 @@ def create_app(
             allow_origins=config.cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
+            expose_headers=("x-request-id", "retry-after", "traceresponse", *RATE_HEADERS),
         )
+    if tracing is not None:
+        from deploy.api.tracing import TracingLayer
+
+        app.add_middleware(TracingLayer, tracing=tracing)
     app.add_middleware(AccessLayer, metrics=metrics)  # the outermost: the last one added
     return app

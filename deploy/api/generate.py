@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.responses import Response
@@ -28,6 +28,9 @@ from deploy.api.render import Format
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import EngineFault, Refused, RequestFailed
 from workers.protocol.messages import Request
+
+if TYPE_CHECKING:  # what it needs is there only where spans are asked for
+    from deploy.observability.tracing import RequestTrace
 
 log = logging.getLogger("latentserve.api")
 
@@ -56,6 +59,7 @@ class Generation(Response):
         self.started = False
         """Whether the status line is out."""
         self.first_token_s: float | None = None
+        self.trace: RequestTrace | None = None
         # What Starlette expects of a response.
         self.status_code = 200
         self.background = None
@@ -63,6 +67,9 @@ class Generation(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job and write its answer."""
         record: dict[str, Any] = scope.setdefault("latentserve.log", {})
+        self.trace = scope.get("latentserve.trace")
+        if self.trace is not None:
+            self.trace.stage("front", self.trace.begun, time.time_ns(), {"latentserve.sequences": len(self.choices)})
         try:
             prompt_tokens = sum(len(prompt.ids) for prompt in self.job.prompts)
             with self.front.running(scope, prompt_tokens, self.choices):
@@ -131,7 +138,9 @@ class Generation(Response):
         reason = "error"
         first_tokens = 0
         queued: float | None = None
-        outputs = self.front.engine.generate(request)
+        outputs, traced = self.front.engine.generate(request), None
+        if self.trace is not None:
+            outputs = traced = self.trace.sequence(choice.index, outputs)
         metrics.request_started(self.endpoint, len(prompt))
         if key is not None:
             metrics.key_started(key.name, len(prompt))
@@ -178,6 +187,8 @@ class Generation(Response):
                 choice.cached_tokens,
                 (last - first) / more if more else None,
             )
+            if traced is not None:
+                traced.end(reason, len(prompt), choice.cached_tokens, choice.generated)
             if key is not None:
                 metrics.key_finished(key.name, reason, choice.generated, queued)
 

@@ -51,6 +51,7 @@ _FLAGS = {
     "api.served_model_names": "--served-model-name",
     "api.api_keys": "--api-key",
     "api.api_keys_file": "--api-keys-file",
+    "api.otlp_endpoint": "--otlp-endpoint",
     "api.tool_parser": "--tool-parser",
     "api.reasoning_parser": "--reasoning-parser",
     "ingress": "--ingress",
@@ -162,6 +163,16 @@ def serve(
             rich_help_panel=_ACCESS,
         ),
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--otlp-endpoint",
+            metavar="URL",
+            help="OpenTelemetry collector for spans of requests, as http://127.0.0.1:4318 (docs/tracing.md).",
+            show_default="$OTEL_EXPORTER_OTLP_ENDPOINT",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
     tool_parser: Annotated[
         str | None,
         typer.Option(
@@ -219,6 +230,7 @@ def serve(
                 "api.served_model_names": tuple(served_model_name) if served_model_name else None,
                 "api.api_keys": tuple(api_key) if api_key else None,
                 "api.api_keys_file": api_keys_file,
+                "api.otlp_endpoint": otlp_endpoint,
                 "api.tool_parser": tool_parser,
                 "api.reasoning_parser": reasoning_parser,
                 "ingress": ingress,

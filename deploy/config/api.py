@@ -8,6 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from deploy.config.keys import ApiKey, check_distinct, with_file
+from deploy.config.otlp import endpoint_problem
 from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
 
 
@@ -25,6 +26,9 @@ class ApiConfig(BaseModel):
     page itself are always open. One with a name may have limits, a priority and a weight."""
     api_keys_file: Path | None = None
     """A YAML file with more of them, which is read where the application is started."""
+    otlp_endpoint: str | None = None
+    """Base URL of an OpenTelemetry collector (OTLP over HTTP, `http://127.0.0.1:4318`) for spans of requests. None: no
+    spans, unless OTEL_EXPORTER_OTLP_ENDPOINT has one where the application is started."""
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://app.example.com`, or `*`) whose pages may call this server from a browser; empty: none."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
@@ -93,6 +97,13 @@ class ApiConfig(BaseModel):
         if not all(values):
             raise ValueError(f"{info.field_name} must not hold an empty string")
         return values
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _reachable_collector(cls, value: str | None) -> str | None:
+        if value is not None and (problem := endpoint_problem(value)):
+            raise ValueError(f"otlp_endpoint: {problem}")
+        return value
 
     @field_validator("tool_parser", "reasoning_parser")
     @classmethod

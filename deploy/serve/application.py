@@ -6,7 +6,9 @@ line is logged; the environment then tells of the one, and HAProxy does without 
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from typing import Any, Final
 
 import ray
@@ -15,6 +17,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from deploy.config.application import Ingress, ServeConfig
+from deploy.config.otlp import VARIABLE, endpoint_of, endpoint_problem
 from deploy.routing.router import ASKED_BY_HAPROXY, LoadRouter, picker_class
 from deploy.serve.replica import replica_class
 from kernels.private_ground import PrivateGround
@@ -25,6 +28,8 @@ _HA_PROXY: Final = PrivateGround(
     ("ray.serve._private.constants.RAY_SERVE_ENABLE_HA_PROXY",),
     "whether HAProxy stands in front is taken from this process's environment",
 )
+
+log = logging.getLogger("latentserve.application")
 
 ENGINE = "engine"
 ROUTER = "router"
@@ -78,6 +83,18 @@ def _has_gpus() -> bool:
     return bool(there.get("GPU"))
 
 
+def with_collector(config: ServeConfig, environment: Mapping[str, str]) -> ServeConfig:
+    """`config` with the collector for spans that OpenTelemetry's own variables name, where it names none itself. A line
+    is logged where spans cannot be sent there: those variables may be meant for others."""
+    endpoint = endpoint_of(environment)
+    if config.api.otlp_endpoint is not None or endpoint is None:
+        return config
+    if problem := endpoint_problem(endpoint):
+        log.warning("no spans, though %s is set: %s", VARIABLE, problem)
+        return config
+    return config.model_copy(update={"api": config.api.model_copy(update={"otlp_endpoint": endpoint})})
+
+
 def bundles(config: ServeConfig) -> list[dict[str, float]]:
     """Placement-group bundles of one replica of `settled` settings: front and scheduler, then one per rank."""
     cpus, gpus = config.cpus_per_process, config.gpus_per_rank
@@ -87,8 +104,8 @@ def bundles(config: ServeConfig) -> list[dict[str, float]]:
 
 def build_application(config: ServeConfig, engine_class: type = replica_class) -> serve.Application:
     """The application for `serve.run`."""
-    config = settled(config)
-    logging = LoggingConfig(encoding="JSON", log_level=config.log.level, enable_access_log=False)
+    config = with_collector(settled(config), os.environ)
+    serve_logging = LoggingConfig(encoding="JSON", log_level=config.log.level, enable_access_log=False)
     options: dict[str, Any] = {
         "num_replicas": config.replicas,
         "max_ongoing_requests": ONGOING_REQUESTS,
@@ -100,7 +117,7 @@ def build_application(config: ServeConfig, engine_class: type = replica_class) -
         "max_constructor_retry_count": config.health.start_attempts,
         "graceful_shutdown_timeout_s": config.drain.deregister_s + config.drain.timeout_s,
         "graceful_shutdown_wait_loop_s": 0.5,
-        "logging_config": logging,
+        "logging_config": serve_logging,
         "request_router_config": RequestRouterConfig(
             request_router_class=LoadRouter,
             request_router_kwargs={"row_tokens": config.routing.row_tokens},
@@ -123,6 +140,6 @@ def build_application(config: ServeConfig, engine_class: type = replica_class) -
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=config.drain.deregister_s + 5.0,
         health_check_period_s=config.health.period_s,
-        logging_config=logging,
+        logging_config=serve_logging,
     )
     return engine._with_ingress_request_router(router.bind(engine, config))

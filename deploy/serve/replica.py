@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -30,6 +30,9 @@ from deploy.text.template import check_template
 from deploy.text.tokenizer import Tokenizer
 from workers.processes.client import EngineClient
 from workers.protocol.front import EngineFault
+
+if TYPE_CHECKING:  # what it needs is there only where spans are asked for
+    from deploy.observability.tracing import Tracing
 
 logger = logging.getLogger("latentserve.replica")
 
@@ -56,6 +59,14 @@ def read_tokenizer(config: ServeConfig) -> Tokenizer | None:
     return tokenizer
 
 
+def _tracing_to(endpoint: str | None, replica: str) -> Tracing | None:
+    if endpoint is None:
+        return None
+    from deploy.observability.tracing import Tracing, exporter_for
+
+    return Tracing(exporter_for(endpoint), replica)
+
+
 class EngineReplica:
     """The engine deployment.
 
@@ -80,6 +91,7 @@ class EngineReplica:
         self.arrivals = Arrivals()
         self.keys = KeyRing(config.api.api_keys)
         self.key_board = KeyBoard(context.app_name, self.name, self.keys) if self.keys.limited else None
+        self.tracing = _tracing_to(config.api.otlp_endpoint, self.name)
         self.client: EngineClient | None = None
         self.guardian: Guardian | None = None
         self._reporter: asyncio.Task[None] | None = None
@@ -170,7 +182,8 @@ class EngineReplica:
         from deploy.api.app import create_app
 
         numerics = self.config.engine.model_dump(mode="json", include=NUMERIC)
-        return create_app(client, self.tokenizer, self.config.api, self.metrics, numerics, self.live, self.keys)
+        known = (self.metrics, numerics, self.live, self.keys, self.tracing)
+        return create_app(client, self.tokenizer, self.config.api, *known)
 
     def __serve_build_asgi_app__(self) -> Any:
         """What Serve mounts, called once the constructor is through."""
@@ -200,6 +213,8 @@ class EngineReplica:
         self.live.close()
         if self.key_board is not None:
             self.key_board.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
 
 replica_class = serve.ingress()(EngineReplica)
