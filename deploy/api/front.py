@@ -115,6 +115,7 @@ class Front:
             )
         if self.keys.named:
             self._asking.set(key)
+            request.scope["latentserve.key"] = key.name
             request.scope.get("latentserve.log", {})["key"] = key.name
 
     def enter(self, request: HttpRequest) -> None:

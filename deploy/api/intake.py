@@ -25,6 +25,8 @@ class Incoming:
     raw: bytes
     work: Worker
     """Does what takes time in the body's size."""
+    key: str = ""
+    """Name of the API key that it came with."""
 
 
 class Intake:
@@ -39,12 +41,13 @@ class Intake:
     async def reading(self, request: HttpRequest) -> AsyncIterator[Incoming]:
         """Read the body of `request` and wait for its turn; the block has it until all that is large is made of it.
         What it raises: see `read_body`."""
-        with self._budget.account() as account:
+        key = request.scope.get("latentserve.key", "")
+        with self._budget.account(key) as account:
             raw = await read_body(request, self._config, account)
-            async with self._lanes.turn(len(raw)) as work:
+            async with self._lanes.turn(len(raw), key) as work:
                 if len(raw) > SMALL and await request.is_disconnected():
                     raise ClientDisconnected
-                yield Incoming(raw, work)
+                yield Incoming(raw, work, key)
 
     @asynccontextmanager
     async def with_more(self, incoming: Incoming, size: int) -> AsyncIterator[Incoming]:
@@ -52,5 +55,5 @@ class Intake:
         if len(incoming.raw) > SMALL:  # it is worked on aside as it is
             yield incoming
             return
-        async with self._lanes.turn(len(incoming.raw) + size) as work:
-            yield Incoming(incoming.raw, work)
+        async with self._lanes.turn(len(incoming.raw) + size, incoming.key) as work:
+            yield Incoming(incoming.raw, work, incoming.key)

@@ -98,3 +98,48 @@ def test_a_budget_is_shared_and_given_back() -> None:
             assert (first.held, budget.held) == (70, 100)
         assert budget.held == 70
     assert budget.held == 0
+
+
+async def test_keys_take_turns_and_who_leaves_takes_none() -> None:
+    lanes, order = Lanes(), []
+    go = asyncio.Event()
+
+    async def work(name: str, key: str) -> None:
+        async with lanes.turn(MIDDLE + 1, key):
+            order.append(name)
+            await go.wait()
+
+    named = [("a0", "a"), ("a1", "a"), ("a2", "a"), ("a3", "a"), ("b0", "b"), ("gone", "b"), ("b1", "b"), ("c", "")]
+    tasks = {name: asyncio.create_task(work(name, key)) for name, key in named}
+    await asyncio.sleep(0)
+    tasks.pop("gone").cancel()
+    go.set()
+    await asyncio.gather(*tasks.values())
+    assert order == ["a0", "a1", "b0", "c", "a2", "b1", "a3"]
+    go.clear()
+    tasks = {name: asyncio.create_task(work(name, "a")) for name in ("first", "granted", "last")}
+    await asyncio.sleep(0)
+    tasks["first"].cancel()
+    await asyncio.sleep(0)  # hands its turn on, and before that is taken its taker leaves
+    tasks["granted"].cancel()
+    go.set()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert order[7:] in (["first", "last"], ["first", "granted", "last"])
+    async with asyncio.timeout(5), lanes.turn(MIDDLE + 1):
+        pass
+
+
+def test_a_key_leaves_memory_to_others() -> None:
+    budget = Budget(100)
+    with budget.account("a") as one, budget.account("a") as two, budget.account("b") as other, budget.account() as none:
+        assert one.grow(70), "a single body may be as large as it likes"
+        assert not two.grow(10)
+        assert other.grow(20)
+        assert none.grow(10)
+        assert not none.grow(11)
+    with budget.account("a") as one, budget.account("a") as two, budget.account("b") as other:
+        assert one.grow(30)
+        assert two.grow(20)
+        assert not two.grow(21)
+        assert other.grow(50)
+    assert (budget.held, budget.by_key) == (0, {})
