@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 
 ROUNDING = 1e-6
 """Smaller lacks are those of floating-point numbers."""
+PACE_OF = 64
+"""Ends of sequences by which the next ones are foretold."""
+LONGEST_WAIT_S = 60.0
+"""Nobody knows more of what will be then."""
 
 
 class Bucket:
@@ -54,6 +59,26 @@ class Bucket:
     def full_in(self) -> float:
         """Seconds until all of it is there again."""
         return (self.capacity - self.room) / self._rate
+
+
+class Pace:
+    """How fast sequences have ended lately: what is known of when others will."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds."""
+        self._clock = clock
+        self._ends: deque[float] = deque(maxlen=PACE_OF)
+
+    def ended(self, sequences: int) -> None:
+        """So many have just ended."""
+        self._ends.extend([self._clock()] * min(sequences, PACE_OF))
+
+    def wait(self, sequences: int) -> float:
+        """Seconds in which so many more will end at that pace, `LONGEST_WAIT_S` at the most; 0 if none is known."""
+        if not self._ends:
+            return 0.0
+        seconds = self._clock() - self._ends[0]
+        return min(sequences * seconds / len(self._ends), LONGEST_WAIT_S)
 
 
 def whole_seconds(seconds: float) -> int:

@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Scope
 
 import kernels
+from deploy.api.buckets import Pace, whole_seconds
 from deploy.api.choice import Choice
 from deploy.api.errors import ApiError, engine_down, invalid, model_not_found, over_limit, overloaded
 from deploy.api.keys import Key, KeyRing, OverLimit
@@ -66,6 +67,7 @@ class Front:
         self._numerics = dict(numerics)
         self.keys = keys if keys is not None else KeyRing(config.api_keys)
         self._asking: ContextVar[Key | None] = ContextVar("asking", default=None)
+        self._pace = Pace(time.monotonic)
         self._probe: asyncio.Task[None] | None = None
         self._probed = float("-inf")
 
@@ -144,6 +146,7 @@ class Front:
             yield
         finally:
             self.in_flight -= len(choices)
+            self._pace.ended(len(choices))
             if key is not None and meter is not None:
                 key.end(meter)
 
@@ -154,7 +157,10 @@ class Front:
             yield
         except OverLimit as error:
             self.metrics.key_limited(key.name, error.limit)
-            raise over_limit(error.reason, error.wait_s or self.config.retry_after_s) from None
+            wait_s = whole_seconds(error.wait_s)
+            raise over_limit(
+                error.reason, wait_s if error.certain else max(wait_s, self.config.retry_after_s)
+            ) from None
         finally:
             scope.get("latentserve.headers", [])[:] = key.headers()
 
@@ -175,8 +181,12 @@ class Front:
         if self.in_flight + sequences > self._most() and not (key and self.keys.has_less(key, sequences)):
             raise overloaded(
                 f"{self.in_flight} sequences run or wait, which leaves no room for {sequences} more; try again later",
-                self.config.retry_after_s,
+                self.retry_after(self.in_flight + sequences - int(self._most())),
             )
+
+    def retry_after(self, sequences: int) -> int:
+        """Seconds, for a Retry-After header, in which so many sequences are likely to end: by the last ones' pace."""
+        return max(whole_seconds(self._pace.wait(sequences)), self.config.retry_after_s)
 
     def _most(self) -> float:
         """Sequences that can run and wait; until the scheduler reports it, it refuses for itself."""

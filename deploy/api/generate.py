@@ -80,7 +80,7 @@ class Generation(Response):
         except ApiError as error:
             await self._fail(error, scope, receive, send)
         except (EngineFault, Refused, RequestFailed) as error:
-            await self._fail(from_engine(error, self.front.config.retry_after_s), scope, receive, send)
+            await self._fail(from_engine(error, self.front.retry_after(len(self.choices))), scope, receive, send)
         except Exception:
             if not self.started:
                 raise

@@ -14,7 +14,7 @@ from math import inf
 
 import msgspec
 
-from deploy.api.buckets import Bucket, duration, whole_seconds
+from deploy.api.buckets import Bucket, Pace, duration, whole_seconds
 from deploy.api.choice import Choice
 from deploy.config.keys import UNNAMED, ApiKey
 
@@ -36,11 +36,11 @@ class Spent(msgspec.Struct, frozen=True):
 class OverLimit(Exception):
     """A limit of the key does not allow the request now."""
 
-    def __init__(self, limit: str, reason: str, wait_s: int | None) -> None:
+    def __init__(self, limit: str, reason: str, wait_s: float, certain: bool) -> None:
         super().__init__(reason)
         self.limit, self.reason = limit, reason
-        self.wait_s = wait_s
-        """Seconds until there is room again; None where nobody knows."""
+        self.wait_s, self.certain = wait_s, certain
+        """Seconds until there is room again; not `certain` where that is when others are likely to end."""
 
 
 class Meter:
@@ -69,6 +69,7 @@ class Key:
         self._requests = Bucket(rpm, clock) if rpm else None
         self._tokens = Bucket(tpm, clock) if tpm else None
         self._meters: set[Meter] = set()
+        self._pace = Pace(clock)
 
     def enter(self) -> None:
         """A request comes, of which nothing is known yet; OverLimit, and not counted, where a limit is used up."""
@@ -98,6 +99,7 @@ class Key:
         self._read()
         self._meters.discard(meter)
         self.sequences -= len(meter.choices)
+        self._pace.ended(len(meter.choices))
 
     def _read(self) -> None:
         if self._tokens is not None:
@@ -115,14 +117,15 @@ class Key:
             name, (wait, capacity) = max(waits.items(), key=lambda item: item[1][0])
             left = whole_seconds(wait)
             reason = f"the API key {self.name} may take {capacity:.0f} {name} a minute: try again in {left} s"
-            raise OverLimit(name, reason, left)
+            raise OverLimit(name, reason, wait, certain=True)
         most, there = self.settings.max_sequences, self.sequences + self._elsewhere
         if most is not None and there + sequences > most:
             reason = (
                 f"the API key {self.name} may have {most} sequences at a time, and {there} of them run or wait, which "
                 f"leaves no room for {sequences} more: try again once some have ended"
             )
-            raise OverLimit("sequences", reason, None)
+            too_many = there + sequences - most
+            raise OverLimit("sequences", reason, self._pace.wait(too_many), certain=False)
 
     def headers(self) -> Headers:
         """The x-ratelimit headers of an answer."""

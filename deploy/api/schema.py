@@ -19,7 +19,7 @@ ERRORS = {
     408: "The request took longer than it was given, or did not arrive in time.",
     413: "The body is larger than it may be.",
     415: "The body is not said to be JSON, or is compressed.",
-    429: "Too many sequences wait already; Retry-After says when to come back.",
+    429: "Too many sequences wait already, or a limit of the API key is used up; Retry-After says when to come back.",
     500: "A defect of the server.",
     503: "The engine starts or is down, or large requests take all the memory; the message has the cause.",
 }

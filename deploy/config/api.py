@@ -50,7 +50,7 @@ class ApiConfig(BaseModel):
     """Tokens to generate when a request does not say. None: 16 for completions (as OpenAI), what is left of the context
     for chats."""
     retry_after_s: int = Field(default=1, gt=0)
-    """Seconds a 429 asks the client to wait."""
+    """Least seconds a 429 asks the client to wait until sequences have ended; more where they end slowly."""
     max_n: int = Field(default=128, gt=0)
     """Largest `n`."""
     max_logprobs: int = Field(default=20, ge=0)

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.buckets import Bucket, duration, whole_seconds
+from deploy.api.buckets import Bucket, Pace, duration, whole_seconds
 from deploy.api.keys import Key, KeyRing, OverLimit
 from deploy.config.api import ApiConfig
 from deploy.config.application import LogConfig
@@ -101,6 +101,19 @@ def test_there_is_room_exactly_when_a_bucket_says(per_minute: int, amounts: list
 )
 def test_durations_are_written_as_openai_writes_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_pace_foretells_when_sequences_end() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.wait(5) == 0
+    for _ in range(200):
+        pace.ended(1)
+        clock.now += 2
+    assert pace.wait(5) == pytest.approx(10)
+    assert pace.wait(500) == 60
+    clock.now += 64 * 2
+    assert pace.wait(5) == pytest.approx(20), "it has slowed down"
 
 
 def test_whole_seconds_are_never_too_few() -> None:
