@@ -30,7 +30,7 @@ import openai
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.soak import Application, long_model  # noqa: E402
+from bench.soak import Application, long_model
 
 STREAMS = 16
 WORDS = ("red", "green", "blue", "open", "closed", "north", "south")
