@@ -19,18 +19,31 @@ from kernels.page import PAGE_TOKENS
 from kernels.sparse import scores, select
 from kernels.sparse.scores import Indexer, TokenTile
 from kernels.sparse.select import Cut
-from kernels.sparse.workspace import LEVELS, SCORES, SelectWorkspace
+from kernels.sparse.workspace import SelectWorkspace
 
 _KEYS = 8
 """Keys a program writes."""
 _COLUMNS = 256
 """(Token, head) pairs that a program scores at most, beside 64 keys."""
-_WAVES = 4
-"""Programs for every multiprocessor, where there are pages enough."""
+_FEW_COLUMNS = 128
+"""The same where a row has tokens enough for `_MANY_TILES` tiles: less is left over, and more programs are resident."""
+_MANY_TILES = 16
+_WAVES = (5, 8)
+"""Programs for every multiprocessor, where there are pages enough: of one token a row with FP8 entries, as many as are
+resident and never more, because those that start late end late; and else."""
 _PAGES = 4
 """Pages that a program scores at least, if the context is as long as it may be."""
-_LISTED = 512
-"""Positions that a program lists at a time, where all are selected."""
+_LISTED = 1024
+"""Positions that a program lists at a time."""
+_MAXIMA = 512
+"""Programs that look for maxima, where each has neither fewer nor more groups than the next line says."""
+_COLUMNS_OF_MAXIMA = (128, 1024)
+_CANDIDATE_WARPS = (16, 8)
+"""Of programs that look for candidates: of few tokens, and of `_MANY_TOKENS` or more, where several programs share a
+multiprocessor."""
+_MANY_TOKENS = 8
+_LIST_WARPS = (4, 8)
+"""Of programs that list positions, likewise."""
 
 
 def write_index_keys(key_TD: Tensor, slot_T: Tensor, index_PKE: Tensor, *, dependent: bool = False) -> None:
@@ -75,12 +88,19 @@ def index_scores(
         return
     indexer = _indexer(heads, index_PKE)
     width = min(width or tokens, tokens)
-    most = _COLUMNS if index_PKE.itemsize < 4 else _COLUMNS // 4
+    many = width * indexer.head_lanes >= _MANY_TILES * _COLUMNS
+    most = _FEW_COLUMNS if many else _COLUMNS
+    if index_PKE.itemsize == 4:
+        most = min(most, _COLUMNS // 4)
     tile = _tile(width, 1 if invariant else max(1, most // indexer.head_lanes))
     per_row = triton.cdiv(width, tile.tokens)
     tiles = triton.cdiv(tokens, width) * per_row
     pages = score_TN.shape[1] // PAGE_TOKENS
-    wanted = triton.cdiv(_WAVES * multiprocessors(q_THD.device), tiles)
+    programs = multiprocessors(q_THD.device)
+    if indexer.fp8 and width == 1:
+        wanted = max(1, _WAVES[0] * programs // tiles)
+    else:
+        wanted = triton.cdiv(_WAVES[1] * programs, tiles)
     index, scale = _index(index_PKE)
     columns = tile.lanes * indexer.head_lanes
     scores.score_pages[(max(1, min(wanted, triton.cdiv(pages, _PAGES))), tiles)](
@@ -123,24 +143,53 @@ def select_positions(
     tokens, selected = selected_TS.shape
     if not tokens:
         return
-    if workspace.above.shape != (tokens, workspace.parts):
-        raise ValueError(f"a workspace of {workspace.above.shape[0]} tokens serves no call of {tokens}")
-    parts = workspace.parts
-    cut = Cut(selected=selected, parts=parts, part_lanes=triton.next_power_of_2(parts), block=SCORES)
-    numbers = (tokens, score_TN.shape[1], score_TN.stride(0) // 16)
-    memory = (workspace.count, workspace.above, workspace.found)
+    if len(workspace.taken) != tokens or workspace.most < selected:
+        what = f"{len(workspace.taken)} tokens and up to {workspace.most} positions"
+        raise ValueError(f"a workspace of {what} serves no call of {tokens} tokens and {selected} positions")
+    groups = workspace.best.shape[1]
+    cut = Cut(
+        selected=selected,
+        columns=groups,
+        slack=selected // 8,
+        lanes=workspace.candidate.shape[1],
+        block=workspace.block,
+    )
+    numbers = (score_TN.shape[1], score_TN.stride(0) // 16)
     options: dict[str, Any] = {"CUT": cut, "DEPENDENT": dependent, **pdl(dependent)}
-    for level in range(LEVELS):
-        select.count_bytes[(parts, tokens)](score_TN, bound_T, *memory, *numbers, LEVEL=level, num_warps=4, **options)
-    select.list_positions[(parts, tokens)](
+    columns = min(max(groups * tokens // _MAXIMA, _COLUMNS_OF_MAXIMA[0]), _COLUMNS_OF_MAXIMA[1])
+    columns = triton.next_power_of_2(columns)
+    select.find_maxima[(groups // columns, tokens)](
+        score_TN,
+        bound_T,
+        workspace.best,
+        workspace.taken,
+        *numbers,
+        ROWS=min(8, _COLUMNS_OF_MAXIMA[1] * 4 // columns),
+        COLUMNS=columns,
+        num_warps=4,
+        **options,
+    )
+    memory = (workspace.taken, workspace.least, workspace.begins, workspace.candidate, workspace.position)
+    select.keep_candidates[(workspace.parts, tokens)](
+        score_TN,
+        bound_T,
+        workspace.best,
+        *memory,
+        *numbers,
+        workspace.begins.shape[1],
+        num_warps=_CANDIDATE_WARPS[0 if tokens < _MANY_TOKENS else 1],
+        **options,
+    )
+    select.list_positions[(workspace.parts, tokens)](
         score_TN,
         bound_T,
         *memory,
         selected_TS,
         fault_1,
         *numbers,
+        workspace.begins.shape[1],
         LANES=_LISTED,
-        num_warps=8 if parts > 32 else 4,  # counts of all parts are held twice
+        num_warps=_LIST_WARPS[0 if tokens < _MANY_TOKENS else 1],
         **options,
     )
 

@@ -1,7 +1,7 @@
 """Device memory that the kernels of sparse attention work in, and how calls are cut up. Sizes are known when a graph is
 captured; what the memory holds means nothing before and after a call.
 
-Shape legend: T query tokens, B parts of a token's scores, L latent features, H heads, G parts of its selected entries.
+Shape legend: T query tokens, L latent features, H heads, G parts of its selected entries.
 """
 
 from __future__ import annotations
@@ -17,39 +17,57 @@ from kernels.hopper import is_hopper, multiprocessors
 from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace, hopper_tiling, portable_tiling
 from kernels.page import PAGE_TOKENS, pages_for
 
-LEVELS: Final = 4
-"""Passes over the scores, one for every byte of them."""
-BINS: Final = 256
-"""Values of a byte."""
+SELECTED: Final = 2048
+"""Positions that are selected at most, where nothing else is said."""
 INVARIANT_TOKENS: Final = 64
 """Tokens whose entries are gathered at a time in invariant mode, some 150 MB of 2,048 entries in bf16."""
-SCORES: Final = 1024
-"""Scores that a program takes at a time."""
+SCORES: Final = (1024, 4096)
+"""Scores that a program of the selection takes at a time, at least and at most."""
 
 
 @dataclass(frozen=True)
 class SelectWorkspace:
-    """Memory of `kernels.sparse.select_positions`."""
+    """Memory of `kernels.sparse.select_positions`: int32 tensors."""
 
     parts: int
-    """Programs that share a token's scores, B."""
-    count: Tensor
-    """int32 [LEVELS, T, B, BINS]: how many scores of a part have which byte."""
-    above: Tensor
-    """int32 [T, B]: how many scores of a part are selected for certain."""
-    found: Tensor
-    """int32 [LEVELS, T, 2]: what is known of the least selected score, and how many of its like are to be selected."""
+    """Programs that share a token's scores."""
+    block: int
+    """Scores that they take at a time."""
+    most: int
+    """Positions that are selected at most."""
+    best: Tensor
+    """[T, groups]: keys of the largest scores of groups of them."""
+    taken: Tensor
+    """[T]: candidates, as many as there are even where there is no room for all."""
+    least: Tensor
+    """[T]: the key that candidates reach."""
+    begins: Tensor
+    """[T, blocks, 2]: where the candidates of a block of scores begin, and how many they are."""
+    candidate: Tensor
+    """[T, room]: keys."""
+    position: Tensor
+    """[T, room]."""
 
     @staticmethod
-    def allocate(tokens: int, scores: int, empty: Callable[..., Tensor]) -> SelectWorkspace:
-        """For calls of exactly `tokens` tokens with up to `scores` scores each. `empty(*shape, dtype=)` gives
-        uninitialised device memory."""
-        parts = _score_parts(tokens, scores)
+    def allocate(
+        tokens: int, scores: int, empty: Callable[..., Tensor], *, selected: int = SELECTED
+    ) -> SelectWorkspace:
+        """For calls of exactly `tokens` tokens with up to `scores` scores each, of which `selected` positions are
+        selected at most. `empty(*shape, dtype=)` gives uninitialised device memory."""
+        parts = _power_of_2(min(32, 264 // max(tokens, 1), -(-scores // SCORES[0])))
+        block = min(max(_power_of_2(scores // parts), SCORES[0]), SCORES[1])
+        most = 2 * _power_of_2(max(selected, 512) - 1)
+        groups = min(4 * most, max(2 * _power_of_2(max(scores, 1) - 1), 1024))
         return SelectWorkspace(
             parts=parts,
-            count=empty(LEVELS, tokens, parts, BINS, dtype=torch.int32),
-            above=empty(tokens, parts, dtype=torch.int32),
-            found=empty(LEVELS, tokens, 2, dtype=torch.int32),
+            block=block,
+            most=selected,
+            best=empty(tokens, groups, dtype=torch.int32),
+            taken=empty(tokens, dtype=torch.int32),
+            least=empty(tokens, dtype=torch.int32),
+            begins=empty(tokens, max(1, -(-scores // block)), 2, dtype=torch.int32),
+            candidate=empty(tokens, 2 * most, dtype=torch.int32),
+            position=empty(tokens, 2 * most, dtype=torch.int32),
         )
 
 
@@ -167,11 +185,6 @@ def sparse_tiling(
     parts = _power_of_2(min(resident * multiprocessors // programs, selected // tile))
     part = -(-selected // parts // tile) * tile
     return SparseTiling(block=block, tile=tile, part=part, warps=warps, stages=stages)
-
-
-def _score_parts(tokens: int, scores: int) -> int:
-    """Enough programs to fill a GPU when tokens are few, of a block of scores at least."""
-    return _power_of_2(min(64, 512 // max(tokens, 1), -(-scores // SCORES)))
 
 
 def _power_of_2(x: int) -> int:

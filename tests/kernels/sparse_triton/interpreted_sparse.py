@@ -78,16 +78,9 @@ def select(scores: torch.Tensor, bounds: list[int], selected: int, columns: int 
     return case
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    bounds=st.lists(st.integers(0, 130) | st.integers(0, 4096), min_size=1, max_size=3),
-    selected=st.sampled_from([1, 3, 64, 700, 2048]),
-    values=st.sampled_from(["normal", "few", "zeros", "wide", "odd"]),
-    seed=st.integers(0, 99),
-)
-def test_selection(bounds: list[int], selected: int, values: str, seed: int) -> None:
+def drawn_scores(values: str, tokens: int, columns: int, seed: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
-    score = torch.randn(len(bounds), 4096, generator=random)
+    score = torch.randn(tokens, columns, generator=random)
     if values == "few":
         score = score.round()
     elif values == "zeros":
@@ -97,7 +90,32 @@ def test_selection(bounds: list[int], selected: int, values: str, seed: int) -> 
     elif values == "odd":
         odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42, -1e-42, 2.0])
         score = odd[torch.randint(0, len(odd), score.shape, generator=random)]
-    select(score, bounds, selected)
+    elif values == "in one group":
+        # Those of few groups are large, so that there are more candidates than there is room for.
+        score += 9.0 * (torch.arange(columns) % 8192 < 1500)
+    return score
+
+
+VALUES = ["normal", "few", "zeros", "wide", "odd", "in one group"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    bounds=st.lists(st.integers(0, 130) | st.integers(0, 4096), min_size=1, max_size=3),
+    selected=st.sampled_from([1, 3, 64, 700, 2048]),
+    values=st.sampled_from(VALUES),
+    seed=st.integers(0, 99),
+)
+def test_selection(bounds: list[int], selected: int, values: str, seed: int) -> None:
+    select(drawn_scores(values, len(bounds), 4096, seed), bounds, selected)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("tokens", [60, 150])
+def test_selection_in_long_contexts(tokens: int, values: str) -> None:
+    """Of several programs a token, or of one."""
+    bounds = [40000, 20001, 8192, 2049] + [0] * (tokens - 4)
+    select(drawn_scores(values, len(bounds), 40960, tokens), bounds, 2048)
 
 
 def test_a_bound_outside_the_scores_selects_nothing_and_is_counted() -> None:

@@ -68,7 +68,7 @@ def test_tokens_of_a_row_share_what_is_read() -> None:
     case.check_scores()
 
 
-@pytest.mark.parametrize("kernel", ["count_bytes", "attend"])
+@pytest.mark.parametrize("kernel", ["find_maxima", "keep_candidates", "list_positions", "attend"])
 def test_without_its_wait_it_would_be_noticed(kernel: str) -> None:
     def without(ptx: str) -> str:
         return ptx.replace("griddepcontrol.wait;", "") if f".entry {kernel}(" in ptx else ptx
