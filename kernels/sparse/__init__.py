@@ -135,7 +135,8 @@ def sparse_decode(
     """out = softmax(scale * q · entries) · entries[..., :L], over the selected entries of the latent cache.
 
     - `q_THC`: query with W_UK absorbed into its first L features, the roped part after them.
-    - `cache_PKC`: one layer's cache, in the dtype of the query, or FP8 entries as bytes (`kernels.latent_entry`).
+    - `cache_PKC`: one layer's cache, in the dtype of the query, or FP8 entries as bytes (`kernels.latent_entry`), whose
+      numbers Hopper's own kernel does not round to the query's dtype.
     - `page_RP`, `row_T`, `selected_TS`: int32. Entry s of a row lies at [page_RP[row, s // 64], s % 64]. Absent entries
       are -1 and may stand anywhere. A row, a position behind the table, or a page that is outside is counted in
       `fault_1`, and its entries are absent.

@@ -211,24 +211,33 @@ def attend(
         tl.store(at_out + piece * LANES, (sums[piece] / divisor[:, None]).to(dtype), mask=has_latent)
 
 
-@triton.jit(do_not_specialize=["vectors"])
+@triton.jit(do_not_specialize=["vectors", "heads"])
 def merge(
     partial,
     partial_lse,
+    pieces,
     out,
     lse,
     vectors,
+    heads,
     LATENT: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
+    COUNTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Programs (query vector, columns): the sum of a vector's pieces, LANES of them at a time."""
+    """Programs (query vector, columns): the sum of a vector's pieces, LANES of them at a time. COUNTED: `pieces` says
+    how many a token has. If it has one or none, its results are written."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     vector = tl.program_id(0).to(tl.int64)
+    count = PARTS
+    if COUNTED:
+        count = tl.load(pieces + vector // heads, cache_modifier=".cg")
+        if count <= 1:
+            return
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = c < LATENT
     top = tl.full((), float("-inf"), tl.float32)
@@ -237,9 +246,9 @@ def merge(
     for first in tl.static_range(0, PARTS, LANES):
         part = first + tl.arange(0, LANES)
         piece = part.to(tl.int64) * vectors + vector
-        log = tl.load(partial_lse + piece, mask=part < PARTS, other=float("-inf"), cache_modifier=".cg")
+        log = tl.load(partial_lse + piece, mask=part < count, other=float("-inf"), cache_modifier=".cg")
         at = partial + piece[:, None] * LATENT + c[None, :]
-        own = tl.load(at, mask=(part < PARTS)[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+        own = tl.load(at, mask=(part < count)[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(log, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = tl.exp2(top - base)

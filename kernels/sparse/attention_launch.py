@@ -11,16 +11,21 @@ from torch import Tensor
 
 from kernels.latent_entry import GROUP, entry_of
 from kernels.mla_decode import launch as dense
-from kernels.mla_decode.records import Tile
+from kernels.mla_decode.records import Overlap, Split, Tile
 from kernels.mla_decode.schedule import DecodeShape, Workspace
-from kernels.page import pages_for
-from kernels.sparse import attention, gather
+from kernels.page import PAGE_TOKENS, pages_for
+from kernels.sparse import attention, gather, places
 from kernels.sparse.attention import Features, Shared
 from kernels.sparse.launch import pdl
 from kernels.sparse.workspace import InvariantWorkspace, SparseWorkspace, invariant_tiling
 
 _MERGED = 256
 """Latent columns that a program merges."""
+_MERGED_OF_FEW = 64
+"""Of few query vectors, which have many parts."""
+_FEW_VECTORS = 512
+_HOPPER_ROPE = 64
+"""Roped features of Hopper's own kernels."""
 
 
 def sparse_decode(
@@ -46,10 +51,16 @@ def sparse_decode(
     partial, partial_lse = workspace.partial_GTHL, workspace.partial_lse_GTH
     if partial.shape[1:] != out_THL.shape or partial.shape[0] != (parts if parts > 1 else 0):
         raise ValueError(f"a workspace of {tuple(partial.shape)} serves no call of {tokens} tokens, {heads} heads")
-    blocks = triton.cdiv(heads, tiling.block)
+    blocks = triton.cdiv(heads, tiling.block) if tiling.path == "triton" else 1
     if workspace.place_BTS.shape != (blocks, tokens, selected):
         raise ValueError(f"a workspace of {tuple(workspace.place_BTS.shape)} places serves no {selected} entries")
     options: dict[str, Any] = {"DEPENDENT": dependent, **pdl(dependent)}
+    if tiling.path != "triton":
+        tensors = (q_THC, cache_PKC, page_RP, row_T, selected_TS, out_THL, lse_TH, fault_1)
+        _attend_on_hopper(*tensors, workspace, scale, dependent)
+        if parts > 1:
+            _merge(out_THL, lse_TH, workspace, **options)
+        return
     attention.attend[(blocks * parts, tokens)](
         q_THC,
         cache_PKC,
@@ -79,19 +90,100 @@ def sparse_decode(
         **options,
     )
     if parts > 1:
-        attention.merge[(tokens * heads, triton.cdiv(latent, _MERGED))](
-            partial,
-            partial_lse,
-            out_THL,
-            lse_TH,
-            tokens * heads,
-            LATENT=latent,
-            COLUMNS=min(_MERGED, triton.next_power_of_2(latent)),
-            PARTS=parts,
-            LANES=min(16, triton.next_power_of_2(parts)),
-            num_warps=2,
-            **options,
-        )
+        _merge(out_THL, lse_TH, workspace, **options)
+
+
+def _merge(out_THL: Tensor, lse_TH: Tensor, workspace: SparseWorkspace, **options: Any) -> None:
+    """Add up the parts of all tokens."""
+    tokens, heads, latent = out_THL.shape
+    parts = len(workspace.partial_GTHL)
+    columns = min(_MERGED if tokens * heads > _FEW_VECTORS else _MERGED_OF_FEW, triton.next_power_of_2(latent))
+    attention.merge[(tokens * heads, triton.cdiv(latent, columns))](
+        workspace.partial_GTHL,
+        workspace.partial_lse_GTH,
+        workspace.pieces_T,
+        out_THL,
+        lse_TH,
+        tokens * heads,
+        heads,
+        LATENT=latent,
+        COLUMNS=columns,
+        PARTS=parts,
+        LANES=min(32, triton.next_power_of_2(parts)),
+        COUNTED=workspace.tiling.path != "triton",
+        num_warps=2,
+        **options,
+    )
+
+
+def _attend_on_hopper(
+    q_THC: Tensor,
+    cache_PKC: Tensor,
+    page_RP: Tensor,
+    row_T: Tensor,
+    selected_TS: Tensor,
+    out_THL: Tensor,
+    lse_TH: Tensor,
+    fault_1: Tensor,
+    workspace: SparseWorkspace,
+    scale: float,
+    dependent: bool,
+) -> None:
+    """Find the entries, then attend to them: tokens that one program has are done then."""
+    tokens, heads, features = q_THC.shape
+    selected, tiling = selected_TS.shape[1], workspace.tiling
+    parts = triton.cdiv(selected, tiling.part)
+    if features - out_THL.shape[2] != _HOPPER_ROPE or out_THL.dtype != torch.bfloat16:
+        raise ValueError("on Hopper, attention over 512 latent features takes 64 roped ones, and results in bfloat16")
+    places.find_places[(tokens,)](
+        selected_TS,
+        page_RP,
+        row_T,
+        out_THL,
+        lse_TH,
+        workspace.place_BTS,
+        workspace.length_T,
+        workspace.pieces_T,
+        workspace.plan,
+        fault_1,
+        tokens,
+        *page_RP.shape,
+        cache_PKC.shape[0],
+        page_RP.stride(0),
+        out_THL[0].numel(),
+        heads,
+        SELECTED=selected,
+        LANES=triton.next_power_of_2(selected),
+        PARTS=parts,
+        PART_LANES=triton.next_power_of_2(parts),
+        ZEROS=1024,
+        DEPENDENT=dependent,
+        num_warps=8,
+        **pdl(dependent),
+    )
+    told = (workspace.place_BTS, workspace.length_T, out_THL, lse_TH)
+    memory = (workspace.partial_GTHL, workspace.partial_lse_GTH, workspace.plan)
+    blocks = triton.cdiv(heads, tiling.block)
+    common: dict[str, Any] = {
+        "SELECTED": selected,
+        "SPLIT": Split(unit=PAGE_TOKENS, page=PAGE_TOKENS, row_cost=0, invariant=False),
+        "OVERLAP": Overlap(stages=tiling.stages, dependent=dependent, early=False, either=False),
+        "num_warps": tiling.warps,
+        **pdl(dependent),
+    }
+    numbers = (scale * math.log2(math.e), heads, blocks)
+    grid = (blocks * parts * tokens,)
+    if tiling.path == "fp8":
+        from kernels.sparse.selected_fp8 import attend_selected_fp8
+
+        tile = Tile(queries=tiling.block, tokens=tiling.tile)
+        entry = entry_of(cache_PKC, out_THL.shape[2], _HOPPER_ROPE, q_THC.dtype)
+        attend_selected_fp8[grid](q_THC, cache_PKC, *told, *memory, *numbers, ENTRY=entry, TILE_OF=tile, **common)
+    else:
+        from kernels.mla_decode.wide import boxes
+        from kernels.sparse.selected_wide import attend_selected
+
+        attend_selected[grid](*boxes(q_THC), cache_PKC, *told, *memory, *numbers, **common)
 
 
 def invariant_sparse_decode(

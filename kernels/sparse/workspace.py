@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from kernels.hopper import is_hopper, multiprocessors
-from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import (
+    FP8_RINGS,
+    WORKER_FIELDS,
+    DecodeShape,
+    DecodeTiling,
+    Workspace,
+    hopper_tiling,
+    portable_tiling,
+)
 from kernels.page import PAGE_TOKENS, pages_for
 
 SELECTED: Final = 2048
@@ -75,6 +83,8 @@ class SelectWorkspace:
 class SparseTiling:
     """How a call of `kernels.sparse.sparse_decode` is cut."""
 
+    path: str
+    """Which attention kernel: "triton" (portable), "wide" or "fp8" (Hopper)."""
     block: int
     """Heads of a program."""
     tile: int
@@ -96,7 +106,14 @@ class SparseWorkspace:
     partial_lse_GTH: Tensor
     """fp32 log2-sum-exp2 of their scaled scores."""
     place_BTS: Tensor
-    """int32, for every block of heads: where in the flattened cache the selected entries lie, -1 for absent ones."""
+    """int32, for every block of heads: where in the flattened cache the selected entries lie, -1 for absent ones. On
+    Hopper once for all, those that are there one after the other."""
+    length_T: Tensor
+    """int32, on Hopper: how many entries are there."""
+    pieces_T: Tensor
+    """int32, on Hopper: parts that have any."""
+    plan: Tensor
+    """int32, on Hopper: `WORKER_FIELDS` for every part of every token, see `kernels.sparse.places`."""
 
     @staticmethod
     def allocate(
@@ -109,17 +126,30 @@ class SparseWorkspace:
         *,
         fp8: bool = False,
         multiprocessors: int = 132,
+        hopper: bool | None = None,
     ) -> SparseWorkspace:
         """For calls of exactly `tokens` tokens of so many heads, with `selected` entries each. `dtype` is the queries',
-        `fp8` says whether the cache has FP8 entries."""
-        tiling = sparse_tiling(tokens, heads, latent, selected, dtype, fp8=fp8, multiprocessors=multiprocessors)
+        `fp8` says whether the cache has FP8 entries. `hopper`: whether Hopper's own kernels may be taken; None asks the
+        device."""
+        length_T = empty(tokens, dtype=torch.int32)
+        if hopper is None:
+            hopper = is_hopper(length_T.device)
+        # Of 16 heads in bfloat16 the portable kernel takes a little less time than one of 64.
+        hopper = hopper and latent == 512 and dtype == torch.bfloat16 and (fp8 or heads > 16)
+        choose = hopper_sparse_tiling if hopper else sparse_tiling
+        tiling = choose(tokens, heads, latent, selected, dtype, fp8=fp8, multiprocessors=multiprocessors)
         parts = -(-selected // tiling.part)
         shared = parts if parts > 1 else 0
+        blocks = -(-heads // tiling.block) if tiling.path == "triton" else 1
+        planned = 0 if tiling.path == "triton" else parts * tokens * WORKER_FIELDS
         return SparseWorkspace(
             tiling=tiling,
             partial_GTHL=empty(shared, tokens, heads, latent, dtype=dtype),
             partial_lse_GTH=empty(shared, tokens, heads, dtype=torch.float32),
-            place_BTS=empty(-(-heads // tiling.block), tokens, selected, dtype=torch.int32),
+            place_BTS=empty(blocks, tokens, selected, dtype=torch.int32),
+            length_T=length_T,
+            pieces_T=empty(tokens, dtype=torch.int32),
+            plan=empty(planned, dtype=torch.int32),
         )
 
 
@@ -184,7 +214,20 @@ def sparse_tiling(
     programs = max(1, tokens * -(-heads // block))
     parts = _power_of_2(min(resident * multiprocessors // programs, selected // tile))
     part = -(-selected // parts // tile) * tile
-    return SparseTiling(block=block, tile=tile, part=part, warps=warps, stages=stages)
+    return SparseTiling("triton", block=block, tile=tile, part=part, warps=warps, stages=stages)
+
+
+def hopper_sparse_tiling(
+    tokens: int, heads: int, latent: int, selected: int, dtype: torch.dtype, *, fp8: bool, multiprocessors: int
+) -> SparseTiling:
+    """For Hopper's own kernels, of 512 latent and 64 roped features: one program a multiprocessor, whole tiles each."""
+    block = next((most for most in FP8_RINGS if heads <= most), max(FP8_RINGS)) if fp8 else 64
+    programs = max(1, tokens * -(-heads // block))
+    tiles = pages_for(selected)
+    parts = _power_of_2(min(multiprocessors // programs, tiles))
+    part = -(-tiles // parts) * PAGE_TOKENS
+    stages = FP8_RINGS[block] if fp8 else 2
+    return SparseTiling("fp8" if fp8 else "wide", block=block, tile=PAGE_TOKENS, part=part, warps=4, stages=stages)
 
 
 def _power_of_2(x: int) -> int:

@@ -38,6 +38,8 @@ class Sparse:
     kernels: bool = False
     """Whether the kernels are launched whatever the device, and not what the device has."""
     dependent: bool = False
+    hopper: bool | None = None
+    """Whether attention takes Hopper's own kernels; None asks the device."""
     programs: int = 132
     """Multiprocessors for which attention is cut up."""
     spare_columns: int = 2
@@ -49,6 +51,8 @@ class Sparse:
     device: str = "cpu"
     scale: float = 0.11
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
+    exact: bool = field(default=False, init=False)
+    """Whether attention took FP8 entries for the numbers that they stand for, not rounded to `dtype`."""
 
     def __post_init__(self) -> None:
         random = torch.Generator().manual_seed(self.seed)
@@ -154,7 +158,10 @@ class Sparse:
                 sparse.sparse_decode(*tensors, scale=self.scale, workspace=own, invariant=True)
             return
         shape = len(t["row"]), self.heads, self.latent, self.selected, self.dtype
-        workspace = sparse.SparseWorkspace.allocate(*shape, self._poisoned, fp8=self.fp8, multiprocessors=self.programs)
+        workspace = sparse.SparseWorkspace.allocate(
+            *shape, self._poisoned, fp8=self.fp8, multiprocessors=self.programs, hopper=self.hopper
+        )
+        self.exact = workspace.tiling.path == "fp8"
         if self.kernels:
             attention_launch.sparse_decode(*tensors, workspace, scale=self.scale, dependent=self.dependent)
         else:
@@ -233,7 +240,8 @@ class Sparse:
                 assert (out == 0).all()
                 assert (lse == -torch.inf).all()
                 continue
-            entry = fp8_entries.read(flat[place], *sizes).double() if self.fp8 else flat[place].double()
+            read = fp8_entries.numbers if self.exact else fp8_entries.read
+            entry = read(flat[place], *sizes).double() if self.fp8 else flat[place].double()
             q = t["q"][token].double()
             score = self.scale * (q @ entry.t())
             torch.testing.assert_close(lse, torch.logsumexp(score, -1), rtol=1e-5, atol=2e-5)

@@ -61,6 +61,32 @@ def test_published_sizes(heads: int, fp8: bool) -> None:
     case.check_attention()
 
 
+@pytest.mark.parametrize(
+    ("heads", "fp8", "programs", "rows"),
+    [
+        (16, True, 8, [(300, 1), (0, 1), (70, 2)]),
+        (40, True, 3, [(300, 1), (0, 1)]),
+        (20, False, 8, [(300, 1), (0, 1), (70, 2)]),
+        (128, False, 2, [(300, 1)]),
+    ],
+)
+def test_on_hopper(heads: int, fp8: bool, programs: int, rows: list[tuple[int, int]]) -> None:
+    """Tokens that several programs share, one, or none; absent entries anywhere; what is outside is counted."""
+    sizes: dict[str, Any] = {"latent": 512, "rope": 64, "selected": 320, "dtype": torch.bfloat16, "fp8": fp8}
+    case = Sparse(rows, heads=heads, kernels=True, programs=programs, hopper=True, dependent=True, **sizes)
+    random = torch.Generator().manual_seed(heads)
+    case.tensors["selected"].fill_(-1)
+    for token, bound in enumerate(case.tensors["bound"].tolist()):
+        some = torch.randperm(bound, generator=random)[:320].sort().values
+        case.tensors["selected"][token, : len(some)] = some.to(torch.int32)
+    case.tensors["selected"][0, 5:9] = torch.tensor([-1, 1 << 20, -2, -1])
+    # As in other loops of copies by threads, nothing stands between these and the products.
+    with emulated(heads, consecutive=True, fences=False):
+        case.attend()
+    case.check_attention()
+    assert int(case.tensors["fault"]) == 2
+
+
 def test_tokens_of_a_row_share_what_is_read() -> None:
     case = Sparse([(130, 3), (70, 3)], width=3, index_heads=64, dtype=torch.bfloat16, kernels=True)
     with emulated(3, fences=False):

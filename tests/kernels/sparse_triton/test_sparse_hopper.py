@@ -10,12 +10,14 @@ import torch
 from sparse_case import Sparse
 
 from kernels.sparse.workspace import SelectWorkspace, sparse_tiling
-from tests.support.hopper import compile_only, instructions, machine_code, resources
+from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
 
 
-def published(tokens: int, width: int, index_heads: int = 64, fp8: bool = True, heads: int = 16) -> Sparse:
+def published(
+    tokens: int, width: int, index_heads: int = 64, fp8: bool = True, heads: int = 16, hopper: bool = False
+) -> Sparse:
     return Sparse(
         [(300, 1)] * tokens,
         heads=heads,
@@ -27,6 +29,8 @@ def published(tokens: int, width: int, index_heads: int = 64, fp8: bool = True, 
         fp8=fp8,
         width=width,
         kernels=True,
+        hopper=hopper,
+        dependent=hopper,
     )
 
 
@@ -67,7 +71,7 @@ def test_selection(tokens: int) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("tokens", "heads"), [(64, 16), (64, 32), (1, 64), (300, 128)])
 def test_attention(tokens: int, heads: int, fp8: bool) -> None:
-    """Entries are copied asynchronously, two tiles ahead where there is room, in pieces of 16 bytes."""
+    """The portable kernel: entries are copied asynchronously, in pieces of 16 bytes."""
     with compile_only() as compiled:
         published(tokens, 1, fp8=fp8, heads=heads).attend()
     for kernel in compiled:
@@ -76,6 +80,23 @@ def test_attention(tokens: int, heads: int, fp8: bool) -> None:
     assert used["HGMMA" if heads > 32 else "HMMA"] >= 36
     assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
     assert len(compiled) == (1 if tokens == 300 else 2)
+
+
+@pytest.mark.parametrize(("heads", "fp8"), [(128, False), (16, True), (32, True), (128, True)])
+def test_attention_on_hopper(heads: int, fp8: bool) -> None:
+    """No product waits for another one, and entries are copied without passing through registers."""
+    with compile_only() as compiled:
+        published(64, 1, fp8=fp8, heads=heads, hopper=True).attend()
+    names = [kernel.metadata.name for kernel in compiled]
+    assert names[:2] == ["find_places", "attend_selected_fp8" if fp8 else "attend_selected"]
+    assert names[2:] == ([] if heads == 128 else ["merge"])
+    for kernel in compiled:
+        if heads < 128 or kernel is not compiled[1]:
+            resources(kernel).check()
+    code = machine_code(compiled[1])
+    assert not serialized(compiled[1])
+    assert len(re.findall(r"LDGSTS\.E\.BYPASS\S*\.128", code)) == len(re.findall("LDGSTS\\.", code)) > 0
+    assert instructions(compiled[1])["HGMMA"] >= 36
 
 
 @pytest.mark.parametrize("fp8", [False, True])

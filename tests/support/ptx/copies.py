@@ -71,6 +71,17 @@ class BoxCopy:
     barrier: MBarrier
 
 
+@dataclass(frozen=True, eq=False)
+class ThreadCopies:
+    """Copies of a warp's threads under way, whose end is one arrival of each thread."""
+
+    copies: list[tuple[Lanes, Lanes]]
+    """Targets and bytes."""
+    barrier: MBarrier
+    warp: int
+    arrivals: int
+
+
 def swizzled(address: Lanes, mode: int) -> Lanes:
     """Where in shared memory lies what lies at `address` without a swizzle (PTX ISA: swizzling modes)."""
     return np.asarray(address ^ (((address >> 7) & ((1 << mode) - 1)) << 4))
@@ -104,6 +115,17 @@ def _wait_group(step: Step) -> None:
     while len(step.warp.copy_groups) > int(step.operands[0]):
         for target, values in step.warp.copy_groups.pop(0):
             step.block.shared.store(target, values, step.warp.number)
+
+
+@executes("cp.async.mbarrier.arrive.noinc", "shared shared::cta")
+def _arrive_behind_copies(step: Step) -> None:
+    warp, address = step.warp, step.address(step.operands[0])[step.lanes]
+    if len(set(address)) > 1:
+        raise Fault("lanes arrive at different mbarriers")
+    copies = [copy for group in [*warp.copy_groups, warp.copies] for copy in group]
+    warp.copy_groups, warp.copies = [], []
+    barrier = step.block.mbarrier(int(address[0]))
+    step.block.under_way.append(ThreadCopies(copies, barrier, warp.number, len(address)))
 
 
 @executes("cp.async.bulk.tensor", "1d 2d 3d 4d 5d tile shared::cluster shared::cta global mbarrier::complete_tx::bytes")

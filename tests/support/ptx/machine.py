@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.support.ptx import arithmetic, moves, products  # noqa: F401  what they execute is registered
-from tests.support.ptx.copies import Box, BoxCopy, MBarrier
+from tests.support.ptx.copies import Box, BoxCopy, MBarrier, ThreadCopies
 from tests.support.ptx.memory import Fault, GlobalMemory, SharedMemory
 from tests.support.ptx.parse import Program
 from tests.support.ptx.step import Execute, Step, Warp, executes, execution
@@ -60,7 +60,7 @@ class Block:
         self.shared = SharedMemory(launch.shared, launch.fences)
         self.warps = [Warp(i) for i in range(launch.program.threads // LANES)]
         self.mbarriers: dict[int, MBarrier] = {}
-        self.under_way: list[BoxCopy] = []
+        self.under_way: list[BoxCopy | ThreadCopies] = []
         self.laziness = random.choice((0.0, 0.1, 1.0))
         """How probably a wgmma is computed when it is waited for."""
 
@@ -85,7 +85,7 @@ class Block:
         copies_pace = self.random.choice(_PACES)
         while running := [warp for warp in self.warps if not warp.ended.all()]:
             ready = [warp for warp in running if _ready(warp)]
-            able: list[Warp | BoxCopy] = [*ready, *self.under_way]
+            able: list[Warp | BoxCopy | ThreadCopies] = [*ready, *self.under_way]
             if not able:
                 places = ", ".join(f"{w.number}: {self.program.code[w.front()[0] or 0].text}" for w in running)
                 raise Fault(f"{self._name()} hangs; warps wait at {places}; {self.mbarriers}")
@@ -93,8 +93,13 @@ class Block:
             chosen = self.random.choices(able, weights)[0]
             if isinstance(chosen, Warp):
                 self._turn(chosen, self.random.choice(_TURNS))
+                continue
+            self.under_way.remove(chosen)
+            if isinstance(chosen, ThreadCopies):
+                for target, values in chosen.copies:
+                    self.shared.store(target, values, chosen.warp)
+                chosen.barrier.move(chosen.arrivals, 0)
             else:
-                self.under_way.remove(chosen)
                 self.shared.deliver(chosen.address, chosen.bytes)
                 chosen.barrier.move(0, -chosen.bytes.size)
         self._check_end()

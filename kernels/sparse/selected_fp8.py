@@ -1,0 +1,138 @@
+"""Attention over selected FP8 entries on Hopper: `kernels.mla_decode.fp8`, whose tiles are gathered entry by entry."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from kernels.mla_decode.fp8 import _mbarriers
+from kernels.mla_decode.fp8_groups import WORKER, next_stage, scoring_group, summing_group
+from kernels.mla_decode.fp8_tile import (
+    GROUPS,
+    PAIRS,
+    ROPE,
+    SCALES,
+    TILE,
+    TILED,
+    Exchanged,
+    Fetched,
+    Messages,
+    Queries,
+    weights_layout,
+)
+from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
+from kernels.mla_decode.records import Share
+from kernels.sparse.fetch import HALF, THREADS, copy_columns, places_of, rows_layout, single_layout, tell
+
+
+@gluon.jit
+def fetch(cache, place, share, fetched, messages, SELECTED: gl.constexpr, ENTRY: gl.constexpr, OVERLAP: gl.constexpr):
+    """The fetching warps: the tiles of the program's part of a token's entries."""
+    LATENTS: gl.constexpr = rows_layout(8)
+    ALONE: gl.constexpr = single_layout(4)
+    record = share.plan + share.worker * WORKER
+    token = gl.load(record).to(gl.int64)
+    start = gl.load(record + 1)
+    stop = start + gl.load(record + 2)
+    if stop > start:
+        count = gl.load(share.length + token)
+        mine = place + token * SELECTED
+        at = places_of(mine, start * TILE, count, HALF, LATENTS)
+        alone = places_of(mine, start * TILE, count, HALF, ALONE)
+        stage = 0
+        phase = 1
+        for tile in range(start, stop):
+            mbarrier.wait(messages.empty.index(stage), phase)
+            # Half a tile at a time: addresses of all would take too many registers.
+            for i in gl.static_range(TILE // HALF):
+                entry = cache + at.to(gl.int64) * ENTRY.size
+                scales = cache + alone.to(gl.int64) * ENTRY.size
+                following = tile * TILE + (i + 1) * HALF
+                at = places_of(mine, following, count, HALF, LATENTS)
+                alone = places_of(mine, following, count, HALF, ALONE)
+                pairs = entry.to(gl.pointer_type(gl.int16), bitcast=True)
+                for g in gl.static_range(GROUPS):
+                    latent = fetched.latent.index(stage * GROUPS + g).slice(i * HALF, HALF, dim=0)
+                    copy_columns(pairs, g * PAIRS, latent, LATENTS)
+                roped = entry.to(gl.pointer_type(gl.bfloat16), bitcast=True)
+                copy_columns(roped, ENTRY.rope // 2, fetched.rope.index(stage).slice(i * HALF, HALF, dim=0), LATENTS)
+                factors = scales.to(gl.pointer_type(gl.float32), bitcast=True)
+                to = fetched.scales.index(stage).slice(i * HALF, HALF, dim=0)
+                copy_columns(factors, ENTRY.scales // 4, to, ALONE)
+            tell(messages.full.index(stage))
+            stage, phase = next_stage(stage, phase, OVERLAP.stages)
+
+
+@gluon.jit(do_not_specialize=["heads", "blocks"])
+def attend_selected_fp8(
+    q, cache, place, length, out, lse, partial, partial_lse, plan, scale, heads, blocks,
+    SELECTED: gl.constexpr, ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of heads times parts times tokens; four warps, the others come on top. What `places.find_places` has
+    written is the plan. Of 512 latent features and 64 roped ones in bfloat16."""
+    if OVERLAP.dependent:
+        wait_for_kernel_before()
+        let_kernel_after_start()
+    share = Share(
+        length=length,
+        out=out,
+        lse=lse,
+        partial=partial,
+        partial_lse=partial_lse,
+        plan=plan,
+        scale=scale,
+        first=0,
+        queries=heads,
+        drafts=0,
+        heads=heads,
+        workers=0,
+        worker=gl.program_id(0) // blocks,
+        block=gl.program_id(0) % blocks,
+    )
+    BLOCK: gl.constexpr = TILE_OF.queries
+    STAGES: gl.constexpr = OVERLAP.stages
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    fetched = Fetched(
+        latent=gl.allocate_shared_memory(gl.int16, [STAGES * GROUPS, TILE, PAIRS], TILED),
+        rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], TILED),
+        scales=gl.allocate_shared_memory(gl.float32, [STAGES, TILE, GROUPS], SCALES),
+    )
+    queries = Queries(
+        latent=gl.allocate_shared_memory(gl.float16, [2 * GROUPS, BLOCK, PAIRS], TILED),
+        rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, ROPE], TILED),
+        unit=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
+        back=gl.allocate_shared_memory(gl.int32, [BLOCK], vector),
+    )
+    exchanged = Exchanged(
+        weights=gl.allocate_shared_memory(gl.float16, [2, TILE, BLOCK], weights_layout(BLOCK)),
+        ratios=gl.allocate_shared_memory(gl.float16, [2 * GROUPS, 1, TILE], plain),
+        shrink=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+        factor=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
+        top=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
+        total=gl.allocate_shared_memory(gl.float32, [4, 8, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])),
+    )
+    messages = Messages(
+        full=_mbarriers(STAGES, THREADS),
+        empty=_mbarriers(STAGES, 3),
+        weights_full=_mbarriers(2, 1),
+        weights_empty=_mbarriers(2, 2),
+        factor_full=_mbarriers(1, 1).index(0),
+        factor_empty=_mbarriers(1, 2).index(0),
+    )
+    fence_async_shared()
+    gl.thread_barrier()
+    REGISTERS: gl.constexpr = 176 if BLOCK == 64 else 136
+    gl.warp_specialize(
+        [
+            (scoring_group, (q, share, queries, fetched, exchanged, messages, BLOCK, SPLIT, OVERLAP)),
+            (summing_group, (share, fetched, exchanged, messages, 0, BLOCK, SPLIT, OVERLAP)),
+            (summing_group, (share, fetched, exchanged, messages, 1, BLOCK, SPLIT, OVERLAP)),
+            (fetch, (cache, place, share, fetched, messages, SELECTED, ENTRY, OVERLAP)),
+        ],
+        [4, 4, 4],
+        [REGISTERS, REGISTERS, 32],
+    )

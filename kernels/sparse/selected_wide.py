@@ -1,0 +1,131 @@
+"""Attention over selected entries in bfloat16 on Hopper: `kernels.mla_decode.wide`, whose tiles are gathered entry by
+entry."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
+from kernels.mla_decode.records import Share
+from kernels.mla_decode.wide_groups import WORKER, left_group, right_group
+from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE, TILED, Exchanged, Fetched, Messages, Ring
+from kernels.sparse.fetch import THREADS, copy_columns, places_of, rows_layout, tell
+
+_SLICE = gl.constexpr(64)
+
+
+@gluon.jit
+def fetch(cache, q_half, q_rope, place, share, fetched, ring, SELECTED: gl.constexpr):
+    """The fetching warps: the queries, and the tiles of the program's part of a token's entries."""
+    VECTOR: gl.constexpr = 2 * HALF + ROPE
+    LATENTS: gl.constexpr = rows_layout(8)
+    record = share.plan + share.worker * WORKER
+    token = gl.load(record)
+    start = gl.load(record + 1)
+    stop = start + gl.load(record + 2)
+    if stop > start:
+        vector = token * share.queries + share.block * BLOCK
+        mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
+        tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
+        tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
+        count = gl.load(share.length + token)
+        mine = place + token.to(gl.int64) * SELECTED
+        at = places_of(mine, start * TILE, count, TILE, LATENTS)
+        for tile in range(start, stop):
+            tiles = tile - start
+            entry = cache + at.to(gl.int64) * VECTOR
+            at = places_of(mine, (tile + 1) * TILE, count, TILE, LATENTS)
+            buffer = tiles & 1
+            phase = ((tiles >> 1) & 1) ^ 1
+            mbarrier.wait(ring.empty.index(buffer), phase)
+            left = fetched.kv.index(buffer)
+            for i in gl.static_range(HALF // _SLICE):
+                copy_columns(entry, i * _SLICE, left.slice(i * _SLICE, _SLICE, dim=1), LATENTS)
+            tell(ring.full.index(buffer))
+            mbarrier.wait(ring.empty.index(2 + buffer), phase)
+            right = fetched.kv.index(2 + buffer)
+            for i in gl.static_range(HALF // _SLICE):
+                copy_columns(entry, HALF + i * _SLICE, right.slice(i * _SLICE, _SLICE, dim=1), LATENTS)
+            copy_columns(entry, 2 * HALF, fetched.rope.index(buffer), LATENTS)
+            tell(ring.full.index(2 + buffer))
+
+
+@gluon.jit(do_not_specialize=["heads", "blocks"])
+def attend_selected(
+    q_half, q_rope, cache, place, length, out, lse, partial, partial_lse, plan, scale, heads, blocks,
+    SELECTED: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of heads times parts times tokens; four warps, the others come on top. What `places.find_places` has
+    written is the plan. `q_half`, `q_rope`: see `kernels.mla_decode.wide.boxes`."""
+    if OVERLAP.dependent:
+        wait_for_kernel_before()
+        let_kernel_after_start()
+    share = Share(
+        length=length,
+        out=out,
+        lse=lse,
+        partial=partial,
+        partial_lse=partial_lse,
+        plan=plan,
+        scale=scale,
+        first=0,
+        queries=heads,
+        drafts=0,
+        heads=heads,
+        workers=0,
+        worker=gl.program_id(0) // blocks,
+        block=gl.program_id(0) % blocks,
+    )
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fetched = Fetched(
+        q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED),
+        q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, ROPE], TILED),
+        kv=gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF], TILED),
+        rope=gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], TILED),
+    )
+    exchanged = Exchanged(
+        weights=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, TILE], TILED),
+        top=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+        shrink=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+        total=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+    )
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    first_top = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    second_top = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    first_weights = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    totals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=2)
+    mbarrier.init(first_top, count=1)
+    mbarrier.init(second_top, count=1)
+    mbarrier.init(first_weights, count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(full.index(i), count=THREADS)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(totals.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    ring = Ring(q_full=q_full, q_empty=q_empty, full=full, empty=empty)
+    messages = Messages(first_top=first_top, second_top=second_top, first_weights=first_weights, totals=totals)
+    group = (
+        share, fetched, exchanged, ring, messages,
+        SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, OVERLAP.dependent, OVERLAP.early,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (left_group, group),
+            (right_group, group),
+            (fetch, (cache, q_half, q_rope, place, share, fetched, ring, SELECTED)),
+        ],
+        [4, 4],
+        [232, 40],
+    )
