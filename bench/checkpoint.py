@@ -75,8 +75,8 @@ def numbers(name: str, shape: Shape, dtype: str, device: torch.device) -> Tensor
         some = torch.empty(shape, device=device).uniform_(0.5 * 0.02 / 64, 1.5 * 0.02 / 64)
     elif name.endswith(INT4_SCALES):
         some = torch.empty(shape, device=device, dtype=torch.bfloat16).uniform_(0.5 * 0.02 / 4.6, 1.5 * 0.02 / 4.6)
-    elif dtype == "F32":
-        some = torch.zeros(shape, device=device)
+    elif dtype == "F32" or name.endswith(".bias"):
+        some = torch.zeros(shape, device=device, dtype=torch.float32 if dtype == "F32" else torch.bfloat16)
     elif len(shape) == 1:
         some = torch.ones(shape, device=device, dtype=torch.bfloat16)
     else:

@@ -1,11 +1,14 @@
 """Times whole decode steps on this machine's GPU, as a replica replays them: state, embedding, layers, head, sampling,
-verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, a slice of DeepSeek-V3 in FP8, or GLM-4.7-Flash.
+verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, a slice of a larger model, or GLM-4.7-Flash.
 
     python bench/decode_step.py                       # 1, 2, 4 and 16 rows of 1024 cached tokens, greedy
     python bench/decode_step.py --rows 1 --width 4    # one row that verifies and drafts three tokens
     python bench/decode_step.py --no-kernels          # without the tables of single kernels
     python bench/decode_step.py --shape v3-slice      # one dense layer and five of experts, in FP8
     python bench/decode_step.py --shape k2-slice      # one dense layer and four of Kimi K2's experts, these in INT4
+    python bench/decode_step.py --shape v32-slice     # the same layers of DeepSeek-V3.2, with their indexers
+    python bench/decode_step.py --shape glm52-slice   # one dense layer and four of GLM-5.2's, which share indices
+    python bench/decode_step.py --fp8-cache           # latents, and keys of indexers, in FP8
     python bench/decode_step.py --shape glm-flash     # GLM-4.7-Flash, whole
     python bench/decode_step.py --timeline            # in place of the tables: each kernel's share of a replay
 
@@ -150,13 +153,15 @@ def main() -> None:
     parser.add_argument(
         "--kernels", action=argparse.BooleanOptionalAction, default=True, help="time every kernel alone"
     )
+    parser.add_argument("--fp8-cache", action="store_true", help="cache latents and index keys in FP8")
     parser.add_argument("--timeline", action="store_true", help="profile replays in place of timing every kernel alone")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this measures a GPU, and there is none")
     with torch.inference_mode():
         values, form = SHAPES[given.shape]
-        model = model_of(values, given.width, torch.bfloat16, torch.device("cuda"), form)
+        where = torch.bfloat16, torch.device("cuda")
+        model = model_of(values, given.width, *where, form, fp8_cache=given.fp8_cache)
         for rows in map(int, given.rows.split(",")):
             case = Case(model, rows, given.width, given.context, 40 * REPEATS * given.width)  # every replay moves on
             experts = chosen_experts(case)

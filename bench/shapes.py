@@ -1,5 +1,5 @@
-"""What the benchmarks of whole steps share: the DeepSeek-V2-Lite shape with random weights, rows to run, and the least
-that a step must read and compute."""
+"""What the benchmarks of whole steps share: published shapes with random weights, rows to run, and the least that a
+step must read and compute."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from kernels import few_experts, moe
 from workers.cache.paged import PagedCache
 from workers.families.registry import FAMILIES, parse_config
 from workers.memory.scratch import Scratch
+from workers.models.attention.sparse import SparseAttention
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
 from workers.rank.runner import Runner
 from workers.step.decode import DecodeStep
+from workers.weights.assumed import published_in_fp8
 from workers.weights.part import Part
 from workers.weights.source import WeightSource
 from workers.weights.weight import Format, Weight
@@ -115,15 +117,59 @@ K2_SLICE: dict[str, Any] = {
     "routed_scaling_factor": 2.827,
 }
 """Kimi K2 with one dense layer and four of experts."""
+V32_SLICE: dict[str, Any] = {
+    **V3_SLICE,
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "max_position_embeddings": 163840,
+}
+"""The same slice of DeepSeek-V3.2: every layer has an indexer."""
+GLM52_SLICE: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 154880,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 5,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 64,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "indexer_types": ["full", "shared", "shared", "shared", "full"],
+    "index_share_for_mtp_iteration": True,
+    "max_position_embeddings": 202752,
+}
+"""GLM-5.2's layers 2 to 6, the last dense one and four of experts, three of which attend to what the dense one has
+selected; and its draft layer."""
 SHAPES = {
     "v2-lite": (V2_LITE, Format.PLAIN),
     "v3-slice": (V3_SLICE, Format.FP8_BLOCKS),
+    "v32-slice": (V32_SLICE, Format.FP8_BLOCKS),
+    "glm52-slice": (GLM52_SLICE, Format.FP8_BLOCKS),
     "k2-slice": (K2_SLICE, Format.INT4_GROUPS),
     "glm-flash": (GLM_FLASH, Format.PLAIN),
 }
 """By name, with the format in which their matrices are published: in INT4 those of routed experts alone."""
 _AT_ONCE = 1 << 28
 """Numbers that are drawn at once."""
+_PAGES_AT_ONCE = 4096
+"""Pages of FP8 entries that are drawn at once."""
 
 
 class RandomWeights(WeightSource):
@@ -136,10 +182,9 @@ class RandomWeights(WeightSource):
 
     def stored_format(self, name: str) -> Format:
         """As published: routers, embeddings and heads are plain."""
-        inside = "_proj" in name and "eh_proj" not in name
         if self.form is Format.INT4_GROUPS:
-            inside = ".experts." in name
-        return self.form if inside else Format.PLAIN
+            return self.form if ".experts." in name else Format.PLAIN
+        return self.form if published_in_fp8(name) else Format.PLAIN
 
     def fill_matrix(self, into: Weight, part: Part) -> None:
         """Random numbers for `into`."""
@@ -159,7 +204,7 @@ class RandomWeights(WeightSource):
     def fill_part(self, into: Tensor, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
         """Random numbers for `into`."""
         if "norm" in name:
-            into.fill_(1.0)
+            into.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
             into.normal_(0, 0.02)
 
@@ -172,14 +217,26 @@ class RandomWeights(WeightSource):
 
 
 def model_of(
-    values: dict[str, Any], width: int, dtype: torch.dtype, device: torch.device, form: Format = Format.PLAIN
+    values: dict[str, Any],
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    form: Format = Format.PLAIN,
+    *,
+    fp8_cache: bool = False,
 ) -> Model:
     """A random model of these config values, with a draft layer if rows feed more than one token."""
     torch.manual_seed(0)
     source, config = RandomWeights(device, dtype, form), parse_config(values)
     family = FAMILIES[config.model_type]
     return family.model(
-        source, config, max_positions=config.max_positions, draft_layer=width > 1, invariant=False, rounds=True
+        source,
+        config,
+        max_positions=config.max_positions,
+        draft_layer=width > 1,
+        invariant=False,
+        rounds=True,
+        fp8_cache=fp8_cache,
     )
 
 
@@ -193,8 +250,7 @@ class Case:
         torch.manual_seed(rows)
         pages = -(-(context + room) // 64)
         cache = PagedCache.allocate(model.caches, rows * pages + 1, device)
-        for layer in cache.layers:
-            layer.normal_()
+        _fill(cache)
         self.runner = Runner(model, cache, rows, width, pages, max(budget, rows * width), TensorParallel())
         self.parts, self.state = self.runner.parts, self.runner.parts.state
         assert self.parts.sampling is not None
@@ -215,6 +271,17 @@ class Case:
         step = DecodeStep(self.parts, key, scratch)
         step.slot_R.copy_(torch.arange(self.rows))
         return step
+
+
+def _fill(cache: PagedCache) -> None:
+    """Random entries everywhere."""
+    for spec, layer in zip(cache.specs, cache.layers, strict=True):
+        if layer.is_floating_point():
+            layer.normal_()
+            continue
+        random = torch.Generator(layer.device).manual_seed(0)
+        for some in torch.split(layer, _PAGES_AT_ONCE):
+            some.copy_(spec.random(len(some), layer.device, random))
 
 
 @contextmanager
@@ -301,9 +368,17 @@ def woken(model: Model, tokens: int) -> float:
     return routing.experts * (1 - (1 - routing.experts_per_token / routing.experts) ** tokens)
 
 
+def _attended(model: Model, tokens: Tokens) -> float:
+    """The share of their context that decode rows attend to."""
+    indexing, decoded = model.config.indexing, tokens.count - tokens.prefilled
+    if indexing is None or not tokens.absorbed:
+        return 1.0
+    return min(1.0, indexing.top_k * decoded / tokens.absorbed)
+
+
 def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
     """What the target's pass cannot do without, by part."""
-    size, count = model.norm_E.element_size(), tokens.count
+    count = tokens.count
     parts = dict.fromkeys((INPUT, ATTENTION, DENSE, EXPERTS), Work())
 
     def product(*weights: Weight | None) -> Work:
@@ -317,13 +392,18 @@ def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
         attention, network = layer.attention, layer.feed_forward
         heads = attention.heads
         latent, rope = heads.latent, heads.rope
-        products = tokens.absorbed * (2 * latent + rope)
+        share, indexer = _attended(model, tokens), attention.indexer if isinstance(attention, SparseAttention) else None
+        products = share * tokens.absorbed * (2 * latent + rope)
         products += tokens.expanded * (heads.nope + rope + heads.value)
         products *= heads.count
         up = heads.up_HFL
         products += (count - tokens.prefilled + tokens.recalled) * up.numel()
         parts[INPUT] += product(attention.down_FE, attention.q_up_QA) + Work(0, 2 * tokens.prefilled * up.numel())
-        parts[ATTENTION] += Work(tokens.cached * model.config.cache_width * size, 2 * products)
+        parts[ATTENTION] += Work(share * tokens.cached * attention.cache.entry_bytes, 2 * products)
+        if indexer is not None:
+            parts[INPUT] += product(indexer.q_FA, indexer.both_XE)
+            keys = tokens.absorbed * indexer.q_FA.shape[0]
+            parts[ATTENTION] += Work(tokens.cached * indexer.cache.entry_bytes, 2 * keys)
         # Read once, whichever part does it first.
         parts[INPUT if tokens.prefilled else ATTENTION] += Work(up.nbytes)
         woken_here = tokens.experts

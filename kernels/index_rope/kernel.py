@@ -1,4 +1,4 @@
-"""LayerNorm of index keys, and rope of keys and queries, in one Triton kernel."""
+"""LayerNorm of index keys, rope of keys and queries, and factors of weights, in one Triton kernel."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -24,14 +24,17 @@ def _rotate(x, cos, sin, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def index_rope(
     q,
-    key,
+    both,
     norm,
     bias,
     rotation,
-    code,
+    key,
     head_weight,
+    code,
     eps,
+    factor,
     Q_TOKEN: tl.constexpr,
+    BOTH_STRIDE: tl.constexpr,
     KEY_STRIDE: tl.constexpr,
     ROTATION_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -44,8 +47,8 @@ def index_rope(
     FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Programs (token, part): part 0 makes the token's key, the others rotate GROUP heads each, and with FP8
-    round them to it."""
+    """Programs (token, part): part 0 makes the token's key, the others rotate GROUP heads each and make their weights,
+    and with FP8 round them to it."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     turn = rotation + token * ROTATION_STRIDE
@@ -61,11 +64,11 @@ def index_rope(
         if DEPENDENT:
             gdc_wait()
             gdc_launch_dependents()
-        at = key + token * KEY_STRIDE + f
-        value = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        value = tl.load(both + token * BOTH_STRIDE + f, mask=inside, other=0.0, cache_modifier=".cg")
         centred = tl.where(inside, value - tl.sum(value, 0) / FEATURES, 0.0)
         normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / FEATURES + eps) * weight + shift
         turned = _rotate(tl.reshape(normed, [1, BLOCK]), cos[None, :], sin[None, :], 1, BLOCK)
+        at = key + token * KEY_STRIDE + f
         tl.store(at, tl.reshape(turned, [BLOCK]).to(key.dtype.element_ty), mask=inside)
     else:
         head = (part - 1) * GROUP + tl.arange(0, GROUP)
@@ -81,6 +84,8 @@ def index_rope(
         x = tl.load(q + token * Q_TOKEN + place, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
         x = _rotate(x, head_cos[None, :], head_sin[None, :], GROUP, WIDTH_BLOCK).to(q.dtype.element_ty)
         tl.store(q + token * Q_TOKEN + place, x, mask=mask)
+        raw = tl.load(both + token * BOTH_STRIDE + FEATURES + head, mask=head < HEADS, other=0.0, cache_modifier=".cg")
+        weighed = raw * factor
         if FP8:
             number = x.to(tl.float32)
             # Maxima pass NaN over; 0 times what is not finite is NaN.
@@ -89,6 +94,5 @@ def index_rope(
             each = tl.broadcast_to(scale[:, None], [GROUP, WIDTH_BLOCK])
             bytes = tl.div_rn(number, each).to(tl.float8e4nv)
             tl.store(code + token * HEADS * FEATURES + place, bytes, mask=mask)
-            own = head_weight + token * HEADS + head
-            weighed = tl.load(own, mask=head < HEADS, other=0.0, cache_modifier=".cg")
-            tl.store(own, weighed * scale, mask=head < HEADS)
+            weighed *= scale
+        tl.store(head_weight + token * HEADS + head, weighed, mask=head < HEADS)

@@ -17,13 +17,15 @@ _GROUP = 16
 
 def index_rope(
     q_TJI: Tensor,
-    key_TI: Tensor,
+    both_TX: Tensor,
     norm_I: Tensor,
     bias_I: Tensor,
     rotation_TO: Tensor,
+    key_TI: Tensor,
+    weight_TJ: Tensor,
     code_TJI: Tensor | None,
-    weight_TJ: Tensor | None,
     eps: float,
+    factor: float,
     *,
     dependent: bool = False,
 ) -> None:
@@ -37,14 +39,17 @@ def index_rope(
     width = rope if code_TJI is None else features
     kernel.index_rope[(tokens, 1 + triton.cdiv(heads, group))](
         q_TJI,
-        key_TI,
+        both_TX,
         norm_I,
         bias_I,
         rotation_TO,
+        key_TI,
+        weight_TJ,
         q_TJI if code_TJI is None else code_TJI,
-        norm_I if weight_TJ is None else weight_TJ,
         eps,
+        factor,
         Q_TOKEN=q_TJI.stride(0),
+        BOTH_STRIDE=both_TX.stride(0),
         KEY_STRIDE=key_TI.stride(0),
         ROTATION_STRIDE=rotation_TO.stride(0),
         HEADS=heads,

@@ -11,23 +11,26 @@ from kernels.index_entry import encode
 
 def index_rope(
     q_TJI: Tensor,
-    key_TI: Tensor,
+    both_TX: Tensor,
     norm_I: Tensor,
     bias_I: Tensor,
     rotation_TO: Tensor,
+    key_TI: Tensor,
+    weight_TJ: Tensor,
     code_TJI: Tensor | None,
-    weight_TJ: Tensor | None,
     eps: float,
+    factor: float,
 ) -> None:
     """See `kernels.index_rope.index_rope`."""
-    compute = torch.promote_types(key_TI.dtype, torch.float32)
-    turn_TX, roped = _pairs(rotation_TO.to(compute)), rotation_TO.shape[1]
-    normed_TI = F.layer_norm(key_TI.to(compute), norm_I.shape, norm_I.to(compute), bias_I.to(compute), eps)
+    features = norm_I.shape[0]
+    turn_TX, roped = _pairs(rotation_TO), rotation_TO.shape[1]
+    normed_TI = F.layer_norm(both_TX[:, :features], norm_I.shape, norm_I, bias_I, eps)
     key_TI[:, roped:].copy_(normed_TI[:, roped:])
     key_TI[:, :roped].copy_(_rotate(normed_TI[:, :roped], turn_TX))
     q_TJO = q_TJI[..., :roped]
-    q_TJO.copy_(_rotate(q_TJO.to(compute), turn_TX.unsqueeze(1)))
-    if code_TJI is not None and weight_TJ is not None:
+    q_TJO.copy_(_rotate(q_TJO.float(), turn_TX.unsqueeze(1)))
+    torch.mul(both_TX[:, features:], factor, out=weight_TJ)
+    if code_TJI is not None:
         code_XI, scale_X = encode(q_TJI.flatten(0, 1))
         code_TJI.view(torch.uint8).copy_(code_XI.view(torch.uint8).view(code_TJI.shape))
         weight_TJ.mul_(scale_X.view(weight_TJ.shape))

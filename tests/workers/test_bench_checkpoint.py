@@ -16,16 +16,23 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("form", list(Format))
-@pytest.mark.parametrize("shape", ["v2-lite", "v3-slice", "glm-flash"])
+@pytest.mark.parametrize("shape", ["v2-lite", "v3-slice", "v32-slice", "glm52-slice", "glm-flash"])
 def test_what_is_written_loads(form: Format, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
     import checkpoint
     import shapes
 
     values = {**shapes.SHAPES[shape][0], **SMALL, "n_group": 1, "topk_group": 1, "q_lora_rank": 32}
+    if values.get("indexer_types"):
+        values["indexer_types"] = values["indexer_types"][:2]
     written = checkpoint.write_folder(values, form, tmp_path, CPU)
     model = load_model(tmp_path, group=TensorParallel(), dtype=torch.float32, device=CPU, max_positions=64)
     assert model.drafter is not None or not values.get("num_nextn_predict_layers")
     files = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert 0 < files - written < 1 << 17  # the headers
     assert written > 4096
+    for layer in model.layers:
+        if (indexer := getattr(layer.attention, "indexer", None)) is not None:
+            assert indexer.q_FA.format is (Format.FP8_BLOCKS if form is Format.FP8_BLOCKS else Format.PLAIN)
+            assert bool((indexer.norm_I == 1).all())
+            assert not bool(indexer.bias_I.any())

@@ -48,6 +48,33 @@ def test_a_slice_of_v3_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     case.step(Scratch(torch.device("cpu"))).run()
 
 
+@pytest.mark.parametrize("fp8_cache", [False, True])
+@pytest.mark.parametrize("shape", ["v32-slice", "glm52-slice"])
+@torch.inference_mode()
+def test_slices_with_indexers_select(shape: str, fp8_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a context beyond what is attended to; and what they cannot do without counts their indexers."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import decode_step as bench
+    import shapes
+
+    values, form = bench.SHAPES[shape]
+    small = SMALL | {"hidden_size": 256, "q_lora_rank": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    small |= {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3, "num_hidden_layers": 5}
+    small |= {"index_n_heads": 4, "index_topk": 64}
+    model = bench.model_of(values | small, 2, torch.float32, torch.device("cpu"), form, fp8_cache=fp8_cache)
+    layers = [layer.attention for layer in model.layers]
+    full = [index for index, own in enumerate(layers) if own.indexer is not None]
+    assert full == ([0, 1, 2, 3, 4] if shape == "v32-slice" else [0, 4])
+    indexer = layers[0].indexer
+    assert [weight.format is form for weight in (indexer.q_FA, indexer.both_XE)] == [True, False]
+    case = bench.Case(model, 2, 2, 100, room=8)
+    assert case.step(Scratch(torch.device("cpu"))).run().decided_N[-1] == 0
+    near, far = (shapes.target_work(model, shapes.Tokens.decode(2, 2, context, 8)) for context in (64, 128))
+    grown = far[shapes.ATTENTION].bytes - near[shapes.ATTENTION].bytes
+    # Twice as many keys are scored, no more latents are read.
+    assert grown == pytest.approx(len(full) * 2 * 64 * indexer.cache.entry_bytes)
+
+
 @torch.inference_mode()
 def test_a_slice_of_k2_has_experts_in_int4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))

@@ -51,8 +51,6 @@ def unsupported(config: ModelConfig, ranks: int) -> str:
             return f"{name} = {features} is no power of two of at least 16"
     if config.moe_intermediate_size // ranks > 4096:
         return f"moe_intermediate_size on a rank is {config.moe_intermediate_size // ranks}, more than 4096"
-    if config.indexing is not None:
-        return "it has sparse attention, whose indexer leaves its products plainly"
     routing = config.routing
     if not few_experts.choosable(routing.experts, routing.rule.groups):
         return f"{routing.experts} experts in {routing.rule.groups} groups are more than a warp chooses from"

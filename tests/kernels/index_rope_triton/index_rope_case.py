@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 EPS = 1e-6
+FACTOR = 0.3
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 """Relative and absolute: one rounding to the dtype, of numbers of a few units."""
 
@@ -32,26 +33,30 @@ class Case:
         angle_TX = torch.rand(self.tokens, self.rope // 2, generator=random) * 2 * math.pi
         drawn = {
             "q_TJI": torch.randn(self.tokens, self.heads * self.features + 16, generator=random).to(self.dtype),
-            "key_TI": torch.randn(self.tokens, self.features + 16, generator=random).to(self.dtype),
+            "both_TX": torch.randn(self.tokens, self.features + self.heads + 16, generator=random),
             "norm_I": torch.rand(self.features, generator=random) + 0.5,
             "bias_I": torch.randn(self.features, generator=random),
             "rotation_TO": torch.stack([angle_TX.cos(), angle_TX.sin()], -1).flatten(1),
         }
         drawn = {name: tensor.to(device) for name, tensor in drawn.items()}
         q_TJI = drawn["q_TJI"][:, : self.heads * self.features].view(self.tokens, self.heads, self.features)
-        return drawn | {"q_TJI": q_TJI, "key_TI": drawn["key_TI"][:, : self.features]}
+        left = {
+            "key_TI": torch.full((self.tokens, self.features + 16), torch.nan, dtype=self.dtype, device=device),
+            "weight_TJ": torch.full((self.tokens, self.heads), torch.nan, device=device),
+        }
+        left["key_TI"] = left["key_TI"][:, : self.features]
+        return drawn | {"q_TJI": q_TJI, "both_TX": drawn["both_TX"][:, : self.features + self.heads]} | left
 
-    def fp8(self, device: str = "cpu") -> dict[str, Tensor]:
-        """The arguments of queries in FP8: codes that nobody has written, and weights."""
-        random = torch.Generator().manual_seed(self.tokens)
+    def code(self, device: str = "cpu") -> Tensor:
+        """Queries in FP8 that nobody has written."""
         code = torch.full((self.tokens, self.heads, self.features), 255, dtype=torch.uint8, device=device)
-        weight_TJ = torch.randn(self.tokens, self.heads, generator=random)
-        return {"code_TJI": code.view(torch.float8_e4m3fn), "weight_TJ": weight_TJ.to(device)}
+        return code.view(torch.float8_e4m3fn)
 
 
 def expected(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """In fp64, on a CPU."""
-    q_TJI, key_TI, norm_I, bias_I, rotation_TO = (tensor.cpu().double() for tensor in tensors.values())
+    q_TJI, both_TX, norm_I, bias_I, rotation_TO = (tensor.cpu().double() for tensor in list(tensors.values())[:5])
+    key_TI, weight_TJ = both_TX[:, : len(norm_I)], both_TX[:, len(norm_I) :]
     centred_TI = key_TI - key_TI.mean(-1, keepdim=True)
     normed_TI = centred_TI / (centred_TI.square().mean(-1, keepdim=True) + EPS).sqrt() * norm_I + bias_I
     found = {"q_TJI": q_TJI.clone(), "key_TI": normed_TI}
@@ -61,24 +66,28 @@ def expected(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             cos, sin = turn[..., 2 * i], turn[..., 2 * i + 1]
             a, b = x[..., 2 * i].clone(), x[..., 2 * i + 1].clone()
             x[..., 2 * i], x[..., 2 * i + 1] = a * cos - b * sin, a * sin + b * cos
-    return found
+    return found | {"weight_TJ": weight_TJ * FACTOR}
 
 
-def check(tensors: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """What a kernel has made of `tensors`; nothing else was written."""
+def check(
+    tensors: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype, scales_TJ: Tensor | None = None
+) -> None:
+    """What a kernel has made of `tensors`. `scales_TJ`: of queries in FP8."""
     for name, numbers in want.items():
+        if scales_TJ is not None and name == "weight_TJ":
+            numbers = numbers * scales_TJ.double()
         got = tensors[name].cpu().double()
         torch.testing.assert_close(got, numbers, atol=BOUND[dtype], rtol=BOUND[dtype])
 
 
-def check_fp8(tensors: dict[str, Tensor], fp8: dict[str, Tensor], before_TJ: Tensor) -> None:
+def check_fp8(tensors: dict[str, Tensor], want: dict[str, Tensor], code_TJI: Tensor, dtype: torch.dtype) -> None:
     """Codes and weights are those of the queries that a kernel has left: the largest of each is 448 times its scale."""
-    q_TJI, code_TJI = tensors["q_TJI"].cpu().float(), fp8["code_TJI"].cpu().float()
+    q_TJI, number_TJI = tensors["q_TJI"].cpu().float(), code_TJI.cpu().float()
     scale_TJ = q_TJI.abs().amax(-1) / 448
-    torch.testing.assert_close(fp8["weight_TJ"].cpu(), before_TJ.cpu() * scale_TJ, rtol=1e-6, atol=0)
+    check(tensors, want, dtype, scale_TJ)
     want_TJI = (q_TJI / scale_TJ.unsqueeze(-1)).to(torch.float8_e4m3fn).float()
-    assert torch.equal(code_TJI.abs().amax(-1), torch.full_like(scale_TJ, 448))
-    assert torch.equal(code_TJI, want_TJI)
+    assert torch.equal(number_TJI.abs().amax(-1), torch.full_like(scale_TJ, 448))
+    assert torch.equal(number_TJI, want_TJI)
 
 
 CASES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from captured import capture
-from index_rope_case import CASES, EPS, Case, check, check_fp8, expected
+from index_rope_case import CASES, EPS, FACTOR, Case, check, check_fp8, expected
 
 from kernels.index_rope import index_rope
 
@@ -16,23 +16,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_against_fp64(case: Case) -> None:
     tensors = case.tensors("cuda")
     want = expected(tensors)
-    index_rope(*tensors.values(), eps=EPS)
+    index_rope(*tensors.values(), eps=EPS, factor=FACTOR)
     check(tensors, want, case.dtype)
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
 def test_queries_in_fp8(case: Case) -> None:
-    tensors, fp8 = case.tensors("cuda"), case.fp8("cuda")
-    want, before_TJ = expected(tensors), fp8["weight_TJ"].clone()
-    index_rope(*tensors.values(), eps=EPS, **fp8)
-    check(tensors, want, case.dtype)
-    check_fp8(tensors, fp8, before_TJ)
+    tensors, code_TJI = case.tensors("cuda"), case.code("cuda")
+    want = expected(tensors)
+    index_rope(*tensors.values(), eps=EPS, factor=FACTOR, code_TJI=code_TJI)
+    check_fp8(tensors, want, code_TJI, case.dtype)
 
 
 def test_replayed_on_other_tokens() -> None:
     case = Case(7, 32, 128, 64, torch.bfloat16)
     tensors, other = case.tensors("cuda"), case.tensors("cuda", seed=1)
-    graph = capture(lambda: index_rope(*tensors.values(), eps=EPS))
+    graph = capture(lambda: index_rope(*tensors.values(), eps=EPS, factor=FACTOR))
     for name, tensor in tensors.items():
         tensor.copy_(other[name])
     want = expected(tensors)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from index_rope_case import EPS, Case
+from index_rope_case import EPS, FACTOR, Case
 
 from kernels.index_rope import launch
 from tests.support.hopper import compile_only, resources
@@ -15,9 +15,8 @@ pytestmark = pytest.mark.gate
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiles_without_spills(heads: int, dtype: torch.dtype, fp8: bool) -> None:
     case = Case(3, heads, 128, 64, dtype)
-    more = case.fp8().values() if fp8 else (None, None)
     with compile_only() as compiled:
-        launch.index_rope(*case.tensors().values(), *more, EPS, dependent=True)
+        launch.index_rope(*case.tensors().values(), case.code() if fp8 else None, EPS, FACTOR, dependent=True)
     found = resources(compiled[0])
     found.check(registers=128)
     assert (found.waits, found.releases) == (True, True)

@@ -21,6 +21,7 @@ from workers.config import EngineConfig
 from workers.families import load_model
 from workers.graphs import capture
 from workers.models import many_tokens
+from workers.models.attention import sparse_rows
 from workers.parallel.group import TensorParallel
 from workers.proof import decode_steps as selftest
 from workers.proof import endings as ending_proof
@@ -185,6 +186,27 @@ def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.
     launched = {kernel for kernel, _ in start.variants}
     assert {"rope_cache", "gather", "attend_narrow"} <= launched
     assert "attend_wide" not in launched
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("cache", "shared"), [("auto", []), ("fp8", ["full", "shared", "shared"])])
+def test_sparse_attention_compiles_nothing_late(
+    cache: str, shared: list[str], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the way of few tokens, of many, and in chunks of prompts; of contexts on either side of what is selected."""
+    sizes = PUBLISHED | {"q_lora_rank": 128, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 128}
+    sizes |= {"indexer_types": shared} if shared else {}
+    folder = write_tiny(tmp_path, "glm5" if shared else "v32", **sizes, num_hidden_layers=3)
+    of, meta = sparse_rows.Workspaces.of, torch.device("meta")
+    of_gpu = staticmethod(lambda *sizes: of(*sizes[:-2], meta, sizes[-1]))
+    monkeypatch.setattr(sparse_rows.Workspaces, "of", of_gpu)
+    monkeypatch.setattr(sparse_rows, "refuse_astray", lambda fault_1: None)
+    how = {"kv_cache_dtype": cache, "max_rows": 12, "token_budget": 96, "max_context": 300}
+    start = Start(monkeypatch, settings(str(folder), width, **how))
+    assert late(start, 96, seed=3) == []
+    launched = {kernel for kernel, _ in start.variants}
+    assert {"index_rope", "write_keys", "score_pages", "count_bytes", "list_positions", "attend", "merge"} <= launched
+    assert {"stream_linear", "rope_absorb", "rope_cache"} <= launched
 
 
 @pytest.mark.parametrize("width", [1, 3])

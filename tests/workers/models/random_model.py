@@ -8,6 +8,7 @@ import torch
 
 from tests.support.fp8_entries import encoded
 from workers.cache.paged import PagedCache
+from workers.cache.spec import Fp8IndexSpec
 from workers.families.registry import FAMILIES, parse_config
 from workers.models.batch import Batch, DecodeBatch
 from workers.models.model import Model
@@ -73,8 +74,12 @@ def decode_step(
     device, rows = model.norm_E.device, len(lengths)
     pages = max(1, -(-max(lengths) // 64))
     cache = PagedCache.allocate(model.caches, rows * pages + 1, device)
-    for layer in cache.layers:
-        content = torch.randn(*layer.shape[:2], model.config.cache_width).to(torch.bfloat16)
+    for spec, layer in zip(cache.specs, cache.layers, strict=True):
+        if isinstance(spec, Fp8IndexSpec):
+            layer.copy_(spec.random(len(layer), device, torch.Generator(device).manual_seed(cache_seed)))
+            continue
+        width_here = layer.shape[2] if layer.is_floating_point() else model.config.cache_width
+        content = torch.randn(*layer.shape[:2], width_here).to(torch.bfloat16)
         if layer.dtype == torch.uint8:
             entry = content.to(model.norm_E.dtype).flatten(0, 1)
             content = encoded(entry, model.config.kv_lora_rank).view(layer.shape)

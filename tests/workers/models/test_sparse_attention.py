@@ -165,7 +165,7 @@ def test_fp8_caches_hold_keys_and_latents_rounded_once(
 
     got = fed(load_model(folder, fp8_cache=True, **how))
     write, scores = sparse_rows.write_index_keys, sparse_rows.index_scores
-    monkeypatch.setattr(sparse_rows, "write_index_keys", lambda key, *rest: write(rounded(key), *rest))
+    monkeypatch.setattr(sparse_rows, "write_index_keys", lambda key, *rest, **more: write(rounded(key), *rest, **more))
     monkeypatch.setattr(sparse_rows, "index_scores", lambda q, *rest, **more: scores(rounded(q), *rest, **more))
     with latents_rounded():
         want = fed(load_model(folder, **how))

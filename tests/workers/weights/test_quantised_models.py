@@ -130,7 +130,8 @@ def test_every_tensor_is_that_of_the_plain_twin(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", SPARSE)
 def test_indexers_are_published_in_fp8_but_for_their_weights(kind: str, ranks: int, tmp_path: Path) -> None:
-    """Their rows change places within a block of FP8, and every rank has all of an indexer."""
+    """Their rows change places within a block of FP8, and every rank has all of an indexer. Its keys are computed in
+    one product with its weights."""
     quantised, twin = checkpoints(tmp_path, "fp8", FP8_NAMES, kind, **INDEXER, **SPARSE[kind])
     for rank in range(ranks):
         group = TensorParallel(rank, ranks)
@@ -143,8 +144,8 @@ def test_indexers_are_published_in_fp8_but_for_their_weights(kind: str, ranks: i
             own = tensor.dequantised(other.dtype) if isinstance(tensor, Weight) else tensor
             assert torch.equal(own, other), name
         indexer = model.layers[0].attention.indexer
-        assert indexer.q_FA.format is indexer.key_IE.format is Format.FP8_BLOCKS
-        assert indexer.weight_JE.format is Format.PLAIN
+        assert indexer.q_FA.format is Format.FP8_BLOCKS
+        assert indexer.both_XE.format is Format.PLAIN
         assert indexer.q_FA.shape == (3 * 128, 96)
 
 

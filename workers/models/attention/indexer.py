@@ -5,7 +5,7 @@ A query t scores a token s with the sum over its heads of weight * relu(q . k). 
 has all of them, and chooses the same tokens.
 
 Shape legend: T tokens, E hidden features, A features of the query's latent, J heads of the indexer, I features of its
-queries and keys, F = J I, O rope features.
+queries and keys, F = J I, X = I + J, O rope features.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.dependent import launches_dependently
 from kernels.index_rope import index_rope
 from workers.cache.spec import CacheSpec, index_spec
 from workers.memory.scratch import Scratch
@@ -23,6 +24,7 @@ from workers.models.config import Indexing
 from workers.models.token_wise import N, TokenWise
 from workers.weights.part import Part, RopeRows
 from workers.weights.source import WeightSource
+from workers.weights.weight import Weight
 
 KEY_NORM_EPS: Final = 1e-6
 """Of the norm of keys; the published models do not take it from rms_norm_eps."""
@@ -73,8 +75,10 @@ class Indexer:
         heads, features = indexing.heads, indexing.features
         rows = None if indexing.interleaved else RopeRows(features, rope, first=True)
         self.q_FA = source.matrix(Part(f"{prefix}wq_b.weight", heads * features, query_latent, rope=rows))
-        self.key_IE = source.matrix(Part(f"{prefix}wk.weight", features, hidden, rope=rows))
-        self.weight_JE = source.matrix(Part(f"{prefix}weights_proj.weight", heads, hidden))
+        # One product for both. So few rows gain nothing by their format, and checkpoints in FP8 have the latter plain.
+        self.both_XE = Weight(source.empty(features + heads, hidden))
+        source.fill(self.both_XE[:features], Part(f"{prefix}wk.weight", features, hidden, rope=rows))
+        source.fill(self.both_XE[features:], Part(f"{prefix}weights_proj.weight", heads, hidden))
         norms = [source.load(f"{prefix}k_norm.{what}", features, dtype=torch.float32) for what in ("weight", "bias")]
         if rows is not None:
             source.settle()
@@ -88,21 +92,22 @@ class Indexer:
 
     def project(self, way: TokenWise[N], x: N, latent: N, rotation_TO: Tensor, out: Indexed, scratch: Scratch) -> None:
         """Token-wise: of the layer's input `x` and the query's `latent`, both normed, to what is scored."""
-        way.linear(x, self.key_IE, out.key_TI, scratch)
-        way.linear(x, self.weight_JE, out.weight_TJ, scratch)
-        out.weight_TJ.mul_(self.scale)
         with scratch.scope():
-            q_TJI, fp8 = out.q_TJI, out.q_TJI.dtype != out.key_TI.dtype
-            if fp8:
-                q_TJI = scratch.empty(*q_TJI.shape, dtype=out.key_TI.dtype)
+            dtype, fp8 = out.key_TI.dtype, out.q_TJI.dtype != out.key_TI.dtype
+            both_TX = scratch.empty(len(out.key_TI), self.both_XE.shape[0], dtype=torch.float32)
+            way.linear(x, self.both_XE, both_TX, scratch)
+            q_TJI = scratch.empty(*out.q_TJI.shape, dtype=dtype) if fp8 else out.q_TJI
             way.linear(latent, self.q_FA, q_TJI.flatten(1), scratch)
             index_rope(
                 q_TJI,
-                out.key_TI,
+                both_TX,
                 self.norm_I,
                 self.bias_I,
                 rotation_TO,
+                out.key_TI,
+                out.weight_TJ,
                 eps=KEY_NORM_EPS,
+                factor=self.scale,
                 code_TJI=out.q_TJI if fp8 else None,
-                weight_TJ=out.weight_TJ if fp8 else None,
+                dependent=way.decode_alone and launches_dependently(rotation_TO.device),
             )

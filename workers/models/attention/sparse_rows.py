@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.dependent import launches_dependently
 from kernels.head_linear import head_linear
 from kernels.hopper import multiprocessors
 from kernels.page import PAGE_TOKENS
@@ -177,13 +178,20 @@ class SparseRows(Backend):
             ),
         )
 
+    @property
+    def dependent(self) -> bool:
+        """Whether these rows' kernels are launched dependently: where nothing but kernels of ours, and in the draft
+        layer what fills or compares, stands before and between them."""
+        return self.entering is not None and launches_dependently(self.out_THV.device)
+
     def write(self, index_PKI: Tensor) -> None:
         """The keys of these rows' tokens to the cache."""
-        write_index_keys(self.indexed.key_TI, self.cache_slot_T, index_PKI)
+        write_index_keys(self.indexed.key_TI, self.cache_slot_T, index_PKI, dependent=self.dependent)
 
     def select(self, index_PKI: Tensor, *, invariant: bool) -> None:
         """Which positions each token attends to; the keys of all rows must have been written."""
         where, indexed, step = self.selection, self.indexed, self.score_TN.shape[0]
+        dependent = self.dependent
         for begin in range(0, where.bound_T.shape[0], step):
             turn = slice(begin, begin + step)
             bound_T = where.bound_T[turn]
@@ -199,24 +207,26 @@ class SparseRows(Backend):
                 where.fault_1,
                 width=self.width,
                 invariant=invariant,
+                dependent=dependent,
             )
             if self.first:
                 score_TN[:, : self.first].fill_(-torch.inf)
             workspace = self.workspaces.select.get(len(bound_T))
-            select_positions(score_TN, bound_T, where.selected_TS[turn], where.fault_1, workspace)
+            selected_TS = where.selected_TS[turn]
+            select_positions(score_TN, bound_T, selected_TS, where.fault_1, workspace, dependent=dependent)
         if self.first:
             # Of a short context all are selected, those that nobody attends to included.
             torch.threshold_(where.selected_TS, self.first - 1, -1)
 
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         """See `Backend`: to what is selected. IndexError on a CPU where that is outside of the cache."""
-        where, step = self.selection, self.memory.lse_RWH.shape[0]
+        where, step, dependent = self.selection, self.memory.lse_RWH.shape[0], self.dependent
         for begin in range(0, where.bound_T.shape[0], step):
             turn = slice(begin, begin + step)
             out_THV = self.out_THV[turn]
             memory = self.memory.first(out_THV.shape[0])
             q_THC, attended_THL = memory.q_RWHC.squeeze(1), memory.attended_RWHL.squeeze(1)
-            absorb(heads, self.q_THD[turn], self.entering, q_THC, cache_PKC, dependent=False)
+            absorb(heads, self.q_THD[turn], self.entering, q_THC, cache_PKC, dependent=dependent)
             sparse_decode(
                 q_THC,
                 cache_PKC,
@@ -229,8 +239,10 @@ class SparseRows(Backend):
                 scale=heads.scale,
                 workspace=self.workspaces.attend.get(len(q_THC)),
                 invariant=heads.invariant,
+                dependent=dependent,
             )
-            head_linear(attended_THL, heads.value_HVL.transpose(1, 2), out_THV, invariant=heads.invariant)
+            value_HLV = heads.value_HVL.transpose(1, 2)
+            head_linear(attended_THL, value_HLV, out_THV, invariant=heads.invariant, dependent=dependent)
         refuse_astray(where.fault_1)
 
 

@@ -1,0 +1,89 @@
+"""What the way of few tokens launches for tensors on a GPU, for tensors on a CPU: for passes in the PTX emulator."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from random_model import V2_LITE_HEADS
+
+import workers.models.attention.decode_rows as decode_rows
+import workers.models.few_tokens as few_tokens
+from kernels.few_experts import launch as experts
+from kernels.head_linear import launch as heads
+from kernels.linear import launch as products
+from kernels.mla_decode import launch as attention
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
+from kernels.pending_norm import PendingNorm, launch_enter
+from kernels.rms_norm import launch as norms
+from workers.memory.scratch import Scratch
+from workers.models.attention.latent import LatentAttention
+from workers.models.batch import Batch
+
+CPU = torch.device("cpu")
+SMALL = V2_LITE_HEADS | {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2, "qk_nope_head_dim": 64}
+SHORT = 128
+"""Tokens up to which attention takes a row alone in narrow blocks."""
+
+
+def planned(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
+    rows, layout = batch.decode, batch.layout
+    assert rows is not None
+    if own.heads.norm_L.dtype != torch.bfloat16:
+        return batch
+    heads, pages = own.heads, rows.page_RP.shape[1]
+    shape = DecodeShape(layout.decode_rows, layout.width, heads.count, heads.latent, heads.rope, pages)
+    tiling = hopper_tiling(shape, 3)
+    assert tiling.path == ("narrow" if shape.queries <= 32 else "either")
+    tiling = replace(tiling, short=min(tiling.short, SHORT))
+    buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
+    workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
+    attention.plan(rows.length_R, rows.page_RP, workspace, first=batch.first)
+    return replace(batch, decode=replace(rows, workspace=workspace))
+
+
+def normed(x: PendingNorm, weight: Any, out: Any, *, norm_A: Any = None, next: Any = None, dependent: bool) -> None:
+    products.stream_linear(x.x_TE, weight, out, pending=x, norm=norm_A, next=next, dependent=dependent)
+
+
+def to_residual(x: Any, weight: Any, residual: Any, norm: Any, out: PendingNorm, *, dependent: bool) -> None:
+    products.stream_linear(x, weight, out.x_TE, residual_TF=residual, norm=norm, next=out, dependent=dependent)
+
+
+def all_experts(
+    x: Any, choice: Any, gate_up: Any, down: Any, residual: Any, norm: Any, out: Any, empty: Any, *, dependent: bool
+) -> None:
+    (tokens, chosen), (stored, _, intermediate) = choice.weight_TK.shape, down.shape
+    act = empty(tokens * (chosen + stored - choice.experts), intermediate, dtype=down.dtype)
+    experts.gate_up(x, choice, gate_up, act, dependent=dependent)
+    experts.down(act, choice, down, out.x_TE, residual, norm, out.square_TP, dependent=dependent)
+
+
+def head_linear(x: Any, weight: Any, out: Any, *, dependent: bool) -> None:
+    products.stream_heads(x, weight.transpose(1, 2), out, dependent=dependent)
+
+
+def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Callable[..., None]:
+    """The model that is compared with is in fp32, and computes as it always does on a CPU."""
+    return lambda x, *rest, **options: (launch if x.dtype == torch.bfloat16 else otherwise)(x, *rest, **options)
+
+
+def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the way launches for tensors on a GPU, for tensors on a CPU."""
+    replaced = {
+        "normed_linear": normed,
+        "linear_to_residual": to_residual,
+        "gated_linear": products.stream_gate_up,
+        "rms_norm": norms.rms_norm,
+        "pending_norm": SimpleNamespace(enter=launch_enter),
+        "few_experts": SimpleNamespace(router=experts.router, choose=experts.choose, experts=all_experts),
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(few_tokens, name, function)
+    replaced = {"rope_absorb": heads.rope_absorb, "merge_up": heads.merge_up, "head_linear": head_linear}
+    for name, function in replaced.items():
+        monkeypatch.setattr(decode_rows, name, in_bf16(function, getattr(decode_rows, name)))
+    monkeypatch.setattr(decode_rows, "launches_dependently", lambda device: True)
+    monkeypatch.setattr(LatentAttention, "plan", planned)

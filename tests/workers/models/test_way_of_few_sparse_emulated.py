@@ -1,0 +1,136 @@
+"""A pass of sparse attention on the way of few tokens as it was compiled, run by the PTX emulator: all its launches but
+those of torch are dependent, and follow each other on memory that holds poison."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from emulated_way import CPU, launch_everything
+from random_model import decode_step, random_model
+from torch import Tensor
+
+import workers.models.few_tokens as few_tokens
+from kernels.index_rope import launch as index_rope
+from kernels.linear import launch as products
+from kernels.sparse import attention_launch, launch
+from tests.support.ptx import Unordered, emulated
+from workers.memory.scratch import Scratch
+from workers.models.attention import indexer, sparse_rows
+from workers.models.attention.sparse_rows import Workspaces
+from workers.models.model import Model
+from workers.parallel.group import TensorParallel
+
+pytestmark = pytest.mark.long
+
+SMALL: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 2,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "max_position_embeddings": 4096,
+    "index_n_heads": 16,
+    "index_head_dim": 64,
+    "index_topk": 64,
+    "indexer_types": ["full", "shared"],
+}
+PRODUCTS = "stream_linear"
+INDEXED = ["index_rope", "write_keys", "score_pages", *["count_bytes"] * 4, "list_positions"]
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the bf16 model; the one that is compared with computes as it always does on a CPU."""
+    launch_everything(monkeypatch)
+
+    def kernel(module: Any, name: str, honest: Any, place: int) -> None:
+        plain = getattr(module, name)
+
+        def call(*tensors: Tensor, **options: Any) -> None:
+            (honest if tensors[place].dtype == torch.bfloat16 else plain)(*tensors, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    def roped(*tensors: Any, eps: float, factor: float, code_TJI: Any, dependent: bool) -> None:
+        index_rope.index_rope(*tensors, code_TJI, eps, factor, dependent=dependent)
+
+    def attended(*tensors: Any, scale: float, workspace: Any, invariant: bool, dependent: bool) -> None:
+        attention_launch.sparse_decode(*tensors, workspace, scale=scale, dependent=dependent)
+
+    def multiplied(x: Tensor, weight: Tensor, out: Tensor, *, invariant: bool, dependent: bool) -> None:
+        products.stream_heads(x, weight.transpose(1, 2), out, dependent=dependent)
+
+    kernel(indexer, "index_rope", roped, 0)
+    kernel(sparse_rows, "write_index_keys", launch.write_index_keys, 0)
+    kernel(sparse_rows, "index_scores", launch.index_scores, 0)
+    kernel(sparse_rows, "sparse_decode", attended, 0)
+    kernel(sparse_rows, "head_linear", multiplied, 0)
+    select = sparse_rows.select_positions
+
+    def selected(*tensors: Any, dependent: bool) -> None:
+        (launch.select_positions if tensors[-1] is not None else select)(*tensors, dependent=dependent)
+
+    monkeypatch.setattr(sparse_rows, "select_positions", selected)
+    for module in (indexer, sparse_rows):
+        monkeypatch.setattr(module, "launches_dependently", lambda device: True)
+    of = Workspaces.of
+
+    def workspaces(heads: Any, *sizes: Any) -> Workspaces:
+        if heads.norm_L.dtype != torch.bfloat16:
+            return of(heads, *sizes)
+        *sizes, _, scratch = sizes
+        return of(heads, *sizes, torch.device("meta"), scratch)
+
+    monkeypatch.setattr(Workspaces, "of", staticmethod(workspaces))
+
+
+def models() -> tuple[Model, Model]:
+    found = [random_model(SMALL, dtype, CPU) for dtype in (torch.bfloat16, torch.float32)]
+    return found[0], found[1]
+
+
+def check(lengths: list[int], width: int, **how: Any) -> list[str]:
+    model, wide = models()
+    token_T, batch, cache = decode_step(model, lengths, width)
+    _, _, wide_cache = decode_step(wide, lengths, width)
+    buffer = torch.full((1 << 21,), 255, dtype=torch.uint8)
+    poisoned = buffer[-buffer.data_ptr() % 256 :]  # a GPU's memory begins with a line
+    with emulated(consecutive=True, fences=False, **how) as launches:
+        way = few_tokens.FewTokens(TensorParallel(), dependent=True)
+        got = model.segments.forward_on(way, token_T, None, batch, cache, Scratch(CPU, poisoned))
+    want = wide.forward(token_T, batch, wide_cache)
+    alive = torch.tensor(lengths).repeat_interleave(width) > 0
+    error = ((got.float() - want).norm(dim=1) / want.norm(dim=1))[alive]
+    # bf16 at every boundary of some twenty products, and an entry or two that another one is selected for.
+    assert float(error.max()) < 3e-2
+    return launches
+
+
+def test_a_pass_is_right_and_in_order() -> None:
+    """The embedding, a dense layer with an indexer, one of experts that attends to what the first has selected, and the
+    final norm: what the indexer adds are two products and its own kernels."""
+    launches = check([130, 0], 1)
+    layer = ["rope_absorb", "attend", "merge", PRODUCTS]
+    first = [PRODUCTS] * 4 + INDEXED + layer + [PRODUCTS, "stream_gate_up", PRODUCTS]
+    second = [PRODUCTS] * 2 + layer + [PRODUCTS]
+    assert [name.partition("(")[0] for name in launches[1 : 1 + len(first) + len(second)]] == first + second
+
+
+def test_what_does_not_wait_is_found() -> None:
+    def edit(ptx: str) -> str:
+        return ptx.replace("griddepcontrol.wait;", "") if re.search(r"\.entry index_rope\(", ptx) else ptx
+
+    with pytest.raises(Unordered):
+        check([130], 1, edit=edit)
