@@ -40,6 +40,9 @@ def rehearsals(parts: StepParts, budget: int) -> Iterator[StepPlan]:
             yield _plan(width, drafts, (), _chunks(1, context, longest, slots))
         for tokens in _doubled(_SHORT, budget):
             yield _plan(parts.width, drafts, (), _chunks(tokens, context, longest, slots))
+    for tokens in parts.model.segments.layers[0].attention.short_chunks:
+        if tokens <= budget:
+            yield _plan(parts.width, drafts, (), _chunks(tokens, 0, longest, slots))
     # Rows with more context than is expanded at once: the more rows, the less of each. One entry more, for rows may not
     # have room for a page.
     rows = min(slots, budget)

@@ -20,6 +20,11 @@ class ScratchExhausted(RuntimeError):
     """A step asked for more than was measured for it: its shapes depend on something they must not depend on."""
 
 
+def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """What a tensor takes of a `Scratch`."""
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
 class Scratch:
     """Uninitialised tensors by stack discipline, out of one buffer or, without one, from torch's own allocator."""
 
@@ -37,7 +42,7 @@ class Scratch:
         """A contiguous tensor whose contents are arbitrary."""
         size = math.prod(shape) * dtype.itemsize
         begin = self._used
-        self._used = begin + -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._used = begin + bytes_of(shape, dtype)
         self.peak = max(self.peak, self._used)
         if self._buffer is None:
             return self._fresh(shape, dtype=dtype, device=self.device)

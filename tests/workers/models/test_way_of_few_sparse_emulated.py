@@ -17,7 +17,7 @@ from kernels.sparse import attention_launch, launch
 from tests.support.ptx import Unordered, emulated
 from workers.memory.scratch import Scratch
 from workers.models.attention import indexer, sparse_rows
-from workers.models.attention.sparse_rows import Workspaces
+from workers.models.attention.sparse_workspaces import Workspaces
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 

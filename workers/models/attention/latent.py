@@ -10,7 +10,7 @@ the first product, P pages (of `part_TPF`: parts of sums), K = 64 entries per pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,6 +53,8 @@ class Projected:
 class LatentAttention:
     """One layer's attention; `project` and `output` are token-wise, `attend` stands between them."""
 
+    short_chunks: Collection[int] = ()
+    """Tokens of chunks so short that no other does as one for each of its kernels, where there are such."""
     rotates = False
     """Whether `project` needs the rotations in passes of decode rows alone, too."""
 

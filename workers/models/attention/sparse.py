@@ -20,14 +20,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.page import pages_for
+from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.spec import CacheSpec
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Geometry
 from workers.models.attention.decode_rows import Entering
 from workers.models.attention.indexer import Indexed, Indexer
 from workers.models.attention.latent import LatentAttention, Projected
-from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, selection
+from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, selection, tokens_at_once
+from workers.models.attention.sparse_workspaces import spare
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.token_wise import N, TokenWise
@@ -37,6 +38,8 @@ from workers.weights.source import WeightSource
 class SparseAttention(LatentAttention):
     """One layer's. A layer without an indexer attends to what was selected in the last layer before it that has one."""
 
+    short_chunks = range(1, 17)
+    """How many tokens of a chunk share what is read is compiled in, and into how many parts their entries are dealt."""
     rotates = True
 
     def __init__(
@@ -88,7 +91,7 @@ class SparseAttention(LatentAttention):
 
     def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
         """See `LatentAttention`."""
-        return [SparseGeometry(torch.zeros(rows, pages, dtype=torch.int32, device=device))]
+        return [SparseGeometry(torch.zeros(rows, pages, dtype=torch.int32, device=device), largest=True)]
 
     def projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
         """See `LatentAttention`."""
@@ -153,7 +156,18 @@ class SparseAttention(LatentAttention):
                 width=width,
             )
             found.append(rows)
+        if isinstance(geometry, SparseGeometry) and geometry.largest:
+            self._reserve(batch, geometry, scratch)
         return found
+
+    def _reserve(self, batch: Batch, geometry: SparseGeometry, scratch: Scratch) -> None:
+        """Take the memory that fewer tokens than those of `batch` may need beside theirs."""
+        layout, scores = batch.layout, geometry.page_NP.shape[1] * PAGE_TOKENS
+        decode, width, count = layout.decode_tokens, layout.width, layout.tokens - layout.decode_tokens
+        own = tokens_at_once(self.heads, decode, width, scores), tokens_at_once(self.heads, count, 0, scores)
+        alone = tokens_at_once(self.heads, layout.tokens, 0, scores)
+        size = spare(self.heads, *own, alone, scores, self.indexing.top_k, batch.position_T.device)
+        scratch.empty(size, dtype=torch.uint8)
 
     def tensors(self, *caches: Tensor) -> tuple[Tensor, ...]:
         """See `LatentAttention`."""

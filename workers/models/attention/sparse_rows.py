@@ -15,23 +15,14 @@ from torch import Tensor
 
 from kernels.dependent import launches_dependently
 from kernels.head_linear import head_linear
-from kernels.hopper import multiprocessors
 from kernels.page import PAGE_TOKENS
-from kernels.sparse import (
-    InvariantWorkspace,
-    SelectWorkspace,
-    SparseWorkspace,
-    index_scores,
-    select_positions,
-    sparse_decode,
-    write_index_keys,
-)
-from workers.cache.spec import latent_spec
+from kernels.sparse import index_scores, select_positions, sparse_decode, write_index_keys
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import DecodeMemory, Entering, absorb
 from workers.models.attention.indexer import Indexed
+from workers.models.attention.sparse_workspaces import AtOnce, Workspaces
 from workers.models.batch import Batch, Selection
 
 SCORES: Final = 1 << 26
@@ -39,8 +30,6 @@ SCORES: Final = 1 << 26
 QUERIES: Final = 1 << 17
 """Most query vectors of prefill rows at once, a token's on this rank each: in the absorbed form they are several times
 as wide as they were."""
-MULTIPROCESSORS: Final = 132
-"""Where there is no GPU to ask: of an H200."""
 
 
 def selection(batch: Batch, top_k: int, scratch: Scratch) -> Selection:
@@ -72,47 +61,24 @@ def selection(batch: Batch, top_k: int, scratch: Scratch) -> Selection:
     return Selection(row_T, bound_T, selected_TS, scratch.empty(1, dtype=torch.int64).zero_())
 
 
+def tokens_at_once(heads: Heads, tokens: int, width: int, scores: int) -> AtOnce:
+    """Of so many tokens with so many scores each. `width`: of decode rows, else 0."""
+    # Tokens of a row share what is read to score them.
+    row = width or 1
+    return AtOnce(
+        tokens,
+        scored=min(tokens, max(row, SCORES // scores // row * row)),
+        attending=tokens if width else min(tokens, max(1, QUERIES // heads.count)),
+    )
+
+
 @dataclass(frozen=True)
 class SparseGeometry(Geometry):
     """The prefill rows' page tables, as far as any of them is read."""
 
     page_NP: Tensor
-
-
-@dataclass(frozen=True)
-class Workspaces:
-    """What kernels of a GPU work in, by how many tokens take a turn."""
-
-    select: dict[int, SelectWorkspace]
-    attend: dict[int, SparseWorkspace | InvariantWorkspace]
-
-    @staticmethod
-    def of(
-        heads: Heads,
-        selecting: set[int],
-        scores: int,
-        attending: set[int],
-        top_k: int,
-        device: torch.device,
-        scratch: Scratch,
-    ) -> Workspaces:
-        """For turns of so many tokens, with so many scores and selected positions each; on a CPU there are none."""
-        if device.type == "cpu":
-            return Workspaces({}, {})
-        select = {size: SelectWorkspace.allocate(size, scores, scratch.empty) for size in sorted(selecting)}
-        dtype, empty = heads.norm_L.dtype, scratch.empty
-        attend: dict[int, SparseWorkspace | InvariantWorkspace] = {}
-        for size in sorted(attending):
-            shape = size, heads.count, heads.latent
-            if heads.invariant and device.type == "cuda":
-                like_PKC = latent_spec(heads.latent, heads.rope, dtype, fp8=heads.fp8_cache).allocate(0, device)
-                attend[size] = InvariantWorkspace.allocate(*shape, heads.rope, top_k, dtype, like_PKC, empty)
-            else:
-                programs = multiprocessors(device) if device.type == "cuda" else MULTIPROCESSORS
-                attend[size] = SparseWorkspace.allocate(
-                    *shape, top_k, dtype, empty, fp8=heads.fp8_cache, multiprocessors=programs
-                )
-        return Workspaces(select, attend)
+    largest: bool = False
+    """Whether it stands for all others: then memory is taken for whichever needs most."""
 
 
 @dataclass(frozen=True)
@@ -156,25 +122,27 @@ class SparseRows(Backend):
     ) -> SparseRows:
         """Of these rows' tokens alone, but for what is `entering`."""
         tokens, scores = q_THD.shape[0], page_RP.shape[1] * PAGE_TOKENS
-        # Tokens of a row share what is read to score them.
-        row = width or 1
-        scored = min(tokens, max(row, SCORES // scores // row * row))
-        attending = tokens if width else min(tokens, max(1, QUERIES // heads.count))
-        top_k = selection.selected_TS.shape[1]
+        at_once, top_k = tokens_at_once(heads, tokens, width, scores), selection.selected_TS.shape[1]
         return SparseRows(
             selection=selection,
             indexed=indexed,
             cache_slot_T=cache_slot_T,
             page_RP=page_RP,
             first=first,
-            score_TN=scratch.empty(scored, scores, dtype=torch.float32),
+            score_TN=scratch.empty(at_once.scored, scores, dtype=torch.float32),
             width=width,
             q_THD=q_THD,
             entering=entering,
-            memory=DecodeMemory.of(heads, attending, 1, scratch),
+            memory=DecodeMemory.of(heads, at_once.attending, 1, scratch),
             out_THV=out_THV,
             workspaces=Workspaces.of(
-                heads, _turns(tokens, scored), scores, _turns(tokens, attending), top_k, out_THV.device, scratch
+                heads,
+                at_once.selecting_turns,
+                scores,
+                at_once.attending_turns,
+                top_k,
+                out_THV.device,
+                scratch.empty,
             ),
         )
 
@@ -250,8 +218,3 @@ def refuse_astray(fault_1: Tensor) -> None:
     """IndexError where a CPU has counted what a GPU would have to be asked for."""
     if fault_1.device.type == "cpu" and (astray := int(fault_1)):
         raise IndexError(f"{astray} positions, pages or rows of sparse attention are outside the cache")
-
-
-def _turns(tokens: int, at_once: int) -> set[int]:
-    """How many tokens take a turn, of so many."""
-    return {size for size in (min(tokens, at_once), tokens % at_once) if size}
