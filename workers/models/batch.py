@@ -6,11 +6,12 @@ most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.mla_decode import Workspace
+from workers.models.choices import Choices
 from workers.protocol.plan import BatchLayout
 
 
@@ -51,10 +52,12 @@ class Selection:
     """int32: the positions that it attends to, -1 behind the last one. Layers write and read it in turn."""
     fault_1: torch.Tensor
     """int64: counts rows, positions and pages that are outside of what they point into."""
+    choices: Choices | None = None
+    """What is handed every selection; nothing, unless passes are compared."""
 
     def of(self, own: slice) -> Selection:
         """Of some tokens alone."""
-        return Selection(self.row_T[own], self.bound_T[own], self.selected_TS[own], self.fault_1)
+        return replace(self, row_T=self.row_T[own], bound_T=self.bound_T[own], selected_TS=self.selected_TS[own])
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,9 @@ class Batch:
     """Cache entries before this index are never attended to (the draft layer's cache begins at entry 1)."""
     selection: Selection | None = None
     """Of a model with sparse attention, which makes it once a pass."""
+
+    def noting(self, choices: Choices | None) -> Batch:
+        """This batch, whose selections are handed to `choices`."""
+        if self.selection is None or choices is None:
+            return self
+        return replace(self, selection=replace(self.selection, choices=choices))

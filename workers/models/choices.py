@@ -1,9 +1,12 @@
-"""Whom tokens chose among the experts, noted in one pass and taken in another that is compared with it.
+"""What tokens chose among the experts, and which positions an indexer selected for them, noted in one pass and taken in
+another that is compared with it.
 
-A router decides discretely: on the least difference of rounding a token may go to other experts, and then all behind it
-is different. Who compares two passes lets the second take what the first has chosen, and looks at the choice by itself.
+Routers and indexers decide discretely: on the least difference of rounding a token may go to other experts, or attend
+to another position, and then all behind it is different. Who compares two passes lets the second take what the first
+has chosen, and looks at the choice by itself.
 
-Shape legend: T tokens, K experts that a token chooses, shared ones not among them, X experts to choose from.
+Shape legend: T tokens, K experts that a token chooses, shared ones not among them, X experts to choose from, S
+positions that a token attends to.
 """
 
 from __future__ import annotations
@@ -25,12 +28,22 @@ class Choices(ABC):
     def note(self, place_TX: Tensor, weight_TK: Tensor) -> None:
         """The same of a way that takes nobody else's: where an expert stands among a token's, -1 if nowhere."""
 
+    @abstractmethod
+    def select(self, selected_TS: Tensor, bound_T: Tensor) -> None:
+        """The positions that a layer's tokens attend to, rising, -1 behind the last; they may be changed in place.
+        `bound_T`: they are below."""
+
 
 class Recorded(Choices):
     """Notes them, in memory of their own."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, Tensor]] = []
+        self.selected: list[Tensor] = []
+
+    def select(self, selected_TS: Tensor, bound_T: Tensor) -> None:
+        """See `Choices`."""
+        self.selected.append(selected_TS.clone())
 
     def settle(self, id_TK: Tensor, weight_TK: Tensor) -> None:
         """See `Choices`."""
@@ -47,10 +60,12 @@ class Recorded(Choices):
 class Taken(Choices):
     """Puts the recorded ones in the place of a pass's own."""
 
-    def __init__(self, recorded: Recorded, layers: int, period: int = 0) -> None:
-        """Of the first so many calls: behind a target's pass come others, whose tokens may differ. `period`: the pass
-        has these tokens again and again; 0: it has the first of those that were recorded."""
+    def __init__(self, recorded: Recorded, layers: int, period: int = 0, selecting: int = 0) -> None:
+        """Of the first so many choices, and of the first `selecting` selections: behind a target's pass come others,
+        whose tokens may differ. `period`: the pass has these tokens again and again; 0: it has the first of those that
+        were recorded."""
         self._recorded, self._layers, self._period, self._at = recorded, layers, period, 0
+        self._selecting, self._selected = selecting, 0
         self._agreed: list[Tensor] = []
 
     @property
@@ -64,10 +79,8 @@ class Taken(Choices):
         self._at += 1
         if at >= min(self._layers, len(self._recorded.calls)) or not tokens:
             return
-        index_T = torch.arange(tokens, device=id_TK.device)
+        index_T = self._index(id_TK)
         theirs_TK, weights_TK = self._recorded.calls[at]
-        if self._period:
-            index_T %= self._period
         theirs_TK, weights_TK = theirs_TK[index_T], weights_TK[index_T]
         same_TK = (id_TK.unsqueeze(2) == theirs_TK.unsqueeze(1)).any(2)
         self._agreed.append(same_TK.float().mean())
@@ -77,3 +90,31 @@ class Taken(Choices):
     def note(self, place_TX: Tensor, weight_TK: Tensor) -> None:
         """See `Choices`."""
         self._at += 1
+
+    def select(self, selected_TS: Tensor, bound_T: Tensor) -> None:
+        """See `Choices`. What is not selected has to agree as well, of nearly all there would else always be most. How
+        many positions are, and that they lie below the bound, rounding does not change: else nothing agrees."""
+        at = self._selected
+        self._selected += 1
+        if at >= min(self._selecting, len(self._recorded.selected)) or not len(selected_TS):
+            return
+        theirs_TS = self._recorded.selected[at][self._index(selected_TS)]
+        last = torch.iinfo(torch.int32).max
+        own_TS = selected_TS.masked_fill(selected_TS < 0, last)
+        place_TS = torch.searchsorted(own_TS, theirs_TS.contiguous()).clamp_(max=own_TS.shape[1] - 1)
+        there_TS = theirs_TS >= 0
+        common_T = ((own_TS.gather(1, place_TS) == theirs_TS) & there_TS).sum(1)
+        count_T, own_count_T = there_TS.sum(1), (selected_TS >= 0).sum(1)
+        left_T = bound_T - count_T
+        lawful = ((count_T == own_count_T) & (theirs_TS < bound_T.unsqueeze(1)).all(1)).all()
+        contested_T = left_T > 0
+        inside = (common_T * contested_T).sum() / (count_T * contested_T).sum().clamp(min=1)
+        outside = ((left_T - count_T + common_T) * contested_T).sum() / (left_T * contested_T).sum().clamp(min=1)
+        agreed = torch.minimum(inside, outside).where(contested_T.any(), 1.0)
+        self._agreed.append(agreed * lawful)
+        selected_TS.copy_(theirs_TS)
+
+    def _index(self, of_T: Tensor) -> Tensor:
+        """Which of the recorded tokens each of these is."""
+        index_T = torch.arange(len(of_T), device=of_T.device)
+        return index_T % self._period if self._period else index_T

@@ -186,7 +186,7 @@ class Segments:
             repeat = Repeat(self._own(cache))
 
             def prepare() -> list[Backend]:
-                planned = attention.plan(batch, scratch)
+                planned = attention.plan(batch, scratch).noting(flow.way.choices)
                 with nullcontext() if inner is None else inner.scope():
                     where = (flow.projected, flow.attended_THV, planned, attention.geometry(batch), self._rotation_PO)
                     return attention.backends(*where, scratch if inner is None else inner)

@@ -7,7 +7,7 @@ logits are compared with those of the same tokens fed as a prefill chunk, which 
 knows nothing of buckets. Both sides of that comparison run with nothing rounded to FP8: a number that differs a little
 may become another one of FP8, and so logits would differ by a third where nothing is wrong. And the prefill path takes
 the experts that the step has chosen: of many experts some choice turns over on the least difference, and all behind it
-with it. The choices are compared by themselves.
+with it. The choices are compared by themselves. So is what indexers have selected, where attention is sparse.
 
 Where nothing is captured, an eager step is its own candidate: a second run from the same state is what must agree.
 
@@ -32,7 +32,7 @@ from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, PrefillBatch
 from workers.models.choices import Recorded, Taken
 from workers.models.feed_forward import MixtureOfExperts
-from workers.proof.ground import Ground
+from workers.proof.ground import Ground, pages_to_select
 from workers.proof.masks import RandomMasks
 from workers.proof.rows import Row
 from workers.proof.scene import Outcome, Scene
@@ -89,6 +89,11 @@ def mixtures(parts: StepParts) -> int:
     return sum(isinstance(layer.feed_forward, MixtureOfExperts) for layer in parts.model.layers)
 
 
+def selecting(parts: StepParts) -> int:
+    """Layers of the target in which positions are selected."""
+    return sum(getattr(layer.attention, "indexer", None) is not None for layer in parts.model.layers)
+
+
 def shared(parts: StepParts, taken: Taken) -> float:
     """In how many of the choices of a layer two passes agree; the same number on all ranks."""
     return float(parts.group.broadcast(torch.tensor(taken.agreement, device=parts.device)))
@@ -100,8 +105,8 @@ def differences(error: float, agreed: float, bound: float, what: str, other: str
     if error > bound:
         found.append(f"{what} are {error:.1e} away from {other}, more than {bound:.0e}")
     if agreed < AGREED:
-        found.append(f"tokens agree with {other} in {agreed:.0%} of the experts they choose, less than {AGREED:.0%}")
-    return found or [f"{what} or choices of experts differ from {other} in every state"]
+        found.append(f"tokens agree with {other} in {agreed:.0%} of what they choose, less than {AGREED:.0%}")
+    return found or [f"{what} or choices differ from {other} in every state"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ class SelfTest:
 
     def __init__(self, parts: StepParts, seed: int = 0) -> None:
         self._parts, self._most_pages = parts, MOST_PAGES[parts.device.type]
-        self._ground = Ground(parts, seed, parts.state.slots * self._most_pages + 1)
+        self._ground = Ground(parts, seed, parts.state.slots * self._most_pages + pages_to_select(parts) + 1)
 
     @torch.inference_mode()
     def run(self, candidates: Sequence[Candidate], progress: Callable[[str], None] | None = None) -> list[BucketReport]:
@@ -165,19 +170,22 @@ class SelfTest:
 
     def _rows(self, key: GraphKey, free: Sequence[int]) -> list[Row]:
         """As many live rows as slots and pages allow, one short of the bucket at times, with random lengths: short
-        ones, those around a page's end, and long ones."""
+        ones, those around a page's end, and long ones. Where attention is sparse the first is so long that it does
+        not attend to everything."""
         state, width, number = self._parts.state, self._parts.width, self._ground.number
         overshoot = 2 * width
         slots = self._ground.order(state.slots)
-        most = (
-            min(min(state.pages_per_row, self._most_pages) * PAGE_TOKENS, self._parts.model.max_positions) - overshoot
-        )
+        longest = min(state.pages_per_row * PAGE_TOKENS, self._parts.model.max_positions) - overshoot
+        most = min(self._most_pages * PAGE_TOKENS - overshoot, longest)
         rows: list[Row] = []
         used = 0
         for slot in slots[: max(1, key.rows - number(0, 1))]:
             kind = number(0, 3)
             length = (1, 1 + number(0, 5), PAGE_TOKENS - number(0, width), number(1, most))[kind]
             length = max(1, min(length, most))
+            beyond = 0 if rows else self._ground.beyond_selection(longest)
+            if beyond and pages_for(beyond + overshoot) <= len(free):
+                length = beyond
             need = pages_for(length + overshoot)
             if used + need > len(free):
                 length, need = 1, 1
@@ -291,8 +299,8 @@ class SelfTest:
             decode=None,
             prefill=PrefillBatch(tuple(row.start for row in rows), counts, state.page_SP[slot_R]),
         )
-        taken = Taken(recorded, mixtures(parts), own * width)
-        with parts.model.ways.choosing(taken):
+        taken = Taken(recorded, mixtures(parts), own * width, selecting(parts))
+        with nothing_repeated(), parts.model.ways.choosing(taken):
             want_NV = parts.model.logits(parts.model.forward(token_T, batch, parts.cache)[: own * width])
         error_N = (got_NV[: own * width] - want_NV).norm(dim=-1) / want_NV.norm(dim=-1)
         # NaN must not pass for small.

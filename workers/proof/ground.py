@@ -8,11 +8,26 @@ from dataclasses import fields
 
 import torch
 
-from kernels.page import NULL_PAGE
+from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 from workers.proof.rows import Row
 from workers.proof.scene import Scene
 from workers.protocol.plan import Admission, SamplingParams
 from workers.step.parts import StepParts
+
+_BEYOND = 2 * PAGE_TOKENS
+"""Tokens that the longest row may have beyond those that attention selects."""
+
+
+def selects_from(parts: StepParts) -> int:
+    """The shortest row of which attention does not select all tokens; 0 where it does so of every row."""
+    indexing = parts.model.config.indexing
+    return 0 if indexing is None else indexing.top_k + 1
+
+
+def pages_to_select(parts: StepParts) -> int:
+    """Pages of a row that is as long as `Ground.beyond_selection` says, and what a step feeds and drafts for it."""
+    least = selects_from(parts)
+    return pages_for(least + _BEYOND + 4 * parts.width) if least else 0
 
 
 class Ground:
@@ -29,6 +44,12 @@ class Ground:
         self._pool = random.Random(seed).sample(range(NULL_PAGE + 1, parts.cache.pages), most)
         if not self._pool:
             raise RuntimeError("the self-test needs a pool of at least 2 pages, the null page included")
+
+    def beyond_selection(self, longest: int) -> int:
+        """A random length at which attention selects, where it is sparse: 0 where it never does, or where rows of so
+        many tokens at most are all attended to."""
+        least = selects_from(self._parts)
+        return self.number(least, min(least + _BEYOND, longest)) if 0 < least <= longest else 0
 
     def number(self, low: int, high: int) -> int:
         """A random one, both ends included."""

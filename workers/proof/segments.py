@@ -5,7 +5,8 @@ bucket all but a few tokens, as far as pages allow, on random state with poison 
 The step runs eagerly in fresh memory of the bucket's size, and as a replay in memory that was poison before. Both must
 agree bit for bit in tokens, accepted counts, logits, cache writes and slot state, and must have changed nothing else.
 Against a mistake that both share, the logits are compared with those of the same step without padding, both with
-nothing rounded to FP8 (see `decode_steps`).
+nothing rounded to FP8 (see `decode_steps`). Where attention is sparse some row of a step is so long that it does not
+attend to everything, if pages allow.
 
 Run before a replica serves: it overwrites slots and cache. All ranks run it together, from equal seeds.
 
@@ -24,8 +25,8 @@ from kernels.page import PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
 from workers.memory.scratch import Scratch
 from workers.models.choices import Recorded, Taken
-from workers.proof.decode_steps import AGREED, ATTEMPTS, differences, mixtures, rounds, shared, tolerance
-from workers.proof.ground import Ground
+from workers.proof.decode_steps import AGREED, ATTEMPTS, differences, mixtures, rounds, selecting, shared, tolerance
+from workers.proof.ground import Ground, pages_to_select
 from workers.proof.rows import Row
 from workers.proof.scene import Outcome, Scene
 from workers.protocol.plan import PrefillRow, StepPlan
@@ -63,7 +64,8 @@ class SegmentProof:
     def _ground(self, tokens: int) -> Ground:
         """With pages for any step of up to so many tokens."""
         context = pages_for(MOST_CONTEXT + 2 * self._parts.width) + 1
-        return Ground(self._parts, self._seed, pages_for(tokens) + self._parts.state.slots * context + 1)
+        pages = pages_for(tokens) + self._parts.state.slots * context + pages_to_select(self._parts) + 1
+        return Ground(self._parts, self._seed, pages)
 
     def _bucket(self, stage: Stage, ground: Ground) -> BucketReport:
         begin, parts = time.perf_counter(), self._parts
@@ -112,7 +114,8 @@ class SegmentProof:
                     with ways.choosing(recorded):
                         padded_NV = self._run(plan, self._fresh(bucket)).logits_NV
                     scene.restore()
-                taken = Taken(recorded, mixtures(self._parts))
+                kinds = bool(plan.decode_slots) + bool(plan.prefill)
+                taken = Taken(recorded, mixtures(self._parts), selecting=kinds * selecting(self._parts))
                 with ways.choosing(taken):
                     exact_NV = self._run(plan, self._fresh(plan.layout.tokens)).logits_NV
             scene.restore()
@@ -151,6 +154,9 @@ class SegmentProof:
 
         for _ in range(number(0, min(MOST_DECODE_ROWS, parts.state.slots - 1, (left - 1) // width))):
             length = number(1, min(MOST_CONTEXT, longest - width))
+            beyond = 0 if rows else ground.beyond_selection(longest - width)
+            if beyond and pages_for(beyond + 3 * width) < len(free):
+                length = beyond
             # A page is left for the prefill row that every mixed step has.
             if pages_for(length + 3 * width) < len(free):
                 take(length, length, length + width, width)
@@ -158,6 +164,8 @@ class SegmentProof:
         decode = tuple(row.slot for row in rows)
         while left > 0 and slots and free:
             start = number(0, 1) * number(0, min(MOST_CONTEXT, longest - 1))
+            if not prefill and (not rows or number(0, 1)):
+                start = ground.beyond_selection(longest - 1) or start
             room = min(longest, len(free) * PAGE_TOKENS - 2 * width)
             if start >= room:
                 start = 0

@@ -1,5 +1,6 @@
-"""Choices of experts that one pass records and another takes."""
+"""Choices of experts, and selected positions, that one pass records and another takes."""
 
+import pytest
 import torch
 
 from workers.models.choices import Recorded, Taken
@@ -39,3 +40,39 @@ def test_calls_behind_the_target_keep_their_own() -> None:
     taken.settle(own, torch.zeros(1, 2))
     assert own.tolist() == [[0, 2]]
     assert taken.agreement == 1.0
+
+
+SELECTED = torch.tensor([[0, 1, 2, -1], [1, 2, 4, 5], [0, 3, 5, 6]], dtype=torch.int32)
+BOUNDS = torch.tensor([3, 6, 7], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("own", "agreed"),
+    [
+        (SELECTED.tolist(), 1.0),
+        # Of five positions that two tokens leave out, one is another one.
+        ([[0, 1, 2, -1], [0, 2, 4, 5], [0, 3, 5, 6]], 0.8),
+        ([[0, 1, 2, -1], [0, 2, 3, 4], [0, 2, 5, 6]], 0.4),
+        # What sees three positions attends to all of them.
+        ([[0, 1, -1, -1], [1, 2, 4, 5], [0, 3, 5, 6]], 0.0),
+    ],
+)
+def test_selections_are_taken(own: list[list[int]], agreed: float) -> None:
+    noted = Recorded()
+    noted.select(SELECTED, BOUNDS)
+    taken = Taken(noted, layers=0, selecting=1)
+    own_TS = torch.tensor(own, dtype=torch.int32)
+    taken.select(own_TS, BOUNDS)
+    assert torch.equal(own_TS, SELECTED)
+    assert taken.agreement == pytest.approx(agreed)
+    taken.select(own_TS.zero_(), BOUNDS)  # of another pass
+    assert not own_TS.any()
+
+
+def test_a_selection_beyond_the_bound_agrees_with_nothing() -> None:
+    """However many others are the same."""
+    noted, own_TS = Recorded(), SELECTED.clone()
+    noted.select(SELECTED, BOUNDS)
+    taken = Taken(noted, layers=0, selecting=1)
+    taken.select(own_TS, BOUNDS - torch.tensor([0, 0, 1]))
+    assert taken.agreement == 0.0

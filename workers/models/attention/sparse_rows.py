@@ -185,6 +185,8 @@ class SparseRows(Backend):
         if self.first:
             # Of a short context all are selected, those that nobody attends to included.
             torch.threshold_(where.selected_TS, self.first - 1, -1)
+        if where.choices is not None:
+            where.choices.select(where.selected_TS, where.bound_T)
 
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         """See `Backend`: to what is selected. IndexError on a CPU where that is outside of the cache."""
