@@ -126,6 +126,8 @@ def selection_before_the_write() -> Fault:
     """Tokens are scored while the step's own keys are not in the cache."""
 
     def attend(own: SparseAttention, backends: Any, *caches: Tensor) -> None:
+        for rows in backends:
+            rows.enter(own.heads, caches[0])
         if own.indexer is not None:
             for rows in backends:
                 rows.select(caches[1], invariant=False)

@@ -82,6 +82,10 @@ class FewTokens(TokenWise[PendingNorm]):
         """See `TokenWise`."""
         normed_linear(x, weight_FE.matrix, out_TF, dependent=self._dependent)
 
+    def narrow_linear(self, x: PendingNorm, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
+        """See `TokenWise`: as router logits, by a program for every row or two."""
+        few_experts.router(x, weight_FE.plain, out_TF, dependent=self._dependent)
+
     def latent_linear(
         self, x: PendingNorm, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
     ) -> PendingNorm:

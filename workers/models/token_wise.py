@@ -72,6 +72,10 @@ class TokenWise(ABC, Generic[N]):
         """out = x · weight^T; this rank's rows of the weight give its columns of the output. `out_TF` may be memory for
         `parts`."""
 
+    def narrow_linear(self, x: N, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
+        """`linear` with a plain weight of a few hundred rows, which is all there is to keep a GPU busy; out in fp32."""
+        self.linear(x, weight_FE, out_TF, scratch)
+
     @abstractmethod
     def latent_linear(self, x: N, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch) -> N:
         """out = x · weight^T; returned is the norm of weight `norm_A` of its first A columns."""

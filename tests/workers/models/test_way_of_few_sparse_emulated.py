@@ -122,9 +122,10 @@ def test_a_pass_is_right_and_in_order() -> None:
     """The embedding, a dense layer with an indexer, one of experts that attends to what the first has selected, and the
     final norm: what the indexer adds are two products and its own kernels."""
     launches = check([130, 0], 1)
-    layer = ["rope_absorb", "attend", "merge", PRODUCTS]
-    first = [PRODUCTS] * 4 + INDEXED + layer + [PRODUCTS, "stream_gate_up", PRODUCTS]
-    second = [PRODUCTS] * 2 + layer + [PRODUCTS]
+    attention = ["attend", "merge", PRODUCTS]
+    first = [PRODUCTS] * 2 + ["router", PRODUCTS, INDEXED[0], "rope_absorb", *INDEXED[1:], *attention]
+    first += [PRODUCTS, "stream_gate_up", PRODUCTS]
+    second = [PRODUCTS] * 2 + ["rope_absorb", *attention, PRODUCTS]
     assert [name.partition("(")[0] for name in launches[1 : 1 + len(first) + len(second)]] == first + second
 
 

@@ -95,7 +95,7 @@ class Indexer:
         with scratch.scope():
             dtype, fp8 = out.key_TI.dtype, out.q_TJI.dtype != out.key_TI.dtype
             both_TX = scratch.empty(len(out.key_TI), self.both_XE.shape[0], dtype=torch.float32)
-            way.linear(x, self.both_XE, both_TX, scratch)
+            way.narrow_linear(x, self.both_XE, both_TX, scratch)
             q_TJI = scratch.empty(*out.q_TJI.shape, dtype=dtype) if fp8 else out.q_TJI
             way.linear(latent, self.q_FA, q_TJI.flatten(1), scratch)
             index_rope(

@@ -176,6 +176,8 @@ class SparseAttention(LatentAttention):
     def attend(self, backends: Sequence[Backend], *caches: Tensor) -> None:
         """See `LatentAttention`. Every key of the step is in the cache before the first is scored."""
         rows = [backend for backend in backends if isinstance(backend, SparseRows)]
+        for own in rows:
+            own.enter(self.heads, caches[0])
         if self.indexer is not None:
             for own in rows:
                 own.write(caches[1])

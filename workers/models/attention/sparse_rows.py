@@ -40,19 +40,22 @@ def selection(batch: Batch, top_k: int, scratch: Scratch) -> Selection:
     bound_T = scratch.empty(end, dtype=torch.int32)
     if split:
         assert batch.decode is not None
-        count, width = layout.decode_rows, layout.width
-        shape = count, width
-        each_R = torch.arange(count, out=scratch.empty(count, dtype=torch.int32))
-        row_T[:split].view(shape).copy_(each_R.unsqueeze(1).expand(shape))
-        back_W = torch.arange(width - 1, -1, -1, out=scratch.empty(width, dtype=torch.int32))
-        seen_RW = bound_T[:split].view(shape)
-        torch.sub(batch.decode.length_R.unsqueeze(1), back_W, out=seen_RW)
-        seen_RW.clamp_(min=0)
+        rows, width, length_R = layout.decode_rows, layout.width, batch.decode.length_R
+        if width == 1:
+            torch.arange(rows, out=row_T[:rows])
+            torch.clamp(length_R, min=0, out=bound_T[:rows])
+        else:
+            shape = rows, width
+            each_R = torch.arange(rows, out=scratch.empty(rows, dtype=torch.int32))
+            row_T[:split].view(shape).copy_(each_R.unsqueeze(1).expand(shape))
+            back_W = torch.arange(width - 1, -1, -1, out=scratch.empty(width, dtype=torch.int32))
+            seen_RW = torch.sub(length_R.unsqueeze(1), back_W, out=bound_T[:split].view(shape))
+            seen_RW.clamp_(min=0)
     if batch.prefill is not None and end > split:
-        rows = list(zip(batch.prefill.start, batch.prefill.count, strict=True))
+        chunks = list(zip(batch.prefill.start, batch.prefill.count, strict=True))
         numbers = [
-            [index for index, (_, count) in enumerate(rows) for _ in range(count)],
-            [start + place + 1 for start, count in rows for place in range(count)],
+            [index for index, (_, count) in enumerate(chunks) for _ in range(count)],
+            [start + place + 1 for start, count in chunks for place in range(count)],
         ]
         own_2T = on_device(numbers, torch.int32, batch.position_T.device)
         row_T[split:].copy_(own_2T[0])
@@ -152,6 +155,13 @@ class SparseRows(Backend):
         layer what fills or compares, stands before and between them."""
         return self.entering is not None and launches_dependently(self.out_THV.device)
 
+    def enter(self, heads: Heads, cache_PKC: Tensor) -> None:
+        """Absorb the queries that are `entering`, and write their latents. It reads many weights and nothing of what
+        the indexer leaves, so it stands where the kernels before it read little."""
+        if self.entering is not None:
+            q_THC = self.memory.q_RWHC.squeeze(1)
+            absorb(heads, self.q_THD, self.entering, q_THC, cache_PKC, dependent=self.dependent)
+
     def write(self, index_PKI: Tensor) -> None:
         """The keys of these rows' tokens to the cache."""
         write_index_keys(self.indexed.key_TI, self.cache_slot_T, index_PKI, dependent=self.dependent)
@@ -189,14 +199,16 @@ class SparseRows(Backend):
             where.choices.select(where.selected_TS, where.bound_T)
 
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
-        """See `Backend`: to what is selected. IndexError on a CPU where that is outside of the cache."""
+        """See `Backend`: to what is selected, of queries that have entered. IndexError on a CPU where that is outside
+        of the cache."""
         where, step, dependent = self.selection, self.memory.lse_RWH.shape[0], self.dependent
         for begin in range(0, where.bound_T.shape[0], step):
             turn = slice(begin, begin + step)
             out_THV = self.out_THV[turn]
             memory = self.memory.first(out_THV.shape[0])
             q_THC, attended_THL = memory.q_RWHC.squeeze(1), memory.attended_RWHL.squeeze(1)
-            absorb(heads, self.q_THD[turn], self.entering, q_THC, cache_PKC, dependent=dependent)
+            if self.entering is None:
+                absorb(heads, self.q_THD[turn], None, q_THC, cache_PKC, dependent=dependent)
             sparse_decode(
                 q_THC,
                 cache_PKC,
