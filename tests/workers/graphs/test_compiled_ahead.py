@@ -205,7 +205,7 @@ def test_sparse_attention_compiles_nothing_late(
     start = Start(monkeypatch, settings(str(folder), width, **how))
     assert late(start, 96, seed=3) == []
     launched = {kernel for kernel, _ in start.variants}
-    assert {"index_rope", "write_keys", "score_pages", "count_bytes", "list_positions", "attend", "merge"} <= launched
+    assert {"index_rope", "write_keys", "score_pages", "list_positions", "merge"} <= launched
     assert {"stream_linear", "rope_absorb", "rope_cache"} <= launched
 
 
