@@ -13,8 +13,10 @@ from random_model import V2_LITE_HEADS, decode_step, random_model
 from tiny_models import VOCAB, write_tiny
 
 from kernels.dependent import launches_dependently
+from kernels.repeat import nothing_repeated
 from workers.families import load_model
 from workers.models.batch import Batch
+from workers.models.choices import Recorded, Taken
 from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.model import Model
 from workers.models.ways import Ways
@@ -35,6 +37,14 @@ V3: dict[str, Any] = {
     "n_shared_experts": 1,
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
+}
+
+
+V32: dict[str, Any] = V3 | {
+    "model_type": "deepseek_v32",
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 128,
 }
 
 
@@ -90,6 +100,38 @@ def test_the_way_agrees_with_that_of_many(
             error = max(error, off(ours.flatten(0, 1)[live], theirs.flatten(0, 1)[live]))
         errors.append(error)
     assert min(errors) < 2e-2, errors
+
+
+@pytest.mark.parametrize("fp8_cache", [False, True])
+@pytest.mark.parametrize("heads", [4, 128])
+@pytest.mark.parametrize(
+    ("rows", "width"), [([1], 1), ([600], 1), ([300, 65], 4), ([400, 0, 70, 1], 2), ([150] * 16, 1)]
+)
+def test_sparse_attention_agrees_with_that_of_many(
+    rows: list[int], width: int, heads: int, fp8_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To what the way of few has selected: of two positions that score alike, rounding takes one or the other."""
+    lengths = [max(length, width) if length else 0 for length in rows]
+    values = V2_LITE_HEADS | V32 | {"num_attention_heads": heads}
+    model = random_model(values, torch.bfloat16, torch.device("cuda"), fp8_cache=fp8_cache)
+    live_T = (torch.tensor(lengths).repeat_interleave(width) > 0).to("cuda")
+    errors, agreed = [], []
+    for seed in range(ATTEMPTS):
+        token_T, batch, cache = decode_step(model, lengths, width, seed)
+        assert isinstance(model.ways.of(batch, torch.bfloat16, token_T.device), FewTokens)
+        before, recorded = [layer.clone() for layer in cache.layers], Recorded()
+        with nothing_repeated(), model.ways.choosing(recorded):
+            got_TE = model.forward(token_T, batch, cache)
+        for layer, old in zip(cache.layers, before, strict=True):
+            layer.copy_(old)
+        taken = Taken(recorded, layers=1, selecting=2)
+        with nothing_repeated(), monkeypatch.context() as patch, model.ways.choosing(taken):
+            patch.setattr(Ways, "takes_few", never)
+            want_TE = model.forward(token_T, batch, cache)
+        errors.append(off(got_TE[live_T], want_TE[live_T]))
+        agreed.append(taken.agreement)
+    assert min(errors) < 2e-2, errors
+    assert max(agreed) > 0.9, agreed
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
