@@ -25,7 +25,9 @@ from kernels import sparse as kernels_sparse
 from tests.scenarios.served import Fault, Place, alone, greedy_jobs, named, poison_null_page, replica, serve
 from tests.tiny_models import write_tiny
 from tests.workers.faults import Memory, frozen, lengths_off, one_token
+from workers.cache.paged import AstrayFault
 from workers.families import load_model
+from workers.memory.scratch import Scratch
 from workers.models.attention import sparse, sparse_rows
 from workers.models.attention.indexer import Indexer
 from workers.models.attention.sparse import SparseAttention
@@ -33,7 +35,10 @@ from workers.models.attention.sparse_rows import SparseRows
 from workers.models.batch import Batch, Selection
 from workers.models.config import ConfigError
 from workers.parallel.group import TensorParallel
+from workers.proof.decode_steps import Candidate, SelfTest
+from workers.protocol.plan import BatchLayout
 from workers.scheduler import Unsound
+from workers.step.decode import DecodeStep
 
 PLACES: tuple[Place, ...] = (("cpu", False), ("cpu", True))
 JOBS = (6, 60, 14)
@@ -222,6 +227,22 @@ def test_indices_outside_of_the_cache_end_a_step(folder: Path, monkeypatch: pyte
             serve(run, jobs)
     tables_astray(monkeypatch, clamped=True)
     assert serve(replica(folder, ("cpu", False)), jobs) != expected
+
+
+def test_what_a_gpu_counts_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There nothing raises where it happens. The counter outlives a step, and whoever collects one, or proves one,
+    reads it: never within a capture."""
+    monkeypatch.setattr(sparse_rows, "refuse_astray", lambda fault_1: None)
+    sound = replica(folder, ("cpu", False))
+    serve(sound, greedy_jobs(*JOBS))
+    assert not int(sound.runner.parts.cache.astray_1)
+    tables_astray(monkeypatch, clamped=False)
+    parts = replica(folder, ("cpu", False)).runner.parts
+    step = DecodeStep(parts, BatchLayout(parts.width, 1).graph_key(1, 0), Scratch(parts.device))
+    [found] = SelfTest(parts).run([Candidate(step, step.run)])
+    assert "attention met rows, positions or pages outside of the cache" in found.problems
+    with pytest.raises(AstrayFault, match="outside the cache"):
+        serve(replica(folder, ("cpu", False)), greedy_jobs(*JOBS))
 
 
 def test_a_model_without_a_query_latent_is_refused_by_name(tmp_path: Path) -> None:

@@ -6,13 +6,23 @@ Shape legend: E entries, C features or bytes of an entry.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
+
+
+class AstrayFault(RuntimeError):
+    """Kernels have met indices that lie outside of the cache: what they computed is void."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(
+            f"{count} positions, pages or rows of sparse attention were outside the cache; this is a mistake in the "
+            "server: please report it"
+        )
 
 
 @dataclass
@@ -22,6 +32,11 @@ class PagedCache:
     layers: list[Tensor]
     """Each as its spec allocates it."""
     specs: Sequence[CacheSpec]
+    astray_1: Tensor = field(init=False)
+    """int64: so many rows, positions and pages have kernels found outside of what they point into, and not followed."""
+
+    def __post_init__(self) -> None:
+        self.astray_1 = torch.zeros(1, dtype=torch.int64, device=self.layers[0].device if self.layers else "cpu")
 
     @staticmethod
     def allocate(specs: Sequence[CacheSpec], pages: int, device: torch.device) -> PagedCache:

@@ -38,6 +38,8 @@ class Mtp(Drafter):
         self.join_EF = source.matrix(Part(f"{prefix}eh_proj.weight", hidden, 2 * hidden))
         self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
         self.cache = layer.attention.caches
+        if config.indexing is not None and config.indexing.shared_by_drafts:
+            self.keeps = config.indexing.top_k
         self.segments = Segments(
             self._join, model.ways, [layer], self.norm_E, model.rotation_PO, config.rms_norm_eps, len(model.cache)
         )

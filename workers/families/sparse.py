@@ -55,6 +55,7 @@ class DeepseekV32(DeepseekV3):
             top_k=filled.count("index_topk", 2048),
             interleaved=self.indexer_interleaved,
             shared=self.shared(filled),
+            shared_by_drafts=filled.flag("index_share_for_mtp_iteration", False),
         )
         if indexing.features % 16 or indexing.features < config.qk_rope_head_dim:
             raise ConfigError(

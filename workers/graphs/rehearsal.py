@@ -162,6 +162,7 @@ def rehearse(stage: Stage, masks: TokenMasks | None = None) -> None:
         tensor_S[NOBODY] = 0
     if parts.sampling is not None:
         parts.sampling.fault_1.zero_()
+    parts.cache.astray_1.zero_()
     if parts.device.type == "cuda":
         torch.cuda.synchronize(parts.device)
 

@@ -52,6 +52,8 @@ class Selection:
     """int32: the positions that it attends to, -1 behind the last one. Layers write and read it in turn."""
     fault_1: torch.Tensor
     """int64: counts rows, positions and pages that are outside of what they point into."""
+    given: bool = False
+    """Whether the positions are there already: no layer selects."""
     choices: Choices | None = None
     """What is handed every selection; nothing, unless passes are compared."""
 
@@ -74,6 +76,12 @@ class Batch:
     prefill: PrefillBatch | None
     first: int = 0
     """Cache entries before this index are never attended to (the draft layer's cache begins at entry 1)."""
+    kept_TS: torch.Tensor | None = None
+    """int32: where a pass of sparse attention leaves what its last indexer has selected; None: nobody wants it."""
+    given_TS: torch.Tensor | None = None
+    """int32: what its tokens attend to; None: indexers select."""
+    astray_1: torch.Tensor | None = None
+    """See `PagedCache`."""
     selection: Selection | None = None
     """Of a model with sparse attention, which makes it once a pass."""
 

@@ -81,6 +81,8 @@ class Indexing:
     """Whether the roped features are in pairs (2i, 2i + 1) in the checkpoint's weights; else (i, i + half)."""
     shared: tuple[bool, ...]
     """Of each of the model's layers, whether it has no indexer and attends to what the layer before it attends to."""
+    shared_by_drafts: bool = False
+    """Whether the layer that drafts selects for a row's newest token alone, and all drafts behind it attend to that."""
 
     def is_shared(self, layer: int) -> bool:
         """Whether that layer has no indexer of its own; the layer that drafts has one."""

@@ -53,6 +53,9 @@ class Drafter(ABC):
     taps: tuple[int, ...] = ()
     """Layers of the model: it reads the residual stream that enters each of them, side by side, [T, E for each], in
     place of the model's final hidden states. A layer may be there twice."""
+    keeps = 0
+    """Positions that it selects for a token, if its passes behind the one over a step's tokens attend to those that
+    this one selected for the rows' newest tokens: see `Batch.kept_TS`."""
     reads_tokens = False
     """Whether slots keep the tokens of their rows for it (`SlotTensors.token_SX`)."""
 

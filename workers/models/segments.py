@@ -161,6 +161,8 @@ class Segments:
         live_R = batch.decode.length_R if batch.decode is not None and batch.prefill is None else None
         with scratch.scope():
             flow = self.flow(token_T.shape[0], scratch, way)
+            if batch.given_TS is not None:  # nothing is to be scored
+                flow = replace(flow, projected=replace(flow.projected, indexed=None))
             tensors = PassTensors(token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow, taps)
             self.run_pass(tensors, batch, cache, scratch)
         return out_TE
@@ -186,7 +188,8 @@ class Segments:
             repeat = Repeat(self._own(cache))
 
             def prepare() -> list[Backend]:
-                planned = attention.plan(batch, scratch).noting(flow.way.choices)
+                counted = replace(batch, astray_1=cache.astray_1)
+                planned = attention.plan(counted, scratch).noting(flow.way.choices)
                 with nullcontext() if inner is None else inner.scope():
                     where = (flow.projected, flow.attended_THV, planned, attention.geometry(batch), self._rotation_PO)
                     return attention.backends(*where, scratch if inner is None else inner)

@@ -85,6 +85,7 @@ class Ground:
         for field in fields(tensors):
             getattr(tensors, field.name).zero_()
         parts.cache.scrub([NULL_PAGE, *self._pool])
+        parts.cache.astray_1.zero_()
         if parts.sampling is not None:
             greedy = SamplingParams(1, temperature=0.0)
             parts.sampling.admit([Admission(slot, greedy) for slot in range(parts.state.slots)])

@@ -115,6 +115,7 @@ class Scene:
         if parts.sampling is not None:
             parts.sampling.admit(admissions)
             parts.sampling.fault_1.zero_()  # of the step before: a fault there is none here
+        parts.cache.astray_1.zero_()
         row_RT = tensors.page_SP[self.slot_R]
         count_R, cached_R = self._on_device([[len(row.pages) for row in rows], [row.cached for row in rows]])
         past_RT = torch.arange(row_RT.shape[1], device=parts.device) >= count_R.unsqueeze(1)
@@ -169,6 +170,7 @@ class Scene:
             ("logits or ids were out of range", eager_F.any() | replay_F.any()),
             ("logits differ", differ(eager.logits_NV[:live], replay.logits_NV[:live])),
             ("a slot without a sampled row changed", eager.foreign | replay.foreign),
+            ("attention met rows, positions or pages outside of the cache", self.parts.cache.astray_1 != 0),
         ]
         found += [
             (f"{name} differs", differ(a, b))

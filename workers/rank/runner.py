@@ -14,7 +14,7 @@ import torch
 from kernels.ahead import Compiled
 from kernels.page import NULL_PAGE, PAGE_TOKENS
 from kernels.sampling import TokenMasks
-from workers.cache.paged import PagedCache
+from workers.cache.paged import AstrayFault, PagedCache
 from workers.grammar.rows import ConstrainedRows
 from workers.graphs.capture import GraphRunner, Warmed, compile_steps, warm_up
 from workers.graphs.stats import GraphStats
@@ -51,6 +51,8 @@ class Launched:
     logprobs: Taken | None
     draft_SK: torch.Tensor | None
     """On the host, as `decided_N`: the drafts of all slots after a step with constrained rows."""
+    astray_1: torch.Tensor | None
+    """On the host, as `decided_N`: of `PagedCache`, where attention is sparse."""
     stuck: dict[int, int]
     """Positions at which the grammars of sampled rows allowed nothing."""
     scored: Taken | None
@@ -191,11 +193,14 @@ class Runner:
         decided_N = _to_host(output.decided_N)
         of_grammars = plan.constrained and self._constrained is not None
         draft_SK = _to_host(parts.state.tensors.draft_SK) if of_grammars else None
+        sparse = parts.model.config.indexing is not None
+        astray_1 = _to_host(parts.cache.astray_1) if sparse else None
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        launched = Launched(plan, output.layout, begin, decided_N, logprobs, draft_SK, stuck, output.scored, done)
+        where = decided_N, logprobs, draft_SK, astray_1
+        launched = Launched(plan, output.layout, begin, *where, stuck, output.scored, done)
         self._under_way.append(launched)
         return launched
 
@@ -235,11 +240,13 @@ class Runner:
         """Wait for a launched step; steps are collected in the order of their launch.
 
         A row whose logits were no finite numbers, or whose grammar allowed no token, gains nothing and is named. Raises
-        SamplingFault when an id was no token.
+        SamplingFault when an id was no token, AstrayFault when indices of attention lay outside of the cache.
         """
         settled, layout = self._settle(launched), launched.layout
         while self._under_way and self._under_way.popleft() is not launched:
             pass
+        if launched.astray_1 is not None and (astray := int(launched.astray_1)):
+            raise AstrayFault(astray)
         if settled.faults:
             raise SamplingFault(settled.faults, self.parts.model.config.vocab_size)
         tokens = settled.tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -115,9 +115,10 @@ class DecodeStep:
         if parts.width > 1:
             # Behind the accepted tokens the target's are any valid ids: those queries' outputs are not read, and their
             # cache entries are rewritten before they are attended to.
-            batch = fed.batch(layout, first=1)
+            kept_TS = parts.kept(layout.tokens, self.key.drafts, scratch)
+            batch = replace(fed.batch(layout, first=1), kept_TS=kept_TS)
             drafted_TE = parts.drafter.catch_up(target_RW.flatten(), passed.source_TF, batch, parts.cache, scratch)
-            self._draft(drafted_TE, newest_R, fed)
+            self._draft(drafted_TE, newest_R, fed, kept_TS)
         return StepOutput(layout, self.decided_N, passed.logits_NV)
 
     def _feed(self) -> _Rows:
@@ -172,15 +173,22 @@ class DecodeStep:
             parts.sampling.commit(self.slot_R, target_RW, accepted_R, more=1)
         parts.group.broadcast(decided_N)
 
-    def _draft(self, drafted_TE: torch.Tensor | None, newest_R: torch.Tensor, fed: _Rows) -> None:
+    def _draft(
+        self, drafted_TE: torch.Tensor | None, newest_R: torch.Tensor, fed: _Rows, kept_TS: torch.Tensor | None
+    ) -> None:
         """The drafts of the next step."""
         parts, rows, scratch = self.parts, self.key.rows, self._scratch
         hidden_RE = None
         if drafted_TE is not None:
             hidden_RE = scratch.empty(rows, drafted_TE.shape[1], dtype=drafted_TE.dtype)
             torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
+        kept_RS = None
+        if kept_TS is not None:
+            kept_RS = scratch.empty(rows, kept_TS.shape[1], dtype=kept_TS.dtype)
+            torch.index_select(kept_TS, 0, newest_R, out=kept_RS)
         # The first draft stands one position behind the newest token, whose own the draft pass had.
         position_R = scratch.empty(rows, dtype=torch.int64)
         torch.index_select(fed.position_RW.flatten(), 0, newest_R, out=position_R)
         position_R.add_(1)
-        parts.draft(hidden_RE, self.slot_R, position_R, fed.length_R, fed.page_RP, self.key.drafts, scratch)
+        rows_R = self.slot_R, position_R, fed.length_R, fed.page_RP
+        parts.draft(hidden_RE, *rows_R, self.key.drafts, scratch, kept_RS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -225,17 +225,24 @@ class MixedStep:
         parts, layout, scratch = self._parts, rows.layout, stage.scratch
         state = parts.state.tensors
         drafts = drafts if layout.sampled_rows else 0
-        hidden_RE = None
+        hidden_RE, kept_TS = None, parts.kept(layout.tokens, drafts, scratch)
         if parts.drafter.cache:
-            hidden_RE = self._catch_up(rows, decided_N, newest_R if drafts else newest_R[:0], stage)
+            hidden_RE = self._catch_up(rows, decided_N, newest_R if drafts else newest_R[:0], stage, kept_TS)
         if not drafts:
             return
+        kept_RS = None if kept_TS is None else kept_TS[newest_R]
         position_R = state.length_S[rows.slot_R] + 1
         length_R = scratch.empty(layout.sampled_rows, dtype=torch.int32)
-        parts.draft(hidden_RE, rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R], drafts, scratch)
+        rows_R = rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R]
+        parts.draft(hidden_RE, *rows_R, drafts, scratch, kept_RS)
 
     def _catch_up(
-        self, rows: _Rows, decided_N: torch.Tensor, newest_R: torch.Tensor, stage: Stage
+        self,
+        rows: _Rows,
+        decided_N: torch.Tensor,
+        newest_R: torch.Tensor,
+        stage: Stage,
+        kept_TS: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Let the drafter take the tokens of the step into its cache; what it knows of the newest ones."""
         layout, split = rows.layout, rows.layout.decode_tokens
@@ -246,4 +253,4 @@ class MixedStep:
         stage.token_T.index_copy_(0, rows.end_F, decided_N[layout.final_slice])
         stage.position_T[split:] += 1
         self._place(stage, split, stage.slot_T)
-        return stage.catch_up(self._batch(rows, stage, first=1), newest_R)
+        return stage.catch_up(replace(self._batch(rows, stage, first=1), kept_TS=kept_TS), newest_R)

@@ -77,6 +77,12 @@ class StepParts:
         features = len(drafter.taps) * self.model.config.hidden_size
         return scratch.empty(tokens, features, dtype=self.model.norm_E.dtype)
 
+    def kept(self, tokens: int, drafts: int, scratch: Scratch) -> torch.Tensor | None:
+        """Memory for what the drafter's pass over so many tokens selects; None where no draft's pass wants it."""
+        if drafts < 2 or not self.drafter.keeps:
+            return None
+        return scratch.empty(tokens, self.drafter.keeps, dtype=torch.int32)
+
     def draft(
         self,
         hidden_RE: torch.Tensor | None,
@@ -86,14 +92,16 @@ class StepParts:
         page_RP: torch.Tensor,
         drafts: int,
         scratch: Scratch,
+        kept_RS: torch.Tensor | None = None,
     ) -> None:
         """Draft `drafts` tokens for every row into the slots' state.
 
         `hidden_RE`: the drafter's, of the rows' newest tokens, which it has in its cache already, if it has one; their
         lengths in the slots' state are those after them. `position_R`: of the first draft. `length_R` (int32) is
-        written, `page_RP` are the rows' page tables.
+        written, `page_RP` are the rows' page tables. `kept_RS`: what was selected for the newest tokens, where all
+        drafts attend to that.
         """
-        rows = _Drafted(self, slot_R, position_R, length_R, page_RP, scratch)
+        rows = _Drafted(self, slot_R, position_R, length_R, page_RP, kept_RS, scratch)
         self.drafter.draft(hidden_RE, rows, drafts, self.cache, scratch)
 
 
@@ -107,6 +115,7 @@ class _Drafted:
     """Of the draft that is chosen first, then of the one that was fed last, behind which the next one stands."""
     length_R: torch.Tensor
     page_RP: torch.Tensor
+    kept_RS: torch.Tensor | None
     scratch: Scratch
 
     @property
@@ -138,7 +147,8 @@ class _Drafted:
         state = self.parts.state.tensors
         decode_state.feed_draft(state, self.slot_R, token_R, index, self.position_R, cache_slot_R, self.length_R)
         decode = DecodeBatch(self.length_R, self.page_RP)
-        return Batch(BatchLayout(1, rows), self.position_R, cache_slot_R, decode, None, first=1)
+        layout = BatchLayout(1, rows)
+        return Batch(layout, self.position_R, cache_slot_R, decode, None, first=1, given_TS=self.kept_RS)
 
 
 @dataclass(frozen=True)

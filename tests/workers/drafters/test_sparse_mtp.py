@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +17,26 @@ from safetensors.torch import load_file
 from tiny_models import SPARSE_KINDS, VOCAB, write_tiny
 from torch import Tensor
 
+from tests.workers.harness import InlineEngine
+from workers.config import EngineConfig
+from workers.memory.scratch import Scratch
+from workers.models.attention import sparse_rows
+from workers.models.attention.indexer import Indexer
+from workers.protocol.plan import BatchLayout, SamplingParams
+from workers.scheduler.sequence import Phase
+from workers.step.decode import DecodeStep
+
 TOLERANCE = 1e-4
+SIZES: dict[str, Any] = {"cache_pages": 40, "max_context": 300, "selftest": True}
 
 
 @torch.no_grad()
-def oracle_drafts(folder: Path, tokens: list[int]) -> Tensor:
-    """Draft logits over a sequence: row i is made of the hidden state of token i and of token i + 1."""
+def oracle_drafts(folder: Path, tokens: list[int], more: int = 0) -> Tensor:
+    """Draft logits over a sequence: row i is made of the hidden state of token i and of token i + 1. Behind them those
+    of `more` greedy drafts, which are made of each other, and attend to what the last token of the sequence does."""
     oracle = load_oracle(folder)
     layers, eps = oracle.config.num_hidden_layers, oracle.config.rms_norm_eps
-    deeper = Path(shutil.copytree(folder, folder / "deeper"))
+    deeper = Path(shutil.copytree(folder, f"{folder}-deeper", dirs_exist_ok=True))
     config = json.loads((deeper / "config.json").read_text()) | {"num_hidden_layers": layers + 1}
     for name, kind in ("mlp_layer_types", "sparse"), ("layer_types", "indexed_attention"), ("indexer_types", "full"):
         if name in config:
@@ -38,16 +50,28 @@ def oracle_drafts(folder: Path, tokens: list[int]) -> Tensor:
 
     ids = torch.tensor([tokens])
     hidden = oracle.model(ids[:, :-1]).last_hidden_state
-    both = torch.cat([norm(oracle.model.embed_tokens(ids[:, 1:]), "enorm"), norm(hidden, "hnorm")], -1)
-    x = both @ tensors[f"model.layers.{layers}.eh_proj.weight"].t()
-    count = x.shape[1]
-    mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
-    position = torch.arange(1, count + 1)[None]
-    found = layer(
-        x, attention_mask=mask, position_ids=position, position_embeddings=oracle.model.rotary_emb(x, position)
-    )
-    x = found[0] if isinstance(found, tuple) else found
-    return oracle.lm_head(norm(x, "shared_head.norm"))[0]
+    logits, selected, indexer = torch.empty(0), torch.empty(0), layer.self_attn.indexer
+    for draft in range(more + 1):
+        both = torch.cat([norm(oracle.model.embed_tokens(ids[:, 1:]), "enorm"), norm(hidden, "hnorm")], -1)
+        x = both @ tensors[f"model.layers.{layers}.eh_proj.weight"].t()
+        count = x.shape[1]
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        position = torch.arange(1, count + 1)[None]
+        how = {"position_ids": position, "position_embeddings": oracle.model.rotary_emb(x, position)}
+        if draft:
+            layer.self_attn.indexer = None
+            selected = torch.cat([selected, selected[:, -1:]], 1)
+            how["prev_topk_indices"] = selected
+        found = layer(x, attention_mask=mask, **how)
+        x, *rest = found if isinstance(found, tuple) else (found,)
+        layer.self_attn.indexer = indexer
+        if not draft and more:
+            [selected] = rest
+        left = norm(x, "shared_head.norm")
+        logits = oracle.lm_head(left)[0]
+        hidden = torch.cat([hidden, left[:, -1:]], 1)
+        ids = torch.cat([ids, logits[-1:].argmax(-1, keepdim=True)], 1)
+    return logits
 
 
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
@@ -69,3 +93,47 @@ def test_draft_logits(kind: str, feeds: list[tuple[int, int]], tmp_path: Path) -
     assert len(others) == 1
     assert bool(others[0][0].isnan().all())
     assert bool(got.isfinite().all())
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("chunk", [90, 31])
+def test_all_drafts_attend_to_what_the_first_does(shares: bool, chunk: int, tmp_path: Path) -> None:
+    """Where the config says so. In decode steps and in mixed ones; transformers lets layers take what others select."""
+    folder, prompt = write_tiny(tmp_path, "glm5", seed=1), random_tokens(70, 5, VOCAB)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"index_share_for_mtp_iteration": shares}))
+    run = InlineEngine(EngineConfig(model=str(folder), device="cpu", width=4, max_rows=3, token_budget=chunk, **SIZES))
+    run.add("one", prompt, SamplingParams(6, temperature=0.0))
+    run.add("other", random_tokens(40, 6, VOCAB), SamplingParams(8, temperature=0.0))
+    kinds, equal = set(), []
+    while run.step():
+        plan = run.plans[run.runner._steps - 1]
+        for sequence in run.scheduler._live.values():
+            if sequence.phase is Phase.DECODE and sequence.tokens.length > sequence.goal and plan.drafts == 3:
+                tokens = list(sequence.tokens.span(0, sequence.tokens.length))
+                drafts = run.runner.parts.state.tensors.draft_SK[sequence.slot].tolist()
+                want = oracle_drafts(folder, tokens, 2)[-3:].argmax(-1).tolist()
+                assert drafts[0] == want[0]
+                equal.append(drafts == want)
+                kinds.add(bool(plan.prefill))
+    assert kinds == {True, False}
+    assert len(equal) > 8
+    assert all(equal) is shares  # of their own choice other drafts would come
+
+
+def test_drafts_that_share_launch_no_indexer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its products nor its kernels."""
+    folder, calls = write_tiny(tmp_path, "glm5", seed=1), []
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"index_share_for_mtp_iteration": True}))
+    run = InlineEngine(EngineConfig(model=str(folder), device="cpu", width=4, max_rows=3, token_budget=48, **SIZES))
+    run.generate([random_tokens(40, 6, VOCAB)], SamplingParams(2, temperature=0.0))
+    parts = run.runner.parts
+    step = DecodeStep(parts, BatchLayout(4, 2).graph_key(2, 3), Scratch(torch.device("cpu")))
+    honest, select = Indexer.project, sparse_rows.select_positions
+    monkeypatch.setattr(Indexer, "project", lambda *args: (calls.append("project"), honest(*args)))
+    monkeypatch.setattr(
+        sparse_rows, "select_positions", lambda *args, **more: (calls.append("select"), select(*args, **more))
+    )
+    step.run()
+    assert calls == ["project", "select"] * 3  # two layers of the target, and the draft layer once

@@ -6,7 +6,8 @@ written, every cached token that a query sees is scored, the best are selected, 
 absorbed form. Tokens take these parts one by one, whatever row they belong to, so decode rows of any width and chunks
 of prompts go the same way. Nothing branches where a context is short: of so few tokens all are selected.
 
-What was selected lives from one layer to the next, because layers without an indexer attend to it as well.
+What was selected lives from one layer to the next, because layers without an indexer attend to it as well. It may live
+on in memory of the caller's, whose next passes then attend to it without an indexer (`Batch.kept_TS`, `given_TS`).
 
 Shape legend: T tokens, H heads of this rank, V value features, C cached features, O rope features, R rows, P pages (of
 `rotation_PO`: positions), K = 64 entries per page.
@@ -112,10 +113,9 @@ class SparseAttention(LatentAttention):
         """See `LatentAttention`; the indexer's queries, keys and weights, too."""
         latent = self.products(way, x, out, scratch)
         self.enter_cache(rotation_TO, cache_slot_T, cache_PKC, out)
-        if self.indexer is not None:
+        if self.indexer is not None and out.indexed is not None:
             assert latent is not None
             assert rotation_TO is not None
-            assert out.indexed is not None
             self.indexer.project(way, x, latent, rotation_TO, out.indexed, scratch)
 
     def backends(
@@ -129,8 +129,8 @@ class SparseAttention(LatentAttention):
     ) -> list[Backend]:
         """See `LatentAttention`."""
         split, end, heads = batch.layout.decode_tokens, batch.layout.tokens, self.heads
-        assert projected.indexed is not None
         assert batch.selection is not None
+        indexed = None if batch.selection.given else projected.indexed
         kinds = []
         if batch.decode is not None and split:
             kinds.append((slice(0, split), batch.decode.page_RP, batch.layout.width))
@@ -145,7 +145,7 @@ class SparseAttention(LatentAttention):
             rows = SparseRows.of(
                 heads,
                 batch.selection.of(own),
-                projected.indexed.of(own),
+                None if indexed is None else indexed.of(own),
                 batch.cache_slot_T[own],
                 page_RP,
                 projected.q_THD[own],
@@ -178,7 +178,7 @@ class SparseAttention(LatentAttention):
         rows = [backend for backend in backends if isinstance(backend, SparseRows)]
         for own in rows:
             own.enter(self.heads, caches[0])
-        if self.indexer is not None:
+        if self.indexer is not None and not any(own.selection.given for own in rows):
             for own in rows:
                 own.write(caches[1])
             for own in rows:

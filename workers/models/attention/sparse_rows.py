@@ -7,7 +7,7 @@ K = 64 entries per page.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -27,6 +27,8 @@ from workers.models.batch import Batch, Selection
 
 SCORES: Final = 1 << 26
 """Most scores at once: tokens whose scores are more take turns."""
+SELECTING: Final = 512
+"""Most tokens at once for which positions are selected: they fill a GPU, and each takes some memory."""
 QUERIES: Final = 1 << 17
 """Most query vectors of prefill rows at once, a token's on this rank each: in the absorbed form they are several times
 as wide as they were."""
@@ -60,8 +62,11 @@ def selection(batch: Batch, top_k: int, scratch: Scratch) -> Selection:
         own_2T = on_device(numbers, torch.int32, batch.position_T.device)
         row_T[split:].copy_(own_2T[0])
         bound_T[split:].copy_(own_2T[1])
-    selected_TS = scratch.empty(end, top_k, dtype=torch.int32)
-    return Selection(row_T, bound_T, selected_TS, scratch.empty(1, dtype=torch.int64).zero_())
+    own_TS = batch.kept_TS if batch.given_TS is None else batch.given_TS
+    selected_TS = scratch.empty(end, top_k, dtype=torch.int32) if own_TS is None else own_TS[:end]
+    astray_1 = batch.astray_1
+    fault_1 = scratch.empty(1, dtype=torch.int64).zero_() if astray_1 is None else astray_1
+    return Selection(row_T, bound_T, selected_TS, fault_1, given=batch.given_TS is not None)
 
 
 def tokens_at_once(heads: Heads, tokens: int, width: int, scores: int) -> AtOnce:
@@ -70,7 +75,7 @@ def tokens_at_once(heads: Heads, tokens: int, width: int, scores: int) -> AtOnce
     row = width or 1
     return AtOnce(
         tokens,
-        scored=min(tokens, max(row, SCORES // scores // row * row)),
+        scored=min(tokens, max(row, min(SELECTING, SCORES // scores) // row * row)),
         attending=tokens if width else min(tokens, max(1, QUERIES // heads.count)),
     )
 
@@ -90,7 +95,8 @@ class SparseRows(Backend):
 
     selection: Selection
     """Of these rows' tokens."""
-    indexed: Indexed
+    indexed: Indexed | None
+    """None where the selection is given."""
     cache_slot_T: Tensor
     page_RP: Tensor
     first: int
@@ -112,7 +118,7 @@ class SparseRows(Backend):
     def of(
         heads: Heads,
         selection: Selection,
-        indexed: Indexed,
+        indexed: Indexed | None,
         cache_slot_T: Tensor,
         page_RP: Tensor,
         q_THD: Tensor,
@@ -126,6 +132,8 @@ class SparseRows(Backend):
         """Of these rows' tokens alone, but for what is `entering`."""
         tokens, scores = q_THD.shape[0], page_RP.shape[1] * PAGE_TOKENS
         at_once, top_k = tokens_at_once(heads, tokens, width, scores), selection.selected_TS.shape[1]
+        if selection.given:
+            at_once = replace(at_once, scored=0)
         return SparseRows(
             selection=selection,
             indexed=indexed,
@@ -164,12 +172,14 @@ class SparseRows(Backend):
 
     def write(self, index_PKI: Tensor) -> None:
         """The keys of these rows' tokens to the cache."""
+        assert self.indexed is not None
         write_index_keys(self.indexed.key_TI, self.cache_slot_T, index_PKI, dependent=self.dependent)
 
     def select(self, index_PKI: Tensor, *, invariant: bool) -> None:
         """Which positions each token attends to; the keys of all rows must have been written."""
         where, indexed, step = self.selection, self.indexed, self.score_TN.shape[0]
         dependent = self.dependent
+        assert indexed is not None
         for begin in range(0, where.bound_T.shape[0], step):
             turn = slice(begin, begin + step)
             bound_T = where.bound_T[turn]
@@ -231,4 +241,5 @@ class SparseRows(Backend):
 def refuse_astray(fault_1: Tensor) -> None:
     """IndexError where a CPU has counted what a GPU would have to be asked for."""
     if fault_1.device.type == "cpu" and (astray := int(fault_1)):
+        fault_1.zero_()
         raise IndexError(f"{astray} positions, pages or rows of sparse attention are outside the cache")

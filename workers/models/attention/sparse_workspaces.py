@@ -46,7 +46,7 @@ class Workspaces:
         `empty(*shape, dtype=)` gives uninitialised memory."""
         if device.type == "cpu":
             return Workspaces({}, {})
-        select = {size: SelectWorkspace.allocate(size, scores, empty) for size in sorted(selecting)}
+        select = {size: SelectWorkspace.allocate(size, scores, empty, selected=top_k) for size in sorted(selecting)}
         dtype = heads.norm_L.dtype
         attend: dict[int, SparseWorkspace | InvariantWorkspace] = {}
         for size in sorted(attending):
@@ -122,4 +122,6 @@ def _up_to(most: int) -> Iterable[int]:
 
 def _turns(tokens: int, at_once: int) -> set[int]:
     """How many tokens take a turn, of so many."""
+    if not at_once:
+        return set()
     return {size for size in (min(tokens, at_once), tokens % at_once) if size}
