@@ -62,8 +62,8 @@ def index_rope(
         cos = tl.load(turn + 2 * pair, mask=2 * pair < ROPE, other=1.0)
         sin = tl.load(turn + 2 * pair + 1, mask=2 * pair < ROPE, other=0.0)
         if DEPENDENT:
+            gdc_launch_dependents()  # the kernel behind may have weights to read while this one waits
             gdc_wait()
-            gdc_launch_dependents()
         value = tl.load(both + token * BOTH_STRIDE + f, mask=inside, other=0.0, cache_modifier=".cg")
         centred = tl.where(inside, value - tl.sum(value, 0) / FEATURES, 0.0)
         normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / FEATURES + eps) * weight + shift
@@ -77,8 +77,8 @@ def index_rope(
         head_cos = tl.load(turn + 2 * angle, mask=2 * angle < ROPE, other=1.0)
         head_sin = tl.load(turn + 2 * angle + 1, mask=2 * angle < ROPE, other=0.0)
         if DEPENDENT:
+            gdc_launch_dependents()  # the kernel behind may have weights to read while this one waits
             gdc_wait()
-            gdc_launch_dependents()
         place = head[:, None] * FEATURES + o[None, :]
         mask = (head < HEADS)[:, None] & (o < WIDTH)[None, :]
         x = tl.load(q + token * Q_TOKEN + place, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
