@@ -60,8 +60,9 @@ class Outcome:
 class Bench:
     """A tiny model on the disk, its reference, and schedules run on engines of it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = write_tiny(folder, "v3", seed=3, num_hidden_layers=2, vocab_size=VOCAB)
+    def __init__(self, folder: Path, kind: str = "v3", **overrides: Any) -> None:
+        """`kind`, `overrides`: see `write_tiny`."""
+        self.folder = write_tiny(folder, kind, seed=3, num_hidden_layers=2, vocab_size=VOCAB, **overrides)
         tensors = load_file(self.folder / "model.safetensors")
         tensors["model.embed_tokens.weight"][POISON] = torch.nan
         save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})

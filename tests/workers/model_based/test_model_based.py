@@ -42,6 +42,21 @@ def test_3000_steps_of_random_schedules(bench: Bench, tmp_path: Path) -> None:
     nothing_differs(bench, 3000, 0, tmp_path)
 
 
+SPARSE = {"v32": {}, "glm5": {"indexer_types": ["full", "shared"]}}
+"""Queries attend to 16 tokens of up to 200."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_attention_under_random_schedules(kind: str, tmp_path: Path) -> None:
+    """With grammars, drafters, preemptions, prefix hits, entries that become NaN, and each width."""
+    outcome = soak(Bench(tmp_path, kind, **SPARSE[kind]), 800, 50_000)
+    seen = outcome.seen
+    assert outcome.problem == ""
+    assert min(seen["preemptions"], seen["bad rows"], seen["cached tokens"], seen["drafts accepted"]) > 0
+    assert min(seen["with a grammar"], seen["drafts offered"] / 100) > 1
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_15000_steps_of_other_schedules(bench: Bench, tmp_path: Path) -> None:
