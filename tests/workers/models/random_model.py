@@ -76,7 +76,9 @@ def decode_step(
     cache = PagedCache.allocate(model.caches, rows * pages + 1, device)
     for spec, layer in zip(cache.specs, cache.layers, strict=True):
         if isinstance(spec, Fp8IndexSpec):
-            layer.copy_(spec.random(len(layer), device, torch.Generator(device).manual_seed(cache_seed)))
+            # Of a dtype, so that models in others get the same keys.
+            keys = Fp8IndexSpec(spec.width, torch.float32)
+            layer.copy_(keys.random(len(layer), device, torch.Generator(device).manual_seed(cache_seed)))
             continue
         width_here = layer.shape[2] if layer.is_floating_point() else model.config.cache_width
         content = torch.randn(*layer.shape[:2], width_here).to(torch.bfloat16)
