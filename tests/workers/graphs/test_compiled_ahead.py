@@ -188,7 +188,7 @@ def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.
     assert "attend_wide" not in launched
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(("cache", "shared"), [("auto", []), ("fp8", ["full", "shared", "shared"])])
 def test_sparse_attention_compiles_nothing_late(
     cache: str, shared: list[str], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
