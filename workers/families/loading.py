@@ -10,7 +10,7 @@ import torch
 
 from workers.families.family import Family
 from workers.families.registry import FAMILIES, load_config
-from workers.models.config import ConfigError, ModelConfig
+from workers.models.config import ModelConfig
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.weights.checkpoint import Checkpoint
@@ -46,7 +46,6 @@ def load_model(
     MemoryError (before anything is loaded).
     """
     config = load_config(folder)
-    refuse_sparse(config, device)
     family = FAMILIES[config.model_type]
     with Checkpoint.open(folder) as checkpoint:
         draft_layer = draft_layer and has_draft_layer(config, checkpoint.has_any)
@@ -67,14 +66,6 @@ def load_model(
             reader.settle()
         told.end()
         return model
-
-
-def refuse_sparse(config: ModelConfig, device: torch.device) -> None:
-    """ConfigError where a model's attention is sparse and nothing has been proven to serve it."""
-    if config.indexing is not None and device.type == "cuda":
-        raise ConfigError(
-            f"model_type {config.model_type!r}: sparse attention is not yet served on a GPU; give --device cpu"
-        )
 
 
 def counted(

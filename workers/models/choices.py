@@ -30,7 +30,7 @@ class Choices(ABC):
 
     @abstractmethod
     def select(self, selected_TS: Tensor, bound_T: Tensor) -> None:
-        """The positions that a layer's tokens attend to, rising, -1 behind the last; they may be changed in place.
+        """The positions that a layer's tokens attend to, rising, -1 where there is none; they may be changed in place.
         `bound_T`: they are below."""
 
 
@@ -100,7 +100,8 @@ class Taken(Choices):
             return
         theirs_TS = self._recorded.selected[at][self._index(selected_TS)]
         last = torch.iinfo(torch.int32).max
-        own_TS = selected_TS.masked_fill(selected_TS < 0, last)
+        # A drafter's tokens have nothing at position 0: there -1 stands in front.
+        own_TS = selected_TS.masked_fill(selected_TS < 0, last).sort(1).values
         place_TS = torch.searchsorted(own_TS, theirs_TS.contiguous()).clamp_(max=own_TS.shape[1] - 1)
         there_TS = theirs_TS >= 0
         common_T = ((own_TS.gather(1, place_TS) == theirs_TS) & there_TS).sum(1)

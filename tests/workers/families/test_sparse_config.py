@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from published_configs import GLM, GLM52, V3, V32
-from tiny_models import SPARSE_KINDS, write_tiny
 from transformers import DeepseekV32Config, GlmMoeDsaConfig
 
-from workers.families import load_model
 from workers.families.registry import load_config, parse_config
 from workers.models.config import ConfigError, Indexing
-from workers.parallel.group import TensorParallel
 
 
 def test_reads_deepseek_v32() -> None:
@@ -103,10 +99,3 @@ def test_what_is_not_understood_is_refused_by_its_name(
         parse_config({**config, **changes})
     for word in words:
         assert word in str(error.value)
-
-
-@pytest.mark.parametrize("kind", SPARSE_KINDS)
-def test_a_gpu_is_refused(kind: str, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path, kind)
-    with pytest.raises(ConfigError, match="sparse attention is not yet served on a GPU; give --device cpu"):
-        load_model(folder, group=TensorParallel(), dtype=torch.float32, device=torch.device("cuda"), max_positions=64)
