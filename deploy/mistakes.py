@@ -29,7 +29,7 @@ def explain(
     lines = []
     for item in error.errors(include_url=False):
         message = _PLAINER.get(item["type"]) or item["msg"].removeprefix("Value error, ")
-        name = ".".join(str(part) for part in item["loc"] if part != "[key]")
+        name = ".".join(str(part) for part in item["loc"] if not str(part).startswith("["))
         if item["type"] == "extra_forbidden":
             lines.append(_unknown(name, settings, source))
         else:

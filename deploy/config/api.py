@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from deploy.config.keys import ApiKey, check_distinct, with_file
+from deploy.config.keys import AnyKey, check_distinct, with_file
 from deploy.config.otlp import endpoint_problem
 from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
 
@@ -21,7 +21,7 @@ class ApiConfig(BaseModel):
     """Names requests may give as `model`; the first is the one answers carry. Empty: the engine's own name."""
     ui: bool = True
     """Serve the page at `/`, where people try the model and watch it."""
-    api_keys: tuple[str | ApiKey, ...] = Field(default=(), repr=False)
+    api_keys: tuple[AnyKey, ...] = Field(default=(), repr=False)
     """Any of these as `Authorization: Bearer KEY` is let in; empty: everybody is. `/health`, `/metrics` and the
     page itself are always open. One with a name may have limits, a priority and a weight."""
     api_keys_file: Path | None = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 UNNAMED = "default"
 """What all keys without a name of their own are called, where others have one."""
@@ -37,6 +37,14 @@ class ApiKey(BaseModel):
     def limited(self) -> bool:
         """Whether there is anything to count."""
         return (self.requests_per_minute or self.tokens_per_minute or self.max_sequences) is not None
+
+
+def _kind(value: Any) -> str:
+    return "[named]" if isinstance(value, (dict, ApiKey)) else "[plain]"
+
+
+AnyKey = Annotated[Annotated[str, Tag("[plain]")] | Annotated[ApiKey, Tag("[named]")], Discriminator(_kind)]
+"""A key as it may be given. By its kind, so that a mistake is told once, of the kind that was meant."""
 
 
 def with_file(data: Any) -> Any:
