@@ -51,8 +51,8 @@ def with_file(data: Any) -> Any:
     """The settings of the front as they were given, with the keys of `api_keys_file` among `api_keys`. ValueError for a
     file that holds no list; its text is never quoted."""
     path = data.get("api_keys_file") if isinstance(data, dict) else None
-    if path is None:
-        return data
+    if not isinstance(path, (str, Path)):
+        return data  # none, or a mistake that is told by its type
     try:
         held = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

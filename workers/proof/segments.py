@@ -164,8 +164,9 @@ class SegmentProof:
         decode = tuple(row.slot for row in rows)
         while left > 0 and slots and free:
             start = number(0, 1) * number(0, min(MOST_CONTEXT, longest - 1))
-            if not prefill and (not rows or number(0, 1)):
-                start = ground.beyond_selection(longest - 1) or start
+            beyond = 0 if prefill else ground.beyond_selection(longest - 1)
+            if beyond and (not rows or number(0, 1)):
+                start = beyond
             room = min(longest, len(free) * PAGE_TOKENS - 2 * width)
             if start >= room:
                 start = 0

@@ -75,7 +75,8 @@ def test_mixed_steps_agree_with_the_cpu(kind: str, invariant: bool, fp8_cache: b
     found, _ = passes(cpu, taken, sources)
     assert taken.agreement >= 0.99
     for one, other in zip(found, want, strict=True):
-        torch.testing.assert_close(other, one, atol=1e-3 if fp8_cache else 1e-4, rtol=0)
+        # What differs in its last bits may be rounded to the next code of FP8, an eighth away, in some number.
+        torch.testing.assert_close(other, one, atol=2e-2 if fp8_cache else 1e-4, rtol=0)
 
 
 def engine(folder: Path, device: str, **settings: Any) -> InlineEngine:

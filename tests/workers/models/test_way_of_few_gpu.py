@@ -131,8 +131,8 @@ def test_sparse_attention_agrees_with_that_of_many(
         errors.append(off(got_TE[live_T], want_TE[live_T]))
         agreed.append(taken.agreement)
     # A latent, or a query, that differs in its last bits may be rounded to the next code of FP8.
-    assert min(errors) < (1e-1 if fp8_cache else 2e-2), errors
-    assert max(agreed) > (0.5 if fp8_cache else 0.9), agreed
+    assert min(errors) < (4e-2 if fp8_cache else 2e-2), errors
+    assert max(agreed) > 0.9, agreed
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
