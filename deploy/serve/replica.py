@@ -75,6 +75,8 @@ class EngineReplica:
     """
 
     processes_class: type[ReplicaProcesses] = ReplicaProcesses
+    key_board: KeyBoard | None = None
+    tracing: Tracing | None = None
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         listen_at_home()

@@ -126,7 +126,7 @@ def test_a_long_answer_is_written_aside(client: openai.OpenAI, monkeypatch: pyte
     from deploy.text import lane
 
     honest = lane.Lanes.turn
-    monkeypatch.setattr(lane.Lanes, "turn", lambda self, size: (turns.append(size), honest(self, size))[1])
+    monkeypatch.setattr(lane.Lanes, "turn", lambda self, size, *key: (turns.append(size), honest(self, size, *key))[1])
     client.completions.create(model="tiny", prompt=[5] * 200, echo=True, logprobs=20, max_tokens=1)
     assert max(turns) > lane.SMALL
     turns.clear()
