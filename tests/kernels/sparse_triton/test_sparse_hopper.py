@@ -91,8 +91,11 @@ def test_attention_on_hopper(heads: int, fp8: bool) -> None:
     assert names[:2] == ["find_places", "attend_selected_fp8" if fp8 else "attend_selected"]
     assert names[2:] == ([] if heads == 128 else ["merge"])
     for kernel in compiled:
-        if heads < 128 or kernel is not compiled[1]:
-            resources(kernel).check()
+        found = resources(kernel)
+        if fp8 and heads == 128 and kernel is compiled[1]:
+            assert found.stack <= 8  # of two registers
+        else:
+            found.check()
     code = machine_code(compiled[1])
     assert not serialized(compiled[1])
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\S*\.128", code)) == len(re.findall("LDGSTS\\.", code)) > 0
