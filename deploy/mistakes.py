@@ -16,6 +16,8 @@ _PLAINER = {
     "invalid_key": "Names should be text",
 }
 """What pydantic says in Python's terms, in those of a settings file."""
+_NO_NAMES = ("[key]", "[plain]", "[named]")
+"""Parts of a mistake's place that no settings file has: pydantic's own, and the kinds of API keys."""
 
 
 def explain(
@@ -29,7 +31,7 @@ def explain(
     lines = []
     for item in error.errors(include_url=False):
         message = _PLAINER.get(item["type"]) or item["msg"].removeprefix("Value error, ")
-        name = ".".join(str(part) for part in item["loc"] if not str(part).startswith("["))
+        name = ".".join(str(part) for part in item["loc"] if part not in _NO_NAMES)
         if item["type"] == "extra_forbidden":
             lines.append(_unknown(name, settings, source))
         else:

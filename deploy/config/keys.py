@@ -39,11 +39,15 @@ class ApiKey(BaseModel):
         return (self.requests_per_minute or self.tokens_per_minute or self.max_sequences) is not None
 
 
+PLAIN_KEY, NAMED_KEY = "[plain]", "[named]"
+"""Kinds of keys; `deploy.mistakes` leaves these out of what it tells."""
+
+
 def _kind(value: Any) -> str:
-    return "[named]" if isinstance(value, (dict, ApiKey)) else "[plain]"
+    return NAMED_KEY if isinstance(value, (dict, ApiKey)) else PLAIN_KEY
 
 
-AnyKey = Annotated[Annotated[str, Tag("[plain]")] | Annotated[ApiKey, Tag("[named]")], Discriminator(_kind)]
+AnyKey = Annotated[Annotated[str, Tag(PLAIN_KEY)] | Annotated[ApiKey, Tag(NAMED_KEY)], Discriminator(_kind)]
 """A key as it may be given. By its kind, so that a mistake is told once, of the kind that was meant."""
 
 
