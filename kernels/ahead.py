@@ -4,7 +4,8 @@ Triton compiles a kernel when it is first launched, one at a time: a start with 
 of them. Most of the work is done outside the interpreter's lock (MLIR, ptxas, the C compiler that builds a launcher),
 so threads share it.
 
-Written for Triton 3.6, of which it needs private parts: what a launch calls, and the mode that compiles elsewhere.
+Written for Triton 3.6, of which it needs private parts: what a launch calls, the mode that compiles elsewhere, and how
+a launcher that was built is loaded.
 Without them `possible` says no and logs a line: kernels are then compiled when they are first launched.
 """
 
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -28,6 +30,7 @@ _GROUND: Final = PrivateGround(
         "triton.AsyncCompileMode(executor, ignore_errors)",
         "triton.runtime.jit.JITFunction.run(grid, warmup)",
         "triton.runtime.jit.JITCallable.parse",
+        "triton.runtime.build._load_module_from_path(name, path)",
     ),
     "kernels are compiled when they are first launched, one at a time, and a first start takes minutes longer",
 )
@@ -78,10 +81,11 @@ def compile_ahead(device: torch.device, threads: int) -> Iterator[Compiled]:
     """
     _GROUND.require()
     from triton import AsyncCompileMode
+    from triton.runtime import build
     from triton.runtime.jit import JITCallable, JITFunction
 
     done, one_at_a_time = Compiled(), Lock()
-    plain_run, plain_parse = JITFunction.run, JITCallable.parse
+    plain_run, plain_parse, plain_load = JITFunction.run, JITCallable.parse, build._load_module_from_path
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return plain_run(self, *args, grid=grid, warmup=True, **options)
@@ -91,7 +95,16 @@ def compile_ahead(device: torch.device, threads: int) -> Iterator[Compiled]:
         with one_at_a_time:
             return plain_parse(self)
 
-    JITCallable.parse = parse
+    def load(name: str, path: str) -> ModuleType:
+        # All launchers are modules of one name, and whichever file is loaded for the second time Python puts into one
+        # and the same module (those whose state is global: `import_find_extension`). Whoever looks into it a moment
+        # later may find what another thread has loaded since: the launcher of another kernel.
+        with one_at_a_time:
+            loaded, own = plain_load(name, path), ModuleType(name)
+            vars(own).update(vars(loaded))
+            return own
+
+    JITCallable.parse, build._load_module_from_path = parse, load
     try:
         with _Builders(device, threads, done) as builders, AsyncCompileMode(builders, ignore_errors=True):
             JITFunction.run = compile_only
@@ -100,4 +113,4 @@ def compile_ahead(device: torch.device, threads: int) -> Iterator[Compiled]:
             finally:
                 JITFunction.run = plain_run
     finally:
-        JITCallable.parse = plain_parse
+        JITCallable.parse, build._load_module_from_path = plain_parse, plain_load

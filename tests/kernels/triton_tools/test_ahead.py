@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
+from types import ModuleType
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.runtime import build
 
 from kernels.ahead import compile_ahead
 from tests.support.hopper import compile_only
@@ -69,3 +74,22 @@ def test_a_kernel_that_does_not_compile_raises_where_it_is_launched(compiled: li
         assert compiled == ["scale"]
         with pytest.raises(triton.CompilationError, match="power of 2"):
             odd[(1,)](x, 48)
+
+
+def test_threads_get_the_launchers_of_their_own_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has one module for all launchers that it loads for the second time: two threads that load one each, and
+    look into it when both are loaded, find the later of the two unless each gets its own."""
+    shared, both = ModuleType("launcher"), Barrier(2)
+
+    def load(name: str, path: str) -> ModuleType:
+        vars(shared)["launch"] = path
+        with suppress(BrokenBarrierError):  # the other thread may not come in
+            both.wait(0.2)
+        return shared
+
+    monkeypatch.setattr(build, "_load_module_from_path", load)
+    files = ["gate_up.so", "down.so"]
+    with compile_ahead(CPU, threads=1), ThreadPoolExecutor(2) as threads:
+        modules = list(threads.map(lambda file: build._load_module_from_path("launcher", file), files))
+    assert [module.launch for module in modules] == files
+    assert build._load_module_from_path is load
