@@ -177,6 +177,7 @@ async def test_figures_are_on_ray_s_metrics_endpoint(server: Server) -> None:
     assert {"latentserve_engine_running", "latentserve_engine_waiting"} <= set(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("title", "number", "within_s", "cause"),
     [
@@ -195,6 +196,7 @@ async def test_a_failure_ends_every_stream_with_its_cause_and_is_repaired(
     assert all(re.search(cause, error) for error in errors), errors
 
 
+@pytest.mark.long
 async def test_ctrl_c_lets_streams_finish_and_leaves_nothing_behind(server: Server) -> None:
     """Last in this module: the application is gone afterwards."""
     pids = server.pids()
