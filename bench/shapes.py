@@ -80,6 +80,23 @@ V3_SLICE: dict[str, Any] = {
     "max_position_embeddings": 16384,
 }
 """DeepSeek-V3 with one dense layer and five of experts, and its draft layer."""
+V3: dict[str, Any] = {
+    **V3_SLICE,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "max_position_embeddings": 163840,
+}
+"""DeepSeek-V3, whole: 671 billion parameters, and its draft layer."""
 GLM_FLASH: dict[str, Any] = {
     "model_type": "glm4_moe_lite",
     "vocab_size": 154880,
@@ -251,7 +268,7 @@ class Case:
         pages = -(-(context + room) // 64)
         cache = PagedCache.allocate(model.caches, rows * pages + 1, device)
         _fill(cache)
-        self.runner = Runner(model, cache, rows, width, pages, max(budget, rows * width), TensorParallel())
+        self.runner = Runner(model, cache, rows, width, pages, max(budget, rows * width), model.group)
         self.parts, self.state = self.runner.parts, self.runner.parts.state
         assert self.parts.sampling is not None
         self.parts.sampling.reserve()

@@ -1,0 +1,193 @@
+"""A checkpoint that is nowhere: its numbers are made when they are read, for models that are larger than the disk.
+
+    python bench/generated.py v3 /tmp/v3    # DeepSeek-V3, whole: the folder has its config.json and no weights
+
+Such a folder is read as any other, by the same loader, wherever `bench/generated_weights` is on the PYTHONPATH: what
+`Checkpoint.open` gives for it is a `GeneratedCheckpoint`. Files that are there are read as ever. Nothing that is
+served knows of it.
+
+What is read of a tensor depends on the folder's seed and on its name alone, so ranks agree on what they share, and have
+different parts of one matrix otherwise. The numbers are those of `bench/checkpoint.py`: matrices normal(0, 0.02), norms
+1. For every kind of matrix they come from one table, which is drawn once; a name says where in it the matrix begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from checkpoint import QUANTISED, ROOT, TEXT, numbers
+from shapes import SHAPES, V3
+
+from workers.weights.assumed import assumed_dtypes
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.stored import FP8_DTYPE, FP8_SCALES, PLAIN_DTYPES, Shape, Wanted
+from workers.weights.weight import Format
+
+MARK = "generated.json"
+"""The file that says that a folder's weights are generated, and from which seed."""
+TABLE = 1 << 25
+"""Numbers of a kind that are drawn. A stretch of a matrix that is half as long is read without a copy: that is an
+expert of DeepSeek-V3."""
+ALIGNMENT = 64
+"""Places at which matrices begin are multiples of this."""
+GENERATED = {**SHAPES, "v3": (V3, Format.FP8_BLOCKS)}
+"""Shapes by name; of all of them in FP8 and bf16, but not in INT4."""
+DTYPES = {**PLAIN_DTYPES, FP8_DTYPE: torch.float8_e4m3fn}
+
+
+@dataclass
+class Numbers:
+    """Reads tensors that nobody has written."""
+
+    seed: int
+    size: int = TABLE
+    _tables: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
+    _lock: RLock = field(default_factory=RLock)
+
+    def read(self, name: str, shape: Shape, dtype: str, index: tuple[slice, ...]) -> Tensor:
+        """`index` of tensor `name`, which is of `shape` and, in safetensors' words, of `dtype`; on the CPU, and not to
+        be written to. ValueError where a row is longer than the tables."""
+        if len(shape) < 2:
+            return self._made(name, shape, dtype)[index]
+        table, (rows, columns) = self._table(name, dtype), index
+        height = self.size // 2 // shape[1]
+        if not height:
+            raise ValueError(f"{name}: rows of {shape[1]} numbers are longer than tables of {self.size} allow")
+        stretches = range(rows.start // height, -(-rows.stop // height))
+        parts = [
+            self._stretch(table, f"{name} {stretch}", min(height, shape[0]), shape[1])[
+                max(rows.start - stretch * height, 0) : min(rows.stop - stretch * height, height), columns
+            ]
+            for stretch in stretches
+        ]
+        return (
+            parts[0]
+            if len(parts) == 1
+            else torch.cat([part.contiguous().view(torch.uint8) for part in parts]).view(table.dtype)
+        )
+
+    def _stretch(self, table: Tensor, name: str, height: int, width: int) -> Tensor:
+        """So many rows, from the place that the name gives."""
+        digest = hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest()
+        places = (self.size - height * width) // ALIGNMENT + 1
+        begin = int.from_bytes(digest, "little") % places * ALIGNMENT
+        return table[begin : begin + height * width].view(height, width)
+
+    def _table(self, name: str, dtype: str) -> Tensor:
+        scales = name.endswith(FP8_SCALES)
+        with self._lock:
+            if (dtype, scales) not in self._tables:
+                kind = f"table.weight{FP8_SCALES if scales else ''}"
+                self._tables[dtype, scales] = self._made(kind, (1, self.size), dtype).view(-1)
+            return self._tables[dtype, scales]
+
+    def _made(self, name: str, shape: Shape, dtype: str) -> Tensor:
+        """All of a tensor, as `bench/checkpoint.py` writes it."""
+        with self._lock, torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            return numbers(name, shape, dtype, torch.device("cpu")).view(DTYPES[dtype]).view(shape)
+
+
+@cache
+def numbers_of(seed: int) -> Numbers:
+    """Of this seed; drawn once a process."""
+    return Numbers(seed)
+
+
+class GeneratedCheckpoint(Checkpoint):
+    """What the loader reads of a folder that has a `MARK` and no weights: whatever it wants."""
+
+    def __init__(self, folder: Path, source: Numbers) -> None:
+        super().__init__(folder)
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self._assumed = assumed_dtypes(values.get("quantization_config", {}).get("quant_method"))
+        self._source = source
+        self._shapes: dict[str, Shape] = {}
+
+    def has_any(self, prefix: str) -> bool:
+        """It has whatever is asked for."""
+        return True
+
+    def dtype_of(self, name: str) -> str | None:
+        """As such a checkpoint is published."""
+        return "F32" if name.endswith("e_score_correction_bias") else self._assumed(name)
+
+    def verify(self, wanted: Mapping[str, Wanted], ignored: Iterable[str]) -> None:
+        """Notes what is wanted: that is what there is."""
+        self._shapes = {name: tensor.shape for name, tensor in wanted.items()}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """See `Numbers`."""
+        dtype = self.dtype_of(name)
+        assert dtype is not None
+        return self._source.read(name, self._shapes[name], dtype, index)
+
+
+def opened(folder: str | Path, plain: Callable[[str | Path], Checkpoint]) -> Checkpoint:
+    """The checkpoint in a folder, which is generated if the folder says so; else `plain` opens its files."""
+    mark = Path(folder) / MARK
+    if not mark.exists():
+        return plain(folder)
+    return GeneratedCheckpoint(Path(folder), numbers_of(json.loads(mark.read_text(encoding="utf-8"))["seed"]))
+
+
+def install() -> None:
+    """From now on this process generates what folders with a `MARK` do not have."""
+    plain = Checkpoint.open
+    Checkpoint.open = staticmethod(lambda folder: opened(folder, plain))  # type: ignore[method-assign]
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """`install`, within this context."""
+    plain = Checkpoint.open
+    install()
+    try:
+        yield
+    finally:
+        Checkpoint.open = staticmethod(plain)  # type: ignore[method-assign]
+
+
+def write_folder(values: dict[str, Any], form: Format, folder: Path, seed: int = 0) -> None:
+    """Write all of a model but its weights."""
+    if form is Format.INT4_GROUPS:
+        raise ValueError("INT4 is not generated: give a shape in FP8 or bf16")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TEXT:
+        shutil.copy(ROOT / "assets" / "demo" / name, folder)
+    values = {**values, "torch_dtype": "bfloat16", **QUANTISED[form]}
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    (folder / MARK).write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shapes = [name for name, (_, form) in GENERATED.items() if form is not Format.INT4_GROUPS]
+    parser.add_argument("shape", choices=shapes)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    values, form = GENERATED[given.shape]
+    values = values if given.layers is None else {**values, "num_hidden_layers": given.layers}
+    write_folder(values, form, given.folder, given.seed)
+
+
+if __name__ == "__main__":
+    main()
