@@ -1,7 +1,7 @@
 """Times decode steps of one rank's share of a model that takes several GPUs, on one: by default of DeepSeek-V3, whole,
 as rank 0 of eight has it.
 
-    python bench/share.py                         # 1, 16, 64 and 256 rows of 1024 cached tokens, with drafts and without
+    python bench/share.py                         # 1, 16, 64, 256 rows of 1024 cached tokens, with drafts and without
     python bench/share.py --layers 6 --rows 1,16  # fewer layers, for a quick try; the first three are dense
     python bench/share.py --ranks 16              # a smaller share
 
@@ -127,10 +127,11 @@ def line(case: Case, ranks: int) -> str:
     tokens = Tokens.decode(case.rows, case.width, case.context, experts)
     read = sum(work.bytes for work in target_work(case.model, tokens).values())
     floor = read / BANDWIDTH
+    held = torch.cuda.memory_allocated() / GB
     return (
         f"rows {case.rows:3} width {case.width} context {case.context}: step {min(times):.3f} ms "
         f"({', '.join(f'{ms:.3f}' for ms in times)}), floor of the target's pass {floor:.3f} ms "
-        f"({floor / min(times):.0%}; {read / GB:.2f} GB), experts {experts:.1f}, memory held {torch.cuda.memory_allocated() / GB:.1f} GB; "
+        f"({floor / min(times):.0%}; {read / GB:.2f} GB), experts {experts:.1f}, memory held {held:.1f} GB; "
         f"lower bound of 1 of {ranks} ranks, no communication"
     )
 
