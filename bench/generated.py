@@ -40,7 +40,7 @@ from workers.weights.stored import FP8_DTYPE, FP8_SCALES, PLAIN_DTYPES, Shape, W
 from workers.weights.weight import Format
 
 MARK = "generated.json"
-"""The file that says that a folder's weights are generated, and from which seed."""
+"""The file that says that a folder's weights are generated, and how: the arguments of `numbers_of`."""
 TABLE = 1 << 25
 """Numbers of a kind that are drawn. A stretch of a matrix that is half as long is read without a copy: that is an
 expert of DeepSeek-V3."""
@@ -105,9 +105,9 @@ class Numbers:
 
 
 @cache
-def numbers_of(seed: int) -> Numbers:
+def numbers_of(seed: int, size: int) -> Numbers:
     """Of this seed; drawn once a process."""
-    return Numbers(seed)
+    return Numbers(seed, size)
 
 
 class GeneratedCheckpoint(Checkpoint):
@@ -144,7 +144,7 @@ def opened(folder: str | Path, plain: Callable[[str | Path], Checkpoint]) -> Che
     mark = Path(folder) / MARK
     if not mark.exists():
         return plain(folder)
-    return GeneratedCheckpoint(Path(folder), numbers_of(json.loads(mark.read_text(encoding="utf-8"))["seed"]))
+    return GeneratedCheckpoint(Path(folder), numbers_of(**json.loads(mark.read_text(encoding="utf-8"))))
 
 
 def install() -> None:
@@ -164,8 +164,8 @@ def installed() -> Iterator[None]:
         Checkpoint.open = staticmethod(plain)  # type: ignore[method-assign]
 
 
-def write_folder(values: dict[str, Any], form: Format, folder: Path, seed: int = 0) -> None:
-    """Write all of a model but its weights."""
+def write_folder(values: dict[str, Any], form: Format, folder: Path, seed: int = 0, size: int = TABLE) -> None:
+    """Write all of a model but its weights. `size`: of the tables that these will come from."""
     if form is Format.INT4_GROUPS:
         raise ValueError("INT4 is not generated: give a shape in FP8 or bf16")
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def write_folder(values: dict[str, Any], form: Format, folder: Path, seed: int =
         shutil.copy(ROOT / "assets" / "demo" / name, folder)
     values = {**values, "torch_dtype": "bfloat16", **QUANTISED[form]}
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    (folder / MARK).write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
+    (folder / MARK).write_text(json.dumps({"seed": seed, "size": size}) + "\n", encoding="utf-8")
 
 
 def main() -> None:

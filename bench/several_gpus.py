@@ -4,12 +4,21 @@
     python bench/several_gpus.py --ranks 2 --shape v3-slice
     python bench/several_gpus.py --only tests,all-reduce    # some of the steps
     python bench/several_gpus.py --list                     # say the commands and run none
+    python bench/several_gpus.py --generated --shape v3     # a model that takes all GPUs, and no disk
 
 The steps: the tests that take several GPUs; the all-reduce of steps, of every size; a folder of random weights; the
 self-test with all ranks; time per token and prefill with one rank and with all; greedy tokens in invariant mode, which
 have to be equal with one rank, two and all; and 128 streams over HTTP, of one replica with all ranks and of two with
-half of them each, through the router. Each step has a limit, and a step that fails ends none of the others. What each
-printed is written to `--out`, a file a step. Exit status 0 when all passed.
+half of them each, through the router.
+
+With `--generated` weights are made as they are read (`bench/generated.py`), and nothing is done with fewer ranks, for
+models such as DeepSeek-V3 that only fit all: the all-reduce, the self-test, time per token without drafts and with,
+prefill, the cache that a start finds room for and what `latentserve fit` says of it, and over HTTP, through Ray, the
+openai client and 128 streams. Random weights accept no draft, so what is printed with drafts is about the time of a
+step: divided by the tokens that a step of real weights yields, it is their time per token.
+
+Each step has a limit, and a step that fails ends none of the others. What each printed is written to `--out`, a file a
+step. Exit status 0 when all passed.
 """
 
 from __future__ import annotations
@@ -37,7 +46,7 @@ LATENTSERVE = (PYTHON, "-c", "from deploy.cli import main; main()")
 PROMPT = "3,14,15,92,65,35,89,79"
 LOAD = ("--concurrency", "128", "--requests", "256", "--input", "256", "--output", "128", "--json")
 STARTED_S = 120.0
-"""Seconds in which an endpoint must answer."""
+"""Seconds in which an endpoint must answer; one with generated weights, which are many, in twice as many."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class Step:
     """Whether the commands have to print the same tokens."""
     server: tuple[str, ...] = ()
     """Of an endpoint that runs meanwhile; --port and --url are added."""
+    generated: bool = False
+    """Whether the model's weights are made as they are read."""
 
 
 def steps(ranks: int, shape: str, folder: Path) -> list[Step]:
@@ -74,6 +85,34 @@ def steps(ranks: int, shape: str, folder: Path) -> list[Step]:
     ]
 
 
+def whole_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
+    """What is to be done with a model that takes all of so many GPUs, and whose weights are generated."""
+    of = ("--model", str(folder), "--tensor-parallel", str(ranks))
+    latency = (*LATENTSERVE, "bench", "latency", *of, "--quiet")
+    long, few = ("--input", "8192", "--token-budget", "8192"), ("--output", "2,3", "--width", "1")
+    eight = ("--input", "1024", "--token-budget", "8192")
+    start = (*LATENTSERVE, "generate", *of, "--prompt-ids", PROMPT, "--max-tokens", "8")
+    serve = (*LATENTSERVE, "serve", *of, "--max-context", "4096", "--max-rows", "128")
+    caches = [("--kv-cache-dtype", form) for form in ("auto", "fp8")]
+    every = ("--batch", "1,16,64,256")
+
+    def step(name: str, *commands: tuple[str, ...], server: tuple[str, ...] = ()) -> Step:
+        return Step(name, commands, 300.0, server=server, generated=True)
+
+    return [
+        step("all-reduce", (PYTHON, "bench/all_reduce.py", "--ranks", str(ranks))),
+        step("weights", (PYTHON, "bench/generated.py", shape, str(folder))),
+        step("fit", *((*LATENTSERVE, "fit", *of, *form) for form in caches)),
+        step("selftest", (*LATENTSERVE, "selftest", *of)),
+        step("latency-1", (*latency, *every, "--width", "1")),
+        step("latency-2", (*latency, *every, "--width", "2")),
+        step("prefill", (*latency, "--batch", "8", *eight, *few), (*latency, "--batch", "1", *long, *few)),
+        step("starts", *((*start, *form) for form in caches)),
+        step("openai", (PYTHON, "bench/openai_client.py"), server=serve),
+        step("http", (*LATENTSERVE, "bench", "http", *LOAD), server=serve),
+    ]
+
+
 def _files() -> str:
     """The test files that take several GPUs, for `--only`."""
     found = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -86,8 +125,8 @@ def run_step(step: Step, out: Path) -> tuple[bool, float]:
     until = begin + step.limit_s
     with (out / f"{step.name}.txt").open("w") as log:
         try:
-            with _serving(step.server, log.fileno(), until) as url:
-                results = [_run((*command, *url), until) for command in step.commands]
+            with _serving(step, log.fileno(), until) as url:
+                results = [_run((*command, *url), until, step.generated) for command in step.commands]
         except (subprocess.TimeoutExpired, RuntimeError) as error:
             log.write(f"{error}\n")
             return False, time.monotonic() - begin
@@ -100,16 +139,17 @@ def run_step(step: Step, out: Path) -> tuple[bool, float]:
     return passed, time.monotonic() - begin
 
 
-def _run(command: tuple[str, ...], until: float) -> tuple[int, str, str]:
-    with _process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+def _run(command: tuple[str, ...], until: float, generated: bool) -> tuple[int, str, str]:
+    with _process(command, generated, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         printed, noise = process.communicate(timeout=max(until - time.monotonic(), 1.0))
         return process.returncode, printed, noise
 
 
 @contextlib.contextmanager
-def _process(command: tuple[str, ...], **streams: int) -> Iterator[subprocess.Popen[str]]:
+def _process(command: tuple[str, ...], generated: bool, **streams: int) -> Iterator[subprocess.Popen[str]]:
     """In a session of its own, of which nothing outlives this context."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    own = [str(ROOT), str(ROOT / "tests"), *([str(ROOT / "bench" / "generated_weights")] if generated else [])]
+    path = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, text=True, **streams
     )
@@ -126,17 +166,18 @@ def _process(command: tuple[str, ...], **streams: int) -> Iterator[subprocess.Po
 
 
 @contextlib.contextmanager
-def _serving(server: tuple[str, ...], log: int, until: float) -> Iterator[tuple[str, ...]]:
-    """The options that lead to the endpoint, once it answers; none without one."""
-    if not server:
+def _serving(step: Step, log: int, until: float) -> Iterator[tuple[str, ...]]:
+    """The options that lead to the step's endpoint, once it answers; none without one."""
+    if not step.server:
         yield ()
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    with _process((*server, "--port", str(port)), stdout=log, stderr=log) as process:
-        wait_until(lambda: _answers(url), lambda: process.poll() is None, min(until, time.monotonic() + STARTED_S))
+    with _process((*step.server, "--port", str(port)), step.generated, stdout=log, stderr=log) as process:
+        starts = STARTED_S * (2 if step.generated else 1)
+        wait_until(lambda: _answers(url), lambda: process.poll() is None, min(until, time.monotonic() + starts))
         yield "--url", url
 
 
@@ -162,7 +203,8 @@ def main() -> None:
     """Run them, and print a line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="default: every GPU")
-    parser.add_argument("--shape", default="v2-lite", help="of bench/checkpoint.py")
+    parser.add_argument("--shape", default="v2-lite", help="of bench/checkpoint.py, or bench/generated.py")
+    parser.add_argument("--generated", action="store_true", help="a model that takes all GPUs, without files")
     parser.add_argument("--only", default="", help="names of steps, with commas")
     parser.add_argument("--folder", type=Path, help="for the weights, kept; default: one that is deleted")
     parser.add_argument("--out", type=Path, default=Path("several_gpus"), help="for what the steps print")
@@ -170,7 +212,8 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         wanted = given.only.split(",") if given.only else []
-        every = steps(max(given.ranks, 2), given.shape, given.folder or Path(made) / "model")
+        listed = whole_model_steps if given.generated else steps
+        every = listed(max(given.ranks, 2), given.shape, given.folder or Path(made) / "model")
         if unknown := {*wanted} - {step.name for step in every}:
             parser.error(f"no step is called {', '.join(sorted(unknown))}: {', '.join(step.name for step in every)}")
         chosen = [step for step in every if not wanted or step.name in wanted]

@@ -39,11 +39,8 @@ SIZES = SMALL | {
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    import generated
     import share
 
-    monkeypatch.setattr(generated, "TABLE", 1 << 19)
-    monkeypatch.setattr(generated, "numbers_of", lambda seed: generated.Numbers(seed, 1 << 19))
     return share
 
 
@@ -89,7 +86,7 @@ def test_the_share_is_what_a_rank_loads_from_files(
     import generated
 
     form = generated.GENERATED[shape][1]
-    generated.write_folder(values_of(shape), form, tmp_path, seed=3)
+    generated.write_folder(values_of(shape), form, tmp_path, seed=3, size=1 << 19)
     ours = bench.load(tmp_path, ranks, CPU, torch.float32)
     write_files(tmp_path, generated.Numbers(3, 1 << 19))
     monkeypatch.setattr(TensorParallel, "minimum", lambda self, x: x)  # the other ranks are not there
@@ -110,7 +107,7 @@ def test_a_step_of_a_share_runs(bench, tmp_path: Path) -> None:
     import generated
     from shapes import ATTENTION, Case, Tokens, target_work
 
-    generated.write_folder(values_of("v3"), Format.FP8_BLOCKS, tmp_path)
+    generated.write_folder(values_of("v3"), Format.FP8_BLOCKS, tmp_path, size=1 << 19)
     plan = bench.planned(tmp_path, 8, 4)
     model = bench.load(tmp_path, 8, CPU, torch.float32)
     for width in (1, 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ def bench(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_option_is_known(bench, command) -> None:
     said = {}
-    for step in bench.steps(4, "v2-lite", Path("/folder")):
+    lists = bench.steps(4, "v2-lite", Path("/folder")), bench.whole_model_steps(8, "v3", Path("/folder"))
+    for step in chain(*lists):
         for words in (step.server, *step.commands):
             if words[:3] == bench.LATENTSERVE:
                 path = words[3:5] if words[3] == "bench" else words[3:4]
@@ -28,7 +30,7 @@ def test_every_option_is_known(bench, command) -> None:
                     assert option[:14] in text  # narrow tables cut the rest
             elif words:
                 assert (bench.ROOT / words[1]).exists()
-    assert set(said) == {("selftest",), ("bench", "latency"), ("generate",), ("bench", "http"), ("serve",)}
+    assert set(said) == {("selftest",), ("bench", "latency"), ("generate",), ("bench", "http"), ("serve",), ("fit",)}
     files = bench._files().split(",")
     assert len(files) >= 3
     assert all((bench.ROOT / file).exists() for file in files)
@@ -55,3 +57,21 @@ def test_a_step_that_fails_or_hangs_is_told_and_ended(bench, tmp_path: Path) -> 
 def test_tokens_have_to_be_equal(bench, tmp_path: Path, other: str, passed: bool) -> None:
     commands = tuple((sys.executable, "-c", f"print('{{\"token_ids\": {tokens}}}')") for tokens in ("[1, 2]", other))
     assert bench.run_step(bench.Step("one", commands, equal=True), tmp_path)[0] == passed
+
+
+def test_ranks_share_a_model_that_is_nowhere(bench, tmp_path: Path) -> None:
+    """Processes that others start find its weights, and two ranks the same ones as one."""
+    import generated
+    from shapes import V3_SLICE
+
+    sizes = {"vocab_size": 8192, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "n_group": 1}
+    sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8, "topk_group": 1}
+    generated.write_folder(V3_SLICE | sizes, generated.Format.FP8_BLOCKS, tmp_path / "model", size=1 << 17)
+    words = (*bench.LATENTSERVE, "generate", "--model", str(tmp_path / "model"), "--prompt-ids", bench.PROMPT)
+    words += ("--max-tokens", "6", "--ignore-eos", "--temperature", "0", "--device", "cpu", "--invariant", "--json")
+    commands = tuple((*words, "--tensor-parallel", ranks) for ranks in ("1", "2"))
+    passed, _ = bench.run_step(bench.Step("one", commands, 240.0, equal=True, generated=True), tmp_path)
+    assert passed, (tmp_path / "one.txt").read_text()
+    assert "of weights loaded" in (tmp_path / "one.txt").read_text()
+    assert not list(tmp_path.rglob("*.safetensors"))

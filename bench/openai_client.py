@@ -1,0 +1,46 @@
+"""Asks a running endpoint with the openai client, and prints what came and how long it took. Exit status 0 if it did.
+
+python bench/openai_client.py --url http://127.0.0.1:8000
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+TOKENS = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    given = parser.parse_args()
+    try:
+        from openai import OpenAI
+    except ImportError:
+        sys.exit("the openai package is not installed: pip install openai")
+    client = OpenAI(base_url=f"{given.url}/v1", api_key="none", timeout=60)
+    model = client.models.list().data[0].id
+    begin = time.perf_counter()
+    # Random weights may end a text at once; token ids serve where they know no text.
+    more = {"ignore_eos": True}
+    whole = client.completions.create(
+        model=model, prompt=[3, 14, 15, 92], max_tokens=TOKENS, temperature=0, extra_body=more
+    )
+    took = time.perf_counter() - begin
+    made = 0 if whole.usage is None else whole.usage.completion_tokens
+    print(f"{model}: {made} tokens in {took * 1e3:.1f} ms")
+    begin, first, streamed = time.perf_counter(), 0.0, ""
+    for chunk in client.completions.create(
+        model=model, prompt=[3, 14, 15, 92], max_tokens=TOKENS, temperature=0, stream=True, extra_body=more
+    ):
+        first = first or time.perf_counter() - begin
+        streamed += "".join(choice.text for choice in chunk.choices)
+    print(f"streamed: first chunk after {first * 1e3:.1f} ms, end after {(time.perf_counter() - begin) * 1e3:.1f} ms")
+    if made != TOKENS or streamed != whole.choices[0].text:
+        sys.exit(f"{made} tokens of {TOKENS}; streamed {streamed!r}, at once {whole.choices[0].text!r}")
+
+
+if __name__ == "__main__":
+    main()
