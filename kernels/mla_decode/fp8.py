@@ -132,14 +132,9 @@ def _mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def fp8_worker(
-    q, boxes, table, table_stride, share,
-    ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
-    """One worker's `Share`: its units of one or several rows, for one block of query vectors. Waits, and lets the
-    kernel after start, where `OVERLAP.early`."""
-    BLOCK: gl.constexpr = TILE_OF.queries
-    STAGES: gl.constexpr = OVERLAP.stages
+def fp8_memory(BLOCK: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """A program's shared memory, with its mbarriers ready: `Fetched`, `Queries`, `Exchanged` and `Messages`. Whoever
+    fetches arrives ARRIVALS times when a tile is there."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     fetched = Fetched(
@@ -162,7 +157,7 @@ def fp8_worker(
         total=gl.allocate_shared_memory(gl.float32, [4, 8, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])),
     )
     messages = Messages(
-        full=_mbarriers(STAGES, 1),
+        full=_mbarriers(STAGES, ARRIVALS),
         empty=_mbarriers(STAGES, 3),
         weights_full=_mbarriers(2, 1),
         weights_empty=_mbarriers(2, 2),
@@ -171,6 +166,18 @@ def fp8_worker(
     )
     fence_async_shared()
     gl.thread_barrier()
+    return fetched, queries, exchanged, messages
+
+
+@gluon.jit
+def fp8_worker(
+    q, boxes, table, table_stride, share,
+    ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """One worker's `Share`: its units of one or several rows, for one block of query vectors. Waits, and lets the
+    kernel after start, where `OVERLAP.early`."""
+    BLOCK: gl.constexpr = TILE_OF.queries
+    fetched, queries, exchanged, messages = fp8_memory(BLOCK, OVERLAP.stages, 1)
     REGISTERS: gl.constexpr = 176 if BLOCK == 64 else 136
     gl.warp_specialize(
         [

@@ -142,9 +142,9 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
 
 
 @gluon.jit
-def wide_worker(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
-    """One worker's `Share`: its units of one or several rows, for one block of 64 queries. Waits, and lets the kernel
-    after start, where `OVERLAP.early`."""
+def wide_memory(ARRIVALS: gl.constexpr):
+    """A program's shared memory, with its mbarriers ready: `Fetched`, `Exchanged`, `Ring` and `Messages`. Whoever
+    fetches arrives ARRIVALS times when a part of a tile is there."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fetched = Fetched(
         q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED),
@@ -172,7 +172,7 @@ def wide_worker(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, O
     mbarrier.init(second_top, count=1)
     mbarrier.init(first_weights, count=1)
     for i in gl.static_range(4):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(totals.index(i), count=1)
@@ -180,6 +180,14 @@ def wide_worker(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, O
     gl.thread_barrier()
     ring = Ring(q_full=q_full, q_empty=q_empty, full=full, empty=empty)
     messages = Messages(first_top=first_top, second_top=second_top, first_weights=first_weights, totals=totals)
+    return fetched, exchanged, ring, messages
+
+
+@gluon.jit
+def wide_worker(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
+    """One worker's `Share`: its units of one or several rows, for one block of 64 queries. Waits, and lets the kernel
+    after start, where `OVERLAP.early`."""
+    fetched, exchanged, ring, messages = wide_memory(1)
     # In a tuple that has a name Gluon makes values of the running kernel of these constants. The groups' registers were
     # measured with that.
     group = (

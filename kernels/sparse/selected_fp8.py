@@ -6,23 +6,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.mla_decode.fp8 import _mbarriers
+from kernels.mla_decode.fp8 import fp8_memory
 from kernels.mla_decode.fp8_groups import WORKER, next_stage, scoring_group, summing_group
-from kernels.mla_decode.fp8_tile import (
-    GROUPS,
-    PAIRS,
-    ROPE,
-    SCALES,
-    TILE,
-    TILED,
-    Exchanged,
-    Fetched,
-    Messages,
-    Queries,
-    weights_layout,
-)
+from kernels.mla_decode.fp8_tile import GROUPS, PAIRS, TILE
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.records import Share
 from kernels.sparse.fetch import HALF, THREADS, copy_columns, places_of, rows_layout, single_layout, tell
@@ -93,38 +81,7 @@ def attend_selected_fp8(
         block=gl.program_id(0) % blocks,
     )
     BLOCK: gl.constexpr = TILE_OF.queries
-    STAGES: gl.constexpr = OVERLAP.stages
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    fetched = Fetched(
-        latent=gl.allocate_shared_memory(gl.int16, [STAGES * GROUPS, TILE, PAIRS], TILED),
-        rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], TILED),
-        scales=gl.allocate_shared_memory(gl.float32, [STAGES, TILE, GROUPS], SCALES),
-    )
-    queries = Queries(
-        latent=gl.allocate_shared_memory(gl.float16, [2 * GROUPS, BLOCK, PAIRS], TILED),
-        rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, ROPE], TILED),
-        unit=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
-        back=gl.allocate_shared_memory(gl.int32, [BLOCK], vector),
-    )
-    exchanged = Exchanged(
-        weights=gl.allocate_shared_memory(gl.float16, [2, TILE, BLOCK], weights_layout(BLOCK)),
-        ratios=gl.allocate_shared_memory(gl.float16, [2 * GROUPS, 1, TILE], plain),
-        shrink=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
-        factor=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
-        top=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
-        total=gl.allocate_shared_memory(gl.float32, [4, 8, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])),
-    )
-    messages = Messages(
-        full=_mbarriers(STAGES, THREADS),
-        empty=_mbarriers(STAGES, 3),
-        weights_full=_mbarriers(2, 1),
-        weights_empty=_mbarriers(2, 2),
-        factor_full=_mbarriers(1, 1).index(0),
-        factor_empty=_mbarriers(1, 2).index(0),
-    )
-    fence_async_shared()
-    gl.thread_barrier()
+    fetched, queries, exchanged, messages = fp8_memory(BLOCK, OVERLAP.stages, THREADS)
     REGISTERS: gl.constexpr = 176 if BLOCK == 64 else 136
     gl.warp_specialize(
         [

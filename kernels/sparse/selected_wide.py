@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.records import Share
+from kernels.mla_decode.wide import wide_memory
 from kernels.mla_decode.wide_groups import WORKER, left_group, right_group
-from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE, TILED, Exchanged, Fetched, Messages, Ring
+from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE
 from kernels.sparse.fetch import THREADS, copy_columns, places_of, rows_layout, tell
 
 _SLICE = gl.constexpr(64)
@@ -81,41 +82,7 @@ def attend_selected(
         worker=gl.program_id(0) // blocks,
         block=gl.program_id(0) % blocks,
     )
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    fetched = Fetched(
-        q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED),
-        q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, ROPE], TILED),
-        kv=gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF], TILED),
-        rope=gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], TILED),
-    )
-    exchanged = Exchanged(
-        weights=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, TILE], TILED),
-        top=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
-        shrink=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
-        total=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
-    )
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    first_top = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    second_top = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    first_weights = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    totals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    mbarrier.init(first_top, count=1)
-    mbarrier.init(second_top, count=1)
-    mbarrier.init(first_weights, count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(full.index(i), count=THREADS)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(totals.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    ring = Ring(q_full=q_full, q_empty=q_empty, full=full, empty=empty)
-    messages = Messages(first_top=first_top, second_top=second_top, first_weights=first_weights, totals=totals)
+    fetched, exchanged, ring, messages = wide_memory(THREADS)
     group = (
         share, fetched, exchanged, ring, messages,
         SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, OVERLAP.dependent, OVERLAP.early,
