@@ -91,6 +91,16 @@ def fetch(box, at, stage_s, full, exists):
 
 
 @gluon.jit
+def weight_ring(box, program, CHUNKS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr):
+    """Shared memory for so many stages of a program's 16 rows, and their barriers; the first chunks are under way."""
+    w_s = gl.allocate_shared_memory(gl.uint8, [STAGES, WARPS, _ROWS, _WIDTH], _TILES)
+    full = barriers(STAGES)
+    for stage in gl.static_range(STAGES):
+        fetch(box, [stage * WARPS, program * _ROWS, 0], w_s.index(stage), full.index(stage), stage < CHUNKS)
+    return w_s, full
+
+
+@gluon.jit
 def weight_tile(stage_s, WARPS: gl.constexpr):
     """A stage that has arrived as the left operand, in fp16: [WARPS, 16, 128]."""
     left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), 16)
@@ -144,6 +154,13 @@ def scale_rows(warps):
 
 
 @gluon.jit
+def scales_at(program, F: gl.constexpr, WARPS: gl.constexpr, STORED: gl.constexpr):
+    """Where the scales of a program's 16 rows begin: offsets [16]."""
+    row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, scale_rows(WARPS)), F - 1)
+    return row // STORED.rows * STORED.scales
+
+
+@gluon.jit
 def chunk_scales(scale, at, chunk, exists, WARPS: gl.constexpr, STORED: gl.constexpr):
     """The scales of a chunk of the rows whose first ones are at the offsets `at` ([16]): [WARPS, 16]."""
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, scales_layout(WARPS)))
@@ -161,6 +178,15 @@ def all_scales(scale, at, exists, CHUNKS: gl.constexpr, WARPS: gl.constexpr, STO
 
 
 @gluon.jit
+def features_of(chunk, WARPS: gl.constexpr):
+    """The features of a chunk, as a tile of the tokens has them: [WARPS, 1, 128]."""
+    pieces: gl.constexpr = token_pieces(_WIDTH, WARPS)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, pieces)))
+    k = gl.arange(0, _WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, pieces)))
+    return chunk * (WARPS * _WIDTH) + warp[:, None, None] * _WIDTH + k[None, None, :]
+
+
+@gluon.jit
 def token_memory(TOKENS: gl.constexpr, WARPS: gl.constexpr, COUNT: gl.constexpr):
     """Shared memory for COUNT tiles of the tokens."""
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
@@ -173,13 +199,10 @@ def keep_tokens(
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """All of the tokens, bf16 in memory, halved into shared memory; their units [TOKENS]. Without a barrier behind."""
-    pieces: gl.constexpr = token_pieces(_WIDTH, WARPS)
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, pieces)))
-    k = gl.arange(0, _WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, pieces)))
     token = gl.arange(0, TOKENS, tokens_layout(_WIDTH, WARPS))
     tiles = ()
     for chunk in gl.static_range(CHUNKS):
-        feature = chunk * (WARPS * _WIDTH) + warp[:, None, None] * _WIDTH + k[None, None, :]
+        feature = features_of(chunk, WARPS)
         where = x + (token.to(gl.int64) * X_STRIDE)[None, :, None] + feature
         inside = (token < tokens)[None, :, None] & (feature < K)
         # .cg: a dependent launch may find lines of an earlier kernel in L1.
@@ -196,10 +219,7 @@ def keep_tokens(
 @gluon.jit
 def copy_tokens(tile_s, x, at, live, chunk, K: gl.constexpr, WARPS: gl.constexpr):
     """Start copying a chunk of the halved tokens at the offsets `at`; zeros where not `live` and past the features."""
-    pieces: gl.constexpr = token_pieces(_WIDTH, WARPS)
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, pieces)))
-    k = gl.arange(0, _WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, pieces)))
-    feature = chunk * (WARPS * _WIDTH) + warp[:, None, None] * _WIDTH + k[None, None, :]
+    feature = features_of(chunk, WARPS)
     inside = live[None, :, None] & (feature < K)
     # Copies of 16 bytes go past L1, where a dependent launch may find lines older than the kernel before.
     async_copy.async_copy_global_to_shared(tile_s, x + at[None, :, None] + feature, mask=inside, cache_modifier=".cg")
@@ -223,6 +243,15 @@ def mean_root(square_s, eps, K: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.con
     return per_column(gl.rsqrt(gl.sum(square_s.load(rows), 1) / K + eps), ROWS, TOKENS, WARPS)
 
 
+@gluon.jit
+def places_of(program, F: gl.constexpr, tokens, WARPS: gl.constexpr):
+    """The rows [16] and the tokens [8] of a program's sums, and which sums [16, 8] are of both."""
+    sums: gl.constexpr = sums_layout(_ROWS, WARPS)
+    f = program * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
+    t = gl.arange(0, _COLUMNS, gl.SliceLayout(0, sums))
+    return f, t, (f < F)[:, None] & (t < tokens)[None, :]
+
+
 @gluon.jit(do_not_specialize=["tokens"])
 def fp8_linear(
     x, unit, box, scale, out, residual, norm, out_square, tokens,
@@ -244,16 +273,10 @@ def fp8_linear(
     program = gl.program_id(0)
     if DEPENDENT:
         let_kernel_after_start()
-    w_s = gl.allocate_shared_memory(gl.uint8, [STAGES, WARPS, _ROWS, _WIDTH], _TILES)
-    full = barriers(STAGES)
-    for stage in gl.static_range(STAGES):
-        fetch(box, [stage * WARPS, program * _ROWS, 0], w_s.index(stage), full.index(stage), stage < CHUNKS)
-    scaled_row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, scale_rows(WARPS)), F - 1)
-    scaled_at = scaled_row // STORED.rows * STORED.scales
+    w_s, full = weight_ring(box, program, CHUNKS, STAGES, WARPS)
+    scaled_at = scales_at(program, F, WARPS, STORED)
     scales = chunk_scales(scale, scaled_at, 0, True, WARPS, STORED)
-    f = program * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
-    t = gl.arange(0, _COLUMNS, gl.SliceLayout(0, sums))
-    inside = (f < F)[:, None] & (t < tokens)[None, :]
+    f, t, inside = places_of(program, F, tokens, WARPS)
     if RESIDUAL:
         factor = gl.load(norm + f, mask=f < F, other=0.0).to(gl.float32)
     if DEPENDENT:

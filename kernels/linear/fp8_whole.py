@@ -21,17 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.halve.kernel import unit_of
 from kernels.linear.fp8 import (
-    BOXES,
     COLUMNS,
     WIDTH,
     all_scales,
-    barriers,
-    fetch,
+    features_of,
     mean_root,
     no_sums,
-    scale_rows,
+    places_of,
+    scales_at,
     token_memory,
     token_tile,
+    weight_ring,
     weight_tile,
 )
 from kernels.linear.stream import (
@@ -43,7 +43,6 @@ from kernels.linear.stream import (
     share,
     store_squares,
     sums_layout,
-    token_pieces,
     wait_for_kernel_before,
 )
 
@@ -51,18 +50,14 @@ _ROWS = gl.constexpr(ROWS)
 _WIDTH = gl.constexpr(WIDTH)
 _COLUMNS = gl.constexpr(COLUMNS)
 _NORMED = gl.constexpr(NORMED)
-_TILES = gl.constexpr(BOXES[3])
 
 
 @gluon.jit
 def load_token(x, K: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
     """All of the token, as tiles [WARPS, 1, 128]; zeros past its features."""
-    pieces: gl.constexpr = token_pieces(_WIDTH, WARPS)
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, pieces)))
-    k = gl.arange(0, _WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, pieces)))
     tiles = ()
     for chunk in gl.static_range(CHUNKS):
-        feature = chunk * (WARPS * _WIDTH) + warp[:, None, None] * _WIDTH + k[None, None, :]
+        feature = features_of(chunk, WARPS)
         # .cg: a dependent launch may find lines of an earlier kernel in L1.
         tiles = tiles + (gl.load(x + feature, mask=feature < K, other=0.0, cache_modifier=".cg"),)
     return tiles
@@ -102,15 +97,9 @@ def fp8_whole(
     program = gl.program_id(0)
     if DEPENDENT:
         let_kernel_after_start()
-    w_s = gl.allocate_shared_memory(gl.uint8, [CHUNKS, WARPS, _ROWS, _WIDTH], _TILES)
-    full = barriers(CHUNKS)
-    for chunk in gl.static_range(CHUNKS):
-        fetch(box, [chunk * WARPS, program * _ROWS, 0], w_s.index(chunk), full.index(chunk), True)
-    scaled_row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, scale_rows(WARPS)), F - 1)
-    scales = all_scales(scale, scaled_row // STORED.rows * STORED.scales, True, CHUNKS, WARPS, STORED)
-    f = program * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
-    t = gl.arange(0, _COLUMNS, gl.SliceLayout(0, sums))
-    inside = (f < F)[:, None] & (t < 1)[None, :]
+    w_s, full = weight_ring(box, program, CHUNKS, CHUNKS, WARPS)
+    scales = all_scales(scale, scales_at(program, F, WARPS, STORED), True, CHUNKS, WARPS, STORED)
+    f, t, inside = places_of(program, F, 1, WARPS)
     if EPILOGUE.kind == _NORMED:
         factor = gl.load(norm + f, mask=f < NORM_FEATURES, other=1.0).to(gl.float32)
     if DEPENDENT:

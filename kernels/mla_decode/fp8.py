@@ -47,8 +47,7 @@ from kernels.mla_decode.fp8_tile import (
 )
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.records import Share
-from kernels.mla_decode.wide_tile import next_share
+from kernels.mla_decode.wide_tile import next_share, share_of
 
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks"]
 
@@ -205,21 +204,9 @@ def attend_fp8(
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
-    share = Share(
-        length=length,
-        out=out,
-        lse=lse,
-        partial=partial,
-        partial_lse=partial_lse,
-        plan=plan,
-        scale=scale,
-        first=first,
-        queries=queries,
-        drafts=drafts,
-        heads=heads,
-        workers=gl.num_programs(0) // blocks,
-        worker=gl.program_id(0) // blocks,
-        block=gl.program_id(0) % blocks,
+    workers = gl.num_programs(0) // blocks
+    share = share_of(
+        length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, blocks
     )
     boxes = Boxes(pairs=pairs, rope=rope, scales=scales)
     fp8_worker(q, boxes, table, table_stride, share, ENTRY, SPLIT, TILE_OF, OVERLAP)

@@ -29,10 +29,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.mla_decode.narrow import hand_on, let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.records import Share
 from kernels.mla_decode.schedule import PARTS_FIELD, WORKER_FIELDS
 from kernels.mla_decode.wide_groups import left_group, right_group
-from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE, TILED, Exchanged, Fetched, Messages, Ring, next_share
+from kernels.mla_decode.wide_tile import (
+    BLOCK,
+    HALF,
+    ROPE,
+    TILE,
+    TILED,
+    Exchanged,
+    Fetched,
+    Messages,
+    Ring,
+    next_share,
+    share_of,
+)
 
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
 WORKER = gl.constexpr(WORKER_FIELDS)
@@ -222,21 +233,8 @@ def attend_wide(
     if OVERLAP.either:
         works = gl.load(plan + gl.program_id(0) // blocks * WORKER + _PARTS) == 1
     if works:
-        share = Share(
-            length=length,
-            out=out,
-            lse=lse,
-            partial=partial,
-            partial_lse=partial_lse,
-            plan=plan,
-            scale=scale,
-            first=first,
-            queries=queries,
-            drafts=drafts,
-            heads=heads,
-            workers=workers,
-            worker=gl.program_id(0) // blocks,
-            block=gl.program_id(0) % blocks,
+        share = share_of(
+            length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, blocks
         )
         boxes = Boxes(q_half=q_half, q_rope=q_rope, kv_half=kv_half, kv_rope=kv_rope)
         wide_worker(cache, boxes, table, table_stride, share, SPLIT, OVERLAP)

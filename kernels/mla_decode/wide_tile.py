@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.mla_decode.narrow_tile import unknown_zero
+from kernels.mla_decode.records import Share
 
 BLOCK = gl.constexpr(64)
 """Query vectors a program holds."""
@@ -78,6 +79,27 @@ class Messages(NamedTuple):
     first_weights: Any
     totals: Any
     """[2, 1]: of left, of right."""
+
+
+@gluon.jit
+def share_of(length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, blocks):
+    """The `Share` of a program: a worker has as many programs as a row has blocks of query vectors."""
+    return Share(
+        length=length,
+        out=out,
+        lse=lse,
+        partial=partial,
+        partial_lse=partial_lse,
+        plan=plan,
+        scale=scale,
+        first=first,
+        queries=queries,
+        drafts=drafts,
+        heads=heads,
+        workers=workers,
+        worker=gl.program_id(0) // blocks,
+        block=gl.program_id(0) % blocks,
+    )
 
 
 @gluon.jit

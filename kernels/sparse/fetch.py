@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kernels.mla_decode.wide_tile import TILE
+from kernels.mla_decode.wide_tile import TILE, share_of
 
 THREADS = gl.constexpr(128)
 """That fetch; as many arrivals make a tile complete."""
@@ -28,6 +28,13 @@ def rows_layout(width):
 def single_layout(width):
     """Likewise, but only 16 bytes of an entry."""
     return gl.BlockedLayout([1, width], [32, 1], [4, 1], [1, 0])
+
+
+@gluon.jit
+def share_of_part(length, out, lse, partial, partial_lse, plan, scale, heads, blocks):
+    """The `Share` of a program: a block of heads of one part of a token's entries, as `places.find_places` has
+    planned. Each part has one place for its results, the worker's own, and no query vector belongs to a draft."""
+    return share_of(length, out, lse, partial, partial_lse, plan, scale, 0, heads, 0, heads, 0, blocks)
 
 
 @gluon.jit

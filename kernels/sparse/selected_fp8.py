@@ -12,8 +12,7 @@ from kernels.mla_decode.fp8 import fp8_memory
 from kernels.mla_decode.fp8_groups import WORKER, next_stage, scoring_group, summing_group
 from kernels.mla_decode.fp8_tile import GROUPS, PAIRS, TILE
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
-from kernels.mla_decode.records import Share
-from kernels.sparse.fetch import HALF, THREADS, copy_columns, places_of, rows_layout, single_layout, tell
+from kernels.sparse.fetch import HALF, THREADS, copy_columns, places_of, rows_layout, share_of_part, single_layout, tell
 
 
 @gluon.jit
@@ -64,22 +63,7 @@ def attend_selected_fp8(
     if OVERLAP.dependent:
         wait_for_kernel_before()
         let_kernel_after_start()
-    share = Share(
-        length=length,
-        out=out,
-        lse=lse,
-        partial=partial,
-        partial_lse=partial_lse,
-        plan=plan,
-        scale=scale,
-        first=0,
-        queries=heads,
-        drafts=0,
-        heads=heads,
-        workers=0,
-        worker=gl.program_id(0) // blocks,
-        block=gl.program_id(0) % blocks,
-    )
+    share = share_of_part(length, out, lse, partial, partial_lse, plan, scale, heads, blocks)
     BLOCK: gl.constexpr = TILE_OF.queries
     fetched, queries, exchanged, messages = fp8_memory(BLOCK, OVERLAP.stages, THREADS)
     REGISTERS: gl.constexpr = 176 if BLOCK == 64 else 136

@@ -10,11 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
-from kernels.mla_decode.records import Share
 from kernels.mla_decode.wide import wide_memory
 from kernels.mla_decode.wide_groups import WORKER, left_group, right_group
 from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE
-from kernels.sparse.fetch import THREADS, copy_columns, places_of, rows_layout, tell
+from kernels.sparse.fetch import THREADS, copy_columns, places_of, rows_layout, share_of_part, tell
 
 _SLICE = gl.constexpr(64)
 
@@ -66,22 +65,7 @@ def attend_selected(
     if OVERLAP.dependent:
         wait_for_kernel_before()
         let_kernel_after_start()
-    share = Share(
-        length=length,
-        out=out,
-        lse=lse,
-        partial=partial,
-        partial_lse=partial_lse,
-        plan=plan,
-        scale=scale,
-        first=0,
-        queries=heads,
-        drafts=0,
-        heads=heads,
-        workers=0,
-        worker=gl.program_id(0) // blocks,
-        block=gl.program_id(0) % blocks,
-    )
+    share = share_of_part(length, out, lse, partial, partial_lse, plan, scale, heads, blocks)
     fetched, exchanged, ring, messages = wide_memory(THREADS)
     group = (
         share, fetched, exchanged, ring, messages,
