@@ -9,22 +9,22 @@ from itertools import chain, count
 
 from msgspec.structs import replace
 
-from kernels.page import PAGE_TOKENS, pages_for
+from kernels.page import pages_for
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
-from workers.protocol.messages import EngineStats, FinishReason, Request, RequestOutput
-from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult, TopLogprobs
+from workers.protocol.messages import EngineStats, Request, RequestOutput
+from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import Prompt
-from workers.protocol.scores import Scores
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
 from workers.scheduler.intake import why_impossible
+from workers.scheduler.live import Live
 from workers.scheduler.mixed_target import MixedTarget
 from workers.scheduler.queue import NOT_SERVED, turn, urgency
+from workers.scheduler.results import Results, check
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence
 from workers.scheduler.shares import Shares
-from workers.scheduler.soundness import BAD_LOGITS, PROBE_ID, STUCK, Soundness, may_be_a_victim, probe
 from workers.scheduler.speculation import Speculation
 from workers.scheduler.tokens import Tokens
 
@@ -59,11 +59,11 @@ class Scheduler:
         self._speculation = Speculation(config)
         self._mixed = MixedTarget(config, self._speculation.times)
         self._counters = Counters()
-        self._soundness = Soundness()
         self._grammars = Grammars(config.grammar_timeout_s)
         self._shares = Shares()
         self._arrivals = count()
-        self._live: dict[str, Sequence] = {}
+        self._live = Live(self._rows, self._grammars)
+        self._results = Results(self._live, self._rows, self._counters, self._arrivals, drafting=config.drafting)
         self._flights: deque[Flight] = deque()
         self._step = 0
 
@@ -110,7 +110,7 @@ class Scheduler:
         return None if victim is None else self._make_way(victim)
 
     def _make_way(self, victim: Sequence) -> RequestOutput:
-        self._end(victim)
+        self._live.end(victim)
         why = "the queue is full, and other keys, or more urgent requests, have a right to this request's place in it"
         return _refusal(victim.request, why, overloaded=True)
 
@@ -133,7 +133,7 @@ class Scheduler:
         return tuple(self._refuse(late, why.reason, why.unavailable) for late, why in self._grammars.overdue())
 
     def _refuse(self, sequence: Sequence, reason: str, unavailable: bool = False) -> RequestOutput:
-        self._end(sequence)
+        self._live.end(sequence)
         return _refusal(sequence.request, reason, unavailable=unavailable)
 
     def cancel(self, request_id: str) -> tuple[RequestOutput, ...]:
@@ -141,7 +141,7 @@ class Scheduler:
         sequence = self._live.get(request_id)
         if sequence is None:
             return ()
-        self._end(sequence)
+        self._live.end(sequence)
         return (RequestOutput(request_id, (), "cancelled"),)
 
     def plan(self) -> StepPlan | None:
@@ -186,45 +186,18 @@ class Scheduler:
         """Take in a step's result; returns what its requests gained. RuntimeError for a result that does not belong to
         the oldest step in flight: scheduler and worker disagree, and nothing after it could be trusted. Unsound when
         the model gives no finite numbers for anybody."""
-        flight = self._check(result)
-        plan = flight.plan
+        if not self._flights:
+            raise RuntimeError(f"result of step {result.step}, but no step is in flight")
+        flight = self._flights[0]
+        check(flight, result)
         self._flights.popleft()
-        outputs: list[RequestOutput] = []
-        bad, stuck = self._bad_rows(flight, result), self._stuck_rows(flight, result)
-        over = bad.keys() | stuck.keys()
-        # Before the step's own tokens are added.
-        context = 0 if plan.prefill else sum([sequence.tokens.length for sequence in flight.decode])
-        offered = accepted = 0
-        rows, ended = zip(flight.decode, result.tokens, strict=False), Phase.ENDED
-        stood: list[tuple[Sequence, int]] = []
-        for index, (sequence, tokens) in enumerate(rows):
-            sequence.upper -= plan.width - len(tokens)
-            if sequence.phase is not ended and not sequence.void and index not in over:  # `gains`, without a call
-                output = self._gain(sequence, tokens, result, index, decoded=True)
-                outputs.append(output)
-                offered += plan.width - 1
-                accepted += min(len(output.tokens), len(tokens) - 1)
-                stood.append((sequence, len(tokens) - 1))
-            self._rows.landed(sequence, sampled=True)
-        self._speculation.observe(plan.width, stood, result.duration, alone=not plan.prefill)
-        index, scores = len(flight.decode), iter(result.scores)
-        for sequence, row in zip(flight.prefill, plan.prefill, strict=True):
-            if row.scored:
-                _take_scores(sequence, row, next(scores))
-            if row.final:
-                if sequence.gains and index not in over:
-                    outputs.append(self._gain(sequence, result.tokens[index], result, index, decoded=False))
-                index += 1
-            self._rows.landed(sequence, sampled=row.final)
-        self._counters.drafts_offered += offered
-        self._counters.drafts_accepted += accepted
+        outputs, stood = self._results.take(flight, result)
+        plan = flight.plan
         prompt_tokens = sum(len(row.tokens) for row in plan.prefill)
+        self._speculation.observe(plan.width, stood, result.duration, alone=not plan.prefill)
         self._mixed.observe(len(flight.decode), plan.width, prompt_tokens, result.duration)
         self._counters.count_step(len(flight.decode), prompt_tokens, result.duration)
-        if not plan.prefill:
-            self._counters.decode_fed += plan.width * len(flight.decode)
-            self._counters.decode_context += context
-        return (*self._judge(outputs, bad), *stuck.values())
+        return tuple(outputs)
 
     def stats(self) -> EngineStats:
         """Gauges of now, counters since start."""
@@ -241,7 +214,7 @@ class Scheduler:
             width=self._speculation.best,
             acceptance=self._speculation.by_position(),
             acceptance_falls=self._speculation.falls,
-            bad_rows=self._soundness.bad_rows,
+            bad_rows=self._results.bad_rows,
             prefix_keys=rows.cache.newest_keys(self.config.prefix_sample),
         )
         return self._counters.into(gauges)
@@ -339,133 +312,6 @@ class Scheduler:
             score_top=top,
         )
 
-    # Results
-
-    def _check(self, result: StepResult) -> Flight:
-        if not self._flights:
-            raise RuntimeError(f"result of step {result.step}, but no step is in flight")
-        flight = self._flights[0]
-        plan = flight.plan
-        if result.step != plan.step:
-            raise RuntimeError(f"result of step {result.step}, but step {plan.step} is the oldest in flight")
-        sampled = plan.layout.sampled_rows
-        if len(result.tokens) != sampled:
-            raise RuntimeError(f"step {plan.step} sampled {sampled} rows, its result has {len(result.tokens)}")
-        decode = len(flight.decode)
-        for index, tokens in enumerate(result.tokens):
-            if not 1 <= len(tokens) <= (plan.width if index < decode else 1) or min(tokens) < 0:
-                if not tokens and (index in result.bad or index in result.stuck):
-                    continue
-                raise RuntimeError(f"step {plan.step} (width {plan.width}) gave sampled row {index} tokens {tokens}")
-        if plan.logprobs >= 0 and [len(row) for row in result.logprobs] != flight.logprobs_owed(result.tokens):
-            raise RuntimeError(f"step {plan.step} owes one log-probability for every token of the rows that asked")
-        if [part.count for part in result.scores] != [row.scored for row in plan.prefill if row.scored]:
-            raise RuntimeError(f"step {plan.step} owes a score for every token of a prompt that was asked about")
-        return flight
-
-    def _gain(
-        self, sequence: Sequence, tokens: tuple[int, ...], result: StepResult, index: int, *, decoded: bool
-    ) -> RequestOutput:
-        """A live request's tokens of a step, as a decode row or at the end of its prompt: cut at the first stop or at
-        its limit; it may have ended then."""
-        mine = sequence.tokens
-        known = mine.length
-        kept = tokens[: sequence.limit - known]
-        finish: FinishReason | None = "length" if known + len(kept) == sequence.limit else None
-        if not sequence.stop_ids.isdisjoint(kept):
-            for end, token in enumerate(kept, start=1):
-                # A stop id may be a request's token number min_tokens + 1 at the earliest.
-                if token in sequence.stop_ids and known + end > sequence.min_total:
-                    kept, finish = kept[:end], "stop"
-                    break
-        mine.generated.extend(kept)
-        mine.length = total = known + len(kept)
-        self._counters.generated_tokens += len(kept)
-        if sequence.share is not None:
-            sequence.share.charge(len(kept))
-        full = (total - 1) // PAGE_TOKENS
-        if sequence.phase is Phase.DECODE:
-            registered = len(sequence.pages.chain)
-            if full > registered or not sequence.sound:
-                if full > registered:
-                    self._rows.cache.register(sequence.pages, mine, full)
-                # With a draft layer the last cached token of a prefix hit is computed again, so its entry is not read
-                # before the row decodes.
-                unread = self.config.drafting and not decoded and sequence.write_from > 0
-                last = sequence.write_from // PAGE_TOKENS - 1 if unread else None
-                self._rows.cache.vouch(sequence.pages, registered if sequence.sound else 0, last)
-                sequence.sound = not unread
-        logprobs: tuple[TopLogprobs, ...] = ()
-        if sequence.logprobs >= 0:
-            logprobs = tuple(_first(entry, sequence.logprobs) for entry in result.logprobs[index][: len(kept)])
-        cached, queued, prompt = 0, 0.0, None
-        if not sequence.reported:
-            cached, queued = sequence.cached, sequence.queued
-            if sequence.request.sampling.prompt_logprobs >= 0:
-                prompt = Scores.joined(sequence.scores)
-                sequence.scores.clear()
-        sequence.reported = True
-        if finish is not None:
-            self._end(sequence)
-        name = sequence.request.request_id
-        return RequestOutput(name, kept, finish, logprobs, cached, prompt=prompt, queued=queued)
-
-    def _bad_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput | None]:
-        """The sampled rows of a step that are bad, of requests that live, are ended or start again. The last output of
-        those that are ended."""
-        bad: dict[int, RequestOutput | None] = {}
-        sampled = flight.sampled() if result.bad else []
-        for index in result.bad:
-            sequence = sampled[index]
-            if not sequence.gains:
-                continue
-            bad[index] = None
-            if may_be_a_victim(sequence):
-                sequence.scores.clear()
-                sequence.scored = 0
-                self._rows.start_again(sequence)
-                continue
-            self._forget(sequence)
-            self._rows.end_bad(sequence)
-            bad[index] = RequestOutput(sequence.request.request_id, (), failed=BAD_LOGITS)
-        return bad
-
-    def _stuck_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput]:
-        """The last outputs of the live requests whose grammars allowed no token, by sampled row."""
-        stuck: dict[int, RequestOutput] = {}
-        sampled = flight.sampled() if result.stuck else []
-        for index in result.stuck:
-            if (sequence := sampled[index]).gains:
-                self._end(sequence)
-                stuck[index] = RequestOutput(sequence.request.request_id, (), failed=STUCK, stuck=True)
-        return stuck
-
-    def _judge(self, outputs: list[RequestOutput], bad: dict[int, RequestOutput | None]) -> list[RequestOutput]:
-        """What leaves the scheduler of a step's outputs and of its bad rows. The replica's own probe does not."""
-        if not bad and not self._soundness.doubts:
-            return outputs
-        ended = [output for output in bad.values() if output is not None]
-        probe_was_bad = any(output.request_id == PROBE_ID for output in ended)
-        if self._soundness.observe(len(outputs), len(bad), probe_was_bad):
-            sequence = probe(next(self._arrivals))
-            self._live[PROBE_ID] = sequence
-            self._rows.enqueue(sequence)
-        if any(output.request_id == PROBE_ID for output in outputs):
-            self._soundness.probed()
-        return [output for output in outputs + ended if output.request_id != PROBE_ID]
-
-    def _end(self, sequence: Sequence) -> None:
-        self._forget(sequence)
-        if sequence.phase is Phase.COMPILING:
-            sequence.phase = Phase.ENDED
-        else:
-            self._rows.end(sequence)
-
-    def _forget(self, sequence: Sequence) -> None:
-        del self._live[sequence.request.request_id]
-        if sequence.grammar:
-            self._grammars.leave(sequence)
-
 
 def _refusal(request: Request, reason: str, *, overloaded: bool = False, unavailable: bool = False) -> RequestOutput:
     return RequestOutput(request.request_id, (), refused=reason, overloaded=overloaded, unavailable=unavailable)
@@ -483,20 +329,3 @@ def _admission(sequence: Sequence, *, with_tokens: bool) -> Admission:
         sampling = replace(sampling, grammar=None)  # the ticket says which
     tokens = sequence.tokens.packed() if with_tokens else b""
     return Admission(sequence.slot, sampling, sequence.generated, history, sequence.grammar, tokens)
-
-
-def _take_scores(sequence: Sequence, row: PrefillRow, scores: Scores) -> None:
-    """What a chunk of its prompt says, unless the request has ended or starts again."""
-    if not sequence.gains:
-        return
-    if row.start + row.score_from != sequence.scored:
-        raise RuntimeError(f"scores from token {row.start + row.score_from} on follow {sequence.scored} others")
-    sequence.scores.append(scores)
-    sequence.scored += scores.count
-
-
-def _first(entry: TopLogprobs, count: int) -> TopLogprobs:
-    """The `count` most probable of what the step computed for the row that asked for most."""
-    if len(entry.ids) <= count:
-        return entry
-    return TopLogprobs(entry.chosen, entry.ids[:count], entry.logprobs[:count])

@@ -1,0 +1,198 @@
+"""Takes in the results of steps: what every request gained, which rows were bad, and who has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kernels.page import PAGE_TOKENS
+from workers.protocol.messages import FinishReason, RequestOutput
+from workers.protocol.plan import PrefillRow, StepResult, TopLogprobs
+from workers.protocol.scores import Scores
+from workers.scheduler.counters import Counters
+from workers.scheduler.live import Live
+from workers.scheduler.rows import Rows
+from workers.scheduler.sequence import Flight, Phase, Sequence
+from workers.scheduler.soundness import BAD_LOGITS, PROBE_ID, STUCK, Soundness, may_be_a_victim, probe
+
+
+class Results:
+    """Makes outputs of results, and lets the rows of a step go on, start again or end as these say.
+
+    It changes the scheduler's `live` requests and `rows`; the scheduler itself only plans with what is left.
+    """
+
+    def __init__(self, live: Live, rows: Rows, counters: Counters, arrivals: Iterator[int], *, drafting: bool) -> None:
+        """`arrivals` numbers requests, the replica's own probe among them; `drafting`: there is a draft layer."""
+        self._live, self._rows, self._counters = live, rows, counters
+        self._arrivals, self._drafting = arrivals, drafting
+        self._soundness = Soundness()
+
+    @property
+    def bad_rows(self) -> int:
+        """Rows so far whose logits were not finite."""
+        return self._soundness.bad_rows
+
+    def take(self, flight: Flight, result: StepResult) -> tuple[list[RequestOutput], list[tuple[Sequence, int]]]:
+        """Take in the result, which `check` has found to be the step's. The outputs that leave the replica; and the
+        decode rows that gained tokens, each with the number of its drafts that stood. Unsound when the model gives no
+        finite numbers for anybody."""
+        plan = flight.plan
+        outputs: list[RequestOutput] = []
+        bad, stuck = self._bad_rows(flight, result), self._stuck_rows(flight, result)
+        over = bad.keys() | stuck.keys()
+        # Before the step's own tokens are added.
+        context = 0 if plan.prefill else sum([sequence.tokens.length for sequence in flight.decode])
+        offered = accepted = 0
+        rows, ended = zip(flight.decode, result.tokens, strict=False), Phase.ENDED
+        stood: list[tuple[Sequence, int]] = []
+        for index, (sequence, tokens) in enumerate(rows):
+            sequence.upper -= plan.width - len(tokens)
+            if sequence.phase is not ended and not sequence.void and index not in over:  # `gains`, without a call
+                output = self._gain(sequence, tokens, result, index, decoded=True)
+                outputs.append(output)
+                offered += plan.width - 1
+                accepted += min(len(output.tokens), len(tokens) - 1)
+                stood.append((sequence, len(tokens) - 1))
+            self._rows.landed(sequence, sampled=True)
+        index, scores = len(flight.decode), iter(result.scores)
+        for sequence, row in zip(flight.prefill, plan.prefill, strict=True):
+            if row.scored:
+                _take_scores(sequence, row, next(scores))
+            if row.final:
+                if sequence.gains and index not in over:
+                    outputs.append(self._gain(sequence, result.tokens[index], result, index, decoded=False))
+                index += 1
+            self._rows.landed(sequence, sampled=row.final)
+        self._counters.drafts_offered += offered
+        self._counters.drafts_accepted += accepted
+        if not plan.prefill:
+            self._counters.decode_fed += plan.width * len(flight.decode)
+            self._counters.decode_context += context
+        return [*self._judge(outputs, bad), *stuck.values()], stood
+
+    def _gain(
+        self, sequence: Sequence, tokens: tuple[int, ...], result: StepResult, index: int, *, decoded: bool
+    ) -> RequestOutput:
+        """A live request's tokens of a step, as a decode row or at the end of its prompt: cut at the first stop or at
+        its limit; it may have ended then."""
+        mine = sequence.tokens
+        known = mine.length
+        kept = tokens[: sequence.limit - known]
+        finish: FinishReason | None = "length" if known + len(kept) == sequence.limit else None
+        if not sequence.stop_ids.isdisjoint(kept):
+            for end, token in enumerate(kept, start=1):
+                # A stop id may be a request's token number min_tokens + 1 at the earliest.
+                if token in sequence.stop_ids and known + end > sequence.min_total:
+                    kept, finish = kept[:end], "stop"
+                    break
+        mine.generated.extend(kept)
+        mine.length = total = known + len(kept)
+        self._counters.generated_tokens += len(kept)
+        if sequence.share is not None:
+            sequence.share.charge(len(kept))
+        full = (total - 1) // PAGE_TOKENS
+        if sequence.phase is Phase.DECODE:
+            registered = len(sequence.pages.chain)
+            if full > registered or not sequence.sound:
+                if full > registered:
+                    self._rows.cache.register(sequence.pages, mine, full)
+                # With a draft layer the last cached token of a prefix hit is computed again, so its entry is not read
+                # before the row decodes.
+                unread = self._drafting and not decoded and sequence.write_from > 0
+                last = sequence.write_from // PAGE_TOKENS - 1 if unread else None
+                self._rows.cache.vouch(sequence.pages, registered if sequence.sound else 0, last)
+                sequence.sound = not unread
+        logprobs: tuple[TopLogprobs, ...] = ()
+        if sequence.logprobs >= 0:
+            logprobs = tuple(_first(entry, sequence.logprobs) for entry in result.logprobs[index][: len(kept)])
+        cached, queued, prompt = 0, 0.0, None
+        if not sequence.reported:
+            cached, queued = sequence.cached, sequence.queued
+            if sequence.request.sampling.prompt_logprobs >= 0:
+                prompt = Scores.joined(sequence.scores)
+                sequence.scores.clear()
+        sequence.reported = True
+        if finish is not None:
+            self._live.end(sequence)
+        name = sequence.request.request_id
+        return RequestOutput(name, kept, finish, logprobs, cached, prompt=prompt, queued=queued)
+
+    def _bad_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput | None]:
+        """The sampled rows of a step that are bad, of requests that live, are ended or start again. The last output of
+        those that are ended."""
+        bad: dict[int, RequestOutput | None] = {}
+        sampled = flight.sampled() if result.bad else []
+        for index in result.bad:
+            sequence = sampled[index]
+            if not sequence.gains:
+                continue
+            bad[index] = None
+            if may_be_a_victim(sequence):
+                sequence.scores.clear()
+                sequence.scored = 0
+                self._rows.start_again(sequence)
+                continue
+            self._live.end_bad(sequence)
+            bad[index] = RequestOutput(sequence.request.request_id, (), failed=BAD_LOGITS)
+        return bad
+
+    def _stuck_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput]:
+        """The last outputs of the live requests whose grammars allowed no token, by sampled row."""
+        stuck: dict[int, RequestOutput] = {}
+        sampled = flight.sampled() if result.stuck else []
+        for index in result.stuck:
+            if (sequence := sampled[index]).gains:
+                self._live.end(sequence)
+                stuck[index] = RequestOutput(sequence.request.request_id, (), failed=STUCK, stuck=True)
+        return stuck
+
+    def _judge(self, outputs: list[RequestOutput], bad: dict[int, RequestOutput | None]) -> list[RequestOutput]:
+        """What leaves the replica of a step's outputs and of its bad rows; the outputs of its own probe stay."""
+        if not bad and not self._soundness.doubts:
+            return outputs
+        ended = [output for output in bad.values() if output is not None]
+        probe_was_bad = any(output.request_id == PROBE_ID for output in ended)
+        if self._soundness.observe(len(outputs), len(bad), probe_was_bad):
+            sequence = probe(next(self._arrivals))
+            self._live[PROBE_ID] = sequence
+            self._rows.enqueue(sequence)
+        if any(output.request_id == PROBE_ID for output in outputs):
+            self._soundness.probed()
+        return [output for output in outputs + ended if output.request_id != PROBE_ID]
+
+
+def check(flight: Flight, result: StepResult) -> None:
+    """RuntimeError if the result cannot be that of this step, the oldest in flight."""
+    plan = flight.plan
+    if result.step != plan.step:
+        raise RuntimeError(f"result of step {result.step}, but step {plan.step} is the oldest in flight")
+    sampled = plan.layout.sampled_rows
+    if len(result.tokens) != sampled:
+        raise RuntimeError(f"step {plan.step} sampled {sampled} rows, its result has {len(result.tokens)}")
+    decode = len(flight.decode)
+    for index, tokens in enumerate(result.tokens):
+        if not 1 <= len(tokens) <= (plan.width if index < decode else 1) or min(tokens) < 0:
+            if not tokens and (index in result.bad or index in result.stuck):
+                continue
+            raise RuntimeError(f"step {plan.step} (width {plan.width}) gave sampled row {index} tokens {tokens}")
+    if plan.logprobs >= 0 and [len(row) for row in result.logprobs] != flight.logprobs_owed(result.tokens):
+        raise RuntimeError(f"step {plan.step} owes one log-probability for every token of the rows that asked")
+    if [part.count for part in result.scores] != [row.scored for row in plan.prefill if row.scored]:
+        raise RuntimeError(f"step {plan.step} owes a score for every token of a prompt that was asked about")
+
+
+def _take_scores(sequence: Sequence, row: PrefillRow, scores: Scores) -> None:
+    """What a chunk of its prompt says, unless the request has ended or starts again."""
+    if not sequence.gains:
+        return
+    if row.start + row.score_from != sequence.scored:
+        raise RuntimeError(f"scores from token {row.start + row.score_from} on follow {sequence.scored} others")
+    sequence.scores.append(scores)
+    sequence.scored += scores.count
+
+
+def _first(entry: TopLogprobs, count: int) -> TopLogprobs:
+    """The `count` most probable of what the step computed for the row that asked for most."""
+    if len(entry.ids) <= count:
+        return entry
+    return TopLogprobs(entry.chosen, entry.ids[:count], entry.logprobs[:count])
