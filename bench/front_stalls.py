@@ -49,17 +49,11 @@ MODEL = "null"
 class PacedEngine(NullEngine):
     """A token for every stream each `PACE_S` seconds, of a model with an ordinary context."""
 
+    pace_s = PACE_S
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self.info = replace(self.info, max_context=CONTEXT)
-
-    async def _tick(self) -> None:
-        while self._streams:
-            for mailbox, outputs in list(self._streams.items()):
-                mailbox.put(outputs.pop())
-                if not outputs:
-                    del self._streams[mailbox]
-            await asyncio.sleep(PACE_S)
 
 
 class Heart:

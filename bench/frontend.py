@@ -51,6 +51,8 @@ class NullEngine:
     """One token per stream per turn of the loop, out of a fixed text."""
 
     fault = None
+    pace_s = 0.0
+    """Seconds between two turns; 0: as soon as the loop comes round."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.info = ModelInfo("null", 1 << 20, tokenizer.size, (), 1, int(time.time()))
@@ -77,7 +79,7 @@ class NullEngine:
                 mailbox.put(outputs.pop())
                 if not outputs:
                     del self._streams[mailbox]
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pace_s)
 
     async def probe(self) -> None:
         """See `workers.protocol.front.Engine`."""

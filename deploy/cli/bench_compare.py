@@ -59,37 +59,20 @@ def compare(
     They take turns (first, second, second, first, ...), never at once, so that two on one machine do not disturb each
     other and what drifts disturbs both alike. Exit code 1 when no request of one of them finished.
     """
-    import asyncio
     import os
 
-    from deploy.cli.load import LoadSpec
-    from deploy.cli.served_model import served_model
-
     with reported():
-        load_options.check_pace(rate, concurrency)
-        what = load_options.sent(requests, trace, rate, concurrency, chat)
+        what = load_options.sent(
+            rate, concurrency, requests, input_tokens, output, trace, chat, text, vocab, temperature, stop_at_eos, seed,
+            warmup, timeout,
+        )  # fmt: skip
         models = _of_each("--model", model)
         given_key = os.environ.get("OPENAI_API_KEY") or None
         keys = _of_each("--api-key", api_key or ([given_key] if given_key else None))
         for url, name in ((first, "URL1"), (second, "URL2")):
             load_options.check_address(url, name)
         specs = [
-            LoadSpec(
-                url=url,
-                model=own or asyncio.run(served_model(url, key, timeout)),
-                input=input_tokens,
-                output=output,
-                text=text,
-                vocab=vocab,
-                temperature=temperature,
-                ignore_eos=not stop_at_eos,
-                seed=seed,
-                timeout_s=timeout,
-                api_key=key,
-                warmup=warmup,
-                **what,
-            )
-            for url, own, key in zip((first, second), models, keys, strict=True)
+            load_options.spec(url, own, key, what) for url, own, key in zip((first, second), models, keys, strict=True)
         ]
         _run(specs, rounds, load_options.limits_of(slo_ttft, slo_gap), json_output, quiet)
 

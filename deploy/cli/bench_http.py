@@ -54,31 +54,14 @@ def http(
     Prints time to first token, time per output token and inter-token latency percentiles, throughput, goodput where
     --slo-ttft or --slo-gap say what is good, and errors by kind. Exit code 1 when no request finished.
     """
-    import asyncio
-
-    from deploy.cli.load import LoadSpec
-    from deploy.cli.served_model import served_model
-
     with reported():
-        load_options.check_pace(rate, concurrency)
         load_options.check_address(url, "--url")
         load_options.check_page(page)
-        what = load_options.sent(requests, trace, rate, concurrency, chat)
-        spec = LoadSpec(
-            url=url,
-            model=model or asyncio.run(served_model(url, api_key, timeout)),
-            input=input_tokens,
-            output=output,
-            text=text,
-            vocab=vocab,
-            temperature=temperature,
-            ignore_eos=not stop_at_eos,
-            seed=seed,
-            timeout_s=timeout,
-            api_key=api_key,
-            warmup=warmup,
-            **what,
-        )
+        what = load_options.sent(
+            rate, concurrency, requests, input_tokens, output, trace, chat, text, vocab, temperature, stop_at_eos, seed,
+            warmup, timeout,
+        )  # fmt: skip
+        spec = load_options.spec(url, model, api_key, what)
         _run(spec, load_options.limits_of(slo_ttft, slo_gap), page, json_output, quiet)
 
 

@@ -62,8 +62,7 @@ Page = Annotated[
 ]
 
 
-def check_pace(rate: float | None, concurrency: int | None) -> None:
-    """UsageMistake for one that is none."""
+def _check_pace(rate: float | None, concurrency: int | None) -> None:
     if rate is not None and concurrency is not None:
         raise UsageMistake("give --rate (open loop) or --concurrency (closed loop), not both")
     if rate is not None and not rate > 0:
@@ -98,9 +97,53 @@ def limits_of(ttft_ms: float | None, gap_ms: float | None) -> Limits | None:
 
 
 def sent(
+    rate: float | None,
+    concurrency: int | None,
+    requests: int | None,
+    input_tokens: int,
+    output: int,
+    trace: Path | None,
+    chat: bool,
+    text: bool,
+    vocab: int,
+    temperature: float,
+    stop_at_eos: bool,
+    seed: int,
+    warmup: int,
+    timeout: float,
+) -> dict[str, Any]:
+    """The fields of a `LoadSpec` that the options above, in their order, decide, whatever the endpoint. UsageMistake
+    for a pace that is none, and for a trace that cannot be read."""
+    _check_pace(rate, concurrency)
+    return {
+        "input": input_tokens,
+        "output": output,
+        "text": text,
+        "vocab": vocab,
+        "temperature": temperature,
+        "ignore_eos": not stop_at_eos,
+        "seed": seed,
+        "warmup": warmup,
+        "timeout_s": timeout,
+        **_requests(requests, trace, rate, concurrency, chat),
+    }
+
+
+def spec(url: str, model: str | None, api_key: str | None, what: dict[str, Any]) -> LoadSpec:
+    """What is sent to an endpoint: `what` is of `sent`. Without a model it is asked for the one that it serves."""
+    import asyncio
+
+    from deploy.cli.load import LoadSpec
+    from deploy.cli.served_model import served_model
+
+    named = model or asyncio.run(served_model(url, api_key, what["timeout_s"]))
+    return LoadSpec(url=url, model=named, api_key=api_key, **what)
+
+
+def _requests(
     requests: int | None, trace: Path | None, rate: float | None, concurrency: int | None, chat: bool
 ) -> dict[str, Any]:
-    """The fields of a `LoadSpec` that a trace decides. UsageMistake for one that cannot be read."""
+    """The fields that a trace decides."""
     pace = {"rate": rate, "concurrency": concurrency or 1}
     if trace is None:
         return {"requests": requests or 100, "api": "chat" if chat else "completions", **pace}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -11,15 +11,38 @@ ENGINE = "Model and engine"
 SAMPLING = "Sampling"
 RECORDING = "Bug reports"
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        metavar="PATH|demo",
-        help="Folder with config.json and safetensors, or the demo model.",
-        rich_help_panel=ENGINE,
-    ),
-]
+# What options have in both their forms, with a default of their own and, below, as one of a settings file.
+_MODEL: Final[dict[str, Any]] = {
+    "metavar": "PATH|demo",
+    "help": "Folder with config.json and safetensors, or the demo model.",
+    "rich_help_panel": ENGINE,
+}
+_DRAFTER: Final[dict[str, Any]] = {
+    "metavar": "auto|mtp|eagle3|ngram|none",
+    "help": "What drafts. auto: the draft model or the checkpoint's own layer. ngram: look-up in the prompt.",
+    "rich_help_panel": ENGINE,
+}
+_ACTIVATIONS: Final[dict[str, Any]] = {
+    "metavar": "auto|bf16",
+    "help": "Multiplied with FP8 weights. auto: many tokens are rounded to FP8 where the GPU can. bf16: none are.",
+    "rich_help_panel": ENGINE,
+}
+_KV_CACHE_DTYPE: Final[dict[str, Any]] = {
+    "metavar": "auto|bf16|fp8",
+    "help": "Of cached latents. auto: as --dtype. fp8 holds about 1.75 times the tokens of bf16.",
+    "rich_help_panel": ENGINE,
+}
+_DEVICE: Final[dict[str, Any]] = {
+    "metavar": "auto|cpu|cuda",
+    "help": "auto: cuda where there is one.",
+    "rich_help_panel": ENGINE,
+}
+_INVARIANT: Final[dict[str, Any]] = {
+    "help": "Bitwise the same logits alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower.",
+    "rich_help_panel": ENGINE,
+}
+
+Model = Annotated[str, typer.Option("--model", **_MODEL)]
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel", min=1, help="Ranks that share every layer.", rich_help_panel=ENGINE)
 ]
@@ -39,32 +62,9 @@ Width = Annotated[
     Any,  # `EngineConfig` says which: typer knows no unions
     typer.Option("--width", metavar="auto|1..8", parser=width, help=WIDTH_HELP, rich_help_panel=ENGINE),
 ]
-Drafter = Annotated[
-    str,
-    typer.Option(
-        "--drafter",
-        metavar="auto|mtp|eagle3|ngram|none",
-        help="What drafts. auto: the draft model or the checkpoint's own layer. ngram: look-up in the prompt.",
-        rich_help_panel=ENGINE,
-    ),
-]
-Invariant = Annotated[
-    bool,
-    typer.Option(
-        "--invariant",
-        help="Bitwise the same logits alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower.",
-        rich_help_panel=ENGINE,
-    ),
-]
-Activations = Annotated[
-    str,
-    typer.Option(
-        "--activations",
-        metavar="auto|bf16",
-        help="Multiplied with FP8 weights. auto: many tokens are rounded to FP8 where the GPU can. bf16: none are.",
-        rich_help_panel=ENGINE,
-    ),
-]
+Drafter = Annotated[str, typer.Option("--drafter", **_DRAFTER)]
+Invariant = Annotated[bool, typer.Option("--invariant", **_INVARIANT)]
+Activations = Annotated[str, typer.Option("--activations", **_ACTIVATIONS)]
 DType = Annotated[
     str,
     typer.Option(
@@ -74,30 +74,10 @@ DType = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
-KvCacheDType = Annotated[
-    str,
-    typer.Option(
-        "--kv-cache-dtype",
-        metavar="auto|bf16|fp8",
-        help="Of cached latents. auto: as --dtype. fp8 holds about 1.75 times the tokens of bf16.",
-        rich_help_panel=ENGINE,
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option("--device", metavar="auto|cpu|cuda", help="auto: cuda where there is one.", rich_help_panel=ENGINE),
-]
+KvCacheDType = Annotated[str, typer.Option("--kv-cache-dtype", **_KV_CACHE_DTYPE)]
+Device = Annotated[str, typer.Option("--device", **_DEVICE)]
 # The same for commands that take a settings file: None means that the file, or its default, says it.
-GivenModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="PATH|demo",
-        help="Folder with config.json and safetensors, or the demo model.",
-        show_default="demo",
-        rich_help_panel=ENGINE,
-    ),
-]
+GivenModel = Annotated[str | None, typer.Option("--model", **_MODEL, show_default="demo")]
 SettingsFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="Settings as YAML (docs/command-line.md); flags replace them."),
@@ -118,16 +98,7 @@ GivenWidth = Annotated[
         "--width", metavar="auto|1..8", parser=width, help=WIDTH_HELP, show_default="auto", rich_help_panel=ENGINE
     ),
 ]
-GivenDrafter = Annotated[
-    str | None,
-    typer.Option(
-        "--drafter",
-        metavar="auto|mtp|eagle3|ngram|none",
-        help="What drafts. auto: the draft model or the checkpoint's own layer. ngram: look-up in the prompt.",
-        show_default="auto",
-        rich_help_panel=ENGINE,
-    ),
-]
+GivenDrafter = Annotated[str | None, typer.Option("--drafter", **_DRAFTER, show_default="auto")]
 GivenDraftModel = Annotated[
     str | None,
     typer.Option(
@@ -139,24 +110,9 @@ GivenDraftModel = Annotated[
     ),
 ]
 GivenInvariant = Annotated[
-    bool | None,
-    typer.Option(
-        "--invariant/--no-invariant",
-        help="Bitwise the same logits alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower.",
-        show_default="no-invariant",
-        rich_help_panel=ENGINE,
-    ),
+    bool | None, typer.Option("--invariant/--no-invariant", **_INVARIANT, show_default="no-invariant")
 ]
-GivenActivations = Annotated[
-    str | None,
-    typer.Option(
-        "--activations",
-        metavar="auto|bf16",
-        help="Multiplied with FP8 weights. auto: many tokens are rounded to FP8 where the GPU can. bf16: none are.",
-        show_default="auto",
-        rich_help_panel=ENGINE,
-    ),
-]
+GivenActivations = Annotated[str | None, typer.Option("--activations", **_ACTIVATIONS, show_default="auto")]
 GivenDType = Annotated[
     str | None,
     typer.Option(
@@ -167,26 +123,8 @@ GivenDType = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
-GivenKvCacheDType = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-cache-dtype",
-        metavar="auto|bf16|fp8",
-        help="Of cached latents. auto: as --dtype. fp8 holds about 1.75 times the tokens of bf16.",
-        show_default="auto",
-        rich_help_panel=ENGINE,
-    ),
-]
-GivenDevice = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="auto|cpu|cuda",
-        help="auto: cuda where there is one.",
-        show_default="auto",
-        rich_help_panel=ENGINE,
-    ),
-]
+GivenKvCacheDType = Annotated[str | None, typer.Option("--kv-cache-dtype", **_KV_CACHE_DTYPE, show_default="auto")]
+GivenDevice = Annotated[str | None, typer.Option("--device", **_DEVICE, show_default="auto")]
 GivenMaxRows = Annotated[
     int | None,
     typer.Option("--max-rows", help="Requests decoded at once.", show_default="64", rich_help_panel=ENGINE),

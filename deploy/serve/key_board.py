@@ -14,7 +14,7 @@ import time
 import msgspec
 
 from deploy.api.keys import KeyRing, Spent
-from deploy.serve.progress import store
+from deploy.serve.progress import others, store
 
 logger = logging.getLogger("latentserve.replica")
 
@@ -58,11 +58,7 @@ class KeyBoard:
     def _exchange(self, mine: bytes) -> dict[str, dict[str, Spent]]:
         store("put", self._prefix + self._own.encode(), mine, overwrite=True)
         found = {}
-        for key in store("list", self._prefix) or ():
-            name = bytes(key).removeprefix(self._prefix).decode()
-            value = None if name == self._own else store("get", key)
-            if value is None:
-                continue
+        for key, name, value in others(self._prefix, self._own):
             try:
                 report = msgspec.msgpack.decode(value, type=_Report)
             except msgspec.MsgspecError:  # of another version, during an update

@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from deploy.observability.live import PERIOD_S, ReplicaState, Window
-from deploy.serve.progress import store
+from deploy.serve.progress import others, store
 from workers.processes.client import EngineClient
 
 logger = logging.getLogger("latentserve.replica")
@@ -109,11 +109,7 @@ class LiveBoard:
 
     def _found(self) -> dict[str, ReplicaState]:
         found = {}
-        for key in store("list", self._prefix) or ():
-            name = bytes(key).removeprefix(self._prefix).decode()
-            value = None if name == self.own else store("get", key)
-            if value is None:
-                continue
+        for key, name, value in others(self._prefix, self.own):
             try:
                 state = ReplicaState.model_validate_json(value)
             except ValidationError:  # of another version, during an update

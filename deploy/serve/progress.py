@@ -8,6 +8,7 @@ Written for Ray 2.60.0, whose key-value store is private. Without it a line is l
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -114,6 +115,16 @@ class ProgressReader:
 
 def _key(application: str, replica: str) -> bytes:
     return f"progress/{application}/{replica}".encode()
+
+
+def others(prefix: bytes, own: str) -> Iterator[tuple[bytes, str, bytes]]:
+    """What other replicas than `own` have put into Ray's store, each below `prefix` under its name: (key, name,
+    value)."""
+    for key in store("list", prefix) or ():
+        name = bytes(key).removeprefix(prefix).decode()
+        value = None if name == own else store("get", key)
+        if value is not None:
+            yield key, name, value
 
 
 def store(verb: str, *arguments: Any, **options: Any) -> Any:

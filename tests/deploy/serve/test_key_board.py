@@ -12,7 +12,7 @@ from test_live_board import Store
 
 from deploy.api.keys import Key, KeyRing, OverLimit
 from deploy.config.keys import ApiKey
-from deploy.serve import key_board
+from deploy.serve import key_board, progress
 from deploy.serve.key_board import KeyBoard
 
 SETTINGS = ApiKey(key="sesame", name="app", requests_per_minute=10, max_sequences=3)
@@ -21,7 +21,8 @@ SETTINGS = ApiKey(key="sesame", name="app", requests_per_minute=10, max_sequence
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
-    monkeypatch.setattr(key_board, "store", store)
+    for module in (key_board, progress):
+        monkeypatch.setattr(module, "store", store)
     monkeypatch.setattr(key_board, "PERIOD_S", 0.01)
     return store
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy.serve import live_board
+from deploy.serve import live_board, progress
 from deploy.serve.live_board import LiveBoard
 from workers.protocol.messages import EngineStats
 
@@ -42,7 +42,8 @@ class Store:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
-    monkeypatch.setattr(live_board, "store", store)
+    for module in (live_board, progress):
+        monkeypatch.setattr(module, "store", store)
     monkeypatch.setattr(live_board, "PERIOD_S", 0.01)
     return store
 
