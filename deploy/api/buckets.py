@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 ROUNDING = 1e-6
 """Smaller lacks are those of floating-point numbers."""
 PACE_OF = 64
 """Ends of sequences by which the next ones are foretold."""
+SPILT_S = 2.0
+"""Seconds for which a full bucket holds what spills."""
 LONGEST_WAIT_S = 60.0
 """Nobody knows more of what will be then."""
+
+
+class Flow(NamedTuple):
+    """What is still to be taken by something that runs."""
+
+    left: float
+    """At the most."""
+    pace: float
+    """A second; infinite where nothing is known of it."""
 
 
 class Bucket:
@@ -26,34 +38,58 @@ class Bucket:
         """In all, by this process."""
         self._rate = per_minute / 60.0
         self._clock = clock
-        self._at, self._room = clock(), float(per_minute)
+        self._at, self._held = clock(), float(per_minute)
+        """Of a full bucket what spills is held for a while: steps give a sequence several tokens at once, and those of
+        other processes are heard of later."""
 
     @property
     def room(self) -> float:
         """What may be taken now."""
-        now = self._clock()
-        self._room = min(self._room + (now - self._at) * self._rate, self.capacity)
-        self._at = now
-        return self._room
+        self._change(0.0)
+        return min(self._held, self.capacity)
 
-    def wait(self, amount: float) -> float:
-        """Seconds until there is room for `amount`, 0 where there is. What is more than a minute's worth has room once
-        the bucket is full."""
+    def _change(self, amount: float) -> None:
+        now = self._clock()
+        held = self._held + (now - self._at) * self._rate + amount
+        self._at, self._held = now, min(held, self.capacity + SPILT_S * self._rate)
+
+    def wait(self, amount: float, flows: Sequence[Flow] = ()) -> float:
+        """Seconds until there is room for `amount`, 0 where there is, though `flows` take theirs meanwhile. What is
+        more than a minute's worth has room once the bucket is full."""
         lack = min(amount, self.capacity) - self.room
-        return lack / self._rate if lack > ROUNDING else 0.0
+        if lack <= ROUNDING:
+            return 0.0
+        pace = sum(flow.pace for flow in flows)
+        wait = 0.0
+        # One after the other ends. The more have ended, the faster it refills, so once it does it goes on to.
+        for left, own in sorted(flows, key=lambda flow: flow.left / flow.pace):
+            if math.isinf(own):
+                lack += left
+                pace = sum(flow.pace for flow in flows if not math.isinf(flow.pace))
+                continue
+            ends, gain = left / own, self._rate - pace
+            if lack <= gain * (ends - wait):
+                return wait + lack / gain
+            lack, wait, pace = lack - gain * (ends - wait), ends, pace - own
+        return wait + lack / self._rate
 
     def take(self, amount: float) -> None:
         """Take it, whether there is room or not; a negative amount gives back."""
         self.taken += amount
-        self.taken_elsewhere(amount)
+        self._held = self.room - amount
+
+    def take_evenly(self, amount: float) -> None:
+        """Take what was used little by little since anybody last looked."""
+        self.taken += amount
+        self._change(-amount)
 
     def taken_elsewhere(self, amount: float) -> None:
         """Another process took it."""
-        self._room = min(self.room - amount, self.capacity)
+        self._change(-amount)
 
     def settle(self, room: float) -> None:
         """Another process knows of no more room than this."""
-        self._room = min(self.room, room)
+        self._held = min(self.room, room)
 
     @property
     def full_in(self) -> float:

@@ -41,6 +41,7 @@ class Choice:
         "finish",
         "generated",
         "index",
+        "limit",
         "logprobs",
         "prompt",
         "prompt_scores",
@@ -55,6 +56,8 @@ class Choice:
         """Index of its prompt in the job."""
         self.generated = 0
         """Tokens generated, a stop id and the tokens of a stop string included."""
+        self.limit = branch.sampling.max_tokens
+        """Tokens at which it ends."""
         self.cached_tokens = 0
         self.reasoning_tokens = 0
         """Of those that were generated."""

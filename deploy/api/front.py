@@ -19,6 +19,7 @@ from deploy.api.buckets import Pace, whole_seconds
 from deploy.api.choice import Choice
 from deploy.api.errors import ApiError, engine_down, invalid, model_not_found, over_limit, overloaded
 from deploy.api.keys import Key, KeyRing, OverLimit
+from deploy.api.meter import Meter
 from deploy.api.reading import Reader
 from deploy.config.api import ApiConfig
 from deploy.observability.front_metrics import FrontMetrics
@@ -128,9 +129,10 @@ class Front:
                 key.enter()
 
     @contextmanager
-    def running(self, scope: Scope, prompt_tokens: int, choices: Sequence[Choice]) -> Iterator[None]:
-        """Count the sequences of a request while the block runs; 429 where there is no room for them, or a limit of the
-        key does not allow them. Nothing is awaited between the check and the count: a burst cannot slip through."""
+    def running(self, scope: Scope, prompt_tokens: int, choices: Sequence[Choice]) -> Iterator[Meter | None]:
+        """Count the sequences of a request while the block runs, with its meter where it has a key; 429 where there is
+        no room for them, or a limit of the key does not allow them. Nothing is awaited between the check and the count:
+        a burst cannot slip through."""
         key, meter = self.key, None
         if key is not None:
             most = key.settings.max_sequences
@@ -143,7 +145,7 @@ class Front:
             self.check_room(len(choices))
         self.in_flight += len(choices)
         try:
-            yield
+            yield meter
         finally:
             self.in_flight -= len(choices)
             self._pace.ended(len(choices))

@@ -21,6 +21,7 @@ from deploy.api.choice import Choice, Piece, joined
 from deploy.api.disconnect import CancelOnDisconnect
 from deploy.api.errors import ApiError, from_engine
 from deploy.api.front import Front
+from deploy.api.meter import Meter
 from deploy.api.params import Branch, Job
 from deploy.api.parsed_choice import ParsedChoice
 from deploy.api.prompt_scores import size_of
@@ -60,6 +61,7 @@ class Generation(Response):
         """Whether the status line is out."""
         self.first_token_s: float | None = None
         self.trace: RequestTrace | None = None
+        self.meter: Meter | None = None
         # What Starlette expects of a response.
         self.status_code = 200
         self.background = None
@@ -72,7 +74,7 @@ class Generation(Response):
             self.trace.stage("front", self.trace.begun, time.time_ns(), {"latentserve.sequences": len(self.choices)})
         try:
             prompt_tokens = sum(len(prompt.ids) for prompt in self.job.prompts)
-            with self.front.running(scope, prompt_tokens, self.choices):
+            with self.front.running(scope, prompt_tokens, self.choices) as self.meter:
                 async with CancelOnDisconnect(receive):
                     await self.write(send)
         except ClientDisconnected:
@@ -193,6 +195,8 @@ class Generation(Response):
                 metrics.key_finished(key.name, reason, choice.generated, queued)
 
     def _first(self, now: float) -> None:
+        if self.meter is not None:
+            self.meter.began()
         seconds = now - self.arrival
         if self.first_token_s is None:
             self.first_token_s = seconds

@@ -10,15 +10,18 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf
+from math import inf, isfinite
 
 import msgspec
 
-from deploy.api.buckets import Bucket, Pace, duration, whole_seconds
+from deploy.api.buckets import Bucket, Flow, Pace, duration, whole_seconds
 from deploy.api.choice import Choice
+from deploy.api.meter import STEP_TOKENS, Meter, flows
 from deploy.config.keys import UNNAMED, ApiKey
 
 Headers = list[tuple[bytes, bytes]]
+FORGETTING = 0.95
+"""What is left, with each request that ends, of how fast the fastest one was."""
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -31,6 +34,10 @@ class Spent(msgspec.Struct, frozen=True):
     """Now."""
     rooms: tuple[float, float] = (inf, inf)
     """What it knows to be left of requests and tokens."""
+    left: float = 0.0
+    """Tokens that its running requests may still generate."""
+    pace: float = 0.0
+    """Tokens that they generate in a second; infinite where nothing is known of it."""
 
 
 class OverLimit(Exception):
@@ -43,20 +50,6 @@ class OverLimit(Exception):
         """Seconds until there is room again; not `certain` where that is when others are likely to end."""
 
 
-class Meter:
-    """One request while it runs: what it has generated is taken from its key's tokens before anybody looks at them, so
-    that nothing is counted per token."""
-
-    def __init__(self, choices: Sequence[Choice]) -> None:
-        self.choices = choices
-        self.counted = 0
-
-    def new(self) -> int:
-        """Tokens generated since the last call."""
-        before, self.counted = self.counted, sum(choice.generated for choice in self.choices)
-        return self.counted - before
-
-
 class Key:
     """One API key, or all of those without a name."""
 
@@ -65,10 +58,15 @@ class Key:
         self.sequences = 0
         """Of this front, running or waiting."""
         self._elsewhere = 0
+        self._flows_elsewhere: list[Flow] = []
+        self._heard_at = 0.0
+        self._clock = clock
         rpm, tpm = settings.requests_per_minute, settings.tokens_per_minute
         self._requests = Bucket(rpm, clock) if rpm else None
         self._tokens = Bucket(tpm, clock) if tpm else None
         self._meters: set[Meter] = set()
+        self._usual = 0.0
+        """Tokens a second of a sequence of those that have ended, 0 before the first."""
         self._pace = Pace(clock)
 
     def enter(self) -> None:
@@ -90,7 +88,7 @@ class Key:
         if self._tokens is not None:
             self._tokens.take(prompt_tokens)
         self.sequences += len(choices)
-        meter = Meter(choices)
+        meter = Meter(choices, self._clock)
         self._meters.add(meter)
         return meter
 
@@ -98,21 +96,32 @@ class Key:
         """It ended, however it did."""
         self._read()
         self._meters.discard(meter)
+        if meter.counted > STEP_TOKENS * len(meter.choices) and (pace := meter.pace):  # else it is hardly known
+            self._usual = max(pace if isfinite(pace) else 0.0, FORGETTING * self._usual)
         self.sequences -= len(meter.choices)
         self._pace.ended(len(meter.choices))
 
     def _read(self) -> None:
         if self._tokens is not None:
-            for meter in self._meters:
-                self._tokens.take(meter.new())
+            self._tokens.take_evenly(sum(meter.new() for meter in self._meters))
+
+    def _flows(self) -> list[Flow]:
+        """What is still to come of all requests that run, here and elsewhere."""
+        found = flows(self._meters, self._usual)
+        since = self._clock() - self._heard_at
+        for left, pace in self._flows_elsewhere:
+            # What came there since the last report may be heard of at any time.
+            late = min(left, pace * since) if since else 0.0
+            found += [Flow(late, inf), Flow(left - late, pace)]
+        return [flow for flow in found if flow.left > 0]
 
     def _check(self, requests: int, tokens: int, sequences: int) -> None:
         self._read()
-        waits = {
-            name: (bucket.wait(amount), bucket.capacity)
-            for name, bucket, amount in (("requests", self._requests, requests), ("tokens", self._tokens, tokens))
-            if bucket is not None and amount
-        }
+        waits = {}
+        if self._requests is not None and requests:
+            waits["requests"] = (self._requests.wait(requests), self._requests.capacity)
+        if self._tokens is not None and tokens:
+            waits["tokens"] = (self._tokens.wait(tokens, self._flows()), self._tokens.capacity)
         if any(wait for wait, _ in waits.values()):
             name, (wait, capacity) = max(waits.items(), key=lambda item: item[1][0])
             left = whole_seconds(wait)
@@ -144,18 +153,23 @@ class Key:
         """What others are told."""
         self._read()
         requests, tokens = self._requests, self._tokens
+        running = flows(self._meters, self._usual) if tokens else []
         return Spent(
             requests.taken if requests else 0.0,
             tokens.taken if tokens else 0.0,
             self.sequences,
             (requests.room if requests else inf, tokens.room if tokens else inf),
+            sum(flow.left for flow in running),
+            sum(flow.pace for flow in running),
         )
 
     def hear(self, news: Iterable[tuple[Spent | None, Spent]]) -> None:
         """What every other front told last time, None the first time, and now."""
-        self._elsewhere = 0
+        self._elsewhere, self._flows_elsewhere, self._heard_at = 0, [], self._clock()
         for before, now in news:
             self._elsewhere += now.sequences
+            if now.left and now.pace:
+                self._flows_elsewhere.append(Flow(now.left, now.pace))
             pairs = ((self._requests, "requests", now.rooms[0]), (self._tokens, "tokens", now.rooms[1]))
             for bucket, name, room in pairs:
                 if bucket is None:

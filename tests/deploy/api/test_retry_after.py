@@ -1,0 +1,134 @@
+"""Over a limit of tokens a client is told when it will be let in, though others run: on a clock of the test's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.api.buckets import whole_seconds
+from deploy.api.keys import Key, KeyRing, OverLimit
+from deploy.api.meter import Meter
+from deploy.config.keys import ApiKey
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def app(tokens_per_minute: int) -> ApiKey:
+    return ApiKey(key="secret-app", name="app", tokens_per_minute=tokens_per_minute)
+
+
+class Stream:
+    """A sequence that generates at a steady pace, a few tokens in each step."""
+
+    def __init__(self, clock: Clock, pace: float, limit: int, stops_at: int, begins_in: float, step: int) -> None:
+        self._clock, self._pace, self._step = clock, pace, step
+        self.limit, self._end = limit, min(limit, stops_at)
+        self.begins = clock.now + begins_in
+
+    @property
+    def generated(self) -> int:
+        seconds = self._clock.now - self.begins
+        return min(1 + int(seconds * self._pace / self._step) * self._step, self._end) if seconds >= 0 else 0
+
+    @property
+    def finish(self) -> str | None:
+        return "length" if self.generated >= self._end else None
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    per_minute=st.integers(600, 60_000),
+    prompt=st.floats(0.001, 1.5),
+    spent=st.floats(0, 3),
+    fronts=st.integers(1, 3),
+    streams=st.lists(
+        st.tuples(
+            st.floats(1, 200),  # tokens a second
+            st.integers(1, 5000),  # how many there may be
+            st.integers(1, 5000),  # and are
+            st.integers(0, 5),  # seconds before the first
+            st.integers(1, 5),  # sequences
+            st.integers(0, 2),  # where it runs
+        ),
+        max_size=6,
+    ),
+    before=st.floats(0, 20),
+    step=st.integers(1, 8),
+)
+def test_who_waits_as_long_as_it_was_told_is_let_in_though_streams_go_on(
+    per_minute: int,
+    prompt: float,
+    spent: float,
+    fronts: int,
+    streams: list[tuple[float, int, int, int, int, int]],
+    before: float,
+    step: int,
+) -> None:
+    """Whatever they generate meanwhile, here and on other replicas, which hear of each other once a second."""
+    clock = Clock()
+    rings = [KeyRing((app(tokens_per_minute=per_minute),), clock) for _ in range(fronts)]
+    keys = [key for ring in rings if (key := ring.find(["secret-app"])) is not None]
+    running: list[tuple[Meter, list[Stream]]] = []
+
+    def exchange() -> None:
+        told = {str(number): ring.spent() for number, ring in enumerate(rings)}
+        for number, ring in enumerate(rings):
+            ring.hear({name: news for name, news in told.items() if name != str(number)})
+
+    def advance(seconds: float) -> None:
+        until = clock.now + seconds
+        while clock.now < until:
+            clock.now = min(math.floor(clock.now) + 1.0, until)
+            for meter, choices in running:
+                if clock.now >= choices[0].begins:
+                    meter.began()
+            if clock.now == math.floor(clock.now):
+                exchange()
+
+    exchange()
+    # Who has not begun yet becomes as fast as others are.
+    usual = min((pace for pace, *_ in streams), default=1.0)
+    for pace, limit, stops_at, begins_in, n, where in streams:
+        choices = [Stream(clock, usual if begins_in else pace, limit, stops_at, begins_in, step) for _ in range(n)]
+        running.append((keys[where % fronts].start(0, choices), choices))  # type: ignore[arg-type]
+        if not begins_in:
+            running[-1][0].began()
+    bucket = keys[0]._tokens
+    assert bucket is not None
+    bucket.take(per_minute * spent)
+    advance(before)
+    exchange()  # what has begun since the last report is unknown elsewhere
+    advance(0.5)
+    amount = int(per_minute * prompt) + 1
+    try:
+        keys[0].start(amount, [])
+    except OverLimit as error:
+        advance(whole_seconds(error.wait_s))
+        keys[0].start(amount, [])
+
+
+def test_no_more_is_waited_for_than_streams_may_still_generate() -> None:
+    """Which is known from their limits and how fast they are."""
+    clock = Clock()
+    key = Key(app(tokens_per_minute=600), clock)
+    long, short = Stream(clock, 5.0, 100_000, 100_000, 0, 1), Stream(clock, 100.0, 1200, 1200, 200, 1)
+    key.start(0, [long]).began()  # type: ignore[list-item]
+    clock.now += 200
+    key.spent()  # as fronts are asked once a second
+    key.start(0, [short]).began()  # type: ignore[list-item]
+    clock.now += 10
+    with pytest.raises(OverLimit) as caught:
+        key.start(100, [])
+    # Of 600 and the 100 that ten seconds refill, 1050 are gone. In two more seconds the short one ends, which takes 200
+    # more; the long one leaves half of what is refilled from then on. It may be a step further than was counted.
+    exactly = 2 + (100 + 350 + 200 - 10) / 5
+    assert exactly <= caught.value.wait_s <= 1.2 * exactly
