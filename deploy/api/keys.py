@@ -18,6 +18,7 @@ from deploy.api.buckets import Bucket, Flow, Pace, duration, whole_seconds
 from deploy.api.choice import Choice
 from deploy.api.meter import STEP_TOKENS, Meter, flows
 from deploy.config.keys import UNNAMED, ApiKey
+from workers.protocol.messages import Charge, Charges
 
 Headers = list[tuple[bytes, bytes]]
 FORGETTING = 0.95
@@ -38,6 +39,8 @@ class Spent(msgspec.Struct, frozen=True):
     """Tokens that its running requests may still generate."""
     pace: float = 0.0
     """Tokens that they generate in a second; infinite where nothing is known of it."""
+    charged: int = 0
+    """Tokens that its scheduler has computed for the key since it started."""
 
 
 class OverLimit(Exception):
@@ -57,6 +60,8 @@ class Key:
         self.settings, self.name = settings, settings.name
         self.sequences = 0
         """Of this front, running or waiting."""
+        self.charged = 0
+        """Tokens that this front's scheduler has computed for it."""
         self._elsewhere = 0
         self._flows_elsewhere: list[Flow] = []
         self._heard_at = 0.0
@@ -161,13 +166,17 @@ class Key:
             (requests.room if requests else inf, tokens.room if tokens else inf),
             sum(flow.left for flow in running),
             sum(flow.pace for flow in running),
+            self.charged,
         )
 
-    def hear(self, news: Iterable[tuple[Spent | None, Spent]]) -> None:
-        """What every other front told last time, None the first time, and now."""
+    def hear(self, news: Iterable[tuple[Spent | None, Spent]]) -> int:
+        """What every other front told last time, None the first time, and now. Returns how many tokens their schedulers
+        have computed for it meanwhile."""
+        charged = 0
         self._elsewhere, self._flows_elsewhere, self._heard_at = 0, [], self._clock()
         for before, now in news:
             self._elsewhere += now.sequences
+            charged += now.charged - before.charged if before is not None else 0
             if now.left and now.pace:
                 self._flows_elsewhere.append(Flow(now.left, now.pace))
             pairs = ((self._requests, "requests", now.rooms[0]), (self._tokens, "tokens", now.rooms[1]))
@@ -178,6 +187,7 @@ class Key:
                     bucket.settle(room)
                 else:
                     bucket.taken_elsewhere(getattr(now, name) - getattr(before, name))
+        return max(charged, 0)
 
 
 class KeyRing:
@@ -194,15 +204,11 @@ class KeyRing:
             else:
                 unnamed = unnamed or Key(ApiKey(key="-", name=UNNAMED), clock)
                 self._known.append((key.encode(), unnamed))
+        self._named = {key.name: key for _, key in self._known}
         self._heard: dict[str, Mapping[str, Spent]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._known)
-
-    @property
-    def limited(self) -> bool:
-        """Whether fronts have anything to tell each other."""
-        return any(key.settings.limited for _, key in self._known)
 
     def find(self, offered: Iterable[str]) -> Key | None:
         """The key that is among `offered` header values. Every key is compared, in constant time each, with how the
@@ -226,14 +232,25 @@ class KeyRing:
             if other is not key and other.sequences
         )
 
+    def charged(self, charges: Charges) -> None:
+        """What this front's scheduler has computed for keys since it last said so."""
+        for charge in charges.items:
+            if (key := self._named.get(charge.key)) is not None:
+                key.charged += charge.tokens
+
     def spent(self) -> dict[str, Spent]:
         """What this front tells others, by the names of keys."""
-        return {key.name: key.spent() for _, key in self._known if key.settings.limited}
+        return {name: key.spent() for name, key in self._named.items() if key.settings.limited or key.charged}
 
-    def hear(self, fronts: Mapping[str, Mapping[str, Spent]]) -> None:
-        """What the others told last, by front; one that is no longer among them has ended."""
-        for _, key in self._known:
-            if key.settings.limited:
-                told = ((self._heard.get(front, {}).get(key.name), now.get(key.name)) for front, now in fronts.items())
-                key.hear([(before, now) for before, now in told if now is not None])
+    def hear(self, fronts: Mapping[str, Mapping[str, Spent]]) -> Charges:
+        """What the others told last, by front; one that is no longer among them has ended. Returns what their
+        schedulers have computed for keys since they told before."""
+        found = []
+        for name, key in self._named.items():
+            # A front that is known, and told nothing of a key so far, had given it nothing.
+            before = {front: told.get(name, Spent()) for front, told in self._heard.items()}
+            news = [(before.get(front), now) for front, told in fronts.items() if (now := told.get(name)) is not None]
+            if (news or key.settings.limited) and (tokens := key.hear(news)):
+                found.append(Charge(name, key.settings.weight, tokens))
         self._heard = dict(fronts)
+        return Charges(tuple(found))

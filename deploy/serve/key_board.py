@@ -1,5 +1,5 @@
-"""What each replica's clients have taken of the limits of their API keys, told to the other replicas once a second
-through Ray's key-value store, so that limits hold for all of them together.
+"""What each replica's clients have taken of the limits of their API keys, and what they were given, told to the other
+replicas once a second through Ray's key-value store, so that limits and fair shares hold for all of them together.
 
 What is taken between two reports is known to its own replica alone. A store that hangs holds up one thread and no
 request: each replica then goes on with what it heard last.
@@ -15,6 +15,7 @@ import msgspec
 
 from deploy.api.keys import KeyRing, Spent
 from deploy.serve.progress import others, store
+from workers.processes.client import EngineClient
 
 logger = logging.getLogger("latentserve.replica")
 
@@ -39,7 +40,13 @@ class KeyBoard:
         """In the running event loop."""
         self._prefix, self._own = f"keys/{application}/".encode(), replica
         self._keys = keys
+        self._client: EngineClient | None = None
         self._exchanging = asyncio.ensure_future(self._keep_exchanging())
+
+    def serving(self, client: EngineClient) -> None:
+        """From now on the scheduler of `client` says what it gives to keys, and hears what others give them."""
+        client.on_charges.append(self._keys.charged)
+        self._client = client
 
     def close(self) -> None:
         """Tell nothing any more; the last report is dropped by others."""
@@ -50,7 +57,9 @@ class KeyBoard:
             mine = msgspec.msgpack.encode(_Report(time.time(), self._keys.spent()))
             try:
                 # Awaited: while the store hangs no more threads wait for it.
-                self._keys.hear(await asyncio.to_thread(self._exchange, mine))
+                charges = self._keys.hear(await asyncio.to_thread(self._exchange, mine))
+                if self._client is not None:
+                    self._client.charged_elsewhere(charges)
             except Exception:  # Ray's, of many kinds: its head may be away for a while
                 logger.debug("what API keys have taken could not be exchanged", exc_info=True)
             await asyncio.sleep(PERIOD_S)

@@ -92,7 +92,7 @@ class EngineReplica:
         self.live = LiveBoard(context.app_name, self.name)
         self.arrivals = Arrivals()
         self.keys = KeyRing(config.api.api_keys)
-        self.key_board = KeyBoard(context.app_name, self.name, self.keys) if self.keys.limited else None
+        self.key_board = KeyBoard(context.app_name, self.name, self.keys) if self.keys.named else None
         self.tracing = _tracing_to(config.api.otlp_endpoint, self.name)
         self.client: EngineClient | None = None
         self.guardian: Guardian | None = None
@@ -121,6 +121,8 @@ class EngineReplica:
         gc.freeze()
         self._serving = True
         self.live.serving(self.client)
+        if self.key_board is not None:
+            self.key_board.serving(self.client)
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
         self.board.say("serving")

@@ -17,6 +17,7 @@ from workers.processes.mailbox import OutputMailbox
 from workers.processes.outbox import Outbox
 from workers.protocol.front import EngineFault, ModelInfo, Refused, RequestFailed
 from workers.protocol.messages import (
+    Charges,
     EngineStats,
     Fault,
     Heartbeat,
@@ -58,6 +59,7 @@ class EngineClient:
         self.on_progress: list[Callable[[str], None]] = []
         self.on_selftest: list[Callable[[SelfTestReport], None]] = []
         """Called once, before `ready` or before the fault that a failed self-test ends in."""
+        self.on_charges: list[Callable[[Charges], None]] = []
         self._loop = asyncio.get_running_loop()
         self._fds = [receiver.socket.fileno() for receiver in (self._outputs, self._pulse)]
         for fd in self._fds:
@@ -98,6 +100,11 @@ class EngineClient:
 
     def _refuse(self, request: Request, reason: str) -> None:
         self._deliver(RequestOutput(request.request_id, (), refused=reason))
+
+    def charged_elsewhere(self, charges: Charges) -> None:
+        """Tell the scheduler what other replicas gave to API keys."""
+        if self.fault is None and charges.items:
+            self._requests.send(charges)
 
     async def probe(self) -> None:
         """One real token through every rank; EngineFault when it does not come."""
@@ -164,6 +171,8 @@ class EngineClient:
                             created=int(time.time()),
                         )
                     )
+            case Charges():
+                _tell(self.on_charges, message)
             case Progress():
                 who = f"rank {message.rank}" if message.rank >= 0 else "scheduler"
                 _tell(self.on_progress, f"{who}: {message.text}")

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from workers.channel.sockets import Receiver
-from workers.protocol.messages import Cancel, Request, Requests, Shutdown
+from workers.protocol.messages import Cancel, Charges, Request, Requests, Shutdown
 from workers.protocol.prompt import TOKEN_BYTES
 
 TURN_TOKENS = 100_000
@@ -37,7 +37,7 @@ class Inbox:
         """Requests that were received and not taken in."""
         return len(self._waiting)
 
-    def turn(self) -> list[Request | Cancel | Shutdown]:
+    def turn(self) -> list[Request | Cancel | Charges | Shutdown]:
         """What this turn of the loop takes in. What ends something does not wait behind what begins something: a
         `Shutdown` comes at once, and so does a `Cancel`. Of a request that still waits here a `Cancel` leaves nothing,
         not even an output: whoever cancels does not listen any more."""
@@ -70,9 +70,9 @@ class Inbox:
             del self._lines[request.key]
         return True
 
-    def _read(self) -> list[Request | Cancel | Shutdown]:
+    def _read(self) -> list[Request | Cancel | Charges | Shutdown]:
         """Take messages off the socket; returns those that wait for nothing."""
-        passing: list[Request | Cancel | Shutdown] = []
+        passing: list[Request | Cancel | Charges | Shutdown] = []
         read = 0
         while read < READ_BYTES and (message := self._receiver.receive(timeout_ms=0)) is not None:
             read += REQUEST_TOKENS * TOKEN_BYTES
@@ -88,7 +88,7 @@ class Inbox:
                 case Cancel():
                     if not self._take_back(message.request_id):
                         passing.append(message)
-                case Shutdown():
+                case Charges() | Shutdown():
                     passing.append(message)
         return passing
 

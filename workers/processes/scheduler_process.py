@@ -20,6 +20,7 @@ from workers.processes.pulse import Pulse
 from workers.protocol.grammar import GrammarReady
 from workers.protocol.messages import (
     Cancel,
+    Charges,
     Fault,
     Figures,
     FromWorker,
@@ -170,6 +171,8 @@ class SchedulerProcess:
                             items.append(refusal)
                     case Cancel():
                         items += scheduler.cancel(asked.request_id)
+                    case Charges():
+                        scheduler.charged_elsewhere(asked)
                     case Shutdown():
                         return
             items += scheduler.expire()
@@ -188,6 +191,8 @@ class SchedulerProcess:
             now = time.monotonic()
             if now >= stats_due:
                 self._binding.outputs.send(structs.replace(scheduler.stats(), worker=self._figures))
+                if (charges := scheduler.charges()) is not None:
+                    self._binding.outputs.send(charges)
                 stats_due = now + STATS_PERIOD_S
 
     def _from_worker(self, scheduler: Scheduler, message: FromWorker) -> tuple[RequestOutput, ...]:

@@ -1,6 +1,7 @@
 """What passes between a replica's front, its scheduler and its workers. msgpack on the wire; no code ever travels.
 
-front -> scheduler: `Requests`, `Cancel`.  scheduler -> front: `Outputs`, `EngineStats`, `Fault`, `Ready`.
+front -> scheduler: `Requests`, `Cancel`, `Charges`, `Shutdown`.
+scheduler -> front: `Outputs`, `EngineStats`, `Charges`, `Fault`, `Ready`.
 scheduler -> worker: `StepPlan`, `Shutdown`; rank 0 also `CompileGrammar`, `ForgetGrammar`.
 worker -> scheduler: `StepResult`, `GrammarReady` (rank 0), `Heartbeat`, `Ready`, `Fault`.
 While a replica starts, `Progress` (every rank) and `SelfTestReport` (rank 0) travel from the workers to the front.
@@ -71,6 +72,21 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The front no longer wants this request; unknown or finished ids are ignored."""
 
     request_id: str
+
+
+class Charge(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that were computed for an API key, prompt tokens and generated ones."""
+
+    key: str
+    """Its name."""
+    weight: float
+    tokens: int
+
+
+class Charges(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What keys were given since the last such message: to the front by this replica, to the scheduler by others."""
+
+    items: tuple[Charge, ...]
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -243,7 +259,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End in order: graphs, process group, process."""
 
 
-ToScheduler = Requests | Cancel | Shutdown
-ToFront = Outputs | EngineStats | Fault | Ready | Progress | SelfTestReport
+ToScheduler = Requests | Cancel | Charges | Shutdown
+ToFront = Outputs | EngineStats | Charges | Fault | Ready | Progress | SelfTestReport
 ToWorker = StepPlan | CompileGrammar | ForgetGrammar | Shutdown
 FromWorker = StepResult | GrammarReady | Heartbeat | Ready | Fault | Progress | SelfTestReport

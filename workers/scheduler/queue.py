@@ -73,6 +73,16 @@ class WaitingQueue:
         ]
         return min(paid) if paid else max(self._most_paid, self._last.paid if self._last is not None else 0.0)
 
+    def served_elsewhere(self, share: Share, tokens: int, ahead: float) -> None:
+        """Another replica computed `tokens` for a key. If others wait here, that puts it behind the one of them that
+        has paid least by `ahead` at the most."""
+        paid = share.paid + tokens / share.weight
+        others = [other.paid for other in self._lines if other is not None and other is not share]
+        if others:
+            paid = min(paid, max(share.paid, min(others) + ahead))
+        share.paid = paid
+        self._most_paid = max(self._most_paid, paid)
+
     def head(self) -> Sequence | None:
         """The next to be served."""
         lines = self._lines

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kernels.page import pages_for
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
-from workers.protocol.messages import EngineStats, Request, RequestOutput
+from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import Prompt
 from workers.scheduler.config import SchedulerConfig
@@ -60,7 +60,7 @@ class Scheduler:
         self._mixed = MixedTarget(config, self._speculation.times)
         self._counters = Counters()
         self._grammars = Grammars(config.grammar_timeout_s)
-        self._shares = Shares()
+        self._shares = Shares(clock)
         self._arrivals = count()
         self._live = Live(self._rows, self._grammars)
         self._results = Results(self._live, self._rows, self._counters, self._arrivals, drafting=config.drafting)
@@ -113,6 +113,17 @@ class Scheduler:
         self._live.end(victim)
         why = "the queue is full, and other keys, or more urgent requests, have a right to this request's place in it"
         return _refusal(victim.request, why, overloaded=True)
+
+    def charges(self) -> Charges | None:
+        """What was computed for API keys since the last call, for other replicas to hear; None where nothing was."""
+        return self._shares.news()
+
+    def charged_elsewhere(self, charges: Charges) -> None:
+        """Keys pay for what other replicas computed for them."""
+        ahead = self._shares.ahead()
+        for charge in charges.items:
+            if (share := self._shares.of(charge.key, charge.weight)) is not None:
+                self._rows.queue.served_elsewhere(share, charge.tokens, ahead)
 
     def grammar_work(self) -> list[CompileGrammar | ForgetGrammar]:
         """What rank 0 must be told about grammars before the next plan; each message is given once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from deploy.api.keys import Key, KeyRing, OverLimit
 from deploy.config.keys import ApiKey
 from deploy.serve import key_board, progress
 from deploy.serve.key_board import KeyBoard
+from workers.protocol.messages import Charge, Charges
 
 SETTINGS = ApiKey(key="sesame", name="app", requests_per_minute=10, max_sequences=3)
 
@@ -67,6 +69,31 @@ async def test_replicas_hear_of_each_other(store: Store) -> None:
     key_of(rings[2]).enter()
     store.broken = False
     await until(lambda: {room(ring) for ring in rings} == {3})
+    for board in boards:
+        board.close()
+
+
+async def test_what_a_scheduler_gives_to_keys_is_told_to_those_of_other_replicas_once(store: Store) -> None:
+    plain = ApiKey(key="other", name="other", weight=3.0)
+    rings = [KeyRing((SETTINGS, plain)) for _ in range(2)]
+    boards = [KeyBoard("app", str(number), ring) for number, ring in enumerate(rings)]
+    heard: list[list[Charge]] = [[], []]
+    clients = [
+        SimpleNamespace(on_charges=[], charged_elsewhere=lambda news, found=found: found.extend(news.items))
+        for found in heard
+    ]
+    for board, client in zip(boards, clients, strict=True):
+        board.serving(client)  # type: ignore[arg-type]
+    await until(lambda: all(ring._heard for ring in rings))
+    for tokens in (100, 20):
+        (tell,) = clients[0].on_charges
+        tell(Charges((Charge("other", 3.0, tokens), Charge("app", 1.0, 2 * tokens), Charge("unknown", 1.0, 9))))
+        await asyncio.sleep(0.05)
+    await until(lambda: sum(charge.tokens for charge in heard[1]) >= 360)
+    await asyncio.sleep(0.05)
+    assert sum(charge.tokens for charge in heard[1] if charge.key == "app") == 240
+    assert sum(charge.tokens for charge in heard[1] if (charge.key, charge.weight) == ("other", 3.0)) == 120
+    assert not heard[0]
     for board in boards:
         board.close()
 
