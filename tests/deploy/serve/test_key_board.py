@@ -15,7 +15,9 @@ from deploy.api.keys import Key, KeyRing, OverLimit
 from deploy.config.keys import ApiKey
 from deploy.serve import key_board, progress
 from deploy.serve.key_board import KeyBoard
-from workers.protocol.messages import Charge, Charges
+from tests.deploy.api.demo_server import demo_engine
+from workers.protocol.messages import Charge, Charges, Request
+from workers.protocol.plan import SamplingParams
 
 SETTINGS = ApiKey(key="sesame", name="app", requests_per_minute=10, max_sequences=3)
 
@@ -111,3 +113,17 @@ async def test_the_dead_are_forgotten(store: Store) -> None:
     assert b"keys/app/long dead" not in store.values
     assert b"keys/app/dead" in store.values
     board.close()
+
+
+async def test_a_running_scheduler_says_what_it_gave_and_hears_what_others_gave() -> None:
+    """Through the channel, with the demo model."""
+    told: list[Charge] = []
+    async with demo_engine(1) as engine:
+        engine.on_charges.append(lambda charges: told.extend(charges.items))
+        for number, key in enumerate(("app", "", "app")):
+            engine.charged_elsewhere(Charges((Charge("app", 2.0, 100), Charge("unseen", 1.0, 5))))
+            request = Request(str(number), tuple(range(5 + number)), SamplingParams(max_tokens=3), key=key, weight=2.0)
+            assert [output async for output in engine.generate(request)]
+        await until(lambda: sum(charge.tokens for charge in told) >= 5 + 7)
+    assert {(charge.key, charge.weight) for charge in told} == {("app", 2.0)}
+    assert 5 + 7 <= sum(charge.tokens for charge in told) <= 5 + 7 + 2 * 3
