@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Trains an EAGLE-3 draft model for the demo model, and measures how many of its drafts stand; see docs/demo-model.md.
 
-python assets/train_eagle.py --out assets/demo-eagle3 --minutes 10
-python assets/train_eagle.py --out assets/demo-eagle3 --evaluate
+python assets/train_eagle.py --out assets/demo_eagle3 --minutes 22
+python assets/train_eagle.py --out assets/demo_eagle3 --evaluate
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
         **{name: getattr(arguments, name) for name in vars(arguments) if name in EagleOptions.__dataclass_fields__}
     )
     if arguments.smoke:
-        options = replace(options, steps=2, rows=2, length=64, files=60)
+        options = replace(options, steps=2, rows=2, length=64, files=60, written=6)
     train_eagle(trunk, tokenizer, arguments.out, options)
 
 

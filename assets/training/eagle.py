@@ -1,7 +1,8 @@
 """An EAGLE-3 draft model for the demo model (Li et al., 2025, arXiv:2503.01840), and how it is trained.
 
 It reads the hidden states that enter three of the trunk's layers, and learns the trunk's distribution over the most
-frequent ids, unrolled for several drafts, each on its own hidden state of the one before. The trunk stays as it is.
+frequent ids, unrolled for several drafts, each on its own hidden state of the one before. Half of what it learns from
+are texts that the trunk wrote, as it is used. The trunk stays as it is.
 """
 
 import json
@@ -17,27 +18,31 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from training import corpus
+from training.generate import continued
 from training.model import MLP, DemoModel, KeyValue, RMSNorm
 from training.train import TrainOptions, batches, rows_of
 
 TAPS = (1, 2, 3)
 """Layers of the trunk whose input is read."""
-HEADS, KEY_HEADS, FEATURES, INTERMEDIATE, DRAFT_VOCAB = 8, 4, 32, 512, 2048
+WRITTEN_AT_ONCE, TEMPERATURES = 128, (0.0, 0.7, 1.0)
+"""Rows, and temperatures, of texts that the trunk writes."""
+HEADS, KEY_HEADS, FEATURES, INTERMEDIATE, DRAFT_VOCAB = 8, 4, 32, 512, 3072
 
 
 @dataclass(frozen=True)
 class EagleOptions:
     """What a run can vary."""
 
-    minutes: float = 10.0  # wall-clock budget; the learning rate reaches zero at its end
+    minutes: float = 22.0  # wall-clock budget; the learning rate reaches zero at its end
     steps: int | None = None  # ends the run earlier
     device: str = "cpu"
     seed: int = 0
     rows: int = 8  # rows of a batch
     length: int = 256  # tokens of a row
-    learning_rate: float = 3e-3
+    learning_rate: float = 4e-3
+    written: int = 1024  # rows that the trunk writes itself
     drafts: int = 3  # that the layer is unrolled for
-    evaluate_every: float = 60.0  # seconds
+    evaluate_every: float = 120.0  # seconds
     files: int | None = None  # at most so many files to train on, and then one held out
 
 
@@ -169,6 +174,8 @@ class WithEagle(nn.Module):
             teacher_BTW = self.lm_head(hidden_BTD).float().softmax(-1)
             wanted_BT, teacher_BTD = teacher_BTW.argmax(-1), teacher_BTW[..., self.eagle.ids_D]
         hidden_BTD = self.eagle.fc(tapped_BTF)
+        # A draft counts only where those before it stood; the factor is the paper's code's.
+        weights = [0.8**step for step in range(drafts)]
         total, shares, earlier = hidden_BTD.new_zeros(()), [], []
         for step in range(drafts):
             hidden_BTD, key_value = self.draft(ids_BT.roll(-1 - step, 1), hidden_BTD, earlier)
@@ -176,7 +183,7 @@ class WithEagle(nn.Module):
             logits_BTD = self.small_logits(hidden_BTD).float()
             usable = T - 1 - step
             cross = -(teacher_BTD.roll(-1 - step, 1) * logits_BTD.log_softmax(-1)).sum(-1)
-            total = total + cross[:, :usable].mean() / drafts
+            total = total + cross[:, :usable].mean() * weights[step] / sum(weights)
             same = self.eagle.ids_D[logits_BTD.argmax(-1)] == wanted_BT.roll(-1 - step, 1)
             shares.append(float(same[:, :usable].float().mean()))
         return total, shares
@@ -201,6 +208,11 @@ def train_eagle(trunk: DemoModel, tokenizer: Tokenizer, out: Path, options: Eagl
         f"{sum(counts[token] for token in ids) / counts.total():.1%} of the tokens",
         flush=True,
     )
+    written = None
+    if options.written:
+        prompts = torch.tensor([token for ids in documents for token in ids], device=device)
+        written = written_rows(trunk, prompts, options)
+        print(f"{written.numel() / 1e6:.2f} M tokens of the model's own", flush=True)
     optimizer = torch.optim.AdamW(model.eagle.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
     begin = looked = time.monotonic()
     shape = TrainOptions(rows=options.rows, length=options.length, seed=options.seed)
@@ -208,21 +220,45 @@ def train_eagle(trunk: DemoModel, tokenizer: Tokenizer, out: Path, options: Eagl
         now = time.monotonic()
         done = max((now - begin) / (60 * options.minutes), step / options.steps if options.steps else 0.0)
         if done >= 1 or now - looked >= options.evaluate_every:
-            with torch.no_grad():
-                loss, shares = model.loss(held_out_NT, options.drafts)
-            said = ", ".join(f"{share:.3f}" for share in shares)
-            print(f"step {step} epoch {epoch} {now - begin:.0f} s: held-out {loss:.4f}, drafts {said}", flush=True)
+            print(
+                f"step {step} epoch {epoch} {now - begin:.0f} s: {_held_out(model, held_out_NT, options)}", flush=True
+            )
             save(model, out)
             looked = time.monotonic()
             if done >= 1:
                 return
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate * min(1.0, (step + 1) / 50) * (1 - done)
-        loss, _ = model.loss(rows[:, :-1].contiguous(), options.drafts)
+        rows = rows[:, :-1].contiguous()
+        if written is not None:
+            half = options.rows // 2
+            rows = torch.cat([rows[half:], written[torch.randint(len(written), (half,))]])
+        with torch.autocast(device.type, torch.bfloat16):
+            loss, _ = model.loss(rows, options.drafts)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.eagle.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def _held_out(model: WithEagle, ids_NT: Tensor, options: EagleOptions) -> str:
+    loss, shares = model.loss(ids_NT, options.drafts)
+    return f"held-out {loss:.4f}, drafts {', '.join(f'{share:.3f}' for share in shares)}"
+
+
+def written_rows(trunk: DemoModel, stream: Tensor, options: EagleOptions) -> Tensor:
+    """Rows [N, T] that begin with a quarter of the library's, and go on as the trunk does: every third the most
+    probable way, which ends in loops, the others drawn."""
+    generator = torch.Generator(stream.device).manual_seed(options.seed)
+    prompt, found = options.length // 4, []
+    for begin in range(0, options.written, WRITTEN_AT_ONCE):
+        count = min(WRITTEN_AT_ONCE, options.written - begin)
+        starts = torch.randint(len(stream) - prompt, (count,), generator=generator, device=stream.device)
+        prompts = torch.stack([stream[start : start + prompt] for start in starts.tolist()])
+        temperature_B = torch.tensor(TEMPERATURES, device=stream.device).repeat(-(-count // 3))[:count]
+        found.append(continued(trunk, prompts, options.length - prompt, temperature_B, generator))
+    return torch.cat(found)
 
 
 def save(model: WithEagle, folder: Path) -> None:

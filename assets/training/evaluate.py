@@ -173,14 +173,18 @@ def complete(model: DemoModel, tokenizer: Tokenizer, prompt: str, temperature: f
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def print_acceptance(model: DemoModel | WithEagle, stream: Tensor, prompts: int, prompt_tokens: int, new: int) -> None:
-    """Print the table of draft acceptance over prompts that lie evenly in a stream of held-out tokens."""
-    device = stream.device
+def evenly_chosen(stream: Tensor, prompts: int, prompt_tokens: int) -> Tensor:
+    """Prompts [B, T] that lie evenly in a stream of tokens, each with the bos token in front; at most so many."""
     starts = torch.linspace(0, len(stream) - prompt_tokens, prompts).long().tolist()
-    bos = torch.tensor([corpus.BOS_ID], device=device)
+    bos = torch.tensor([corpus.BOS_ID], device=stream.device)
     prompts_BT = torch.stack([torch.cat([bos, stream[start : start + prompt_tokens - 1]]) for start in starts])
     # A prompt that runs over a file's end would ask for nothing that follows from it.
-    prompts_BT = prompts_BT[~(prompts_BT == corpus.EOS_ID).any(1)]
+    return prompts_BT[~(prompts_BT == corpus.EOS_ID).any(1)]
+
+
+def print_acceptance(model: DemoModel | WithEagle, stream: Tensor, prompts: int, prompt_tokens: int, new: int) -> None:
+    """Print the table of draft acceptance over prompts that lie evenly in a stream of held-out tokens."""
+    prompts_BT = evenly_chosen(stream, prompts, prompt_tokens)
     print(f"{len(prompts_BT)} prompts of {prompt_tokens} held-out tokens, {new} new tokens each\n")
     print("| temperature | width | draft 1 | draft 2 | draft 3 | tokens a step | repeated 8-grams |")
     print("| --- | --- | --- | --- | --- | --- | --- |")

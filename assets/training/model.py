@@ -123,13 +123,8 @@ class Attention(nn.Module):
         self.kv_b_proj = nn.Linear(c.kv_lora_rank, c.num_attention_heads * kv_head_dim, bias=False)
         self.o_proj = nn.Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x_BTD: Tensor, rope: Rope, earlier: list[KeyValue]) -> tuple[Tensor, KeyValue]:
-        """Attend causally. Returns the output [B, T, D] and this call's keys and values.
-
-        `earlier` is for drafting several tokens from every position at once: it holds what earlier draft steps
-        returned. Then a token attends to the first step's entries up to its own column, and to its own column of the
-        later steps: what a decoder would find in its cache.
-        """
+    def projected(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys [B, H, T, K] and values [B, H, T, V] of these tokens."""
         c = self.config
         B, T, _ = x_BTD.shape
         q_BHTK = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD))).view(B, T, c.num_attention_heads, -1)
@@ -139,8 +134,17 @@ class Attention(nn.Module):
         k_nope, v_BHTV = kv_BTHX.transpose(1, 2).split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         k_rope = apply_rope(k_rope[:, None], rope).expand(-1, c.num_attention_heads, -1, -1)
         q_BHTK = torch.cat([q_nope, apply_rope(q_rope, rope)], dim=-1)
-        k_BHTK = torch.cat([k_nope, k_rope], dim=-1)
+        return q_BHTK, torch.cat([k_nope, k_rope], dim=-1), v_BHTV
 
+    def forward(self, x_BTD: Tensor, rope: Rope, earlier: list[KeyValue]) -> tuple[Tensor, KeyValue]:
+        """Attend causally. Returns the output [B, T, D] and this call's keys and values.
+
+        `earlier` is for drafting several tokens from every position at once: it holds what earlier draft steps
+        returned. Then a token attends to the first step's entries up to its own column, and to its own column of the
+        later steps: what a decoder would find in its cache.
+        """
+        B, T, _ = x_BTD.shape
+        q_BHTK, k_BHTK, v_BHTV = self.projected(x_BTD, rope)
         if not earlier:
             out_BHTV = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTV, is_causal=True)
         else:
