@@ -73,6 +73,8 @@ def write_draft(
             "kv_b_proj": (heads * 28, 32),
             "o_proj": (h, heads * 12),
         }
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{index}.weight": (h,) for index in range(3)}
     shapes |= {f"{attention}{name}.weight": shape for name, shape in sizes.items()}
     tensors = {}
     for name, shape in shapes.items():
@@ -140,11 +142,13 @@ class PlainEagle3:
         x = residual + self._attend(torch.cat([embedded, normed], -1))
         y = self._norm(x, "midlayer.post_attention_layernorm")
         gate, up, down = (self.w[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        return x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T
+        out = x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T
+        return self._norm(out, "norm") if self.config.get("norm_output") else out
 
     def logits(self, residual_SE: Tensor) -> Tensor:
         """By the model's ids."""
-        small = self._norm(residual_SE, "norm") @ self.w["lm_head.weight"].T
+        normed = residual_SE if self.config.get("norm_output") else self._norm(residual_SE, "norm")
+        small = normed @ self.w["lm_head.weight"].T
         if "d2t" not in self.w:
             return small
         out = torch.full((len(small), self.config["vocab_size"]), -torch.inf)
@@ -155,6 +159,9 @@ class PlainEagle3:
     def drafts(self, aux_SF: Tensor, tokens: list[int], count: int) -> tuple[Tensor, list[int]]:
         """Logits behind tokens 1, 2, ... of `tokens`, and greedy drafts behind the last. `aux_SF`: the model's hidden
         states of every token but the last."""
+        if self.config.get("fc_norm"):
+            parts = enumerate(aux_SF.chunk(3, -1))
+            aux_SF = torch.cat([self._norm(part, f"fc_norm.{index}") for index, part in parts], -1)
         hidden, tokens, found = aux_SF @ self.w["fc.weight"].T, tokens[1:], []
         first = None
         for _ in range(count):

@@ -9,6 +9,16 @@ LATENT = ("num_attention_heads", "intermediate_size")
 """What ranks divide among themselves, of the layer's two layouts."""
 
 
+def flattened(draft: dict[str, Any]) -> dict[str, Any]:
+    """A draft model's config.json with all fields at the top. Those of speculators (vLLM's project) have the layer's in
+    `transformer_layer_config`, and the normed hidden state begins the residual stream unless they say otherwise."""
+    layer = draft.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        return draft
+    own = {name: value for name, value in draft.items() if value is not None and name != "transformer_layer_config"}
+    return {"norm_before_residual": True, **layer, **own}
+
+
 def taps_of(draft: dict[str, Any], layers: int) -> tuple[int, ...]:
     """The layers of the model whose input, the residual stream in front of them, the draft model reads.
 
@@ -29,7 +39,7 @@ def taps_of(draft: dict[str, Any], layers: int) -> tuple[int, ...]:
 
 def misfits(draft: dict[str, Any], target: dict[str, Any], ranks: int) -> list[str]:
     """Why a draft model cannot draft, a line a cause. `target`: hidden_size, vocab_size and num_hidden_layers."""
-    found = []
+    draft, found = flattened(draft), []
     for name in ("hidden_size", "vocab_size"):
         if draft.get(name) != target.get(name):
             found.append(f"{name} = {draft.get(name)} of the draft model, but {target.get(name)} of the model")

@@ -40,13 +40,17 @@ class Eagle3Sizes:
     taps: tuple[int, ...]
     norm_before_residual: bool
     """Whether the residual stream begins with the normed hidden state."""
+    tap_norms: bool
+    """Whether each of the tapped hidden states is normed on its own before they are joined, as EAGLE-3.1 does."""
+    norm_output: bool
+    """Whether the next draft reads the normed residual stream, as EAGLE-3.1's does."""
     own_embedding: bool
     """Whether the files have one; else it is the model's."""
 
 
 class Eagle3(Drafter):
-    """The layer of a draft model of its own. What it hands on from draft to draft is its residual stream; `logits`
-    norms that."""
+    """The layer of a draft model of its own. What it hands on from draft to draft is its residual stream, which
+    `logits` norms unless that is done already, with `norm_output`."""
 
     def __init__(
         self,
@@ -62,6 +66,9 @@ class Eagle3(Drafter):
         self.model, self.sizes, self.attention, self.rotation_PO = model, sizes, attention, rotation_PO
         self.taps, self.cache = sizes.taps, [attention.cache]
         self.join_EF = source.matrix(Part("fc.weight", hidden, len(sizes.taps) * hidden))
+        self.tap_norms = [
+            source.load(f"fc_norm.{index}.weight", hidden) for index in range(len(sizes.taps) if sizes.tap_norms else 0)
+        ]
         self.embedding_YE = model.embedding_YE
         if sizes.own_embedding:
             self.embedding_YE = source.load("embed_tokens.weight", model.config.vocab_size, hidden)
@@ -91,6 +98,12 @@ class Eagle3(Drafter):
         out_TE = scratch.empty(token_T.shape[0], self.norm_E.shape[0], dtype=self.norm_E.dtype)
         with scratch.scope():
             joined_TE = scratch.empty(*out_TE.shape, dtype=out_TE.dtype)
+            if self.tap_norms:
+                tapped_TF, hidden_TF = hidden_TE, scratch.empty(*hidden_TE.shape, dtype=hidden_TE.dtype)
+                for index, norm_E in enumerate(self.tap_norms):
+                    part = slice(index * norm_E.shape[0], (index + 1) * norm_E.shape[0])
+                    rms_norm(tapped_TF[:, part], norm_E, hidden_TF[:, part], eps=self.sizes.eps)
+                hidden_TE = hidden_TF
             self.model.ways.any.linear(hidden_TE, self.join_EF, joined_TE, scratch)
             self._pass(token_T, joined_TE, out_TE, batch, cache, scratch)
         return out_TE
@@ -109,13 +122,15 @@ class Eagle3(Drafter):
                 hidden_RE = next_RE
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """Of the token behind these residuals, by the model's ids, fp32 [N, V]."""
+        """Of the token behind what `catch_up` gave, by the model's ids, fp32 [N, V]."""
         scratch = scratch or Scratch(hidden_NE.device)
         rows, share, ranks = hidden_NE.shape[0], self.head_DE.shape[0], self.model.group.size
         out_NV = scratch.empty(rows, self.model.config.vocab_size, dtype=torch.float32)
         with scratch.scope():
-            normed_NE = scratch.empty(*hidden_NE.shape, dtype=hidden_NE.dtype)
-            rms_norm(hidden_NE, self.norm_E, normed_NE, eps=self.sizes.eps)
+            normed_NE = hidden_NE
+            if not self.sizes.norm_output:
+                normed_NE = scratch.empty(*hidden_NE.shape, dtype=hidden_NE.dtype)
+                rms_norm(hidden_NE, self.norm_E, normed_NE, eps=self.sizes.eps)
             logits_ND = scratch.empty(rows, share, dtype=torch.float32)
             self.model.ways.any.linear(normed_NE, self.head_DE, logits_ND, scratch)
             if ranks > 1:
@@ -134,7 +149,7 @@ class Eagle3(Drafter):
         self, token_T: Tensor, hidden_TE: Tensor, out_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch
     ) -> None:
         """The layer: embedding and hidden state, each normed, side by side into attention; then the feed-forward part.
-        `out_TE` becomes the residual stream behind both."""
+        `out_TE` becomes the residual stream behind both, normed where the next draft reads it so."""
         way, eps, (tokens, hidden) = self.model.ways.any, self.sizes.eps, hidden_TE.shape
         with scratch.scope():
             x_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
@@ -151,3 +166,5 @@ class Eagle3(Drafter):
                 )
             normed_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
             self.feed_forward(way, x_TE, AddNorm(out_TE, self.norm_E, eps), normed_TE, scratch)
+            if self.sizes.norm_output:
+                out_TE.copy_(normed_TE)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from workers.draft_model import misfits, taps_of
+from workers.draft_model import flattened, misfits, taps_of
 from workers.families.fields import Fields
 from workers.families.rope import read_rope
 from workers.models.config import ConfigError, ModelConfig, Rope
@@ -38,6 +38,8 @@ class Eagle3Config:
     eps: float
     taps: tuple[int, ...]
     norm_before_residual: bool
+    tap_norms: bool
+    norm_output: bool
     rope: Rope
     heads: int
     key_heads: int
@@ -57,6 +59,7 @@ def read_eagle3(folder: str | Path, target: ModelConfig, ranks: int) -> Eagle3Co
         raise ConfigError(f"cannot read {folder / 'config.json'} of the draft model: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{folder / 'config.json'} does not hold a JSON object")
+    values = flattened(values)
     of_target = {
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
@@ -91,6 +94,8 @@ def read_eagle3(folder: str | Path, target: ModelConfig, ranks: int) -> Eagle3Co
         eps=fields.number("rms_norm_eps", 1e-6),
         taps=taps_of(values, target.num_layers),
         norm_before_residual=fields.flag("norm_before_residual", False),
+        tap_norms=fields.flag("fc_norm", False) or fields.flag("use_aux_norm", False),
+        norm_output=fields.flag("norm_output", False),
         rope=rope,
         heads=heads,
         key_heads=key_heads,
@@ -102,11 +107,13 @@ def read_eagle3(folder: str | Path, target: ModelConfig, ranks: int) -> Eagle3Co
 def _refuse_unsupported(fields: Fields) -> None:
     if said := unsupported_quantization(fields.values):
         raise ConfigError(f"config.json: {said}")
-    for name in ("attention_bias", "mlp_bias", "norm_before_fc"):
+    for name in ("attention_bias", "mlp_bias", "bias", "norm_before_fc", "mla_use_nope"):
         if fields.flag(name, False):
             raise fields.unsupported(name, True, (False,))
     if (activation := fields.text("hidden_act", "silu")) != "silu":
         raise fields.unsupported("hidden_act", activation, ("silu",))
+    if (scale := fields.number("logit_scale", 1.0)) != 1:
+        raise fields.unsupported("logit_scale", scale, (1.0,))
     inner = fields.values.get("eagle_config")
     if isinstance(inner, dict) and inner.get("use_aux_hidden_state") is False:
         raise fields.unsupported("eagle_config.use_aux_hidden_state", False, (True,))
@@ -196,6 +203,8 @@ def _build(
         eps=config.eps,
         taps=config.taps,
         norm_before_residual=config.norm_before_residual,
+        tap_norms=config.tap_norms,
+        norm_output=config.norm_output,
         own_embedding=checkpoint.has_any("embed_tokens."),
     )
     rotation_PO = rotation_table(config.rope, roped, model.max_positions, source.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from tests.workers.models.paged import Paged
 from workers.config import EngineConfig
+from workers.draft_model import taps_of
 from workers.families.eagle3 import load_eagle3, read_eagle3
 from workers.fit import Unfit, check_fit
 from workers.models.config import ConfigError
@@ -35,8 +37,10 @@ KINDS = {
     "gqa": {"draft_vocab": 90},
     "gqa-all-ids": {"norm_before_residual": True},
     "mla": {"draft_vocab": 90, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+    "mla-3.1": {"fc_norm": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [3, 1, 2]},
 }
-TAPS = {"gqa": (2, 2, 1), "gqa-all-ids": (2, 2, 1), "mla": (1, 2, 3)}
+"""The last as Kimi K2.6's draft model has it."""
+TAPS = {"gqa": (2, 2, 1), "gqa-all-ids": (2, 2, 1), "mla": (1, 2, 3), "mla-3.1": (3, 1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +115,8 @@ def test_logits(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "pages"), [("gqa", 60), ("gqa-all-ids", 60), ("mla", 60), pytest.param("gqa", 8, marks=pytest.mark.long)]
+    ("kind", "pages"),
+    [("gqa", 60), ("gqa-all-ids", 60), ("mla", 60), ("mla-3.1", 60), pytest.param("gqa", 8, marks=pytest.mark.long)],
 )
 def test_drafts_are_those_of_the_whole_sequence(
     folder: Path, drafts_of: dict[str, Path], kind: str, pages: int
@@ -162,7 +167,7 @@ def test_prefix_hits_keep_their_length(folder: Path, drafts_of: dict[str, Path])
     assert cached.pop() > 0
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@pytest.mark.parametrize("kind", ["gqa", "mla", "mla-3.1"])
 def test_steps_pass_the_self_test(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
     made = engine(folder, drafts_of[kind], selftest=True, max_rows=2, token_budget=32, max_context=200)
     assert made.replica.selftest is not None
@@ -286,6 +291,60 @@ def test_the_memory_plan_counts_the_draft_model(folder: Path, drafts_of: dict[st
     numbers = sum(tensor.numel() for name, tensor in stored.items() if name not in ("d2t", "t2d"))
     assert with_it.weights - without.weights == 4 * numbers
     assert with_it.page_bytes > without.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("values", "taps"),
+    [
+        ({}, (2, 30, 58)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": None}}, (2, 30, 58)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}}, (2, 30, 58)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}, (2, 30, 58)),
+    ],
+    ids=["default", "none given", "behind layers", "in front of layers"],
+)
+def test_conventions_of_tapped_layers(values: dict[str, Any], taps: tuple[int, ...]) -> None:
+    """All mean the same three of 61 layers: trainers count layers whose output they keep, vLLM's project those whose
+    input it takes, and where nothing is said both take the paper's."""
+    assert taps_of(values, 61) == taps
+
+
+def test_a_config_of_speculators(folder: Path, drafts_of: dict[str, Path], tmp_path: Path) -> None:
+    """The layer's fields in a part of their own, other names of tensors, and a residual stream that begins normed."""
+    values = json.loads((drafts_of["gqa-all-ids"] / "config.json").read_text())
+    top = {"speculators_model_type": "eagle3", "target_hidden_size": None, "draft_vocab_size": VOCAB}
+    top["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
+    layer = {name: value for name, value in values.items() if name not in (*top, "norm_before_residual")}
+    (tmp_path / "config.json").write_text(json.dumps({**top, "transformer_layer_config": layer}))
+    tensors = load_file(drafts_of["gqa-all-ids"] / "model.safetensors")
+    save_file({n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    model = engine(folder, None).replica.model
+    got = load_eagle3(read_eagle3(tmp_path, model.config, 1), model)
+    want = load_eagle3(read_eagle3(drafts_of["gqa-all-ids"], model.config, 1), model)
+    assert got.taps == (1, 2, 3)
+    assert replace(got.sizes, taps=want.taps) == want.sizes
+    assert torch.equal(got.join_EF.plain, want.join_EF.plain)
+    check_fit(EngineConfig(model=str(folder), draft_model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mla_use_nope": True},
+        {"logit_scale": 0.5},
+        {"norm_before_fc": True},
+        {"bias": True},
+        {"eagle_config": {"use_aux_hidden_state": False}},
+    ],
+)
+def test_what_would_draft_wrongly_is_refused(
+    folder: Path, drafts_of: dict[str, Path], tmp_path: Path, values: dict[str, Any]
+) -> None:
+    """Nothing but acceptance would show it."""
+    config = json.loads((drafts_of["gqa"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        read_eagle3(tmp_path, engine(folder, None).replica.model.config, 1)
 
 
 def test_settings_that_exclude_each_other(folder: Path, drafts_of: dict[str, Path]) -> None:
