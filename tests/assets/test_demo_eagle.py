@@ -86,3 +86,14 @@ def test_the_script_trains(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert "step 2" in run.stdout
     assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.long
+def test_formats_are_compared() -> None:
+    command = [sys.executable, str(ASSETS / "compare_formats.py"), "--prompts", "2", "--new", "2"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    rows = [line.split(" | ") for line in run.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == [f"| {form}" for form in ("bf16", "fp8", "int4") for _ in range(4)]
+    for row, most in zip(rows[::4], (0.0, 0.5, 3.0), strict=True):
+        assert float(row[2].rstrip("%")) <= most
