@@ -106,7 +106,7 @@ def by_kernel(case: Case, experts: float) -> None:
     for launch in launches:
         kernel, _, _, options = launch
         name = kernel.fn.__name__
-        if name in ("stream_linear", "ring_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up", "fp8_whole"):
+        if name.startswith(("stream_", "fp8_")) or name == "ring_linear":
             rows, features = options["SIZE"]
             name += f" {'2x' * name.endswith('gate_up')}{rows}x{features}"
         groups.setdefault(name, []).append(launch)
@@ -131,12 +131,14 @@ def streamed_bytes(launch: Any, experts: float) -> float:
     """Bytes of weights one launch reads."""
     kernel, grid, _, o = launch
     name = kernel.fn.__name__
-    known = ("stream_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up", "fp8_whole", "gate_up", "down")
+    known = ("stream_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up", "fp8_whole", "fp8_even", "gate_up", "down")
     if name not in known or "STREAMS" not in o:
         return 0.0
     size = (1.0 if o["STORED"].fp8 else 2.0) * o["SIZE"].rows * o["SIZE"].features
     if name == "stream_linear":
         return size * float(grid[1])
+    if name == "fp8_even":
+        return size * (o["UNITS"].shared + experts if o["UNITS"].listed else 1)
     if name in ("fp8_linear", "fp8_whole"):
         return size
     if name in ("stream_gate_up", "fp8_gate_up"):

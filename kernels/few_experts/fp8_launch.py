@@ -4,7 +4,7 @@ captured. `dependent`: as in `launch`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import triton
 from torch import Tensor
@@ -22,10 +22,6 @@ from kernels.pending_norm.pieces import PendingNorm
 
 if TYPE_CHECKING:
     from kernels.few_experts import ChosenExperts
-
-
-LONG: Final = 2048
-"""Features of an expert from which one token's second half has stages of two warps."""
 
 
 def gate_up(
@@ -70,11 +66,8 @@ def gate_up(
 
 
 def down_ring(tokens: int, intermediate: int) -> tuple[int, int]:
-    """Warps and stages of `down`. With 2 and 12 a step of one row of six layers of DeepSeek-V3 took 1.474 ms on an
-    H200, with 4 and 6, as many bytes, 1.485; of short rows 12 stages would be many experts."""
-    if tokens > 1:
-        return warps_of(intermediate, 8), 3
-    return (2, 12) if intermediate >= LONG else (warps_of(intermediate, 4), 6)
+    """Warps and stages of `down`. (One token and long experts have `fp8_even`.)"""
+    return (warps_of(intermediate, 8), 3) if tokens > 1 else (warps_of(intermediate, 4), 6)
 
 
 def down(

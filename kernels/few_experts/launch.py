@@ -17,6 +17,7 @@ from kernels.few_experts import fp8_launch, kernel, stream
 from kernels.few_experts.records import Choices, Sum
 from kernels.halve import Halved
 from kernels.hopper import multiprocessors
+from kernels.linear.fp8_even_launch import even, fp8_even
 from kernels.linear.fp8_launch import kept
 from kernels.linear.launch import (
     RESIDENT_BYTES,
@@ -27,7 +28,7 @@ from kernels.linear.launch import (
     stream_linear,
     streamable,
 )
-from kernels.linear.records import Size
+from kernels.linear.records import Size, Units
 from kernels.linear.stored import stored
 from kernels.linear.stream import ROWS
 from kernels.matrix import BlockScaled, Matrix
@@ -191,6 +192,11 @@ def down(
         return
     intermediate = act_YI.shape[1]
     shared, (data, scales, how) = _shared(choice, weight_XEI, act_YI), stored(weight_XEI)
+    if isinstance(weight_XEI, BlockScaled) and even(tokens, weight_XEI):
+        who = Units(True, choice.experts, shared, choice.weight_TK.shape[1])
+        units = choice.slot_S, choice.place_TX, choice.slots, who
+        fp8_even(act_YI, weight_XEI, out_TE, residual_TE, norm_E, square_TP, units, dependent=dependent)
+        return
     stream.down[(triton.cdiv(features, ROWS),)](
         act_YI,
         data,

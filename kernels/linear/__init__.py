@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.halve import Halved
 from kernels.hopper import is_hopper, multiprocessors
-from kernels.linear import fp8_launch, launch, parts, reference
+from kernels.linear import fp8_even_launch, fp8_launch, launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
 from kernels.linear.rounded import (
@@ -48,8 +48,9 @@ __all__ = [
 
 def halved(tokens: int, weight: Matrix) -> bool:
     """Whether `linear` and `linear_to_residual`, and `few_experts`, take so many tokens halved for this matrix (these
-    experts): on Hopper, for FP8 weights whose input features are whole blocks of 128."""
-    return fp8_launch.fetched(tokens, weight)
+    experts): on Hopper, several of them, for FP8 weights whose input features are whole blocks of 128. (One is made
+    fp16 where it is multiplied.)"""
+    return fp8_launch.fetched(tokens, weight) and not fp8_even_launch.even(tokens, weight)
 
 
 def linear(
@@ -66,7 +67,9 @@ def linear(
         fp8_launch.fp8_linear(x_TE, _blocks(x_TE, weight_FE), out_TF, dependent=dependent)
     elif not isinstance(weight_FE, Tensor):
         _check_few(x_TE, weight_FE)
-        if x_TE.is_cuda:
+        if isinstance(weight_FE, BlockScaled) and fp8_even_launch.even(x_TE.shape[0], weight_FE):
+            fp8_even_launch.fp8_even(x_TE, weight_FE, out_TF, dependent=dependent)
+        elif x_TE.is_cuda:
             launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
         else:
             out_TF.copy_(x_TE.float() @ weight_FE.float().t())
@@ -180,7 +183,10 @@ def linear_to_residual(
         )
         return
     _check_few(x_TE, weight_FE)
-    if x_TE.is_cuda:
+    if isinstance(weight_FE, BlockScaled) and fp8_even_launch.even(x_TE.shape[0], weight_FE):
+        into = out.x_TE, residual_TF, norm_F, out.square_TP
+        fp8_even_launch.fp8_even(x_TE, weight_FE, *into, dependent=dependent)
+    elif x_TE.is_cuda:
         launch.stream_linear(
             x_TE, weight_FE, out.x_TE, residual_TF=residual_TF, norm=norm_F, next=out, dependent=dependent
         )

@@ -110,7 +110,6 @@ def fp8_linear(
 
     (tokens, features), rows = x.half_TF.shape, weight_FE.shape[0]
     square = out_TF if next is None else next.square_TP
-    # With 4 / 5 / 6 / 9 stages a step of one row of six layers of DeepSeek-V3 took 1.487 / 1.485 / 1.478 / 1.532 ms.
     warps, stages = (warps_of(features, 4), 6) if tokens == 1 else (warps_of(features, 8), 3)
     fp8.fp8_linear[(triton.cdiv(rows, stream.ROWS),)](
         x.half_TF,

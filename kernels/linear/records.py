@@ -58,3 +58,16 @@ class Streams(NamedTuple):
     warps: int
     ahead: int
     """Times all warps' features that are asked for ahead: chunks in registers, or stages of a ring."""
+
+
+class Units(NamedTuple):
+    """The experts that a token's sum is over; as many as none for a product with one matrix."""
+
+    listed: bool = False
+    """Whether there are experts."""
+    experts: int = 0
+    """Experts that can be chosen."""
+    shared: int = 0
+    """Experts of every token, whose weights lie behind the others'."""
+    chosen: int = 0
+    """Experts that a token chooses."""

@@ -24,7 +24,8 @@ class PendingNorm:
     x_TE: Tensor
     """The rows times the norm's weight, in the dtype of the products."""
     square_TP: Tensor
-    """fp32: sums of squares of 16 features each, of the rows without the weight."""
+    """fp32: sums of squares of 16 features each, of the rows without the weight. Who divides needs their sum alone, so
+    a program that ends within 16 features may leave the squares of its part in a piece beside."""
     eps: float
 
     def __post_init__(self) -> None:

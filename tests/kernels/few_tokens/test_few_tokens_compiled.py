@@ -17,7 +17,8 @@ from kernels.halve import Halved
 from kernels.halve import launch as halve_launch
 from kernels.head_linear import launch as head_launch
 from kernels.latent_entry import fp8_entry
-from kernels.linear import fp8_launch, launch
+from kernels.linear import fp8_even_launch, fp8_launch, launch
+from kernels.linear.records import Units
 from kernels.matrix import BlockScaled
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
 from kernels.pending_norm import PendingNorm, launch_enter
@@ -274,6 +275,35 @@ def test_fp8_weights_that_the_copy_engine_fetches(name: str, tokens: int) -> Non
     # Of products without a norm before them several programs stand on a multiprocessor, and of the query's.
     assert all(2 * (resources(kernel).shared + 1024) <= 228 * 1024 for kernel in compiled[2:7])
     assert all(6 * (resources(kernel).shared + 1024) <= 228 * 1024 for kernel in compiled[8:])
+
+
+def test_rows_of_fp8_weights_that_are_dealt_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = V3
+    monkeypatch.setattr(fp8_even_launch, "multiprocessors", lambda device: 132)
+    after = PendingNorm.empty(1, m.hidden, 1e-6, BF16, empty)
+    residual, norm = empty(1, m.hidden, dtype=FP32), empty(m.hidden)
+    stored, act = m.experts + m.shared, empty(m.chosen + m.shared, m.expert)
+    choice = ChosenExperts.empty(1, m.experts, m.chosen, empty)
+    units = choice.slot_S, choice.place_TX, choice.slots, Units(True, m.experts, m.shared, m.chosen)
+    into = residual, norm, after.square_TP
+    down, output = fp8(stored, m.hidden, m.expert), fp8(m.hidden, m.heads * m.value)
+    with compile_only() as compiled:
+        fp8_even_launch.fp8_even(act, down, after.x_TE, *into, units, dependent=True)
+        fp8_even_launch.fp8_even(act, down, after.x_TE, units=units, dependent=True)
+        for weight in (output, fp8(m.hidden, m.dense)):
+            fp8_even_launch.fp8_even(empty(1, weight.shape[1]), weight, after.x_TE, *into, dependent=True)
+            fp8_even_launch.fp8_even(empty(1, weight.shape[1]), weight, after.x_TE, dependent=True)
+    for kernel in compiled:
+        found, used = resources(kernel), instructions(kernel)
+        found.check(128)
+        assert (found.waits, found.releases) == (True, True)
+        # Four blocks, of whose 128 features each of a warp's tiles of 16 x 16 has one product.
+        assert used["HMMA"] == 4 * 8
+        assert 4 * used["HMMA"] <= used["F2FP"] <= 4 * used["HMMA"] + 32
+        assert used["HMUL2"] == 0
+        assert "UTMALDG" in used
+        # Two stand on a multiprocessor, and beside them there is room for the weights of the kernel behind.
+        assert 2 * (found.shared + 1024) <= 100 * 1024
 
 
 @pytest.mark.parametrize(("name", "tokens"), CASES)

@@ -4,11 +4,12 @@ Hopper, run by the PTX emulator under drawn schedules."""
 import few_token_cases as cases
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.few_experts import fp8_launch as experts_launch
 from kernels.halve import Halved, halve
-from kernels.linear import fp8_launch
-from kernels.matrix import BlockScaled
+from kernels.linear import fp8_even_launch, fp8_launch
+from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm import PIECE, PendingNorm
 from tests.support.ptx import emulated
 
@@ -20,8 +21,10 @@ BLOCKS = (128, 128)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers take the device for one, with few multiprocessors: programs go through the ring several times."""
     monkeypatch.setattr(fp8_launch, "is_hopper", lambda device: True)
-    for launch in (fp8_launch, experts_launch):
+    for launch in (fp8_launch, fp8_even_launch, experts_launch):
         monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
+    for name, value in (("LONG_ROWS", 512), ("LONG_EXPERTS", 512), ("WARPS", 2)):
+        monkeypatch.setattr(fp8_even_launch, name, value)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -38,6 +41,19 @@ def test_every_weight_is_what_it_is(tokens: int) -> None:
     assert torch.equal(out.T, weight.data.float()[:, :tokens])
 
 
+def test_every_weight_is_what_it_is_for_one_token() -> None:
+    code = torch.arange(256, dtype=torch.uint8).repeat(64)
+    code[(code & 127) == 127] = 0
+    weight = BlockScaled(code.view(32, 512).view(torch.float8_e4m3fn), torch.ones(1, 4))
+    out = torch.full((1, 32), torch.nan)
+    for feature in (0, 127, 200, 300, 511):
+        x = torch.zeros(1, 512).bfloat16()
+        x[0, feature] = 1
+        with emulated():
+            fp8_even_launch.fp8_even(x, weight, out)
+        assert torch.equal(out[0], weight.data.float()[:, feature])
+
+
 @pytest.mark.parametrize(("tokens", "features"), [(1, 384), (8, 1152)])
 def test_products(tokens: int, features: int) -> None:
     """Shorter than the ring and longer, and rows that end in the middle of a program."""
@@ -45,6 +61,16 @@ def test_products(tokens: int, features: int) -> None:
         cases.check_linear(CPU, tokens, 150, features, BLOCKS)
         cases.check_residual(CPU, tokens, 144, features, (16, 128))
     assert launches == ["halve", "fp8_linear"] * 3
+
+
+@pytest.mark.parametrize(("rows", "features"), [(48, 512), (144, 640), (208, 2176), (400, 1024)])
+def test_products_of_one_token(rows: int, features: int) -> None:
+    """Programs of two and more blocks, of which the last one has fewer; features that end in the middle of the warps'
+    share; more rows than the programs of three multiprocessors take."""
+    with emulated(rows, consecutive=True) as launches:
+        cases.check_linear(CPU, 1, rows, features, BLOCKS)
+        cases.check_residual(CPU, 1, rows, features, BLOCKS)
+    assert launches == ["fp8_even"] * 3
 
 
 @pytest.mark.parametrize(
@@ -58,32 +84,41 @@ def test_normed_products_of_one_token(rows: int, features: int, blocks: tuple[in
     assert launches == ["fp8_whole"] * 2
 
 
-@pytest.mark.parametrize("power", [-90, -40, 40, 90])
-def test_every_block_of_a_token_has_a_unit_of_its_own(power: int) -> None:
-    """Blocks of very different sizes, zeros among them, each of which alone counts for some outputs."""
-    torch.manual_seed(0)
-    sizes = torch.tensor([0.0, 2.0**power, 1.0, 2.0 ** (power / 2)]).repeat_interleave(128)
-    x, data = (torch.randn(1, 512) * sizes).bfloat16(), torch.zeros(16, 512)
-    for block in range(4):
-        data[block::4, 128 * block : 128 * (block + 1)] = torch.randn(4, 128) * 64
-    weight = BlockScaled(data.to(torch.float8_e4m3fn), torch.ones(1, 4))
-    square = torch.ones(1, 512 // PIECE) * PIECE  # of a root mean square of one
-    out = torch.full((1, 16), torch.nan)
+def multiplied(kernel: str, x: Tensor, weight: Matrix) -> Tensor:
+    """One token, of a root mean square of one where that is asked for."""
+    assert isinstance(weight, BlockScaled)
+    out = torch.full((1, weight.shape[0]), torch.nan)
     with emulated():
-        fp8_launch.fp8_whole(PendingNorm(x, square, 0.0), weight, out)
-    torch.testing.assert_close(out.double(), x.double() @ weight.data.double().T, rtol=1e-4, atol=2.0**-140)
+        if kernel == "fp8_whole":
+            square = torch.full((1, x.shape[1] // PIECE), float(PIECE))
+            fp8_launch.fp8_whole(PendingNorm(x, square, 0.0), weight, out)
+        else:
+            fp8_even_launch.fp8_even(x, weight, out)
+    return out
+
+
+@pytest.mark.parametrize("power", [-90, -40, 40, 90])
+@pytest.mark.parametrize(("kernel", "share"), [("fp8_whole", 128), ("fp8_even", 256)])
+def test_every_share_of_a_token_has_a_unit_of_its_own(kernel: str, share: int, power: int) -> None:
+    """What a warp multiplies at a time: shares of very different sizes, zeros among them, each of which alone counts
+    for some outputs."""
+    torch.manual_seed(0)
+    sizes = torch.tensor([0.0, 2.0**power, 1.0, 2.0 ** (power / 2)]).repeat_interleave(share)
+    x, data = (torch.randn(1, 4 * share) * sizes).bfloat16(), torch.zeros(16, 4 * share)
+    for part in range(4):
+        data[part::4, share * part : share * (part + 1)] = torch.randn(4, share) * 64
+    weight = BlockScaled(data.to(torch.float8_e4m3fn), torch.ones(1, share // 32))
+    want = x.double() @ weight.data.double().T
+    torch.testing.assert_close(multiplied(kernel, x, weight).double(), want, rtol=1e-4, atol=2.0**-140)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_a_token_that_is_not_finite_stays_so(value: float) -> None:
-    x = torch.ones(1, 256).bfloat16()
+@pytest.mark.parametrize("kernel", ["fp8_whole", "fp8_even"])
+def test_a_token_that_is_not_finite_stays_so(kernel: str, value: float) -> None:
+    x = torch.ones(1, 512).bfloat16()
     x[0, 200] = value
-    weight, _ = CPU.matrix(16, 256, blocks=BLOCKS)
-    assert isinstance(weight, BlockScaled)
-    out = torch.zeros(1, 16)
-    with emulated():
-        fp8_launch.fp8_whole(PendingNorm(x, torch.ones(1, 256 // PIECE), 1e-6), weight, out)
-    assert not out.isfinite().any()
+    weight, _ = CPU.matrix(16, 512, blocks=BLOCKS)
+    assert not multiplied(kernel, x, weight).isfinite().any()
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, (128, 128)), (3, (32, 128))])
@@ -95,12 +130,22 @@ def test_gated(tokens: int, blocks: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "intermediate", "shared", "residual"),
-    [(1, 384, 128, 1, True), (1, 128, 2048, 1, True), (5, 256, 384, 0, True), (8, 1152, 128, 2, False)],
+    [
+        (1, 384, 128, 1, True),
+        (1, 384, 512, 1, True),
+        (1, 128, 1152, 2, False),
+        (5, 256, 384, 0, True),
+        (8, 1152, 128, 2, False),
+    ],
 )
 def test_experts(tokens: int, hidden: int, intermediate: int, shared: int, residual: bool) -> None:
     with emulated(tokens, consecutive=True) as launches:
         cases.check_experts(CPU, tokens, 6, 2, hidden, intermediate, shared, residual, BLOCKS)
-    assert launches == ["choose", "gate_up", "halve", "down"]
+    assert launches == [
+        "choose",
+        "gate_up",
+        *(["fp8_even"] if tokens == 1 and intermediate >= 512 else ["halve", "down"]),
+    ]
 
 
 def test_companions_that_are_not_numbers_change_nothing() -> None:
@@ -124,3 +169,8 @@ def test_matrices_and_tokens_that_are_not_for_it() -> None:
     assert not fp8_launch.whole(1, wide)
     assert fp8_launch.whole(1, coarse)
     assert not fp8_launch.whole(2, coarse)
+    assert fp8_even_launch.even(1, wide)
+    fine_rows = BlockScaled(wide.data, torch.ones(1, 128), rows=32)
+    odd_rows = BlockScaled(torch.empty(24, 16384, dtype=torch.float8_e4m3fn), torch.ones(1, 128))
+    for tokens, weight in ((2, wide), (1, coarse), (1, plain), (1, fine_rows), (1, odd_rows)):
+        assert not fp8_even_launch.even(tokens, weight)
