@@ -18,8 +18,8 @@ from training.train import held_out_losses
 ASSETS = Path(__file__).resolve().parent
 
 
-def compare(folder: Path, prompts: int, new: int) -> None:
-    """Print the table, as Markdown."""
+def compare(folder: Path, prompts: int, new: int, tokens: int | None = None) -> None:
+    """Print the table, as Markdown. The loss is that of so many tokens of held-out text, or of all."""
     print("| format | loss | more than bf16 | drafter | temperature | draft 1 | draft 2 | draft 3 | tokens a step |")
     print("| --- " * 9 + "|")
     plain = None
@@ -29,7 +29,7 @@ def compare(folder: Path, prompts: int, new: int) -> None:
         model, tokenizer = load(ASSETS / "demo" if form == "bf16" else folder / form, torch.device("cpu"))
         documents = corpus.encode_documents(tokenizer, list(corpus.collect().held_out.values()))
         stream = torch.tensor([token for document in documents for token in document])
-        loss, _ = held_out_losses(model, stream, model.config.max_position_embeddings, 1)
+        loss, _ = held_out_losses(model, stream[:tokens], model.config.max_position_embeddings, 1)
         plain = plain or loss
         asked = evenly_chosen(stream, prompts, 192)
         for name, drafter in (("MTP", model), ("EAGLE-3", load_eagle(model, ASSETS / "demo_eagle3"))):
@@ -48,9 +48,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=16, help="prompts to measure acceptance on")
     parser.add_argument("--new", type=int, default=64, help="new tokens of each")
+    parser.add_argument("--tokens", type=int, help="of held-out text to take the loss of (default: all)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        compare(Path(folder), arguments.prompts, arguments.new)
+        compare(Path(folder), arguments.prompts, arguments.new, arguments.tokens)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_the_script_trains(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_formats_are_compared() -> None:
-    command = [sys.executable, str(ASSETS / "compare_formats.py"), "--prompts", "2", "--new", "2"]
+    command = [sys.executable, str(ASSETS / "compare_formats.py"), "--prompts", "2", "--new", "2", "--tokens", "4096"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     rows = [line.split(" | ") for line in run.stdout.splitlines()[2:]]

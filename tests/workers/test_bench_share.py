@@ -78,6 +78,7 @@ def write_files(folder: Path, source: Any) -> None:
     save_file({name: tensor.clone() for name, tensor in whole.items()}, folder / "model.safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", ["v3", "v2-lite"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_share_is_what_a_rank_loads_from_files(

@@ -216,6 +216,7 @@ async def check_demo(*names: str) -> dict[str, list[Calls]]:
     return got
 
 
+@pytest.mark.long
 async def test_the_demo_model_calls_what_it_must() -> None:
     await check_demo("glm")
 

@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
     pytest.mark.timeout(120),
     pytest.mark.alone,
+    pytest.mark.long,
 ]
 
 KEY = "sesame"

@@ -189,6 +189,7 @@ async def valid_answers(width: int, count: int) -> list[str]:
         return list((await asyncio.gather(*wanted, *beside))[:count])  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 async def test_the_demo_model_gives_valid_json_at_every_width() -> None:
     assert await valid_answers(3, 6) == await valid_answers(1, 6)
 

@@ -31,6 +31,7 @@ def generate(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_width_changes_drafts_and_not_the_text():
     prompt = ("--prompt", "def read_lines(path):", "--max-tokens", "60")
     one = generate(*prompt, "--width", "1")

@@ -56,6 +56,14 @@ def test_v3_products_in_fp8(tokens: int) -> None:
     cases.check_experts(place(), tokens, 8, 2, 192, 128, 1, True, (64, 64))
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_long_rows_in_fp8(tokens: int) -> None:
+    """Those of DeepSeek-V3, which a kernel of their own multiplies by one token."""
+    cases.check_residual(place(), tokens, 7168, 16384, (128, 128))
+    cases.check_residual(place(), tokens, 7168, 18432, (128, 128))
+    cases.check_experts(place(), tokens, 12, 8, 7168, 2048, 1, True, (128, 128))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 16, 17, 33, 64, 300])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_tiled(tokens: int, invariant: bool) -> None:
