@@ -59,6 +59,7 @@ def test_tokens_have_to_be_equal(bench, tmp_path: Path, other: str, passed: bool
     assert bench.run_step(bench.Step("one", commands, equal=True), tmp_path)[0] == passed
 
 
+@pytest.mark.long
 def test_ranks_share_a_model_that_is_nowhere(bench, tmp_path: Path) -> None:
     """Processes that others start find its weights, and two ranks the same ones as one."""
     import generated

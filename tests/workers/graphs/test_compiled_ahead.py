@@ -153,6 +153,7 @@ def test_the_demo_compiles_nothing_late(
     assert late(Start(monkeypatch, config), 96, seed=3) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_published_heads_compile_nothing_late(
@@ -163,6 +164,7 @@ def test_published_heads_compile_nothing_late(
     assert late(Start(monkeypatch, config), 300, seed=3) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("width", "activations"), [(1, "auto"), (3, "auto"), (3, "bf16")])
 def test_weights_in_fp8_compile_nothing_late(
     width: int, activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,6 +190,7 @@ def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.
     assert "attend_wide" not in launched
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(("cache", "shared"), [("auto", []), ("fp8", ["full", "shared", "shared"])])
 def test_sparse_attention_compiles_nothing_late(

@@ -243,6 +243,7 @@ async def test_ids_that_cannot_travel_are_refused_alone() -> None:
         assert not client._streams
 
 
+@pytest.mark.long
 @pytest.mark.alone
 async def test_a_scheduler_with_a_pulse_is_alive_though_its_loop_says_nothing() -> None:
     async with front(heartbeat_timeout_s=1.2) as (client, scheduler):
