@@ -8,6 +8,8 @@ READY := $(VENV)/.ready
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Tests start hundreds of processes, each of which would compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup serve test test-long gates lint types clean
 

@@ -12,6 +12,7 @@ from tests.support.interpreter import interpreted_pytest
 CPU = torch.device("cpu")
 
 
+@pytest.mark.long
 def test_dequantisation_in_the_interpreter() -> None:
     interpreted_pytest(Path(__file__).with_name("interpreted_dequantise.py"))
 

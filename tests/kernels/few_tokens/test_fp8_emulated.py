@@ -133,9 +133,9 @@ def test_gated(tokens: int, blocks: tuple[int, int]) -> None:
     [
         (1, 384, 128, 1, True),
         (1, 384, 512, 1, True),
-        (1, 128, 1152, 2, False),
+        pytest.param(1, 128, 1152, 2, False, marks=pytest.mark.long),
         (5, 256, 384, 0, True),
-        (8, 1152, 128, 2, False),
+        pytest.param(8, 1152, 128, 2, False, marks=pytest.mark.long),
     ],
 )
 def test_experts(tokens: int, hidden: int, intermediate: int, shared: int, residual: bool) -> None:

@@ -13,6 +13,7 @@ from tests.support.hopper import compile_only, resources
 from tests.support.interpreter import interpreted_pytest
 
 
+@pytest.mark.long
 def test_reference_and_kernels_in_the_interpreter() -> None:
     interpreted_pytest(Path(__file__).parent / "interpreted_grouped_attention.py")
 

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.interpreter import interpreted_pytest
 
 
+@pytest.mark.long
 def test_halving_in_the_interpreter() -> None:
     interpreted_pytest(Path(__file__).with_name("interpreted_halve.py"))

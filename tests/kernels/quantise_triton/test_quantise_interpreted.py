@@ -10,6 +10,7 @@ from kernels.quantise import GROUP, MOST, quantise, silu_mul_quantise
 from tests.support.interpreter import interpreted_pytest
 
 
+@pytest.mark.long
 def test_quantisation_in_the_interpreter() -> None:
     interpreted_pytest(Path(__file__).with_name("interpreted_quantise.py"))
 

@@ -144,7 +144,14 @@ def settings(model: str, width: int | str, **others: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "invariant"])
-@pytest.mark.parametrize("context", [None, 540, 70], ids=["", "just two pieces of context", "just two pages"])
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(None, id=""),
+        pytest.param(540, marks=pytest.mark.long, id="just two pieces of context"),
+        pytest.param(70, marks=pytest.mark.long, id="just two pages"),
+    ],
+)
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), "auto"])
 def test_the_demo_compiles_nothing_late(
     width: int | str, context: int | None, invariant: bool, monkeypatch: pytest.MonkeyPatch

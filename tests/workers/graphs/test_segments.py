@@ -165,7 +165,7 @@ def test_a_selection_in_memory_of_segments_is_seen(tmp_path: Path, monkeypatch: 
         assert run.generate(prompts, greedy(8)) != expected
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("width", [1, 2])
 def test_stages_of_all_buckets_share_their_endings(
     folder: Path, width: int, invariant: bool, monkeypatch: pytest.MonkeyPatch

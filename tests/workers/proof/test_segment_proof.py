@@ -214,7 +214,7 @@ def test_what_both_runs_change_wrongly_is_caught(
         assert found.problems == ((caught,) if wrong else ())
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("width", [1, 3])
 def test_every_ending_passes(folder: Path, width: int, invariant: bool) -> None:
     parts = parts_of(folder, width, rows=40, invariant=invariant)
