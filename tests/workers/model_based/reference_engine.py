@@ -10,7 +10,8 @@ and where two tokens come within that distance of one another either is right. `
 right at a place: the best one, and those within `MARGIN` of it; where a filter's edge lies within the margin of a
 token's value, both that it is kept and that it is not. All but one place in some thousands have one right token alone,
 which `Reference.judge` counts. From a place on where the engine took another right one, its own tokens are what is
-continued.
+continued. Where experts of a layer come as near to one another, the other choice of experts is right as well
+(`routing`).
 
 Shape legend: T tokens of a sequence, V vocabulary.
 """
@@ -18,7 +19,7 @@ Shape legend: T tokens of a sequence, V vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,7 @@ import torch
 
 from kernels.sampling.philox import gumbel_noise
 from tests.workers.model_based.grammars import allowed
+from tests.workers.model_based.routing import routed_otherwise
 from tests.workers.models.oracle import load_oracle, oracle_logits
 from workers.protocol.plan import SamplingParams, TopLogprobs
 from workers.protocol.scores import Scores
@@ -67,12 +69,29 @@ class Reference:
     def _logits_of(self, tokens: tuple[int, ...]) -> np.ndarray:
         """float32 [T, V]: the model over the whole sequence. From a token on whose embedding is no number all are NaN,
         and nothing before it: transformers itself multiplies what a position must not see by zero, which NaN stays."""
+        return self._computed(tokens, self._sound(tokens))
+
+    def _sound(self, tokens: Sequence[int]) -> int:
+        """How many tokens stand before the first one whose embedding is no number."""
         numbers_T = self._model.get_input_embeddings().weight.isfinite().all(1)[list(tokens)].tolist()
-        sound = numbers_T.index(False) if False in numbers_T else len(tokens)
+        return numbers_T.index(False) if False in numbers_T else len(tokens)
+
+    def _computed(self, tokens: Sequence[int], sound: int) -> np.ndarray:
         logits_TV = np.full((len(tokens), self._model.config.vocab_size), np.nan, dtype=np.float32)
         if sound:
             logits_TV[:sound] = oracle_logits(self._model, list(tokens[:sound])).float().numpy()
         return logits_TV
+
+    def _wrong_however_routed(self, tokens: tuple[int, ...], judged: Callable[[np.ndarray], str]) -> str:
+        """What `judged` finds wrong by the logits of these tokens; empty if it finds nothing by those that follow from
+        another choice of experts that are nearly equal."""
+        wrong, sound = judged(self.logits_of(tokens)), self._sound(tokens)
+        if wrong and sound:
+            for _ in routed_otherwise(self._model, list(tokens[:sound])):
+                if not judged(self._computed(tokens, sound)):
+                    self.seen["routed otherwise"] += 1
+                    return ""
+        return wrong
 
     def answer(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
         """The definition: one token after the other."""
@@ -90,8 +109,14 @@ class Reference:
             return "" if (sampling.prompt_logprobs < 0) == (scores is None) else "scores and nobody asked, or none"
         if scores.count != len(prompt) - 1:
             return f"{scores.count} tokens of a prompt of {len(prompt)} are scored"
+        return self._wrong_however_routed(
+            tuple(prompt), lambda logits_TV: self._wrong_scores(prompt, sampling, scores, logits_TV)
+        )
+
+    def _wrong_scores(
+        self, prompt: Sequence[int], sampling: SamplingParams, scores: Scores, logits_TV: np.ndarray
+    ) -> str:
         asked = msgspec.structs.replace(sampling, logprobs=sampling.prompt_logprobs)
-        logits_TV = self.logits_of(tuple(prompt))
         for place, (chosen, rank, ids, values) in enumerate(scores.entries(), start=1):
             logits_V = logits_TV[place - 1]
             if wrong := wrong_logprobs(logits_V, prompt[place], TopLogprobs(chosen, ids, values), asked):
@@ -120,7 +145,20 @@ class Reference:
         """What is wrong with an engine's answer; empty if nothing is. `finish` is None, or `cancelled`, where the
         answer may be the beginning of one. `answer` is the same loop; here one pass over the engine's tokens gives the
         logits of all their beginnings, since no position sees what is behind it."""
-        logits_TV = self.logits_of((*prompt, *tokens))
+        return self._wrong_however_routed(
+            (*prompt, *tokens),
+            lambda logits_TV: self._wrong_answer(prompt, sampling, tokens, finish, logprobs, logits_TV),
+        )
+
+    def _wrong_answer(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        tokens: Sequence[int],
+        finish: str | None,
+        logprobs: Sequence[TopLogprobs],
+        logits_TV: np.ndarray,
+    ) -> str:
         for index, token in enumerate(tokens):
             generated = tokens[:index]
             if ended := self.finish(prompt, generated, sampling):

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from tests.workers.model_based import routing
 from tests.workers.model_based.drive import Bench
 from tests.workers.model_based.planted import FOUND_WITHIN, PLANTED
 from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, Add, Apply, Cancel, Plan, Schedule, random_schedule
 from tests.workers.model_based.shrink import shrink
 from tests.workers.model_based.soak import keep, main, soak
+from tests.workers.models.oracle import oracle_logits
 from workers.protocol.plan import SamplingParams
+from workers.protocol.scores import Scores
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,37 @@ def test_a_planted_fault_is_found(bench: Bench, name: str, monkeypatch: pytest.M
     found = soak(bench, FOUND_WITHIN, first_seed)
     # A token that a mask let through, or another one, ends its row.
     assert "instead of" in found.problem or "failed without a cause" in found.problem
+
+
+TIED = [
+    37, 8, 46, 25, 13, 4, 2, 41, 55, 57, 51, 13, 25, 18, 59, 33,
+    42, 21, 9, 1, 57, 26, 55, 56, 42, 27, 59, 56, 6, 5, 25, 41,
+    52, 42, 20, 6, 6, 10, 50, 47, 20, 8, 33, 45, 36, 30, 1, 1,
+    14, 38, 44, 44, 31, 54, 62, 27, 3, 7, 4, 47, 61, 13, 57, 21,
+]  # fmt: skip
+"""Token 56 comes as near to one expert as to another."""
+
+
+def scored(logits_TV: np.ndarray, prompt: list[int]) -> Scores:
+    """Of a prompt by logits, without the most probable ids."""
+    x_TV = logits_TV[:-1].astype(np.float64)
+    logprob_TV = x_TV - np.log(np.exp(x_TV).sum(1, keepdims=True))
+    chosen_T = logprob_TV[range(len(x_TV)), prompt[1:]]
+    rank_T = 1 + (logprob_TV > chosen_T[:, None]).sum(1)
+    return Scores(0, chosen_T.astype("<f4").tobytes(), rank_T.astype("<u4").tobytes())
+
+
+def test_of_experts_that_are_nearly_equal_either_is_right(bench: Bench) -> None:
+    reference, sampling = bench.reference, SamplingParams(1, prompt_logprobs=0)
+    model, usual_TV = reference._model, reference.logits_of(tuple(TIED))
+    assert [place[:2] for place in routing.near_ties(model, TIED)] == [(0, 56)]
+    (other_TV,) = [oracle_logits(model, TIED).numpy() for _ in routing.routed_otherwise(model, TIED)]
+    assert np.abs(other_TV - usual_TV)[56:].max() > 0.1
+    np.testing.assert_array_equal(other_TV[:56], usual_TV[:56])
+    for logits_TV in (usual_TV, other_TV):
+        assert reference.judge_scores(TIED, sampling, scored(logits_TV, TIED)) == ""
+    assert "token 57 of the prompt" in reference.judge_scores(TIED, sampling, scored((usual_TV + other_TV) / 2, TIED))
+    np.testing.assert_array_equal(oracle_logits(model, TIED).numpy(), usual_TV)
 
 
 def test_a_failing_schedule_is_made_small_and_replayed_from_a_file(
