@@ -2,7 +2,7 @@
 
     python bench/generated.py v3 /tmp/v3    # DeepSeek-V3, whole: the folder has its config.json and no weights
 
-Such a folder is read as any other, by the same loader, wherever `bench/generated_weights` is on the PYTHONPATH: what
+Such a folder is read as any other, by the same loader, wherever `bench/replica_hooks` is on the PYTHONPATH: what
 `Checkpoint.open` gives for it is a `GeneratedCheckpoint`. Files that are there are read as ever. Nothing that is
 served knows of it.
 

@@ -148,7 +148,7 @@ def _run(command: tuple[str, ...], until: float, generated: bool) -> tuple[int, 
 @contextlib.contextmanager
 def _process(command: tuple[str, ...], generated: bool, **streams: int) -> Iterator[subprocess.Popen[str]]:
     """In a session of its own, of which nothing outlives this context."""
-    own = [str(ROOT), str(ROOT / "tests"), *([str(ROOT / "bench" / "generated_weights")] if generated else [])]
+    own = [str(ROOT), str(ROOT / "tests"), *([str(ROOT / "bench" / "replica_hooks")] if generated else [])]
     path = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, text=True, **streams

@@ -1,0 +1,272 @@
+"""Says what `--width auto` loses against the best fixed width, for drafts that stand as often as is said here.
+
+    python bench/generated.py v3-slice DIR
+    python bench/adaptive_width.py --model DIR                        # on a GPU: batch 1, 8, 32, 64
+    python bench/adaptive_width.py --model demo --batch 1,4 --seconds 4 --settle 2
+
+Starts the engine once for every fixed width and once with `auto`, as a replica starts it, scheduler and ranks included.
+In each, so many streams decode greedily past 1,024 tokens of prompt, while their drafts are made to stand with one
+probability after the other (`bench/synthetic_acceptance.py`), each where those before it do. After `--settle` seconds
+the tokens that come in `--seconds` are counted.
+
+A line per batch and probability: tokens a second of every width and of auto, what auto reaches of the best, and the
+widths that it took meanwhile. Then what speculation gives a single stream whose drafts stand four times out of five, so
+that a step yields 1.8 tokens: its time per token, over 1.8ths of a step that feeds two rows and drafts nothing.
+
+Exit status 1 where auto reaches less than `--bound` of the best, or of width 1, or where drafts stood more or less
+often than they were made to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import synthetic_acceptance
+
+from deploy.cli.latency import PromptSource
+from deploy.cli.local import engine_config, engine_of, settled_stats
+from workers.config import AUTO_WIDTH
+from workers.processes.client import EngineClient
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams
+
+HOOKS = Path(__file__).resolve().parent / "replica_hooks"
+VARIABLE = "LATENTSERVE_BENCH_ACCEPTANCE"
+LOOK_S = 0.02
+"""Between two looks at the width that auto takes."""
+ASIDE = 5.0
+"""Standard deviations that the share of drafts that stand may be from what it was made to be."""
+YIELD = 0.8
+"""The probability at which a step of width 2 yields 1.8 tokens."""
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured."""
+
+    speed: float
+    """Tokens a second of all streams."""
+    offered: int
+    """Drafts that were verified."""
+    stood: int
+    widths: Counter[int]
+    """How often each was seen."""
+
+
+@contextmanager
+def acceptance_file() -> Iterator[Path]:
+    """Engines that start within this context take their acceptance from this file."""
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", VARIABLE)}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "acceptance"
+        synthetic_acceptance.write(file, synthetic_acceptance.OFF)
+        os.environ[VARIABLE] = str(file)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HOOKS), before["PYTHONPATH"])))
+        try:
+            yield file
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+class Streams:
+    """Requests that decode until they are ended, and the tokens that they have given."""
+
+    def __init__(self, engine: EngineClient, prompts: Sequence[tuple[int, ...]], most: int) -> None:
+        self.given = [0] * len(prompts)
+        self._engine, self._most = engine, most
+        self._tasks = [asyncio.create_task(self._one(*one)) for one in enumerate(prompts)]
+
+    async def _one(self, index: int, prompt: tuple[int, ...]) -> None:
+        sampling = SamplingParams(max_tokens=self._most, temperature=0.0)
+        async for item in self._engine.generate(Request(f"bench-{next(_serial)}", prompt, sampling)):
+            self.given[index] += len(item.tokens)
+
+    def check(self) -> None:
+        """RuntimeError if one has ended, for example at the end of its context."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError(
+                    f"a stream ended after {max(self.given)} tokens: give shorter --seconds and --settle"
+                )
+
+    async def decoding(self) -> None:
+        """Until all have given some tokens."""
+        while min(self.given) < 4:
+            self.check()
+            await asyncio.sleep(LOOK_S)
+
+    async def end(self) -> None:
+        """Cancel them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def streams_of(engine: EngineClient, batch: int, given: argparse.Namespace) -> AsyncIterator[Streams]:
+    """So many that decode."""
+    source = PromptSource(engine.info.vocab_size, batch)
+    streams = Streams(engine, source.batch(batch, given.input), engine.info.max_context - given.input)
+    try:
+        await streams.decoding()
+        yield streams
+    finally:
+        await streams.end()
+        while engine.stats.running or engine.stats.waiting:
+            await asyncio.sleep(LOOK_S)
+
+
+async def point(engine: EngineClient, streams: Streams, given: argparse.Namespace) -> Point:
+    """Let it settle, then count."""
+    await asyncio.sleep(given.settle)
+    before, loop = await settled_stats(engine), asyncio.get_running_loop()
+    begin, tokens, widths = loop.time(), sum(streams.given), Counter[int]()
+    while loop.time() < begin + given.seconds:
+        await asyncio.sleep(LOOK_S)
+        widths[engine.stats.width] += 1
+    seconds, made = loop.time() - begin, sum(streams.given) - tokens
+    streams.check()
+    after = await settled_stats(engine)
+    offered = after.drafts_offered - before.drafts_offered
+    accepted = after.drafts_accepted - before.drafts_accepted
+    return Point(made / seconds, offered, accepted, widths)
+
+
+async def engine_points(
+    width: int | str, file: Path, given: argparse.Namespace
+) -> dict[tuple[int, float | None], Point]:
+    """Of one engine: by batch and probability, which is None for width 1."""
+    config = engine_config(
+        model=given.model,
+        width=width,
+        device=given.device,
+        max_rows=max(2, *given.batch),
+        token_budget=max(2048, max(given.batch) * AUTO_WIDTH + 1),
+        max_context=given.context,
+        queue_limit=max(2, *given.batch),
+        prefix_cache=False,
+        selftest=width == "auto",  # it is what measures the times of steps
+    )
+    points: dict[tuple[int, float | None], Point] = {}
+    synthetic_acceptance.write(file, synthetic_acceptance.OFF)
+    async with engine_of(config, quiet=True) as engine:
+        for batch in given.batch:
+            async with streams_of(engine, batch, given) as streams:
+                for probability in given.acceptance if width != 1 else (None,):
+                    synthetic_acceptance.write(file, synthetic_acceptance.OFF if probability is None else probability)
+                    points[batch, probability] = await point(engine, streams, given)
+                    told(width, batch, probability, points[batch, probability])
+        synthetic_acceptance.write(file, YIELD)
+        for batch, wanted in ((1, 2), (2, 1)):
+            if width == wanted:
+                async with streams_of(engine, batch, given) as streams:
+                    points[batch, YIELD] = await point(engine, streams, given)
+    return points
+
+
+def told(width: int | str, batch: int, probability: float | None, found: Point) -> None:
+    """A line of progress."""
+    stood = f"{found.stood} of {found.offered}"
+    print(
+        f"width {width}, batch {batch}, {probability}: {found.speed:.1f} tok/s, stood {stood}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def expected(width: int, probability: float) -> float:
+    """The share of drafts that stand, of those that a step of this width verifies."""
+    return sum(probability**place for place in range(1, width)) / (width - 1)
+
+
+def verdict(found: dict[int | str, dict[tuple[int, float | None], Point]], given: argparse.Namespace) -> int:
+    """Print the table; the exit status."""
+    fixed = [width for width in found if isinstance(width, int)]
+    wrong = []
+    print(
+        f"{'batch':>5} {'stands':>6}"
+        + "".join(f"{f'width {w}':>10}" for w in fixed)
+        + f"{'auto':>10}  of best  widths of auto"
+    )
+    for batch in given.batch:
+        for probability in given.acceptance:
+            speeds = {w: found[w][batch, None if w == 1 else probability].speed for w in fixed}
+            auto = found["auto"][batch, probability]
+            ratio, alone = auto.speed / max(speeds.values()), auto.speed / speeds[1]
+            widths = ", ".join(f"{w}: {n / auto.widths.total():.0%}" for w, n in sorted(auto.widths.items()))
+            print(
+                f"{batch:5} {probability:6.2f}"
+                + "".join(f"{speeds[w]:10.1f}" for w in fixed)
+                + f"{auto.speed:10.1f} {ratio:8.3f}  {widths}"
+            )
+            if min(ratio, alone) < given.bound:
+                wrong.append(
+                    f"batch {batch}, drafts that stand with {probability}: auto reaches {ratio:.3f} of the best"
+                )
+            for w in fixed[1:]:
+                one, wanted = found[w][batch, probability], expected(w, probability)
+                # A row's drafts stand or fall together at worst: no more than one independent trial a step.
+                spread = 0.5 * ((w - 1) / max(1, one.offered)) ** 0.5
+                if abs(one.stood - wanted * one.offered) > ASIDE * spread * one.offered:
+                    wrong.append(
+                        f"batch {batch}, width {w}: {one.stood} of {one.offered} drafts stood, not {wanted:.3f}"
+                    )
+    two, step = found[2][1, YIELD].speed, 2 / found[1][2, YIELD].speed
+    print(
+        f"one stream at 1.8 tokens a step: {1e3 / two:.3f} ms a token; two rows without drafts: {step * 1e3:.3f} ms "
+        f"a step; {1.8 / two / step:.2f} of its 1.8th"
+    )
+    for line in wrong:
+        print(line)
+    if given.json:
+        given.json.write_text(
+            json.dumps({str(w): {str(at): p.speed for at, p in points.items()} for w, points in found.items()})
+        )
+    return bool(wrong)
+
+
+def numbers(text: str) -> list[float]:
+    """With commas."""
+    return [float(part) for part in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64])
+    parser.add_argument("--acceptance", type=numbers, default=[0.0, 0.3, 0.6, 0.9])
+    parser.add_argument("--input", type=int, default=1024)
+    parser.add_argument("--context", type=int, default=16384)
+    parser.add_argument("--settle", type=float, default=0.8, help="seconds before tokens are counted")
+    parser.add_argument("--seconds", type=float, default=1.2, help="while they are")
+    parser.add_argument("--bound", type=float, default=0.97)
+    parser.add_argument("--json", type=Path, help="write the speeds to this file")
+    given = parser.parse_args()
+    with acceptance_file() as file:
+        found: dict[int | str, dict[tuple[int, float | None], Point]] = {}
+        for width in (*range(1, AUTO_WIDTH + 1), "auto"):
+            found[width] = asyncio.run(engine_points(width, file, given))
+    return verdict(found, given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Drafts that stand with a probability that a benchmark chooses. Random weights accept no draft, and real ones as many
+as they like.
+
+A file holds the probability, as a float of 4 bytes; below 0 nothing is changed. Processes of replicas read it that
+have `bench/replica_hooks` on their PYTHONPATH and the file's name in their environment. In them, before the drafts that
+stand are counted, the target's token at every place becomes the draft there, or another token, as a number drawn for
+the place says. So a draft stands with that probability where those before it do. It can be changed while replicas run,
+graphs included: a kernel inside them reads it from the host's memory.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+OFF = -1.0
+PERIOD_S = 0.02
+"""Between two looks at the file."""
+
+
+def write(file: Path, probability: float) -> None:
+    """From a moment on, drafts stand with this probability; `OFF`: as ever."""
+    file.write_bytes(struct.pack("<f", probability))
+
+
+@triton.jit
+def _agree(
+    target, draft, probability, count, rows, vocab, target_stride, draft_stride,
+    DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, BLOCK)
+    row, place = i // DRAFTS, i % DRAFTS
+    share = tl.load(probability, cache_modifier=".cv")
+    drawn = tl.load(count)
+    tl.store(count, drawn + 1)
+    inside = (row < rows) & (share >= 0)
+    drafted = tl.load(draft + row * draft_stride + place, mask=inside, other=-1)
+    sampled = tl.load(target + row * target_stride + place, mask=inside, other=-1)
+    valid = inside & (drafted >= 0) & (drafted < vocab)
+    other = tl.where(sampled == drafted, (drafted + 1) % vocab, sampled)
+    chosen = tl.where(tl.rand(drawn, i) < share, drafted, other)
+    tl.store(target + row * target_stride + place, chosen, mask=valid)
+
+
+class Agreement:
+    """What the file says, for the steps of this process."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._probability, self._count = torch.full((1,), OFF), torch.zeros(1, dtype=torch.int32)
+        self._following = False
+
+    @staticmethod
+    @cache
+    def of(file: Path) -> Agreement:
+        """One for a process."""
+        return Agreement(file)
+
+    def _begin(self, device: torch.device) -> None:
+        """At the first step: a rank has chosen its device by then."""
+        self._following = True
+        with torch.inference_mode(False):  # the thread writes
+            if device.type == "cuda":
+                self._probability = self._probability.pin_memory()
+            self._count = self._count.to(device)
+        threading.Thread(target=self._follow, name="synthetic acceptance", daemon=True).start()
+
+    def _follow(self) -> None:
+        while True:
+            content = self._file.read_bytes() if self._file.exists() else b""
+            if len(content) == 4:
+                self._probability[0] = struct.unpack("<f", content)[0]
+            time.sleep(PERIOD_S)
+
+    def before(self, plain: Callable[..., None]) -> Callable[..., None]:
+        """`kernels.verify.accept_drafts` of targets that agree with drafts as often as the file says."""
+
+        def accept(target_DW: Tensor, draft_DX: Tensor, *args: Any, **more: Any) -> None:
+            if draft_DX.numel():
+                self.agree(target_DW, draft_DX, args[1])
+            plain(target_DW, draft_DX, *args, **more)
+
+        return accept
+
+    def agree(self, target_DW: Tensor, draft_DX: Tensor, vocab: int) -> None:
+        """Overwrite targets: int64 [D, W] and [D, W - 1], rows contiguous."""
+        rows, drafts = draft_DX.shape
+        if not self._following:
+            self._begin(target_DW.device)
+        if not target_DW.is_cuda:
+            self._agree_on_cpu(target_DW[:, :drafts], draft_DX, vocab)
+            return
+        _agree[(1,)](
+            target_DW,
+            draft_DX,
+            self._probability,
+            self._count,
+            rows,
+            vocab,
+            target_DW.stride(0),
+            draft_DX.stride(0),
+            DRAFTS=drafts,
+            BLOCK=triton.next_power_of_2(rows * drafts),
+        )
+
+    def _agree_on_cpu(self, target_DX: Tensor, draft_DX: Tensor, vocab: int) -> None:
+        probability = self._probability.item()
+        if probability < 0:
+            return
+        other_DX = torch.where(target_DX == draft_DX, (draft_DX + 1) % vocab, target_DX)
+        chosen_DX = torch.where(torch.rand(draft_DX.shape) < probability, draft_DX, other_DX)
+        valid_DX = (draft_DX >= 0) & (draft_DX < vocab)
+        target_DX.copy_(torch.where(valid_DX, chosen_DX, target_DX))
