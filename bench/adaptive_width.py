@@ -51,6 +51,8 @@ ASIDE = 5.0
 """Standard deviations that the share of drafts that stand may be from what it was made to be."""
 YIELD = 0.8
 """The probability at which a step of width 2 yields 1.8 tokens."""
+PATIENCE_S = 60.0
+"""Until all streams decode."""
 _serial = itertools.count()
 
 
@@ -109,8 +111,12 @@ class Streams:
 
     async def decoding(self) -> None:
         """Until all have given some tokens."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE_S
         while min(self.given) < 4:
             self.check()
+            if loop.time() > deadline:
+                raise RuntimeError(f"after {PATIENCE_S:.0f} s the streams have given {self.given} tokens")
             await asyncio.sleep(LOOK_S)
 
     async def end(self) -> None:
@@ -130,7 +136,7 @@ async def streams_of(engine: EngineClient, batch: int, given: argparse.Namespace
         yield streams
     finally:
         await streams.end()
-        while engine.stats.running or engine.stats.waiting:
+        while engine.fault is None and (engine.stats.running or engine.stats.waiting):
             await asyncio.sleep(LOOK_S)
 
 
@@ -164,10 +170,11 @@ async def engine_points(
         queue_limit=max(2, *given.batch),
         prefix_cache=False,
         selftest=width == "auto",  # it is what measures the times of steps
+        start_timeout_s=300.0,
     )
     points: dict[tuple[int, float | None], Point] = {}
     synthetic_acceptance.write(file, synthetic_acceptance.OFF)
-    async with engine_of(config, quiet=True) as engine:
+    async with engine_of(config, given.quiet) as engine:
         for batch in given.batch:
             async with streams_of(engine, batch, given) as streams:
                 for probability in given.acceptance if width != 1 else (None,):
@@ -179,6 +186,7 @@ async def engine_points(
             if width == wanted:
                 async with streams_of(engine, batch, given) as streams:
                     points[batch, YIELD] = await point(engine, streams, given)
+                told(width, batch, YIELD, points[batch, YIELD])
     return points
 
 
@@ -259,6 +267,7 @@ def main() -> int:
     parser.add_argument("--settle", type=float, default=0.8, help="seconds before tokens are counted")
     parser.add_argument("--seconds", type=float, default=1.2, help="while they are")
     parser.add_argument("--bound", type=float, default=0.97)
+    parser.add_argument("--quiet", action="store_true", help="no progress of the engine on stderr")
     parser.add_argument("--json", type=Path, help="write the speeds to this file")
     given = parser.parse_args()
     with acceptance_file() as file:

@@ -40,10 +40,10 @@ def _agree(
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     row, place = i // DRAFTS, i % DRAFTS
-    share = tl.load(probability, cache_modifier=".cv")
+    share = tl.load(probability, volatile=True)
     drawn = tl.load(count)
     tl.store(count, drawn + 1)
-    inside = (row < rows) & (share >= 0)
+    inside = row < tl.where(share >= 0, rows, 0)
     drafted = tl.load(draft + row * draft_stride + place, mask=inside, other=-1)
     sampled = tl.load(target + row * target_stride + place, mask=inside, other=-1)
     valid = inside & (drafted >= 0) & (drafted < vocab)
@@ -57,7 +57,7 @@ class Agreement:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._probability, self._count = torch.full((1,), OFF), torch.zeros(1, dtype=torch.int32)
+        self._probability, self._count = torch.full((1,), OFF), torch.zeros(1, dtype=torch.int64)
         self._following = False
 
     @staticmethod
@@ -94,12 +94,16 @@ class Agreement:
 
     def agree(self, target_DW: Tensor, draft_DX: Tensor, vocab: int) -> None:
         """Overwrite targets: int64 [D, W] and [D, W - 1], rows contiguous."""
-        rows, drafts = draft_DX.shape
         if not self._following:
             self._begin(target_DW.device)
-        if not target_DW.is_cuda:
-            self._agree_on_cpu(target_DW[:, :drafts], draft_DX, vocab)
-            return
+        if target_DW.is_cuda:
+            self.launch(target_DW, draft_DX, vocab)
+        else:
+            self.reference(target_DW, draft_DX, vocab)
+
+    def launch(self, target_DW: Tensor, draft_DX: Tensor, vocab: int) -> None:
+        """`agree`, by the kernel."""
+        rows, drafts = draft_DX.shape
         _agree[(1,)](
             target_DW,
             draft_DX,
@@ -111,12 +115,15 @@ class Agreement:
             draft_DX.stride(0),
             DRAFTS=drafts,
             BLOCK=triton.next_power_of_2(rows * drafts),
+            num_warps=1,  # the count is read before it is stored
         )
 
-    def _agree_on_cpu(self, target_DX: Tensor, draft_DX: Tensor, vocab: int) -> None:
+    def reference(self, target_DW: Tensor, draft_DX: Tensor, vocab: int) -> None:
+        """`agree`, in plain torch."""
         probability = self._probability.item()
         if probability < 0:
             return
+        target_DX = target_DW[:, : draft_DX.shape[1]]
         other_DX = torch.where(target_DX == draft_DX, (draft_DX + 1) % vocab, target_DX)
         chosen_DX = torch.where(torch.rand(draft_DX.shape) < probability, draft_DX, other_DX)
         valid_DX = (draft_DX >= 0) & (draft_DX < vocab)

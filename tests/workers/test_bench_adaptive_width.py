@@ -1,0 +1,103 @@
+"""The benchmark of `--width auto`: drafts that are made to stand, and what it says of what it finds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import agreement_case as case
+import pytest
+import torch
+
+from tests.support.interpreter import interpreted_pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import adaptive_width
+
+    return adaptive_width
+
+
+def test_drafts_stand_as_often_as_is_said(bench: ModuleType) -> None:
+    torch.manual_seed(0)
+    agreement = bench.synthetic_acceptance.Agreement(case.nowhere())
+    case.check(agreement, agreement.reference)
+
+
+@pytest.mark.long
+def test_the_kernel_in_the_interpreter() -> None:
+    interpreted_pytest(Path(__file__).with_name("interpreted_bench_acceptance.py"))
+
+
+def test_steps_follow_the_file(bench: ModuleType, tmp_path: Path) -> None:
+    """Of the first position that agrees in the target, the draft stands; and so on, in a running process."""
+    synthetic, file = bench.synthetic_acceptance, tmp_path / "acceptance"
+    counts: list[int] = []
+
+    def plain(target_DW: torch.Tensor, draft_DX: torch.Tensor, *_: object) -> None:
+        counts.append(int((target_DW[:, :-1] == draft_DX).sum()))
+
+    accept = synthetic.Agreement(file).before(plain)
+    for probability, stand in ((1.0, 3), (0.0, 0), (1.0, 3)):
+        synthetic.write(file, probability)
+        deadline = time.monotonic() + 10
+        while not counts or counts[-1] != stand:
+            assert time.monotonic() < deadline, counts
+            accept(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[7, 2, 9]]), torch.zeros(1), case.VOCAB, None, None)
+            time.sleep(0.01)
+
+
+def test_only_processes_that_are_told_change_what_stands(bench: ModuleType) -> None:
+    code = "from workers.step import decode, mixed; print(mixed.accept_drafts.__name__, decode.accept_drafts.__name__)"
+    with bench.acceptance_file() as file:
+        told = {**os.environ, "PYTHONPATH": os.environ["PYTHONPATH"] + os.pathsep + str(ROOT)}
+        assert file.read_bytes()
+    untold = {name: value for name, value in told.items() if name != bench.VARIABLE}
+    assert bench.VARIABLE not in os.environ
+    said = [
+        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.split()
+        for env in (told, untold)
+    ]
+    assert said == [["accept"] * 2, ["accept_drafts"] * 2]
+
+
+def found(bench: ModuleType, auto: float, stood: int = 600) -> dict[object, object]:
+    def point(speed: float, offered: int = 0, stood: int = 0) -> object:
+        return bench.Point(speed, offered, stood, Counter({2: 3, 1: 1}))
+
+    return {
+        1: {(4, None): point(100.0), (2, bench.YIELD): point(200.0)},
+        2: {(4, 0.6): point(130.0, 1000, stood), (1, bench.YIELD): point(150.0)},
+        3: {(4, 0.6): point(120.0, 2000, 960)},
+        4: {(4, 0.6): point(110.0, 3000, 1176)},
+        "auto": {(4, 0.6): point(auto, 1000, 600)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("auto", "stood", "status", "said"),
+    [
+        (127.0, 600, 0, ""),
+        (126.0, 600, 1, "auto reaches 0.969 of the best"),
+        (130.0, 700, 1, "700 of 1000 drafts stood"),
+    ],
+)
+def test_the_verdict(
+    bench: ModuleType, auto: float, stood: int, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = Namespace(batch=[4], acceptance=[0.6], bound=0.97, json=None)
+    assert bench.verdict(found(bench, auto, stood), given) == status
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert "1: 25%, 2: 75%" in printed
+    assert "6.667 ms a token; two rows without drafts: 10.000 ms a step; 1.20 of its 1.8th" in printed
