@@ -181,6 +181,18 @@ def test_products(m: int, n: int, k: int, turned: bool, dtype: torch.dtype) -> N
     torch.testing.assert_close(out.double(), a[:, :k].double() @ b.double(), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 16, 32), (64, 128, 128), (128, 32, 64)])
+def test_products_of_integers_are_exact(m: int, n: int, k: int) -> None:
+    """wgmma of the numbers that 8 bits hold, each beside the smallest and the largest."""
+    generator = torch.Generator().manual_seed(n)
+    a, b = (torch.randint(-128, 128, shape, generator=generator).to(torch.int8) for shape in ((m, k + 16), (n, k)))
+    a[:3], b[:3] = torch.tensor([[-128], [127], [1]]), torch.tensor([[127], [-128], [-1]])
+    out = torch.full((m, n), -1, dtype=torch.int32)
+    with emulated(seed=n):
+        products[(1,)](a, b, out, m, n, k, k + 16, True)
+    assert torch.equal(out.long(), a[:, :k].long() @ b.long().T)
+
+
 def test_reductions_scans_and_atomics() -> None:
     x = torch.randn(3, 301, generator=torch.Generator().manual_seed(0))
     out = torch.zeros(3, 6)

@@ -1,8 +1,8 @@
 """Products of matrices: mma.sync of a warp, and wgmma, whose warps multiply 16 rows each (PTX ISA: warp-level and
 asynchronous warpgroup-level matrix instructions).
 
-Sums are fp32, in an order that is not the hardware's; those of e4m3, too, of which the hardware keeps fewer bits. A
-wgmma reads shared memory, and writes its registers, any time from when it is issued to when it is waited for: here at
+Sums are fp32, in an order that is not the hardware's; those of e4m3, too, of which the hardware keeps fewer bits. Sums
+of s8 are s32, and exact. A wgmma reads shared memory, and writes its registers, any time from when it is issued to when it is waited for: here at
 one or the other, as is drawn. Registers it reads are taken when it is issued.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from tests.support.ptx.copies import swizzled
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.step import Step, executes
-from tests.support.ptx.values import LANES, Lanes, halves, wide_bytes
+from tests.support.ptx.values import LANES, Lanes, Type, halves, wide_bytes
 
 _GROUP, _IN_GROUP = np.arange(LANES) // 4, np.arange(LANES) % 4
 
@@ -37,14 +37,14 @@ def _places(registers: int) -> tuple[Lanes, Lanes]:
     return _GROUP + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * _IN_GROUP + (i & 1)
 
 
-def _sums(step: Step, names: tuple[str, ...]) -> Lanes:
-    found = np.zeros((16, 2 * len(names)), np.float32)
-    found[_places(len(names))] = np.stack([step.value(name, np.float32) for name in names])
+def _sums(step: Step, names: tuple[str, ...], kind: Type = np.float32) -> Lanes:
+    found = np.zeros((16, 2 * len(names)), kind)
+    found[_places(len(names))] = np.stack([step.value(name, kind) for name in names])
     return found
 
 
 def _write_sums(step: Step, names: tuple[str, ...], sums: Lanes) -> None:
-    bits = np.ascontiguousarray(sums[_places(len(names))], np.float32).view(np.uint32)
+    bits = np.ascontiguousarray(sums[_places(len(names))]).view(np.uint32)
     step.warp.registers.update(zip(names, bits, strict=True))
 
 
@@ -81,15 +81,19 @@ def _multiply(step: Step, left: Lanes | list[Lanes], right: Lanes, adds: bool) -
     shape = re.fullmatch(r"m64n(\d+)k(16|32)", step.parts[4])
     assert shape
     numbers, columns, names = [int(text) for text in step.operands[4:]], int(shape[1]), step.vector(0)
-    eighths = [*step.parts[-2:]] == ["e4m3", "e4m3"]
-    if numbers[:2] != [1, 1] or step.parts[5] != "f32" or eighths != (shape[2] == "32"):
+    kinds = tuple(step.parts[5:])
+    whole, eighths = kinds == ("s32", "s8", "s8"), kinds == ("f32", "e4m3", "e4m3")
+    if numbers[:2] != ([] if whole else [1, 1]) or kinds[0] not in ("f32", "s32"):
         raise Fault("this kind of product is not emulated")
-    if eighths:
+    if (whole or eighths) != (shape[2] == "32"):
+        raise Fault("this kind of product is not emulated")
+    if whole or eighths:
         if isinstance(left, list):
             raise Fault("products of bytes in registers are not emulated")
-        a = _bytes(step, left, 16, 16 * (step.warp.number % 4))
-        b = _bytes(step, right, columns, 0)
-        _write_sums(step, names, a @ b.T + _sums(step, names) if adds else a @ b.T)
+        kind = np.int32 if whole else np.float32
+        a = _bytes(step, left, 16, 16 * (step.warp.number % 4), kind)
+        b = _bytes(step, right, columns, 0, kind)
+        _write_sums(step, names, a @ b.T + _sums(step, names, kind) if adds else a @ b.T)
         return
     bfloat = step.parts[-1] == "bf16"
     if isinstance(left, list):
@@ -105,10 +109,11 @@ def _tile(step: Step, descriptor: Lanes, rows: int, first: int, transposed: bool
     return halves(_described(step, descriptor, rows, first, transposed), bfloat).reshape(rows, 16)
 
 
-def _bytes(step: Step, descriptor: Lanes, rows: int, first: int) -> Lanes:
-    """The same of [rows, 32] numbers in e4m3, which lie where 16 of two bytes would."""
-    found = _described(step, descriptor, rows, first, False)
-    return wide_bytes(np.ascontiguousarray(found).view(np.uint8)).reshape(rows, 32)
+def _bytes(step: Step, descriptor: Lanes, rows: int, first: int, kind: Type) -> Lanes:
+    """The same of [rows, 32] numbers, s8 as int32 or e4m3 as float32, which lie where 16 of two bytes would."""
+    found = np.ascontiguousarray(_described(step, descriptor, rows, first, False))
+    wide = wide_bytes(found.view(np.uint8)) if kind == np.float32 else found.view(np.int8).astype(kind)
+    return wide.reshape(rows, 32)
 
 
 def _described(step: Step, descriptor: Lanes, rows: int, first: int, transposed: bool) -> Lanes:
