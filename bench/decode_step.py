@@ -8,7 +8,7 @@ verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, a slice of 
     python bench/decode_step.py --shape k2-slice      # one dense layer and four of Kimi K2's experts, these in INT4
     python bench/decode_step.py --shape v32-slice     # the same layers of DeepSeek-V3.2, with their indexers
     python bench/decode_step.py --shape glm52-slice   # one dense layer and four of GLM-5.2's, which share indices
-    python bench/decode_step.py --fp8-cache           # latents, and keys of indexers, in FP8
+    python bench/decode_step.py --fp8-cache           # latents in FP8, keys of indexers in INT8
     python bench/decode_step.py --shape glm-flash     # GLM-4.7-Flash, whole
     python bench/decode_step.py --timeline            # in place of the tables: each kernel's share of a replay
 
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument(
         "--kernels", action=argparse.BooleanOptionalAction, default=True, help="time every kernel alone"
     )
-    parser.add_argument("--fp8-cache", action="store_true", help="cache latents and index keys in FP8")
+    parser.add_argument("--fp8-cache", action="store_true", help="cache latents in FP8 and index keys in INT8")
     parser.add_argument("--timeline", action="store_true", help="profile replays in place of timing every kernel alone")
     given = parser.parse_args()
     if not torch.cuda.is_available():

@@ -46,7 +46,7 @@ class EngineConfig(BaseModel):
     """Of weights and cache. auto: bfloat16 on GPUs, float32 on CPU."""
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = "auto"
     """Of cached latents. auto: as `dtype`. bf16: the same, which must be bfloat16. fp8: e4m3 with a scale for every 128
-    features; the roped part of the key as `dtype`."""
+    features; the roped part of the key as `dtype`; keys of indexers in INT8, with a scale each."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     max_rows: Annotated[int, Field(ge=1, le=1024)] = 64

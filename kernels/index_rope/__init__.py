@@ -27,7 +27,7 @@ def index_rope(
     dependent: bool = False,
 ) -> None:
     """Norm the keys, rotate the first O features of keys, and of queries in place; multiply weights by a factor. Where
-    a cache has FP8 entries the queries are rounded to FP8, too.
+    a cache has INT8 entries the queries are rounded to INT8, too.
 
     - `q_TJI`: output of a projection, in the model's dtype; a token's queries are contiguous. Features (2i, 2i + 1) are
       one pair that turns by the token's i-th angle (Su et al., RoFormer, 2021).
@@ -35,9 +35,9 @@ def index_rope(
     - `norm_I`, `bias_I`: of the LayerNorm (Ba et al., 2016), fp32.
     - `rotation_TO`: fp32, (cos, sin) of the i-th angle of each token at (2i, 2i + 1).
     - `key_TI`: receives the keys, in the model's dtype.
-    - `weight_TJ`: fp32, contiguous: receives the weights times `factor`, and in FP8 times the scales of queries.
-    - `code_TJI`: e4m3, contiguous: receives the queries as they are in their dtype by then, divided by a scale each,
-      largest magnitude / 448 (see `kernels.index_entry`).
+    - `weight_TJ`: fp32, contiguous: receives the weights times `factor`, and in INT8 times the scales of queries.
+    - `code_TJI`: int8, contiguous: receives the codes of the queries as they are in their dtype by then, with a scale
+      each (see `kernels.index_entry`).
 
     The norm and the rotation are computed in fp32 and rounded once. A token's bits depend on nothing but the token.
     `dependent`: programmatic dependent launch, see `launch`. ValueError for tensors that do not fit.
@@ -55,9 +55,9 @@ def index_rope(
     if weight_TJ.shape != (tokens, heads) or weight_TJ.dtype != torch.float32 or not weight_TJ.is_contiguous():
         raise ValueError(f"weights are contiguous fp32 of {(tokens, heads)}")
     if code_TJI is not None and (
-        code_TJI.shape != q_TJI.shape or code_TJI.dtype != torch.float8_e4m3fn or not code_TJI.is_contiguous()
+        code_TJI.shape != q_TJI.shape or code_TJI.dtype != torch.int8 or not code_TJI.is_contiguous()
     ):
-        raise ValueError(f"codes are contiguous e4m3 of {tuple(q_TJI.shape)}")
+        raise ValueError(f"codes are contiguous int8 of {tuple(q_TJI.shape)}")
     tensors = (q_TJI, both_TX, norm_I, bias_I, rotation_TO, key_TI, weight_TJ, code_TJI)
     if q_TJI.is_cuda:
         launch.index_rope(*tensors, eps, factor, dependent=dependent)

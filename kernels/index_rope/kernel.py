@@ -8,10 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.latent_entry import LARGEST, LEAST
-
-_LARGEST = tl.constexpr(LARGEST)
-_LEAST = tl.constexpr(LEAST)
+from kernels.index_entry import rounded
 
 
 @triton.jit
@@ -44,11 +41,11 @@ def index_rope(
     ROPE: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
+    INT8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Programs (token, part): part 0 makes the token's key, the others rotate GROUP heads each and make their weights,
-    and with FP8 round them to it."""
+    and with INT8 round them to it."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     turn = rotation + token * ROTATION_STRIDE
@@ -86,13 +83,8 @@ def index_rope(
         tl.store(q + token * Q_TOKEN + place, x, mask=mask)
         raw = tl.load(both + token * BOTH_STRIDE + FEATURES + head, mask=head < HEADS, other=0.0, cache_modifier=".cg")
         weighed = raw * factor
-        if FP8:
-            number = x.to(tl.float32)
-            # Maxima pass NaN over; 0 times what is not finite is NaN.
-            largest = tl.max(tl.abs(number), 1) + tl.sum(number * 0.0, 1)
-            scale = tl.where(largest < _LEAST, 1.0, tl.div_rn(largest, tl.full([GROUP], _LARGEST, tl.float32)))
-            each = tl.broadcast_to(scale[:, None], [GROUP, WIDTH_BLOCK])
-            bytes = tl.div_rn(number, each).to(tl.float8e4nv)
-            tl.store(code + token * HEADS * FEATURES + place, bytes, mask=mask)
+        if INT8:
+            codes, scale = rounded(x.to(tl.float32))
+            tl.store(code + token * HEADS * FEATURES + place, codes, mask=mask)
             weighed *= scale
         tl.store(head_weight + token * HEADS + head, weighed, mask=head < HEADS)

@@ -59,7 +59,7 @@ def index_rope(
         ROPE=rope,
         WIDTH=width,
         WIDTH_BLOCK=triton.next_power_of_2(width),
-        FP8=code_TJI is not None,
+        INT8=code_TJI is not None,
         DEPENDENT=dependent,
         num_warps=2,
         **({"launch_pdl": True} if dependent else {}),

@@ -32,7 +32,7 @@ def index_rope(
     torch.mul(both_TX[:, features:], factor, out=weight_TJ)
     if code_TJI is not None:
         code_XI, scale_X = encode(q_TJI.flatten(0, 1))
-        code_TJI.view(torch.uint8).copy_(code_XI.view(torch.uint8).view(code_TJI.shape))
+        code_TJI.copy_(code_XI.view(code_TJI.shape))
         weight_TJ.mul_(scale_X.view(weight_TJ.shape))
 
 

@@ -44,7 +44,7 @@ def write_index_keys(key_TD: Tensor, slot_T: Tensor, index_PKE: Tensor, *, depen
     - `key_TD`: normed and roped, in the model's dtype.
     - `slot_T`: int64 index into the flattened cache [pages * 64]. Padding points into the null page. A slot outside the
       cache, -1 included, is the caller's error and never written (on a CPU it raises IndexError).
-    - `index_PKE`: the cache of one layer, in the dtype of the keys, or FP8 entries as bytes (`kernels.index_entry`).
+    - `index_PKE`: the cache of one layer, in the dtype of the keys, or INT8 entries as bytes (`kernels.index_entry`).
     """
     checks.write_index_keys(key_TD, slot_T, index_PKE)
     if key_TD.is_cuda:
@@ -69,8 +69,8 @@ def index_scores(
 ) -> None:
     """score[t, s] = sum over heads h of weight[t, h] * relu(q[t, h] · key[s]), for the entries s that a token sees.
 
-    - `q_THD`: roped queries of the indexer; in the dtype of the cache, or in e4m3 for a cache of FP8 entries. The scale
-      of a query in e4m3 belongs into its weight, as relu(c * x) = c * relu(x) for a scale c.
+    - `q_THD`: roped queries of the indexer; in the dtype of the cache, or int8 codes for a cache of INT8 entries. The
+      scale of a query's codes belongs into its weight, as relu(c * x) = c * relu(x) for a scale c.
     - `weight_TH`: fp32, with all factors in it.
     - `index_PKE`: see `write_index_keys`. Entry s of a row lies at [page_RP[row, s // 64], s % 64].
     - `page_RP`, `row_T`, `bound_T`: int32. Token t sees the entries 0 <= s < bound_T[t]; 0 marks a padded token. A
@@ -80,7 +80,8 @@ def index_scores(
     - `width`: tokens of a row, if all rows have as many and stand in turn, else 0. It changes the time alone.
     - `invariant`: a token's scores are bitwise the same in any call.
 
-    Sums are in fp32. What the table and the cache hold at or behind a bound (NaN included) does not matter.
+    Sums are in fp32, those over the features of codes exact. What the table and the cache hold at or behind a bound
+    (NaN included) does not matter.
     """
     checks.index_scores(q_THD, weight_TH, index_PKE, page_RP, row_T, bound_T, score_TN, fault_1)
     tensors = (q_THD, weight_TH, index_PKE, page_RP, row_T, bound_T, score_TN, fault_1)

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.index_entry import features_of, is_fp8
+from kernels.index_entry import features_of, is_int8
 from kernels.latent_entry import entry_of
 from kernels.page import PAGE_TOKENS
 
@@ -20,8 +20,8 @@ GRID: Final = 65535
 def write_index_keys(key_TD: Tensor, slot_T: Tensor, index_PKE: Tensor) -> None:
     """Of `kernels.sparse.write_index_keys`."""
     _index_cache(index_PKE)
-    if not is_fp8(index_PKE) and index_PKE.dtype != key_TD.dtype:
-        raise ValueError(f"index_PKE must be {key_TD.dtype}, or FP8 entries as bytes, not {index_PKE.dtype}")
+    if not is_int8(index_PKE) and index_PKE.dtype != key_TD.dtype:
+        raise ValueError(f"index_PKE must be {key_TD.dtype}, or INT8 entries as bytes, not {index_PKE.dtype}")
     if key_TD.shape[1:] != (features_of(index_PKE),) or key_TD.stride(1) != 1:
         raise ValueError(f"key_TD must be rows of {features_of(index_PKE)} features, not {_told(key_TD)}")
     _contiguous("slot_T", slot_T, key_TD.shape[:1], torch.int64)
@@ -40,7 +40,7 @@ def index_scores(
     """Of `kernels.sparse.index_scores`."""
     tokens, heads, features = q_THD.shape
     _index_cache(index_PKE)
-    wanted = torch.float8_e4m3fn if is_fp8(index_PKE) else index_PKE.dtype
+    wanted = torch.int8 if is_int8(index_PKE) else index_PKE.dtype
     if q_THD.dtype != wanted or features != features_of(index_PKE) or not q_THD.is_contiguous():
         raise ValueError(
             f"q_THD must be contiguous {wanted} of {features_of(index_PKE)} features, not {_told(q_THD)}: the cache is "

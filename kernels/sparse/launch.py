@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from kernels.hopper import multiprocessors
-from kernels.index_entry import features_of, is_fp8, parts
+from kernels.index_entry import features_of, is_int8, parts
 from kernels.page import PAGE_TOKENS
 from kernels.sparse import scores, select
 from kernels.sparse.scores import Indexer, TokenTile
@@ -29,7 +29,7 @@ _FEW_COLUMNS = 128
 """The same where a row has tokens enough for `_MANY_TILES` tiles: less is left over, and more programs are resident."""
 _MANY_TILES = 16
 _WAVES = (5, 8)
-"""Programs for every multiprocessor, where there are pages enough: of one token a row with FP8 entries, as many as are
+"""Programs for every multiprocessor, where there are pages enough: of one token a row with INT8 entries, as many as are
 resident and never more, because those that start late end late; and else."""
 _PAGES = 4
 """Pages that a program scores at least, if the context is as long as it may be."""
@@ -97,7 +97,7 @@ def index_scores(
     tiles = triton.cdiv(tokens, width) * per_row
     pages = score_TN.shape[1] // PAGE_TOKENS
     programs = multiprocessors(q_THD.device)
-    if indexer.fp8 and width == 1:
+    if indexer.int8 and width == 1:
         wanted = max(1, _WAVES[0] * programs // tiles)
     else:
         wanted = triton.cdiv(_WAVES[1] * programs, tiles)
@@ -125,7 +125,7 @@ def index_scores(
         TILE=tile,
         DEPENDENT=dependent,
         num_warps=4 if columns <= 128 and index_PKE.itemsize < 4 else 8,
-        num_stages=4 if indexer.fp8 else 3 if index_PKE.itemsize == 2 else 2,
+        num_stages=4 if indexer.int8 else 3 if index_PKE.itemsize == 2 else 2,
         **pdl(dependent),
     )
 
@@ -195,13 +195,13 @@ def select_positions(
 
 
 def _indexer(heads: int, index_PKE: Tensor) -> Indexer:
-    features, fp8 = features_of(index_PKE), is_fp8(index_PKE)
+    features, int8 = features_of(index_PKE), is_int8(index_PKE)
     return Indexer(
         heads=heads,
         head_lanes=max(16, triton.next_power_of_2(heads)),
         features=features,
-        feature_lanes=max(32 if fp8 else 16, triton.next_power_of_2(features)),
-        fp8=fp8,
+        feature_lanes=max(32 if int8 else 16, triton.next_power_of_2(features)),
+        int8=int8,
         page=index_PKE.stride(0),
         scale_page=index_PKE.stride(0) // 4,
         precision="tf32x3" if index_PKE.dtype == torch.float32 else "tf32",
@@ -209,8 +209,8 @@ def _indexer(heads: int, index_PKE: Tensor) -> Indexer:
 
 
 def _index(index_PKE: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and scales; of plain entries the keys in the place of both."""
-    return parts(index_PKE) if is_fp8(index_PKE) else (index_PKE, index_PKE)
+    """Codes and scales; of plain entries the keys in the place of both."""
+    return parts(index_PKE) if is_int8(index_PKE) else (index_PKE, index_PKE)
 
 
 def _tile(width: int, most: int) -> TokenTile:

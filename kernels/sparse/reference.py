@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.index_entry import encode, gather, is_fp8, parts
+from kernels.index_entry import encode, is_int8, parts
 from kernels.latent_entry import entries
 from kernels.linear.reference import invariant_linear
 from kernels.mla_decode.reference import invariant_mla_decode
@@ -25,11 +25,9 @@ def write_index_keys(key_TD: Tensor, slot_T: Tensor, index_PKE: Tensor) -> None:
     if bool(((slot_T < 0) | (slot_T >= entries_there)).any()):
         raise IndexError(f"index keys are written outside the {entries_there} entries of the cache: {slot_T.tolist()}")
     page_T, place_T = slot_T // PAGE_TOKENS, slot_T % PAGE_TOKENS
-    if is_fp8(index_PKE):
-        key_PKD, scale_PK = parts(index_PKE)
-        code_TD, scale_T = encode(key_TD)
-        key_PKD.view(torch.uint8)[page_T, place_T] = code_TD.view(torch.uint8)
-        scale_PK[page_T, place_T] = scale_T
+    if is_int8(index_PKE):
+        code_PKD, scale_PK = parts(index_PKE)
+        code_PKD[page_T, place_T], scale_PK[page_T, place_T] = encode(key_TD)
     else:
         index_PKE[page_T, place_T] = key_TD
 
@@ -47,13 +45,14 @@ def index_scores(
     invariant: bool = False,
 ) -> None:
     """See `kernels.sparse.index_scores`."""
-    compute = torch.promote_types(index_PKE.dtype if not is_fp8(index_PKE) else torch.float32, torch.float32)
+    compute = torch.float32 if is_int8(index_PKE) else torch.promote_types(index_PKE.dtype, torch.float32)
     for row, first, bounds in _rows(row_T, bound_T, page_RP.shape[0], score_TN.shape[1], fault_1):
         longest = max(bounds)
         page_X = page_RP[row, : pages_for(longest)].long()
         wrong = (page_X < 0) | (page_X >= index_PKE.shape[0])
         fault_1 += wrong.sum()
-        key_ND = gather(index_PKE, page_X.masked_fill(wrong, NULL_PAGE), compute)[:longest]
+        key_ND, scale_N = _keys(index_PKE, page_X.masked_fill(wrong, NULL_PAGE), compute)
+        key_ND = key_ND[:longest]
         key_ND.masked_fill_(wrong.repeat_interleave(PAGE_TOKENS)[:longest].unsqueeze(1), torch.nan)
         for token, bound in enumerate(bounds, first):
             q_HD = q_THD[token].to(compute)
@@ -64,7 +63,8 @@ def index_scores(
                 torch.mm(q_HD, key_ND[:bound].t(), out=dot_HN)
             part_HN = dot_HN.relu_().mul_(weight_TH[token].to(compute).unsqueeze(1))
             absent_N = wrong.repeat_interleave(PAGE_TOKENS)[:bound]
-            score_TN[token, :bound] = part_HN.t().contiguous().sum(-1).masked_fill(absent_N, -torch.inf)
+            sum_N = part_HN.t().contiguous().sum(-1) * scale_N[:bound]
+            score_TN[token, :bound] = sum_N.masked_fill(absent_N, -torch.inf)
 
 
 def select_positions(score_TN: Tensor, bound_T: Tensor, selected_TS: Tensor, fault_1: Tensor) -> None:
@@ -145,6 +145,16 @@ def invariant_sparse_decode(
             scale,
             0,
         )
+
+
+def _keys(index_PKE: Tensor, page_X: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The keys of whole pages (int64 [X]) one after the other, in `compute`: [N, D]; and what their scores have to be
+    multiplied by, [N]. Keys in INT8 stay codes, whose products have exact sums."""
+    if not is_int8(index_PKE):
+        key_ND = index_PKE[page_X].flatten(0, 1).to(compute)
+        return key_ND, torch.ones(len(key_ND), dtype=compute, device=key_ND.device)
+    code_PKD, scale_PK = parts(index_PKE)
+    return code_PKD[page_X].flatten(0, 1).to(compute), scale_PK[page_X].flatten()
 
 
 def _rows(

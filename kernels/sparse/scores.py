@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.latent_entry import LARGEST, LEAST
+from kernels.index_entry import rounded
 from kernels.page import PAGE_TOKENS
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
-_LARGEST = tl.constexpr(LARGEST)
-_LEAST = tl.constexpr(LEAST)
 
 
 class Indexer(NamedTuple):
@@ -31,11 +29,11 @@ class Indexer(NamedTuple):
     features: int
     feature_lanes: int
     """Features padded to a power of two."""
-    fp8: bool
+    int8: bool
     page: int
     """Elements from one page of keys to the next."""
     scale_page: int
-    """Of scales likewise; in FP8 alone."""
+    """Of scales likewise; in INT8 alone."""
     precision: str
     """Of products, as `tl.dot` names it. It matters in fp32 alone."""
 
@@ -53,7 +51,7 @@ def write_keys(
     key, slot, index, scale, tokens, slots, KEY_STRIDE: tl.constexpr, INDEXER: tl.constexpr, TOKENS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs of TOKENS tokens. `scale`: where the scales of the first page lie, in FP8."""
+    """Programs of TOKENS tokens. `scale`: where the scales of the first page lie, in INT8."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -69,21 +67,19 @@ def write_keys(
     page = entry // _PAGE
     place = entry % _PAGE
     at = index + (page * INDEXER.page + place * INDEXER.features)[:, None] + d[None, :]
-    if INDEXER.fp8:
-        number = x.to(tl.float32)
-        # Maxima pass NaN over; 0 times what is not finite is NaN.
-        largest = tl.max(tl.abs(number), 1) + tl.sum(number * 0.0, 1)
-        divisor = tl.where(largest < _LEAST, 1.0, tl.div_rn(largest, tl.full([TOKENS], _LARGEST, tl.float32)))
-        each = tl.broadcast_to(divisor[:, None], [TOKENS, INDEXER.feature_lanes])
-        x = tl.div_rn(number, each).to(tl.float8e4nv)
-        tl.store(scale + page * INDEXER.scale_page + place, divisor, mask=exists)
-    tl.store(at, x, mask=wanted & exists[:, None])
+    there = wanted & exists[:, None]
+    if INDEXER.int8:
+        code, own = rounded(x.to(tl.float32))
+        tl.store(at, code, mask=there)
+        tl.store(scale + page * INDEXER.scale_page + place, own, mask=exists)
+    else:
+        tl.store(at, x, mask=there)
 
 
 @triton.jit
 def page_scales(scale, page, pages, INDEXER: tl.constexpr):
-    """Scales of a page's keys in FP8, past L1; 1 where there are none."""
-    if INDEXER.fp8:
+    """Scales of a page's keys in INT8, past L1; 1 where there are none."""
+    if INDEXER.int8:
         at = tl.where((page >= 0) & (page < pages), page, 0).to(tl.int64) * INDEXER.scale_page
         found = tl.load(scale + at + tl.arange(0, _PAGE), cache_modifier=".cg")
     else:
@@ -148,6 +144,8 @@ def score_pages(
     x = tl.load(q + vector[:, None] * INDEXER.features + d[None, :], mask=wanted, other=0.0, cache_modifier=".cg")
     x = tl.trans(x)
     w = tl.load(weight + vector, mask=there, other=0.0, cache_modifier=".cg")
+    if INDEXER.int8:
+        w = w * 0.5  # of twice what is above 0
 
     k = tl.arange(0, _PAGE)
     at_score = score + token.to(tl.int64)[None, :] * score_stride + k[:, None]
@@ -175,10 +173,17 @@ def score_pages(
                     y = tl.load(entry)
                 else:
                     y = tl.load(entry, mask=(d < INDEXER.features)[None, :], other=0.0)
-                dot = tl.dot(y, x, input_precision=INDEXER.precision)
-                dot = tl.maximum(dot, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
-                sums = tl.sum(tl.reshape(dot, [_PAGE, LANES, HEADS]), 2)
-                if INDEXER.fp8:
+                if INDEXER.int8:
+                    # Exact: integers, of at most 22 bits for 128 features.
+                    dot = tl.dot(y, x, out_dtype=tl.int32).to(tl.float32)
+                    # Twice what is above 0, exactly, by a sum: conversions keep the pipe of maxima busy, which is half
+                    # as wide as that of sums.
+                    dot = dot + tl.abs(dot)
+                else:
+                    dot = tl.dot(y, x, input_precision=INDEXER.precision)
+                    dot = tl.maximum(dot, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                sums = tl.sum(tl.reshape(dot * w[None, :], [_PAGE, LANES, HEADS]), 2)
+                if INDEXER.int8:
                     sums = sums * factor[:, None]
                 sums = tl.where(astray, float("-inf"), sums)
                 seen = alike[None, :] & ((n * _PAGE + k)[:, None] < sees[None, :])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import SPARSE_KINDS, VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
-from workers.cache.spec import Fp8IndexSpec, Fp8LatentSpec
+from workers.cache.spec import Fp8LatentSpec, Int8IndexSpec
 from workers.config import EngineConfig
 from workers.protocol.plan import SamplingParams
 
@@ -83,11 +83,11 @@ def test_preemptions_and_prefix_hits_change_no_token(kind: str, folders: dict[st
     assert roomy.scheduler.stats().cached_tokens - before == 128
 
 
-def test_an_fp8_cache_has_index_keys_in_fp8(folders: dict[str, Path]) -> None:
+def test_an_fp8_cache_has_index_keys_in_int8(folders: dict[str, Path]) -> None:
     """And what is selected does not depend on chunks, batches and drafts."""
     run = engine(folders["v32"], kv_cache_dtype="fp8", selftest=True, invariant=True)
     specs = run.runner.parts.cache.specs
-    assert [type(spec) for spec in specs] == [Fp8LatentSpec, Fp8IndexSpec] * 4
+    assert [type(spec) for spec in specs] == [Fp8LatentSpec, Int8IndexSpec] * 4
     alone = engine(folders["v32"], kv_cache_dtype="fp8", invariant=True, width=1, token_budget=100)
     asked = prompts(70, 40)
     assert run.generate(asked, greedy(12)) == [alone.generate([prompt], greedy(12))[0] for prompt in asked]

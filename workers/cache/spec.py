@@ -123,8 +123,8 @@ class Fp8LatentSpec(CacheSpec):
 
 
 @dataclass(frozen=True)
-class Fp8IndexSpec(CacheSpec):
-    """The same keys in FP8, with a scale each: see `kernels.index_entry`. The bytes of a page's keys lie before all of
+class Int8IndexSpec(CacheSpec):
+    """The same keys in INT8, with a scale each: see `kernels.index_entry`. The bytes of a page's keys lie before all of
     its scales."""
 
     width: int
@@ -144,34 +144,34 @@ class Fp8IndexSpec(CacheSpec):
     def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
         """Such keys as `IndexSpec` draws."""
         content = self.allocate(pages, device)
-        key_PKD, scale_PK = parts(content)
+        code_PKD, scale_PK = parts(content)
         code_TD, scale_T = encode_keys(IndexSpec(self.width, self.dtype).random(pages, device, generator).flatten(0, 1))
-        key_PKD.view(torch.uint8).copy_(code_TD.view(torch.uint8).view(key_PKD.shape))
+        code_PKD.copy_(code_TD.view(code_PKD.shape))
         scale_PK.copy_(scale_T.view(scale_PK.shape))
         return content
 
     def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
-        """NaN in keys and scales."""
-        key_PKD, scale_PK = parts(content)
-        key_PKD.view(torch.uint8).masked_fill_(chosen_PK.unsqueeze(-1), 255)
+        """NaN in scales; a code that no key has in keys."""
+        code_PKD, scale_PK = parts(content)
+        code_PKD.masked_fill_(chosen_PK.unsqueeze(-1), -128)
         scale_PK.masked_fill_(chosen_PK, torch.nan)
 
     def bits(self, content: Tensor) -> Tensor:
         """See `CacheSpec`."""
-        key_PKD, scale_PK = parts(content)
+        code_PKD, scale_PK = parts(content)
         scale_PKB = scale_PK.contiguous().view(torch.uint8).view(*scale_PK.shape, SCALE_BYTES)
-        return torch.cat([key_PKD.view(torch.uint8), scale_PKB], -1)
+        return torch.cat([code_PKD.view(torch.uint8), scale_PKB], -1)
 
     def entry_bits(self, cache: Tensor, entry_E: Tensor) -> Tensor:
         """See `CacheSpec`."""
-        key_PKD, scale_PK = parts(cache)
+        code_PKD, scale_PK = parts(cache)
         where = entry_E // PAGE_TOKENS, entry_E % PAGE_TOKENS
-        return torch.cat([key_PKD.view(torch.uint8)[where], scale_PK[where].unsqueeze(1).view(torch.uint8)], 1)
+        return torch.cat([code_PKD.view(torch.uint8)[where], scale_PK[where].unsqueeze(1).view(torch.uint8)], 1)
 
 
-def index_spec(features: int, dtype: torch.dtype, *, fp8: bool) -> CacheSpec:
+def index_spec(features: int, dtype: torch.dtype, *, int8: bool) -> CacheSpec:
     """Of an indexer's keys in a model in `dtype`."""
-    return Fp8IndexSpec(features, dtype) if fp8 else IndexSpec(features, dtype)
+    return Int8IndexSpec(features, dtype) if int8 else IndexSpec(features, dtype)
 
 
 def latent_spec(latent: int, rope: int, dtype: torch.dtype, *, fp8: bool) -> CacheSpec:

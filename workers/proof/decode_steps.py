@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
-from workers.cache.spec import Fp8IndexSpec, Fp8LatentSpec, IndexSpec
+from workers.cache.spec import Fp8LatentSpec, IndexSpec, Int8IndexSpec
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, PrefillBatch
 from workers.models.choices import Recorded, Taken
@@ -74,7 +74,7 @@ def tolerance(parts: StepParts) -> float:
     """For passes of this model, on its cache, with nothing rounded to FP8 but what the cache keeps."""
     cache = parts.cache
     coarse = FP8_CACHE if isinstance(cache.specs[0], Fp8LatentSpec) else 1
-    layers = sum(not isinstance(spec, IndexSpec | Fp8IndexSpec) for spec in cache.specs)
+    layers = sum(not isinstance(spec, IndexSpec | Int8IndexSpec) for spec in cache.specs)
     return coarse * TOLERANCE[parts.model.norm_E.dtype] * max(1.0, layers / LAYERS)
 
 

@@ -48,9 +48,8 @@ class Case:
         return drawn | {"q_TJI": q_TJI, "both_TX": drawn["both_TX"][:, : self.features + self.heads]} | left
 
     def code(self, device: str = "cpu") -> Tensor:
-        """Queries in FP8 that nobody has written."""
-        code = torch.full((self.tokens, self.heads, self.features), 255, dtype=torch.uint8, device=device)
-        return code.view(torch.float8_e4m3fn)
+        """Codes of queries that nobody has written."""
+        return torch.full((self.tokens, self.heads, self.features), -128, dtype=torch.int8, device=device)
 
 
 def expected(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -72,7 +71,7 @@ def expected(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def check(
     tensors: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype, scales_TJ: Tensor | None = None
 ) -> None:
-    """What a kernel has made of `tensors`. `scales_TJ`: of queries in FP8."""
+    """What a kernel has made of `tensors`. `scales_TJ`: of queries in INT8."""
     for name, numbers in want.items():
         if scales_TJ is not None and name == "weight_TJ":
             numbers = numbers * scales_TJ.double()
@@ -80,14 +79,13 @@ def check(
         torch.testing.assert_close(got, numbers, atol=BOUND[dtype], rtol=BOUND[dtype])
 
 
-def check_fp8(tensors: dict[str, Tensor], want: dict[str, Tensor], code_TJI: Tensor, dtype: torch.dtype) -> None:
-    """Codes and weights are those of the queries that a kernel has left: the largest of each is 448 times its scale."""
+def check_int8(tensors: dict[str, Tensor], want: dict[str, Tensor], code_TJI: Tensor, dtype: torch.dtype) -> None:
+    """Codes and weights are those of the queries that a kernel has left: the largest of each is 127 times its scale."""
     q_TJI, number_TJI = tensors["q_TJI"].cpu().float(), code_TJI.cpu().float()
-    scale_TJ = q_TJI.abs().amax(-1) / 448
+    scale_TJ = q_TJI.abs().amax(-1) / 127
     check(tensors, want, dtype, scale_TJ)
-    want_TJI = (q_TJI / scale_TJ.unsqueeze(-1)).to(torch.float8_e4m3fn).float()
-    assert torch.equal(number_TJI.abs().amax(-1), torch.full_like(scale_TJ, 448))
-    assert torch.equal(number_TJI, want_TJI)
+    assert torch.equal(number_TJI.abs().amax(-1), torch.full_like(scale_TJ, 127))
+    assert torch.equal(number_TJI, (q_TJI / scale_TJ.unsqueeze(-1)).round())
 
 
 CASES = [

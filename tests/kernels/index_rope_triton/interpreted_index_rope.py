@@ -7,7 +7,7 @@ interpreter.repair()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from index_rope_case import CASES, EPS, FACTOR, Case, check, check_fp8, expected  # noqa: E402
+from index_rope_case import CASES, EPS, FACTOR, Case, check, check_int8, expected  # noqa: E402
 
 from kernels.index_rope import launch  # noqa: E402
 
@@ -25,11 +25,11 @@ def test_against_fp64(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
-def test_queries_in_fp8(case: Case) -> None:
+def test_queries_in_int8(case: Case) -> None:
     tensors, code_TJI = case.tensors(), case.code()
     want = expected(tensors)
     launch.index_rope(*tensors.values(), code_TJI, EPS, FACTOR)
-    check_fp8(tensors, want, code_TJI, case.dtype)
+    check_int8(tensors, want, code_TJI, case.dtype)
 
 
 def test_a_token_is_the_same_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from captured import capture
-from index_rope_case import CASES, EPS, FACTOR, Case, check, check_fp8, expected
+from index_rope_case import CASES, EPS, FACTOR, Case, check, check_int8, expected
 
 from kernels.index_rope import index_rope
 
@@ -21,11 +21,11 @@ def test_against_fp64(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
-def test_queries_in_fp8(case: Case) -> None:
+def test_queries_in_int8(case: Case) -> None:
     tensors, code_TJI = case.tensors("cuda"), case.code("cuda")
     want = expected(tensors)
     index_rope(*tensors.values(), eps=EPS, factor=FACTOR, code_TJI=code_TJI)
-    check_fp8(tensors, want, code_TJI, case.dtype)
+    check_int8(tensors, want, code_TJI, case.dtype)
 
 
 def test_replayed_on_other_tokens() -> None:

@@ -10,13 +10,13 @@ from tests.support.hopper import compile_only, resources
 pytestmark = pytest.mark.gate
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiles_without_spills(heads: int, dtype: torch.dtype, fp8: bool) -> None:
+def test_compiles_without_spills(heads: int, dtype: torch.dtype, int8: bool) -> None:
     case = Case(3, heads, 128, 64, dtype)
     with compile_only() as compiled:
-        launch.index_rope(*case.tensors().values(), case.code() if fp8 else None, EPS, FACTOR, dependent=True)
+        launch.index_rope(*case.tensors().values(), case.code() if int8 else None, EPS, FACTOR, dependent=True)
     found = resources(compiled[0])
     found.check(registers=128)
     assert (found.waits, found.releases) == (True, True)

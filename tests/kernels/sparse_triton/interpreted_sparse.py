@@ -46,6 +46,19 @@ def test_any_rows(rows: list[tuple[int, int]], width: int, index_heads: int, fp8
     case.check_scores()
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_keys_and_queries_in_int8_that_are_not_finite_are_seen_in_their_own_scores(number: float) -> None:
+    """A query tells by its weight, into which its scale was multiplied."""
+    case = Sparse([(70, 2)], fp8=True, kernels=True)
+    case.key[5, 3] = number
+    case.write()
+    case.tensors["weight"][1, 2] = torch.nan
+    case.score()
+    score = case.tensors["score"]
+    assert score[0, :69].isnan().nonzero().tolist() == [[5]]
+    assert score[1, :70].isnan().all()
+
+
 def test_pages_and_bounds_outside_are_counted_and_not_followed() -> None:
     case = Sparse([(100, 1), (70, 1), (0, 1), (20, 1)], width=1, kernels=True)
     case.plant_faults()

@@ -32,7 +32,7 @@ class Sparse:
     selected: int = 64
     dtype: torch.dtype = torch.float32
     fp8: bool = False
-    """Whether both caches have FP8 entries."""
+    """Whether the cache of latents has FP8 entries, and that of index keys INT8 entries."""
     invariant: bool = False
     width: int = 0
     kernels: bool = False
@@ -78,7 +78,7 @@ class Sparse:
         key *= torch.randint(1, 5, (len(slot), 1), generator=random)
         self.key, self.slot = key.to(self.dtype), slot
         tensors = {
-            "index_q": index_q.to(torch.float8_e4m3fn if self.fp8 else self.dtype),
+            "index_q": (index_q * 40).clamp(-127, 127).to(torch.int8) if self.fp8 else index_q.to(self.dtype),
             "weight": torch.randn(tokens, self.index_heads, generator=random),
             "index": self._index(),
             "cache": self._cache(random),
@@ -104,8 +104,8 @@ class Sparse:
         index = torch.full((*shape, self.features + 4), 255, dtype=torch.uint8)
         place = self.slot // PAGE_TOKENS, self.slot % PAGE_TOKENS
         codes, scales = parts(index)
-        scale = self.key.float().abs().amax(-1) / 448
-        codes.view(torch.uint8)[place] = (self.key.float() / scale[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+        scale = self.key.float().abs().amax(-1) / 127
+        codes[place] = (self.key.float() / scale[:, None]).round().to(torch.int8)
         scales[place] = scale
         return index
 
@@ -209,11 +209,9 @@ class Sparse:
             assert (off <= bar).all(), f"token {token}: {(off / bar).nan_to_num(9e9).max()}"
 
     def _rounding(self) -> float:
-        """Of scores, as a part of the sum of all products' magnitudes. Tensor cores add with fewer bits, of e4m3 with
-        about 13."""
-        if not self.tensors["score"].is_cuda:
-            return 1e-6
-        return 2.0**-12 if self.fp8 else 1e-5
+        """Of scores, as a part of the sum of all products' magnitudes. Tensor cores add floats with fewer bits, and
+        integers exactly."""
+        return 1e-5 if self.tensors["score"].is_cuda and not self.fp8 else 1e-6
 
     def check_selected(self) -> None:
         t = self._host()

@@ -2,8 +2,8 @@
 asynchronous warpgroup-level matrix instructions).
 
 Sums are fp32, in an order that is not the hardware's; those of e4m3, too, of which the hardware keeps fewer bits. Sums
-of s8 are s32, and exact. A wgmma reads shared memory, and writes its registers, any time from when it is issued to when it is waited for: here at
-one or the other, as is drawn. Registers it reads are taken when it is issued.
+of s8 are s32, and exact. A wgmma reads shared memory, and writes its registers, any time from when it is issued to when
+it is waited for: here at one or the other, as is drawn. Registers it reads are taken when it is issued.
 """
 
 from __future__ import annotations

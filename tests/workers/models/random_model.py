@@ -8,7 +8,7 @@ import torch
 
 from tests.support.fp8_entries import encoded
 from workers.cache.paged import PagedCache
-from workers.cache.spec import Fp8IndexSpec
+from workers.cache.spec import Int8IndexSpec
 from workers.families.registry import FAMILIES, parse_config
 from workers.models.batch import Batch, DecodeBatch
 from workers.models.model import Model
@@ -75,9 +75,9 @@ def decode_step(
     pages = max(1, -(-max(lengths) // 64))
     cache = PagedCache.allocate(model.caches, rows * pages + 1, device)
     for spec, layer in zip(cache.specs, cache.layers, strict=True):
-        if isinstance(spec, Fp8IndexSpec):
+        if isinstance(spec, Int8IndexSpec):
             # Of a dtype, so that models in others get the same keys.
-            keys = Fp8IndexSpec(spec.width, torch.float32)
+            keys = Int8IndexSpec(spec.width, torch.float32)
             layer.copy_(keys.random(len(layer), device, torch.Generator(device).manual_seed(cache_seed)))
             continue
         width_here = layer.shape[2] if layer.is_floating_point() else model.config.cache_width

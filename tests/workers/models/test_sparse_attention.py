@@ -139,9 +139,9 @@ def test_attention_of_decode_rows_allocates_nothing_beside_its_kernels(monkeypat
 
 
 def rounded(x: Tensor) -> Tensor:
-    """To FP8, with a scale for the last dimension."""
-    scale = x.abs().amax(-1, keepdim=True) / 448
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+    """To INT8, with a scale for the last dimension."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round() * scale
 
 
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
@@ -173,10 +173,10 @@ def test_fp8_caches_hold_keys_and_latents_rounded_once(
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("needles", "recall"), [(0, 0.95), (2048, 0.99)])
-def test_what_is_selected_in_fp8(needles: int, recall: float) -> None:
-    """Of 2,048 tokens in 16,384, as many in FP8 as in fp32 say: nearly all where some stand out, a few less where keys
-    are pure noise, whose scores lie close together."""
+@pytest.mark.parametrize("needles", [0, 2048])
+def test_what_is_selected_in_int8(needles: int) -> None:
+    """Of 2,048 tokens in 16,384, nearly those that fp32 selects: where some stand out, and where keys are pure noise,
+    whose scores lie close together."""
     random = torch.Generator().manual_seed(needles)
     found = []
     for _ in range(3):
@@ -189,7 +189,7 @@ def test_what_is_selected_in_fp8(needles: int, recall: float) -> None:
             for k_SI, q in ((key_SI, q_JI), (rounded(key_SI), rounded(q_JI)))
         ]
         found.append(len(chosen[0] & chosen[1]) / 2048)
-    assert min(found) >= recall
+    assert min(found) >= 0.99
 
 
 def test_an_entry_that_is_not_finite_is_attended_to() -> None:

@@ -58,9 +58,8 @@ def passes(
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
 def test_mixed_steps_agree_with_the_cpu(kind: str, invariant: bool, fp8_cache: bool, tmp_path: Path) -> None:
     """Prefill, mixed and decode steps of two rows, drafts included, beyond what is attended to. The CPU attends to what
-    the GPU has selected: of two scores that differ by less than sums are rounded (in FP8 Hopper's have some 14 bits)
-    either may be the larger. And it drafts from the GPU's hidden states, each layer of random weights amplifying what
-    is off several times."""
+    the GPU has selected: of two scores that differ by less than sums are rounded either may be the larger. And it
+    drafts from the GPU's hidden states, each layer of random weights amplifying what is off several times."""
     folder = write_tiny(tmp_path, kind, seed=1)
     how: dict[str, Any] = {"dtype": torch.float32, "max_positions": 512, "invariant": invariant, "fp8_cache": fp8_cache}
     cuda, cpu = (

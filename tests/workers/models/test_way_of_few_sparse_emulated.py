@@ -118,7 +118,7 @@ def check(lengths: list[int], width: int, fp8_cache: bool = False, **how: Any) -
         want = wide.forward(token_T, batch, wide_cache)
     alive = torch.tensor(lengths).repeat_interleave(width) > 0
     error = ((got.float() - want).norm(dim=1) / want.norm(dim=1))[alive]
-    # bf16 at every boundary of some twenty products. Of what scores alike another may be selected, more so in FP8.
+    # bf16 at every boundary of some twenty products. Of what scores alike another may be selected, more so in INT8.
     assert float(error.max()) < 3e-2
     assert taken.agreement > 0.9
     return launches

@@ -35,18 +35,18 @@ class Indexed:
     """What `Indexer.project` leaves: memory that all layers of a pass may share."""
 
     q_TJI: Tensor
-    """Roped; in e4m3 where the cache has FP8 entries."""
+    """Roped; codes where the cache has INT8 entries."""
     key_TI: Tensor
     """Normed and roped: entries of the cache."""
     weight_TJ: Tensor
-    """fp32, the factors of scores and heads, and the scales of queries in FP8, in it."""
+    """fp32, the factors of scores and heads, and the scales of queries in INT8, in it."""
 
     @staticmethod
-    def empty(indexing: Indexing, tokens: int, dtype: torch.dtype, scratch: Scratch, *, fp8: bool) -> Indexed:
-        """Memory for so many tokens, of a model in `dtype`. `fp8`: whether the cache has FP8 entries."""
+    def empty(indexing: Indexing, tokens: int, dtype: torch.dtype, scratch: Scratch, *, int8: bool) -> Indexed:
+        """Memory for so many tokens, of a model in `dtype`. `int8`: whether the cache has INT8 entries."""
         heads, features = indexing.heads, indexing.features
         return Indexed(
-            scratch.empty(tokens, heads, features, dtype=torch.float8_e4m3fn if fp8 else dtype),
+            scratch.empty(tokens, heads, features, dtype=torch.int8 if int8 else dtype),
             scratch.empty(tokens, features, dtype=dtype),
             scratch.empty(tokens, heads, dtype=torch.float32),
         )
@@ -68,10 +68,10 @@ class Indexer:
         hidden: int,
         query_latent: int,
         rope: int,
-        fp8_cache: bool,
+        int8: bool,
     ) -> None:
         """`prefix`: of its tensors' names. `query_latent`, `rope`: features of the query's latent, and of those of a
-        query or key that are roped. `fp8_cache`: whether its cache has FP8 entries."""
+        query or key that are roped. `int8`: whether its cache has INT8 entries."""
         heads, features = indexing.heads, indexing.features
         rows = None if indexing.interleaved else RopeRows(features, rope, first=True)
         self.q_FA = source.matrix(Part(f"{prefix}wq_b.weight", heads * features, query_latent, rope=rows))
@@ -87,16 +87,16 @@ class Indexer:
         self.norm_I, self.bias_I = norms
         self.scale = (heads * features) ** -0.5
         """Of the scores of heads (1 / sqrt(I)), and of their sum (1 / sqrt(J))."""
-        self.cache: CacheSpec = index_spec(features, source.dtype, fp8=fp8_cache)
+        self.cache: CacheSpec = index_spec(features, source.dtype, int8=int8)
         """What it keeps of every token."""
 
     def project(self, way: TokenWise[N], x: N, latent: N, rotation_TO: Tensor, out: Indexed, scratch: Scratch) -> None:
         """Token-wise: of the layer's input `x` and the query's `latent`, both normed, to what is scored."""
         with scratch.scope():
-            dtype, fp8 = out.key_TI.dtype, out.q_TJI.dtype != out.key_TI.dtype
+            dtype, int8 = out.key_TI.dtype, out.q_TJI.dtype != out.key_TI.dtype
             both_TX = scratch.empty(len(out.key_TI), self.both_XE.shape[0], dtype=torch.float32)
             way.narrow_linear(x, self.both_XE, both_TX, scratch)
-            q_TJI = scratch.empty(*out.q_TJI.shape, dtype=dtype) if fp8 else out.q_TJI
+            q_TJI = scratch.empty(*out.q_TJI.shape, dtype=dtype) if int8 else out.q_TJI
             way.linear(latent, self.q_FA, q_TJI.flatten(1), scratch)
             index_rope(
                 q_TJI,
@@ -108,6 +108,6 @@ class Indexer:
                 out.weight_TJ,
                 eps=KEY_NORM_EPS,
                 factor=self.scale,
-                code_TJI=out.q_TJI if fp8 else None,
+                code_TJI=out.q_TJI if int8 else None,
                 dependent=way.decode_alone and launches_dependently(rotation_TO.device),
             )

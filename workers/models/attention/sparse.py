@@ -66,7 +66,7 @@ class SparseAttention(LatentAttention):
                 "query_latent": config.q_lora_rank,
                 "rope": config.qk_rope_head_dim,
             }
-            self.indexer = Indexer(source, f"{prefix}indexer.", config.indexing, **sizes, fp8_cache=fp8_cache)
+            self.indexer = Indexer(source, f"{prefix}indexer.", config.indexing, **sizes, int8=fp8_cache)
 
     @property
     def caches(self) -> Sequence[CacheSpec]:
@@ -97,8 +97,8 @@ class SparseAttention(LatentAttention):
     def projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
         """See `LatentAttention`."""
         projected = super().projected(way, tokens, scratch)
-        dtype, fp8 = self.heads.norm_L.dtype, self.heads.fp8_cache
-        return replace(projected, indexed=Indexed.empty(self.indexing, tokens, dtype, scratch, fp8=fp8))
+        dtype, int8 = self.heads.norm_L.dtype, self.heads.fp8_cache
+        return replace(projected, indexed=Indexed.empty(self.indexing, tokens, dtype, scratch, int8=int8))
 
     def project(
         self,
