@@ -27,7 +27,8 @@ def index_rope(
     dependent: bool = False,
 ) -> None:
     """Norm the keys, rotate the first O features of keys, and of queries in place; multiply weights by a factor. Where
-    a cache has INT8 entries the queries are rounded to INT8, too.
+    a cache has INT8 entries keys and queries are spread as well (see `kernels.index_rope.hadamard`), and the queries
+    rounded to INT8, which leaves `q_TJI` as it was.
 
     - `q_TJI`: output of a projection, in the model's dtype; a token's queries are contiguous. Features (2i, 2i + 1) are
       one pair that turns by the token's i-th angle (Su et al., RoFormer, 2021).
@@ -36,10 +37,10 @@ def index_rope(
     - `rotation_TO`: fp32, (cos, sin) of the i-th angle of each token at (2i, 2i + 1).
     - `key_TI`: receives the keys, in the model's dtype.
     - `weight_TJ`: fp32, contiguous: receives the weights times `factor`, and in INT8 times the scales of queries.
-    - `code_TJI`: int8, contiguous: receives the codes of the queries as they are in their dtype by then, with a scale
-      each (see `kernels.index_entry`).
+    - `code_TJI`: int8, contiguous: receives the codes of the queries, which have a scale each (see
+      `kernels.index_entry`). Features are a multiple of 16 then.
 
-    The norm and the rotation are computed in fp32 and rounded once. A token's bits depend on nothing but the token.
+    All is computed in fp32 and rounded once. A token's bits depend on nothing but the token.
     `dependent`: programmatic dependent launch, see `launch`. ValueError for tensors that do not fit.
     Source: DeepSeek-V3.2 (2025), section 2.1, and the inference code published with it.
     """
@@ -58,6 +59,8 @@ def index_rope(
         code_TJI.shape != q_TJI.shape or code_TJI.dtype != torch.int8 or not code_TJI.is_contiguous()
     ):
         raise ValueError(f"codes are contiguous int8 of {tuple(q_TJI.shape)}")
+    if code_TJI is not None and features % 16:
+        raise ValueError(f"{features} features are no multiple of 16")
     tensors = (q_TJI, both_TX, norm_I, bias_I, rotation_TO, key_TI, weight_TJ, code_TJI)
     if q_TJI.is_cuda:
         launch.index_rope(*tensors, eps, factor, dependent=dependent)

@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.index_entry import rounded
+from kernels.index_rope.hadamard import spread_lanes
 
 
 @triton.jit
@@ -42,10 +43,11 @@ def index_rope(
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
     INT8: tl.constexpr,
+    STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Programs (token, part): part 0 makes the token's key, the others rotate GROUP heads each and make their weights,
-    and with INT8 round them to it."""
+    """Programs (token, part): part 0 makes the token's key, the others rotate GROUP heads each and make their weights.
+    With INT8 both are spread, 2 ** STAGES features together, and queries become codes."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     turn = rotation + token * ROTATION_STRIDE
@@ -65,6 +67,8 @@ def index_rope(
         centred = tl.where(inside, value - tl.sum(value, 0) / FEATURES, 0.0)
         normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / FEATURES + eps) * weight + shift
         turned = _rotate(tl.reshape(normed, [1, BLOCK]), cos[None, :], sin[None, :], 1, BLOCK)
+        if INT8:
+            turned = spread_lanes(turned, STAGES)
         at = key + token * KEY_STRIDE + f
         tl.store(at, tl.reshape(turned, [BLOCK]).to(key.dtype.element_ty), mask=inside)
     else:
@@ -79,12 +83,13 @@ def index_rope(
         place = head[:, None] * FEATURES + o[None, :]
         mask = (head < HEADS)[:, None] & (o < WIDTH)[None, :]
         x = tl.load(q + token * Q_TOKEN + place, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-        x = _rotate(x, head_cos[None, :], head_sin[None, :], GROUP, WIDTH_BLOCK).to(q.dtype.element_ty)
-        tl.store(q + token * Q_TOKEN + place, x, mask=mask)
+        x = _rotate(x, head_cos[None, :], head_sin[None, :], GROUP, WIDTH_BLOCK)
         raw = tl.load(both + token * BOTH_STRIDE + FEATURES + head, mask=head < HEADS, other=0.0, cache_modifier=".cg")
         weighed = raw * factor
         if INT8:
-            codes, scale = rounded(x.to(tl.float32))
+            codes, scale = rounded(spread_lanes(x, STAGES))
             tl.store(code + token * HEADS * FEATURES + place, codes, mask=mask)
             weighed *= scale
+        else:
+            tl.store(q + token * Q_TOKEN + place, x.to(q.dtype.element_ty), mask=mask)
         tl.store(head_weight + token * HEADS + head, weighed, mask=head < HEADS)

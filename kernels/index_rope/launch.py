@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from kernels.index_rope import kernel
+from kernels.index_rope.hadamard import stages_of
 
 _GROUP = 16
 """Heads a program rotates."""
@@ -60,6 +61,7 @@ def index_rope(
         WIDTH=width,
         WIDTH_BLOCK=triton.next_power_of_2(width),
         INT8=code_TJI is not None,
+        STAGES=stages_of(features),
         DEPENDENT=dependent,
         num_warps=2,
         **({"launch_pdl": True} if dependent else {}),

@@ -24,7 +24,7 @@ def test_against_fp64(case: Case) -> None:
     assert torch.equal(tensors["both_TX"], before_TX)
 
 
-@pytest.mark.parametrize("case", CASES[1:], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_queries_in_int8(case: Case) -> None:
     tensors, code_TJI = case.tensors(), case.code()
     want = expected(tensors)

@@ -20,7 +20,7 @@ def test_against_fp64(case: Case) -> None:
     check(tensors, want, case.dtype)
 
 
-@pytest.mark.parametrize("case", CASES[1:], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_queries_in_int8(case: Case) -> None:
     tensors, code_TJI = case.tensors("cuda"), case.code("cuda")
     want = expected(tensors)

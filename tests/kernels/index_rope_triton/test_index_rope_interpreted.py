@@ -23,7 +23,7 @@ def test_the_reference_against_fp64(case: Case) -> None:
     check(tensors, want, case.dtype)
 
 
-@pytest.mark.parametrize("case", CASES[1:], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_reference_in_int8(case: Case) -> None:
     tensors, code_TJI = case.tensors(), case.code()
     want = expected(tensors)
@@ -44,6 +44,10 @@ def test_the_reference_in_int8(case: Case) -> None:
         ({"key_TI": torch.zeros(3, 48, dtype=torch.bfloat16)}, "keys are torch.float32"),
         ({"weight_TJ": torch.zeros(3, 5).half()}, "weights are contiguous fp32"),
         ({"code_TJI": torch.zeros(1, 5, 48, dtype=torch.int8)}, "contiguous int8"),
+        (
+            Case(3, 5, 24, 16).tensors() | {"code_TJI": torch.zeros(3, 5, 24, dtype=torch.int8)},
+            "24 features are no multiple of 16",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(changes: dict[str, torch.Tensor], words: str) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from captured import capture, check_replays, same_bits
+from index_recall import KINDS, recall
 from sparse_case import Sparse
 
 from kernels import sparse
-from kernels.index_entry import parts
 from kernels.mla_decode import DecodeShape, mla_decode, plan_decode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -211,33 +211,7 @@ def test_faults_are_counted() -> None:
     case.check_attention()
 
 
-def test_recall_of_the_fp8_index() -> None:
-    """Of the positions that scores in fp32 select, on keys without any structure, and of those that the same codes
-    select in exact arithmetic, which tensor cores add with about 13 bits."""
-    torch.manual_seed(0)
-    context, heads, features, tokens = 16384, 64, 128, 8
-    key = torch.randn(context, features, dtype=torch.bfloat16, device="cuda")
-    q = torch.randn(tokens, heads, features, dtype=torch.bfloat16, device="cuda")
-    weight = torch.randn(tokens, heads, device="cuda")
-    index = torch.zeros(context // 64, 64, features + 4, dtype=torch.uint8, device="cuda")
-    sparse.write_index_keys(key, torch.arange(context, device="cuda"), index)
-    scale = q.float().abs().amax(-1) / 448
-    code = (q.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
-    score = torch.empty(tokens, context, device="cuda")
-    selected = torch.empty(tokens, 2048, dtype=torch.int32, device="cuda")
-    fault = torch.zeros(1, dtype=torch.int64, device="cuda")
-    page = torch.arange(context // 64, dtype=torch.int32, device="cuda").unsqueeze(0)
-    row, bound = (torch.full((tokens,), n, dtype=torch.int32, device="cuda") for n in (0, context))
-    sparse.index_scores(code, weight * scale, index, page, row, bound, score, fault)
-    workspace = sparse.SelectWorkspace.allocate(
-        tokens, context, lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="cuda")
-    )
-    sparse.select_positions(score, bound, selected, fault, workspace)
-    keys, scales = parts(index)
-    stored = (keys.double() * scales.double().unsqueeze(-1)).flatten(0, 1)
-    coded = code.double() * scale.double().unsqueeze(-1)
-    for queries, entries, least in ((q.double(), key.double(), 0.95), (coded, stored, 0.998)):
-        exact = torch.einsum("thd,sd->ths", queries, entries).relu().mul(weight.double().unsqueeze(-1)).sum(1)
-        for token in range(tokens):
-            want = set(exact[token].topk(2048).indices.tolist())
-            assert len(want & set(selected[token].tolist())) >= least * 2048
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("context", "least"), [(16384, 0.99), (131072, 0.985)])
+def test_recall_of_an_index_in_int8(context: int, least: float, kind: str) -> None:
+    assert recall(kind, tokens=8, context=context, device="cuda") >= least

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from index_recall import KINDS, recall
 from sparse_case import Sparse
 
 from kernels import sparse
@@ -68,6 +69,14 @@ def test_keys_and_queries_in_int8_that_are_not_finite_are_seen_in_their_own_scor
     score = case.tensors["score"]
     assert score[0, :69].isnan().nonzero().tolist() == [[5]]
     assert score[1, :70].isnan().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("context", "least"), [(16384, 0.99), (131072, 0.985)])
+def test_recall_of_an_index_in_int8(context: int, least: float, kind: str) -> None:
+    """The more there are to select from, the closer lie the scores of the last one that is and of the first that is
+    not."""
+    assert recall(kind, tokens=4, context=context) >= least
 
 
 def test_of_equal_scores_the_lowest_positions_are_selected() -> None:

@@ -37,7 +37,7 @@ class Indexed:
     q_TJI: Tensor
     """Roped; codes where the cache has INT8 entries."""
     key_TI: Tensor
-    """Normed and roped: entries of the cache."""
+    """Normed and roped, for INT8 entries spread as well (`kernels.index_rope.hadamard`): what the cache is given."""
     weight_TJ: Tensor
     """fp32, the factors of scores and heads, and the scales of queries in INT8, in it."""
 
