@@ -12,7 +12,9 @@ ROUNDING = 1e-6
 PACE_OF = 64
 """Ends of sequences by which the next ones are foretold."""
 SPILT_S = 2.0
-"""Seconds for which a full bucket holds what spills."""
+"""Seconds for which a full bucket holds what spills, for what is taken little by little."""
+LATE_S = 2.0
+"""Seconds by which what others took may be heard of late; for as long it holds more for them."""
 LONGEST_WAIT_S = 60.0
 """Nobody knows more of what will be then."""
 
@@ -39,8 +41,8 @@ class Bucket:
         self._rate = per_minute / 60.0
         self._clock = clock
         self._at, self._held = clock(), float(per_minute)
-        """Of a full bucket what spills is held for a while: steps give a sequence several tokens at once, and those of
-        other processes are heard of later."""
+        """Of a full bucket what spills is held for a while, and is in no `room`: steps give a sequence several tokens
+        at once, and those of other processes are heard of later."""
 
     @property
     def room(self) -> float:
@@ -48,10 +50,16 @@ class Bucket:
         self._change(0.0)
         return min(self._held, self.capacity)
 
-    def _change(self, amount: float) -> None:
+    @property
+    def held(self) -> float:
+        """Room, and what a full bucket holds beyond."""
+        self._change(0.0)
+        return self._held
+
+    def _change(self, amount: float, spilt_s: float = SPILT_S + LATE_S) -> None:
         now = self._clock()
         held = self._held + (now - self._at) * self._rate + amount
-        self._at, self._held = now, min(held, self.capacity + SPILT_S * self._rate)
+        self._at, self._held = now, min(held, self.capacity + spilt_s * self._rate)
 
     def wait(self, amount: float, flows: Sequence[Flow] = ()) -> float:
         """Seconds until there is room for `amount`, 0 where there is, though `flows` take theirs meanwhile. What is
@@ -80,16 +88,17 @@ class Bucket:
 
     def take_evenly(self, amount: float) -> None:
         """Take what was used little by little since anybody last looked."""
-        self.taken += amount
-        self._change(-amount)
+        if amount > 0:
+            self.taken += amount
+            self._change(-amount, SPILT_S)
 
     def taken_elsewhere(self, amount: float) -> None:
         """Another process took it."""
         self._change(-amount)
 
-    def settle(self, room: float) -> None:
-        """Another process knows of no more room than this."""
-        self._held = min(self.room, room)
+    def settle(self, held: float, age: float) -> None:
+        """Another process knew of no more than this `age` seconds ago."""
+        self._held = min(self.held, held + age * self._rate)
 
     @property
     def full_in(self) -> float:

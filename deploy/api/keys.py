@@ -33,7 +33,7 @@ class Spent(msgspec.Struct, frozen=True):
     tokens: float = 0.0
     sequences: int = 0
     """Now."""
-    rooms: tuple[float, float] = (inf, inf)
+    held: tuple[float, float] = (inf, inf)
     """What it knows to be left of requests and tokens."""
     left: float = 0.0
     """Tokens that its running requests may still generate."""
@@ -163,30 +163,33 @@ class Key:
             requests.taken if requests else 0.0,
             tokens.taken if tokens else 0.0,
             self.sequences,
-            (requests.room if requests else inf, tokens.room if tokens else inf),
+            (requests.held if requests else inf, tokens.held if tokens else inf),
             sum(flow.left for flow in running),
             sum(flow.pace for flow in running),
             self.charged,
         )
 
-    def hear(self, news: Iterable[tuple[Spent | None, Spent]]) -> int:
-        """What every other front told last time, None the first time, and now. Returns how many tokens their schedulers
-        have computed for it meanwhile."""
+    def hear(self, news: Sequence[tuple[Spent | None, Spent, float]]) -> int:
+        """What every other front told last time, None the first time, and now, and how many seconds ago that was.
+        Returns how many tokens their schedulers have computed for it meanwhile."""
         charged = 0
         self._elsewhere, self._flows_elsewhere, self._heard_at = 0, [], self._clock()
-        for before, now in news:
+        for before, now, _ in news:
             self._elsewhere += now.sequences
             charged += now.charged - before.charged if before is not None else 0
             if now.left and now.pace:
                 self._flows_elsewhere.append(Flow(now.left, now.pace))
-            pairs = ((self._requests, "requests", now.rooms[0]), (self._tokens, "tokens", now.rooms[1]))
-            for bucket, name, room in pairs:
-                if bucket is None:
-                    continue
-                if before is None:
-                    bucket.settle(room)
-                else:
-                    bucket.taken_elsewhere(getattr(now, name) - getattr(before, name))
+            if before is not None and self._requests is not None:
+                self._requests.taken_elsewhere(now.requests - before.requests)
+            if before is not None and self._tokens is not None:
+                self._tokens.taken_elsewhere(now.tokens - before.tokens)
+        # Who hears late of what was taken from a full bucket cannot know how much of it would have spilt meanwhile, and
+        # assumes the most. The one where it was taken knows: all believe the one that knows of the least room, so that
+        # a client that waits as long as one of them says is let in by any other.
+        for _, now, age in news:
+            for bucket, held in zip((self._requests, self._tokens), now.held, strict=True):
+                if bucket is not None:
+                    bucket.settle(held, age)
         return max(charged, 0)
 
 
@@ -242,14 +245,18 @@ class KeyRing:
         """What this front tells others, by the names of keys."""
         return {name: key.spent() for name, key in self._named.items() if key.settings.limited or key.charged}
 
-    def hear(self, fronts: Mapping[str, Mapping[str, Spent]]) -> Charges:
-        """What the others told last, by front; one that is no longer among them has ended. Returns what their
-        schedulers have computed for keys since they told before."""
+    def hear(self, fronts: Mapping[str, Mapping[str, Spent]], ages: Mapping[str, float]) -> Charges:
+        """What the others told last, by front, and how many seconds ago; one that is no longer among them has ended.
+        Returns what their schedulers have computed for keys since they told before."""
         found = []
         for name, key in self._named.items():
             # A front that is known, and told nothing of a key so far, had given it nothing.
             before = {front: told.get(name, Spent()) for front, told in self._heard.items()}
-            news = [(before.get(front), now) for front, told in fronts.items() if (now := told.get(name)) is not None]
+            news = [
+                (before.get(front), now, ages[front])
+                for front, told in fronts.items()
+                if (now := told.get(name)) is not None
+            ]
             if (news or key.settings.limited) and (tokens := key.hear(news)):
                 found.append(Charge(name, key.settings.weight, tokens))
         self._heard = dict(fronts)

@@ -57,14 +57,18 @@ class KeyBoard:
             mine = msgspec.msgpack.encode(_Report(time.time(), self._keys.spent()))
             try:
                 # Awaited: while the store hangs no more threads wait for it.
-                charges = self._keys.hear(await asyncio.to_thread(self._exchange, mine))
+                reports, now = await asyncio.to_thread(self._exchange, mine), time.time()
+                charges = self._keys.hear(
+                    {name: report.keys for name, report in reports.items()},
+                    {name: max(now - report.at, 0.0) for name, report in reports.items()},
+                )
                 if self._client is not None:
                     self._client.charged_elsewhere(charges)
             except Exception:  # Ray's, of many kinds: its head may be away for a while
                 logger.debug("what API keys have taken could not be exchanged", exc_info=True)
             await asyncio.sleep(PERIOD_S)
 
-    def _exchange(self, mine: bytes) -> dict[str, dict[str, Spent]]:
+    def _exchange(self, mine: bytes) -> dict[str, _Report]:
         store("put", self._prefix + self._own.encode(), mine, overwrite=True)
         found = {}
         for key, name, value in others(self._prefix, self._own):
@@ -74,7 +78,7 @@ class KeyBoard:
                 continue
             age = time.time() - report.at
             if age < FORGET_S:
-                found[name] = report.keys
+                found[name] = report
             elif age > DROP_S:
                 store("del", key)
         return found

@@ -36,7 +36,8 @@ class Stream:
 
 def client(timeout_s: float = 60.0) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=256, max_keepalive_connections=256)
-    return httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits)
+    # Without `verify=False` every client reads the certificates of the machine, which takes long.
+    return httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits, verify=False)
 
 
 async def stream(http: httpx.AsyncClient, url: str, result: Stream | None = None, **body: object) -> Stream:

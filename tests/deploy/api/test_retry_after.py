@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.api.buckets import whole_seconds
-from deploy.api.keys import Key, KeyRing, OverLimit
+from deploy.api.keys import Key, KeyRing, OverLimit, Spent
 from deploy.api.meter import Meter
 from deploy.config.keys import ApiKey
 
@@ -63,6 +63,9 @@ class Stream:
     ),
     before=st.floats(0, 20),
     step=st.integers(1, 8),
+    idle=st.floats(0, 5),
+    at=st.integers(0, 2),
+    then=st.integers(0, 2),
 )
 def test_who_waits_as_long_as_it_was_told_is_let_in_though_streams_go_on(
     per_minute: int,
@@ -72,29 +75,41 @@ def test_who_waits_as_long_as_it_was_told_is_let_in_though_streams_go_on(
     streams: list[tuple[float, int, int, int, int, int]],
     before: float,
     step: int,
+    idle: float,
+    at: int,
+    then: int,
 ) -> None:
-    """Whatever they generate meanwhile, here and on other replicas, which hear of each other once a second."""
+    """Whatever they generate meanwhile, here and on other replicas, which hear of each other once a second, each at a
+    time of its own, and whichever of them it asks next."""
     clock = Clock()
     rings = [KeyRing((app(tokens_per_minute=per_minute),), clock) for _ in range(fronts)]
     keys = [key for ring in rings if (key := ring.find(["secret-app"])) is not None]
     running: list[tuple[Meter, list[Stream]]] = []
 
-    def exchange() -> None:
-        told = {str(number): ring.spent() for number, ring in enumerate(rings)}
-        for number, ring in enumerate(rings):
-            ring.hear({name: news for name, news in told.items() if name != str(number)})
+    told: dict[str, tuple[float, dict[str, Spent]]] = {}
+
+    def exchange(number: int) -> None:
+        told[str(number)] = clock.now, rings[number].spent()
+        others = {name: news for name, news in told.items() if name != str(number)}
+        rings[number].hear(
+            {name: news for name, (_, news) in others.items()},
+            {name: clock.now - when for name, (when, _) in others.items()},
+        )
 
     def advance(seconds: float) -> None:
         until = clock.now + seconds
         while clock.now < until:
-            clock.now = min(math.floor(clock.now) + 1.0, until)
+            clock.now = min(math.floor(clock.now * 4 + 1) / 4, until)
             for meter, choices in running:
                 if clock.now >= choices[0].begins:
                     meter.began()
-            if clock.now == math.floor(clock.now):
-                exchange()
+            quarter = (clock.now - math.floor(clock.now)) * 4
+            if quarter in range(fronts):
+                exchange(int(quarter))
 
-    exchange()
+    for number in (*range(fronts), *range(fronts)):
+        exchange(number)
+    advance(idle)
     # Who has not begun yet becomes as fast as others are.
     usual = min((pace for pace, *_ in streams), default=1.0)
     for pace, limit, stops_at, begins_in, n, where in streams:
@@ -106,14 +121,15 @@ def test_who_waits_as_long_as_it_was_told_is_let_in_though_streams_go_on(
     assert bucket is not None
     bucket.take(per_minute * spent)
     advance(before)
-    exchange()  # what has begun since the last report is unknown elsewhere
+    for number in (*range(fronts), *range(fronts)):  # what has begun since the last report is unknown elsewhere
+        exchange(number)
     advance(0.5)
     amount = int(per_minute * prompt) + 1
     try:
-        keys[0].start(amount, [])
+        keys[at % fronts].start(amount, [])
     except OverLimit as error:
         advance(whole_seconds(error.wait_s))
-        keys[0].start(amount, [])
+        keys[then % fronts].start(amount, [])
 
 
 def test_no_more_is_waited_for_than_streams_may_still_generate() -> None:

@@ -1,0 +1,206 @@
+"""API keys on two replicas that run: a flood leaves others their turn, shares and limits hold for both together."""
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+import pytest
+from served_application import Server
+from timed_client import client
+
+pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.long]
+
+CONFIG = {
+    "engine": {"model": "demo", "device": "cpu", "max_rows": 4, "queue_limit": 40, "token_budget": 256},
+    "replicas": 2,
+    "port": 0,
+    "ingress": "direct",
+    "dashboard": False,
+    "drain": {"deregister_s": 0.5, "timeout_s": 30},
+    "api": {
+        "api_keys": [
+            {"key": "secret-floods", "name": "floods"},
+            {"key": "secret-quiet", "name": "quiet"},
+            {"key": "secret-everywhere", "name": "everywhere", "weight": 2},
+            {"key": "secret-at-one", "name": "at-one"},
+            {"key": "secret-asks", "name": "asks", "requests_per_minute": 30},
+            {"key": "secret-reads", "name": "reads", "tokens_per_minute": 12000},
+        ]
+    },
+}
+REPLICAS = "ray::ServeReplica:latentserve:engine"
+ANSWER = {"model": "demo", "prompt": "def f(x):", "max_tokens": 32, "ignore_eos": True}
+MOST_TIMES = 5.0
+"""What a request of a key that sends one at a time takes beside a flood, as a multiple of what it takes alone."""
+HEARD_S = 2.5
+"""Replicas report once a second and look for reports once a second: by then all know what was before."""
+
+
+@pytest.fixture(scope="module")
+def server(launch: Callable[..., Server]) -> Server:
+    return launch(CONFIG).wait()
+
+
+@pytest.fixture(scope="module")
+def replicas(server: Server) -> list[str]:
+    """Where each replica takes requests itself, past the router."""
+    connections = [psutil.Process(pid).net_connections("inet") for pid in server.pids(REPLICAS)]
+    ports = [
+        connection.laddr.port
+        for found in connections
+        for connection in found
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip == "127.0.0.1"
+    ]
+    assert len(ports) == 2
+    return [f"http://127.0.0.1:{port}" for port in ports]
+
+
+async def ask(http: httpx.AsyncClient, url: str, key: str, **changes: object) -> httpx.Response:
+    headers = {"authorization": f"Bearer secret-{key}"}
+    return await http.post(f"{url}/v1/completions", json={**ANSWER, **changes}, headers=headers)
+
+
+@dataclass
+class Load:
+    """What the clients of one key got."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    """That were computed for it: of prompts, but for what was cached, and generated."""
+    refused: int = 0
+    """Requests, for want of a place in the line."""
+    replicas: Counter[str] = field(default_factory=Counter)
+    clients: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def answered(self, count: int) -> None:
+        """Until so many requests were."""
+        while len(self.seconds) < count:
+            self.check()
+            await asyncio.sleep(0.02)
+
+    def check(self) -> None:
+        """Clients end by what they did not expect."""
+        for task in self.clients:
+            if task.done():
+                task.result()
+
+
+async def keep_asking(url: str, key: str, load: Load) -> None:
+    async with client() as http:  # of its own: in a pool that many share, they wait for each other
+        while True:
+            begun = time.monotonic()
+            answer = await ask(http, url, key)
+            if answer.status_code == 429:
+                assert answer.json()["error"]["code"] == "server_overloaded"
+                load.refused += 1
+                await asyncio.sleep(int(answer.headers["retry-after"]))
+                continue
+            assert answer.status_code == 200, answer.text
+            load.seconds.append(time.monotonic() - begun)
+            usage = answer.json()["usage"]
+            load.tokens += usage["total_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+            load.replicas[answer.headers["x-latentserve-replica"]] += 1
+
+
+@contextlib.asynccontextmanager
+async def asking(key: str, clients: int, *urls: str) -> AsyncIterator[Load]:
+    """So many clients of the key, dealt out to the addresses, who ask again as soon as they are answered."""
+    load = Load()
+    load.clients += [asyncio.create_task(keep_asking(urls[n % len(urls)], key, load)) for n in range(clients)]
+    try:
+        yield load
+        load.check()
+    finally:
+        for task in load.clients:
+            task.cancel()
+        await asyncio.gather(*load.clients, return_exceptions=True)
+
+
+async def test_a_key_that_floods_leaves_another_its_turn(server: Server) -> None:
+    """Who sends one request at a time waits for a slot to come free, and not for the line of the key that floods."""
+    async with asyncio.timeout(60):
+        async with asking("quiet", 1, server.url) as alone:
+            await alone.answered(8)
+        async with asking("floods", 100, server.url) as floods:
+            await floods.answered(24)
+            async with asking("quiet", 1, server.url) as beside:
+                await beside.answered(8)
+            await floods.answered(100)
+    print(sorted(alone.seconds), sorted(beside.seconds), sorted(floods.seconds), floods.replicas, floods.refused)
+    assert not beside.refused
+    assert floods.refused
+    usual = statistics.median(alone.seconds)
+    assert len(floods.replicas) == 2
+    # Its own clients wait for the line: it is long.
+    assert statistics.median(floods.seconds) > 2 * MOST_TIMES * usual
+    assert statistics.median(beside.seconds) < MOST_TIMES * usual
+    assert max(beside.seconds) < 2 * MOST_TIMES * usual
+
+
+async def test_tokens_follow_weights_over_both_replicas(server: Server, replicas: list[str]) -> None:
+    """A third of the weight waits at one replica alone, and gets a third of all that both generate: two thirds of that
+    one. Had each replica shares of its own, it would get a third of the one, a sixth of all."""
+    async with (
+        asking("everywhere", 48, *replicas) as everywhere,
+        asking("at-one", 24, replicas[0]) as at_one,
+    ):
+        await asyncio.sleep(HEARD_S)
+        before = everywhere.tokens, at_one.tokens
+        await asyncio.sleep(6)
+        found = everywhere.tokens - before[0], at_one.tokens - before[1]
+    print(found, everywhere.replicas, at_one.replicas)
+    assert len(everywhere.replicas) == 2
+    assert len(at_one.replicas) == 1
+    assert found[1] / sum(found) == pytest.approx(1 / 3, rel=0.25)
+
+
+async def let_in_after(http: httpx.AsyncClient, key: str, at: str, then: str, **changes: object) -> float:
+    """Ask one replica until it refuses, wait as long as it says, and be let in by the other one. How long that was."""
+    for _ in range(5):
+        answer = await ask(http, at, key, **changes)
+        if answer.status_code == 429:
+            break
+    assert answer.status_code == 429, answer.text
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    wait_s = int(answer.headers["retry-after"])
+    await asyncio.sleep(wait_s)
+    after = await ask(http, then, key, **changes)
+    assert after.status_code == 200, (wait_s, after.text)
+    return wait_s
+
+
+async def test_requests_a_minute_are_those_of_both_replicas(server: Server, replicas: list[str]) -> None:
+    begun, let_in = time.monotonic(), 0
+    async with client() as http, asyncio.timeout(60):
+        while (await ask(http, replicas[let_in % 2], "asks", max_tokens=1)).status_code == 200:
+            let_in += 1
+            await asyncio.sleep(0.1)
+        seconds = time.monotonic() - begun
+        print(let_in, seconds)
+        # A minute's worth, what has come in since, and what others took before a replica heard of it.
+        assert 30 <= let_in <= 30 + seconds / 2 + HEARD_S / 2 / (seconds / let_in) + 1
+        await asyncio.sleep(HEARD_S)
+        waits = [await let_in_after(http, "asks", *pair, max_tokens=1) for pair in (replicas, replicas[::-1])]
+        print(waits)
+    assert max(waits) < 10
+
+
+async def test_who_waits_for_tokens_is_let_in_though_a_stream_runs_elsewhere(
+    server: Server, replicas: list[str]
+) -> None:
+    async with client() as http, asyncio.timeout(60):
+        for number in range(6):  # from the prefix cache mostly, which counts as any other token
+            answer = await ask(http, replicas[number % 2], "reads", prompt=[7] * 1900, max_tokens=1)
+            assert answer.status_code == 200, answer.text
+        running = asyncio.create_task(ask(http, replicas[0], "reads", max_tokens=900))
+        await asyncio.sleep(HEARD_S)
+        assert not running.done()
+        wait_s = await let_in_after(http, "reads", replicas[1], replicas[0], prompt=[9] * 1500, max_tokens=1)
+        print(wait_s, running.done())
+        assert (await running).status_code == 200
