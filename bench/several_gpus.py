@@ -8,8 +8,8 @@
 
 The steps: the tests that take several GPUs; the all-reduce of steps, of every size; a folder of random weights; the
 self-test with all ranks; time per token and prefill with one rank and with all; greedy tokens in invariant mode, which
-have to be equal with one rank, two and all; and 128 streams over HTTP, of one replica with all ranks and of two with
-half of them each, through the router.
+have to be equal with one rank, two and all, with the cache in bf16 and in FP8; and 128 streams over HTTP, of one replica
+with all ranks and of two with half of them each, through the router.
 
 With `--generated` weights are made as they are read (`bench/generated.py`), and nothing is done with fewer ranks, for
 models such as DeepSeek-V3 that only fit all: the all-reduce, the self-test, time per token without drafts and with,
@@ -79,7 +79,10 @@ def steps(ranks: int, shape: str, folder: Path) -> list[Step]:
         Step("weights", ((PYTHON, "bench/checkpoint.py", shape, str(folder)),)),
         Step("selftest", ((*LATENTSERVE, "selftest", *model, "--tensor-parallel", str(ranks)),)),
         *(Step(f"latency-{n}", ((*latency, "--tensor-parallel", str(n)),)) for n in (1, ranks)),
-        Step("invariant", tuple((*invariant, "--tensor-parallel", str(n)) for n in counts), 240.0, equal=True),
+        *(
+            Step(name, tuple((*invariant, *cache, "--tensor-parallel", str(n)) for n in counts), 240.0, equal=True)
+            for name, cache in (("invariant", ()), ("invariant-fp8", ("--kv-cache-dtype", "fp8")))
+        ),
         Step("http-1", load, 240.0, server=(*serve, "--tensor-parallel", str(ranks))),
         Step("http-2", load, 240.0, server=(*serve, "--tensor-parallel", str(ranks // 2), "--replicas", "2")),
     ]

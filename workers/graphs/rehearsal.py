@@ -147,9 +147,8 @@ def rehearse(stage: Stage, masks: TokenMasks | None = None) -> None:
     for plan in rehearsals(parts, stage.tokens):
         step.run(plan, stage)
         masked.setdefault((plan.width, bool(plan.decode_slots)), plan)
-    if masks is not None:
-        for plan in masked.values():
-            step.run(plan, stage, lambda: masks)
+    for plan in masked.values():  # on ranks that do not sample, too: a step is one of all ranks
+        step.run(plan, stage, lambda: masks)
     for index, plan in enumerate(scorings(parts, stage.tokens)):
         if index == 0:
             step.run(plan, stage)

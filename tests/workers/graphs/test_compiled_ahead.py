@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from rounded_models import checkpoints
 
 from kernels.page import PAGE_TOKENS
@@ -54,8 +55,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Start:
     """What a replica on a GPU does before it serves, see `workers.rank.rank.Rank`."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, config: EngineConfig, ranks: int = 1, pages: int = 120) -> None:
-        self._config, self._pages, self._group = config, pages, TensorParallel(0, ranks)
+    def __init__(
+        self, patch: pytest.MonkeyPatch, config: EngineConfig, ranks: int = 1, pages: int = 120, rank: int = 0
+    ) -> None:
+        self._config, self._pages, self._group = config, pages, TensorParallel(rank, ranks)
         self._context = max_context(config)
         self._model = load_model(
             config.folder,
@@ -219,12 +222,57 @@ def test_sparse_attention_compiles_nothing_late(
     assert {"stream_linear", "rope_absorb", "rope_cache"} <= launched
 
 
+def collectives(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """From now on ranks are alone. Returns the list that fills with what they would do together: what it is, and the
+    shapes and types of what is handed on."""
+    asked: list[tuple[Any, ...]] = []
+    for name in ("all_reduce", "broadcast", "all_gather_into_tensor"):
+
+        def ask(*tensors: torch.Tensor, name: str = name, **options: Any) -> None:
+            asked.append((name, *((x.shape, x.dtype) for x in tensors), options))
+
+        patch.setattr(dist, name, ask)
+
+    def gather_bytes(self: TensorParallel, payload: bytes, device: torch.device) -> list[bytes]:
+        asked.append(("gather_bytes",))
+        return [payload] * self.size
+
+    patch.setattr(TensorParallel, "gather_bytes", gather_bytes)
+    return asked
+
+
 @pytest.mark.parametrize("width", [1, 3])
 def test_one_of_two_ranks_compiles_nothing_late(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for collective in ("all_reduce", "broadcast", "all_gather_into_tensor"):
-        monkeypatch.setattr(dist, collective, lambda *args, **options: None)
-    monkeypatch.setattr(TensorParallel, "gather_bytes", lambda self, payload, device: [payload] * self.size)
+    collectives(monkeypatch)
     assert late(Start(monkeypatch, settings("demo", width), ranks=2), 96, seed=3) == []
+
+
+def together(rank: int, width: int | str, invariant: bool) -> list[list[tuple[Any, ...]]]:
+    """What one of two ranks does with the other: while it compiles and warms up, while it captures and proves itself,
+    and in every step that it is told."""
+    with pytest.MonkeyPatch.context() as patch:
+        asked = collectives(patch)
+        start = Start(patch, settings("demo", width, invariant=invariant), ranks=2, rank=rank)
+        start.compiled()
+        stages = [asked.copy()]
+        asked.clear()
+        runner = start.ready()
+        stages.append(asked.copy())
+        for plan in random_plans(runner, 96, seed=4):
+            asked.clear()
+            runner.execute(replace(plan, constrained=plan.decode_slots[: plan.step % 3]))
+            stages.append(asked.copy())
+        return stages
+
+
+@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "invariant"])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), "auto"])
+def test_all_ranks_do_the_same_together(width: int | str, invariant: bool) -> None:
+    """Though one of them alone samples, and has masks: a collective that not all ask for waits for ever."""
+    first, other = (together(rank, width, invariant) for rank in (0, 1))
+    assert all(len(stage) > 3 for stage in first[:2])
+    assert sum(map(len, first[2:])) > 400
+    assert first == other
 
 
 def test_what_is_not_rehearsed_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
