@@ -37,6 +37,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -69,7 +70,7 @@ def steps(ranks: int, shape: str, folder: Path) -> list[Step]:
     model = ("--model", str(folder))
     latency = (*LATENTSERVE, "bench", "latency", *model, "--width", "1", "--batch", "1,16,64,256", "--quiet")
     generate = (*LATENTSERVE, "generate", *model, "--prompt-ids", PROMPT, "--max-tokens", "64")
-    invariant = (*generate, "--ignore-eos", "--temperature", "0", "--invariant", "--json", "--quiet")
+    invariant = (*generate, "--ignore-eos", "--temperature", "0", "--invariant", "--json")
     serve = (*LATENTSERVE, "serve", *model, "--max-context", "4096", "--max-rows", "128")
     counts = sorted({1, 2, ranks})
     load = ((*LATENTSERVE, "bench", "http", *LOAD),)
@@ -129,23 +130,24 @@ def run_step(step: Step, out: Path) -> tuple[bool, float]:
     with (out / f"{step.name}.txt").open("w") as log:
         try:
             with _serving(step, log.fileno(), until) as url:
-                results = [_run((*command, *url), until, step.generated) for command in step.commands]
+                results = [_run((*command, *url), log, until, step.generated) for command in step.commands]
         except (subprocess.TimeoutExpired, RuntimeError) as error:
             log.write(f"{error}\n")
             return False, time.monotonic() - begin
-        for status, printed, noise in results:
-            log.write(f"{printed}{noise}\nexit status {status}\n")
-    passed = all(status == 0 for status, _, _ in results)
+    passed = all(status == 0 for status, _ in results)
     if step.equal:
-        tokens = [re.findall(r'"token_ids": \[([^\]]*)\]', printed) for _, printed, _ in results]
+        tokens = [re.findall(r'"token_ids": \[([^\]]*)\]', printed) for _, printed in results]
         passed = passed and all(own and own == tokens[0] for own in tokens)
     return passed, time.monotonic() - begin
 
 
-def _run(command: tuple[str, ...], until: float, generated: bool) -> tuple[int, str, str]:
-    with _process(command, generated, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        printed, noise = process.communicate(timeout=max(until - time.monotonic(), 1.0))
-        return process.returncode, printed, noise
+def _run(command: tuple[str, ...], log: IO[str], until: float, generated: bool) -> tuple[int, str]:
+    """Exit status and output of a command. Its progress is in the log at once: of one that hangs it says where."""
+    with _process(command, generated, stdout=subprocess.PIPE, stderr=log.fileno()) as process:
+        printed, _ = process.communicate(timeout=max(until - time.monotonic(), 1.0))
+        log.write(f"{printed}\nexit status {process.returncode}\n")
+        log.flush()
+        return process.returncode, printed
 
 
 @contextlib.contextmanager

@@ -46,8 +46,10 @@ def test_a_step_that_fails_or_hangs_is_told_and_ended(bench, tmp_path: Path) -> 
     assert not bench.run_step(python(bench, "import sys; print('no'); sys.exit(3)"), tmp_path)[0]
     assert "exit status 3" in (tmp_path / "one.txt").read_text()
     begin = time.monotonic()
-    assert not bench.run_step(python(bench, "import time; time.sleep(60)", limit_s=0.5), tmp_path)[0]
+    hangs = "import sys, time; print('so far', file=sys.stderr, flush=True); time.sleep(60)"
+    assert not bench.run_step(python(bench, hangs, limit_s=2.0), tmp_path)[0]
     assert time.monotonic() - begin < 30
+    assert "so far" in (tmp_path / "one.txt").read_text()
     server = (sys.executable, "-c", "import sys; sys.exit(1)")
     assert not bench.run_step(python(bench, "", server=server), tmp_path)[0]
     assert "the server ended" in (tmp_path / "one.txt").read_text()
