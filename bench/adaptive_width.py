@@ -28,7 +28,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,8 +97,10 @@ class Streams:
 
     async def _one(self, index: int, prompt: tuple[int, ...]) -> None:
         sampling = SamplingParams(max_tokens=self._most, temperature=0.0)
-        async for item in self._engine.generate(Request(f"bench-{next(_serial)}", prompt, sampling)):
-            self.given[index] += len(item.tokens)
+        outputs = self._engine.generate(Request(f"bench-{next(_serial)}", prompt, sampling))
+        async with aclosing(outputs):  # else the request would go on to the end of its context
+            async for item in outputs:
+                self.given[index] += len(item.tokens)
 
     def check(self) -> None:
         """RuntimeError if one has ended, for example at the end of its context."""

@@ -8,8 +8,8 @@
 
 The steps: the tests that take several GPUs; the all-reduce of steps, of every size; a folder of random weights; the
 self-test with all ranks; time per token and prefill with one rank and with all; greedy tokens in invariant mode, which
-have to be equal with one rank, two and all, with the cache in bf16 and in FP8; and 128 streams over HTTP, of one replica
-with all ranks and of two with half of them each, through the router.
+have to be equal with one rank, two and all, with the cache in bf16 and in FP8; and 128 streams over HTTP, of one
+replica with all ranks and of two with half of them each, through the router.
 
 With `--generated` weights are made as they are read (`bench/generated.py`), and nothing is done with fewer ranks, for
 models such as DeepSeek-V3 that only fit all: the all-reduce, the self-test, time per token without drafts and with,

@@ -27,7 +27,7 @@ from workers.protocol.plan import SamplingParams, TopLogprobs
 
 sys.path.insert(0, str(DEMO_MODEL.parent))  # as `python assets/quantise_demo.py` finds the script's own modules
 
-from training.quantise import quantise  # noqa: E402
+from training.quantise import quantise
 
 DEMO_VOCAB, EOS = 4000, 1
 Outcome = tuple[list[int], list[TopLogprobs], str | None]
