@@ -5,9 +5,9 @@
     python bench/adaptive_width.py --model demo --batch 1,4 --seconds 4 --settle 2
 
 Starts the engine once for every fixed width and once with `auto`, as a replica starts it, scheduler and ranks included.
-In each, so many streams decode greedily past 1,024 tokens of prompt, while their drafts are made to stand with one
-probability after the other (`bench/synthetic_acceptance.py`), each where those before it do. After `--settle` seconds
-the tokens that come in `--seconds` are counted.
+In each, so many streams decode greedily past 1,024 tokens of prompt; one that reaches the end of its context begins
+anew. Meanwhile drafts are made to stand with one probability after the other (`bench/synthetic_acceptance.py`), each
+where those before it do. After `--settle` seconds the tokens that come in `--seconds` are counted.
 
 A line per batch and probability: tokens a second of every width and of auto, what auto reaches of the best, and the
 widths that it took meanwhile. Then what speculation gives a single stream whose drafts stand four times out of five, so
@@ -21,20 +21,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import synthetic_acceptance
+from streams import LOOK_S, Streams, decoding_streams
 
 from deploy.cli.latency import PromptSource
 from deploy.cli.local import engine_config, engine_of, settled_stats
@@ -45,15 +45,10 @@ from workers.protocol.plan import SamplingParams
 
 HOOKS = Path(__file__).resolve().parent / "replica_hooks"
 VARIABLE = "LATENTSERVE_BENCH_ACCEPTANCE"
-LOOK_S = 0.02
-"""Between two looks at the width that auto takes."""
 ASIDE = 5.0
 """Standard deviations that the share of drafts that stand may be from what it was made to be."""
 YIELD = 0.8
 """The probability at which a step of width 2 yields 1.8 tokens."""
-PATIENCE_S = 60.0
-"""Until all streams decode."""
-_serial = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -87,59 +82,11 @@ def acceptance_file() -> Iterator[Path]:
                     os.environ[name] = value
 
 
-class Streams:
-    """Requests that decode until they are ended, and the tokens that they have given."""
-
-    def __init__(self, engine: EngineClient, prompts: Sequence[tuple[int, ...]], most: int) -> None:
-        self.given = [0] * len(prompts)
-        self._engine, self._most = engine, most
-        self._tasks = [asyncio.create_task(self._one(*one)) for one in enumerate(prompts)]
-
-    async def _one(self, index: int, prompt: tuple[int, ...]) -> None:
-        sampling = SamplingParams(max_tokens=self._most, temperature=0.0)
-        outputs = self._engine.generate(Request(f"bench-{next(_serial)}", prompt, sampling))
-        async with aclosing(outputs):  # else the request would go on to the end of its context
-            async for item in outputs:
-                self.given[index] += len(item.tokens)
-
-    def check(self) -> None:
-        """RuntimeError if one has ended, for example at the end of its context."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
-                raise RuntimeError(
-                    f"a stream ended after {max(self.given)} tokens: give shorter --seconds and --settle"
-                )
-
-    async def decoding(self) -> None:
-        """Until all have given some tokens."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE_S
-        while min(self.given) < 4:
-            self.check()
-            if loop.time() > deadline:
-                raise RuntimeError(f"after {PATIENCE_S:.0f} s the streams have given {self.given} tokens")
-            await asyncio.sleep(LOOK_S)
-
-    async def end(self) -> None:
-        """Cancel them."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-@asynccontextmanager
-async def streams_of(engine: EngineClient, batch: int, given: argparse.Namespace) -> AsyncIterator[Streams]:
-    """So many that decode."""
-    source = PromptSource(engine.info.vocab_size, batch)
-    streams = Streams(engine, source.batch(batch, given.input), engine.info.max_context - given.input)
-    try:
-        await streams.decoding()
-        yield streams
-    finally:
-        await streams.end()
-        while engine.fault is None and (engine.stats.running or engine.stats.waiting):
-            await asyncio.sleep(LOOK_S)
+def requests_of(engine: EngineClient, batch: int, given: argparse.Namespace) -> Callable[[int, int], Request]:
+    """What makes streams that decode greedily, each past a prompt of its own, to the end of the context."""
+    prompts = PromptSource(engine.info.vocab_size, batch).batch(batch, given.input)
+    sampling = SamplingParams(max_tokens=engine.info.max_context - given.input, temperature=0.0)
+    return lambda place, number: Request(f"bench-{number}", prompts[place], sampling)
 
 
 async def point(engine: EngineClient, streams: Streams, given: argparse.Namespace) -> Point:
@@ -178,7 +125,7 @@ async def engine_points(
     synthetic_acceptance.write(file, synthetic_acceptance.OFF)
     async with engine_of(config, given.quiet) as engine:
         for batch in given.batch:
-            async with streams_of(engine, batch, given) as streams:
+            async with decoding_streams(engine, batch, requests_of(engine, batch, given)) as streams:
                 for probability in given.acceptance if width != 1 else (None,):
                     synthetic_acceptance.write(file, synthetic_acceptance.OFF if probability is None else probability)
                     points[batch, probability] = await point(engine, streams, given)
@@ -186,7 +133,7 @@ async def engine_points(
         synthetic_acceptance.write(file, YIELD)
         for batch, wanted in ((1, 2), (2, 1)):
             if width == wanted:
-                async with streams_of(engine, batch, given) as streams:
+                async with decoding_streams(engine, batch, requests_of(engine, batch, given)) as streams:
                     points[batch, YIELD] = await point(engine, streams, given)
                 told(width, batch, YIELD, points[batch, YIELD])
     return points

@@ -31,8 +31,8 @@ import operator
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -41,6 +41,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from masks import LISTS, write_vocabulary
+from streams import PATIENCE_S, Streams, decoding_streams
 
 from deploy.cli.console import CommandFailure, UsageMistake
 from deploy.cli.latency import PromptSource
@@ -56,11 +57,6 @@ from workers.vocabulary.folder import TOKENIZER_FILES
 HOOKS = Path(__file__).resolve().parent / "replica_hooks"
 GRAMMARS = {"regex": Grammar("regex", "[a-z ]*"), "json": Grammar("json_schema", json.dumps(LISTS))}
 MOST_CONTEXT = 16384
-LOOK_S = 0.02
-"""Between two looks whether all streams decode."""
-PATIENCE_S = 120.0
-"""Until they do: a grammar may have to be compiled for a large vocabulary."""
-_serial = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -129,49 +125,9 @@ class Point:
         return asdict(self) | means | {"mean_rows": self.rows / self.steps, "tokens_per_s": self.tokens / self.seconds}
 
 
-class Streams:
-    """So many requests that decode at once, until they are ended. Where one ends by itself, another takes its place."""
-
-    def __init__(self, engine: EngineClient, rows: int, asked: Callable[[int], Request]) -> None:
-        """`asked`: a request of a number that no other has."""
-        self.given = [0] * rows
-        """Tokens, by place."""
-        self.ended = 0
-        self._engine, self._asked = engine, asked
-        self._tasks = [asyncio.create_task(self._one(place)) for place in range(rows)]
-
-    async def _one(self, place: int) -> None:
-        while True:
-            # Who is cancelled has to leave: the engine goes on otherwise.
-            async with aclosing(self._engine.generate(self._asked(next(_serial)))) as outputs:
-                async for item in outputs:
-                    self.given[place] += len(item.tokens)
-            self.ended += 1
-
-    def check(self) -> None:
-        """Raise what one has failed with."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
-
-    async def decoding(self) -> None:
-        """Until all have given some tokens."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE_S
-        while min(self.given) < 4:
-            self.check()
-            if loop.time() > deadline:
-                raise RuntimeError(f"after {PATIENCE_S:.0f} s the streams have given {self.given} tokens")
-            await asyncio.sleep(LOOK_S)
-
-    async def end(self) -> None:
-        """Cancel them."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def requests_of(engine: EngineClient, grammar: Grammar | None, given: argparse.Namespace) -> Callable[[int], Request]:
+def requests_of(
+    engine: EngineClient, grammar: Grammar | None, given: argparse.Namespace
+) -> Callable[[int, int], Request]:
     """What makes streams of random prompts, free ones or such with a grammar. None ends before its context does, but
     for those whose grammar allows no more. UsageMistake where the context has no room for them."""
     info, source = engine.info, PromptSource(engine.info.vocab_size, given.seed)
@@ -180,28 +136,13 @@ def requests_of(engine: EngineClient, grammar: Grammar | None, given: argparse.N
         raise UsageMistake(f"--input: {given.input} tokens leave nothing of a context of {info.max_context}")
     stops, least = ((), 0) if grammar is None else (info.eos_ids, most)
 
-    def asked(number: int) -> Request:
+    def asked(place: int, number: int) -> Request:
         sampling = SamplingParams(
             most, given.temperature, seed=number, stop_ids=stops, min_tokens=least, grammar=grammar
         )
         return Request(f"bench-{number}", source.batch(1, given.input)[0], sampling)
 
     return asked
-
-
-@asynccontextmanager
-async def streams_of(
-    engine: EngineClient, grammar: Grammar | None, given: argparse.Namespace
-) -> AsyncIterator[Streams]:
-    """As many as there are rows, which decode."""
-    streams = Streams(engine, given.rows, requests_of(engine, grammar, given))
-    try:
-        await streams.decoding()
-        yield streams
-    finally:
-        await streams.end()
-        while engine.fault is None and (engine.stats.running or engine.stats.waiting):
-            await asyncio.sleep(LOOK_S)
 
 
 def cpu_seconds(rank: psutil.Process) -> float:
@@ -230,7 +171,8 @@ async def points(config: EngineConfig, given: argparse.Namespace) -> tuple[Point
         found: dict[bool, list[Point]] = {False: [], True: []}
         # By turns: what a machine does from second to second is not taken for masks.
         for _, masked in itertools.product(range(given.rounds), found):
-            async with streams_of(engine, GRAMMARS[given.grammar] if masked else None, given) as streams:
+            asked = requests_of(engine, GRAMMARS[given.grammar] if masked else None, given)
+            async with decoding_streams(engine, given.rows, asked) as streams:
                 found[masked].append(await point(engine, streams, rank, given))
     free, constrained = (functools.reduce(operator.add, points) for points in found.values())
     return free, constrained

@@ -199,7 +199,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
         write_vocabulary(Path(made), arguments.vocab)
-        table = text_of_tokens(Path(made)) or []
+        read = text_of_tokens(Path(made))
+        assert read is not None, "the folder that was just written has a vocabulary"
+        table, _ = read
         ids = {token: index for index, token in enumerate(table)}
         words = [token.decode() for token in table[1500:] if token[:1] == b" " and token[1:].isalpha()]
         compiler = Compiler(Path(made), arguments.vocab, (EOS,), lambda ticket, error: None)

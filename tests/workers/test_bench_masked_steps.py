@@ -83,7 +83,7 @@ class Engine:
 
 async def test_rows_stay_busy_and_are_left_in_the_end(bench: ModuleType) -> None:
     engine = Engine()
-    streams = bench.Streams(engine, 3, lambda number: Request(str(number), (1,), SamplingParams(6)))
+    streams = bench.Streams(engine, 3, lambda place, number: Request(str(number), (1,), SamplingParams(6)))
     await streams.decoding()
     while streams.ended < 9:
         streams.check()
@@ -101,7 +101,7 @@ async def test_what_a_stream_fails_with_is_raised(bench: ModuleType) -> None:
             raise OSError("no grammar")
             yield
 
-    streams = bench.Streams(Failing(), 2, lambda number: Request(str(number), (1,), SamplingParams(6)))
+    streams = bench.Streams(Failing(), 2, lambda place, number: Request(str(number), (1,), SamplingParams(6)))
     with pytest.raises(OSError, match="no grammar"):
         await streams.decoding()
     await streams.end()
