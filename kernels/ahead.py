@@ -2,7 +2,8 @@
 
 Triton compiles a kernel when it is first launched, one at a time: a start with an empty cache would wait for every one
 of them. Most of the work is done outside the interpreter's lock (MLIR, ptxas, the C compiler that builds a launcher),
-so threads share it.
+so threads share it. So do the ranks of a replica, which need the same kernels and find in Triton's cache what another
+one has put there: each begins with a share of its own.
 
 Written for Triton 3.6, of which it needs private parts: what a launch calls, the mode that compiles elsewhere, and how
 a launcher that was built is loaded.
@@ -11,6 +12,7 @@ Without them `possible` says no and logs a line: kernels are then compiled when 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ _GROUND: Final = PrivateGround(
     "triton",
     (
         "triton.AsyncCompileMode(executor, ignore_errors)",
+        "triton.AsyncCompileMode.submit(key, compile_fn, finalize_fn)",
         "triton.runtime.jit.JITFunction.run(grid, warmup)",
         "triton.runtime.jit.JITCallable.parse",
         "triton.runtime.build._load_module_from_path(name, path)",
@@ -44,26 +47,61 @@ class Compiled:
     """Handed to its threads: kernels that this process had not compiled or loaded before."""
 
 
-class _Builders(Executor):
-    """Threads that compile a kernel and load it onto their device."""
+@dataclass(frozen=True)
+class Share:
+    """Which part of the kernels a process compiles first, of several processes that all need them at the same time."""
 
-    def __init__(self, device: torch.device, threads: int, done: Compiled) -> None:
-        self._cuda, self._done = device.type == "cuda", done
+    index: int = 0
+    of: int = 1
+
+    def distance(self, key: str) -> int:
+        """How far the share that a kernel of this key belongs to is behind this one: 0 if it is this one."""
+        return (zlib.crc32(key.encode()) - self.index) % self.of
+
+
+class _Builders(Executor):
+    """Threads that compile a kernel and load it onto their device: at once those of the own share, and those of others
+    when all kernels are known, which their owners have compiled by then, or most of them. Of a share that another
+    process is not through with, its last kernels are taken first, so that the two meet."""
+
+    def __init__(self, device: torch.device, threads: int, done: Compiled, share: Share) -> None:
+        self._cuda, self._done, self._share = device.type == "cuda", done, share
         prepare = partial(torch.cuda.set_device, device) if self._cuda else None
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile", initializer=prepare)
+        self._of_others: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
+        self.key = ""
+        """Of the kernel that is submitted next."""
 
     def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         self._done.kernels += 1
-        return self._pool.submit(self._build, compile)
+        future: Future[Any] = Future()
+        if distance := self._share.distance(self.key):
+            self._of_others.append((distance, -self._done.kernels, future, compile))
+        else:
+            self._pool.submit(self._build, future, compile)
+        return future
 
-    def _build(self, compile: Callable[[], Any]) -> Any:
-        kernel = compile()
-        if self._cuda:
-            kernel.run  # noqa: B018 - builds its launcher and loads it
-        return kernel
+    def all_known(self) -> None:
+        """No more kernels will be submitted: compile those of other shares, too."""
+        for _, _, future, compile in sorted(self._of_others, key=lambda one: one[:2]):
+            self._pool.submit(self._build, future, compile)
+        self._of_others.clear()
+
+    def _build(self, future: Future[Any], compile: Callable[[], Any]) -> None:
+        try:
+            kernel = compile()
+            if self._cuda:
+                kernel.run  # noqa: B018 - builds its launcher and loads it
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(kernel)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+
+ALL: Final = Share()
 
 
 def possible() -> bool:
@@ -72,9 +110,10 @@ def possible() -> bool:
 
 
 @contextmanager
-def compile_ahead(device: torch.device, threads: int) -> Iterator[Compiled]:
+def compile_ahead(device: torch.device, threads: int, share: Share = ALL) -> Iterator[Compiled]:
     """Within this context a launch computes nothing: its kernel is compiled, in one of so many threads, if it was not
-    before. At the end all are ready. A kernel that does not compile raises where it is launched afterwards.
+    before. At the end all are ready. A kernel that does not compile raises where it is launched afterwards. `share`:
+    of this process, where others compile the same kernels beside it.
 
     For the whole process, so nobody else may launch anything meanwhile. What launches would have written is what it
     was: with memory of zeros, say, all indices are valid. PrivateGroundGone where it is not `possible`.
@@ -83,6 +122,11 @@ def compile_ahead(device: torch.device, threads: int) -> Iterator[Compiled]:
     from triton import AsyncCompileMode
     from triton.runtime import build
     from triton.runtime.jit import JITCallable, JITFunction
+
+    class Mode(AsyncCompileMode):  # type: ignore[misc]
+        def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+            self.executor.key = key
+            return super().submit(key, compile_fn, finalize_fn)
 
     done, one_at_a_time = Compiled(), Lock()
     plain_run, plain_parse, plain_load = JITFunction.run, JITCallable.parse, build._load_module_from_path
@@ -106,11 +150,12 @@ def compile_ahead(device: torch.device, threads: int) -> Iterator[Compiled]:
 
     JITCallable.parse, build._load_module_from_path = parse, load
     try:
-        with _Builders(device, threads, done) as builders, AsyncCompileMode(builders, ignore_errors=True):
+        with _Builders(device, threads, done, share) as builders, Mode(builders, ignore_errors=True):
             JITFunction.run = compile_only
             try:
                 yield done
             finally:
                 JITFunction.run = plain_run
+                builders.all_known()
     finally:
         JITCallable.parse, build._load_module_from_path = plain_parse, plain_load

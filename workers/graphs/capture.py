@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from kernels import ahead
-from kernels.ahead import Compiled, compile_ahead
+from kernels.ahead import Compiled, Share, compile_ahead
 from kernels.sampling import TokenMasks
 from workers.graphs.record import no_garbage_collection, record
 from workers.graphs.rehearsal import rehearse, rehearse_segments
@@ -126,7 +126,7 @@ def compile_steps(
         return Compiled()
     few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
     model, keys = few.model, list(Ladder(max_rows, parts.width, parts.adaptive))
-    with compile_ahead(parts.device, threads) as compiled:
+    with compile_ahead(parts.device, threads, Share(parts.group.rank, parts.group.size)) as compiled:
         for key in keys:
             DecodeStep(few, key, scratch).run()
         for key in Ladder(max_rows, parts.width, parts.adaptive).halves():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,7 +17,7 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import build
 
-from kernels.ahead import compile_ahead
+from kernels.ahead import Share, compile_ahead
 from tests.support.hopper import compile_only
 
 CPU = torch.device("cpu")
@@ -74,6 +75,44 @@ def test_a_kernel_that_does_not_compile_raises_where_it_is_launched(compiled: li
         assert compiled == ["scale"]
         with pytest.raises(triton.CompilationError, match="power of 2"):
             odd[(1,)](x, 48)
+
+
+VARIANTS = range(2, 14)
+
+
+def in_order(monkeypatch: pytest.MonkeyPatch, folder: Path, share: Share) -> list[int]:
+    """Which variants one thread compiles for this share, one after the other, from an empty cache."""
+    order: list[int] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: order.append(src.constants[2,]))
+    scale.device_caches.clear()
+    with compile_only(), compile_ahead(CPU, 1, share) as done:
+        for by in VARIANTS:
+            scale[(1,)](torch.ones(64), 64, by)
+    assert done.kernels == len(order)
+    return order
+
+
+def test_processes_begin_with_shares_of_their_own_and_meet(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys: dict[str, int] = {}
+    monkeypatch.setattr(zlib, "crc32", lambda key: keys.setdefault(key, len(keys)))
+    shares = [list(VARIANTS[index::3]) for index in range(3)]
+    for own in range(3):
+        next_one, last = shares[(own + 1) % 3], shares[(own + 2) % 3]
+        order = in_order(monkeypatch, tmp_path / str(own), Share(own, 3))
+        assert order == shares[own] + next_one[::-1] + last[::-1]
+    assert in_order(monkeypatch, tmp_path / "alone", Share()) == list(VARIANTS)
+    assert len(keys) == len(VARIANTS)
+
+
+def test_what_goes_wrong_between_launches_leaves_no_share_undone(compiled: list[str]) -> None:
+    with compile_only(), pytest.raises(OSError, match="a peer is gone"), compile_ahead(CPU, 1, Share(0, 3)):
+        for by in VARIANTS:
+            scale[(1,)](torch.ones(64), 64, by)
+        raise OSError("a peer is gone")
+    assert len(compiled) == len(VARIANTS)
 
 
 def test_threads_get_the_launchers_of_their_own_files(monkeypatch: pytest.MonkeyPatch) -> None:
