@@ -31,6 +31,11 @@ logger = logging.getLogger("latentserve.launch")
 
 SHUTDOWN_TIMEOUT_S = 15.0
 FAILED_TIMEOUT_S = 0.5
+_OF_SIGNALS: dict[int, str] = {
+    signal.SIGKILL: ", perhaps by the system, which does that where memory runs out (dmesg says so)",
+    signal.SIGABRT: ", by a library that could not go on; what it printed on stderr says why",
+}
+"""What is most often behind a signal that nobody here sends."""
 
 
 def _start_method() -> SpawnContext | ForkServerContext:
@@ -161,10 +166,10 @@ class LocalReplica:
         self._pipes.clear()
 
     def dead(self) -> str:
-        """Which process is gone, with its exit code; empty while all live."""
+        """Which process is gone, and how it ended; empty while all live."""
         for process in self.processes:
             if process.exitcode is not None:
-                return f"{process.name} exited with code {process.exitcode}"
+                return f"{process.name} {_ended(process.exitcode)}"
         return ""
 
     def stop(self, failed: bool = False) -> None:
@@ -184,6 +189,14 @@ class LocalReplica:
                 process.join()
         self._close_pipes()
         shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+def _ended(code: int) -> str:
+    """How a process ended that could not tell by itself, by its exit code."""
+    if code >= 0:
+        return f"exited with code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"was ended by {name}{_OF_SIGNALS.get(-code, '')}"
 
 
 async def _watch_processes(replica: LocalReplica, client: EngineClient) -> None:

@@ -107,11 +107,16 @@ def test_processes_begin_with_shares_of_their_own_and_meet(
     assert len(keys) == len(VARIANTS)
 
 
-def test_what_goes_wrong_between_launches_leaves_no_share_undone(compiled: list[str]) -> None:
-    with compile_only(), pytest.raises(OSError, match="a peer is gone"), compile_ahead(CPU, 1, Share(0, 3)):
+def launch_and_fail(share: Share) -> None:
+    with compile_only(), compile_ahead(CPU, 1, share):
         for by in VARIANTS:
             scale[(1,)](torch.ones(64), 64, by)
         raise OSError("a peer is gone")
+
+
+def test_what_goes_wrong_between_launches_leaves_no_share_undone(compiled: list[str]) -> None:
+    with pytest.raises(OSError, match="a peer is gone"):
+        launch_and_fail(Share(0, 3))
     assert len(compiled) == len(VARIANTS)
 
 

@@ -238,6 +238,12 @@ def one_rank_dies(settings: EngineConfig, rank: int, parent: Connection) -> None
     worker_main(settings, rank, parent)
 
 
+def one_rank_aborts(settings: EngineConfig, rank: int, parent: Connection) -> None:
+    if rank == 1:
+        os.abort()
+    worker_main(settings, rank, parent)
+
+
 def tells_and_dies(settings: EngineConfig, sockets: Path, parent: Connection) -> None:
     parent.send(SchedulerProcess(settings, folder=sockets).addresses)
     os._exit(3)
@@ -249,6 +255,7 @@ def tells_and_dies(settings: EngineConfig, sockets: Path, parent: Connection) ->
         ("_scheduler_main", dies, "the scheduler ended while it started"),
         ("_scheduler_main", tells_and_dies, "scheduler exited with code 3"),
         ("_worker_main", one_rank_dies, "rank 1 exited with code 3"),
+        ("_worker_main", one_rank_aborts, "rank 1 was ended by SIGABRT, by a library that could not go on; what it "),
     ],
 )
 async def test_a_process_that_dies_early_is_named_and_takes_the_others_along(
@@ -259,7 +266,7 @@ async def test_a_process_that_dies_early_is_named_and_takes_the_others_along(
         with pytest.raises(EngineFault) as fault:
             async with local_engine(config(folder, tensor_parallel=2), replica=replica):
                 pass
-        assert str(fault.value) == cause
+        assert str(fault.value).startswith(cause)
     assert all(process.exitcode is not None for process in replica.processes)
 
 
