@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs runs commands that there are, with options that they know; what they do needs GPUs."""
+"""The benchmarks of many commands run such as there are, with options that they know; what they do needs GPUs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import pytest
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "bench"))
-    import several_gpus
+    import steps
 
-    return several_gpus
+    return steps
 
 
 def test_every_option_is_known(bench, command) -> None:
-    said = {}
-    lists = bench.steps(4, "v2-lite", Path("/folder")), bench.whole_model_steps(8, "v3", Path("/folder"))
-    for step in chain(*lists):
+    import one_gpu
+    import several_gpus
+
+    said, said_by, folder = {}, {}, Path("/folder")
+    lists = several_gpus.any_model_steps(4, "v2-lite", folder), several_gpus.whole_model_steps(8, "v3", folder)
+    for step in chain(*lists, one_gpu.engine_steps(folder)):
         for words in (step.server, *step.commands):
             if words[:3] == bench.LATENTSERVE:
                 path = words[3:5] if words[3] == "bench" else words[3:4]
@@ -30,8 +33,11 @@ def test_every_option_is_known(bench, command) -> None:
                     assert option[:14] in text  # narrow tables cut the rest
             elif words:
                 assert (bench.ROOT / words[1]).exists()
+                text = said_by.setdefault(words[1], (bench.ROOT / words[1]).read_text())
+                for option in filter(lambda word: word.startswith("--"), words):
+                    assert f'"{option}"' in text
     assert set(said) == {("selftest",), ("bench", "latency"), ("generate",), ("bench", "http"), ("serve",), ("fit",)}
-    files = bench._files().split(",")
+    files = several_gpus._files().split(",")
     assert len(files) >= 3
     assert all((bench.ROOT / file).exists() for file in files)
 
@@ -71,7 +77,7 @@ def test_ranks_share_a_model_that_is_nowhere(bench, tmp_path: Path) -> None:
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "n_group": 1}
     sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8, "topk_group": 1}
     generated.write_folder(V3_SLICE | sizes, generated.Format.FP8_BLOCKS, tmp_path / "model", size=1 << 17)
-    words = (*bench.LATENTSERVE, "generate", "--model", str(tmp_path / "model"), "--prompt-ids", bench.PROMPT)
+    words = (*bench.LATENTSERVE, "generate", "--model", str(tmp_path / "model"), "--prompt-ids", "3,14,15")
     words += ("--max-tokens", "6", "--ignore-eos", "--temperature", "0", "--device", "cpu", "--invariant", "--json")
     commands = tuple((*words, "--tensor-parallel", ranks) for ranks in ("1", "2"))
     passed, _ = bench.run_step(bench.Step("one", commands, 240.0, equal=True, generated=True), tmp_path)
