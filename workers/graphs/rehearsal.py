@@ -73,14 +73,22 @@ def companies(parts: StepParts, budget: int) -> Iterator[StepPlan]:
 
 
 def scorings(parts: StepParts, budget: int) -> Iterator[StepPlan]:
-    """Plans of a chunk all of whose tokens are scored, for every size of a piece; the largest first."""
-    ladder, longest = TokenLadder(budget), _longest(parts)
-    most = ladder.key(BatchLayout(1, min(at_once(parts.state.slots), budget))).tokens
+    """Plans of chunks all of whose tokens are scored: first beside the most decode rows, whose lengths and page tables
+    take memory meanwhile; then alone, for every size of a piece."""
+    ladder, longest, slots, drafts = TokenLadder(budget), _longest(parts), parts.state.slots, parts.width - 1
+    width = min(parts.widths)
+    beside = (NOBODY,) * min(slots - 1, (budget - 1) // width)
+    yield _plan(width, drafts, beside, _scored(budget - width * len(beside), longest, slots - len(beside)))
+    most = ladder.key(BatchLayout(1, min(at_once(slots), budget))).tokens
     for key in ladder:
         if key.tokens <= most:
-            chunks = _chunks(key.tokens, 0, longest, parts.state.slots)
-            scored = (replace(row, score_to=len(row.tokens) - row.final) for row in chunks)
-            yield _plan(1, parts.width - 1, (), scored)
+            yield _plan(1, drafts, (), _scored(key.tokens, longest, slots))
+
+
+def _scored(tokens: int, longest: int, rows: int) -> Iterator[PrefillRow]:
+    """`_chunks` whose tokens are all scored, if something of the prompt follows them."""
+    for row in _chunks(tokens, 0, longest, rows):
+        yield replace(row, score_to=len(row.tokens) - row.final)
 
 
 def _longest(parts: StepParts) -> int:

@@ -130,13 +130,23 @@ def random_plans(runner: Runner, budget: int, seed: int) -> Iterator[StepPlan]:
         yield StepPlan(step, feeds, drafts, decode, tuple(chunks), admissions, logprobs=rng.choice([-1, 0, 3]))
 
 
+def asking_for_more(plan: StepPlan) -> StepPlan:
+    """The plan with rows that have a grammar, prompts that are scored, and pages to scrub."""
+    scored = [
+        replace(row, score_to=len(row.tokens) - row.final, score_top=plan.step % 4) if plan.step % 5 < 2 else row
+        for row in plan.prefill
+    ]
+    more = {"constrained": plan.decode_slots[: plan.step % 3], "scrub": (1,) if plan.step % 7 == 0 else ()}
+    return replace(plan, prefill=tuple(scored), **more)
+
+
 def late(start: Start, budget: int, seed: int) -> list[tuple[str, str]]:
     """The variants that are not compiled ahead."""
     ahead = start.compiled()
     assert len(ahead) > 30
     runner = start.ready()
     for plan in random_plans(runner, budget, seed):
-        runner.execute(plan)
+        runner.execute(asking_for_more(plan))
     assert not runner.stats.eager
     return start.variants[len(ahead) :]
 
@@ -260,7 +270,7 @@ def together(rank: int, width: int | str, invariant: bool) -> list[list[tuple[An
         stages.append(asked.copy())
         for plan in random_plans(runner, 96, seed=4):
             asked.clear()
-            runner.execute(replace(plan, constrained=plan.decode_slots[: plan.step % 3]))
+            runner.execute(asking_for_more(plan))
             stages.append(asked.copy())
         return stages
 
