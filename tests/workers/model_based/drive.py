@@ -113,6 +113,10 @@ class Bench:
             driven.through(schedule)
         except Exception as error:
             outcome.problem = f"{type(error).__name__}: {error}"
+        finally:
+            grammars = driven.engine.replica.grammars
+            assert grammars is not None
+            grammars.close()  # its threads would keep the whole engine
         outcome.steps = len(driven.engine.plans)
         outcome.problem = outcome.problem or self._judge(driven)
         outcome.seen = driven.seen
