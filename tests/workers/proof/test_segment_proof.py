@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,10 +105,10 @@ def test_padding_written_to_a_former_tenants_page_is_caught(folder: Path, monkey
     """Where no row has slot 0, its table is a former tenant's."""
     stage, honest, plans = captured_with(RecordedStage, PaddingInSlotZero), MixedStep.run, []
 
-    def run(step: MixedStep, plan: StepPlan, where: Stage) -> StepOutput:
+    def run(step: MixedStep, plan: StepPlan, where: Stage, *masks: Any) -> StepOutput:
         if isinstance(where, PaddingInSlotZero):
             plans.append((plan, where.tokens))
-        return honest(step, plan, where)
+        return honest(step, plan, where, *masks)
 
     monkeypatch.setattr(MixedStep, "run", run)
     reports = [found for seed in range(4) for found in report(parts_of(folder, rows=20), stage, seed)]
@@ -202,8 +203,8 @@ def test_what_both_runs_change_wrongly_is_caught(
 ) -> None:
     parts, honest, changed = parts_of(folder, rows=12), MixedStep.run, {}
 
-    def run(step: MixedStep, plan: StepPlan, where: Stage) -> StepOutput:
-        output = honest(step, plan, where)
+    def run(step: MixedStep, plan: StepPlan, where: Stage, *masks: Any) -> StepOutput:
+        output = honest(step, plan, where, *masks)
         changed[plan] = change(parts, plan)
         return output
 
