@@ -278,7 +278,7 @@ def test_all_ranks_do_the_same_together(width: int | str, invariant: bool) -> No
     """Though one of them alone samples, and has masks: a collective that not all ask for waits for ever."""
     first, other = (together(rank, width, invariant) for rank in (0, 1))
     assert all(len(stage) > 3 for stage in first[:2])
-    assert sum(map(len, first[2:])) > 400
+    assert sum(map(bool, first[2:])) > 150
     assert first == other
 
 
