@@ -15,7 +15,7 @@ from typing import Any, Final
 
 logger = logging.getLogger("latentserve.private_ground")
 
-TESTED: Final = {"triton": ">=3.6,<3.7", "torch": ">=2.11,<2.14", "ray": "==2.60.0"}
+TESTED: Final = {"triton": ">=3.6,<3.7", "torch": ">=2.11,<2.14", "ray": "==2.60.0", "xgrammar": ">=0.2.8,<0.3"}
 """The versions whose private parts are known here, as pyproject.toml has them."""
 
 

@@ -18,7 +18,7 @@ from kernels.private_ground import TESTED, PrivateGround, PrivateGroundGone, lac
 
 ROOT = Path(__file__).resolve().parent.parent
 
-TRITON, TORCH, RAY = "Triton 3.6", "torch 2.11 to 2.13", "Ray 2.60.0"
+TRITON, TORCH, RAY, XGRAMMAR = "Triton 3.6", "torch 2.11 to 2.13", "Ray 2.60.0", "xgrammar 0.2.8"
 LEANING = {
     "kernels/ahead.py": (TRITON,),
     "kernels/launcher.py": (TRITON,),
@@ -28,6 +28,7 @@ LEANING = {
     "kernels/moe/rounded.py": (TRITON,),
     "kernels/operators.py": (TORCH,),
     "kernels/repeat.py": (TRITON, TORCH),
+    "workers/grammar/quick.py": (XGRAMMAR,),
     "workers/graphs/guard.py": (TRITON,),
     "workers/parallel/symmetric.py": (TORCH,),
     "deploy/cluster/connection.py": (RAY,),
@@ -47,7 +48,7 @@ LEANING = {
 docs/design.md what happens without."""
 
 _NAMED = re.compile(
-    r"\btriton\.(runtime|backends|compiler|knobs)\b|\bray\.experimental\b|\bJIT(Function|Callable)\b|[\"']_private[\"']"
+    r"\bper_rule_fsms\b|\btriton\.(runtime|backends|compiler|knobs)\b|\bray\.experimental\b|\bJIT(Function|Callable)\b|[\"']_private[\"']"
     r"|\b(torch|triton|ray|uvicorn|starlette|fastapi|pydantic|transformers|tokenizers)(\.\w+)*\._[a-zA-Z]"
 )
 
@@ -130,6 +131,7 @@ def test_the_design_says_what_happens_without() -> None:
         "def f(x):\n    return getattr(x, '_receive', None)",
         "from ray import serve\nserve.delete('a', _blocking=False)",
         "NEEDED = 'ray.serve._private.replica.start_asgi_http_server'",
+        "import json\njson.loads(grammar.serialize_json())['per_rule_fsms']",
     ],
 )
 def test_a_new_leaning_is_seen(source: str) -> None:

@@ -20,6 +20,7 @@ from deploy.parsing.call_grammar import (
     text,
 )
 from deploy.parsing.schema_types import types_of
+from workers.grammar.schema import SchemaError, form_as_text
 
 Write = Callable[[Tag, Tag, bool], Tag]
 """An argument: its name, its value with what ends it, and whether that is a string as it is, else JSON."""
@@ -85,7 +86,11 @@ def _strings(schema: Mapping[str, Any], end: str) -> list[Tag]:
     for name in ("anyOf", "oneOf"):
         if name in schema:
             return [way for option in schema[name] for way in _strings(option, end)]
-    return [free_until(end)]
+    try:
+        form = form_as_text(schema, end[0])
+    except SchemaError as error:
+        raise CannotBind(f"the form of a string cannot be kept in the calls of this model: {error}") from None
+    return [free_until(end) if form is None else sequence({"type": "regex", "pattern": form}, text(end))]
 
 
 def _is_loose(schema: Any) -> bool:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from workers.grammar.library import xgr
+from workers.grammar.quick import for_automaton, grammar_of
+from workers.grammar.regex import Node, RegexError, of_text, rules
 from workers.grammar.schema import SchemaError, check_schema, with_own_patterns
 from workers.grammar.surrogates import without_surrogates
 from workers.protocol.grammar import Grammar, Kind
@@ -44,8 +46,9 @@ class GrammarError(ValueError):
     """A constraint that cannot be used; the message is for whoever sent it, and says where it is wrong."""
 
 
-def build(grammar: Grammar) -> xgr.Grammar:
-    """GrammarError for what is no such constraint, and for what xgrammar does not enforce."""
+def build(grammar: Grammar, quick: bool = False) -> xgr.Grammar:
+    """GrammarError for what is no such constraint, and for what xgrammar does not enforce. `quick`: one of the same
+    texts whose masks take less time, for whoever is going to fill some; it takes longer to find."""
     if len(grammar.text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
         raise GrammarError(f"it is longer than {MOST_BYTES} bytes")
     try:
@@ -55,10 +58,9 @@ def build(grammar: Grammar) -> xgr.Grammar:
             case "json_schema":
                 schema = _parsed(grammar.text)
                 check_schema(schema, MOST_NESTED)
-                return _json_schema(with_own_patterns(schema), grammar.strict)
+                return _json_schema(with_own_patterns(schema, quick=_follower(quick)), grammar.strict)
             case "regex":
-                _check_brackets(grammar.text)
-                return xgr.Grammar.from_regex(grammar.text)
+                return _regex(grammar.text, quick)
             case "choice":
                 return xgr.Grammar.from_ebnf(_alternatives(_parsed(grammar.text)))
             case "ebnf":
@@ -67,10 +69,10 @@ def build(grammar: Grammar) -> xgr.Grammar:
                     raise GrammarError("Regex(...) is not supported; write it as rules, or give guided_regex")
                 return xgr.Grammar.from_ebnf(grammar.text)
             case "structural_tag":
-                return _structural_tag(_parsed(grammar.text))
+                return _structural_tag(_parsed(grammar.text), quick)
             case "free":
                 raise GrammarError("any text is no grammar")
-    except SchemaError as error:
+    except (SchemaError, RegexError) as error:
         raise GrammarError(str(error)) from None
     except (RuntimeError, UnicodeError) as error:
         raise GrammarError(_said(error)) from None
@@ -79,6 +81,18 @@ def build(grammar: Grammar) -> xgr.Grammar:
 def _json_schema(schema: Any, strict: bool) -> xgr.Grammar:
     text = json.dumps(schema, ensure_ascii=False)
     return xgr.Grammar.from_json_schema(text, strict_mode=strict, max_whitespace_cnt=MOST_WHITESPACE)
+
+
+def _follower(quick: bool) -> Callable[[Node], str | None]:
+    return for_automaton if quick else lambda node: None
+
+
+def _regex(pattern: str, quick: bool) -> xgr.Grammar:
+    _check_brackets(pattern)
+    node = of_text(pattern)
+    if quick and (expression := for_automaton(node)) is not None:
+        return grammar_of(expression)
+    return xgr.Grammar.from_regex(rules(node))
 
 
 def _parsed(text: str) -> Any:
@@ -109,31 +123,42 @@ def _plain(char: str) -> bool:
     return char.isascii() and char.isprintable() and char not in '"\\'
 
 
-def _structural_tag(tag: Any) -> xgr.Grammar:
+def _structural_tag(tag: Any, quick: bool) -> xgr.Grammar:
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or "format" not in tag:
         raise GrammarError('an object with "type": "structural_tag" and a "format" is expected')
-    _check_formats(tag, "", 0)
-    return xgr.Grammar.from_structural_tag(json.dumps(tag, ensure_ascii=False))
+    written = _written(tag, "", 0, quick)
+    return xgr.Grammar.from_structural_tag(json.dumps(written, ensure_ascii=False))
 
 
-def _check_formats(value: Any, place: str, depth: int) -> None:
-    """The schemas and expressions within a structural tag are held to the same rules as those by themselves."""
+def _written(value: Any, place: str, depth: int, quick: bool) -> Any:
+    """A structural tag whose schemas and expressions, which are held to the same rules as those by themselves, are as
+    xgrammar reads them."""
     if depth > MOST_NESTED:
         raise GrammarError(f"it is nested more than {MOST_NESTED} levels deep")
     if isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_formats(item, f"{place}/{index}", depth + 1)
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            if name == "json_schema":
-                try:
-                    check_schema(item, MOST_NESTED, within_text=True)
-                except SchemaError as error:
-                    raise GrammarError(f"{place}/{name}: {error}") from None
-            else:
-                if isinstance(item, str):
-                    _check_brackets(item)
-                _check_formats(item, f"{place}/{name}", depth + 1)
+        return [_written(item, f"{place}/{index}", depth + 1, quick) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
+        _check_brackets(value["pattern"])
+        try:
+            return {**value, "pattern": rules(of_text(value["pattern"]))}
+        except RegexError as error:
+            raise GrammarError(f"{place}/pattern: {error}") from None
+    written = {}
+    for name, item in value.items():
+        if name == "json_schema":
+            try:
+                check_schema(item, MOST_NESTED, within_text=True)
+            except SchemaError as error:
+                raise GrammarError(f"{place}/{name}: {error}") from None
+            never = "".join(end[:1] for end in value.get("excludes", ()))
+            written[name] = with_own_patterns(item, within_text=True, never=never, quick=_follower(quick))
+        else:
+            if isinstance(item, str):
+                _check_brackets(item)
+            written[name] = _written(item, f"{place}/{name}", depth + 1, quick)
+    return written
 
 
 def _check_brackets(text: str) -> None:

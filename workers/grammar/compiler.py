@@ -114,7 +114,7 @@ class Compiler:
         from workers.grammar.build import GrammarError, build
 
         try:
-            handle = self._compiler(grammar).compile_grammar(build(grammar))
+            handle = self._compiler(grammar).compile_grammar(build(grammar, quick=True))
             compiled = Compiled(grammar, handle, self._vocabulary.split)
             self._try(compiled)
         except GrammarError as error:

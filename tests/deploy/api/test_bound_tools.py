@@ -101,19 +101,27 @@ def test_strict_tools_bind_the_calls_that_the_model_makes(port: int, engine: Fak
     assert "strict" not in shown
 
 
-PATTERN = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 
 
 def test_what_would_not_be_enforced_is_refused_or_left_free(port: int, engine: FakeEngine) -> None:
-    for more in ({"tool_choice": "required"}, {"tools": [tool("paint", strict=True, parameters=PATTERN)]}):
-        error = ask(port, **{"tools": [tool("paint", parameters=PATTERN)], **more}).json()["error"]
+    for more in ({"tool_choice": "required"}, {"tools": [tool("paint", strict=True, parameters=UNIQUE)]}):
+        error = ask(port, **{"tools": [tool("paint", parameters=UNIQUE)], **more}).json()["error"]
         assert (error["param"], error["code"]) == ("tools", "invalid_grammar")
-        assert "the parameters of 'paint': #/properties/a: pattern is not supported" in error["message"]
+        assert "the parameters of 'paint': #/properties/a: uniqueItems is not supported" in error["message"]
         assert ('"strict": false' in error["message"]) == ("tool_choice" in more)
-    loose = [tool("paint", strict=False, parameters=PATTERN)]
+    loose = [tool("paint", strict=False, parameters=UNIQUE)]
     grammar = asked(port, engine, tools=loose, tool_choice="required")
     assert grammar is not None
-    assert "a+" not in grammar.text
+    assert "uniqueItems" not in grammar.text
+
+
+def test_strings_may_have_a_form(port: int, engine: FakeEngine) -> None:
+    forms = {"a": {"pattern": "^a+$"}, "b": {"minLength": 1, "maxLength": 40}, "c": {"format": "date"}}
+    schema = {"type": "object", "properties": {name: {"type": "string", **form} for name, form in forms.items()}}
+    grammar = asked(port, engine, tools=[tool("paint", strict=True, parameters=schema)], tool_choice="required")
+    assert grammar is not None
+    assert all(json.dumps(form)[1:-1].replace(" ", "") in grammar.text for form in forms.values())
 
 
 @pytest.mark.parametrize(

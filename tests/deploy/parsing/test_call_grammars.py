@@ -51,6 +51,18 @@ SCHEMAS: dict[str, Mapping[str, Any] | None] = {
     "get_weather": SCHEMA,
     "get": {"type": "object", "properties": {"city": {"type": "string"}}, "additionalProperties": False},
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
+    "forms": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": "^[^a-z]{1,3}$"},
+            "size": {"type": "string", "minLength": 1, "maxLength": 4},
+            "day": {"type": "string", "format": "date"},
+            "list": {"type": "array", "items": {"type": "string", "pattern": "[^a-z]b?$"}, "maxItems": 2},
+            "either": {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]},
+        },
+        "required": ["name", "size", "day", "list", "either"],
+        "additionalProperties": False,
+    },
     "any.thing": None,
 }
 ENDS = {"glm": "</arg_value>", "deepseek_v32": "</｜DSML｜parameter>"}
@@ -116,7 +128,8 @@ ARGUMENT = {"glm": "<arg_key>{}</arg_key><arg_value>", "deepseek_v32": '<｜DSML
 
 def pieces_of(name: str) -> list[str]:
     """What a text in this format is made of."""
-    begun = [ARGUMENT.get(name, ', "{}": ').format(argument) for argument in SCHEMA["properties"]]
+    every = (*SCHEMA["properties"], *(SCHEMAS["forms"] or {})["properties"])
+    begun = [ARGUMENT.get(name, ', "{}": ').format(argument) for argument in every]
     return PIECES * 2 + begun * 3 + [ENDS[name]] * 15 if name in ENDS else PIECES * 2 + begun
 
 

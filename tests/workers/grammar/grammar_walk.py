@@ -24,8 +24,8 @@ def compiler(kind: Kind) -> xgr.GrammarCompiler:
 CLOSING = b'"}],:'
 
 
-def matcher_of(grammar: Grammar) -> xgr.GrammarMatcher:
-    return xgr.GrammarMatcher(compiler(grammar.kind).compile_grammar(build(grammar)))
+def matcher_of(grammar: Grammar, quick: bool = True) -> xgr.GrammarMatcher:
+    return xgr.GrammarMatcher(compiler(grammar.kind).compile_grammar(build(grammar, quick)))
 
 
 def allowed(matcher: xgr.GrammarMatcher) -> list[int]:
@@ -34,10 +34,10 @@ def allowed(matcher: xgr.GrammarMatcher) -> list[int]:
     return [int(i) for i in np.flatnonzero(np.unpackbits(bits_1B.view(np.uint8), bitorder="little")[:257])]
 
 
-def write(grammar: Grammar, rng: random.Random, most: int = 300) -> str | None:
+def write(grammar: Grammar, rng: random.Random, most: int = 300, quick: bool = True) -> str | None:
     """A text, None where it was not complete after so many bytes. Mostly what closes something is chosen, and seldom
     what is rare in texts."""
-    matcher, text = matcher_of(grammar), bytearray()
+    matcher, text = matcher_of(grammar, quick), bytearray()
     while len(text) < most:
         # 0xED begins surrogates, which xgrammar takes for text and nobody else does.
         ids = [i for i in allowed(matcher) if i != 0xED]
@@ -52,6 +52,6 @@ def write(grammar: Grammar, rng: random.Random, most: int = 300) -> str | None:
     return None
 
 
-def takes(grammar: Grammar, text: str) -> bool:
-    matcher = matcher_of(grammar)
+def takes(grammar: Grammar, text: str, quick: bool = True) -> bool:
+    matcher = matcher_of(grammar, quick)
     return bool(matcher.accept_string(text) and matcher.is_completed())

@@ -40,6 +40,11 @@ ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5], [0, 1]),
     ({**INT, "multipleOf": 5}, [5, 10], [3]),
     ({**STR, "minLength": 2, "maxLength": 3}, ["ab", "éé", "abc"], ["a", "abcd"]),
+    ({**STR, "minLength": 2}, ["ab", "é" * 300], ["a"]),
+    ({**STR, "maxLength": 299}, ["", "é" * 299], ["a" * 300]),
+    ({**STR, "pattern": "^[a-z]+(-[0-9]{2})?$"}, ["ab", "ab-12"], ["a-1", "A", ""]),
+    ({**STR, "pattern": "b"}, ["b", "abc", "é b"], ["a", ""]),
+    ({"type": ["string", "null"], "pattern": "^a?$"}, ["", "a", None], ["b", 1]),
     ({"type": "array", "items": INT}, [[], [1, 2]], [["a"]]),
     ({"type": "array", "items": False}, [[]], [[1]]),
     ({"type": "array", "prefixItems": [INT, STR], "items": False}, [[1, "a"]], [[1, 2], [1, "a", 3]]),
@@ -79,18 +84,18 @@ ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("schema", "valid", "wrong"), ENFORCED, ids=lambda value: json.dumps(value)[:60])
-@pytest.mark.parametrize("strict", [True, False])
-def test_what_is_enforced(schema: Any, valid: list[Any], wrong: list[Any], strict: bool) -> None:
+@pytest.mark.parametrize(("strict", "quick"), [(True, True), (False, True), (False, False)])
+def test_what_is_enforced(schema: Any, valid: list[Any], wrong: list[Any], strict: bool, quick: bool) -> None:
     grammar = Grammar("json_schema", json.dumps(schema), strict)
     validator = jsonschema.Draft202012Validator(schema)
     for value in valid:
         assert validator.is_valid(value)
-        assert takes(grammar, json.dumps(value, ensure_ascii=False)), value
+        assert takes(grammar, json.dumps(value, ensure_ascii=False), quick), value
     for value in wrong:
         assert not validator.is_valid(value)
-        assert not takes(grammar, json.dumps(value, ensure_ascii=False)), value
+        assert not takes(grammar, json.dumps(value, ensure_ascii=False), quick), value
     rng = random.Random(1)
-    texts = [text for text in (write(grammar, rng) for _ in range(12)) if text is not None]
+    texts = [text for text in (write(grammar, rng, quick=quick) for _ in range(12)) if text is not None]
     for text in texts:
         validator.validate(json.loads(text))
 
@@ -126,7 +131,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"maxLength": 3}, "maxLength"),
     ({"properties": {}}, "properties"),
     ({"type": "string", "minimum": 3}, "minimum"),
-    ({**STR, "pattern": "a"}, "pattern"),
+    ({**STR, "pattern": "a", "maxLength": 3}, "maxLength beside pattern"),
+    ({**STR, "pattern": 3}, "pattern must be a string"),
+    ({**STR, "pattern": "(?=a)"}, "#/pattern: position 1: lookahead"),
     ({**STR, "format": "date", "minLength": 2}, "minLength beside format"),
     ({**STR, "format": "regex"}, "'regex'"),
     ({**STR, "format": "iri"}, "'iri'"),
@@ -183,9 +190,9 @@ def test_schemas_are_not_nested_without_end() -> None:
         build(Grammar("json_schema", "[" * 60_000 + "]" * 60_000))
 
 
-@pytest.mark.parametrize("schema", [{**STR, "maxLength": 3}, {**STR, "format": "uuid"}])
-def test_within_a_tag_strings_have_no_form(schema: Any) -> None:
-    """They could hold control characters, which the text around them needs."""
+@pytest.mark.parametrize("schema", [{**STR, "format": "email"}, {**STR, "format": "uuid"}])
+def test_within_a_tag_strings_have_no_form_of_xgrammar_s(schema: Any) -> None:
+    """They could hold control characters, which the text around them needs. Those with a form of ours cannot."""
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     with pytest.raises(GrammarError, match="within a structural tag"):
         build(Grammar("structural_tag", json.dumps(tag)))
