@@ -154,7 +154,7 @@ def filter_floor(scaled_NV: torch.Tensor, slot_N: torch.Tensor, tables: SlotTabl
     (strictly) have less than top_p of what min_p and top_k left.
     """
     real_NF = tables.real_SF[slot_N]
-    floor_N = real_NF[:, column.MIN_P].log()
+    floor_N = _first_floor(real_NF)
     if not features & (Feature.TOP_K | Feature.TOP_P):
         return floor_N
     vocab = scaled_NV.shape[1]
@@ -164,11 +164,15 @@ def filter_floor(scaled_NV: torch.Tensor, slot_N: torch.Tensor, tables: SlotTabl
         if len(open_M):
             rows_MV, slot_M, real_MF = scaled_NV[open_M], slot_N[open_M], real_NF[open_M]
             sorted_MV = rows_MV.sort(dim=-1, descending=True).values
-            minimum_M = real_MF[:, column.MIN_P].log()
-            floor_N[open_M] = _prefix_floor(rows_MV, sorted_MV, minimum_M, real_MF, slot_M, tables)[0]
+            floor_N[open_M] = _prefix_floor(rows_MV, sorted_MV, _first_floor(real_MF), real_MF, slot_M, tables)[0]
         return floor_N
     sorted_NV = scaled_NV.sort(dim=-1, descending=True).values
     return _prefix_floor(scaled_NV, sorted_NV, floor_N, real_NF, slot_N, tables)[0]
+
+
+def _first_floor(real_NF: torch.Tensor) -> torch.Tensor:
+    """Of the filters that need no order of the logits: min_p alone."""
+    return real_NF[:, column.MIN_P].log()
 
 
 def _prefix_floor(

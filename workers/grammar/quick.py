@@ -17,6 +17,7 @@ stands in them is not: it is that of the serialization version v16, of xgrammar 
 from __future__ import annotations
 
 import json
+import logging
 from functools import cache
 from itertools import pairwise
 from typing import Any, Final
@@ -28,8 +29,12 @@ from workers.grammar.regex import Node, unrolled
 
 __all__ = ["for_automaton", "grammar_of"]
 
+logger = logging.getLogger(__name__)
+
 MOST_STATES: Final = 2048
 """Of an automaton."""
+LITTLE_STATES: Final = 256
+"""Of one that is looked at here."""
 MOST_WORK: Final = 1024
 """`work` of an expression of which an automaton is tried: 256 characters. xgrammar takes up to 20 ms for each when it
 compiles."""
@@ -47,10 +52,17 @@ def for_automaton(node: Node) -> str | None:
     if (much := work(node)) > MOST_WORK:
         return None
     expression = unrolled(node)
-    if (theirs := _read(expression)) is None:
+    try:
+        if (theirs := _read(expression)) is None:
+            return None
+        if much <= LITTLE_WORK:
+            same = same_texts(node, theirs, LITTLE_STATES)
+        else:
+            same = same_texts_beside(node, theirs, MOST_STATES)
+    except RuntimeError:  # xgrammar's, or the other process's; there are rules yet
+        logger.exception("an expression cannot be followed as an automaton")
         return None
-    same = same_texts if much <= LITTLE_WORK else same_texts_beside
-    return expression if same(node, theirs, MOST_STATES) else None
+    return expression if same else None
 
 
 def grammar_of(expression: str) -> xgr.Grammar:

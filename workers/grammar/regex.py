@@ -12,6 +12,7 @@ What an expression is taken for, it matches by both definitions. The other way r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -152,8 +153,10 @@ def _both(one: Ranges, other: Ranges) -> Ranges:
     return _without(_set((*_without(one), *_without(other))))
 
 
-def _where(holds: Callable[[str], bool]) -> Ranges:
-    return _set((code, code) for code in range(_LAST + 1) if holds(chr(code)))
+def _by_unicode(expression: str) -> Ranges:
+    """The characters that Python finds an expression in."""
+    everything = "".join(map(chr, range(_LAST + 1)))
+    return _set((match.start(), match.end() - 1) for match in re.finditer(f"{expression}+", everything))
 
 
 _NOT_IN_TEXT: Final = ((0, 0), (0xD800, 0xDFFF))
@@ -175,10 +178,10 @@ def _class_of(letter: str) -> Ranges:
         case "s":
             return _SPACES
         case "D":
-            return _without(_where(str.isdecimal))
+            return _without(_by_unicode(r"\d"))
         case "W":
-            return _without(_where(lambda char: char.isalnum() or char == "_"))
-    return _without(_set((*_where(str.isspace), *_of("\ufeff"))))  # ECMAScript takes the byte order mark for a space
+            return _without(_by_unicode(r"\w"))
+    return _without(_set((*_by_unicode(r"\s"), *_of("\ufeff"))))  # ECMAScript takes the byte order mark for a space
 
 
 # Reading

@@ -107,6 +107,15 @@ def test_a_process_that_fails_says_why() -> None:
         same_texts_beside(of_text("a"), Branching([], [], 0, []), MOST_STATES)
 
 
+def test_what_fails_costs_time_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_: object) -> bool:
+        raise RuntimeError("no processes are left")
+
+    monkeypatch.setattr(quick_module, "same_texts_beside", fails)
+    assert "Regex" not in str(build(Grammar("regex", "[a-z]{0,100}"), quick=True))
+    assert "no processes are left" in caplog.text
+
+
 def test_another_form_of_grammars_costs_time_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
