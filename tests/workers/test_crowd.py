@@ -42,7 +42,7 @@ def test_a_crowd_at_width_1_is_served(folder: Path, seed: int) -> None:
     serve(engine(folder, width=1), crowd(60, VOCAB, seed))
 
 
-@pytest.mark.parametrize("period", [2, 7])
+@pytest.mark.parametrize("period", [pytest.param(2, marks=pytest.mark.long), 7])
 def test_a_crowd_gets_the_same_tokens_whatever_widths_follow_each_other(folder: Path, period: int) -> None:
     """Wider and narrower steps, on slots that were drafted for by others. The second crowd comes when nobody decodes,
     so that its first prompts end in a step of their own."""

@@ -51,7 +51,7 @@ def expected(folder: Path, prompt: list[int], tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(folder: Path, width: int) -> None:
     prompts = random_prompts(12, 150, seed=width)
     tokens = engine(folder, width=width).generate(prompts, greedy(40))

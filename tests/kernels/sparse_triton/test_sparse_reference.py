@@ -72,7 +72,7 @@ def test_keys_and_queries_in_int8_that_are_not_finite_are_seen_in_their_own_scor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("context", "least"), [(16384, 0.99), (131072, 0.985)])
+@pytest.mark.parametrize(("context", "least"), [(16384, 0.99), pytest.param(131072, 0.985, marks=pytest.mark.long)])
 def test_recall_of_an_index_in_int8(context: int, least: float, kind: str) -> None:
     """The more there are to select from, the closer lie the scores of the last one that is and of the first that is
     not."""

@@ -88,7 +88,7 @@ def test_drafts_are_those_of_the_whole_sequence(folder: Path, width: int, pages:
     assert bool(stats.preemptions) == (pages == 8)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_no_token_changes(folder: Path, temperature: float) -> None:
     prompts = repetitive(10, 60, seed=7)
     params = [SamplingParams(40, temperature=temperature, seed=seed) for seed in range(len(prompts))]

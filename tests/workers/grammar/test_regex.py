@@ -63,7 +63,7 @@ def test_the_same_texts_match(quick: bool, pattern: str) -> None:
         assert matches(grammar, text) == bool(re.fullmatch(pattern, text)), text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(pattern=expressions, other=expressions)
 def test_automata_match_the_same_texts(pattern: str, other: str) -> None:
     """And are told apart by what they match."""

@@ -270,9 +270,13 @@ def together(rank: int, width: int | str, invariant: bool) -> list[list[tuple[An
         return stages
 
 
-@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "invariant"])
 @pytest.mark.parametrize(
-    "width", [2, pytest.param(1, marks=pytest.mark.long), pytest.param("auto", marks=pytest.mark.long)]
+    ("width", "invariant"),
+    [
+        (2, False),
+        pytest.param(1, False, marks=pytest.mark.long),
+        pytest.param("auto", True, marks=pytest.mark.long),
+    ],
 )
 def test_all_ranks_do_the_same_together(width: int | str, invariant: bool) -> None:
     """Though one of them alone samples, and has masks: a collective that not all ask for waits for ever."""
