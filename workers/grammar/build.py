@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from workers.grammar.library import xgr
@@ -84,7 +85,7 @@ def _json_schema(schema: Any, strict: bool) -> xgr.Grammar:
 
 
 def _follower(quick: bool) -> Callable[[Node], str | None]:
-    return for_automaton if quick else lambda node: None
+    return partial(for_automaton, in_json=True) if quick else lambda node: None
 
 
 def _regex(pattern: str, quick: bool) -> xgr.Grammar:

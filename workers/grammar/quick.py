@@ -46,14 +46,14 @@ _GROUND: Final = PrivateGround(
 )
 
 
-def for_automaton(node: Node) -> str | None:
+def for_automaton(node: Node, in_json: bool = False) -> str | None:
     """An expression for `Regex(...)` that xgrammar follows to the letter; None if there is none. Other threads can run
-    meanwhile."""
+    meanwhile. `in_json`: of a string in JSON, of which xgrammar makes an automaton in another way."""
     if (much := work(node)) > MOST_WORK:
         return None
     expression = unrolled(node)
     try:
-        if (theirs := _read(expression)) is None:
+        if (theirs := _read(expression, in_json)) is None:
             return None
         if much <= LITTLE_WORK:
             same = same_texts(node, theirs, LITTLE_STATES)
@@ -65,18 +65,18 @@ def for_automaton(node: Node) -> str | None:
     return expression if same else None
 
 
-def grammar_of(expression: str) -> xgr.Grammar:
+def grammar_of(expression: str, in_json: bool = False) -> xgr.Grammar:
     """A grammar that is an automaton of xgrammar's."""
-    return xgr.Grammar.from_ebnf(f"root ::= Regex({json.dumps(expression)})")
+    return xgr.Grammar.from_ebnf(f"root ::= Regex({json.dumps(expression)}{', json_string=true' * in_json})")
 
 
-def _read(expression: str) -> Branching | None:
+def _read(expression: str, in_json: bool) -> Branching | None:
     """What xgrammar makes of it; None, with a logged line, where grammars are kept in another form."""
     if (found := xgr.get_serialization_version()) != VERSION:
         _GROUND.lost(f"form of grammars {VERSION}, but {found}")
         return None
     # A grammar is made ready when it is compiled, which for two tokens takes no time.
-    ready = _compiler().compile_grammar(grammar_of(expression)).grammar
+    ready = _compiler().compile_grammar(grammar_of(expression, in_json)).grammar
     [rule] = json.loads(ready.serialize_json())["per_rule_fsms"]
     (machine, first, ends, *_), *_ = rule
     flat, behind = machine["edges"]["data_"], machine["edges"]["indptr_"]

@@ -81,7 +81,7 @@ def check_schema(schema: Any, most_nested: int, *, within_text: bool = False) ->
 
 
 def with_own_patterns(
-    schema: Any, *, within_text: bool = False, never: str = "", quick: Callable[[Node], str | None] = lambda node: None
+    schema: Any, *, within_text: bool = False, never: str = "", quick: Callable[[Node], str | None]
 ) -> Any:
     """A schema that was checked, with the patterns of its strings, and those of formats that need one, as xgrammar
     reads them. Lengths are such patterns `within_text`, and where `quick` has an automaton: counted in rules they take
