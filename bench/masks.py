@@ -2,12 +2,16 @@
 
     python bench/masks.py                                  # 32 rows of width 3, a vocabulary of 129,280 ids
     python bench/masks.py --rows 8 --width 1 --kinds text,limited
+    python bench/masks.py --kinds text,limited --rules     # with what automata are for
 
 The vocabulary is made up: single bytes, words with a space before them and without, digits, pieces of JSON. Every row
 writes a text of its own, drawn beforehand, of a few dozen to some hundred tokens; a draft is the text's next token with
 a probability of `--accepted`, else any token. A step is timed as it happens: the tokens that were gained are accepted,
 then all masks are filled. Of a step are printed the median and the 99th percentile by the clock; the processor's time
 of all threads, and of the thread that asked, which is what holds up launching; and how many masks it had.
+
+With `--rules` xgrammar follows expressions and lengths of strings by rules, as it does where it has no automaton that
+is right (`workers/grammar/quick.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from workers.grammar import build
 from workers.grammar.compiler import Compiled, Compiler
 from workers.grammar.rows import ConstrainedRows
 from workers.protocol.grammar import Grammar, Kind
@@ -195,8 +200,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--accepted", type=float, default=0.7, help="probability that a draft is the text's next token")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--rules", action="store_true", help="no automata")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.rules:
+        build.for_automaton = lambda *_, **__: None
     with tempfile.TemporaryDirectory() as made:
         write_vocabulary(Path(made), arguments.vocab)
         read = text_of_tokens(Path(made))
