@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
+from workers.grammar.automaton import work
 from workers.grammar.library import xgr
 from workers.grammar.quick import for_automaton, grammar_of
 from workers.grammar.regex import Node, RegexError, of_text, rules
@@ -24,7 +24,11 @@ MOST_CHOICES: Final = 4096
 MOST_WHITESPACE: Final = 32
 """Characters of white space in a row between two tokens of JSON. Without a limit a model may write nothing else."""
 MOST_NESTED: Final = 48
-"""Levels of a schema, of brackets in a regular expression or a grammar. xgrammar takes much longer with each."""
+"""Levels of a schema, of brackets in a grammar. xgrammar takes much longer with each."""
+
+MOST_LOOKED_AT: Final = 1 << 13
+"""`work` of the strings of one grammar for which automata are tried: a second or two, each 1,024."""
+Follower = Callable[[Node], str | None]
 
 _WHERE = re.compile(r"^\s*\[[^\]]*\]\s*\S+:\d+:\s*")
 """What xgrammar begins its errors with: time, file and line of its own."""
@@ -70,7 +74,7 @@ def build(grammar: Grammar, quick: bool = False) -> xgr.Grammar:
                     raise GrammarError("Regex(...) is not supported; write it as rules, or give guided_regex")
                 return xgr.Grammar.from_ebnf(grammar.text)
             case "structural_tag":
-                return _structural_tag(_parsed(grammar.text), quick)
+                return _structural_tag(_parsed(grammar.text), _follower(quick))
             case "free":
                 raise GrammarError("any text is no grammar")
     except (SchemaError, RegexError) as error:
@@ -84,12 +88,21 @@ def _json_schema(schema: Any, strict: bool) -> xgr.Grammar:
     return xgr.Grammar.from_json_schema(text, strict_mode=strict, max_whitespace_cnt=MOST_WHITESPACE)
 
 
-def _follower(quick: bool) -> Callable[[Node], str | None]:
-    return partial(for_automaton, in_json=True) if quick else lambda node: None
+def _follower(quick: bool) -> Follower:
+    """Finds automata for the strings of a grammar: for equal ones once, and not for more than so many."""
+    left, found = MOST_LOOKED_AT if quick else 0, dict[Node, str | None]()
+
+    def follow(node: Node) -> str | None:
+        nonlocal left
+        if node not in found:
+            left -= work(node)
+            found[node] = for_automaton(node, in_json=True) if left >= 0 else None
+        return found[node]
+
+    return follow
 
 
 def _regex(pattern: str, quick: bool) -> xgr.Grammar:
-    _check_brackets(pattern)
     node = of_text(pattern)
     if quick and (expression := for_automaton(node)) is not None:
         return grammar_of(expression)
@@ -124,24 +137,23 @@ def _plain(char: str) -> bool:
     return char.isascii() and char.isprintable() and char not in '"\\'
 
 
-def _structural_tag(tag: Any, quick: bool) -> xgr.Grammar:
+def _structural_tag(tag: Any, follow: Follower) -> xgr.Grammar:
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or "format" not in tag:
         raise GrammarError('an object with "type": "structural_tag" and a "format" is expected')
-    written = _written(tag, "", 0, quick)
+    written = _written(tag, "", 0, follow)
     return xgr.Grammar.from_structural_tag(json.dumps(written, ensure_ascii=False))
 
 
-def _written(value: Any, place: str, depth: int, quick: bool) -> Any:
+def _written(value: Any, place: str, depth: int, follow: Follower) -> Any:
     """A structural tag whose schemas and expressions, which are held to the same rules as those by themselves, are as
     xgrammar reads them."""
     if depth > MOST_NESTED:
         raise GrammarError(f"it is nested more than {MOST_NESTED} levels deep")
     if isinstance(value, list):
-        return [_written(item, f"{place}/{index}", depth + 1, quick) for index, item in enumerate(value)]
+        return [_written(item, f"{place}/{index}", depth + 1, follow) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
-        _check_brackets(value["pattern"])
         try:
             return {**value, "pattern": rules(of_text(value["pattern"]))}
         except RegexError as error:
@@ -154,11 +166,11 @@ def _written(value: Any, place: str, depth: int, quick: bool) -> Any:
             except SchemaError as error:
                 raise GrammarError(f"{place}/{name}: {error}") from None
             never = "".join(end[:1] for end in value.get("excludes", ()))
-            written[name] = with_own_patterns(item, within_text=True, never=never, quick=_follower(quick))
+            written[name] = with_own_patterns(item, within_text=True, never=never, quick=follow)
         else:
             if isinstance(item, str):
                 _check_brackets(item)
-            written[name] = _written(item, f"{place}/{name}", depth + 1, quick)
+            written[name] = _written(item, f"{place}/{name}", depth + 1, follow)
     return written
 
 

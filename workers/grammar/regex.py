@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 _MOST_REPEATED: Final = 100_000
+_MOST_NESTED: Final = 48
+_MOST_RANGES: Final = 4096
+"""Ranges of characters beyond those that stand in an expression: `\\W` alone has some 700."""
 _LAST: Final = 0x10FFFF
 
 Ranges = tuple[tuple[int, int], ...]
@@ -217,6 +220,7 @@ def _parse(pattern: str) -> Node:
 class _Parser:
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
+        self._depth, self._left = 0, len(text) + _MOST_RANGES
 
     @property
     def at_end(self) -> bool:
@@ -262,10 +266,10 @@ class _Parser:
         elif self._next("?"):
             counts = 0, 1
         elif self._next("{"):
-            inside, closed, _ = self._text[self._at :].partition("}")
+            inside, closed, _ = self._text[self._at : self._at + 18].partition("}")
             least, comma, most = inside.partition(",")
             numbers = all(number.isascii() and number.isdigit() for number in (least, most or "0"))
-            if not closed or not numbers or len(inside) > 16:
+            if not closed or not numbers:
                 raise self.error("a number of repetitions is expected, as in {2}, {2,} or {2,5}; or write \\{", begin)
             counts = int(least), (int(most) if most else None) if comma else int(least)
             if counts[1] is not None and counts[1] < counts[0]:
@@ -287,10 +291,14 @@ class _Parser:
         self._at += 1
         match char:
             case "(":
+                self._depth += 1
+                if self._depth > _MOST_NESTED:
+                    raise self.error(f"groups are nested more than {_MOST_NESTED} levels deep", begin)
                 self._group()
                 node = self.options()
                 if not self._next(")"):
                     raise self.error("the parenthesis is not closed", begin)
+                self._depth -= 1
                 return node
             case "[":
                 return Chars(self._class(begin))
@@ -307,7 +315,7 @@ class _Parser:
         for sign, what in _GROUPS:
             if self._next(sign):
                 if what == "named":
-                    name, closed, _ = self._text[self._at :].partition(">")
+                    name, closed, _ = self._text[self._at : self._at + 256].partition(">")
                     if not closed or not name.isidentifier():
                         raise self.error("a name is expected, and > behind it")
                     self._at += len(name) + 1
@@ -350,7 +358,11 @@ class _Parser:
         char = self._text[self._at]
         self._at += 1
         if char in "dDwWsS":
-            return _without(_class_of(char.swapcase())) if negated else _class_of(char)
+            ranges = _without(_class_of(char.swapcase())) if negated else _class_of(char)
+            self._left -= len(ranges)
+            if self._left < 0:
+                raise self.error(f"there are too many sets of characters such as \\{char}", begin)
+            return ranges
         if char in _SINGLE:
             return _of(_SINGLE[char])
         if char in "xu":
@@ -370,7 +382,7 @@ class _Parser:
     def _code(self, kind: str, begin: int) -> Ranges:
         """A character by its code point."""
         if kind == "u" and self._next("{"):
-            digits, closed, _ = self._text[self._at :].partition("}")
+            digits, closed, _ = self._text[self._at : self._at + 8].partition("}")
             behind = self._at + len(digits) + 1
         else:
             length = 2 if kind == "x" else 4

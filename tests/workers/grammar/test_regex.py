@@ -207,6 +207,9 @@ WRONG = [
     ("(a$)*", "$ is supported only where"),
     ("^*", "^ cannot be repeated"),
     (r"[^\s\S]", "it matches no text"),
+    ("(" * 49 + "a" + ")" * 49, "nested more than 48 levels deep"),
+    (r"\W" * 9, r"position 11: there are too many sets of characters such as \W"),
+    (f"[{chr(92)}W{'a' * 10}" + r"\W" * 9 + "]", "there are too many sets of characters"),
 ]
 
 
@@ -288,6 +291,16 @@ def test_an_automaton_follows_it(pattern: str) -> None:
     assert re.fullmatch(r"root ::= Regex\(.*\)\n", str(build(Grammar("regex", pattern), quick=True)))
     schema = {"type": "string", "pattern": pattern.replace(r"\n", "")}
     assert "Regex(" in str(build(Grammar("json_schema", json.dumps(schema)), quick=True))
+
+
+def test_what_a_hostile_client_sends_is_answered_soon() -> None:
+    """No schema makes the reader recurse without end, and none has more automata tried than a few."""
+    with pytest.raises(GrammarError, match="nested more than 48 levels deep"):
+        build(Grammar("json_schema", json.dumps({"type": "string", "pattern": "(" * 60_000})))
+    properties = {f"p{n}": {"type": "string", "pattern": f"^a{{0,{200 + n}}}$"} for n in range(40)}
+    schema = {"type": "object", "properties": properties | {"again": properties["p0"]}}
+    written = str(build(Grammar("json_schema", json.dumps(schema)), quick=True))
+    assert 3 < written.count("Regex(") < 14
 
 
 def test_long_repetitions_have_rules() -> None:
