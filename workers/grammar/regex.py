@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Final
 
@@ -152,6 +152,7 @@ def _without(ranges: Ranges) -> Ranges:
     return tuple(rest)
 
 
+@lru_cache(1024)
 def _both(one: Ranges, other: Ranges) -> Ranges:
     return _without(_set((*_without(one), *_without(other))))
 
