@@ -7,7 +7,8 @@ Each file runs in processes of its own, so that a kernel that hangs or crashes t
 Exit status 0 when all passed that the GPUs here are enough for; the last line says how many were skipped. Test files
 are found by their marker, `pytest.mark.gpu`; none is listed here. A file sees one GPU, the one with the fewest files;
 if it also has the marker `pytest.mark.gpus` it sees all that this program does. A file waits while the processes of the
-others may take the GPU's memory.
+others may take the GPU's memory. Some take more for a moment: a file that found too little runs once more at the end,
+when it is alone.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PROCESS_BYTES = 3 << 30
 """Of a GPU's memory, for each process that shares a file's tests. A few take several times as much for a moment."""
+NO_MEMORY = "OutOfMemoryError"
+"""In a failure of a test that found too little of it."""
 MOST_ERRORS = 80
 """Lines of a file's failures that are printed."""
 _live: set[int] = set()
@@ -149,6 +152,17 @@ def main() -> None:
     names = [str(path.relative_to(ROOT)) for path in gpu_test_files()]
     names = [name for name in names if any(part in name for part in arguments.only.split(","))]
     failed, counts = 0, Counter[str]()
+    too_little: list[str] = []
+
+    def tell(name: str, outcome: str, text: str, seconds: float) -> None:
+        nonlocal failed
+        failed += outcome != "ok"
+        first, _, rest = text.partition("\n")
+        counts.update({what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|skipped)", first)})
+        print(f"{outcome:8} {seconds:6.1f} s  {name}  {first}", flush=True)
+        if rest:
+            print(rest, flush=True)
+
     with ThreadPoolExecutor(arguments.jobs) as pool:
         lent = Gpus(gpus, files_at_once(arguments.workers))
         options = (arguments.timeout, arguments.workers, lent)
@@ -156,14 +170,13 @@ def main() -> None:
         try:
             for done in as_completed(running):
                 outcome, text, seconds = done.result()
-                failed += outcome != "ok"
-                first, _, rest = text.partition("\n")
-                counts.update(
-                    {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|skipped)", first)}
-                )
-                print(f"{outcome:8} {seconds:6.1f} s  {running[done]}  {first}", flush=True)
-                if rest:
-                    print(rest, flush=True)
+                if arguments.jobs > 1 and outcome == "FAILED" and NO_MEMORY in text:
+                    too_little.append(running[done])
+                    print(f"again    {seconds:6.1f} s  {running[done]}  found too little memory", flush=True)
+                else:
+                    tell(running[done], outcome, text, seconds)
+            for name in too_little:
+                tell(name, *run(ROOT / name, *options))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             lent.close()

@@ -109,6 +109,36 @@ def test_files_wait_for_each_others_memory(runner: ModuleType, tmp_path: Path, m
     assert ran[2:] == ["test_several.py"]
 
 
+def test_a_file_without_memory_runs_again_alone(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, and only for that: what fails then has failed, and so has what failed for another cause."""
+    causes = {"test_a.py": ["OutOfMemoryError", ""], "test_b.py": ["AssertionError"], "test_c.py": ["OutOfMemoryError"]}
+    for name in causes:
+        write(tmp_path, name, f"@{ONE}", "    pass\n")
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(runner.torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=1 << 37))
+    monkeypatch.setattr("sys.argv", ["gpu_tests.py", "--jobs", "3"])
+    began = list[str]()
+
+    def run_in(environment: dict[str, str], path: Path, *_: object) -> tuple[str, str, float]:
+        began.append(path.name)
+        left = causes[path.name]
+        cause = left.pop(0) if len(left) > 1 else left[0]
+        return ("FAILED", f"1 failed\nE   {cause}", 0.0) if cause else ("ok", "1 passed", 0.0)
+
+    monkeypatch.setattr(runner, "run_in", run_in)
+    with pytest.raises(SystemExit) as exited:
+        runner.main()
+    assert exited.value.code
+    assert sorted(began[:3]) == sorted(causes)
+    assert sorted(began[3:]) == ["test_a.py", "test_c.py"]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "2 files failed on 1 GPU: 1 passed, 2 failed, 0 skipped"
+    assert sum("found too little memory" in line for line in printed) == 2
+
+
 def test_files_that_wait_do_not_begin_after_an_interrupt(
     runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

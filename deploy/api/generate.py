@@ -234,8 +234,9 @@ class Stream(Generation):
 
     async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
         """See `Generation`."""
-        # Ids without a tokenizer are all there is to send; log-probabilities wait for the text they belong to.
-        if text or choice.finish is not None or (choice.token_ids and self.front.tokenizer is None):
+        # Ids that are asked for are sent as they come; log-probabilities wait for the text they belong to.
+        ids = choice.token_ids and (self.front.tokenizer is None or (self.job.token_ids and self.job.logprobs < 0))
+        if text or ids or choice.finish is not None:
             await self._start(send)
             await send({"type": "http.response.body", "body": self.form.chunk(choice, text), "more_body": True})
 

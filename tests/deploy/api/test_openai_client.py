@@ -345,6 +345,27 @@ def test_token_ids_on_request(client: openai.OpenAI) -> None:
     assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == [*IDS, 1]
 
 
+def test_token_ids_come_before_their_text_is_certain(client: openai.OpenAI, engine: FakeEngine) -> None:
+    ids = tiny().encode("🦊", add_special_tokens=False)
+    assert len(ids) > 1, "a character of several tokens"
+    engine.script = say(ids)
+    asked = {"return_token_ids": True}
+    texts = client.completions.create(model="tiny", prompt="x", stream=True, extra_body=asked)
+    assert [(c.choices[0].token_ids, c.choices[0].text) for c in texts] == [
+        *(([token], "") for token in ids[:-1]),
+        ([ids[-1]], "🦊"),
+        ([1], ""),
+    ]
+    said = [{"role": "user", "content": "x"}]
+    chats = client.chat.completions.create(model="tiny", messages=said, stream=True, extra_body=asked)
+    choices = [c.choices[0] for c in chats]
+    assert [c.token_ids for c in choices if getattr(c, "token_ids", None)] == [*([token] for token in ids), [1]]
+    assert "".join(c.delta.content or "" for c in choices) == "🦊"
+    # Log-probabilities belong to a text, and the ids to them.
+    scored = client.completions.create(model="tiny", prompt="x", stream=True, logprobs=0, extra_body=asked)
+    assert [c.choices[0].token_ids for c in scored] == [ids, [1]]
+
+
 def test_special_tokens_in_the_text(client: openai.OpenAI, engine: FakeEngine) -> None:
     engine.script = say([2, *tiny().encode("fox", add_special_tokens=False)])
     assert client.completions.create(model="tiny", prompt="x").choices[0].text == "fox"
