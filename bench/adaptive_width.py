@@ -5,9 +5,10 @@
     python bench/adaptive_width.py --model demo --batch 1,4 --seconds 4 --settle 2
 
 Starts the engine once for every fixed width and once with `auto`, as a replica starts it, scheduler and ranks included.
-In each, so many streams decode greedily past 1,024 tokens of prompt; one that reaches the end of its context begins
-anew. Meanwhile drafts are made to stand with one probability after the other (`bench/synthetic_acceptance.py`), each
-where those before it do. After `--settle` seconds the tokens that come in `--seconds` are counted.
+In each, so many streams decode greedily past 1,024 tokens of prompt; one that reaches the end of its context, or of
+its share of the cache, begins anew. Meanwhile drafts are made to stand with one probability after the other
+(`bench/synthetic_acceptance.py`), each where those before it do. After `--settle` seconds the tokens that come in
+`--seconds` are counted.
 
 A line per batch and probability: tokens a second of every width and of auto, what auto reaches of the best, and the
 widths that it took meanwhile. Then what speculation gives a single stream whose drafts stand four times out of five, so
@@ -34,8 +35,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import synthetic_acceptance
-from streams import LOOK_S, Streams, decoding_streams
+from streams import LOOK_S, Streams, decoding_streams, tokens_left
 
+from deploy.cli.console import CommandFailure, UsageMistake
 from deploy.cli.latency import PromptSource
 from deploy.cli.local import engine_config, engine_of, settled_stats
 from workers.config import AUTO_WIDTH
@@ -82,10 +84,10 @@ def acceptance_file() -> Iterator[Path]:
                     os.environ[name] = value
 
 
-def requests_of(engine: EngineClient, batch: int, given: argparse.Namespace) -> Callable[[int, int], Request]:
-    """What makes streams that decode greedily, each past a prompt of its own, to the end of the context."""
+async def requests_of(engine: EngineClient, batch: int, given: argparse.Namespace) -> Callable[[int, int], Request]:
+    """What makes streams that decode greedily, each past a prompt of its own, as long as all find room."""
     prompts = PromptSource(engine.info.vocab_size, batch).batch(batch, given.input)
-    sampling = SamplingParams(max_tokens=engine.info.max_context - given.input, temperature=0.0)
+    sampling = SamplingParams(max_tokens=await tokens_left(engine, batch, given.input), temperature=0.0)
     return lambda place, number: Request(f"bench-{number}", prompts[place], sampling)
 
 
@@ -125,7 +127,8 @@ async def engine_points(
     synthetic_acceptance.write(file, synthetic_acceptance.OFF)
     async with engine_of(config, given.quiet) as engine:
         for batch in given.batch:
-            async with decoding_streams(engine, batch, requests_of(engine, batch, given)) as streams:
+            asked = await requests_of(engine, batch, given)
+            async with decoding_streams(engine, batch, asked) as streams:
                 for probability in given.acceptance if width != 1 else (None,):
                     synthetic_acceptance.write(file, synthetic_acceptance.OFF if probability is None else probability)
                     points[batch, probability] = await point(engine, streams, given)
@@ -133,7 +136,8 @@ async def engine_points(
         synthetic_acceptance.write(file, YIELD)
         for batch, wanted in ((1, 2), (2, 1)):
             if width == wanted:
-                async with decoding_streams(engine, batch, requests_of(engine, batch, given)) as streams:
+                asked = await requests_of(engine, batch, given)
+                async with decoding_streams(engine, batch, asked) as streams:
                     points[batch, YIELD] = await point(engine, streams, given)
                 told(width, batch, YIELD, points[batch, YIELD])
     return points
@@ -221,8 +225,11 @@ def main() -> int:
     given = parser.parse_args()
     with acceptance_file() as file:
         found: dict[int | str, dict[tuple[int, float | None], Point]] = {}
-        for width in (*range(1, AUTO_WIDTH + 1), "auto"):
-            found[width] = asyncio.run(engine_points(width, file, given))
+        try:
+            for width in (*range(1, AUTO_WIDTH + 1), "auto"):
+                found[width] = asyncio.run(engine_points(width, file, given))
+        except (CommandFailure, UsageMistake) as error:
+            sys.exit(str(error))
     return verdict(found, given)
 
 

@@ -41,7 +41,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from masks import LISTS, write_vocabulary
-from streams import PATIENCE_S, Streams, decoding_streams
+from streams import PATIENCE_S, Streams, decoding_streams, tokens_left
 
 from deploy.cli.console import CommandFailure, UsageMistake
 from deploy.cli.latency import PromptSource
@@ -125,15 +125,13 @@ class Point:
         return asdict(self) | means | {"mean_rows": self.rows / self.steps, "tokens_per_s": self.tokens / self.seconds}
 
 
-def requests_of(
+async def requests_of(
     engine: EngineClient, grammar: Grammar | None, given: argparse.Namespace
 ) -> Callable[[int, int], Request]:
-    """What makes streams of random prompts, free ones or such with a grammar. None ends before its context does, but
-    for those whose grammar allows no more. UsageMistake where the context has no room for them."""
+    """What makes streams of random prompts, free ones or such with a grammar. None ends while all find room, but
+    for those whose grammar allows no more. UsageMistake where there is none."""
     info, source = engine.info, PromptSource(engine.info.vocab_size, given.seed)
-    most = info.max_context - given.input
-    if most < 2:
-        raise UsageMistake(f"--input: {given.input} tokens leave nothing of a context of {info.max_context}")
+    most = await tokens_left(engine, given.rows, given.input)
     stops, least = ((), 0) if grammar is None else (info.eos_ids, most)
 
     def asked(place: int, number: int) -> Request:
@@ -171,7 +169,7 @@ async def points(config: EngineConfig, given: argparse.Namespace) -> tuple[Point
         found: dict[bool, list[Point]] = {False: [], True: []}
         # By turns: what a machine does from second to second is not taken for masks.
         for _, masked in itertools.product(range(given.rounds), found):
-            asked = requests_of(engine, GRAMMARS[given.grammar] if masked else None, given)
+            asked = await requests_of(engine, GRAMMARS[given.grammar] if masked else None, given)
             async with decoding_streams(engine, given.rows, asked) as streams:
                 found[masked].append(await point(engine, streams, rank, given))
     free, constrained = (functools.reduce(operator.add, points) for points in found.values())

@@ -7,6 +7,9 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
+from deploy.cli.console import UsageMistake
+from deploy.cli.local import settled_stats
+from kernels.page import PAGE_TOKENS
 from workers.processes.client import EngineClient
 from workers.protocol.messages import Request
 
@@ -57,6 +60,20 @@ class Streams:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def tokens_left(engine: EngineClient, rows: int, prompt: int) -> int:
+    """That each of so many streams may generate past its prompt: to the end of the context, or of its share of the
+    cache. Beyond that, streams would wait for each other's pages. UsageMistake where next to nothing is left."""
+    # A page less, as a step may need one for the tokens it verifies.
+    share = ((await settled_stats(engine)).pages_total // rows - 1) * PAGE_TOKENS
+    left = min(engine.info.max_context, share) - prompt
+    if left < 2:
+        raise UsageMistake(
+            f"--input: of {rows} streams each may have {prompt + left} tokens, by the context and the cache, and "
+            f"{prompt} are its prompt: give fewer streams or shorter prompts"
+        )
+    return left
 
 
 @asynccontextmanager

@@ -170,8 +170,8 @@ class GenerationBody(Body):
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     """Lower runs first."""
     return_token_ids: bool = False
-    """Give every choice the ids it generated, as `token_ids`. Streams give them as they come, with the text that is certain
-    by then; where log-probabilities are asked for too, with the text they belong to."""
+    """Give every choice the ids it generated, as `token_ids`. Streams give them as they come, with the text that is
+    certain by then; where log-probabilities are asked for too, with the text they belong to."""
     return_accepted_drafts: bool = False
     """Say of every token whether it was a draft that stood, as `accepted_drafts`."""
 
