@@ -109,6 +109,8 @@ def latency(
             queue_limit=max(batches),
             graphs=not eager,
             prefix_cache=False,
+            # Prompts take the same time whatever is generated beside them, so that the difference is decode steps.
+            mixed_step_target_ms=0,
         )
         shape = LatencyShape(input_tokens, *lengths, repeats)
         check_interrupt()

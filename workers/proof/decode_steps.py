@@ -123,15 +123,20 @@ class Candidate:
         return step.run() if self.masks is None else step.run(self.masks.in_place)
 
 
+def timed_runs(device: torch.device) -> int:
+    """How often a step is timed. Never on a CPU, where steps are eager and the first to launch some size prepares it:
+    the scheduler measures those itself."""
+    return TIMED if device.type == "cuda" else 0
+
+
 def _seconds(candidate: Candidate, scene: Scene) -> float:
-    """What a replay takes: the least of some. The scene is at its beginning, and is so again. 0 on a CPU, where steps
-    are eager and the first to launch some size prepares it: the scheduler measures those itself."""
+    """What a replay takes: the least of some; 0 where none is timed. The scene is at its beginning, and is so again."""
     device = candidate.step.parts.device
-    if device.type != "cuda":
+    if not timed_runs(device):
         return 0.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     times: list[float] = []
-    for _ in range(TIMED):
+    for _ in range(timed_runs(device)):
         begin.record()
         candidate.replay()
         end.record()

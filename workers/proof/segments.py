@@ -25,12 +25,22 @@ from kernels.page import PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
 from workers.memory.scratch import Scratch
 from workers.models.choices import Recorded, Taken
-from workers.proof.decode_steps import AGREED, ATTEMPTS, differences, mixtures, rounds, selecting, shared, tolerance
+from workers.proof.decode_steps import (
+    AGREED,
+    ATTEMPTS,
+    differences,
+    mixtures,
+    rounds,
+    selecting,
+    shared,
+    timed_runs,
+    tolerance,
+)
 from workers.proof.ground import Ground, pages_to_select
 from workers.proof.rows import Row
 from workers.proof.scene import Outcome, Scene
 from workers.protocol.plan import PrefillRow, StepPlan
-from workers.protocol.report import BucketReport
+from workers.protocol.report import BucketReport, StepTime
 from workers.step.mixed import MixedStep
 from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Stage
@@ -88,6 +98,9 @@ class SegmentProof:
                 break
         else:
             problems += differences(least, most_agreed, bound, "logits", "the step without padding")
+        # Whatever is wrong: all ranks run the same steps.
+        decode_rows, prompt_tokens = len(plan.decode_slots), sum(len(row.tokens) for row in plan.prefill)
+        took = self._seconds(scene, plan, stage) if decode_rows else 0.0
         return BucketReport(
             kind="mixed",
             bucket=f"{stage.tokens} tokens",
@@ -96,7 +109,22 @@ class SegmentProof:
             drafts=plan.drafts,
             rows=len(rows),
             logits_error=least,
+            step_time=StepTime(decode_rows, plan.width, took, prompt_tokens) if took else None,
         )
+
+    def _seconds(self, scene: Scene, plan: StepPlan, stage: Stage) -> float:
+        """What the step takes until its results are there, as whoever waits for them sees it: the least of some; 0
+        where none is timed. The scene is at its beginning afterwards."""
+        device, times = self._parts.device, list[float]()
+        for _ in range(timed_runs(device)):
+            scene.restore()
+            torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            self._run(plan, stage)
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin)
+        scene.restore()
+        return min(times, default=0.0)
 
     def _eager(self, scene: Scene, plan: StepPlan, bucket: int) -> tuple[Outcome, float, float]:
         """What the eager step makes of a scene, which is at its beginning again; how far its logits are from those of

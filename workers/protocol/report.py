@@ -9,12 +9,15 @@ import msgspec
 
 
 class StepTime(msgspec.Struct, frozen=True, array_like=True):
-    """What a step of decode rows took when it was proven."""
+    """What a step took when it was proven."""
 
     rows: int
+    """Decode rows."""
     width: int
     """Tokens that each fed; it drafted one less."""
     seconds: float
+    prompt_tokens: int = 0
+    """Fed beside them, in a mixed step."""
 
 
 class BucketReport(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +40,7 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     """Relative norm of the difference from the prefill path, or from the same without padding: the median over rows, of
     the worst position. Of an ending's hidden states, over its tokens."""
     step_time: StepTime | None = None
-    """Of a decode step, on the random rows of its proof."""
+    """Of a decode step, or of a mixed one with decode rows, on the random rows of its proof."""
 
     @property
     def passed(self) -> bool:

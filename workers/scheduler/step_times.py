@@ -23,10 +23,11 @@ class StepTimes:
     """Seconds of a step of decode rows, by rows and width."""
 
     def __init__(self, measured: Iterable[StepTime], width: int) -> None:
-        """`measured`: at the start, in any order; steps of up to `width` tokens a row."""
+        """`measured`: at the start, in any order; steps of up to `width` tokens a row, and mixed ones, which do not
+        count here."""
         points: dict[int, dict[int, float]] = {}
         for time in measured:
-            if time.width <= width and time.seconds > 0:
+            if time.width <= width and time.seconds > 0 and not time.prompt_tokens:
                 points.setdefault(time.width, {})[time.rows] = time.seconds
         # Of some widths only: what a draft costs is taken from those there are, else from nothing.
         self._tables = {w: (sorted(table), [table[rows] for rows in sorted(table)]) for w, table in points.items()}

@@ -4,6 +4,7 @@ tests/workers/proof/test_gpu_faults.py has the real ones."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.workers.test_engine import engine
 from workers.config import EngineConfig
 from workers.memory.scratch import Scratch
 from workers.parallel.group import TensorParallel
+from workers.proof import segments
 from workers.proof.endings import prove_endings
 from workers.proof.segments import SegmentProof
 from workers.protocol.plan import PrefillRow, StepPlan
@@ -72,6 +74,33 @@ def test_every_bucket_passes(kind: str, width: int, tmp_path: Path) -> None:
         assert max(r.logits_error or 0.0 for r in reports) < 1e-4
     assert not any(layer.isnan().any() for layer in parts.cache.layers)
     assert not parts.state.tensors.page_SP.any()
+
+
+def test_steps_with_decode_rows_are_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each from the beginning of its scene; so what is timed leaves no trace in what is compared."""
+    monkeypatch.setattr(segments, "timed_runs", lambda device: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    plans, honest = list[StepPlan](), MixedStep.run
+
+    def run(step: MixedStep, plan: StepPlan, *where: Any) -> StepOutput:
+        if plan.prefill[0].slot >= 0:  # else it is recorded
+            plans.append(plan)
+        return honest(step, plan, *where)
+
+    monkeypatch.setattr(MixedStep, "run", run)
+    reports = [r for seed in range(3) for r in report(parts_of(folder), RecordedStage, seed)]
+    assert all(r.passed for r in reports)
+    last = [plan for plan, other in pairwise([*plans, None]) if plan is not other]
+    assert len(last) == len(reports)
+    for plan, found in zip(last, reports, strict=True):
+        rows, prompts = len(plan.decode_slots), sum(len(row.tokens) for row in plan.prefill)
+        if time := found.step_time:
+            assert (time.rows, time.width, time.prompt_tokens) == (rows, 3, prompts)
+            assert 0 < time.seconds < found.seconds
+        else:
+            assert not rows
+    assert sum(r.step_time is not None for r in reports) > len(reports) / 2
+    assert any(r.step_time is None for r in reports)
 
 
 def test_a_pool_of_two_pages_is_enough(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from test_speculation import MILLISECONDS, measured, step_seconds
 
 from workers.protocol.messages import Request
-from workers.protocol.plan import SamplingParams, StepPlan, StepResult
+from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResult
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, SchedulerConfig
 from workers.scheduler.mixed_target import DECODE_STEPS, FEWEST
@@ -32,6 +32,11 @@ def plain(plan: StepPlan) -> float:
 def deep(plan: StepPlan) -> float:
     """Tokens far behind in a prompt have more to attend to: up to three times as much."""
     return sum(len(row.tokens) * (8e-6 + 16e-6 * row.start / 8192) for row in plan.prefill)
+
+
+def begun(plan: StepPlan) -> float:
+    """Most of it is the same for any number of tokens: a step with prompts is no single graph."""
+    return 5e-3 + 11e-6 * tokens_of(plan)
 
 
 def noisy(plan: StepPlan) -> float:
@@ -115,6 +120,49 @@ def test_the_first_mixed_steps_are_near_the_target_already() -> None:
     run.streams()
     for plan in run.mixed(5):
         assert run.seconds(plan) < 1.35 * DECODE_STEPS * step_seconds("experts", ROWS, 1)
+
+
+def mixed_times(cost: Cost, *, held_up: int = -1) -> tuple[StepTime, ...]:
+    """As the self-test measures them, with few decode rows; one of them while the machine was busy."""
+    return tuple(
+        StepTime(rows, 1, step_seconds("experts", rows, 1) + cost(chunk(tokens)) + 0.05 * (index == held_up), tokens)
+        for index, (rows, tokens) in enumerate([(1, 60), (6, 120), (3, 250), (2, 500), (4, 1000), (5, 2000)])
+    )
+
+
+def chunk(tokens: int) -> StepPlan:
+    return StepPlan(1, 1, 0, (), (PrefillRow(0, 0, (1,) * tokens, 0, True, -1),))
+
+
+@pytest.mark.parametrize("cost", [plain, begun])
+@pytest.mark.parametrize("held_up", [-1, 0, 3, 5])
+def test_what_was_measured_is_met_from_the_first_step_on(cost: Cost, held_up: int) -> None:
+    run = Served((*measured("experts"), *mixed_times(cost, held_up=held_up)), cost, 0.04)
+    run.streams()
+    for plan in run.mixed(5):
+        if not any(row.final for row in plan.prefill) and tokens_of(plan) < BUDGET - 100:
+            assert run.seconds(plan) == pytest.approx(0.04, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_few_streams_do_not_hold_prompts_up(factor: float) -> None:
+    """A step of one row is shorter than what prompts add whatever their number: they get as much again for tokens."""
+    alone = step_seconds("experts", 1, 1)
+    assert (DECODE_STEPS - 1) * alone < begun(chunk(1))
+    run = Served((*measured("experts"), *mixed_times(begun)), lambda plan: factor * begun(plan), None)
+    run.add(3, 15_000)
+    run.step()
+    took = []
+    for _ in range(8):
+        run.add(8000, 1)
+        begin = len(run.plans)
+        while run.scheduler.stats().prefill_backlog:
+            run.step()
+        took.append(sum(run.seconds(plan) for plan in run.plans[begin:]))
+        assert max(run.seconds(plan) for plan in run.plans[begin:]) < alone + factor * 2.2 * 5e-3
+    # At the most twice the time of the tokens, and the stream's own.
+    steps = 8000 * 11e-6 / 5e-3
+    assert max(took) < 1.1 * (factor * 2 * 8000 * 11e-6 + steps * alone)
 
 
 @pytest.mark.parametrize("factor", [0.2, 5.0])
