@@ -24,6 +24,7 @@ from workers.proof.endings import prove_endings
 from workers.proof.segments import SegmentProof
 from workers.protocol.plan import SamplingParams
 from workers.rank.runner import Runner
+from workers.step.ladder import row_buckets
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -212,6 +213,18 @@ def test_all_kernels_are_compiled_ahead(width: int, monkeypatch: pytest.MonkeyPa
     engine("cuda", width=width, dtype="bfloat16", graphs=True, selftest=True)
     assert len(ahead) > 20
     assert names == []
+
+
+def test_the_scheduler_hears_what_steps_take() -> None:
+    """With prompts and without."""
+    run = engine("cuda", width=2, dtype="bfloat16", graphs=True, selftest=True, token_budget=1024)
+    times = run.replica.ready.step_times
+    assert all(time.seconds > 0 for time in times)
+    mixed = [time.prompt_tokens for time in times if time.prompt_tokens]
+    assert len(mixed) > 3
+    assert max(mixed) > 512
+    alone = {time.rows for time in times if not time.prompt_tokens and time.width == 2}
+    assert alone == set(row_buckets(run.scheduler.config.slots))
 
 
 @torch.inference_mode()
