@@ -8,7 +8,8 @@ Starts the engine once for every fixed width and once with `auto`, as a replica 
 In each, so many streams decode greedily past 1,024 tokens of prompt; one that reaches the end of its context, or of
 its share of the cache, begins anew. Meanwhile drafts are made to stand with one probability after the other
 (`bench/synthetic_acceptance.py`), each where those before it do. After `--settle` seconds the tokens that come in
-`--seconds` are counted.
+`--seconds` are counted. With `auto` that is `--settle-auto`: it tries once in a few seconds whether drafts pay, and
+here they change from one moment to the next for all streams.
 
 A line per batch and probability: tokens a second of every width and of auto, what auto reaches of the best, and the
 widths that it took meanwhile. Then what speculation gives a single stream whose drafts stand four times out of five, so
@@ -91,9 +92,9 @@ async def requests_of(engine: EngineClient, batch: int, given: argparse.Namespac
     return lambda place, number: Request(f"bench-{number}", prompts[place], sampling)
 
 
-async def point(engine: EngineClient, streams: Streams, given: argparse.Namespace) -> Point:
-    """Let it settle, then count."""
-    await asyncio.sleep(given.settle)
+async def point(engine: EngineClient, streams: Streams, settle: float, given: argparse.Namespace) -> Point:
+    """Let it settle for so many seconds, then count."""
+    await asyncio.sleep(settle)
     before, loop = await settled_stats(engine), asyncio.get_running_loop()
     begin, tokens, widths = loop.time(), sum(streams.given), Counter[int]()
     while loop.time() < begin + given.seconds:
@@ -115,6 +116,7 @@ async def engine_points(
         model=given.model,
         width=width,
         device=given.device,
+        drafter=given.drafter,
         max_rows=max(2, *given.batch),
         token_budget=max(2048, max(given.batch) * AUTO_WIDTH + 1),
         max_context=given.context,
@@ -131,14 +133,15 @@ async def engine_points(
             async with decoding_streams(engine, batch, asked) as streams:
                 for probability in given.acceptance if width != 1 else (None,):
                     synthetic_acceptance.write(file, synthetic_acceptance.OFF if probability is None else probability)
-                    points[batch, probability] = await point(engine, streams, given)
+                    settle = given.settle_auto if width == "auto" else given.settle
+                    points[batch, probability] = await point(engine, streams, settle, given)
                     told(width, batch, probability, points[batch, probability])
         synthetic_acceptance.write(file, YIELD)
         for batch, wanted in ((1, 2), (2, 1)):
             if width == wanted:
                 asked = await requests_of(engine, batch, given)
                 async with decoding_streams(engine, batch, asked) as streams:
-                    points[batch, YIELD] = await point(engine, streams, given)
+                    points[batch, YIELD] = await point(engine, streams, given.settle, given)
                 told(width, batch, YIELD, points[batch, YIELD])
     return points
 
@@ -213,11 +216,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--drafter", default="auto", help="such as ngram, whose drafts cost nothing")
     parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64])
     parser.add_argument("--acceptance", type=numbers, default=[0.0, 0.3, 0.6, 0.9])
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--settle", type=float, default=0.8, help="seconds before tokens are counted")
+    parser.add_argument("--settle-auto", type=float, default=5.0, help="the same, with width auto")
     parser.add_argument("--seconds", type=float, default=1.2, help="while they are")
     parser.add_argument("--bound", type=float, default=0.97)
     parser.add_argument("--quiet", action="store_true", help="no progress of the engine on stderr")

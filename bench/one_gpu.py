@@ -5,8 +5,8 @@
     python bench/one_gpu.py --list                # say the commands and run none
 
 The steps: streams over HTTP beside long prompts, of the DeepSeek-V2-Lite shape; what masks of structured output cost a
-step of a DeepSeek-V3 slice; `--width auto` against the best fixed width, of the demo model and of the slice; and sparse
-attention alone. The slice's weights are generated as they are read (`bench/generated.py`), the other's are written.
+step of a DeepSeek-V3 slice; `--width auto` against the best fixed width, of the demo model, of the V2-Lite shape with
+drafts that cost nothing, and of the slice; and sparse attention alone. The slice's weights are generated as they are read (`bench/generated.py`), the other's are written.
 
 Each step has a limit, which `--patience` multiplies, and a step that fails ends none of the others. What each printed
 is written to `--out`, a file a step. Exit status 0 when all passed.
@@ -33,12 +33,14 @@ def engine_steps(folder: Path) -> list[Step]:
     adaptive, masked = (PYTHON, "bench/adaptive_width.py"), (PYTHON, "bench/masked_steps.py", "--full-vocabulary")
     # The demo model's context is short, and a GPU is quick with it.
     demo = ("--model", "demo", "--context", "2048", "--input", "64", "--seconds", "2")
+    free = ("--model", whole, "--drafter", "ngram")  # without a draft layer, which is a seventh of the slice
     return [
         Step("weights", ((PYTHON, "bench/checkpoint.py", "v2-lite", whole),)),
         Step("mixed", ((PYTHON, "bench/mixed_load.py"),), 240.0, server=serve),
         Step("slice", ((PYTHON, "bench/generated.py", "v3-slice", part),)),
         Step("masks", ((*masked, "--model", part, "--grammar", "json", "--bound", "1.03"),), generated=True),
-        Step("adaptive-demo", ((*adaptive, *demo),), 240.0),
+        Step("adaptive-demo", ((*adaptive, *demo),), 360.0),
+        Step("adaptive-free", ((*adaptive, *free),), 500.0),
         Step("adaptive", ((*adaptive, "--model", part),), 500.0, generated=True),
         Step("sparse", ((PYTHON, "bench/sparse.py"),)),
     ]
