@@ -6,7 +6,8 @@
 
 The steps: streams over HTTP beside long prompts, of the DeepSeek-V2-Lite shape; what masks of structured output cost a
 step of a DeepSeek-V3 slice; `--width auto` against the best fixed width, of the demo model, of the V2-Lite shape with
-drafts that cost nothing, and of the slice; and sparse attention alone. The slice's weights are generated as they are read (`bench/generated.py`), the other's are written.
+drafts that cost nothing, and of the slice; and sparse attention alone. The slice's weights are generated as they are
+read (`bench/generated.py`), the other's are written.
 
 Each step has a limit, which `--patience` multiplies, and a step that fails ends none of the others. What each printed
 is written to `--out`, a file a step. Exit status 0 when all passed.
