@@ -107,7 +107,10 @@ def test_everybody_gets_what_they_get_alone(folder: Path, place: Place, drafter:
     assert all(plan.layout.tokens <= BUDGET for plan in run.plans)
 
 
-@pytest.mark.parametrize("names", ["abcde", "edcba", "cabed", "zyabc"])
+@pytest.mark.parametrize(
+    "names",
+    ["abcde", "edcba", pytest.param("cabed", marks=pytest.mark.long), pytest.param("zyabc", marks=pytest.mark.long)],
+)
 def test_nobody_starves_whatever_the_ids_are(folder: Path, names: str) -> None:
     run = mixed(folder, ("cpu", False), names)
     assert starved(run) == []

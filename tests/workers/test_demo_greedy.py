@@ -47,7 +47,8 @@ def plain(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[i
     return engine(width=1, prefix_cache=False).generate(prompts, params)
 
 
-@pytest.mark.parametrize("width", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.long
 def test_greedy_output_is_that_of_width_1(
     prompts: list[list[int]], params: list[SamplingParams], plain: list[list[int]], width: int
 ) -> None:

@@ -64,7 +64,10 @@ def alone(folders: dict[str, Path]) -> dict[str, list[Outcome]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("width", "token_budget"), [(1, 400), (2, 40), (3, 96), (4, 33)])
+@pytest.mark.parametrize(
+    ("width", "token_budget"),
+    [pytest.param(1, 400, marks=pytest.mark.long), (2, 40), pytest.param(3, 96, marks=pytest.mark.long), (4, 33)],
+)
 def test_a_request_in_any_batch_is_the_request_alone(
     kind: str, width: int, token_budget: int, folders: dict[str, Path], alone: dict[str, list[Outcome]]
 ) -> None:
@@ -85,7 +88,8 @@ def test_sparse_attention_selects_the_same_in_any_batch(tmp_path: Path) -> None:
     assert crowded.scheduler.stats().step_seconds["mixed"].count > 0
 
 
-@pytest.mark.parametrize("kind", [pytest.param("v3-yarn", marks=pytest.mark.long), "demo"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["v3-yarn", "demo"])
 def test_preemptions_and_prefix_hits_on_generated_pages_change_no_bit(kind: str, folders: dict[str, Path]) -> None:
     params = SamplingParams(70, temperature=0.0, logprobs=3)
     long = [(prompt[-45:], params) for prompt, _ in jobs(kind)[:4]]

@@ -53,7 +53,9 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
-@pytest.mark.parametrize("width", [1, 4, "auto"])
+@pytest.mark.parametrize(
+    "width", [pytest.param(1, marks=pytest.mark.long), 4, pytest.param("auto", marks=pytest.mark.long)]
+)
 def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(
     kind: str, width: int | str, folders: dict[str, Path]
 ) -> None:
@@ -67,7 +69,7 @@ def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(
     assert run.scheduler.stats().bad_rows == 0
 
 
-@pytest.mark.parametrize("kind", SPARSE_KINDS)
+@pytest.mark.parametrize("kind", ["v32", pytest.param("glm5", marks=pytest.mark.long)])
 def test_preemptions_and_prefix_hits_change_no_token(kind: str, folders: dict[str, Path]) -> None:
     """The index keys of a page come and go with its latents."""
     asked, folder = prompts(45, 44, 43, 42, seed=1), folders[kind]

@@ -74,7 +74,11 @@ def test_what_config_json_alone_decides_is_said_before_anything_starts(command, 
 
 @pytest.mark.parametrize(
     ("number", "moment", "background"),
-    [(signal.SIGINT, "loading", False), (signal.SIGTERM, "generating", False), (signal.SIGTERM, "generating", True)],
+    [
+        pytest.param(signal.SIGINT, "loading", False, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "generating", False, marks=pytest.mark.long),
+        (signal.SIGTERM, "generating", True),
+    ],
 )
 def test_an_interrupt_ends_everything_in_order(number, moment, background):
     """Shells start what runs in the background with SIGINT ignored."""

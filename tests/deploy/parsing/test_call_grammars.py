@@ -145,7 +145,7 @@ def test_what_a_grammar_allows_is_calls(name: str, only: str | None, parallel: b
         assert len(answer.calls) >= 1 if parallel else len(answer.calls) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(FORMATS), st.integers(0, 10**9))
 def test_calls_within_text(name: str, seed: int) -> None:
     draw = random.Random(seed)

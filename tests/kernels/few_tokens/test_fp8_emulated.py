@@ -54,7 +54,7 @@ def test_every_weight_is_what_it_is_for_one_token() -> None:
         assert torch.equal(out[0], weight.data.float()[:, feature])
 
 
-@pytest.mark.parametrize(("tokens", "features"), [(1, 384), (8, 1152)])
+@pytest.mark.parametrize(("tokens", "features"), [(1, 384), pytest.param(8, 1152, marks=pytest.mark.long)])
 def test_products(tokens: int, features: int) -> None:
     """Shorter than the ring and longer, and rows that end in the middle of a program."""
     with emulated(tokens, consecutive=True) as launches:
@@ -63,7 +63,15 @@ def test_products(tokens: int, features: int) -> None:
     assert launches == ["halve", "fp8_linear"] * 3
 
 
-@pytest.mark.parametrize(("rows", "features"), [(48, 512), (144, 640), (208, 2176), (400, 1024)])
+@pytest.mark.parametrize(
+    ("rows", "features"),
+    [
+        (48, 512),
+        (144, 640),
+        pytest.param(208, 2176, marks=pytest.mark.long),
+        pytest.param(400, 1024, marks=pytest.mark.long),
+    ],
+)
 def test_products_of_one_token(rows: int, features: int) -> None:
     """Programs of two and more blocks, of which the last one has fewer; features that end in the middle of the warps'
     share; more rows than the programs of three multiprocessors take."""
@@ -132,7 +140,7 @@ def test_gated(tokens: int, blocks: tuple[int, int]) -> None:
     ("tokens", "hidden", "intermediate", "shared", "residual"),
     [
         (1, 384, 128, 1, True),
-        (1, 384, 512, 1, True),
+        pytest.param(1, 384, 512, 1, True, marks=pytest.mark.long),
         pytest.param(1, 128, 1152, 2, False, marks=pytest.mark.long),
         (5, 256, 384, 0, True),
         pytest.param(8, 1152, 128, 2, False, marks=pytest.mark.long),

@@ -96,7 +96,7 @@ def test_draft_logits(kind: str, feeds: list[tuple[int, int]], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("shares", [True, False])
-@pytest.mark.parametrize("chunk", [90, 31])
+@pytest.mark.parametrize("chunk", [pytest.param(90, marks=pytest.mark.long), 31])
 def test_all_drafts_attend_to_what_the_first_does(shares: bool, chunk: int, tmp_path: Path) -> None:
     """Where the config says so. In decode steps and in mixed ones; transformers lets layers take what others select."""
     folder, prompt = write_tiny(tmp_path, "glm5", seed=1), random_tokens(70, 5, VOCAB)

@@ -200,6 +200,7 @@ def test_weights_in_fp8_compile_nothing_late(
     assert rounded == ({"quantise", "product"} if activations == "auto" else set())
 
 
+@pytest.mark.long
 def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a width at which rows have one block of query vectors or several."""
     how = {"kv_cache_dtype": "fp8", "max_rows": 4, "token_budget": 64, "max_context": 300}

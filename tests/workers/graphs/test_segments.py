@@ -112,7 +112,7 @@ class Buckets:
         ("v3", 3, "mtp"),
         ("v3", 1, "none"),
         ("v2", 3, "ngram"),
-        ("v2-no-q-lora", 3, "gqa"),
+        pytest.param("v2-no-q-lora", 3, "gqa", marks=pytest.mark.long),
         ("v2", 2, "mla"),
         ("glm5", 3, "mtp"),
     ],
@@ -187,7 +187,7 @@ def test_stages_of_all_buckets_share_their_endings(
     assert len(buckets.used) >= 2
 
 
-@pytest.mark.parametrize("kind", ["v3", "glm5"])
+@pytest.mark.parametrize("kind", ["v3", pytest.param("glm5", marks=pytest.mark.long)])
 def test_the_memory_of_the_rehearsal_is_enough_for_any_step(kind: str, tmp_path: Path) -> None:
     """Long contexts in many rows: more cached entries at once than a step has tokens."""
     folder = write_tiny(tmp_path, kind, seed=3)

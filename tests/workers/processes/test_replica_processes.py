@@ -58,7 +58,7 @@ async def settled_figures(client: EngineClient) -> Figures:
     return before
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
 async def test_ranks_share_one_model_and_give_the_tokens_of_one(folder: Path, ranks: int) -> None:
     prompts = random_prompts(10, 120, seed=50)
     expected = engine(folder, width=1).generate(prompts, greedy(24))

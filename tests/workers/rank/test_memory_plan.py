@@ -67,7 +67,9 @@ def test_weights_are_what_a_start_asks_for(
     assert plan.fits
 
 
-@pytest.mark.parametrize(("name", "gib"), [("DeepSeek-V3", 82.5), ("Kimi-K2.5", 72.9)])
+@pytest.mark.parametrize(
+    ("name", "gib"), [("DeepSeek-V3", 82.5), pytest.param("Kimi-K2.5", 72.9, marks=pytest.mark.long)]
+)
 def test_published_models_take_what_the_documentation_says(name: str, gib: float, tmp_path: Path) -> None:
     """On 8 ranks, by config.json alone; all ranks together about what the files take."""
     kimi = {**K25, "text_config": {**K25["text_config"], "quantization_config": INT4_CONFIG}}

@@ -169,7 +169,9 @@ def without_drafts(index=None):
     return Loop(TARGET, params, prompts, random_drafts(VOCAB)).run(60, 1)
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "width", [2, 3, pytest.param(4, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("source", ["near", "near, not told", "perfect", "random", "likeliest"])
 def test_drafts_change_no_token(width, source):
     """Greedy and seeded, with every kind of parameter in one batch: the tokens of width 1, one by one."""
