@@ -57,6 +57,7 @@ def test_steps_follow_the_file(bench: ModuleType, tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_only_processes_that_are_told_change_what_stands(bench: ModuleType) -> None:
     code = "from workers.step import decode, mixed; print(mixed.accept_drafts.__name__, decode.accept_drafts.__name__)"
     with bench.acceptance_file() as file:

@@ -329,6 +329,7 @@ def test_nothing_that_a_client_sends_is_a_failure(
             assert answer.json()["type"] == "error"
 
 
+@pytest.mark.long
 async def test_the_demo_model_calls_a_tool() -> None:
     schema = {
         "type": "object",

@@ -159,6 +159,7 @@ def test_an_interrupt_while_the_prompt_is_awaited_ends_everything():
     assert session_of(command.pid) == []
 
 
+@pytest.mark.long
 def test_latency_of_a_context_of_one_page():
     ran = subprocess.run(
         [*LATENTSERVE, "bench", "latency", "--input", "8", "--output", "2,6", "--repeats", "1", "--json", "--quiet"],

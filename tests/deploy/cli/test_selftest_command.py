@@ -114,6 +114,7 @@ def test_mistakes_exit_2(found, command, args, said):
     assert said in ran.err
 
 
+@pytest.mark.long
 def test_the_demo_model_passes_in_processes_of_its_own():
     ran = subprocess.run(
         [sys.executable, "-c", "from deploy.cli import main; main()", "selftest", "--max-rows", "2", "--json", "-q"],

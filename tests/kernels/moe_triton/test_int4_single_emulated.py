@@ -45,6 +45,7 @@ def test_calls_of_every_kind(found: Experts) -> None:
     check(found, 1)
 
 
+@pytest.mark.long
 def test_every_number_is_what_it_is() -> None:
     """Every nibble in any place of a word and in any group, with scales of their own, for inputs of one feature."""
     features = 512

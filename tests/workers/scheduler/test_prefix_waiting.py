@@ -236,6 +236,7 @@ def burst(seed: int) -> Replica:
     return replica
 
 
+@pytest.mark.long
 def test_bursts_of_equal_prompts_keep_their_order() -> None:
     # `Replica` checks the order of every plan.
     replicas = [burst(seed) for seed in range(90)]
