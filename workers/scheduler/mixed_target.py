@@ -13,6 +13,7 @@ Imports no torch, as all of the scheduler.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import combinations
 from statistics import median
@@ -21,6 +22,8 @@ from typing import Final
 from workers.protocol.report import StepTime
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.step_times import StepTimes
+
+logger = logging.getLogger(__name__)
 
 DECODE_STEPS: Final = 2.0
 """What a mixed step may take where nobody says it, in steps of its decode rows alone."""
@@ -47,6 +50,11 @@ class MixedTarget:
         """Seconds that prompts add to a step, whatever their number and for each token."""
         if (measured := _measured(config.step_times, times)) is not None:
             self._fixed, self._cost = measured
+            logger.info(
+                "prompts add %.1f ms to a step of decode rows, and %.1f us a token",
+                1e3 * measured[0],
+                1e6 * measured[1],
+            )
         self._usual = 0.0
         """Seconds that the prompts of a mixed step add."""
 
