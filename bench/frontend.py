@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import json
 import multiprocessing
 import os
@@ -115,6 +116,8 @@ def serve(model: str, pipe: Connection, profile: str | None, parsers: bool, trac
     app = create_app(NullEngine(tokenizer), tokenizer, config, tracing=spans)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     pipe.send(listener.getsockname()[1])
+    gc.collect()
+    gc.freeze()  # as a replica does once it is up
     settings = uvicorn.Config(
         app, loop="uvloop", http="httptools", access_log=False, lifespan="off", log_level="warning"
     )
