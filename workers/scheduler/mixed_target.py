@@ -1,8 +1,12 @@
 """How many prompt tokens a mixed step feeds, so that it takes as long as its decode rows may wait for their next token.
 
-A mixed step of n prompt tokens is expected to take T(rows, width) + s (o + c n) seconds. T is what a step of its decode
-rows alone takes. o is what prompts add whatever their number: such a step is no single graph. o and c are measured when
-the replica proves its steps, and s follows mixed steps: what tokens cost grows with the cached context.
+A mixed step of n prompt tokens, which have d entries before them on average, is expected to take
+
+    T(rows, width) + s (o + c n) + g c n d
+
+seconds. T is what a step of its decode rows alone takes. o is what prompts add whatever their number: such a step is no
+single graph. o and c are measured when the replica proves its steps, with short prompts; s and g, by which a token
+costs more the more it attends to, follow mixed steps.
 
 Where nobody says what a mixed step may take, it may take twice as long as one of its decode rows alone. Few rows make
 short steps, of which o would leave nothing for prompts. So prompts get o / c tokens in any case: of the time they add,
@@ -16,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import combinations
+from math import sqrt
 from statistics import median
 from typing import Final
 
@@ -30,10 +35,17 @@ DECODE_STEPS: Final = 2.0
 FEWEST: Final = 64
 """Prompt tokens that are open in every mixed step, whatever they cost: prompts must not starve."""
 RATE: Final = 1 / 4
-"""Weight of the newest mixed step, of usual size: costs grow with the context, over a few hundred tokens a step."""
+"""How much of its difference from what was expected the newest mixed step of usual size takes away."""
+DEPTH: Final = 4096
+"""Entries before a token that its growing cost is counted by."""
+GROWTH: Final = 0.125
+"""Costs of a token by which it is taken to cost more for each of these, before anything is known."""
+FAR: Final = 2.0
+"""A step that took so many times what was expected, or so little of it, says nothing: the machine was busy. Two in a
+row say that costs are other ones, and not what they grow by."""
 UNUSUAL: Final = 3.0
-"""Prompts are taken to have added at most so many times what was expected, and at least that part of it: the machine
-may have been busy, and a wrong guess is left in a few steps all the same."""
+"""Prompts are taken to have added at most so many times what was expected, and at least that part of it: a wrong guess
+is left in a few steps all the same."""
 APART: Final = 1.5
 """How many times the tokens of one measured step another must have had for both to say what a token costs."""
 
@@ -55,32 +67,50 @@ class MixedTarget:
                 1e3 * measured[0],
                 1e6 * measured[1],
             )
+        self._scale, self._growth = 1.0, GROWTH
+        """By which both are off, and the costs of a token by which it costs more for each `DEPTH` entries before it."""
         self._usual = 0.0
         """Seconds that the prompts of a mixed step add."""
+        self._far = False
+        """Whether the newest mixed step took far more than was expected, or far less."""
 
-    def budget(self, rows: int, width: int, most: int) -> int:
-        """Prompt tokens of a step with so many decode rows, `most` at the most."""
+    def budget(self, rows: int, width: int, most: int, before: int = 0) -> int:
+        """Prompt tokens of a step with so many decode rows, `most` at the most; `before` the first of them are so many
+        entries of its prompt."""
         if not rows or not self._wanted or self._cost is None:
             return most
-        alone = self._times.seconds(rows, width)
-        added = max((DECODE_STEPS - 1) * alone, 2 * self._fixed)
-        if self._target is not None:
-            added = self._target - alone
-        return min(most, max(FEWEST, int((added - self._fixed) / self._cost)))
+        alone, fixed = self._times.seconds(rows, width), self._scale * self._fixed
+        added = max((DECODE_STEPS - 1) * alone, 2 * fixed) if self._target is None else self._target - alone
+        left = max(0.0, added - fixed)
+        # n tokens have n / 2 of themselves before them on average: left = each n + curve n^2.
+        each = self._cost * (self._scale + self._growth * before / DEPTH)
+        curve = self._cost * self._growth / (2 * DEPTH)
+        return min(most, max(FEWEST, int(2 * left / (each + sqrt(each * each + 4 * curve * left)))))
 
-    def observe(self, rows: int, width: int, tokens: int, seconds: float) -> None:
-        """What a step with so many decode rows and prompt tokens took."""
+    def observe(self, rows: int, width: int, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
+        """What a step with so many decode rows took. `chunks`: of each prompt in it, the entries before and the tokens
+        computed."""
+        tokens = sum(count for _, count in chunks)
         if not rows or not tokens or seconds <= 0 or not self._wanted:
             return
         alone = self._times.seconds(rows, width)
         if self._cost is None:
             self._cost = max(seconds - alone, seconds / UNUSUAL**2) / tokens
-        expected = self._fixed + self._cost * tokens
+        plain = self._fixed + self._cost * tokens
+        deep = self._cost * sum(count * (before + count / 2) for before, count in chunks) / DEPTH
+        expected = self._scale * plain + self._growth * deep
         found = min(max(seconds - alone, expected / UNUSUAL), expected * UNUSUAL)
-        # What few tokens took says little of many.
-        self._usual += RATE * (expected - self._usual)
-        scale = 1 + RATE * min(1.0, expected / self._usual) * (found / expected - 1)
-        self._fixed, self._cost = scale * self._fixed, scale * self._cost
+        self._usual += RATE * (plain - self._usual)
+        size = max(plain, self._usual)  # what few tokens took says little of many
+        busy, self._far = self._far, not 1 / FAR < found / expected < FAR
+        if not self._far:
+            # Normalised least mean squares (Widrow and Hoff).
+            off = RATE * (found - expected) / (size * size + deep * deep)
+            self._scale = max(self._scale / FAR, self._scale + off * plain)
+            self._growth = max(0.0, self._growth + off * deep)
+        elif busy:  # for the second time in a row
+            off = 1 + RATE * plain / size * (found / expected - 1)
+            self._scale, self._growth = off * self._scale, off * self._growth
 
 
 def _measured(measured: Sequence[StepTime], times: StepTimes) -> tuple[float, float] | None:

@@ -163,7 +163,9 @@ class Scheduler:
         grants: list[PageGrant] = []
         admissions: list[Admission] = []
         decode, preempted = self._plan_decode(width, grants)
-        budget = self._mixed.budget(len(decode), width, self.config.token_budget - width * len(decode))
+        following = min(self._rows.prefilling, key=turn, default=None)
+        before = 0 if following is None else following.cursor
+        budget = self._mixed.budget(len(decode), width, self.config.token_budget - width * len(decode), before)
         prefilled, prefill = self._plan_prefill(budget, admissions, grants, admit=not preempted)
         if not decode and not prefill:
             return None
@@ -204,10 +206,10 @@ class Scheduler:
         self._flights.popleft()
         outputs, stood = self._results.take(flight, result)
         plan = flight.plan
-        prompt_tokens = sum(len(row.tokens) for row in plan.prefill)
+        chunks = [(row.start, len(row.tokens)) for row in plan.prefill]
         self._speculation.observe(plan.width, stood, result.duration, alone=not plan.prefill)
-        self._mixed.observe(len(flight.decode), plan.width, prompt_tokens, result.duration)
-        self._counters.count_step(len(flight.decode), prompt_tokens, result.duration)
+        self._mixed.observe(len(flight.decode), plan.width, chunks, result.duration)
+        self._counters.count_step(len(flight.decode), sum(count for _, count in chunks), result.duration)
         return tuple(outputs)
 
     def stats(self) -> EngineStats:

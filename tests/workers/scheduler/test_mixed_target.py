@@ -107,12 +107,12 @@ class Served:
 def test_mixed_steps_take_as_long_as_they_may(cost: Cost, target: float | None, width: int) -> None:
     run = Served(measured("experts"), cost, target, width=width)
     run.streams()
-    run.mixed(30)
+    run.mixed(100)
     plans = [plan for plan in run.mixed(150) if len(plan.prefill) == 1 and not plan.prefill[0].final]
     allowed = target or DECODE_STEPS * step_seconds("experts", ROWS, width)
     took = sorted(run.seconds(plan) / allowed for plan in plans if cost is not noisy or cost(plan) < 2 * plain(plan))
-    assert took[len(took) // 2] == pytest.approx(1, rel=0.2)
-    assert took[int(0.99 * len(took))] < 1.5
+    assert took[len(took) // 2] == pytest.approx(1, rel=0.05)
+    assert took[int(0.99 * len(took))] < (1.1 if cost is not noisy else 1.25)
 
 
 def test_the_first_mixed_steps_are_near_the_target_already() -> None:
@@ -160,9 +160,9 @@ def test_few_streams_do_not_hold_prompts_up(factor: float) -> None:
             run.step()
         took.append(sum(run.seconds(plan) for plan in run.plans[begin:]))
         assert max(run.seconds(plan) for plan in run.plans[begin:]) < alone + factor * 2.2 * 5e-3
-    # At the most twice the time of the tokens, and the stream's own.
+    # At the most twice the time of the tokens, and the stream's own. What was measured wrong is learnt from two prompts.
     steps = 8000 * 11e-6 / 5e-3
-    assert max(took) < 1.1 * (factor * 2 * 8000 * 11e-6 + steps * alone)
+    assert max(took[2 * (factor != 1) :]) < 1.1 * (factor * 2 * 8000 * 11e-6 + steps * alone)
 
 
 @pytest.mark.parametrize("factor", [0.2, 5.0])
