@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 DECODE_STEPS: Final = 2.0
 """What a mixed step may take where nobody says it, in steps of its decode rows alone."""
+AIM: Final = 0.97
+"""Of what a mixed step may take, what is aimed at: equal steps differ by a few percent, and nearly all are to keep to
+it."""
 FEWEST: Final = 64
 """Prompt tokens that are open in every mixed step, whatever they cost: prompts must not starve."""
 RATE: Final = 1 / 4
@@ -80,7 +83,10 @@ class MixedTarget:
         if not rows or not self._wanted or self._cost is None:
             return most
         alone, fixed = self._times.seconds(rows, width), self._scale * self._fixed
-        added = max((DECODE_STEPS - 1) * alone, 2 * fixed) if self._target is None else self._target - alone
+        target = DECODE_STEPS * alone if self._target is None else self._target
+        added = AIM * target - alone
+        if self._target is None:
+            added = max(added, 2 * fixed)
         left = max(0.0, added - fixed)
         # n tokens have n / 2 of themselves before them on average: left = each n + curve n^2.
         each = self._cost * (self._scale + self._growth * before / DEPTH)
