@@ -160,7 +160,7 @@ def test_few_streams_do_not_hold_prompts_up(factor: float) -> None:
             run.step()
         took.append(sum(run.seconds(plan) for plan in run.plans[begin:]))
         assert max(run.seconds(plan) for plan in run.plans[begin:]) < alone + factor * 2.2 * 5e-3
-    # At the most twice the time of the tokens, and the stream's own; what was measured wrong is learnt from two prompts.
+    # At most twice the time of the tokens, and the stream's own. Two prompts tell that all costs three times as much.
     steps = 8000 * 11e-6 / 5e-3
     assert max(took[2 * (factor != 1) :]) < 1.1 * (factor * 2 * 8000 * 11e-6 + steps * alone)
 
