@@ -56,8 +56,8 @@ class SchedulerConfig:
     """What steps took at the start."""
     mixed_step_target_s: float | None = None
     """Seconds that a step with decode rows and prompts is to take; None: twice what its decode rows alone take, or
-    longer where prompts would keep less than half of their speed, where `step_times` says that. 0: any; prompts get all
-    of the budget that decode rows leave."""
+    longer where that leaves little for tokens of prompts, where `step_times` says it. 0: any; prompts get all of the
+    budget that decode rows leave."""
     draft_cache: bool = True
     """Whether the drafter, where there is one, has a cache of its own."""
     reads_tokens: bool = False

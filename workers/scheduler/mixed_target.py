@@ -5,8 +5,8 @@ A mixed step of n prompt tokens, which have d entries before them on average, is
     T(rows, width) + s (o + c n) + g c n d
 
 seconds. T is what a step of its decode rows alone takes. o is what prompts add whatever their number: such a step is no
-single graph. o and c are measured when the replica proves its steps, with short prompts; s and g, by which a token
-costs more the more it attends to, follow mixed steps.
+single graph. o and c are measured when the replica proves its steps, with few entries before tokens. s and g follow mixed
+steps: g is how much more a token costs the more it attends to.
 
 Where nobody says what a mixed step may take, it may take twice as long as one of its decode rows alone. Few rows make
 short steps, of which o would leave nothing for prompts. So prompts get o / c tokens in any case: of the time they add,
@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import combinations
-from math import sqrt
+from math import inf, sqrt
 from statistics import median
 from typing import Final
 
@@ -46,11 +46,42 @@ GROWTH: Final = 0.125
 FAR: Final = 2.0
 """A step that took so many times what was expected, or so little of it, says nothing: the machine was busy. Two in a
 row say that costs are other ones, and not what they grow by."""
+MOST_OFF: Final = 16.0
+"""By which costs may be off at most, and be grown by `DEPTH` entries."""
 UNUSUAL: Final = 3.0
 """Prompts are taken to have added at most so many times what was expected, and at least that part of it: a wrong guess
 is left in a few steps all the same."""
 APART: Final = 1.5
 """How many times the tokens of one measured step another must have had for both to say what a token costs."""
+
+
+class Room:
+    """What is left to prompts in a step: tokens, and seconds."""
+
+    def __init__(self, tokens: int, seconds: float = inf, each: float = 0.0, deeper: float = 0.0) -> None:
+        """A token costs `each` seconds, and `deeper` more for every entry before it."""
+        self._tokens, self._seconds, self._each, self._deeper = tokens, seconds, each, deeper
+        self._fewest = min(FEWEST, tokens)
+
+    @property
+    def open(self) -> bool:
+        """Whether there is any."""
+        return self._tokens > 0 and (self._fewest > 0 or self._seconds >= self._each)
+
+    def tokens(self, before: int) -> int:
+        """Of a prompt, behind so many entries; one at least while there is room."""
+        if self._seconds == inf:
+            return self._tokens
+        # n tokens have n / 2 of themselves before them on average: seconds = each n + deeper (before n + n^2 / 2).
+        each = self._each + self._deeper * before
+        bought = 2 * self._seconds / (each + sqrt(each * each + 2 * self._deeper * self._seconds))
+        return min(self._tokens, max(self._fewest, int(bought), 1))
+
+    def take(self, before: int, count: int) -> None:
+        """So many tokens of a prompt, behind so many entries."""
+        self._tokens -= count
+        self._fewest -= count
+        self._seconds -= count * (self._each + self._deeper * (before + count / 2))
 
 
 class MixedTarget:
@@ -77,21 +108,16 @@ class MixedTarget:
         self._far = False
         """Whether the newest mixed step took far more than was expected, or far less."""
 
-    def budget(self, rows: int, width: int, most: int, before: int = 0) -> int:
-        """Prompt tokens of a step with so many decode rows, `most` at the most; `before` the first of them are so many
-        entries of its prompt."""
+    def room(self, rows: int, width: int, most: int) -> Room:
+        """What is open to prompts in a step with so many decode rows: `most` tokens at the most."""
         if not rows or not self._wanted or self._cost is None:
-            return most
+            return Room(most)
         alone, fixed = self._times.seconds(rows, width), self._scale * self._fixed
         target = DECODE_STEPS * alone if self._target is None else self._target
         added = AIM * target - alone
         if self._target is None:
             added = max(added, 2 * fixed)
-        left = max(0.0, added - fixed)
-        # n tokens have n / 2 of themselves before them on average: left = each n + curve n^2.
-        each = self._cost * (self._scale + self._growth * before / DEPTH)
-        curve = self._cost * self._growth / (2 * DEPTH)
-        return min(most, max(FEWEST, int(2 * left / (each + sqrt(each * each + 4 * curve * left)))))
+        return Room(most, max(0.0, added - fixed), self._scale * self._cost, self._growth * self._cost / DEPTH)
 
     def observe(self, rows: int, width: int, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
         """What a step with so many decode rows took. `chunks`: of each prompt in it, the entries before and the tokens
@@ -100,6 +126,9 @@ class MixedTarget:
         if not rows or not tokens or seconds <= 0 or not self._wanted:
             return
         alone = self._times.seconds(rows, width)
+        if seconds <= alone:  # which says nothing of prompts: a step of these rows alone would have taken less
+            self._times.observe(rows, width, seconds)
+            return
         if self._cost is None:
             self._cost = max(seconds - alone, seconds / UNUSUAL**2) / tokens
         plain = self._fixed + self._cost * tokens
@@ -109,14 +138,17 @@ class MixedTarget:
         self._usual += RATE * (plain - self._usual)
         size = max(plain, self._usual)  # what few tokens took says little of many
         busy, self._far = self._far, not 1 / FAR < found / expected < FAR
+        scale, growth = self._scale, self._growth
         if not self._far:
-            # Normalised least mean squares (Widrow and Hoff).
+            # Normalised least mean squares (Widrow and Hoff). A step that mostly attends says little of all else.
             off = RATE * (found - expected) / (size * size + deep * deep)
-            self._scale = max(self._scale / FAR, self._scale + off * plain)
-            self._growth = max(0.0, self._growth + off * deep)
+            scale += off * plain * min(1.0, plain / deep)
+            growth += off * deep
         elif busy:  # for the second time in a row
             off = 1 + RATE * plain / size * (found / expected - 1)
-            self._scale, self._growth = off * self._scale, off * self._growth
+            scale, growth = off * scale, off * growth
+        self._scale = min(max(scale, 1 / MOST_OFF), MOST_OFF)
+        self._growth = min(max(growth, 0.0), MOST_OFF)
 
 
 def _measured(measured: Sequence[StepTime], times: StepTimes) -> tuple[float, float] | None:

@@ -19,7 +19,7 @@ from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
 from workers.scheduler.intake import why_impossible
 from workers.scheduler.live import Live
-from workers.scheduler.mixed_target import MixedTarget
+from workers.scheduler.mixed_target import MixedTarget, Room
 from workers.scheduler.queue import NOT_SERVED, turn, urgency
 from workers.scheduler.results import Results, check
 from workers.scheduler.rows import Rows, by_rank
@@ -163,10 +163,8 @@ class Scheduler:
         grants: list[PageGrant] = []
         admissions: list[Admission] = []
         decode, preempted = self._plan_decode(width, grants)
-        following = min(self._rows.prefilling, key=turn, default=None)
-        before = 0 if following is None else following.cursor
-        budget = self._mixed.budget(len(decode), width, self.config.token_budget - width * len(decode), before)
-        prefilled, prefill = self._plan_prefill(budget, admissions, grants, admit=not preempted)
+        room = self._mixed.room(len(decode), width, self.config.token_budget - width * len(decode))
+        prefilled, prefill = self._plan_prefill(room, admissions, grants, admit=not preempted)
         if not decode and not prefill:
             return None
         self._speculation.planned(drafts)
@@ -255,15 +253,15 @@ class Scheduler:
         return rows, preempted
 
     def _plan_prefill(
-        self, budget: int, admissions: list[Admission], grants: list[PageGrant], admit: bool
+        self, room: Room, admissions: list[Admission], grants: list[PageGrant], admit: bool
     ) -> tuple[list[Sequence], list[PrefillRow]]:
-        """Chunks of running and newly admitted prompts, by rank, until the budget is spent. When a row was just
+        """Chunks of running and newly admitted prompts, by rank, until there is no room. When a row was just
         preempted nobody is admitted, lest the pages go round in circles. Nor when enough was admitted for one plan."""
         sequences: list[Sequence] = []
         rows: list[PrefillRow] = []
         running = deque(sorted(self._rows.prefilling, key=turn))
         looked_up = 0
-        while budget > 0:
+        while room.open:
             head = self._rows.queue.head() if admit else None
             if head is not None and (not running or urgency(head) < turn(running[0])):
                 newcomer = self._rows.admit()
@@ -279,8 +277,8 @@ class Scheduler:
                 sequence = running.popleft()
             else:
                 break
-            row = self._chunk(sequence, budget)
-            budget -= len(row.tokens)
+            row = self._chunk(sequence, room.tokens(sequence.cursor))
+            room.take(row.start, len(row.tokens))
             sequences.append(sequence)
             rows.append(row)
         self._rows.planned(sequences)
