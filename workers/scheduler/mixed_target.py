@@ -5,8 +5,8 @@ A mixed step of n prompt tokens, which have d entries before them on average, is
     T(rows, width) + s (o + c n) + g c n d
 
 seconds. T is what a step of its decode rows alone takes. o is what prompts add whatever their number: such a step is no
-single graph. o and c are measured when the replica proves its steps, with few entries before tokens. s and g follow mixed
-steps: g is how much more a token costs the more it attends to.
+single graph. o and c are measured when the replica proves its steps, with few entries before tokens. s and g follow
+mixed steps: g is how much more a token costs the more it attends to.
 
 Where nobody says what a mixed step may take, it may take twice as long as one of its decode rows alone. Few rows make
 short steps, of which o would leave nothing for prompts. So prompts get o / c tokens in any case: of the time they add,
