@@ -56,7 +56,8 @@ class EngineConfig(BaseModel):
     mixed_step_target_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Milliseconds that a step with decode rows and prompts is to take: prompts get as many tokens as fit. None: twice
     what a step of its decode rows alone takes, or longer where that leaves little for tokens of prompts, if the
-    self-test has measured it, on GPUs; elsewhere, and with 0, prompts get all of `token_budget` that decode rows leave."""
+    self-test has measured it, on GPUs; elsewhere, and with 0, prompts get all of `token_budget` that decode rows
+    leave."""
     max_context: Annotated[int, Field(ge=1)] | None = None
     """Tokens of prompt and output together; default: the model's max_position_embeddings."""
     cache_pages: Annotated[int, Field(ge=2)] | None = None
