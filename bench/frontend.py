@@ -115,9 +115,9 @@ def serve(model: str, pipe: Connection, profile: str | None, parsers: bool, trac
     config, spans = ApiConfig(chat_template=TEMPLATE if parsers else None), null_tracing() if tracing else None
     app = create_app(NullEngine(tokenizer), tokenizer, config, tracing=spans)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    pipe.send(listener.getsockname()[1])
     gc.collect()
     gc.freeze()  # as a replica does once it is up
+    pipe.send(listener.getsockname()[1])
     settings = uvicorn.Config(
         app, loop="uvloop", http="httptools", access_log=False, lifespan="off", log_level="warning"
     )

@@ -81,7 +81,8 @@ class Room:
         """So many tokens of a prompt, behind so many entries."""
         self._tokens -= count
         self._fewest -= count
-        self._seconds -= count * (self._each + self._deeper * (before + count / 2))
+        # The fewest tokens, or a single one, may take more than there was.
+        self._seconds = max(0.0, self._seconds - count * (self._each + self._deeper * (before + count / 2)))
 
 
 class MixedTarget:

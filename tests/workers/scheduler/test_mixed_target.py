@@ -167,10 +167,10 @@ def test_prompts_of_one_step_share_its_time() -> None:
     """Whatever stands before each of them; and the first tokens of a step are free."""
     rng = random.Random(0)
     for _ in range(300):
-        seconds, each, deeper = rng.uniform(0, 0.05), rng.uniform(1e-6, 2e-5), rng.choice([0.0, 1e-9])
+        seconds, each, deeper = rng.uniform(0, 0.05), rng.uniform(1e-6, 2e-5), rng.choice([0.0, 1e-9, 5e-8])
         room, spent, tokens = Room(BUDGET, seconds, each, deeper), 0.0, 0
         while room.open:
-            before = rng.randrange(20_000)
+            before = rng.choice([0, rng.randrange(20_000), rng.randrange(150_000)])
             most = room.tokens(before)
             assert most > 0
             count = min(most, rng.randrange(1, 700))
