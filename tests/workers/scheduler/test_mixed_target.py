@@ -197,6 +197,28 @@ def test_steps_shorter_than_those_of_their_rows_say_that_these_take_less() -> No
     assert 11e-6 * count == pytest.approx(AIM * 0.02 - 0.004, rel=0.1)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_steps_take_everybody_is_served(seed: int) -> None:
+    """Any times, targets and prompts, of which some begin alike."""
+    rng = random.Random(seed)
+    times = rng.choice([(), measured("experts"), (*measured("dense"), *mixed_times(begun))])
+    run = Served(
+        times, lambda plan: 10 ** rng.uniform(-7, 2), rng.choice([None, 1e-6, 0.02, 1e3]), width=rng.choice([1, 3])
+    )
+    for number in range(25):
+        beginning = random.Random(rng.randrange(3))
+        ids = tuple(beginning.randrange(1000) for _ in range(rng.randrange(1, 15_000)))
+        assert run.scheduler.add(Request(f"any {number}", ids, SamplingParams(rng.randrange(1, 60)))) is None
+        for _ in range(rng.randrange(40)):
+            if not run.scheduler.idle:
+                assert run.step().layout.tokens <= BUDGET
+    for _ in range(30_000):
+        if run.scheduler.idle:
+            return
+        run.step()
+    raise AssertionError("somebody waits for ever")
+
+
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_few_streams_do_not_hold_prompts_up(factor: float) -> None:
     """A step of one row is shorter than what prompts add whatever their number: they get as much again for tokens."""
