@@ -3,11 +3,13 @@
     python bench/prefill_attention.py           # the portable kernel, and on Hopper its own beside it
     python bench/prefill_attention.py --heads 128 --shape 4x2048,1x512+8192
     python bench/prefill_attention.py --tiles hopper,128x128x8x2      # or queries x keys x warps x stages
+    python bench/prefill_attention.py --shape 1x90+4096 --parts 1,4,8
 
 A shape is rows x queries, then + context: the queries' own keys causally, or, with context, that many keys of which
-every query sees all. Products counted are those a query and a key it sees must make; 790 TFLOP/s is what the card's
-products reach. "error" is the largest of a query and head, in norms of the fp32 reference's result. Where a shape was
-tried in more than one way, a line behind it says which is fastest. Exit status 1 when a result is wrong.
+every query sees all, in as many parts as steps take or as --parts says; merging their results is in the time. Products
+counted are those a query and a key it sees must make; 790 TFLOP/s is what the card's products reach. "error" is the
+largest of a query and head, in norms of the fp32 reference's result. Where a shape was tried in more than one way, a
+line behind it says which is fastest. Exit status 1 when a result is wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import timing
 from verdict import MOST_ERROR, error, verdict
 
-from kernels.mla_prefill import launch, reference
+from kernels.merge_attention import merge_attention
+from kernels.mla_prefill import key_parts, launch, reference
 from kernels.mla_prefill.launch import HOPPER, PrefillTiling
 
 NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
@@ -55,7 +59,8 @@ class Shape:
 class Case:
     """Random queries and keys of a shape, and what the reference makes of them."""
 
-    def __init__(self, shape: Shape, heads: int) -> None:
+    def __init__(self, shape: Shape, heads: int, parts: int) -> None:
+        """The keys of context in so many parts; 0: as many as steps take."""
         tokens, keys = shape.rows * shape.queries, shape.rows * (shape.context or shape.queries)
         options = {"device": "cuda", "dtype": torch.bfloat16}
         q_THD = torch.randn(tokens, heads, NOPE + ROPE, **options)
@@ -64,26 +69,37 @@ class Case:
         begin_B1 = torch.arange(shape.rows + 1, device="cuda", dtype=torch.int32)
         bounds = begin_B1 * shape.queries, begin_B1 * (shape.context or shape.queries)
         self.tensors = q_THD, kv_SHF[..., :NOPE], latent_SC[:, LATENT:], kv_SHF[..., NOPE:], *bounds
+        if not shape.context:
+            parts = 1
+        elif not parts:
+            parts = key_parts(shape.queries, shape.context, shape.rows, heads, q_THD.device)
         self.out_THV, self.lse_TH = (
             torch.empty(tokens, heads, VALUE, **options),
             torch.empty(tokens, heads, device="cuda"),
         )
+        self.part_ZTHV = torch.empty(parts, tokens, heads, VALUE, device="cuda")
+        self.part_lse_ZTH = torch.empty(parts, tokens, heads, device="cuda")
+        self.parts = parts
         self.scale, self.causal, self.queries = (NOPE + ROPE) ** -0.5, not shape.context, shape.queries
         self.want_THV = torch.empty(tokens, heads, VALUE, device="cuda")
         self.want_lse_TH = torch.empty_like(self.lse_TH)
         reference.mla_prefill(*self.tensors, self.want_THV, self.want_lse_TH, self.scale, self.causal)
 
     def run(self, tiles: PrefillTiling) -> None:
-        """One launch."""
+        """One launch, and the merge where keys are in parts."""
+        cut = self.parts > 1
         launch.mla_prefill(
             *self.tensors,
-            self.out_THV,
-            self.lse_TH,
+            self.part_ZTHV if cut else self.out_THV,
+            self.part_lse_ZTH if cut else self.lse_TH,
             scale=self.scale,
             causal=self.causal,
             max_q=self.queries,
             tiles=tiles,
         )
+        if cut:
+            first, others = (self.part_ZTHV[0], self.part_lse_ZTH[0]), (self.part_ZTHV[1:], self.part_lse_ZTH[1:])
+            merge_attention(*first, *others, self.out_THV, self.lse_TH)
 
     def error(self, tiles: PrefillTiling) -> float:
         """How far a launch is from the reference, in its outputs or, absolutely, in their log-sum-exp."""
@@ -111,20 +127,22 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--shape", default=SHAPES)
     parser.add_argument("--tiles", default="")
+    parser.add_argument("--parts", type=lambda text: [int(part) for part in text.split(",")], default=[0])
     arguments = parser.parse_args()
-    print(f"{arguments.heads} heads".ljust(16) + "tiles".ljust(22) + "       us  TFLOP/s  of 790    error")
+    print(f"{arguments.heads} heads".ljust(16) + "tiles / parts".ljust(26) + "       us  TFLOP/s  of 790    error")
     all_right = True
     for text in arguments.shape.split(","):
         shape = Shape.parse(text)
-        case = Case(shape, arguments.heads)
+        cases = [Case(shape, arguments.heads, parts) for parts in arguments.parts[: None if shape.context else 1]]
         results = {}
-        for tiles in choices(arguments.tiles):
+        for tiles, case in product(choices(arguments.tiles), cases):
             wrong_by = case.error(tiles)
             time = case.microseconds(tiles)
             rate = shape.operations(arguments.heads) / time / 1e6
             about = f"{tiles.path} {tiles.queries}x{tiles.keys}x{tiles.warps}x{tiles.stages}"
+            about += f" / {case.parts}" if case.parts > 1 else ""
             print(
-                text.ljust(16) + about.ljust(22) + f"{time:9.1f}{rate:9.0f}{rate / 790:8.0%}{wrong_by:9.1e}",
+                text.ljust(16) + about.ljust(26) + f"{time:9.1f}{rate:9.0f}{rate / 790:8.0%}{wrong_by:9.1e}",
                 flush=True,
             )
             results[about] = time, wrong_by

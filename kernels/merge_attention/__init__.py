@@ -1,6 +1,6 @@
-"""Joins two attention results over disjoint sets of keys into the result over their union.
+"""Joins attention results over disjoint sets of keys into the result over their union.
 
-Shape legend: T query tokens, H heads, V value features.
+Shape legend: T query tokens, H heads, V value features, Z parts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ def merge_attention(
     """out = (exp(a_lse) a + exp(b_lse) b) / (exp(a_lse) + exp(b_lse)), out_lse = log of that denominator.
 
     LSE is the natural logarithm of the sum of exponentials of the scaled scores, fp32. A part without keys has output 0
-    and LSE -inf; two such parts give 0 and -inf, never NaN. The outputs may be `a_THV` and `a_lse_TH`. A head's
-    features lie side by side, and the LSEs are contiguous.
+    and LSE -inf; such parts alone give 0 and -inf, never NaN. `b_THV`, `b_lse_TH` may be `b_ZTHV` and `b_lse_ZTH`: then
+    all Z parts are joined with `a`. The outputs may be `a_THV` and `a_lse_TH`. A head's features lie side by side, and
+    the LSEs are contiguous.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     if a_THV.is_cuda:

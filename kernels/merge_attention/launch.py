@@ -18,6 +18,10 @@ def merge_attention(
     tokens, heads, value = a_THV.shape
     if not tokens:
         return
+    parts, b_part, b_lse_part = 1, 0, 0
+    if b_THV.ndim == 4:
+        parts, b_part, b_lse_part = b_THV.shape[0], b_THV.stride(0), b_lse_TH.stride(0)
+        b_THV, b_lse_TH = b_THV[0], b_lse_TH[0]
     for tensor in (a_THV, b_THV, out_THV):
         assert tensor.stride(2) == 1
     for tensor in (a_lse_TH, b_lse_TH, out_lse_TH):
@@ -33,6 +37,9 @@ def merge_attention(
         out_lse_TH,
         tokens * heads,
         heads,
+        parts,
+        b_part,
+        b_lse_part,
         A_ROW=a_THV.stride(0),
         A_HEAD=a_THV.stride(1),
         B_ROW=b_THV.stride(0),

@@ -1,7 +1,7 @@
 """Attention of ragged query rows over expanded keys and values: the chunk itself (causal), or cached context (not).
 
 Shape legend: T query tokens, S keys, H heads, N non-rope and O rope features of a key, D = N + O, V value features,
-B rows.
+B rows, Z parts of the keys.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.mla_prefill import launch, reference
+from kernels.mla_prefill.launch import key_parts, most_partial
+
+__all__ = ["key_parts", "mla_prefill", "most_partial"]
 
 
 def mla_prefill(
@@ -33,6 +36,9 @@ def mla_prefill(
       queries cu_q[b] <= t < cu_q[b + 1] and keys cu_k[b] <= s < cu_k[b + 1]. `max_q`, `max_k`: the longest of each.
     - `causal`: bottom-right aligned, query i of a row of n queries and m keys sees keys s <= i + m - n.
     - `out_THV`: dtype of the caller's choice; `lse_TH`: fp32, natural logarithm.
+    - Where they are `out_ZTHV` and `lse_ZTH`, the keys of every row are cut into Z parts, the longest first, and each
+      part has results of its own, to be merged by `kernels.merge_attention`. Not causally. `key_parts` says how many
+      pay.
 
     A query that sees no key gets output 0 and LSE -inf. `k_SHN` and `v_SHV` may be strided views of one tensor; the
     last dimension of every tensor is contiguous. On a GPU (up to fp32) nothing is allocated and nothing waited for;

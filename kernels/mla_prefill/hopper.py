@@ -47,6 +47,7 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 
 """Registers of scores and of outputs, 64 x 128 each."""
 TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 place = gluon.jit(kernel.place.fn)
+part_of = gluon.jit(kernel.part_of.fn)
 
 
 class Boxes(NamedTuple):
@@ -247,10 +248,10 @@ def attend_group(
         gl.store(at, sums.to(out.dtype.element_ty), mask=inside[:, None])
 
 
-@gluon.jit(do_not_specialize=["heads", "blocks", "pairs"])
+@gluon.jit(do_not_specialize=["heads", "blocks", "pairs", "lse_part"])
 def attend_hopper(
     q_box, q_rope_box, k_box, k_rope_box, v_box, cu_q, cu_k, out, lse, scale, heads, blocks, pairs,
-    STRIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    out_part, lse_part, STRIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """As `kernel.attend` with 128 queries a program and four warps, to which five come. Boxes of `box`: queries
     64 x 128 and 64 x 64, keys 128 x 128, their roped part 128 x 64, values 128 x 128."""
@@ -260,6 +261,11 @@ def attend_hopper(
     queries = gl.load(cu_q + row + 1) - begin_q
     begin_k = gl.load(cu_k + row)
     keys = gl.load(cu_k + row + 1) - begin_k
+    if not CAUSAL:
+        skipped, keys = part_of(keys, KEYS)
+        begin_k += skipped
+        out += gl.program_id(1).to(gl.int64) * out_part
+        lse += gl.program_id(1).to(gl.int64) * lse_part
     end = keys
     if CAUSAL:
         end = gl.minimum(keys, gl.minimum(first + 2 * GROUP_QUERIES, queries) + keys - queries)

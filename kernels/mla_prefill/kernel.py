@@ -42,7 +42,16 @@ def _rows(pointer, row, inside, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, LAN
     return tl.load(pointer + row[:, None] * STRIDE + lane, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["heads", "blocks", "pairs"])
+@triton.jit
+def part_of(keys, KEYS: tl.constexpr):
+    """(first key, keys) of this program's part of a row's keys. Parts are the grid's second dimension, and whole tiles,
+    as many in every part as the last ones leave."""
+    part = tl.program_id(1)
+    each = tl.cdiv(tl.cdiv(keys, KEYS), tl.num_programs(1)) * KEYS
+    return part * each, tl.minimum(tl.maximum(keys - part * each, 0), each)
+
+
+@triton.jit(do_not_specialize=["heads", "blocks", "pairs", "lse_part"])
 def attend(
     q,
     k,
@@ -56,14 +65,17 @@ def attend(
     heads,
     blocks,
     pairs,
+    out_part,
+    lse_part,
     STRIDES: tl.constexpr,
     TOKEN_STRIDES: tl.constexpr,
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Programs: the `blocks` blocks of queries of each of the `pairs` pairs of row and head. `scale` includes
-    log2(e)."""
+    """Programs: the `blocks` blocks of queries of each of the `pairs` pairs of row and head, for each part of the keys,
+    which are one where attention is causal. `scale` includes log2(e). `out_part`, `lse_part`: elements from one part's
+    results to the next one's."""
     NOPE: tl.constexpr = FEATURES.nope
     VALUE_LANES: tl.constexpr = FEATURES.v_lanes
     QUERIES: tl.constexpr = TILE.queries
@@ -75,6 +87,11 @@ def attend(
     if first < count_q:
         begin_k = tl.load(cu_k + row)
         count_k = tl.load(cu_k + row + 1) - begin_k
+        if not CAUSAL:
+            skipped, count_k = part_of(count_k, KEYS)
+            begin_k += skipped
+            out += tl.program_id(1).to(tl.int64) * out_part
+            lse += tl.program_id(1).to(tl.int64) * lse_part
         m = tl.arange(0, QUERIES)
         n = tl.arange(0, KEYS)
         inside = first + m < count_q

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.hopper import is_hopper
+from kernels.hopper import is_hopper, multiprocessors
 from kernels.mla_prefill import kernel
 from kernels.mla_prefill.records import Features, Strides, Tile, TokenStrides
 
@@ -33,7 +33,39 @@ class PrefillTiling:
 HOPPER: Final = PrefillTiling(128, 128, 9, 2, "hopper")
 """For compute capability 9.0 and bfloat16, 128 + 64 features a key and 128 a value."""
 HOPPER_QUERIES: Final = 256
-"""Fewest queries of the longest row that `hopper` is the faster kernel for (bench/prefill_attention.py)."""
+"""Fewest queries of the longest row for which `hopper` is the faster kernel where they attend to each other
+(bench/prefill_attention.py). Over context it is the faster one for any number."""
+MOST_PARTS: Final = 8
+FEWEST_TILES: Final = 4
+"""Tiles of keys in a part, but for the last one's: fewer do not pay for the part's results."""
+_QUERIES, _KEYS = 128, 128
+"""Of a program, as it is counted here: of `hopper` always, of the portable kernel where rows are long."""
+_EDGE_TILES = 4
+"""Tiles in whose time a program begins and ends."""
+_MERGED = 64
+"""Programs whose results are merged with what else there is in the time of a tile."""
+_MOST_WAVES = 2
+"""Times as many programs as the device runs at once, where keys are cut into parts."""
+
+
+def key_parts(max_q: int, max_k: int, rows: int, heads: int, device: torch.device) -> int:
+    """Into how many parts the keys of context are best cut: few queries alone would leave most of the device idle. From
+    the times that bench/prefill_attention.py prints."""
+    programs, at_once = -(-max_q // _QUERIES) * rows * heads, multiprocessors(device)
+    tiles = -(-max_k // _KEYS)
+    most = min(MOST_PARTS, tiles // FEWEST_TILES, _MOST_WAVES * at_once // max(programs, 1))
+
+    def tiles_in_turn(parts: int) -> float:
+        waves = -(-programs * parts // at_once)
+        return waves * (-(-tiles // parts) + _EDGE_TILES) + programs * parts / _MERGED
+
+    return min(range(1, max(most, 1) + 1), key=tiles_in_turn)
+
+
+def most_partial(tokens: int, heads: int, device: torch.device) -> int:
+    """Tokens of all parts together, of up to so many query tokens in any rows: `key_parts` asks for no more."""
+    cut = _MOST_WAVES * multiprocessors(device) * _QUERIES // heads
+    return max(tokens, min(MOST_PARTS * tokens, cut))
 
 
 def tiling(features: int, value: int, dtype: torch.dtype, max_q: int) -> PrefillTiling:
@@ -62,6 +94,11 @@ def mla_prefill(
     tiles: PrefillTiling | None = None,
 ) -> None:
     """See `kernels.mla_prefill.mla_prefill`."""
+    parts, out_part, lse_part = 1, 0, 0
+    if out_THV.ndim == 4:
+        assert not causal
+        parts, out_part, lse_part = out_THV.shape[0], out_THV.stride(0), lse_TH.stride(0)
+        out_THV, lse_TH = out_THV[0], lse_TH[0]
     heads, nope, rope, value = q_THD.shape[1], k_SHN.shape[2], k_SO.shape[1], v_SHV.shape[2]
     rows = cu_q_B1.shape[0] - 1
     if not q_THD.shape[0] or not max_q:
@@ -71,11 +108,13 @@ def mla_prefill(
     lanes = [max(16, triton.next_power_of_2(size)) for size in (nope, rope, value)]
     tensors = {"q_THD": q_THD, "k_SHN": k_SHN, "k_SO": k_SO, "v_SHV": v_SHV}
     if tiles is None:
-        fast = max_q >= HOPPER_QUERIES and is_hopper(q_THD.device) and not _not_for_hopper(tensors)
+        many = max_q >= HOPPER_QUERIES or not causal
+        fast = many and is_hopper(q_THD.device) and not _not_for_hopper(tensors)
         tiles = HOPPER if fast else tiling(lanes[0] + lanes[1], lanes[2], q_THD.dtype, max_q)
     blocks = triton.cdiv(max_q, tiles.queries)
-    grid = (blocks * rows * heads,)
-    bounds = (cu_q_B1, cu_k_B1, out_THV, lse_TH, scale * math.log2(math.e), heads, blocks, rows * heads)
+    grid = (blocks * rows * heads, parts)
+    results = out_THV, lse_TH, scale * math.log2(math.e)
+    bounds = (cu_q_B1, cu_k_B1, *results, heads, blocks, rows * heads, out_part, lse_part)
     strides = Strides(
         q_head=q_THD.stride(1),
         k_head=k_SHN.stride(1),

@@ -24,11 +24,40 @@ def mla_prefill(
     causal: bool,
 ) -> None:
     """See `kernels.mla_prefill.mla_prefill`."""
+    if out_THV.ndim == 4:
+        assert not causal
+        for part in range(out_THV.shape[0]):
+            begin_B, end_B = _part(cu_k_B1, part, out_THV.shape[0])
+            _attend(q_THD, k_SHN, k_SO, v_SHV, cu_q_B1, begin_B, end_B, out_THV[part], lse_TH[part], scale, causal)
+        return
+    _attend(q_THD, k_SHN, k_SO, v_SHV, cu_q_B1, cu_k_B1[:-1], cu_k_B1[1:], out_THV, lse_TH, scale, causal)
+
+
+def _part(cu_k_B1: Tensor, part: int, parts: int) -> tuple[Tensor, Tensor]:
+    """Where a part of every row's keys begins and ends."""
+    each_B = (cu_k_B1.diff() + parts - 1) // parts
+    begin_B = torch.minimum(cu_k_B1[:-1] + part * each_B, cu_k_B1[1:])
+    return begin_B, torch.minimum(begin_B + each_B, cu_k_B1[1:])
+
+
+def _attend(
+    q_THD: Tensor,
+    k_SHN: Tensor,
+    k_SO: Tensor,
+    v_SHV: Tensor,
+    cu_q_B1: Tensor,
+    begin_k_B: Tensor,
+    end_k_B: Tensor,
+    out_THV: Tensor,
+    lse_TH: Tensor,
+    scale: float,
+    causal: bool,
+) -> None:
     compute = torch.promote_types(q_THD.dtype, torch.float32)
-    starts_q, starts_k = cu_q_B1.tolist(), cu_k_B1.tolist()
+    starts_q, starts_k, ends_k = cu_q_B1.tolist(), begin_k_B.tolist(), end_k_B.tolist()
     for row in range(len(starts_q) - 1):
         begin, end = starts_q[row], starts_q[row + 1]
-        keys = slice(starts_k[row], starts_k[row + 1])
+        keys = slice(starts_k[row], ends_k[row])
         count = keys.stop - keys.start
         if count == 0:
             out_THV[begin:end].zero_()

@@ -10,6 +10,7 @@ import torch  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from prefill_case import Case  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from kernels.merge_attention import launch as merge_launch  # noqa: E402
 from kernels.merge_attention import reference as merge_reference  # noqa: E402
@@ -43,6 +44,14 @@ def test_features_that_fill_no_tile(nope: int, rope: int, value: int) -> None:
 
 def test_fp32_results_of_bfloat16_inputs() -> None:
     check(Case(RAGGED, dtype=torch.bfloat16, out_dtype=torch.float32), False, PrefillTiling(16, 16, 4, 1))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_parts_of_the_keys(parts: int) -> None:
+    """More parts than some rows have tiles, and than some have keys."""
+    case = Case([*RAGGED, (2, 100)], dtype=torch.bfloat16, out_dtype=torch.float32)
+    case.cut(parts, 16)
+    check(case, False, PrefillTiling(16, 16, 4, 1))
 
 
 def test_the_grid_may_be_too_large() -> None:
@@ -103,28 +112,45 @@ def test_a_row_that_is_no_number_changes_nothing_of_its_neighbours(causal: bool)
     tokens=st.integers(0, 20),
     heads=st.integers(1, 5),
     value=st.sampled_from([5, 32, 128]),
+    parts=st.integers(0, 4),
     in_place=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 100),
 )
-def test_merge(tokens: int, heads: int, value: int, in_place: bool, dtype: torch.dtype, seed: int) -> None:
-    """fp32 parts into either dtype, parts without keys among them, in strided rows."""
+def test_merge(tokens: int, heads: int, value: int, parts: int, in_place: bool, dtype: torch.dtype, seed: int) -> None:
+    """fp32 parts into either dtype, parts without keys among them, in strided rows. With `parts` at 0 the second side
+    is one result, and not a part of some."""
     generator = torch.Generator().manual_seed(seed)
-    parts, logs = [], []
-    for _ in range(2):
-        part = torch.full((tokens, heads, value + 3), torch.nan)[..., :value]
-        part.copy_(torch.randn(tokens, heads, value, generator=generator))
-        log = torch.randn(tokens, heads, generator=generator) * 20
-        empty = torch.rand(tokens, heads, generator=generator) < 0.3
+
+    def results(*shape: int) -> tuple[Tensor, Tensor]:
+        part = torch.full((*shape, value + 3), torch.nan)[..., :value]
+        part.copy_(torch.randn(part.shape, generator=generator))
+        log = torch.randn(shape, generator=generator) * 20
+        empty = torch.rand(shape, generator=generator) < 0.3
         part[empty], log[empty] = 0.0, -torch.inf
-        parts.append(part)
-        logs.append(log)
-    want, want_log = torch.zeros(tokens, heads, value), torch.zeros(tokens, heads)
-    merge_reference.merge_attention(parts[0], logs[0], parts[1], logs[1], want, want_log)
+        return part, log
+
+    a, a_log = results(tokens, heads)
+    b, b_log = results(parts, tokens, heads) if parts else results(tokens, heads)
+    want, want_log = formula(a, a_log, b, b_log)
+    found, found_log = torch.zeros(tokens, heads, value), torch.zeros(tokens, heads)
+    merge_reference.merge_attention(a, a_log, b, b_log, found, found_log)
+    torch.testing.assert_close(found, want, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found_log, want_log, atol=1e-5, rtol=1e-6)
     if in_place:
-        out, out_log = parts[0], logs[0]
+        out, out_log = a, a_log
     else:
-        out, out_log = torch.full((tokens, heads, value), torch.nan, dtype=dtype), torch.full_like(logs[0], torch.nan)
-    merge_launch.merge_attention(parts[0], logs[0], parts[1], logs[1], out, out_log)
+        out, out_log = torch.full((tokens, heads, value), torch.nan, dtype=dtype), torch.full_like(a_log, torch.nan)
+    merge_launch.merge_attention(a, a_log, b, b_log, out, out_log)
     torch.testing.assert_close(out.float(), want, atol=1e-6, rtol=2**-8 if out.dtype == torch.bfloat16 else 1e-5)
     torch.testing.assert_close(out_log, want_log, atol=1e-5, rtol=1e-6)
+
+
+def formula(a: Tensor, a_log: Tensor, b: Tensor, b_log: Tensor) -> tuple[Tensor, Tensor]:
+    """The union's result, in float64."""
+    parts = b.shape[0] if b.ndim == 4 else 1
+    out = torch.cat([a.unsqueeze(0), b.view(parts, *a.shape)]).double()
+    log = torch.cat([a_log.unsqueeze(0), b_log.view(parts, *a_log.shape)]).double()
+    total = torch.logsumexp(log, 0)
+    weight = (log - total.masked_fill(total == -torch.inf, 0.0)).exp()
+    return (weight.unsqueeze(-1) * out).sum(0).float(), total.float()

@@ -6,7 +6,8 @@ average out) and one of the result.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -56,7 +57,19 @@ class Case:
         self.latent = self.latent.to(device)
         self.out = torch.full((queries, heads, value), 7.0, dtype=out_dtype or dtype, device=device)
         self.lse = torch.full((queries, heads), 7.0, device=device)
+        self.parts: list[list[slice]] | None = None
+        """Of every row's keys, where they are cut."""
         self.cu = [torch.tensor(cu, dtype=torch.int32, device=device) for cu in (self.cu_q, self.cu_k)]
+
+    def cut(self, parts: int, keys: int) -> None:
+        """Attend to so many parts of the keys apart, which are whole tiles of `keys`."""
+        self.out = self.out.expand(parts, *self.out.shape).contiguous()
+        self.lse = self.lse.expand(parts, *self.lse.shape).contiguous()
+        self.parts = []
+        for count in (k for _, k in self.rows):
+            each = ceil(ceil(count / keys) / parts) * keys
+            ends = [min(part * each, count) for part in range(parts + 1)]
+            self.parts.append([slice(*pair) for pair in pairwise(ends)])
 
     def run(self, causal: bool, tiles: PrefillTiling | None = None, max_q: int | None = None) -> None:
         launch.mla_prefill(
@@ -74,16 +87,18 @@ class Case:
         )
 
     def check(self, causal: bool) -> None:
-        out, lse = self.out.double(), self.lse.double()
-        assert bool((self.out[:GAP] == 7).all() and (self.out[self.cu_q[-1] :] == 7).all())
-        assert bool((self.lse[:GAP] == 7).all() and (self.lse[self.cu_q[-1] :] == 7).all())
+        of_parts = [(self.out, self.lse)] if self.parts is None else list(zip(self.out, self.lse, strict=True))
         atol, rtol = TOLERANCE[self.dtype]
-        for row, (queries, keys) in enumerate(self.rows):
-            own = slice(self.cu_q[row], self.cu_q[row] + queries)
-            seen = slice(self.cu_k[row], self.cu_k[row] + keys)
-            want, want_lse = self._formula(own, seen, causal)
-            torch.testing.assert_close(out[own], want, atol=atol, rtol=rtol)
-            torch.testing.assert_close(lse[own], want_lse, atol=atol / 4, rtol=rtol / 10)
+        for part, (out, lse) in enumerate(of_parts):
+            for found in (out, lse):
+                assert bool((found[:GAP] == 7).all() and (found[self.cu_q[-1] :] == 7).all())
+            for row, (queries, keys) in enumerate(self.rows):
+                own = slice(self.cu_q[row], self.cu_q[row] + queries)
+                seen = slice(0, keys) if self.parts is None else self.parts[row][part]
+                seen = slice(self.cu_k[row] + seen.start, self.cu_k[row] + seen.stop)
+                want, want_lse = self._formula(own, seen, causal)
+                torch.testing.assert_close(out[own].double(), want, atol=atol, rtol=rtol)
+                torch.testing.assert_close(lse[own].double(), want_lse, atol=atol / 4, rtol=rtol / 10)
 
     def _formula(self, own: slice, seen: slice, causal: bool) -> tuple[Tensor, Tensor]:
         queries, keys = own.stop - own.start, seen.stop - seen.start

@@ -39,6 +39,16 @@ def test_own_keys_of_ragged_rows_and_heads() -> None:
     check([(n, n) for n in (65, 1, 0, 129)], True, heads=3)  # more pairs than are taken together
 
 
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_of_the_keys(parts: int) -> None:
+    """Parts with an odd number of tiles and an even one, with a tail, and without any key."""
+    case = Case([(65, 700), (1, 128), (20, 0)], dtype=torch.bfloat16, out_dtype=torch.float32, **REAL)
+    case.cut(parts, HOPPER.keys)
+    with emulated(parts):
+        case.run(False, HOPPER)
+    case.check(False)
+
+
 def test_the_grid_may_be_too_large() -> None:
     check([(20, 20), (3, 9), (0, 0)], True, max_q=700)
 

@@ -54,6 +54,15 @@ def test_either_path(tiles: PrefillTiling | None, out_dtype: torch.dtype, causal
         case.check(causal)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 5, 8])
+def test_parts_of_the_keys(tiles: PrefillTiling | None, parts: int) -> None:
+    case = Case(RAGGED, heads=3, dtype=torch.bfloat16, out_dtype=torch.float32, device="cuda", **REAL)
+    case.cut(parts, 128)
+    # Of the portable kernel a tiling with tiles of as many keys, which it does not choose where Hopper's runs.
+    case.run(False, tiles or PrefillTiling(128, 128, 8, 2))
+    case.check(False)
+
+
 def test_long_rows(tiles: PrefillTiling | None) -> None:
     case = Case([(4097, 4097), (300, 9000)], heads=2, dtype=torch.bfloat16, device="cuda", **REAL)
     case.run(True, tiles)
@@ -123,9 +132,11 @@ def test_addresses_past_two_to_the_31_elements(tiles: PrefillTiling | None) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 777])
-def test_merge(tokens: int, dtype: torch.dtype) -> None:
-    parts = [torch.randn(tokens, 16, 128, device="cuda") for _ in range(2)]
-    logs = [torch.randn(tokens, 16, device="cuda") * 20 for _ in range(2)]
+@pytest.mark.parametrize("cut", [(), (1,), (5,)], ids=str)
+def test_merge(tokens: int, dtype: torch.dtype, cut: tuple[int, ...]) -> None:
+    shapes = ((tokens, 16), (*cut, tokens, 16))
+    parts = [torch.randn(*shape, 128, device="cuda") for shape in shapes]
+    logs = [torch.randn(shape, device="cuda") * 20 for shape in shapes]
     for part, log in zip(parts, logs, strict=True):
         part[::3], log[::3] = 0.0, -torch.inf
     want, want_log = torch.empty(tokens, 16, 128, device="cuda"), torch.empty(tokens, 16, device="cuda")

@@ -63,9 +63,22 @@ def test_the_number_of_tokens_and_rows_compiles_nothing_new(tiles: PrefillTiling
     assert len({kernel.hash for kernel in compiled}) == 1
 
 
+@pytest.mark.parametrize("tiles", [None, HOPPER], ids=["triton", "hopper"])
+def test_the_number_of_parts_compiles_nothing_new(tiles: PrefillTiling | None) -> None:
+    with compile_only() as compiled:
+        for parts, rows in ((1, [(100, 100)]), (2, [(70, 80), (65, 66)]), (5, [(1, 4096)])):
+            case = Case(rows, heads=1, dtype=torch.bfloat16, out_dtype=torch.float32, **REAL)
+            case.cut(parts, 128)
+            case.run(False, tiles or PrefillTiling(128, 128, 8, 2))
+    assert len({kernel.hash for kernel in compiled}) == 1
+
+
 def test_merge_compiles_without_spills_and_loads_wide() -> None:
     part, log = torch.zeros(5, 16, 128), torch.zeros(5, 16)
     with compile_only() as compiled:
-        merge_launch.merge_attention(part, log, part, log, part.bfloat16(), log)
+        for cut in ((), (1,), (5,)):
+            parts = torch.zeros(*cut, *part.shape), torch.zeros(*cut, *log.shape)
+            merge_launch.merge_attention(part, log, *parts, part.bfloat16(), log)
+    assert len({kernel.hash for kernel in compiled}) == 1
     resources(compiled[0]).check(registers=128)
     assert "LDG.E.128" in machine_code(compiled[0])

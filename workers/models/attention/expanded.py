@@ -6,6 +6,8 @@ latent's size and never exist for a whole long context at once. A piece holds as
 rows that have ended leave their part to the others: so there are as few pieces as there can be, and all rows keep the
 device busy at once.
 
+Few queries alone would leave most of the device idle, so they attend to a piece in parts at once (`key_parts`).
+
 Shape legend: T tokens of the prefill rows, H heads of this rank, N / O non-rope / rope features of a key, V value
 features, L latent features, C = L + O cached features, F = H (N + V), B rows, P pages a row may hold, S entries of all
 rows, X >= S latents that are expanded at once.
@@ -24,7 +26,7 @@ from torch import Tensor
 from kernels.gather_context import gather_context
 from kernels.linear import MOST_STREAMED
 from kernels.merge_attention import merge_attention
-from kernels.mla_prefill import mla_prefill
+from kernels.mla_prefill import key_parts, mla_prefill, most_partial
 from kernels.page import PAGE_TOKENS
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
@@ -60,7 +62,9 @@ class PrefillKeys:
     cu_k_B1: Tensor
     max_k: int
     out_THV: Tensor
+    """Of context [Z, T, H, V]: of each of Z parts of its keys."""
     lse_TH: Tensor
+    """Of context [Z, T, H]."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ class ExpandedChunks(Backend):
         (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
         # Partial results stay in fp32 until the last merge.
         sums = [(out_THV, scratch.empty(tokens, heads, dtype=torch.float32))]
+        partial = most_partial(tokens, heads, q_THD.device)
         latent = latent_TC.shape[1] - (q_THD.shape[2] - nope)
 
         def keys(
@@ -155,22 +160,25 @@ class ExpandedChunks(Backend):
             kv_SHF = scratch.empty(most, *kv_THF.shape[1:], dtype=dtype)
             sums = [
                 (
-                    scratch.empty(*out_THV.shape, dtype=torch.float32),
-                    scratch.empty(tokens, heads, dtype=torch.float32),
+                    scratch.empty(count, *out_THV.shape[1:], dtype=torch.float32),
+                    scratch.empty(count, heads, dtype=torch.float32),
                 )
-                for _ in range(2)
+                for count in (tokens, partial)
             ]
         context = []
         for piece in pieces:
             source_SC, own_SHF = context_SC[: piece.entries], kv_SHF[: piece.entries]
             expanded = max(piece.entries, FEWEST_EXPANDED)
+            parts = key_parts(geometry.max_q, piece.max_k, piece.cu_k_B1.shape[0] - 1, heads, q_THD.device)
+            parts = min(parts, partial // tokens)
+            out_ZTHV, lse_ZTH = (of_T[: parts * tokens].view(parts, tokens, *of_T.shape[1:]) for of_T in sums[1])
             context.append(
                 RecalledContext(
                     begin=piece.begin,
                     source_SC=source_SC,
                     latent_XL=context_SC[:expanded, :latent],
                     kv_XF=kv_SHF[:expanded].flatten(1),
-                    keys=keys(source_SC, own_SHF, piece.cu_k_B1, piece.max_k, sums[1]),
+                    keys=keys(source_SC, own_SHF, piece.cu_k_B1, piece.max_k, (out_ZTHV, lse_ZTH)),
                 )
             )
         own = keys(latent_TC, kv_THF, geometry.cu_q_B1, geometry.max_q, sums[0])
