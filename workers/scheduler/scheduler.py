@@ -273,7 +273,7 @@ class Scheduler:
                 admissions.append(_admission(sequence, with_tokens=self.config.reads_tokens))
                 grants.append(PageGrant(sequence.slot, 0, tuple(sequence.pages.pages)))
                 self._count_prompt(sequence)
-            elif running:
+            elif running and (not rows or room.suits(running[0].cursor)):
                 sequence = running.popleft()
             else:
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from math import ceil, inf
 
 import pytest
 from test_speculation import MILLISECONDS, measured, step_seconds
@@ -18,8 +19,10 @@ from workers.scheduler.mixed_target import AIM, DECODE_STEPS, FEWEST, MixedTarge
 from workers.scheduler.step_times import StepTimes
 
 BUDGET, ROWS = 2048, 16
+WOKEN = step_seconds("experts", 64, 1)
+"""Of a step, where prompts have woken every expert."""
 Cost = Callable[[StepPlan], float]
-"""Seconds that the prompt tokens of a step take."""
+"""Seconds that the prompt tokens of a step take besides."""
 
 
 def tokens_of(plan: StepPlan) -> int:
@@ -74,7 +77,7 @@ class Served:
 
     def seconds(self, plan: StepPlan) -> float:
         decode = step_seconds("experts", len(plan.decode_slots), plan.width) if plan.decode_slots else 0.0
-        return decode + (self.cost(plan) if plan.prefill else 0.0)
+        return max(decode, WOKEN) + self.cost(plan) if plan.prefill else decode
 
     def step(self) -> StepPlan:
         while (plan := self.scheduler.plan()) is not None:
@@ -127,7 +130,7 @@ def test_the_first_mixed_steps_are_near_the_target_already() -> None:
 def mixed_times(cost: Cost, *, held_up: int = -1) -> tuple[StepTime, ...]:
     """As the self-test measures them, with few decode rows; one of them while the machine was busy."""
     return tuple(
-        StepTime(rows, 1, step_seconds("experts", rows, 1) + cost(chunk(tokens)) + 0.05 * (index == held_up), tokens)
+        StepTime(rows, 1, WOKEN + cost(chunk(tokens)) + 0.05 * (index == held_up), tokens)
         for index, (rows, tokens) in enumerate([(1, 60), (6, 120), (3, 250), (2, 500), (4, 1000), (5, 2000)])
     )
 
@@ -143,7 +146,29 @@ def test_what_was_measured_is_met_from_the_first_step_on(cost: Cost, held_up: in
     run.streams()
     for plan in run.mixed(5):
         if not any(row.final for row in plan.prefill) and tokens_of(plan) < BUDGET - 100:
-            assert run.seconds(plan) == pytest.approx(0.04, rel=0.1)
+            # Nobody measured what entries before tokens cost; they are taken to cost something.
+            assert 0.85 * AIM * 0.04 < run.seconds(plan) < 1.05 * AIM * 0.04
+
+
+def measured_on_a_gpu(plan: StepPlan) -> float:
+    """As an H200 takes for the DeepSeek-V2-Lite shape beside 32 rows, less than what the self-test's short steps say;
+    entries before a chunk cost something for however few tokens of it."""
+    entries = sum(row.start for row in plan.prefill)
+    deep = sum(len(row.tokens) * (row.start + len(row.tokens) / 2) for row in plan.prefill)
+    return 0.6e-3 + 5.3e-6 * tokens_of(plan) + 0.46e-6 * entries + 0.42e-9 * deep
+
+
+@pytest.mark.parametrize("prompt", [8000, 1500, 15_000])
+def test_what_the_self_test_does_not_measure_is_learnt_by_the_first_prompt(prompt: int) -> None:
+    """Nobody waits much longer than is aimed at from the first step on, and then prompts get what there is."""
+    mixed = mixed_times(lambda plan: 3e-3 + 7e-6 * tokens_of(plan))
+    run = Served((*measured("experts"), *mixed), measured_on_a_gpu, 0.018)
+    run.streams()
+    first = [run.seconds(plan) for plan in run.mixed(100, prompt)]
+    later = [run.seconds(plan) for plan in run.mixed(100, prompt) if not plan.prefill[-1].final]
+    assert max(first) < 1.04 * 0.018
+    assert sorted(later)[len(later) // 2] == pytest.approx(AIM * 0.018, rel=0.01)
+    assert max(later) < 1.02 * AIM * 0.018
 
 
 def test_a_prompt_whose_beginning_is_cached_costs_what_it_attends_to() -> None:
@@ -168,18 +193,23 @@ def test_prompts_of_one_step_share_its_time() -> None:
     rng = random.Random(0)
     for _ in range(300):
         seconds, each, deeper = rng.uniform(0, 0.05), rng.uniform(1e-6, 2e-5), rng.choice([0.0, 1e-9, 5e-8])
-        room, spent, tokens = Room(BUDGET, seconds, each, deeper), 0.0, 0
-        while room.open:
-            before = rng.choice([0, rng.randrange(20_000), rng.randrange(150_000)])
+        entry, least = rng.choice([0.0, 1e-7]), rng.choice([-inf, 0.0, 0.01])
+        room, spent, tokens = Room(BUDGET, seconds, each, deeper, entry=entry, least=least), 0.0, 0
+        before = rng.choice([0, rng.randrange(20_000), rng.randrange(150_000)])
+        # Of the first prompt `least` goes to tokens, and as much as it pays for entries.
+        bound = max(seconds, least + 2 * entry * before)
+        while room.open and (not tokens or room.suits(before)):
             most = room.tokens(before)
             assert most > 0
             count = min(most, rng.randrange(1, 700))
             room.take(before, count)
             dearest = each + deeper * (before + count)
-            spent, tokens = spent + count * (each + deeper * (before + count / 2)), tokens + count
-        assert spent <= seconds + dearest or tokens <= FEWEST
-        assert FEWEST <= tokens <= BUDGET
-        assert tokens == BUDGET or spent > seconds - each
+            spent += entry * before + count * (each + deeper * (before + count / 2))
+            tokens += count
+            before = rng.choice([0, rng.randrange(20_000), rng.randrange(150_000)])
+        assert spent <= bound + dearest or tokens <= FEWEST
+        assert min(count, FEWEST) <= tokens <= BUDGET
+        assert tokens == BUDGET or spent > bound - max(each, entry * before + 16 * (each + deeper * before))
 
 
 def test_steps_shorter_than_those_of_their_rows_say_that_these_take_less() -> None:
@@ -223,21 +253,22 @@ def test_whatever_steps_take_everybody_is_served(seed: int) -> None:
 def test_few_streams_do_not_hold_prompts_up(factor: float) -> None:
     """A step of one row is shorter than what prompts add whatever their number: they get as much again for tokens."""
     alone = step_seconds("experts", 1, 1)
-    assert (DECODE_STEPS - 1) * alone < begun(chunk(1))
+    assert (DECODE_STEPS - 1) * alone < WOKEN - alone + 5e-3
     run = Served((*measured("experts"), *mixed_times(begun)), lambda plan: factor * begun(plan), None)
     run.add(3, 15_000)
     run.step()
-    took = []
+    took, longest = [], []
     for _ in range(8):
         run.add(8000, 1)
         begin = len(run.plans)
         while run.scheduler.stats().prefill_backlog:
             run.step()
         took.append(sum(run.seconds(plan) for plan in run.plans[begin:]))
-        assert max(run.seconds(plan) for plan in run.plans[begin:]) < alone + factor * 2.2 * 5e-3
-    # At most twice the time of the tokens, and the stream's own. Two prompts tell that all costs three times as much.
-    steps = 8000 * 11e-6 / 5e-3
-    assert max(took[2 * (factor != 1) :]) < 1.1 * (factor * 2 * 8000 * 11e-6 + steps * alone)
+        longest.append(max(run.seconds(plan) for plan in run.plans[begin:]))
+    # About twice the time of the tokens, and the stream's own. Two prompts tell that all costs three times as much.
+    known, tokens, fixed = 2 * (factor != 1), factor * 8000 * 11e-6, WOKEN - alone + factor * 5e-3
+    assert max(longest[known:]) < alone + 1.15 * 2 * fixed
+    assert max(took[known:]) < 1.15 * (tokens + ceil(tokens / fixed) * (fixed + alone))
 
 
 @pytest.mark.parametrize("factor", [0.2, 5.0])
