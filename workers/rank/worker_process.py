@@ -162,6 +162,9 @@ def run_worker(
         built = Rank(config, group, device, progress, results.send, news)
         loading = False
         runner = built.runner
+        # The model, its graphs and segments stay. A search of them for garbage would take milliseconds of some step.
+        gc.collect()
+        gc.freeze()
         if rank == 0:
             heartbeat.figures = runner.stats.figures
         results.send(built.ready)
