@@ -163,7 +163,7 @@ def rehearse(stage: Stage, masks: TokenMasks | None = None) -> None:
         step.run(plan, Stage(parts, ladder.key(plan.layout).tokens, stage.scratch.another(), stage.inner))
     for plan in companies(parts, stage.tokens):
         step.run(plan, Stage(parts, ladder.key(plan.layout).tokens, stage.scratch.another(), stage.inner))
-    reserve_attention(stage)
+    reserve_attention(stage, launch=True)
     # What was sampled for nobody.
     for tensor_S in (parts.state.tensors.length_S, parts.state.tensors.last_S):
         tensor_S[NOBODY] = 0
@@ -174,8 +174,9 @@ def rehearse(stage: Stage, masks: TokenMasks | None = None) -> None:
         torch.cuda.synchronize(parts.device)
 
 
-def reserve_attention(stage: Stage) -> None:
-    """Take the memory that attention of the largest context needs; nothing is computed."""
+def reserve_attention(stage: Stage, *, launch: bool = False) -> None:
+    """Take the memory that attention of the largest context needs. Nothing is computed, but with `launch` what depends
+    on the context's size alone."""
     parts = stage.parts
     flow, attention = stage.tensors[0].flow, parts.model.segments.layers[0].attention
     pages, device = parts.state.pages_per_row, parts.device
@@ -187,4 +188,7 @@ def reserve_attention(stage: Stage) -> None:
     for geometry in attention.largest_geometries(stage.tokens, parts.state.slots, pages, device):
         with stage.scratch.scope(), stage.inner.scope():
             planned, rotation_PO = attention.plan(batch, stage.scratch), parts.model.rotation_PO
-            attention.backends(flow.projected, flow.attended_THV, planned, geometry, rotation_PO, stage.inner)
+            outputs = flow.projected, flow.attended_THV
+            backends = attention.backends(*outputs, planned, geometry, rotation_PO, stage.inner)
+            for backend in backends if launch else ():
+                backend.rehearse(attention.heads)

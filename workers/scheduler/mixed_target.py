@@ -10,8 +10,8 @@ expanded anew for it, however short it is, and each of its tokens attends to all
 replica proves its steps, with few entries before tokens. The factors a, b, e and g follow mixed steps.
 
 Where nobody says what a mixed step may take, it may take twice as long as one of its decode rows alone. Few rows make
-short steps, of which all that is not tokens would leave nothing for them. So of the time that prompts add half at least
-is spent on tokens.
+short steps, of which all that is not tokens would leave nothing for them. So tokens take as long as o at least, and
+half as long as all that is not tokens.
 
 Imports no torch, as all of the scheduler.
 """
@@ -65,8 +65,8 @@ class Room:
         least: float = -inf,
     ) -> None:
         """A token costs `each` seconds, and `deeper` more for every entry before it; a chunk `entry` for each of those
-        entries. The first prompt gets `least` seconds for its tokens in any case, and as many more as it pays for
-        entries; -inf: it does not."""
+        entries. The tokens of the first prompt get `least` seconds in any case, and half of `least` and its entries
+        together; -inf: they do not."""
         self._tokens, self._seconds, self._each, self._deeper, self._entry = tokens, seconds, each, deeper, entry
         self._least = least
         self._fewest = min(FEWEST, tokens)
@@ -101,7 +101,7 @@ class Room:
     def _left(self, before: int) -> float:
         """Seconds for tokens of a prompt behind so many entries."""
         entries = self._entry * before
-        return max(0.0, self._seconds - entries, self._least + entries)
+        return max(0.0, self._seconds - entries, self._least, (self._least + entries) / 2)
 
 
 class MixedTarget:

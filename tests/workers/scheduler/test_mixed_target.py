@@ -196,8 +196,8 @@ def test_prompts_of_one_step_share_its_time() -> None:
         entry, least = rng.choice([0.0, 1e-7]), rng.choice([-inf, 0.0, 0.01])
         room, spent, tokens = Room(BUDGET, seconds, each, deeper, entry=entry, least=least), 0.0, 0
         before = rng.choice([0, rng.randrange(20_000), rng.randrange(150_000)])
-        # Of the first prompt `least` goes to tokens, and as much as it pays for entries.
-        bound = max(seconds, least + 2 * entry * before)
+        # Of the first prompt `least` goes to tokens, or half of what goes to something else.
+        bound = max(seconds, entry * before + max(least, (least + entry * before) / 2))
         while room.open and (not tokens or room.suits(before)):
             most = room.tokens(before)
             assert most > 0

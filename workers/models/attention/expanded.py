@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from kernels.gather_context import gather_context
-from kernels.linear import MOST_STREAMED
 from kernels.merge_attention import merge_attention
 from kernels.mla_prefill import key_parts, mla_prefill, most_partial
 from kernels.page import PAGE_TOKENS
@@ -35,9 +34,9 @@ from workers.models.batch import Batch
 
 CONTEXT_ENTRIES: Final = 4096
 """Cached entries expanded at once, all rows together (at least one page a row)."""
-FEWEST_EXPANDED: Final = MOST_STREAMED + 1
-"""Fewest latents of cached context that are expanded at once: fewer have kernels of their own for every few of them, to
-be compiled when they first come."""
+EXPANDED: Final = 128
+"""Latents of cached context are expanded in multiples of so many. So there are few products, and each has been launched
+before the first step: whoever multiplies loads kernels when they first come, and a step would wait for that."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class RecalledContext:
     source_SC: Tensor
     """Its latents and roped keys, row after row."""
     latent_XL: Tensor
-    """The latents, and arbitrary ones behind them where they are few."""
+    """The latents, and arbitrary ones behind them up to a multiple of `EXPANDED`."""
     kv_XF: Tensor
     """What each expands to, all heads side by side."""
     keys: PrefillKeys
@@ -155,7 +154,7 @@ class ExpandedChunks(Backend):
 
         if pieces:
             # One piece's keys exist at a time.
-            most = max(FEWEST_EXPANDED, *(piece.entries for piece in pieces))
+            most = max(_rounded(piece.entries) for piece in pieces)
             context_SC = scratch.empty(most, latent_TC.shape[1], dtype=dtype)
             kv_SHF = scratch.empty(most, *kv_THF.shape[1:], dtype=dtype)
             sums = [
@@ -168,7 +167,7 @@ class ExpandedChunks(Backend):
         context = []
         for piece in pieces:
             source_SC, own_SHF = context_SC[: piece.entries], kv_SHF[: piece.entries]
-            expanded = max(piece.entries, FEWEST_EXPANDED)
+            expanded = _rounded(piece.entries)
             parts = key_parts(geometry.max_q, piece.max_k, piece.cu_k_B1.shape[0] - 1, heads, q_THD.device)
             parts = min(parts, partial // tokens)
             out_ZTHV, lse_ZTH = (of_T[: parts * tokens].view(parts, tokens, *of_T.shape[1:]) for of_T in sums[1])
@@ -197,6 +196,12 @@ class ExpandedChunks(Backend):
             into_THV = self.out_THV if piece is context[-1] else own.out_THV
             merge_attention(own.out_THV, own.lse_TH, keys.out_THV, keys.lse_TH, into_THV, own.lse_TH)
 
+    def rehearse(self, heads: Heads) -> None:
+        """See `Backend`."""
+        for piece in self.context:
+            for count in range(EXPANDED, piece.latent_XL.shape[0] + 1, EXPANDED):
+                heads.expand(piece.latent_XL[:count], piece.kv_XF[:count])
+
     def _attend(self, heads: Heads, keys: PrefillKeys, *, causal: bool) -> None:
         mla_prefill(
             self.q_THD,
@@ -217,6 +222,10 @@ class ExpandedChunks(Backend):
 def entries_of_a_row(rows: int) -> int:
     """Entries of a row that one piece holds where so many rows have at least as many."""
     return max(CONTEXT_ENTRIES // rows, PAGE_TOKENS)
+
+
+def _rounded(entries: int) -> int:
+    return -(-entries // EXPANDED) * EXPANDED
 
 
 def _ends(entries: Sequence[int]) -> list[int]:
