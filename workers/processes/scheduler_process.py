@@ -38,6 +38,7 @@ from workers.protocol.plan import StepResult
 from workers.protocol.recording import Recorder
 from workers.protocol.report import SelfTestReport
 from workers.scheduler import Scheduler, SchedulerConfig, Unsound
+from workers.step.ladder import token_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +252,7 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         width=ready.width,
         adaptive=config.width == "auto",
         step_times=ready.step_times,
+        token_buckets=token_buckets(config.token_budget),
         queue_limit=config.queue_limit,
         prefix_cache=config.prefix_cache,
         vocab_size=ready.vocab_size,

@@ -54,6 +54,8 @@ class SchedulerConfig:
     """Let each step feed as many tokens a row as pays, `width` at the most; otherwise each feeds `width`."""
     step_times: tuple[StepTime, ...] = ()
     """What steps took at the start."""
+    token_buckets: tuple[int, ...] = ()
+    """Numbers of tokens to which mixed steps are padded, in order; none: they are not."""
     mixed_step_target_s: float | None = None
     """Seconds that a step with decode rows and prompts is to take; None: twice what its decode rows alone take, or
     longer where that leaves little for tokens of prompts, where `step_times` says it. 0: any; prompts get all of the

@@ -12,7 +12,7 @@ from typing import Final
 
 NOISE: Final = 0.03
 """Of what is expected, the standard deviation of what is observed of equal steps."""
-DRIFT: Final = 0.1
+DRIFT: Final = 0.05
 """Of a factor's first standard deviation, how far it wanders from one observation to the next."""
 FAR: Final = 3.0
 """Standard deviations beyond which an observation says that the machine was busy, and nothing else. Two in a row, to

@@ -2,16 +2,16 @@
 
 A mixed step of prompts with n tokens each, that have d entries before them, is expected to take
 
-    T(rows, width) + a o + sum over prompts of (b c n + e c d / ENTRIES + g c n (d + n / 2) / DEPTH)
+    T(rows, width) + a o + b c N + sum over prompts of (e c (STARTED [d > 0] + d / ENTRIES) + g c n (d + n / 2) / DEPTH)
 
 seconds. T is what a step of its decode rows alone takes. o is what prompts add whatever their number: such a step is no
-single graph, and it wakes experts that few rows leave asleep. c is what a token costs. Entries before a chunk are
-expanded anew for it, however short it is, and each of its tokens attends to all of them. o and c are measured when the
-replica proves its steps, with few entries before tokens. The factors a, b, e and g follow mixed steps.
+single graph, and it wakes experts that few rows leave asleep. c is what a token costs, and N are all tokens of prompts
+with those that a graph pads the step with. Entries before a chunk are expanded anew for it, however short it is, and
+each of its tokens attends to all of them. o and c are measured when the replica proves its steps, with few entries
+before tokens. The factors a, b, e and g follow mixed steps.
 
 Where nobody says what a mixed step may take, it may take twice as long as one of its decode rows alone. Few rows make
-short steps, of which all that is not tokens would leave nothing for them. So tokens take as long as o at least, and
-half as long as all that is not tokens.
+short steps, of which all that is not tokens would leave nothing for them. Then tokens take as long as all that.
 
 Imports no torch, as all of the scheduler.
 """
@@ -19,9 +19,11 @@ Imports no torch, as all of the scheduler.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from math import inf, sqrt
+from math import inf
 from statistics import median
 from typing import Final
 
@@ -43,12 +45,34 @@ WORTHWHILE: Final = 16
 """Tokens for which another prompt joins a step: what stands before it has to be expanded for any number of them."""
 LEAST_FIXED: Final = 0.05
 """Of a step of decode rows alone, what prompts are taken to add at least, whatever their number."""
-ENTRIES: Final = 24.0
+ENTRIES: Final = 40.0
 """Entries before a chunk that are taken to cost as much as one of its tokens, before anything is known."""
+STARTED: Final = 120.0
+"""Tokens that cost as much as it does that there are entries before a chunk, however few."""
 DEPTH: Final = 32_768.0
 """Entries before a token that are taken to double its cost, before anything is known."""
 APART: Final = 1.5
 """How many times the tokens of one measured step another must have had for both to say what a token costs."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What prompts add to a step, in seconds."""
+
+    fixed: float
+    """Whatever their number."""
+    each: float
+    """For a token, or one of padding."""
+    started: float
+    """For a chunk with entries before it."""
+    entry: float
+    """For each of these."""
+    deeper: float
+    """For a token and an entry that it attends to."""
+
+    def before(self, entries: int) -> float:
+        """For a chunk behind so many entries, however short it is."""
+        return self.started + self.entry * entries if entries else 0.0
 
 
 class Room:
@@ -56,52 +80,72 @@ class Room:
 
     def __init__(
         self,
-        tokens: int,
-        seconds: float = inf,
-        each: float = 0.0,
-        deeper: float = 0.0,
+        most: int,
         *,
-        entry: float = 0.0,
-        least: float = -inf,
+        seconds: float = inf,
+        costs: Costs | None = None,
+        generous: bool = False,
+        beside: int = 0,
+        buckets: Sequence[int] = (),
     ) -> None:
-        """A token costs `each` seconds, and `deeper` more for every entry before it; a chunk `entry` for each of those
-        entries. The tokens of the first prompt get `least` seconds in any case, and half of `least` and its entries
-        together; -inf: they do not."""
-        self._tokens, self._seconds, self._each, self._deeper, self._entry = tokens, seconds, each, deeper, entry
-        self._least = least
-        self._fewest = min(FEWEST, tokens)
+        """`most`: tokens. `seconds`: for all that prompts add; inf: as many as it takes. `generous`: where these leave
+        little or nothing for tokens, the first prompt gets as much for them as all else costs. `beside`: tokens of the
+        step's decode rows. `buckets`: numbers of tokens to which steps are padded, in order."""
+        self._costs, self._seconds, self._buckets = costs, seconds, buckets
+        self._beside, self._most, self._taken = beside, most, 0
+        self._generous = generous and costs is not None
+        self._spent = 0.0 if costs is None else costs.fixed
+        """Seconds that go to something else than tokens and what these attend to."""
+        self._fewest = min(FEWEST, most)
 
     @property
     def open(self) -> bool:
         """Whether there is any."""
-        return self._tokens > 0 and (self._fewest > 0 or self._seconds >= self._each)
+        return self._taken < self._most and (self._fewest > self._taken or self._affordable(0) > 0)
 
     def suits(self, before: int) -> bool:
         """Whether a further prompt, behind so many entries, finds room for more than a few tokens."""
-        return self._left(before) >= WORTHWHILE * (self._each + self._deeper * before)
+        return self._affordable(before) >= WORTHWHILE
 
     def tokens(self, before: int) -> int:
         """Of a prompt, behind so many entries; one at least while there is room."""
-        seconds = self._left(before)
-        if seconds == inf:
-            return self._tokens
-        # n tokens have n / 2 of themselves before them on average: seconds = each n + deeper (before n + n^2 / 2).
-        each = self._each + self._deeper * before
-        bought = 2 * seconds / (each + sqrt(each * each + 2 * self._deeper * seconds))
-        return min(self._tokens, max(self._fewest, int(bought), 1))
+        least = min(max(self._fewest - self._taken, 1), self._most - self._taken)
+        return max(self._affordable(before), least)
 
     def take(self, before: int, count: int) -> None:
         """So many tokens of a prompt, behind so many entries."""
-        # The fewest tokens, or a single one, may take more than there was.
-        self._seconds = max(0.0, self._left(before) - count * (self._each + self._deeper * (before + count / 2)))
-        self._least = -inf
-        self._tokens -= count
-        self._fewest -= count
+        if self._costs is not None:
+            self._seconds = self._allowed(before)
+            self._spent += self._costs.before(before) + self._costs.deeper * count * (before + count / 2)
+        self._generous = False
+        self._taken += count
 
-    def _left(self, before: int) -> float:
-        """Seconds for tokens of a prompt behind so many entries."""
-        entries = self._entry * before
-        return max(0.0, self._seconds - entries, self._least, (self._least + entries) / 2)
+    def _allowed(self, before: int) -> float:
+        """Seconds for all that prompts add, with one behind so many entries."""
+        if not self._generous or self._costs is None:
+            return self._seconds
+        other = self._spent + self._costs.before(before)
+        # Where they are just enough for a third of it, both ways give the same.
+        return max(self._seconds, 2 * other - 2 * max(0.0, self._seconds - other))
+
+    def _affordable(self, before: int) -> int:
+        """Tokens of a prompt behind so many entries for which there is time."""
+        open_tokens, costs = self._most - self._taken, self._costs
+        if costs is None or self._seconds == inf:
+            return open_tokens
+        left = self._allowed(before) - self._spent - costs.before(before)
+
+        def seconds(count: int) -> float:
+            step = padded(self._beside + self._taken + count, self._buckets)
+            return costs.each * (step - self._beside) + costs.deeper * count * (before + count / 2)
+
+        return bisect_right(range(1, open_tokens + 1), left, key=seconds)
+
+
+def padded(tokens: int, buckets: Sequence[int]) -> int:
+    """The smallest of the buckets that holds so many tokens of a step; as many where there is none."""
+    place = bisect_left(buckets, tokens)
+    return buckets[place] if place < len(buckets) else tokens
 
 
 class MixedTarget:
@@ -114,7 +158,8 @@ class MixedTarget:
         self._wanted = bool(config.step_times) if self._target is None else self._target > 0
         self._start, self._cost = 0.0, _slope(config.step_times)
         """Seconds that a mixed step would take without any token, and those that a token costs."""
-        if (measured := _measured(config.step_times)) is not None:
+        self._buckets = config.token_buckets
+        if (measured := _measured(config.step_times, self._buckets)) is not None:
             self._start, self._cost = measured
             logger.info("a mixed step takes %.1f ms, and %.1f us a token", 1e3 * self._start, 1e6 * self._cost)
         # What o and c are off by shows in every step, what entries cost in those of long prompts alone.
@@ -125,16 +170,15 @@ class MixedTarget:
         """What is open to prompts in a step with so many decode rows: `most` tokens at the most."""
         if not rows or not self._wanted or self._cost is None:
             return Room(most)
-        alone, (fixed, each, entry, deeper) = self._times.seconds(rows, width), self._factors.values
-        fixed *= self._fixed(rows, width)
+        alone = self._times.seconds(rows, width)
         target = DECODE_STEPS * alone if self._target is None else self._target
         return Room(
             most,
-            max(0.0, AIM * target - alone - fixed),
-            each * self._cost,
-            deeper * self._cost / DEPTH,
-            entry=entry * self._cost / ENTRIES,
-            least=fixed if self._target is None else -inf,
+            seconds=max(0.0, AIM * target - alone),
+            costs=self._costs(rows, width, self._cost),
+            generous=self._target is None,
+            beside=rows * width,
+            buckets=self._buckets,
         )
 
     def observe(self, rows: int, width: int, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
@@ -147,24 +191,39 @@ class MixedTarget:
         if seconds <= alone:  # which says nothing of prompts: a step of these rows alone would have taken less
             self._times.observe(rows, width, seconds)
             return
+        tokens = padded(rows * width + tokens, self._buckets) - rows * width
         if self._cost is None:
             self._cost = (seconds - alone) / tokens
-        entries = sum(before for before, _ in chunks)
-        deep = sum(count * (before + count / 2) for before, count in chunks)
-        parts = [tokens * self._cost, entries * self._cost / ENTRIES, deep * self._cost / DEPTH]
-        self._factors.observe([self._fixed(rows, width), *parts], seconds - alone, beside=alone)
+        entries = sum(STARTED + before / ENTRIES for before, _ in chunks if before)
+        deep = sum(count * (before + count / 2) for before, count in chunks) / DEPTH
+        parts = [self._fixed(rows, width, self._cost), *(self._cost * share for share in (tokens, entries, deep))]
+        self._factors.observe(parts, seconds - alone, beside=alone)
 
-    def _fixed(self, rows: int, width: int) -> float:
+    def _costs(self, rows: int, width: int, cost: float) -> Costs:
+        """As far as is known."""
+        fixed, each, entry, deeper = self._factors.values
+        return Costs(
+            fixed=fixed * self._fixed(rows, width, cost),
+            each=each * cost,
+            started=entry * cost * STARTED,
+            entry=entry * cost / ENTRIES,
+            deeper=deeper * cost / DEPTH,
+        )
+
+    def _fixed(self, rows: int, width: int, cost: float) -> float:
         """Seconds that prompts are taken to add to a step of so many rows, whatever their number."""
         alone = self._times.seconds(rows, width)
-        tokens = 0.0 if self._cost is None else self._cost * rows * width
-        return max(self._start + tokens - alone, LEAST_FIXED * alone)
+        return max(self._start + cost * rows * width - alone, LEAST_FIXED * alone)
 
 
-def _measured(measured: Sequence[StepTime]) -> tuple[float, float] | None:
+def _measured(measured: Sequence[StepTime], buckets: Sequence[int]) -> tuple[float, float] | None:
     """(seconds of a mixed step without any token, seconds a token) of those that were measured; None where they do not
     say it. Theil and Sen's estimate: a step that something else held up changes little."""
-    mixed = [(time.prompt_tokens + time.rows * time.width, time.seconds) for time in measured if time.prompt_tokens]
+    mixed = [
+        (padded(time.prompt_tokens + time.rows * time.width, buckets), time.seconds)
+        for time in measured
+        if time.prompt_tokens
+    ]
     pairs = [sorted(pair) for pair in combinations(mixed, 2)]
     slopes = [(more - less) / (many - few) for (few, less), (many, more) in pairs if many >= APART * few]
     if not slopes or (cost := median(slopes)) <= 0:

@@ -144,7 +144,8 @@ class ExpandedChunks(Backend):
         (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
         # Partial results stay in fp32 until the last merge.
         sums = [(out_THV, scratch.empty(tokens, heads, dtype=torch.float32))]
-        partial = most_partial(tokens, heads, q_THD.device)
+        # Of the largest geometry, which is of more tokens than are given, what any of them needs.
+        partial = most_partial(max(tokens, geometry.max_q), heads, q_THD.device)
         latent = latent_TC.shape[1] - (q_THD.shape[2] - nope)
 
         def keys(
