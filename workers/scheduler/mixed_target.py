@@ -2,13 +2,13 @@
 
 A mixed step of prompts with n tokens each, that have d entries before them, is expected to take
 
-    T(rows, width) + a o + b c N + sum over prompts of (e c (STARTED [d > 0] + d / ENTRIES) + g c n (d + n / 2) / DEPTH)
+    T(rows, width) + a o + b c N + sum over prompts of (e c (STARTED p + d / ENTRIES) + g c n (d + n / 2) / DEPTH)
 
 seconds. T is what a step of its decode rows alone takes. o is what prompts add whatever their number: such a step is no
 single graph, and it wakes experts that few rows leave asleep. c is what a token costs, and N are all tokens of prompts
-with those that a graph pads the step with. Entries before a chunk are expanded anew for it, however short it is, and
-each of its tokens attends to all of them. o and c are measured when the replica proves its steps, with few entries
-before tokens. The factors a, b, e and g follow mixed steps.
+with those that a graph pads the step with. Entries before a chunk are expanded anew for it, however short it is, in p
+pieces, and each of its tokens attends to all of them. o and c are measured when the replica proves its steps, with few
+entries before tokens. The factors a, b, e and g follow mixed steps.
 
 Where nobody says what a mixed step may take, it may take twice as long as one of its decode rows alone. Few rows make
 short steps, of which all that is not tokens would leave nothing for them. Then tokens take as long as all that.
@@ -47,8 +47,10 @@ LEAST_FIXED: Final = 0.05
 """Of a step of decode rows alone, what prompts are taken to add at least, whatever their number."""
 ENTRIES: Final = 40.0
 """Entries before a chunk that are taken to cost as much as one of its tokens, before anything is known."""
+PIECE: Final = 4096
+"""Entries before a chunk that are expanded at once (`workers.models.attention.expanded.CONTEXT_ENTRIES`)."""
 STARTED: Final = 120.0
-"""Tokens that cost as much as it does that there are entries before a chunk, however few."""
+"""Tokens that a piece of them is taken to cost, however few it has, before anything is known."""
 DEPTH: Final = 32_768.0
 """Entries before a token that are taken to double its cost, before anything is known."""
 APART: Final = 1.5
@@ -63,16 +65,16 @@ class Costs:
     """Whatever their number."""
     each: float
     """For a token, or one of padding."""
-    started: float
-    """For a chunk with entries before it."""
+    piece: float
+    """For a piece of the entries before a chunk."""
     entry: float
-    """For each of these."""
+    """For each entry before a chunk."""
     deeper: float
     """For a token and an entry that it attends to."""
 
     def before(self, entries: int) -> float:
         """For a chunk behind so many entries, however short it is."""
-        return self.started + self.entry * entries if entries else 0.0
+        return self.piece * _pieces(entries) + self.entry * entries
 
 
 class Room:
@@ -142,6 +144,10 @@ class Room:
         return bisect_right(range(1, open_tokens + 1), left, key=seconds)
 
 
+def _pieces(entries: int) -> int:
+    return -(-entries // PIECE)
+
+
 def padded(tokens: int, buckets: Sequence[int]) -> int:
     """The smallest of the buckets that holds so many tokens of a step; as many where there is none."""
     place = bisect_left(buckets, tokens)
@@ -194,7 +200,7 @@ class MixedTarget:
         tokens = padded(rows * width + tokens, self._buckets) - rows * width
         if self._cost is None:
             self._cost = (seconds - alone) / tokens
-        entries = sum(STARTED + before / ENTRIES for before, _ in chunks if before)
+        entries = sum(STARTED * _pieces(before) + before / ENTRIES for before, _ in chunks)
         deep = sum(count * (before + count / 2) for before, count in chunks) / DEPTH
         parts = [self._fixed(rows, width, self._cost), *(self._cost * share for share in (tokens, entries, deep))]
         self._factors.observe(parts, seconds - alone, beside=alone)
@@ -205,7 +211,7 @@ class MixedTarget:
         return Costs(
             fixed=fixed * self._fixed(rows, width, cost),
             each=each * cost,
-            started=entry * cost * STARTED,
+            piece=entry * cost * STARTED,
             entry=entry * cost / ENTRIES,
             deeper=deeper * cost / DEPTH,
         )

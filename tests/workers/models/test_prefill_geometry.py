@@ -3,15 +3,21 @@ there are no more pieces than the entries fill."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kernels.gather_context import gather_context
+from kernels.mla_prefill import most_partial
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.models.attention.expanded import CONTEXT_ENTRIES, PrefillGeometry, entries_of_a_row
+from workers.memory.scratch import Scratch
+from workers.models.attention.backend import Heads
+from workers.models.attention.expanded import CONTEXT_ENTRIES, ExpandedChunks, PrefillGeometry, entries_of_a_row
 from workers.models.batch import Batch, PrefillBatch
 from workers.protocol.plan import BatchLayout
+from workers.scheduler import mixed_target
 
 CPU = torch.device("cpu")
 
@@ -98,3 +104,41 @@ def test_as_much_of_every_row_as_is_rehearsed_fits_one_piece() -> None:
         table = torch.zeros(rows, 1, dtype=torch.int32)
         most = entries_of_a_row(rows)
         assert [len(geometry_of([length] * rows, 0, table).pieces) for length in (most, most + 1)] == [1, 2]
+
+
+def test_the_scheduler_knows_how_much_is_expanded_at_once() -> None:
+    assert mixed_target.PIECE == CONTEXT_ENTRIES
+
+
+@settings(deadline=None, max_examples=30)
+@given(contexts=contexts)
+def test_context_is_expanded_in_sizes_that_are_rehearsed(contexts: list[int]) -> None:
+    """Whatever the rows; and in memory that is reserved for the largest."""
+    rehearsed, expanded, rows = Expanding(), Expanding(), len(contexts)
+    largest = chunks_of(PrefillGeometry.largest(70 * rows, rows, CPU))
+    largest.rehearse(cast(Heads, rehearsed))
+    chunks = chunks_of(geometry_of(contexts, 0, torch.zeros(rows, 1, dtype=torch.int32)))
+    for piece in chunks.context:
+        cast(Heads, expanded).expand(piece.latent_XL, piece.kv_XF)
+        for ours, most in ((piece.latent_XL, largest.context[0].latent_XL), (piece.kv_XF, largest.context[0].kv_XF)):
+            assert len(piece.source_SC) <= len(ours) <= len(most)
+        assert len(piece.keys.out_THV) * piece.keys.out_THV.shape[1] <= most_partial(70 * rows, 2, CPU)
+    assert expanded.sizes <= rehearsed.sizes
+
+
+class Expanding:
+    """In place of `Heads`: notes of how many latents keys are made."""
+
+    def __init__(self) -> None:
+        self.sizes: set[int] = set()
+
+    def expand(self, latent_SL: torch.Tensor, kv_SF: torch.Tensor) -> None:
+        assert len(latent_SL) == len(kv_SF)
+        self.sizes.add(len(latent_SL))
+
+
+def chunks_of(geometry: PrefillGeometry) -> ExpandedChunks:
+    """Two heads of a few features."""
+    tokens = int(geometry.cu_q_B1[-1]) or geometry.max_q
+    q, latent, kv, out = (torch.empty(tokens, *shape) for shape in ((2, 5), (7,), (2, 6), (2, 3)))
+    return ExpandedChunks.of(q, latent, kv, out, geometry, 3, Scratch(CPU))
