@@ -5,13 +5,14 @@ probability that its first j drafts all stand. Times were measured when the repl
 steps take since; probabilities follow what stands. Tokens do not depend on the width, so choosing badly costs time and
 nothing else.
 
-A width that does not pay is left, and from time to time a few steps try one draft more than pays, to see whether it
-would by now. They may take a fiftieth of the time.
+Only widths that are run show what they take and what stands. So from time to time a few steps are of another width, of
+each one in turn that may be better by now. They may lose less than a hundredth of the time.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -22,14 +23,23 @@ from workers.scheduler.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
-GAIN: Final = 1.02
+GAIN: Final = 1.01
 """How much better another width must be: one is not left for a difference that is noise."""
 PROBED: Final = 32
-"""Drafts, of one more than pays, that are tried in a row."""
-PROBE_SHARE: Final = 0.02
-"""Of the time, what that may take in the long run."""
+"""Drafts, at each place, that steps of a wider width try in a row."""
+FEWEST: Final = 8
+"""Of these, after how many it is given up where not one stood that a step of the best width would not have had."""
+TIMED: Final = 4
+"""Steps that show what another width takes: the fewest that are tried in a row."""
+PROBE_LOSS: Final = 0.0075
+"""Of the time, what that may lose in the long run."""
+LEAST_LOSS: Final = 0.1
+"""Of the time of such steps, what they are taken to lose at least: that they lose less may be a mistake."""
 IMPATIENCE: Final = 8
-"""How much sooner the first probe comes after the width has changed. Each next one takes twice the time, up to that."""
+"""How much sooner the first probe comes after the width has changed, or where nothing is known of so many rows. Each
+next one comes half as soon, down to no sooner."""
+HOPELESS: Final = 2.0
+"""How many times as fast the best width must seem for a narrower one not to be tried."""
 
 
 class Speculation:
@@ -45,15 +55,25 @@ class Speculation:
         self._adaptive = config.adaptive and config.width > 1
         self.times = StepTimes(config.step_times, config.width)
         self._acceptance, self._baseline = Acceptance(config.width - 1), Baseline()
-        self._best = config.width
+        self._best = self._former = config.width
         self._tried = 0
         self._made = config.width - 1
         self._unknown = PROBED
         """Rows that are left to feed as much as they may before anything is chosen."""
         self._probe = 0
-        """Drafts left to try of one more than pays."""
-        self._rest = 0.0
-        """Seconds until then."""
+        """Steps that are left to try another width than the best."""
+        self._probed = config.width
+        """That one, or the one that was tried last."""
+        self._tries = self._gains = 0
+        """Rows of wider steps that a probe has tried so far, and how many gained more than the best width allows."""
+        self._back = 0.0
+        """Seconds that are not lost for each of those steps, if it is given up."""
+        self._chosen = 0
+        """Width of the plan that may be made."""
+        self._in_flight: deque[bool] = deque()
+        """Of each plan that was made, whether its step drafts as it does in the long run, so that its time counts."""
+        self._credit = 0.0
+        """Seconds that a probe may lose by now."""
         self._sooner = IMPATIENCE
 
     @property
@@ -76,53 +96,83 @@ class Speculation:
             return self._most, self._most - 1
         if rows and not self._unknown:
             self._settle(rows)
-        aim = min(self._best + (self._probe > 0), self._most)
+        aim = self._probed if self._probe else self._best
         width = min(aim, 1 + self._made)
+        self._chosen = width
         return width, min(aim - 1, width)
 
     def planned(self, drafts: int) -> None:
         """The next plan was made, and makes so many drafts."""
         self._made = drafts
+        self._in_flight.append(not self._adaptive or drafts < self._chosen)
+        if self._probe and self._chosen == self._probed:
+            self._probe -= 1
 
     def observe(self, width: int, rows: Sequence[tuple[Request, int]], seconds: float, *, alone: bool) -> None:
         """An applied step: its live decode rows, and how many drafts of each stood. `alone`: it had no prefill rows, so
         its time is that of decode rows."""
+        usual = self._in_flight.popleft() if self._in_flight else True
         if not rows:
             return
         if width > 1:
             self._baseline.observe(rows)
         self._acceptance.observe(width - 1, rows)
-        if alone and seconds > 0:
+        if alone and usual and seconds > 0:
             self.times.observe(len(rows), width, seconds)
         if not self._adaptive:
             return
-        self._tried = width - 1
+        if width >= self._best:  # narrower ones show a few steps long less of the rows than is known
+            self._tried = width - 1
         if width == self._most:
             self._unknown = max(0, self._unknown - len(rows))
-        if self._probe and width > self._best:
-            self._probe = max(0, self._probe - len(rows))
-            if not self._probe:
-                self._pause(len(rows))
-        elif not self._probe and self._best < self._most:
-            self._rest -= seconds or self.times.seconds(len(rows), width)
-            if self._rest <= 0:
-                self._probe = PROBED
-
-    def _pause(self, rows: int) -> None:
-        """Until the next probe: long enough that it, and the step before that drafts for it, may take their share."""
-        steps = -(-PROBED // rows) + 1
-        probe = steps * self.times.seconds(rows, min(self._best + 1, self._most))
-        self._rest = probe / PROBE_SHARE / self._sooner
-        self._sooner = max(1, self._sooner // 2)
+        if self._probe:
+            self._give_up(width, rows)
+        else:
+            self._credit += (seconds or self.times.seconds(len(rows), width)) * PROBE_LOSS * self._sooner
 
     def _settle(self, rows: int) -> None:
-        """Follow the width that gives most tokens a second, if it is better by enough."""
-
-        def speed(width: int) -> float:
-            return self._acceptance.tokens(width, self._tried) / self.times.seconds(rows, width)
-
-        best = max(range(1, self._most + 1), key=speed)
-        if best != self._best and speed(best) > GAIN * speed(self._best):
+        """Follow the width that gives most tokens a second, if it is better by enough; or try another one."""
+        if self._probe:
+            return
+        seconds = [self.times.seconds(rows, width) for width in range(1, self._most + 1)]
+        speeds = [self._acceptance.tokens(index + 1, self._tried) / each for index, each in enumerate(seconds)]
+        best = max(range(1, self._most + 1), key=lambda width: speeds[width - 1])
+        if best != self._best and speeds[best - 1] > GAIN * speeds[self._best - 1]:
             logger.debug("width %d instead of %d for %d rows", best, self._best, rows)
-            self._best, self._probe, self._sooner = best, 0, IMPATIENCE
-            self._pause(rows)
+            if best != self._former:  # else two widths give as much, and nothing has changed
+                self._sooner, self._credit = IMPATIENCE, 0.0
+            self._former, self._best = self._best, best
+        elif not self.times.known(rows):
+            self._sooner, self._credit = IMPATIENCE, 0.0
+        self._try_another(rows, seconds, speeds)
+
+    def _try_another(self, rows: int, seconds: list[float], speeds: list[float]) -> None:
+        """Begin a probe of the next width that may be better, once it may lose what it probably does."""
+        best, speed = self._best, speeds[self._best - 1]
+        for step in range(1, self._most + 1):
+            # All in turn, the one that was tried last at the end.
+            width = (self._probed - 1 + step) % self._most + 1
+            if width == best or (width < best and HOPELESS * speeds[width - 1] < speed):
+                continue
+            wider = width > best
+            steps = max(TIMED, -(-PROBED // rows)) if wider else TIMED
+            # It is given up a step late: another one is in flight.
+            fewest = min(steps, -(-FEWEST // rows) + 1) if wider else TIMED
+            # Each step on the way there, or back, drafts one more.
+            lost = seconds[width - 1] * max(LEAST_LOSS, 1 - speeds[width - 1] / speed)
+            if self._credit >= (fewest + abs(width - best)) * lost:
+                self._credit -= (steps + abs(width - best)) * lost
+                self._probed, self._probe, self._back = width, steps, lost
+                self._tries = self._gains = 0
+                self._sooner = max(1, self._sooner // 2)
+            return
+        self._credit = min(self._credit, 0.0)
+
+    def _give_up(self, width: int, rows: Sequence[tuple[Request, int]]) -> None:
+        """A step while there is a probe: end it early where it is plain that it gains nothing."""
+        if width == self._probed > self._best:
+            self._tries += len(rows)
+            self._gains += sum(stood >= self._best for _, stood in rows)
+            if self._tries >= FEWEST and not self._gains:
+                self._credit += self._probe * self._back
+                self._probe = 0

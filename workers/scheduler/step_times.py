@@ -1,5 +1,11 @@
 """How long steps of decode rows take: measured at the start, and followed since.
 
+What was measured is off by a factor for every bucket of rows and every width: real tokens wake other experts, contexts
+grow. In a bucket most of it is common to all widths, and changes fast; the rest is a width's own, and changes slowly.
+So the logarithms of a bucket's factors are followed by a Kalman filter (Kalman, 1960) whose variances say just that.
+A step of one width moves what is expected of the others by as much as is likely to be common, and what is known of a
+width counts for less the longer it has not been run.
+
 Imports no torch, as all of the scheduler.
 """
 
@@ -7,16 +13,32 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from math import exp, log, sqrt
 from typing import Final
 
 from workers.protocol.report import StepTime
 
 DRAFT_COST: Final = 0.25
 """Share of a step that each draft is taken to cost where nothing was measured."""
-RATE: Final = 1 / 16
-"""Weight of the newest step."""
 UNUSUAL: Final = 3.0
 """A step that took so many times what was expected, or so little of it, says nothing: the machine was busy."""
+UNUSUAL_IN_A_ROW: Final = 3
+"""Of more than these it is what was expected that is wrong."""
+NOISE: Final = 0.03
+"""Standard deviation of steps alike. This and all below are of logarithms: shares of a step's time."""
+COMMON, OWN = 0.3, 0.2
+"""Standard deviations of what the self-test may be off, for all widths of a bucket alike, and for each by itself."""
+COMMON_UNMEASURED: Final = 2.0
+"""The first where there was no self-test."""
+COMMON_DRIFT, OWN_DRIFT = 0.01, 0.001
+"""Standard deviations of how both change from a step to the next one."""
+LONGEST: Final = 1000
+"""Steps after which what was known of a bucket is as uncertain as it gets by not being run."""
+SURPRISING: Final = 3.0
+"""Standard deviations beyond which a step counts for no more than this, as it may be one that was held up. But what is
+known is as uncertain from then on as would make it less surprising, and those that follow count for more."""
+FRESH: Final = 8
+"""Of that many steps after one of another width, what is surprising is taken to be the width's own."""
 
 
 class StepTimes:
@@ -31,20 +53,50 @@ class StepTimes:
                 points.setdefault(time.width, {})[time.rows] = time.seconds
         # Of some widths only: what a draft costs is taken from those there are, else from nothing.
         self._tables = {w: (sorted(table), [table[rows] for rows in sorted(table)]) for w, table in points.items()}
-        self._ratio = 1.0
-        self._of_width = [1.0] * (width + 1)
+        self._sizes = sorted({rows for table in points.values() for rows in table})
+        self._width = width
+        self._followed: dict[int, _Bucket] = {}
+        self._steps = self._unusual = 0
 
     def seconds(self, rows: int, width: int) -> float:
         """What a step is expected to take."""
-        return self._measured(rows, width) * self._ratio * self._of_width[width]
+        place = self._bucket(rows)
+        factors, measured = self._nearest(place), self._measured(rows, width)
+        if factors is None:
+            return measured
+        logs = factors.log if place in self._followed else factors.likely()
+        return measured * exp(logs[width - 1])
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
-        """What one took. Contexts grow, which all widths feel: the common ratio follows fast, a width's own slowly."""
+        """What one took."""
         found = seconds / self.seconds(rows, width)
-        if not 1 / UNUSUAL < found < UNUSUAL and self._tables:
+        self._unusual = 0 if 1 / UNUSUAL < found < UNUSUAL else self._unusual + 1
+        if 0 < self._unusual <= UNUSUAL_IN_A_ROW and self._tables:
             return
-        self._ratio *= 1 + RATE * (found - 1)
-        self._of_width[width] *= 1 + RATE / 2 * (found - 1)
+        self._steps += 1
+        place = self._bucket(rows)
+        factors = self._followed.get(place)
+        if factors is None:
+            nearest = self._nearest(place)
+            begin = [0.0] * self._width if nearest is None else nearest.likely()
+            factors = self._followed[place] = _Bucket(begin, COMMON if self._tables else COMMON_UNMEASURED)
+        factors.observe(width - 1, log(seconds / self._measured(rows, width)), self._steps)
+
+    def known(self, rows: int) -> bool:
+        """Whether steps were observed in the bucket of so many rows."""
+        return self._bucket(rows) in self._followed
+
+    def _bucket(self, rows: int) -> int:
+        """Rows run in the smallest bucket that holds them; beyond the last one they take as long as that."""
+        sizes = self._sizes
+        return min(bisect_left(sizes, rows), len(sizes) - 1) if sizes else rows.bit_length()
+
+    def _nearest(self, place: int) -> _Bucket | None:
+        """What is followed in a bucket, or in the nearest one in which steps were observed."""
+        found = self._followed.get(place)
+        if found is None and self._followed:
+            found = self._followed[min(self._followed, key=lambda known: abs(known - place))]
+        return found
 
     def _measured(self, rows: int, width: int) -> float:
         table = self._tables.get(width)
@@ -55,5 +107,53 @@ class StepTimes:
             scale = (1 + DRAFT_COST * (width - 1)) / (1 + DRAFT_COST * (others[0] - 1))
             return scale * self._measured(rows, others[0])
         sizes, seconds = table
-        # Rows run in the smallest bucket that holds them; beyond the last one they take as long as that.
         return seconds[min(bisect_left(sizes, rows), len(sizes) - 1)]
+
+
+class _Bucket:
+    """By how much each width's steps are off what was measured, as far as it is known."""
+
+    def __init__(self, begin: list[float], common: float) -> None:
+        self.log = begin
+        widths = range(len(begin))
+        self._variance = [[common**2 + (OWN**2 if i == j else 0.0) for j in widths] for i in widths]
+        self._seen = 0
+        """The step that was observed last."""
+        self._index, self._run = -1, 0
+        """Of its width, and how many of that there were in a row."""
+
+    def observe(self, index: int, found: float, step: int) -> None:
+        """A step of the width of this index, whose logarithm is off by `found`."""
+        log, variance, widths = self.log, self._variance, range(len(self.log))
+        gone = min(step - self._seen, LONGEST) if self._seen else 1
+        self._seen = step
+        common, own = gone * COMMON_DRIFT**2, gone * OWN_DRIFT**2
+        for i in widths:
+            row = variance[i]
+            for j in widths:
+                row[j] += common
+            row[i] += own
+        self._run = self._run + 1 if index == self._index else 1
+        self._index = index
+        off, spread = found - log[index], variance[index][index] + NOISE**2
+        most = SURPRISING * sqrt(spread)
+        more = (off / 2) ** 2 if abs(off) > most else 0.0
+        off = min(max(off, -most), most)
+        gain = [row[index] / spread for row in variance]
+        ahead = list(variance[index])
+        for i in widths:
+            log[i] += gain[i] * off
+            row = variance[i]
+            for j in widths:
+                row[j] -= gain[i] * ahead[j]
+        if more and self._run <= FRESH:
+            variance[index][index] += min(more, OWN**2)
+        elif more:
+            for row in variance:
+                for j in widths:
+                    row[j] += min(more, COMMON**2)
+
+    def likely(self) -> list[float]:
+        """What is to be expected of another bucket: the same in common, and half of what is a width's own."""
+        common = sum(self.log) / len(self.log)
+        return [(common + own) / 2 for own in self.log]

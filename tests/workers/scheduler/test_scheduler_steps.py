@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 from replica import Replica
 from simulated_worker import VOCAB, alone
 from workload import config, tokens
 
 from workers.protocol.messages import STEP_BUCKETS, Request
-from workers.protocol.plan import SamplingParams, StepResult
+from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.protocol.prompt import pack_tokens
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, max_entries_per_row, max_pages_per_row
@@ -312,6 +313,13 @@ def adaptive(agree: float, tokens_of: int = 300) -> Replica:
     """A replica that has served a request whose drafts stand with this probability; steps cost their widths."""
     times = tuple(StepTime(1, width, 0.001 + 0.0005 * (width - 1)) for width in (1, 2, 3))
     replica = Replica(config(adaptive=True, step_times=times, max_context=2000, pages=200), agree=agree)
+    plain = replica.worker.execute
+
+    def execute(plan: StepPlan) -> StepResult:
+        """Takes as long as was measured: else it would be learnt that drafts cost nothing."""
+        return replace(plain(plan), duration=times[plan.width - 1].seconds)
+
+    replica.worker.execute = execute  # type: ignore[method-assign]
     replica.add("a", tokens(10), max_tokens=tokens_of)
     replica.run()
     replica.check_tokens()
