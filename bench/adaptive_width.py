@@ -5,11 +5,15 @@
     python bench/adaptive_width.py --model demo --batch 1,4 --seconds 4 --settle 2
 
 Starts the engine once for every fixed width and once with `auto`, as a replica starts it, scheduler and ranks included.
-In each, so many streams decode greedily past 1,024 tokens of prompt; one that reaches the end of its context, or of
-its share of the cache, begins anew. Meanwhile drafts are made to stand with one probability after the other
-(`bench/synthetic_acceptance.py`), each where those before it do. After `--settle` seconds the tokens that come in
-`--seconds` are counted. With `auto` that is `--settle-auto`: it tries once in a few seconds whether drafts pay, and
-here they change from one moment to the next for all streams.
+In each, so many streams decode past 1,024 tokens of prompt; one that reaches the end of its context, or of its share of
+the cache, begins anew. Drafts are made to stand with one probability after the other, each where those before it do
+(`bench/synthetic_acceptance.py`). For every point streams begin anew, so that contexts are as long for all widths;
+after `--settle` seconds the tokens that come in `--seconds` are counted. With `auto` other streams decode for
+`--settle-auto` seconds before them: it tries once in a few seconds whether drafts pay, and here they change from one
+moment to the next for all streams.
+
+Tokens are sampled at temperature 1, and drafts are random. Of text that repeats itself a step of a mixture of experts
+would wake fewer experts, and texts of different widths repeat themselves differently.
 
 A line per batch and probability: tokens a second of every width and of auto, what auto reaches of the best, and the
 widths that it took meanwhile. Then what speculation gives a single stream whose drafts stand four times out of five, so
@@ -86,15 +90,31 @@ def acceptance_file() -> Iterator[Path]:
 
 
 async def requests_of(engine: EngineClient, batch: int, given: argparse.Namespace) -> Callable[[int, int], Request]:
-    """What makes streams that decode greedily, each past a prompt of its own, as long as all find room."""
+    """What makes streams that decode as long as all find room. Each place has its own prompt and seed."""
     prompts = PromptSource(engine.info.vocab_size, batch).batch(batch, given.input)
-    sampling = SamplingParams(max_tokens=await tokens_left(engine, batch, given.input), temperature=0.0)
-    return lambda place, number: Request(f"bench-{number}", prompts[place], sampling)
+    most = await tokens_left(engine, batch, given.input)
+    sampling = [SamplingParams(max_tokens=most, temperature=1.0, seed=place) for place in range(batch)]
+    return lambda place, number: Request(f"bench-{number}", prompts[place], sampling[place])
 
 
-async def point(engine: EngineClient, streams: Streams, settle: float, given: argparse.Namespace) -> Point:
-    """Let it settle for so many seconds, then count."""
-    await asyncio.sleep(settle)
+async def point(
+    engine: EngineClient,
+    batch: int,
+    asked: Callable[[int, int], Request],
+    given: argparse.Namespace,
+    before: float = 0.0,
+) -> Point:
+    """What streams do that have just begun. Others decode for `before` seconds ahead of them."""
+    if before:
+        async with decoding_streams(engine, batch, asked):
+            await asyncio.sleep(before)
+    async with decoding_streams(engine, batch, asked) as streams:
+        return await counted(engine, streams, given)
+
+
+async def counted(engine: EngineClient, streams: Streams, given: argparse.Namespace) -> Point:
+    """Let them settle, then count."""
+    await asyncio.sleep(given.settle)
     before, loop = await settled_stats(engine), asyncio.get_running_loop()
     begin, tokens, widths = loop.time(), sum(streams.given), Counter[int]()
     while loop.time() < begin + given.seconds:
@@ -130,18 +150,15 @@ async def engine_points(
     async with engine_of(config, given.quiet) as engine:
         for batch in given.batch:
             asked = await requests_of(engine, batch, given)
-            async with decoding_streams(engine, batch, asked) as streams:
-                for probability in given.acceptance if width != 1 else (None,):
-                    synthetic_acceptance.write(file, synthetic_acceptance.OFF if probability is None else probability)
-                    settle = given.settle_auto if width == "auto" else given.settle
-                    points[batch, probability] = await point(engine, streams, settle, given)
-                    told(width, batch, probability, points[batch, probability])
+            for probability in given.acceptance if width != 1 else (None,):
+                synthetic_acceptance.write(file, synthetic_acceptance.OFF if probability is None else probability)
+                ahead = given.settle_auto if width == "auto" else 0.0
+                points[batch, probability] = await point(engine, batch, asked, given, ahead)
+                told(width, batch, probability, points[batch, probability])
         synthetic_acceptance.write(file, YIELD)
         for batch, wanted in ((1, 2), (2, 1)):
             if width == wanted:
-                asked = await requests_of(engine, batch, given)
-                async with decoding_streams(engine, batch, asked) as streams:
-                    points[batch, YIELD] = await point(engine, streams, given.settle, given)
+                points[batch, YIELD] = await point(engine, batch, await requests_of(engine, batch, given), given)
                 told(width, batch, YIELD, points[batch, YIELD])
     return points
 
@@ -222,7 +239,7 @@ def main() -> int:
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--settle", type=float, default=0.8, help="seconds before tokens are counted")
-    parser.add_argument("--settle-auto", type=float, default=5.0, help="the same, with width auto")
+    parser.add_argument("--settle-auto", type=float, default=5.0, help="of other streams before, with width auto")
     parser.add_argument("--seconds", type=float, default=1.2, help="while they are")
     parser.add_argument("--bound", type=float, default=0.97)
     parser.add_argument("--quiet", action="store_true", help="no progress of the engine on stderr")

@@ -6,6 +6,11 @@ have `bench/replica_hooks` on their PYTHONPATH and the file's name in their envi
 stand are counted, the target's token at every place becomes the draft there, or another token, as a number drawn for
 the place says. So a draft stands with that probability where those before it do. It can be changed while replicas run,
 graphs included: a kernel inside them reads it from the host's memory.
+
+The drafts that steps make become random tokens meanwhile. A drafter's own would be accepted as often, and then the text
+would repeat itself: the wider the steps, the fewer experts of a mixture would such text wake.
+
+Shape legend: D decode rows, W width, X drafts that are verified; R drafted rows, S slots, K drafts a slot has room for.
 """
 
 from __future__ import annotations
@@ -52,6 +57,18 @@ def _agree(
     tl.store(target + row * target_stride + place, chosen, mask=valid)
 
 
+@triton.jit(do_not_specialize=["drafts", "room", "vocab"], do_not_specialize_on_alignment=["slots"])
+def _redraw(length, slots, draft, probability, drafts, room, vocab, LANES: tl.constexpr):
+    """One program per row. Every rank draws the same, as it does so from a row's slot and length."""
+    place = tl.arange(0, LANES)
+    slot = tl.load(slots + tl.program_id(0))
+    share = tl.load(probability, volatile=True)
+    live = (slot >= 0) & (share >= 0)
+    seed = tl.load(length + slot, mask=live, other=0)
+    token = (tl.rand(seed, slot.to(tl.int32) * LANES + place) * vocab).to(tl.int64)
+    tl.store(draft + slot * room + place, tl.minimum(token, vocab - 1), mask=live & (place < drafts))
+
+
 class Agreement:
     """What the file says, for the steps of this process."""
 
@@ -91,6 +108,53 @@ class Agreement:
             plain(target_DW, draft_DX, *args, **more)
 
         return accept
+
+    def behind(self, plain: Callable[..., None]) -> Callable[..., None]:
+        """`StepParts.draft` of drafts that are random tokens, whoever makes them, while the file has a probability."""
+
+        def draft(
+            parts: Any, hidden_RE: Tensor | None, slot_R: Tensor, position_R: Tensor, length_R: Tensor, page_RP: Tensor,
+            drafts: int, *more: Any, **named: Any,
+        ) -> None:  # fmt: skip
+            plain(parts, hidden_RE, slot_R, position_R, length_R, page_RP, drafts, *more, **named)
+            if drafts:
+                state = parts.state.tensors
+                self.redraw(state.length_S, slot_R, state.draft_SK, drafts, parts.model.config.vocab_size)
+
+        return draft
+
+    def redraw(self, length_S: Tensor, slot_R: Tensor, draft_SK: Tensor, drafts: int, vocab: int) -> None:
+        """Overwrite the first `drafts` drafts of the rows' slots, all int64; a slot of -1 has none."""
+        if not self._following:
+            self._begin(draft_SK.device)
+        if draft_SK.is_cuda:
+            self.launch_redraw(length_S, slot_R, draft_SK, drafts, vocab)
+        else:
+            self.reference_redraw(length_S, slot_R, draft_SK, drafts, vocab)
+
+    def launch_redraw(self, length_S: Tensor, slot_R: Tensor, draft_SK: Tensor, drafts: int, vocab: int) -> None:
+        """`redraw`, by the kernel."""
+        room = draft_SK.shape[1]
+        _redraw[(slot_R.shape[0],)](
+            length_S,
+            slot_R,
+            draft_SK,
+            self._probability,
+            drafts,
+            room,
+            vocab,
+            LANES=triton.next_power_of_2(room),
+            num_warps=1,
+        )
+
+    def reference_redraw(self, length_S: Tensor, slot_R: Tensor, draft_SK: Tensor, drafts: int, vocab: int) -> None:
+        """`redraw`, in plain torch."""
+        if self._probability.item() < 0:
+            return
+        generator = torch.Generator()
+        for slot in slot_R[slot_R >= 0].tolist():
+            generator.manual_seed(int(length_S[slot]) * draft_SK.shape[0] + slot)
+            draft_SK[slot, :drafts] = torch.randint(0, vocab, (drafts,), generator=generator)
 
     def agree(self, target_DW: Tensor, draft_DX: Tensor, vocab: int) -> None:
         """Overwrite targets: int64 [D, W] and [D, W - 1], rows contiguous."""

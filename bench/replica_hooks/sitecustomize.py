@@ -46,10 +46,20 @@ def synthetic_acceptance(module: ModuleType) -> None:
         module.accept_drafts = Agreement.of(Path(os.environ[ACCEPTANCE])).before(module.accept_drafts)
 
 
+def synthetic_drafts(module: ModuleType) -> None:
+    """Steps make random drafts while that file says how many are accepted."""
+    if ACCEPTANCE in os.environ:
+        sys.path.append(BENCH)
+        from synthetic_acceptance import Agreement
+
+        module.StepParts.draft = Agreement.of(Path(os.environ[ACCEPTANCE])).behind(module.StepParts.draft)
+
+
 HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "workers.weights.checkpoint": generated_checkpoints,
     "workers.step.decode": synthetic_acceptance,
     "workers.step.mixed": synthetic_acceptance,
+    "workers.step.parts": synthetic_drafts,
 }
 """What is done to a module once it was executed."""
 

@@ -55,3 +55,34 @@ def check(agreement: Any, agree: Callable[[Tensor, Tensor, int], None]) -> None:
 def nowhere() -> Path:
     """A file that is not there."""
     return Path("/nonexistent/acceptance")
+
+
+SLOTS, ROOM = 24, 3
+
+
+def check_drafts(agreement: Any, redraw: Callable[[Tensor, Tensor, Tensor, int, int], None]) -> None:
+    """Random in every place, the same for every rank, and nothing else changes."""
+    slot_R = torch.tensor([5, -1, 0, *range(6, SLOTS), -1])
+    seen: list[Tensor] = []
+    for drafts in (1, 3, 2):
+        for step in range(12):
+            length_S = torch.arange(SLOTS + 1) * 7 + 3 * step + 1000 * drafts
+            made_SK = [torch.full((SLOTS + 1, ROOM), -77) for _ in range(3)]
+            for draft_SK, probability in zip(made_SK, (0.0, 0.9, -1.0), strict=True):
+                agreement._probability[0] = probability
+                redraw(length_S, slot_R, draft_SK, drafts, VOCAB)
+            assert torch.equal(made_SK[0], made_SK[1])
+            assert (made_SK[2] == -77).all(), "the file says nothing"
+            live_R = slot_R[slot_R >= 0]
+            drawn_RX = made_SK[0][live_R, :drafts].clone()
+            assert ((drawn_RX >= 0) & (drawn_RX < VOCAB)).all()
+            made_SK[0][live_R, :drafts] = -77
+            assert (made_SK[0] == -77).all(), "of padding, of other slots and behind the drafts"
+            if drafts == 3:
+                seen.append(drawn_RX)
+    drawn = torch.stack(seen)
+    counts = torch.bincount(drawn.flatten(), minlength=VOCAB)
+    expected = drawn.numel() / VOCAB
+    assert ((counts - expected).abs() < 5 * expected**0.5).all(), "every token as often"
+    for alike in (drawn[1:] == drawn[:-1], drawn[:, 1:] == drawn[:, :-1], drawn[..., 1:] == drawn[..., :-1]):
+        assert alike.float().mean() < 3 / VOCAB, "steps, rows and places have nothing to do with each other"

@@ -1,4 +1,4 @@
-"""The kernel that lets drafts stand, interpreted. Run with TRITON_INTERPRET=1, see test_bench_adaptive_width.py."""
+"""The kernels of synthetic acceptance, interpreted. Run with TRITON_INTERPRET=1, see test_bench_adaptive_width.py."""
 
 from tests.support import interpreter
 
@@ -18,3 +18,8 @@ def test_drafts_stand_as_often_as_is_said() -> None:
     agreement = Agreement(case.nowhere())
     case.check(agreement, agreement.launch)
     assert agreement._count.item() == 76
+
+
+def test_drafts_are_random() -> None:
+    agreement = Agreement(case.nowhere())
+    case.check_drafts(agreement, agreement.launch_redraw)

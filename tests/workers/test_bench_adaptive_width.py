@@ -34,8 +34,36 @@ def test_drafts_stand_as_often_as_is_said(bench: ModuleType) -> None:
     case.check(agreement, agreement.reference)
 
 
+def test_drafts_are_random(bench: ModuleType) -> None:
+    agreement = bench.synthetic_acceptance.Agreement(case.nowhere())
+    case.check_drafts(agreement, agreement.reference_redraw)
+
+
+def test_whatever_a_drafter_makes_is_replaced(bench: ModuleType, tmp_path: Path) -> None:
+    """In a running process, by what the file says, and in the slots of rows that were drafted for."""
+    synthetic, file = bench.synthetic_acceptance, tmp_path / "acceptance"
+    tensors = Namespace(length_S=torch.arange(4), draft_SK=torch.zeros(4, 3, dtype=torch.int64))
+    parts = Namespace(state=Namespace(tensors=tensors), model=Namespace(config=Namespace(vocab_size=case.VOCAB)))
+
+    def plain(parts: Namespace, hidden: None, slot_R: torch.Tensor, *rest: object) -> None:
+        parts.state.tensors.draft_SK[slot_R] = -5
+
+    draft = synthetic.Agreement(file).behind(plain)
+    for probability, replaced in ((0.3, True), (synthetic.OFF, False), (0.0, True)):
+        synthetic.write(file, probability)
+        deadline = time.monotonic() + 10
+        while bool((tensors.draft_SK[2, :2] >= 0).all()) != replaced:
+            assert time.monotonic() < deadline
+            draft(parts, None, torch.tensor([2]), None, None, None, 2, None, None)
+            assert tensors.draft_SK[2, 2] == -5
+            time.sleep(0.01)
+    assert (tensors.draft_SK[[0, 1, 3]] == 0).all()
+    draft(parts, None, torch.tensor([2]), None, None, None, 0, None, None)
+    assert (tensors.draft_SK[2] == -5).all()
+
+
 @pytest.mark.long
-def test_the_kernel_in_the_interpreter() -> None:
+def test_the_kernels_in_the_interpreter() -> None:
     interpreted_pytest(Path(__file__).with_name("interpreted_bench_acceptance.py"))
 
 
@@ -59,7 +87,10 @@ def test_steps_follow_the_file(bench: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_only_processes_that_are_told_change_what_stands(bench: ModuleType) -> None:
-    code = "from workers.step import decode, mixed; print(mixed.accept_drafts.__name__, decode.accept_drafts.__name__)"
+    code = (
+        "from workers.step import decode, mixed, parts; "
+        "print(mixed.accept_drafts.__name__, decode.accept_drafts.__name__, parts.StepParts.draft.__qualname__)"
+    )
     with bench.acceptance_file() as file:
         told = {**os.environ, "PYTHONPATH": os.environ["PYTHONPATH"] + os.pathsep + str(ROOT)}
         assert file.read_bytes()
@@ -69,7 +100,8 @@ def test_only_processes_that_are_told_change_what_stands(bench: ModuleType) -> N
         subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.split()
         for env in (told, untold)
     ]
-    assert said == [["accept"] * 2, ["accept_drafts"] * 2]
+    drafts = ["Agreement.behind.<locals>.draft", "StepParts.draft"]
+    assert said == [["accept", "accept", drafts[0]], ["accept_drafts", "accept_drafts", drafts[1]]]
 
 
 def found(bench: ModuleType, auto: float, stood: int = 600) -> dict[object, object]:
