@@ -12,7 +12,7 @@ from typing import Final
 
 NOISE: Final = 0.03
 """Of what is expected, the standard deviation of what is observed of equal steps."""
-DRIFT: Final = 0.05
+DRIFT: Final = 0.02
 """Of a factor's first standard deviation, how far it wanders from one observation to the next."""
 FAR: Final = 3.0
 """Standard deviations beyond which an observation says that the machine was busy, and nothing else. Two in a row, to
@@ -32,17 +32,21 @@ class Following:
         self._far = 0
         """Whether the newest observation was far off, and to which side."""
 
-    def observe(self, parts: Sequence[float], seen: float, *, beside: float = 0.0) -> None:
-        """The sum for these x, in their unit. `beside`: what else was in the quantity that was measured, whose noise is
-        in what was seen."""
-        expected = sum(value * part for value, part in zip(self.values, parts, strict=True))
+    def total(self, parts: Sequence[float]) -> float:
+        """The sum that is expected for these x."""
+        return sum(value * part for value, part in zip(self.values, parts, strict=True))
+
+    def observe(self, parts: Sequence[float], seen: float, *, beside: float = 0.0) -> bool:
+        """The sum for these x, in their unit; whether it was taken in. `beside`: what else was in the quantity that was
+        measured, whose noise is in what was seen."""
+        expected = self.total(parts)
         noise = (NOISE * (beside + expected)) ** 2
         spread, variance = self._uncertainty(parts, noise)
         off, most = seen - expected, FAR * sqrt(variance)
         before, self._far = self._far, 0 if abs(off) <= most else 1 if off > 0 else -1
         if self._far:
             if self._far != before:
-                return
+                return False
             self._covariance = self._certain_of_nothing()
             spread, variance = self._uncertainty(parts, noise)
             off = min(max(off, -FAR * sqrt(variance)), FAR * sqrt(variance))
@@ -52,6 +56,7 @@ class Following:
                 self._covariance[i][j] -= spread[i] * other / variance
             self._covariance[i][i] += DRIFT * DRIFT * self._variances[i]
         self._bound()
+        return True
 
     def _uncertainty(self, parts: Sequence[float], noise: float) -> tuple[list[float], float]:
         """(covariances of the factors with a sum for these x, the variance of what is seen of it)."""

@@ -8,7 +8,8 @@ seconds. T is what a step of its decode rows alone takes. o is what prompts add 
 single graph, and it wakes experts that few rows leave asleep. c is what a token costs, and N are all tokens of prompts
 with those that a graph pads the step with. Entries before a chunk are expanded anew for it, however short it is, in p
 pieces, and each of its tokens attends to all of them. o and c are measured when the replica proves its steps, with few
-entries before tokens. The factors a, b, e and g follow mixed steps.
+entries before tokens. The factors a, b, e and g follow mixed steps. What they leave unexplained of steps that are
+padded alike is followed for itself: tokens do not fill the device's processors evenly, and other kernels serve more.
 
 Where nobody says what a mixed step may take, it may take twice as long as one of its decode rows alone. Few rows make
 short steps, of which all that is not tokens would leave nothing for them. Then tokens take as long as all that.
@@ -20,9 +21,9 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 from math import inf
 from statistics import median
 from typing import Final
@@ -53,6 +54,10 @@ STARTED: Final = 120.0
 """Tokens that a piece of them is taken to cost, however few it has, before anything is known."""
 DEPTH: Final = 32_768.0
 """Entries before a token that are taken to double its cost, before anything is known."""
+OWN_RATE: Final = 1 / 4
+"""Weight of the newest step in what factors do not explain of steps like it."""
+MOST_OWN: Final = 0.25
+"""Of what prompts add to a step, how much that may be."""
 APART: Final = 1.5
 """How many times the tokens of one measured step another must have had for both to say what a token costs."""
 
@@ -71,6 +76,8 @@ class Costs:
     """For each entry before a chunk."""
     deeper: float
     """For a token and an entry that it attends to."""
+    own: Mapping[tuple[int, bool], float] = field(default_factory=dict)
+    """For a step that is padded to so many tokens, and whether its prompts have entries before them."""
 
     def before(self, entries: int) -> float:
         """For a chunk behind so many entries, however short it is."""
@@ -139,9 +146,16 @@ class Room:
 
         def seconds(count: int) -> float:
             step = padded(self._beside + self._taken + count, self._buckets)
-            return costs.each * (step - self._beside) + costs.deeper * count * (before + count / 2)
+            own = costs.own.get((step, before > 0), 0.0)
+            return costs.each * (step - self._beside) + own + costs.deeper * count * (before + count / 2)
 
-        return bisect_right(range(1, open_tokens + 1), left, key=seconds)
+        # Steps that are padded alike cost more the more tokens they have; others need not.
+        used = self._beside + self._taken
+        ends = [min(step - used, open_tokens) for step in self._buckets if step > used] or [open_tokens]
+        for first, last in reversed(list(pairwise([0, *ends]))):
+            if first < last and seconds(first + 1) <= left:
+                return first + bisect_right(range(first + 1, last + 1), left, key=seconds)
+        return 0
 
 
 def _pieces(entries: int) -> int:
@@ -171,6 +185,8 @@ class MixedTarget:
         # What o and c are off by shows in every step, what entries cost in those of long prompts alone.
         self._factors = Following([1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 1.0, 2.0])
         """a, b, e and g."""
+        self._own: dict[tuple[int, bool], float] = {}
+        """See `Costs`."""
 
     def room(self, rows: int, width: int, most: int) -> Room:
         """What is open to prompts in a step with so many decode rows: `most` tokens at the most."""
@@ -197,13 +213,19 @@ class MixedTarget:
         if seconds <= alone:  # which says nothing of prompts: a step of these rows alone would have taken less
             self._times.observe(rows, width, seconds)
             return
-        tokens = padded(rows * width + tokens, self._buckets) - rows * width
+        step = padded(rows * width + tokens, self._buckets)
+        tokens = step - rows * width
         if self._cost is None:
             self._cost = (seconds - alone) / tokens
         entries = sum(STARTED * _pieces(before) + before / ENTRIES for before, _ in chunks)
         deep = sum(count * (before + count / 2) for before, count in chunks) / DEPTH
         parts = [self._fixed(rows, width, self._cost), *(self._cost * share for share in (tokens, entries, deep))]
-        self._factors.observe(parts, seconds - alone, beside=alone)
+        like = step, entries > 0
+        own = self._own.get(like, 0.0)
+        if self._factors.observe(parts, seconds - alone - own, beside=alone) and self._buckets:
+            expected = self._factors.total(parts)
+            own += OWN_RATE * (seconds - alone - own - expected)
+            self._own[like] = min(max(own, -MOST_OWN * expected), MOST_OWN * expected)
 
     def _costs(self, rows: int, width: int, cost: float) -> Costs:
         """As far as is known."""
@@ -214,6 +236,7 @@ class MixedTarget:
             piece=entry * cost * STARTED,
             entry=entry * cost / ENTRIES,
             deeper=deeper * cost / DEPTH,
+            own=self._own,
         )
 
     def _fixed(self, rows: int, width: int, cost: float) -> float:
