@@ -37,13 +37,16 @@ logger = logging.getLogger(__name__)
 
 DECODE_STEPS: Final = 2.0
 """What a mixed step may take where nobody says it, in steps of its decode rows alone."""
-AIM: Final = 0.95
+AIM: Final = 0.935
 """Of what a mixed step may take, what is aimed at: equal steps differ by a few percent, and nearly all are to keep to
 it."""
 FEWEST: Final = 64
 """Prompt tokens that are open in every mixed step, whatever they cost: prompts must not starve."""
 WORTHWHILE: Final = 16
 """Tokens for which another prompt joins a step: what stands before it has to be expanded for any number of them."""
+TAIL: Final = 1.15
+"""How many times the tokens for which there is time a chunk may have that ends its prompt: a few tokens more delay a
+step by less than another step would."""
 LEAST_FIXED: Final = 0.05
 """Of a step of decode rows alone, what prompts are taken to add at least, whatever their number."""
 ENTRIES: Final = 40.0
@@ -116,10 +119,11 @@ class Room:
         """Whether a further prompt, behind so many entries, finds room for more than a few tokens."""
         return self._affordable(before) >= WORTHWHILE
 
-    def tokens(self, before: int) -> int:
-        """Of a prompt, behind so many entries; one at least while there is room."""
-        least = min(max(self._fewest - self._taken, 1), self._most - self._taken)
-        return max(self._affordable(before), least)
+    def tokens(self, before: int, left: int) -> int:
+        """Of a prompt that has so many left, behind so many entries; one at least while there is room."""
+        open_tokens = self._most - self._taken
+        offered = max(self._affordable(before), min(max(self._fewest - self._taken, 1), open_tokens))
+        return min(left, open_tokens) if left <= TAIL * offered else offered
 
     def take(self, before: int, count: int) -> None:
         """So many tokens of a prompt, behind so many entries."""

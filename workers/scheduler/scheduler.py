@@ -277,7 +277,7 @@ class Scheduler:
                 sequence = running.popleft()
             else:
                 break
-            row = self._chunk(sequence, room.tokens(sequence.cursor))
+            row = self._chunk(sequence, room.tokens(sequence.cursor, sequence.goal - sequence.cursor))
             room.take(row.start, len(row.tokens))
             sequences.append(sequence)
             rows.append(row)
