@@ -41,8 +41,8 @@ def engine_steps(folder: Path) -> list[Step]:
         Step("slice", ((PYTHON, "bench/generated.py", "v3-slice", part),)),
         Step("masks", ((*masked, "--model", part, "--grammar", "json", "--bound", "1.03"),), generated=True),
         Step("adaptive-demo", ((*adaptive, *demo),), 360.0),
-        Step("adaptive-free", ((*adaptive, *free),), 500.0),
-        Step("adaptive", ((*adaptive, "--model", part),), 500.0, generated=True),
+        Step("adaptive-free", ((*adaptive, *free),), 700.0),
+        Step("adaptive", ((*adaptive, "--model", part),), 900.0, generated=True),
         Step("sparse", ((PYTHON, "bench/sparse.py"),)),
     ]
 
