@@ -68,7 +68,13 @@ class Lengths:
 @pytest.mark.parametrize("place", PLACES, ids=named)
 @pytest.mark.parametrize(
     ("drafter", "rows"),
-    [*(("eagle3", rows) for rows in (1, 2, 3, 5, 7, 8)), ("mtp", 1), ("mtp", 3), ("mtp", 8), ("ngram", 5)],
+    [
+        ("eagle3", 2),
+        *(pytest.param("eagle3", rows, marks=pytest.mark.long) for rows in (1, 3, 5, 7, 8)),
+        ("mtp", 3),
+        *(pytest.param("mtp", rows, marks=pytest.mark.long) for rows in (1, 8)),
+        ("ngram", 5),
+    ],
 )
 def test_ten_of_ten_requests_are_served(
     folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int, place: Place, drafter: str
@@ -85,7 +91,7 @@ def test_ten_of_ten_requests_are_served(
 
 
 @pytest.mark.parametrize("place", PLACES, ids=named)
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("width", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_cache_of_two_pages_serves_one_request_after_the_other(folder: Path, width: int, place: Place) -> None:
     """One of the two is the null page."""
     run = replica(folder, place, width=width, cache_pages=2)

@@ -11,6 +11,7 @@ Here the layout says where everything lies, lengths live in one place on the dev
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def outcome(run: InlineEngine, names: str = "abcde") -> list[tuple[list[int], li
     return found
 
 
+@cache
 def one_by_one(folder: Path, device: str) -> list[tuple[list[int], list[Any]]]:
     """The same jobs without drafts, each in a replica of its own."""
     found = []
@@ -97,7 +99,9 @@ def starved(run: InlineEngine) -> list[StepPlan]:
     return wrong
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter", ["mtp", *(pytest.param(name, marks=pytest.mark.long) for name in DRAFTERS if name != "mtp")]
+)
 @pytest.mark.parametrize("place", PLACES, ids=named)
 def test_everybody_gets_what_they_get_alone(folder: Path, place: Place, drafter: str) -> None:
     run = mixed(folder, place, **DRAFTERS[drafter])
@@ -109,7 +113,12 @@ def test_everybody_gets_what_they_get_alone(folder: Path, place: Place, drafter:
 
 @pytest.mark.parametrize(
     "names",
-    ["abcde", "edcba", pytest.param("cabed", marks=pytest.mark.long), pytest.param("zyabc", marks=pytest.mark.long)],
+    [
+        pytest.param("abcde", marks=pytest.mark.long),
+        "edcba",
+        pytest.param("cabed", marks=pytest.mark.long),
+        pytest.param("zyabc", marks=pytest.mark.long),
+    ],
 )
 def test_nobody_starves_whatever_the_ids_are(folder: Path, names: str) -> None:
     run = mixed(folder, ("cpu", False), names)
@@ -245,7 +254,15 @@ WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a length advanced in place",
+        "page tables of other rows",
+        pytest.param("log-probabilities written back by row", marks=pytest.mark.long),
+        pytest.param("counts of some rows", marks=pytest.mark.long),
+    ],
+)
 def test_a_wrong_step_changes_an_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     expected = one_by_one(folder, "cpu")
     WRONG[name](monkeypatch)
@@ -277,7 +294,7 @@ def one_token_in_mixed_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "plan", plan)
 
 
-@pytest.mark.parametrize("wrong", [prompts_first, one_token_in_mixed_steps])
+@pytest.mark.parametrize("wrong", [pytest.param(prompts_first, marks=pytest.mark.long), one_token_in_mixed_steps])
 def test_decode_rows_that_starve_are_seen(
     folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[pytest.MonkeyPatch], None]
 ) -> None:

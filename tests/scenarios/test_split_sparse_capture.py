@@ -52,7 +52,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=named)
-@pytest.mark.parametrize("settings", [{"width": 1}, {"width": 3, "max_rows": 3}, {"width": 4, "invariant": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"width": 1}, marks=pytest.mark.long),
+        {"width": 3, "max_rows": 3},
+        pytest.param({"width": 4, "invariant": True}, marks=pytest.mark.long),
+    ],
+)
 def test_every_request_is_served(folder: Path, settings: dict[str, Any], place: Place) -> None:
     run = replica(folder, place, **settings)
     poison_null_page(run)
@@ -186,7 +193,17 @@ WRONG: dict[str, Callable[[], Fault]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+QUICK = (
+    "indices of the capture",
+    "bounds of the capture",
+    "an entry past the row",
+    "queries stashed across segments",
+    "selection before the cache write",
+    "shared layers select nothing",
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in WRONG])
 def test_a_wrong_split_does_not_serve(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     expected = alone(folder, "cpu", *JOBS)
     run = replica(folder, ("cpu", True), WRONG[name](), monkeypatch, width=3)

@@ -52,31 +52,35 @@ def jobs(kind: str) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def alone(folders: dict[str, Path]) -> dict[str, list[Outcome]]:
+@cache
+def alone(kind: str, folder: Path) -> list[Outcome]:
     """Every job in an engine that has nothing else to do, without drafts."""
-    outcomes = {}
-    for kind, folder in folders.items():
-        run = engine(folder, width=1, prefix_cache=False, token_budget=400)
-        outcomes[kind] = [generate(run, [job])[0] for job in jobs(kind)]
-        assert run.scheduler.stats().step_seconds["mixed"].count == 0
+    run = engine(folder, width=1, prefix_cache=False, token_budget=400)
+    outcomes = [generate(run, [job])[0] for job in jobs(kind)]
+    assert run.scheduler.stats().step_seconds["mixed"].count == 0
     return outcomes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = (("v3-yarn", 2), ("v2-no-q-lora", 4))
+
+
 @pytest.mark.parametrize(
-    ("width", "token_budget"),
-    [pytest.param(1, 400, marks=pytest.mark.long), (2, 40), pytest.param(3, 96, marks=pytest.mark.long), (4, 33)],
+    ("kind", "width", "token_budget"),
+    [
+        pytest.param(kind, width, budget, marks=() if (kind, width) in QUICK else pytest.mark.long)
+        for kind in KINDS
+        for width, budget in [(1, 400), (2, 40), (3, 96), (4, 33)]
+    ],
 )
 def test_a_request_in_any_batch_is_the_request_alone(
-    kind: str, width: int, token_budget: int, folders: dict[str, Path], alone: dict[str, list[Outcome]]
+    kind: str, width: int, token_budget: int, folders: dict[str, Path]
 ) -> None:
     run = engine(folders[kind], width=width, token_budget=token_budget)
     order = random.Random(width).sample(range(len(jobs(kind))), len(jobs(kind)))
     outcomes = generate(run, [jobs(kind)[index] for index in order])
     assert run.scheduler.stats().step_seconds["mixed"].count > 0
     for index, outcome in zip(order, outcomes, strict=True):
-        assert outcome == alone[kind][index], f"request {index}"
+        assert outcome == alone(kind, folders[kind])[index], f"request {index}"
 
 
 def test_sparse_attention_selects_the_same_in_any_batch(tmp_path: Path) -> None:
@@ -88,7 +92,7 @@ def test_sparse_attention_selects_the_same_in_any_batch(tmp_path: Path) -> None:
     assert crowded.scheduler.stats().step_seconds["mixed"].count > 0
 
 
-@pytest.mark.parametrize("kind", [pytest.param("v3-yarn", marks=pytest.mark.long), "demo"])
+@pytest.mark.parametrize("kind", ["v3-yarn", pytest.param("demo", marks=pytest.mark.long)])
 def test_preemptions_and_prefix_hits_on_generated_pages_change_no_bit(kind: str, folders: dict[str, Path]) -> None:
     params = SamplingParams(70, temperature=0.0, logprobs=3)
     long = [(prompt[-45:], params) for prompt, _ in jobs(kind)[:4]]
@@ -105,14 +109,14 @@ def test_preemptions_and_prefix_hits_on_generated_pages_change_no_bit(kind: str,
     assert roomy.scheduler.stats().cached_tokens - before >= 63 * len(long)
 
 
-def test_an_fp8_cache_changes_no_bit_either(folders: dict[str, Path], alone: dict[str, list[Outcome]]) -> None:
+def test_an_fp8_cache_changes_no_bit_either(folders: dict[str, Path]) -> None:
     """In other chunks and batches, and on cached pages, which the requests find that have a beginning in common."""
     kind, fp8 = "v3-yarn", {"kv_cache_dtype": "fp8"}
     single = [
         generate(engine(folders[kind], width=1, prefix_cache=False, token_budget=400, **fp8), [job])[0]
         for job in jobs(kind)
     ]
-    assert single != alone[kind]
+    assert single != alone(kind, folders[kind])
     crowded, cold = engine(folders[kind], width=3, **fp8), engine(folders[kind], width=2, token_budget=40, **fp8)
     assert generate(crowded, jobs(kind)) == single
     assert generate(cold, jobs(kind)[::-1]) == single[::-1]
