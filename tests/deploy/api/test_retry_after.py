@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -44,8 +45,7 @@ class Stream:
         return "length" if self.generated >= self._end else None
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
-@given(
+any_load = given(
     per_minute=st.integers(600, 60_000),
     prompt=st.floats(0.001, 1.5),
     spent=st.floats(0, 3),
@@ -67,7 +67,9 @@ class Stream:
     at=st.integers(0, 2),
     then=st.integers(0, 2),
 )
-def test_who_waits_as_long_as_it_was_told_is_let_in_though_streams_go_on(
+
+
+def let_in_after_the_wait(
     per_minute: int,
     prompt: float,
     spent: float,
@@ -130,6 +132,19 @@ def test_who_waits_as_long_as_it_was_told_is_let_in_though_streams_go_on(
     except OverLimit as error:
         advance(whole_seconds(error.wait_s))
         keys[then % fronts].start(amount, [])
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@any_load
+def test_who_waits_as_long_as_it_was_told_is_let_in_though_streams_go_on(**drawn: Any) -> None:
+    let_in_after_the_wait(**drawn)
+
+
+@pytest.mark.long
+@settings(deadline=None, derandomize=True, max_examples=200)
+@any_load
+def test_whoever_waits_as_long_as_it_was_told_is_let_in(**drawn: Any) -> None:
+    let_in_after_the_wait(**drawn)
 
 
 def test_no_more_is_waited_for_than_streams_may_still_generate() -> None:

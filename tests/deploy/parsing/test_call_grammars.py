@@ -145,9 +145,7 @@ def test_what_a_grammar_allows_is_calls(name: str, only: str | None, parallel: b
         assert len(answer.calls) >= 1 if parallel else len(answer.calls) == 1
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.sampled_from(FORMATS), st.integers(0, 10**9))
-def test_calls_within_text(name: str, seed: int) -> None:
+def within_text(name: str, seed: int) -> None:
     draw = random.Random(seed)
     grammar = grammar_of(name, must=False)
     begin = MARKERS[name][0]
@@ -158,6 +156,19 @@ def test_calls_within_text(name: str, seed: int) -> None:
     if text is not None:
         assert check(name, before + begin + text, draw).calls
     assert takes(grammar, "Just text, with {} and <b>.")
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.sampled_from(FORMATS), st.integers(0, 10**9))
+def test_calls_within_text(name: str, seed: int) -> None:
+    within_text(name, seed)
+
+
+@pytest.mark.long
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(FORMATS), st.integers(0, 10**9))
+def test_more_calls_within_text(name: str, seed: int) -> None:
+    within_text(name, seed)
 
 
 WRITTEN: Any = [

@@ -51,9 +51,10 @@ def soak(seed: int, mishap: float) -> tuple[Replica, set[str]]:
     return replica, poisoned
 
 
-def test_bad_prompts_end_alone() -> None:
+@pytest.mark.parametrize("seeds", [range(12, 28), pytest.param(range(48), marks=pytest.mark.long)], ids=str)
+def test_bad_prompts_end_alone(seeds: range) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(48):
+    for seed in seeds:
         replica, poisoned = soak(seed, mishap=0.0)
         replica.check_rest()
         for name, reason in replica.finish.items():
@@ -71,10 +72,11 @@ def test_bad_prompts_end_alone() -> None:
     assert min(seen.values()) >= 5, seen
 
 
-def test_memory_that_fails_for_a_moment_costs_a_request_at_most() -> None:
+@pytest.mark.parametrize("seeds", [range(9, 20), pytest.param(range(28), marks=pytest.mark.long)], ids=str)
+def test_memory_that_fails_for_a_moment_costs_a_request_at_most(seeds: range) -> None:
     """Who had read what it left gets its own tokens all the same."""
     seen: Counter[str] = Counter()
-    for seed in range(28):
+    for seed in seeds:
         replica, poisoned = soak(seed, mishap=0.001)
         for name, reason in replica.finish.items():
             seen["poisoned" if name in poisoned else reason] += 1

@@ -108,7 +108,7 @@ class CollidingMachine(SchedulerMachine):
 
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=20,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
@@ -119,6 +119,11 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = SETTINGS
 
 
+@pytest.mark.long
+class TestSchedulerForLong(SchedulerMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(SETTINGS, max_examples=60)
+
+
 class TestCollidingKeys(CollidingMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = SETTINGS
 
@@ -126,3 +131,8 @@ class TestCollidingKeys(CollidingMachine.TestCase):  # type: ignore[name-defined
     def weak_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
         strong = prompts.chain_key
         monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(parent, page) % 3)
+
+
+@pytest.mark.long
+class TestCollidingKeysForLong(TestCollidingKeys):
+    settings = settings(SETTINGS, max_examples=60)

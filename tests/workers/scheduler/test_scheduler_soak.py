@@ -41,6 +41,7 @@ def soak(seed: int, requests: int = 25) -> Replica:
     return replica
 
 
+@pytest.mark.long
 def test_under_pressure_every_request_gets_its_own_tokens() -> None:
     seen: Counter[str] = Counter()
     for seed in range(60):

@@ -67,8 +67,29 @@ def p_values(drafts, width, rule=exact_rule, cases=tuple(CASES)):
     return result, loop
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
-@pytest.mark.parametrize("source", ["other distribution", "same noise unknown", "likeliest"])
+QUICK = (
+    ("other distribution", 1),
+    ("same noise unknown", 2),
+    ("likeliest", 3),
+    ("other distribution", 4),
+    ("near", 3),
+    ("near, not told", 2),
+    ("perfect", 3),
+    ("random", 2),
+    ("likeliest", 2),
+)
+"""Where drafts come from, and widths: every source once or twice."""
+
+
+def sources_and_widths(sources, widths):
+    cases = [(source, width) for source in sources for width in widths]
+    return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("source", "width"),
+    sources_and_widths(["other distribution", "same noise unknown", "likeliest"], [1, 2, 3, 4]),
+)
 def test_emitted_tokens_follow_the_filtered_distribution(width, source):
     drafts = {
         "other distribution": drafts_of(DRAFT),
@@ -98,7 +119,13 @@ def count_all_matches(target, draft):
 
 
 @pytest.mark.parametrize(
-    "rule", [accept_everything, compare_with_the_next_position, accept_a_draft_more, count_all_matches]
+    "rule",
+    [
+        accept_everything,
+        pytest.param(compare_with_the_next_position, marks=pytest.mark.long),
+        accept_a_draft_more,
+        pytest.param(count_all_matches, marks=pytest.mark.long),
+    ],
 )
 def test_a_broken_acceptance_rule_fails_the_same_test(rule):
     values, _ = p_values(drafts_of(DRAFT), 3, rule)
@@ -170,9 +197,9 @@ def without_drafts(index=None):
 
 
 @pytest.mark.parametrize(
-    "width", [2, 3, pytest.param(4, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)]
+    ("source", "width"),
+    sources_and_widths(["near", "near, not told", "perfect", "random", "likeliest"], [2, 3, 4, 8]),
 )
-@pytest.mark.parametrize("source", ["near", "near, not told", "perfect", "random", "likeliest"])
 def test_drafts_change_no_token(width, source):
     """Greedy and seeded, with every kind of parameter in one batch: the tokens of width 1, one by one."""
     drafts = {
@@ -212,17 +239,31 @@ ANY_PARAMS = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+any_batch = given(
     params=st.lists(ANY_PARAMS, min_size=1, max_size=4),
     prompts=st.lists(st.lists(ID, min_size=1, max_size=5).map(tuple), min_size=4, max_size=4),
     width=st.integers(2, 5),
 )
-def test_any_parameters_alone_without_drafts_or_batched_with_drafts(params, prompts, width):
+
+
+def alone_as_batched(params, prompts, width):
     batched = Loop(TARGET, params, prompts[: len(params)], drafts_of(DRAFT)).run(16, width)
     for index, request in enumerate(params):
         alone = Loop(TARGET, [request], [prompts[index]], random_drafts(VOCAB)).run(16, 1)
         assert alone == [batched[index]]
+
+
+@settings(max_examples=8, deadline=None)
+@any_batch
+def test_any_parameters_alone_without_drafts_or_batched_with_drafts(params, prompts, width):
+    alone_as_batched(params, prompts, width)
+
+
+@pytest.mark.long
+@settings(max_examples=25, deadline=None)
+@any_batch
+def test_many_parameters_alone_without_drafts_or_batched_with_drafts(params, prompts, width):
+    alone_as_batched(params, prompts, width)
 
 
 def test_the_window_matters():

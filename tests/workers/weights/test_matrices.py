@@ -84,9 +84,7 @@ def parts_of(draw: st.DrawFn, ranks: int, shard: int | None, width: int) -> Part
     return Part("", rows, columns, shard=shard, unit=unit, units=units, rope=rope)
 
 
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     ranks = data.draw(st.sampled_from([1, 2, 4]), label="ranks")
     shard = data.draw(st.sampled_from([None, 0, 1]), label="shard")
     width = data.draw(
@@ -135,6 +133,19 @@ def test_matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory:
             kernels_read(loaded[0])
     if set(kinds) == {"int4"} and shard != 1 and width % 32 == 0:
         assert loaded[0].format is Format.INT4_GROUPS
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    matrices_are_what_the_files_mean(data, tmp_path_factory)
+
+
+@pytest.mark.long
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_many_matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    matrices_are_what_the_files_mean(data, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
