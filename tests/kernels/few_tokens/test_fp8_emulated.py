@@ -27,7 +27,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fp8_even_launch, name, value)
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, pytest.param(5, marks=pytest.mark.long)])
 def test_every_weight_is_what_it_is(tokens: int) -> None:
     """Zero and subnormal numbers included; NaN apart, which no checkpoint that is loaded holds."""
     code = torch.arange(256, dtype=torch.uint8).repeat(8)
@@ -67,7 +67,7 @@ def test_products(tokens: int, features: int) -> None:
     ("rows", "features"),
     [
         (48, 512),
-        (144, 640),
+        pytest.param(144, 640, marks=pytest.mark.long),
         pytest.param(208, 2176, marks=pytest.mark.long),
         pytest.param(400, 1024, marks=pytest.mark.long),
     ],
@@ -83,7 +83,12 @@ def test_products_of_one_token(rows: int, features: int) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "features", "blocks"),
-    [(24, 128, (128, 128)), (88, 384, (128, 128)), (40, 1536, (16, 128)), (24, 2176, (128, 128))],
+    [
+        (24, 128, (128, 128)),
+        (88, 384, (128, 128)),
+        pytest.param(40, 1536, (16, 128), marks=pytest.mark.long),
+        pytest.param(24, 2176, (128, 128), marks=pytest.mark.long),
+    ],
 )
 def test_normed_products_of_one_token(rows: int, features: int, blocks: tuple[int, int]) -> None:
     """Rows that end in the middle of a program, warps of which the last ones have fewer features."""
@@ -139,10 +144,10 @@ def test_gated(tokens: int, blocks: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("tokens", "hidden", "intermediate", "shared", "residual"),
     [
-        (1, 384, 128, 1, True),
+        pytest.param(1, 384, 128, 1, True, marks=pytest.mark.long),
         pytest.param(1, 384, 512, 1, True, marks=pytest.mark.long),
         pytest.param(1, 128, 1152, 2, False, marks=pytest.mark.long),
-        (5, 256, 384, 0, True),
+        pytest.param(5, 256, 384, 0, True, marks=pytest.mark.long),
         pytest.param(8, 1152, 128, 2, False, marks=pytest.mark.long),
     ],
 )
@@ -156,6 +161,7 @@ def test_experts(tokens: int, hidden: int, intermediate: int, shared: int, resid
     ]
 
 
+@pytest.mark.long
 def test_companions_that_are_not_numbers_change_nothing() -> None:
     with emulated(1, consecutive=True):
         cases.check_companions(CPU, 3, 4, 2, 128, shared=1, blocks=BLOCKS)

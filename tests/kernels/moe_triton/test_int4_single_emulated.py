@@ -26,6 +26,7 @@ def check(case: Experts, seed: int = 0) -> None:
     case.check()
 
 
+@pytest.mark.long
 def test_one_token() -> None:
     """Eight pieces of work for four programs, then sixteen: both products have programs with several experts."""
     check(case())

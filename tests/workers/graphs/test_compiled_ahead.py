@@ -165,7 +165,7 @@ def settings(model: str, width: int | str, **others: Any) -> EngineConfig:
         pytest.param(70, marks=pytest.mark.long, id="just two pages"),
     ],
 )
-@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), "auto"])
+@pytest.mark.parametrize("width", [1, pytest.param("auto", marks=pytest.mark.long)])
 def test_the_demo_compiles_nothing_late(
     width: int | str, context: int | None, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

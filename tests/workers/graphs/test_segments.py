@@ -110,11 +110,11 @@ class Buckets:
     ("kind", "width", "drafter"),
     [
         ("v3", 3, "mtp"),
-        ("v3", 1, "none"),
+        pytest.param("v3", 1, "none", marks=pytest.mark.long),
         ("v2", 3, "ngram"),
         pytest.param("v2-no-q-lora", 3, "gqa", marks=pytest.mark.long),
-        ("v2", 2, "mla"),
-        ("glm5", 3, "mtp"),
+        pytest.param("v2", 2, "mla", marks=pytest.mark.long),
+        pytest.param("glm5", 3, "mtp", marks=pytest.mark.long),
     ],
 )
 def test_replayed_segments_give_the_tokens_of_eager_steps(
@@ -166,7 +166,7 @@ def test_a_selection_in_memory_of_segments_is_seen(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_stages_of_all_buckets_share_their_endings(
     folder: Path, width: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,8 @@ def run_all(parts: StepParts) -> tuple[set[str], int, int]:
 
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize(
-    ("dense", "layers"), [(2, 6), (0, 3), pytest.param(3, 3, marks=pytest.mark.long), (1, 1), (1, 2)]
+    ("dense", "layers"),
+    [(0, 3), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in [(2, 6), (3, 3), (1, 1), (1, 2)])],
 )
 def test_few_layers_launch_what_all_launch(
     dense: int, layers: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,10 +51,6 @@ def mixed(parts: StepParts, seed: int) -> list[BucketReport]:
     return SegmentProof(parts, seed).run(stages)
 
 
-both_proofs = pytest.mark.parametrize("proof", [decode, mixed])
-both_widths = pytest.mark.parametrize("width", [1, 3])
-
-
 def test_the_entries_of_rows_in_the_targets_layers_and_in_the_draft_layer() -> None:
     chunk = Row(slot=0, start=64, cached=65, end=70, logits_rows=1, drafts=3, pages=(5, 3))
     middle = Row(slot=1, start=0, cached=0, end=12, logits_rows=0, drafts=0, pages=(2,))
@@ -95,8 +91,17 @@ def broken(layer: Tensor) -> Tensor:
     return (numbers(flat, 32, 8, torch.float32) if flat.dtype == torch.uint8 else flat).isnan().any(-1)
 
 
-@pytest.mark.parametrize(("width", "kv_cache_dtype"), [(1, "auto"), (3, "auto"), (3, "fp8")])
-@both_proofs
+@pytest.mark.parametrize(
+    ("proof", "width", "kv_cache_dtype"),
+    [
+        (decode, 1, "auto"),
+        pytest.param(decode, 3, "auto", marks=pytest.mark.long),
+        (decode, 3, "fp8"),
+        (mixed, 1, "auto"),
+        (mixed, 3, "auto"),
+        pytest.param(mixed, 3, "fp8", marks=pytest.mark.long),
+    ],
+)
 def test_a_step_writes_all_entries_that_it_may(
     folder: Path,
     proof: Callable[..., list[BucketReport]],
@@ -124,8 +129,9 @@ def test_a_step_writes_all_entries_that_it_may(
     assert seen > 50
 
 
-@both_widths
-@both_proofs
+@pytest.mark.parametrize(
+    ("proof", "width"), [(decode, 1), (decode, 3), pytest.param(mixed, 1, marks=pytest.mark.long), (mixed, 3)]
+)
 def test_slots_pages_and_tables_before_a_step(
     folder: Path, proof: Callable[..., list[BucketReport]], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ def ending_report(parts: StepParts, ending_class: type[Ending] = RecordedEnding,
     return prove_endings(parts, list(endings.values()), seed=seed)
 
 
-@pytest.mark.parametrize(("kind", "width"), [("v3", 1), ("v3", 3), ("glm5", 3)])
+@pytest.mark.parametrize(("kind", "width"), [("v3", 1), ("v3", 3), pytest.param("glm5", 3, marks=pytest.mark.long)])
 def test_every_bucket_passes(kind: str, width: int, tmp_path: Path) -> None:
     parts = parts_of(write_tiny(tmp_path, kind, seed=3), width)
     for seed in range(2 if kind == "v3" else 1):
@@ -108,7 +108,13 @@ def test_a_pool_of_two_pages_is_enough(folder: Path) -> None:
     assert all(r.passed for r in report(parts, RecordedStage))
 
 
-@pytest.mark.parametrize("fault", SEGMENT_FAULTS)
+QUICK_FAULTS = ("StaleAttention", "StashedHidden")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, marks=() if fault.__name__ in QUICK_FAULTS else pytest.mark.long) for fault in SEGMENT_FAULTS],
+)
 def test_planted_faults_are_caught(folder: Path, fault: type[Stage]) -> None:
     reports = report(parts_of(folder), captured_with(RecordedStage, fault))
     assert len(reports) == 5
@@ -129,6 +135,7 @@ def report_of_eager(parts: StepParts, seeds: range) -> list[BucketReport]:
     return [found for seed in seeds for found in SegmentProof(parts, seed).run(stages)]
 
 
+@pytest.mark.long
 def test_padding_written_to_a_former_tenants_page_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no row has slot 0, its table is a former tenant's."""
     stage, honest, plans = captured_with(RecordedStage, PaddingInSlotZero), MixedStep.run, []
@@ -218,12 +225,20 @@ def draft_entry_behind_a_chunk_in_the_middle(parts: StepParts, plan: StepPlan) -
     ("change", "caught"),
     [
         (former_page, "cache of layer 1 changed outside the rows' own entries"),
-        (slot_without_row, "a slot without a sampled row changed"),
-        (nobodys_slot, "a slot without a sampled row changed"),
+        pytest.param(slot_without_row, "a slot without a sampled row changed", marks=pytest.mark.long),
+        pytest.param(nobodys_slot, "a slot without a sampled row changed", marks=pytest.mark.long),
         (slot_of_a_chunk_in_the_middle, "a slot without a sampled row changed"),
         (draft_entry_before_the_first, "cache of layer 3 changed outside the rows' own entries"),
-        (draft_entry_of_the_last_draft, "cache of layer 3 changed outside the rows' own entries"),
-        (draft_entry_behind_a_chunk_in_the_middle, "cache of layer 3 changed outside the rows' own entries"),
+        pytest.param(
+            draft_entry_of_the_last_draft,
+            "cache of layer 3 changed outside the rows' own entries",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            draft_entry_behind_a_chunk_in_the_middle,
+            "cache of layer 3 changed outside the rows' own entries",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_both_runs_change_wrongly_is_caught(
@@ -244,7 +259,7 @@ def test_what_both_runs_change_wrongly_is_caught(
 
 
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_every_ending_passes(folder: Path, width: int, invariant: bool) -> None:
     parts = parts_of(folder, width, rows=40, invariant=invariant)
     for seed in range(2):
@@ -254,8 +269,17 @@ def test_every_ending_passes(folder: Path, width: int, invariant: bool) -> None:
         assert max(r.logits_error or 0.0 for r in reports) < 1e-4
 
 
-@pytest.mark.parametrize("fault", ENDING_FAULTS)
-@pytest.mark.parametrize("width", [1, 3])
+QUICK_ENDING_FAULTS = (("StaleEnding", 1), ("KeptResidual", 1), ("GatheredOnce", 3))
+
+
+@pytest.mark.parametrize(
+    ("fault", "width"),
+    [
+        pytest.param(fault, width, marks=() if (fault.__name__, width) in QUICK_ENDING_FAULTS else pytest.mark.long)
+        for fault in ENDING_FAULTS
+        for width in (1, 3)
+    ],
+)
 def test_planted_faults_of_endings_are_caught(folder: Path, fault: type[Ending], width: int) -> None:
     """In each ending, and in every bucket of tokens whose steps it ends: by the logits, or where it was drafted."""
     wrong = captured_with(RecordedEnding, fault)
@@ -283,6 +307,7 @@ def prove_rank(rank: int, folder: Path, meeting: Path) -> None:
         group.close()
 
 
+@pytest.mark.long
 def test_two_ranks_prove_together(folder: Path, tmp_path: Path) -> None:
     """Eagerly; a recording holds no collective."""
     run_ranks(prove_rank, 2, folder, tmp_path)

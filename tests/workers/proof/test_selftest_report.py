@@ -164,6 +164,7 @@ def _gather(rank: int, port: int, folder: str) -> None:
     group.close()
 
 
+@pytest.mark.long
 def test_bytes_of_any_length_are_gathered(tmp_path: Path) -> None:
     run_ranks(_gather, 2, free_port(), str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
