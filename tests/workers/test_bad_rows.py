@@ -104,7 +104,7 @@ def bits(record: Finished) -> list[Any]:
     return [record.finish, record.tokens, [entry for output in record.outputs for entry in output.logprobs]]
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_everybody_else_goes_on_bit_for_bit(folder: Path, width: int) -> None:
     expected = serve(InlineEngine(settings(folder, width=width, invariant=True)), good_jobs())
     run = InlineEngine(settings(folder, width=width, invariant=True))
@@ -121,7 +121,7 @@ def test_everybody_else_goes_on_bit_for_bit(folder: Path, width: int) -> None:
     assert [bits(record)[:2] for record in serve(run, good_jobs())] == [bits(record)[:2] for record in expected]
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_outside_of_invariant_mode_tokens_stay_what_they_are(folder: Path, width: int) -> None:
     expected = serve(InlineEngine(settings(folder, width=width)), good_jobs())
     jobs, places = mixed(good_jobs(), bad_jobs())
@@ -129,7 +129,7 @@ def test_outside_of_invariant_mode_tokens_stay_what_they_are(folder: Path, width
     assert [records[place].tokens for place in places] == [record.tokens for record in expected]
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_row_that_goes_bad_ends_with_what_it_had(folder: Path, width: int) -> None:
     """It is made to say the poison: that token is sound, and none comes after it."""
     good = good_jobs()
@@ -144,7 +144,7 @@ def test_a_row_that_goes_bad_ends_with_what_it_had(folder: Path, width: int) -> 
     assert [done[str(name)].tokens for name in range(len(good))] == expected
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_who_read_the_pages_of_a_bad_row_is_computed_again(folder: Path, width: int) -> None:
     """The first of some equal beginnings is struck by memory that fails once, while the others read what it wrote."""
     [prompt] = prompts(1, 1, seed=5)

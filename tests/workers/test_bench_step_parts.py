@@ -118,7 +118,15 @@ def test_a_decode_step_is_cut_into_parts(bench: ModuleType, width: int, capsys: 
     assert "    decode rows   " in printed
 
 
-@pytest.mark.parametrize(("rows", "width", "start"), [(5, 1, 0), (5, 2, 70), (16, 1, 0), (16, 2, 70)])
+@pytest.mark.parametrize(
+    ("rows", "width", "start"),
+    [
+        pytest.param(5, 1, 0, marks=pytest.mark.long),
+        (5, 2, 70),
+        (16, 1, 0),
+        pytest.param(16, 2, 70, marks=pytest.mark.long),
+    ],
+)
 @torch.inference_mode()
 def test_a_mixed_step_is_cut_into_parts(
     bench: ModuleType, rows: int, width: int, start: int, capsys: pytest.CaptureFixture[str]

@@ -51,7 +51,7 @@ def expected(folder: Path, prompt: list[int], tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 4])
 def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(folder: Path, width: int) -> None:
     prompts = random_prompts(12, 150, seed=width)
     tokens = engine(folder, width=width).generate(prompts, greedy(40))
@@ -59,8 +59,17 @@ def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(folder: Path, wi
         assert got == expected(folder, prompt, 40)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3])
-@pytest.mark.parametrize(("context", "pages"), [(64, 60), (65, 60), (66, 60), (128, 60), (129, 60), (160, 3)])
+QUICK = ((64, 60, 1), (65, 60, 3), (66, 60, 2), (129, 60, 3), (160, 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("context", "pages", "width"),
+    [
+        pytest.param(*sizes, width, marks=() if (*sizes, width) in QUICK else pytest.mark.long)
+        for sizes in [(64, 60), (65, 60), (66, 60), (128, 60), (129, 60), (160, 3)]
+        for width in (1, 2, 3)
+    ],
+)
 def test_requests_that_fill_the_context(folder: Path, width: int, context: int, pages: int) -> None:
     """On every side of a page's end; the smallest pool shortens the context itself."""
     made = engine(folder, width=width, max_context=context, cache_pages=pages, max_rows=3, token_budget=200)
@@ -89,7 +98,7 @@ def test_drafts_prefix_hits_and_preemptions_change_no_greedy_token(folder: Path,
     assert stats.drafts_offered > stats.drafts_accepted > 0
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_choices_of_one_prompt_compute_it_once(folder: Path, width: int) -> None:
     prompt = random_prompts(1, 1, seed=11)[0] + [random.Random(12).randrange(VOCAB) for _ in range(149)]
     params = [SamplingParams(30, temperature=1.0, seed=seed) for seed in range(8)]
@@ -137,8 +146,19 @@ def test_stop_ids_end_a_request_inside_the_draft_window(folder: Path) -> None:
     assert {record.finish for record in stopped.finished.values()} == {"stop"}
 
 
-@pytest.mark.parametrize("penalty", [0.01, 100.0])
-@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-38, 100.0])
+@pytest.mark.parametrize(
+    ("temperature", "penalty"),
+    [
+        (0.0, 0.01),
+        pytest.param(0.0, 100.0, marks=pytest.mark.long),
+        pytest.param(1e-45, 0.01, marks=pytest.mark.long),
+        (1e-45, 100.0),
+        pytest.param(1e-38, 0.01, marks=pytest.mark.long),
+        pytest.param(1e-38, 100.0, marks=pytest.mark.long),
+        (100.0, 0.01),
+        pytest.param(100.0, 100.0, marks=pytest.mark.long),
+    ],
+)
 def test_the_most_extreme_parameters_a_scheduler_takes_leave_logits_finite(
     folder: Path, penalty: float, temperature: float
 ) -> None:

@@ -133,7 +133,7 @@ def test_who_asks_for_nothing_pays_nothing(folder: Path, monkeypatch: pytest.Mon
     assert all(not plan.layout.score_tokens(plan.prefill) for plan in run.plans)
 
 
-@pytest.mark.parametrize("kind", ["v3-yarn", "glm5"])
+@pytest.mark.parametrize("kind", ["v3-yarn", pytest.param("glm5", marks=pytest.mark.long)])
 def test_in_invariant_mode_no_bit_depends_on_chunks_widths_and_neighbours(kind: str, tmp_path: Path) -> None:
     folder, prompts = write_tiny(tmp_path, kind, seed=3), [prompt_of(count, count) for count in (150, 40, 90)]
 

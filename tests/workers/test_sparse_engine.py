@@ -52,10 +52,9 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(tokens, temperature=0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
-@pytest.mark.parametrize(
-    "width", [pytest.param(1, marks=pytest.mark.long), 4, pytest.param("auto", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("width", [1, 4, "auto"])
 def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(
     kind: str, width: int | str, folders: dict[str, Path]
 ) -> None:

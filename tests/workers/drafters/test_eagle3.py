@@ -116,7 +116,13 @@ def test_logits(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "pages"),
-    [("gqa", 60), ("gqa-all-ids", 60), ("mla", 60), ("mla-3.1", 60), pytest.param("gqa", 8, marks=pytest.mark.long)],
+    [
+        ("gqa", 60),
+        pytest.param("gqa-all-ids", 60, marks=pytest.mark.long),
+        ("mla", 60),
+        pytest.param("mla-3.1", 60, marks=pytest.mark.long),
+        pytest.param("gqa", 8, marks=pytest.mark.long),
+    ],
 )
 def test_drafts_are_those_of_the_whole_sequence(
     folder: Path, drafts_of: dict[str, Path], kind: str, pages: int
@@ -143,15 +149,24 @@ def test_drafts_are_those_of_the_whole_sequence(
     assert bool(stats.preemptions) == (pages == 8)
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("gqa", 0.0), ("mla", 0.9)])
-def test_no_token_changes(folder: Path, drafts_of: dict[str, Path], kind: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "temperature", "widths"),
+    [
+        ("mla", 0.9, (4,)),
+        pytest.param("mla", 0.9, (1, 2), marks=pytest.mark.long),
+        pytest.param("gqa", 0.0, (1, 2, 4), marks=pytest.mark.long),
+    ],
+)
+def test_no_token_changes(
+    folder: Path, drafts_of: dict[str, Path], kind: str, temperature: float, widths: tuple[int, ...]
+) -> None:
     asked = prompts(6, 60, seed=5)
     params = [
         SamplingParams(25, temperature=temperature, seed=seed, top_k=(0, 100)[seed % 2], repetition_penalty=1.1)
         for seed in range(len(asked))
     ]
     without = engine(folder, None, prefix_cache=False).generate(asked, params)
-    for width in (1, 2, 4):
+    for width in widths:
         crowded = engine(folder, drafts_of[kind], width=width, cache_pages=9)
         assert crowded.generate(asked, params) == without
         assert (crowded.scheduler.stats().drafts_offered > 0) == (width > 1)
@@ -167,7 +182,7 @@ def test_prefix_hits_keep_their_length(folder: Path, drafts_of: dict[str, Path])
     assert cached.pop() > 0
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla", "mla-3.1"])
+@pytest.mark.parametrize("kind", ["gqa", "mla", pytest.param("mla-3.1", marks=pytest.mark.long)])
 def test_steps_pass_the_self_test(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
     made = engine(folder, drafts_of[kind], selftest=True, max_rows=2, token_budget=32, max_context=200)
     assert made.replica.selftest is not None

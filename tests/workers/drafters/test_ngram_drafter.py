@@ -73,8 +73,10 @@ def run_comparing(made: InlineEngine) -> Counter[tuple[bool, bool]]:
     return compared
 
 
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("pages", [60, 8])
+@pytest.mark.parametrize(
+    ("pages", "width"),
+    [(60, 2), pytest.param(60, 4, marks=pytest.mark.long), pytest.param(8, 2, marks=pytest.mark.long), (8, 4)],
+)
 def test_drafts_are_those_of_the_whole_sequence(folder: Path, width: int, pages: int) -> None:
     """Whatever came between: chunks, decode rows beside them, shared pages, and, with few pages, preemptions."""
     made = engine(folder, width=width, cache_pages=pages)
@@ -88,12 +90,19 @@ def test_drafts_are_those_of_the_whole_sequence(folder: Path, width: int, pages:
     assert bool(stats.preemptions) == (pages == 8)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
-def test_no_token_changes(folder: Path, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "widths"),
+    [
+        (0.8, (3,)),
+        pytest.param(0.8, (1, 2, 4), marks=pytest.mark.long),
+        pytest.param(0.0, (1, 2, 3, 4), marks=pytest.mark.long),
+    ],
+)
+def test_no_token_changes(folder: Path, temperature: float, widths: tuple[int, ...]) -> None:
     prompts = repetitive(10, 60, seed=7)
     params = [SamplingParams(40, temperature=temperature, seed=seed) for seed in range(len(prompts))]
     plain = engine(folder, drafter="none", prefix_cache=False).generate(prompts, params)
-    for width in (1, 2, 3, 4):
+    for width in widths:
         crowded = engine(folder, width=width, cache_pages=8)
         assert crowded.generate(prompts, params) == plain
         assert (crowded.scheduler.stats().drafts_accepted > 0) == (width > 1)

@@ -75,7 +75,10 @@ def oracle_drafts(folder: Path, tokens: list[int], more: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
-@pytest.mark.parametrize("feeds", [[(0, 130)], [(0, 9), (0, 30), (4, 4), (2, 2), (0, 60), (4, 4), (1, 1)]])
+@pytest.mark.parametrize(
+    "feeds",
+    [pytest.param([(0, 130)], marks=pytest.mark.long), [(0, 9), (0, 30), (4, 4), (2, 2), (0, 60), (4, 4), (1, 1)]],
+)
 def test_draft_logits(kind: str, feeds: list[tuple[int, int]], tmp_path: Path) -> None:
     """Prompts in chunks, whose width is 0 here, and verified tokens in decode rows, far beyond what is attended to."""
     folder, tokens = write_tiny(tmp_path, kind, seed=1), random_tokens(131, 5, VOCAB)
@@ -95,7 +98,7 @@ def test_draft_logits(kind: str, feeds: list[tuple[int, int]], tmp_path: Path) -
     assert bool(got.isfinite().all())
 
 
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("chunk", [pytest.param(90, marks=pytest.mark.long), 31])
 def test_all_drafts_attend_to_what_the_first_does(shares: bool, chunk: int, tmp_path: Path) -> None:
     """Where the config says so. In decode steps and in mixed ones; transformers lets layers take what others select."""

@@ -96,6 +96,7 @@ def test_steps_that_differ_by_their_drafts_share_the_first_half(
     assert graphs.recorded == 4 * (4 + 7)
 
 
+@pytest.mark.long
 def test_graphs_are_counted_as_they_are_captured(tmp_path: Path) -> None:
     parts = engine(write_grammar_model(tmp_path), width="auto", max_rows=6).runner.parts
     ladder = Ladder(6, 4, adaptive=True)

@@ -125,7 +125,7 @@ def expected(folder: Path) -> list[list[int]]:
     return one_after_the_other(folder, jobs(8))
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_mixed_crowd_is_valid_and_the_same_alone_and_together(folder: Path, width: int) -> None:
     run = engine(folder, width=width, max_rows=6)
     assert served(run, jobs(8)) == expected(folder)
@@ -208,7 +208,7 @@ def frozen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepMasks, "upload", upload)
 
 
-@pytest.mark.parametrize("fault", [by_request, of_the_drafts_before_last, frozen])
+@pytest.mark.parametrize("fault", [by_request, of_the_drafts_before_last, pytest.param(frozen, marks=pytest.mark.long)])
 def test_planted_faults_show(
     monkeypatch: pytest.MonkeyPatch, folder: Path, fault: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
@@ -228,6 +228,7 @@ def test_a_larger_crowd_is_the_same_at_every_width(folder: Path, width: int) -> 
     assert served(engine(folder, width=width), asked) == one_after_the_other(folder, asked)
 
 
+@pytest.mark.long
 def test_a_preempted_request_goes_on_where_its_grammar_stood(folder: Path) -> None:
     """Pages for one more row than run: rows lose theirs in the middle of their texts."""
     rng = random.Random(1)

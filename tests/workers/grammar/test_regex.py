@@ -237,19 +237,30 @@ def test_a_string_of_json_has_it_in_it(quick: bool, pattern: str, begins: bool, 
             assert taken == bool(re.search(pattern, around, re.ASCII)), around
 
 
-@pytest.mark.parametrize("within_text", [False, True], ids=["alone", "within a tag"])
+STRINGS: list[dict[str, object]] = [
+    {"pattern": r"^\S@\w{2,3}\.?$"},
+    {"pattern": "[^a]b"},
+    {"pattern": "^.{0,9}$"},
+    {"minLength": 2, "maxLength": 5},
+    {"minLength": 3},
+    {"format": "date"},
+    {"format": "ipv4"},
+]
+SLOW = (({"format": "date"}, False), ({"format": "ipv4"}, True))
+
+
 @pytest.mark.parametrize(
-    "schema",
+    ("schema", "within_text"),
     [
-        {"pattern": r"^\S@\w{2,3}\.?$"},
-        {"pattern": "[^a]b"},
-        {"pattern": "^.{0,9}$"},
-        {"minLength": 2, "maxLength": 5},
-        {"minLength": 3},
-        {"format": "date"},
-        {"format": "ipv4"},
+        pytest.param(
+            schema,
+            within_text,
+            marks=pytest.mark.long if (schema, within_text) in SLOW else (),
+            id=f"{json.dumps(schema)}-{'within a tag' if within_text else 'alone'}",
+        )
+        for schema in STRINGS
+        for within_text in (False, True)
     ],
-    ids=json.dumps,
 )
 def test_what_is_written_is_valid(schema: dict[str, object], within_text: bool) -> None:
     """Strings within a tag hold no control characters either, though the text around them may."""

@@ -100,7 +100,12 @@ def test_what_is_enforced(schema: Any, valid: list[Any], wrong: list[Any], stric
         validator.validate(json.loads(text))
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+SLOW = ("date-time", "ipv4")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in SLOW else ()) for n in sorted(FORMATS)]
+)
 def test_formats_are_enforced(name: str) -> None:
     """Those that the package can check, and all of them against text that is of none."""
     grammar = Grammar("json_schema", json.dumps({"type": "string", "format": name}))

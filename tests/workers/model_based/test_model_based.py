@@ -67,7 +67,14 @@ def test_15000_steps_of_other_schedules(bench: Bench, tmp_path: Path) -> None:
     nothing_differs(bench, 15_000, 10_000, tmp_path)
 
 
-@pytest.mark.parametrize("name", PLANTED)
+QUICK = (
+    "acceptance one too long",
+    "a mask for all of a window",
+    "noise of half a seed",
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in PLANTED])
 def test_a_planted_fault_is_found(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, first_seed = PLANTED[name]
     plant(monkeypatch)

@@ -45,7 +45,12 @@ def pair(kind: str) -> Pair:
     return Pair(ours, oracle, sequences, [oracle_logits(oracle, tokens) for tokens in sequences])
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS])
+QUICK = ("v3", "v2-groups", "kimi", "glm", "glm5")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.long) for kind in [*KINDS, *SPARSE_KINDS]]
+)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_logits_under_every_chunking(kind: str, data: st.DataObject) -> None:
@@ -94,7 +99,9 @@ def test_absorbed_and_expanded_agree(kind: str) -> None:
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind in QUICK else ()) for kind in [*KINDS, *SPARSE_KINDS]]
+)
 def test_64_greedy_tokens_are_the_same(kind: str) -> None:
     """Prompts of different lengths run in one batch here, one by one in transformers."""
     both = pair(kind)

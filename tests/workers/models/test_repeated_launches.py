@@ -7,6 +7,7 @@ that passes for a GPU. tests/workers/models/test_cuda.py compares results on a r
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -88,16 +89,27 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return launches
 
 
-@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+SIZES = ((3, 1), (3, 4), (20, 1))
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "query": {},
+    "latent query": {"q_lora_rank": 64},
+    "many heads": {"num_attention_heads": 32},
+}
+DEVICES = {"hopper": (torch.bfloat16, True), "bfloat16": (torch.bfloat16, False), "float32": (torch.float32, False)}
+EVERY = enumerate(product(SIZES, OVERRIDES, DEVICES, (False, True)))
+
+
 @pytest.mark.parametrize(
-    ("dtype", "hopper"),
-    [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)],
-    ids=["hopper", "bfloat16", "float32"],
+    ("rows", "width", "overrides", "dtype", "hopper", "invariant"),
+    [
+        pytest.param(
+            *(*sizes, OVERRIDES[queries], *DEVICES[device], invariant),
+            marks=() if number % 5 == 0 else pytest.mark.long,
+            id=f"{sizes[0]}-{sizes[1]}-{queries}-{device}-{'invariant' if invariant else ''}",
+        )
+        for number, (sizes, queries, device, invariant) in EVERY
+    ],
 )
-@pytest.mark.parametrize(
-    "overrides", [{}, {"q_lora_rank": 64}, {"num_attention_heads": 32}], ids=["query", "latent query", "many heads"]
-)
-@pytest.mark.parametrize(("rows", "width"), [(3, 1), (3, 4), (20, 1)])
 @torch.inference_mode()
 def test_a_repeated_layer_launches_what_it_would_itself(
     rows: int,

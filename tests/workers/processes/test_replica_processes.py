@@ -193,7 +193,7 @@ async def test_a_killed_scheduler_ends_every_stream(folder: Path) -> None:
             assert worker.exitcode == 1
 
 
-@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize("connected", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_nothing_outlives_a_killed_parent(folder: Path, connected: bool) -> None:
     code = (
         "import sys, time; from workers.processes.launch import LocalReplica; from workers.config import EngineConfig\n"
@@ -253,9 +253,14 @@ def tells_and_dies(settings: EngineConfig, sockets: Path, parent: Connection) ->
     ("main", "failing", "cause"),
     [
         ("_scheduler_main", dies, "the scheduler ended while it started"),
-        ("_scheduler_main", tells_and_dies, "scheduler exited with code 3"),
+        pytest.param("_scheduler_main", tells_and_dies, "scheduler exited with code 3", marks=pytest.mark.long),
         ("_worker_main", one_rank_dies, "rank 1 exited with code 3"),
-        ("_worker_main", one_rank_aborts, "rank 1 was ended by SIGABRT, by a library that could not go on; what it "),
+        pytest.param(
+            "_worker_main",
+            one_rank_aborts,
+            "rank 1 was ended by SIGABRT, by a library that could not go on; what it ",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 async def test_a_process_that_dies_early_is_named_and_takes_the_others_along(
@@ -270,7 +275,7 @@ async def test_a_process_that_dies_early_is_named_and_takes_the_others_along(
     assert all(process.exitcode is not None for process in replica.processes)
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("wait_s", [0.0, 0.3, *(pytest.param(s, marks=pytest.mark.long) for s in (0.6, 1.0))])
 def test_a_start_that_is_given_up_leaves_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float
 ) -> None:
@@ -311,6 +316,7 @@ async def test_a_rank_that_does_not_listen_yet_keeps_nobody_from_giving_the_star
     assert time.monotonic() - begin < 6  # as long as a rank that serves has to end in order: 15 s
 
 
+@pytest.mark.long
 async def test_the_time_to_start_counts_from_the_connection_on(folder: Path) -> None:
     settings = config(folder, start_timeout_s=3.0, selftest=False)
     with LocalReplica(settings) as replica:
@@ -342,7 +348,14 @@ def ask_for_too_much_memory(model: Path) -> tuple[str, dict[str, Any]]:
     return "rank .: .*memory", {"cache_pages": 10**9}
 
 
-@pytest.mark.parametrize("spoil", [break_the_file, lose_a_tensor, be_of_another_type, ask_for_too_much_memory])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        break_the_file,
+        lose_a_tensor,
+        *(pytest.param(s, marks=pytest.mark.long) for s in (be_of_another_type, ask_for_too_much_memory)),
+    ],
+)
 async def test_a_model_that_cannot_be_loaded_is_not_worth_another_try(tmp_path: Path, spoil: Any) -> None:
     """The first cause is told, and that it lasts. What `serve` makes of that is in e2e/test_failing_start."""
     model = write_tiny(tmp_path / "spoilt", "v3", seed=3)

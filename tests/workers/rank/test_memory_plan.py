@@ -29,8 +29,15 @@ def plan_of(folder: Path | str, total: int = 8 * GIB, **settings: Any) -> Memory
     return memory_plan(EngineConfig(model=str(folder), **settings), total)
 
 
-@pytest.mark.parametrize("files", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "files"),
+    [
+        (1, True),
+        pytest.param(1, False, marks=pytest.mark.long),
+        pytest.param(2, True, marks=pytest.mark.long),
+        (2, False),
+    ],
+)
 @pytest.mark.parametrize(
     ("kind", "form", "names"),
     [

@@ -25,7 +25,7 @@ def replayed(recording: Recording) -> list[Difference | None]:
     return list(Replay(replay_config(recording.header), recording).run())
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_the_same_tokens_come_again(folder: Path, tmp_path: Path, width: int) -> None:
     recording, run = recorded(folder, tmp_path / "plans", record_prompts=True, width=width)
     assert replayed(recording) == [None] * len(run.plans)
@@ -50,7 +50,7 @@ def test_another_choice_is_the_first_difference(folder: Path, tmp_path: Path, mo
     assert difference.recorded != difference.replayed
 
 
-@pytest.mark.parametrize("width", [1, 3, 4])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 def test_without_prompts_the_same_steps_run_on_the_same_pages(
     folder: Path, tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_rank_does_not_import_torchs_compiler() -> None:
     assert run(PROGRAM, "cpu", *HEAVY) == "[]"
 
 
+@pytest.mark.long
 def test_a_rank_with_grammars_does_not_either() -> None:
     """A rank with a GPU reads the vocabulary while it starts."""
     assert run(CONSTRAINED, *HEAVY) == "[]"

@@ -223,7 +223,10 @@ def receive(binding: Binding, kind: type) -> Any:
     raise TimeoutError(f"no {kind.__name__}")
 
 
-@pytest.mark.parametrize("closing", ["closes", "raises", "hangs", "hangs with the lock", "waits for its peer"])
+@pytest.mark.parametrize(
+    "closing",
+    ["closes", "raises", pytest.param("hangs", marks=pytest.mark.long), "hangs with the lock", "waits for its peer"],
+)
 def test_a_rank_that_failed_tells_why_and_ends(tmp_path: Path, closing: str) -> None:
     with two_ranks(tmp_path, closing) as (binding, ranks):
         for step in (1, 2):
@@ -248,7 +251,7 @@ def test_a_rank_that_failed_tells_why_and_ends(tmp_path: Path, closing: str) -> 
         assert said == ""
 
 
-@pytest.mark.parametrize("closing", ["closes", "hangs", "hangs with the lock"])
+@pytest.mark.parametrize("closing", ["closes", "hangs", pytest.param("hangs with the lock", marks=pytest.mark.long)])
 def test_a_rank_that_was_told_to_stop_ends(tmp_path: Path, closing: str) -> None:
     with two_ranks(tmp_path, closing) as (binding, ranks):
         for plans in binding.plans:

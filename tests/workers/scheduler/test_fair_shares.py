@@ -59,7 +59,10 @@ def test_a_key_that_floods_starves_no_other() -> None:
     replica.check_tokens()
 
 
-@pytest.mark.parametrize(("weights", "priorities"), [((1.0, 1.0), (0, 0)), ((1.0, 3.0), (0, 0)), ((1.0, 9.0), (0, -1))])
+@pytest.mark.parametrize(
+    ("weights", "priorities"),
+    [pytest.param((1.0, 1.0), (0, 0), marks=pytest.mark.long), ((1.0, 3.0), (0, 0)), ((1.0, 9.0), (0, -1))],
+)
 def test_keys_that_always_wait_are_given_tokens_by_weight(
     weights: tuple[float, float], priorities: tuple[int, int]
 ) -> None:

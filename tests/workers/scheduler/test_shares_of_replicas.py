@@ -66,7 +66,9 @@ class Deployment:
         return found
 
 
-@pytest.mark.parametrize(("weight", "talk"), [(1.0, True), (3.0, True), (1.0, False)])
+@pytest.mark.parametrize(
+    ("weight", "talk"), [pytest.param(1.0, True, marks=pytest.mark.long), (3.0, True), (1.0, False)]
+)
 def test_a_key_that_floods_all_replicas_has_one_share_and_not_one_of_each(weight: float, talk: bool) -> None:
     """The quiet key's requests all wait at one replica. Without a word from the other it would have half of that one, a
     quarter of all."""
@@ -84,6 +86,7 @@ def test_a_key_that_floods_all_replicas_has_one_share_and_not_one_of_each(weight
     assert found["elsewhere"] / found.total() == pytest.approx(1 / (1 + weight), rel=0.15)
 
 
+@pytest.mark.long
 def test_keys_at_replicas_of_their_own_are_owed_nothing_for_long() -> None:
     """A key that had a replica to itself for a long time, and then finds only another one where others wait, is put
     behind them for some time, and not until they have had as much."""

@@ -165,7 +165,12 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0].name.lower())
+def named(case: object) -> str:
+    """For the name of a test."""
+    return case[0].name.lower() if isinstance(case, tuple) else str(case)
+
+
+@pytest.fixture(scope="module")
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     form, ranks, dtype = request.param
     folder = tmp_path_factory.mktemp("memory") / form.name
@@ -173,12 +178,30 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder, ranks, dtype
 
 
-@pytest.mark.parametrize("how", ["at once", "in the background"])
+QUICK = ((Format.PLAIN, "in the background"), (Format.FP8_BLOCKS, "at once"), (Format.INT4_GROUPS, "in the background"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "how"),
+    [
+        pytest.param(case, how, marks=() if (case[0], how) in QUICK else pytest.mark.long)
+        for case in CASES
+        for how in ("at once", "in the background")
+    ],
+    indirect=["stored"],
+    ids=named,
+)
 def test_a_rank_holds_little_beyond_its_share(stored: tuple[Any, ...], how: str) -> None:
     """At most an expert, and what the threads that fill it work with; no shard, and no matrix twice."""
     run_ranks(loads, 1, *stored, how)
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [pytest.param(case, marks=() if case[0] is Format.FP8_BLOCKS else pytest.mark.long) for case in CASES],
+    indirect=True,
+    ids=named,
+)
 def test_what_is_held_twice_is_found(stored: tuple[Any, ...]) -> None:
     with pytest.raises(ProcessRaisedException, match="MiB beyond"):
         run_ranks(loads, 1, *stored, "wrong")

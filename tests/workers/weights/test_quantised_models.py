@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,21 @@ def loaded(thing: object, path: str = "", seen: set[int] | None = None) -> Itera
                 yield from loaded(own, f"{path}.{name}", seen)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+QUANTISED = {"fp8": ("fp8", FP8_NAMES), "int4-experts": ("int4", INT4_NAMES), "fp8-experts": ("fp8", INT4_NAMES)}
+EVERY = enumerate(product(WIDTHS, QUANTISED, (torch.float32, torch.bfloat16), (1, 2, 4)))
+
+
 @pytest.mark.parametrize(
-    ("kind", "names"),
+    ("widths", "kind", "names", "dtype", "ranks"),
     [
-        pytest.param("fp8", FP8_NAMES, id="fp8"),
-        pytest.param("int4", INT4_NAMES, id="int4-experts"),
-        pytest.param("fp8", INT4_NAMES, id="fp8-experts"),
+        pytest.param(
+            *(widths, *QUANTISED[name], dtype, ranks),
+            marks=() if number % 5 == 0 else pytest.mark.long,
+            id=f"{widths}-{name}-{str(dtype).removeprefix('torch.')}-{ranks}",
+        )
+        for number, (widths, name, dtype, ranks) in EVERY
     ],
 )
-@pytest.mark.parametrize("widths", WIDTHS)
 def test_every_tensor_is_that_of_the_plain_twin(
     widths: str, kind: str, names: str, dtype: torch.dtype, ranks: int, tmp_path: Path
 ) -> None:
