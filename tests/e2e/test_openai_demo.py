@@ -105,6 +105,7 @@ async def test_a_stop_string_cuts_the_text_before_it(client: openai.AsyncOpenAI)
     assert kept.choices[0].text == before + stop
 
 
+@pytest.mark.long
 async def test_min_tokens_holds_stop_ids_and_stop_strings_back(client: openai.AsyncOpenAI) -> None:
     given = {"model": "demo", "messages": CHAT, "temperature": 0, "max_tokens": 60}
     short = await client.chat.completions.create(**given)
@@ -169,6 +170,7 @@ async def test_a_seeded_request_gives_the_same_tokens_alone_in_a_batch_and_strea
     assert ids == alone
 
 
+@pytest.mark.long
 async def test_speculation_changes_no_answer(client: openai.AsyncOpenAI, tokenizer: Tokenizer) -> None:
     with_drafts = await complete(client), await complete(client, **SAMPLED)
     async for plain in serve(1, tokenizer):
@@ -177,20 +179,30 @@ async def test_speculation_changes_no_answer(client: openai.AsyncOpenAI, tokeniz
         assert one.choices[0].token_ids == other.choices[0].token_ids
 
 
-@pytest.mark.parametrize("stream", [False, True])
+CANNOT: list[dict[str, Any]] = [
+    {"extra_body": {"stop_token_ids": list(range(100, 165)), "min_tokens": 1}},
+    {"logit_bias": {str(token): 1.0 for token in range(1025)}},
+    {"logit_bias": {"4096": 1.0}},
+    {"prompt": [4096]},
+    {"prompt": [5] * 2048},
+    {"max_tokens": 2048},
+    {"extra_body": {"stop_token_ids": [4096]}},
+    {"extra_body": {"repetition_penalty": 1e-45}},
+]
+
+
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "stream"),
     [
-        {"extra_body": {"stop_token_ids": list(range(100, 165)), "min_tokens": 1}},
-        {"logit_bias": {str(token): 1.0 for token in range(1025)}},
-        {"logit_bias": {"4096": 1.0}},
-        {"prompt": [4096]},
-        {"prompt": [5] * 2048},
-        {"max_tokens": 2048},
-        {"extra_body": {"stop_token_ids": [4096]}},
-        {"extra_body": {"repetition_penalty": 1e-45}},
+        pytest.param(
+            wrong,
+            stream,
+            marks=() if number % 2 == 0 and stream == (number % 4 == 0) else pytest.mark.long,
+            id=f"{str(wrong)[:40]}-{stream}",
+        )
+        for number, wrong in enumerate(CANNOT)
+        for stream in (False, True)
     ],
-    ids=lambda wrong: str(wrong)[:40],
 )
 async def test_what_the_engine_cannot_do_is_400_and_harms_nobody(
     client: openai.AsyncOpenAI, wrong: dict[str, Any], stream: bool

@@ -376,6 +376,7 @@ def test_mistakes_in_keys_are_told_without_keys(tmp_path: Path, keys: str, said:
     assert "sesame" not in str(caught.value)
 
 
+@pytest.mark.long
 async def test_over_http_a_key_that_floods_starves_no_other() -> None:
     """The demo model with two slots: sixty requests of one key, more than may wait, are asked for before another key
     asks for one after the other. By arrival each of those would come behind all of the sixty."""

@@ -191,7 +191,14 @@ CALLED = {
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "done", "name": "f"}
 
 
-@pytest.mark.parametrize("more", [{}, {"stream": True, "stream_options": {"include_usage": True}}, {"logprobs": True}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"logprobs": True},
+    ],
+)
 def test_answers_with_calls_and_reasoning_are_described(more: dict[str, Any]) -> None:
     said = "Hm.</think>Now.<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value></tool_call>"
     info = replace(INFO, max_context=1024)

@@ -376,6 +376,7 @@ def test_nothing_that_a_client_sends_is_a_failure(
     assert answer.status_code in (200, 400, 404), answer.text
 
 
+@pytest.mark.long
 async def test_the_demo_model_calls_a_tool_and_gives_json() -> None:
     schema = {
         "type": "object",

@@ -43,6 +43,7 @@ def test_width_changes_drafts_and_not_the_text():
     assert 0 < three["drafts"]["accepted"] <= three["drafts"]["offered"]
 
 
+@pytest.mark.long
 def test_the_first_cause_is_said_without_a_traceback(tmp_path):
     """As it is written, without the name of a Python class."""
     model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
@@ -77,7 +78,7 @@ def test_what_config_json_alone_decides_is_said_before_anything_starts(command, 
     [
         pytest.param(signal.SIGINT, "loading", False, marks=pytest.mark.long),
         pytest.param(signal.SIGTERM, "generating", False, marks=pytest.mark.long),
-        (signal.SIGTERM, "generating", True),
+        pytest.param(signal.SIGTERM, "generating", True, marks=pytest.mark.long),
     ],
 )
 def test_an_interrupt_ends_everything_in_order(number, moment, background):

@@ -122,7 +122,16 @@ def test_a_stream_ends_in_the_shape_of_its_endpoint(server) -> None:
     assert {path: stream.read().decode().strip() for path, stream in streams.items()} == endings
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(
+    ("server", "fresh"),
+    [
+        ("asyncio", True),
+        pytest.param("asyncio", False, marks=pytest.mark.long),
+        pytest.param("uvloop", True, marks=pytest.mark.long),
+        ("uvloop", False),
+    ],
+    indirect=["server"],
+)
 def test_a_cause_that_the_front_noted_stays(server, tmp_path: Path, fresh: bool) -> None:
     _, process, guardian = server
     fault = tmp_path / "fault"
@@ -137,6 +146,7 @@ def test_a_cause_that_the_front_noted_stays(server, tmp_path: Path, fresh: bool)
     assert fault.read_text() == ("rank 1 died" if fresh else "the front died")
 
 
+@pytest.mark.parametrize("server", [pytest.param("asyncio", marks=pytest.mark.long), "uvloop"], indirect=True)
 def test_what_is_no_stream_is_left_to_break(server) -> None:
     port, process, _ = server
     answer = begin(port, "/json")
@@ -161,6 +171,7 @@ def wait_until_it_holds(guardian: int, sockets: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize("server", ["asyncio", pytest.param("uvloop", marks=pytest.mark.long)], indirect=True)
 def test_finished_streams_are_let_go_of(server) -> None:
     port, _, guardian = server
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
@@ -173,6 +184,7 @@ def test_finished_streams_are_let_go_of(server) -> None:
     wait_until_it_holds(guardian, 1)  # the channel
 
 
+@pytest.mark.parametrize("server", [pytest.param("asyncio", marks=pytest.mark.long), "uvloop"], indirect=True)
 def test_a_client_that_leaves_is_let_go_of(server) -> None:
     port, _, guardian = server
     stream = begin(port, "/hang")
