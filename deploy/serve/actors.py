@@ -7,6 +7,7 @@ watch: no Ray call is made per step or token.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -84,6 +85,7 @@ class SchedulerActor:
     def run(self) -> None:
         """Schedule until told to stop; raises the first cause."""
         assert self._process is not None, "bind comes first"
+        gc.freeze()  # all that was imported stays: no step is to wait while it is searched for garbage
         self._process.run()
 
 

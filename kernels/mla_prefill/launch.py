@@ -35,7 +35,7 @@ HOPPER: Final = PrefillTiling(128, 128, 9, 2, "hopper")
 HOPPER_QUERIES: Final = 256
 """Fewest queries of the longest row for which `hopper` is the faster kernel where they attend to each other
 (bench/prefill_attention.py). Over context it is the faster one for any number."""
-MOST_PARTS: Final = 8
+MOST_KEY_PARTS: Final = 8
 FEWEST_TILES: Final = 4
 """Tiles of keys in a part, but for the last one's: fewer do not pay for the part's results."""
 _QUERIES, _KEYS = 128, 128
@@ -53,7 +53,7 @@ def key_parts(max_q: int, max_k: int, rows: int, heads: int, device: torch.devic
     the times that bench/prefill_attention.py prints."""
     programs, at_once = -(-max_q // _QUERIES) * rows * heads, multiprocessors(device)
     tiles = -(-max_k // _KEYS)
-    most = min(MOST_PARTS, tiles // FEWEST_TILES, _MOST_WAVES * at_once // max(programs, 1))
+    most = min(MOST_KEY_PARTS, tiles // FEWEST_TILES, _MOST_WAVES * at_once // max(programs, 1))
 
     def tiles_in_turn(parts: int) -> float:
         waves = -(-programs * parts // at_once)
@@ -65,7 +65,7 @@ def key_parts(max_q: int, max_k: int, rows: int, heads: int, device: torch.devic
 def most_partial(tokens: int, heads: int, device: torch.device) -> int:
     """Tokens of all parts together, of up to so many query tokens in any rows: `key_parts` asks for no more."""
     cut = _MOST_WAVES * multiprocessors(device) * _QUERIES // heads
-    return max(tokens, min(MOST_PARTS * tokens, cut))
+    return max(tokens, min(MOST_KEY_PARTS * tokens, cut))
 
 
 def tiling(features: int, value: int, dtype: torch.dtype, max_q: int) -> PrefillTiling:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kernels.hopper import multiprocessors
 from kernels.mla_prefill import key_parts, mla_prefill, most_partial
-from kernels.mla_prefill.launch import FEWEST_TILES, MOST_PARTS
+from kernels.mla_prefill.launch import FEWEST_TILES, MOST_KEY_PARTS
 
 CPU = torch.device("cpu")
 PROGRAMS = multiprocessors(CPU)
@@ -47,7 +47,7 @@ def test_memory_is_bounded(queries: list[int], keys: int, heads: int, more: int)
     """By what so many tokens, and all that have more, are taken to need at most."""
     parts = key_parts(max(queries), keys, len(queries), heads, CPU)
     tokens = sum(queries)
-    assert 1 <= parts <= MOST_PARTS
+    assert 1 <= parts <= MOST_KEY_PARTS
     assert parts == 1 or keys > (parts * FEWEST_TILES - 1) * 128
     assert parts * tokens <= most_partial(tokens, heads, CPU) <= most_partial(tokens + more, heads, CPU)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import os
@@ -47,6 +48,7 @@ def _scheduler_main(config: EngineConfig, sockets: Path, parent: Connection) -> 
     _end_with_parent(partial(shutil.rmtree, sockets, ignore_errors=True))
     from workers.processes.scheduler_process import EngineFailed, SchedulerProcess
 
+    gc.freeze()  # all that was imported stays: no step is to wait while it is searched for garbage
     process = SchedulerProcess(config, folder=sockets)
     parent.send(process.addresses)
     # Until the ranks may start: they are given `start_timeout_s` from then on. The end of the pipe tells.

@@ -5,7 +5,6 @@ No torch, no Ray: whoever starts it (a Ray actor, a plain process) only calls `r
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from contextlib import suppress
@@ -154,9 +153,6 @@ class SchedulerProcess:
     def _serve(self, scheduler: Scheduler, pulse: Pulse) -> None:
         requests, results = self._binding.requests, self._binding.results
         inbox = Inbox(requests)
-        # What is there by now stays: nobody is to wait while the garbage collector searches it.
-        gc.collect()
-        gc.freeze()
         poller = zmq.Poller()
         poller.register(requests.socket, zmq.POLLIN)
         poller.register(results.socket, zmq.POLLIN)

@@ -15,8 +15,9 @@ NOISE: Final = 0.03
 DRIFT: Final = 0.02
 """Of a factor's first standard deviation, how far it wanders from one observation to the next."""
 FAR: Final = 3.0
-"""Standard deviations beyond which an observation says that the machine was busy, and nothing else. Two in a row, to
-one side, say that the factors are other ones: these then are as uncertain as at the beginning."""
+"""Standard deviations beyond which an observation says that the machine was busy, and nothing else. Two in a row to one
+side, or more than `MOST_FAR` to any, say that the factors are other ones: these then are as uncertain as at first."""
+MOST_FAR: Final = 4
 LEAST, MOST = 1 / 64, 64.0
 """Of its first value, what a factor may become."""
 
@@ -31,6 +32,8 @@ class Following:
         self._covariance = self._certain_of_nothing()
         self._far = 0
         """Whether the newest observation was far off, and to which side."""
+        self._far_ones = 0
+        """How many in a row were."""
 
     def total(self, parts: Sequence[float]) -> float:
         """The sum that is expected for these x."""
@@ -44,8 +47,9 @@ class Following:
         spread, variance = self._uncertainty(parts, noise)
         off, most = seen - expected, FAR * sqrt(variance)
         before, self._far = self._far, 0 if abs(off) <= most else 1 if off > 0 else -1
+        self._far_ones = self._far_ones + 1 if self._far else 0
         if self._far:
-            if self._far != before:
+            if self._far != before and self._far_ones <= MOST_FAR:
                 return False
             self._covariance = self._certain_of_nothing()
             spread, variance = self._uncertainty(parts, noise)

@@ -2,17 +2,19 @@
 
 A mixed step of prompts with n tokens each, that have d entries before them, is expected to take
 
-    T(rows, width) + a o + b c N + sum over prompts of (e c (STARTED p + d / ENTRIES) + g c n (d + n / 2) / DEPTH)
+    T(rows, width) + (a o + b c N + e c (STARTED p + D / ENTRIES) + g c A / DEPTH) (1 + s)
 
 seconds. T is what a step of its decode rows alone takes. o is what prompts add whatever their number: such a step is no
 single graph, and it wakes experts that few rows leave asleep. c is what a token costs, and N are all tokens of prompts
-with those that a graph pads the step with. Entries before a chunk are expanded anew for it, however short it is, in p
-pieces, and each of its tokens attends to all of them. o and c are measured when the replica proves its steps, with few
-entries before tokens. The factors a, b, e and g follow mixed steps. What they leave unexplained of steps that are
-padded alike is followed for itself: tokens do not fill the device's processors evenly, and other kernels serve more.
+with those that a graph pads the step with. D is the sum of d: these entries are expanded anew, however short the chunks
+are, in p pieces. A is the sum of n (d + n / 2): every token attends to what stands before it. o and c are measured when
+the replica proves its steps, with few entries before tokens. The factors a, b, e and g follow mixed steps. What they
+leave unexplained of steps that are padded alike, s, is followed for itself: tokens do not fill the device's processors
+evenly, and other kernels serve more of them.
 
 Where nobody says what a mixed step may take, it may take twice as long as one of its decode rows alone. Few rows make
-short steps, of which all that is not tokens would leave nothing for them. Then tokens take as long as all that.
+short steps, of which all that is not tokens would leave nothing for them. Then tokens take as long as all that, and the
+less beyond the target the more it leaves them.
 
 Imports no torch, as all of the scheduler.
 """
@@ -20,7 +22,7 @@ Imports no torch, as all of the scheduler.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
@@ -61,6 +63,8 @@ OWN_RATE: Final = 1 / 4
 """Weight of the newest step in what factors do not explain of steps like it."""
 MOST_OWN: Final = 0.25
 """Of what prompts add to a step, how much that may be."""
+LEAST_SHARE: Final = 0.1
+"""Of the first mixed step, what its prompts are taken to have added at least, where nobody measured anything."""
 APART: Final = 1.5
 """How many times the tokens of one measured step another must have had for both to say what a token costs."""
 
@@ -74,16 +78,17 @@ class Costs:
     each: float
     """For a token, or one of padding."""
     piece: float
-    """For a piece of the entries before a chunk."""
+    """For a piece of the entries before chunks."""
     entry: float
     """For each entry before a chunk."""
     deeper: float
     """For a token and an entry that it attends to."""
     own: Mapping[tuple[int, bool], float] = field(default_factory=dict)
-    """For a step that is padded to so many tokens, and whether its prompts have entries before them."""
+    """Shares by which a step is off all that, which is padded to so many tokens, and whether its prompts have entries
+    before them."""
 
     def before(self, entries: int) -> float:
-        """For a chunk behind so many entries, however short it is."""
+        """For so many entries before all chunks of a step, however short these are."""
         return self.piece * _pieces(entries) + self.entry * entries
 
 
@@ -101,64 +106,77 @@ class Room:
         buckets: Sequence[int] = (),
     ) -> None:
         """`most`: tokens. `seconds`: for all that prompts add; inf: as many as it takes. `generous`: where these leave
-        little or nothing for tokens, the first prompt gets as much for them as all else costs. `beside`: tokens of the
-        step's decode rows. `buckets`: numbers of tokens to which steps are padded, in order."""
+        nothing for tokens, the first prompt gets as much for them as all else costs, and the less beyond what they
+        leave the more that is. `beside`: tokens of the step's decode rows. `buckets`: numbers of tokens to which steps
+        are padded, in order."""
         self._costs, self._seconds, self._buckets = costs, seconds, buckets
         self._beside, self._most, self._taken = beside, most, 0
         self._generous = generous and costs is not None
-        self._spent = 0.0 if costs is None else costs.fixed
-        """Seconds that go to something else than tokens and what these attend to."""
+        self._entries = 0
+        """Before the chunks that were taken."""
+        self._attending = 0.0
+        """Pairs of their tokens and what these attend to."""
         self._fewest = min(FEWEST, most)
 
     @property
     def open(self) -> bool:
         """Whether there is any."""
-        return self._taken < self._most and (self._fewest > self._taken or self._affordable(0) > 0)
+        return self._taken < self._most and (self._fewest > self._taken or self._fits(0, 1))
 
-    def suits(self, before: int) -> bool:
-        """Whether a further prompt, behind so many entries, finds room for more than a few tokens."""
-        return self._affordable(before) >= WORTHWHILE
+    def suits(self, before: int, left: int) -> bool:
+        """Whether a further prompt that has so many tokens left, behind so many entries, finds room for more than a few
+        of them."""
+        wanted = min(WORTHWHILE, left, self._most - self._taken)
+        return self._fewest - self._taken >= wanted or self._fits(before, wanted)
+
+    def insist(self) -> None:
+        """Open the fewest tokens once more, whatever they cost."""
+        self._fewest = min(self._taken + FEWEST, self._most)
 
     def tokens(self, before: int, left: int) -> int:
         """Of a prompt that has so many left, behind so many entries; one at least while there is room."""
         open_tokens = self._most - self._taken
+        if self._fits(before, min(left, open_tokens)):
+            return min(left, open_tokens)
         offered = max(self._affordable(before), min(max(self._fewest - self._taken, 1), open_tokens))
         return min(left, open_tokens) if left <= TAIL * offered else offered
 
     def take(self, before: int, count: int) -> None:
         """So many tokens of a prompt, behind so many entries."""
-        if self._costs is not None:
-            self._seconds = self._allowed(before)
-            self._spent += self._costs.before(before) + self._costs.deeper * count * (before + count / 2)
+        self._seconds = self._allowed(before)
         self._generous = False
         self._taken += count
+        self._entries += before
+        self._attending += count * (before + count / 2)
 
     def _allowed(self, before: int) -> float:
         """Seconds for all that prompts add, with one behind so many entries."""
         if not self._generous or self._costs is None:
             return self._seconds
-        other = self._spent + self._costs.before(before)
+        other = self._costs.fixed + self._costs.before(before)
         # Where they are just enough for a third of it, both ways give the same.
         return max(self._seconds, 2 * other - 2 * max(0.0, self._seconds - other))
 
+    def _fits(self, before: int, count: int) -> bool:
+        """Whether there is time for so many tokens of a prompt behind so many entries."""
+        costs = self._costs
+        if costs is None or self._seconds == inf:
+            return True
+        entries, attending = self._entries + before, self._attending + count * (before + count / 2)
+        step = padded(self._beside + self._taken + count, self._buckets)
+        other = costs.fixed + costs.before(entries) + costs.deeper * attending
+        share = 1 + costs.own.get((step, entries > 0), 0.0)
+        return (other + costs.each * (step - self._beside)) * share <= self._allowed(before)
+
     def _affordable(self, before: int) -> int:
         """Tokens of a prompt behind so many entries for which there is time."""
-        open_tokens, costs = self._most - self._taken, self._costs
-        if costs is None or self._seconds == inf:
-            return open_tokens
-        left = self._allowed(before) - self._spent - costs.before(before)
-
-        def seconds(count: int) -> float:
-            step = padded(self._beside + self._taken + count, self._buckets)
-            own = costs.own.get((step, before > 0), 0.0)
-            return costs.each * (step - self._beside) + own + costs.deeper * count * (before + count / 2)
-
+        used, open_tokens = self._beside + self._taken, self._most - self._taken
         # Steps that are padded alike cost more the more tokens they have; others need not.
-        used = self._beside + self._taken
         ends = [min(step - used, open_tokens) for step in self._buckets if step > used] or [open_tokens]
         for first, last in reversed(list(pairwise([0, *ends]))):
-            if first < last and seconds(first + 1) <= left:
-                return first + bisect_right(range(first + 1, last + 1), left, key=seconds)
+            if first < last and self._fits(before, first + 1):
+                range_of = range(first + 1, last + 1)
+                return first + bisect_left(range_of, True, key=lambda count: not self._fits(before, count))
         return 0
 
 
@@ -220,16 +238,18 @@ class MixedTarget:
         step = padded(rows * width + tokens, self._buckets)
         tokens = step - rows * width
         if self._cost is None:
-            self._cost = (seconds - alone) / tokens
-        entries = sum(STARTED * _pieces(before) + before / ENTRIES for before, _ in chunks)
+            if tokens < FEWEST:
+                return  # of so few others take most of the time
+            self._cost = max(seconds - alone, seconds * LEAST_SHARE) / tokens
+        before = sum(before for before, _ in chunks)
+        entries = STARTED * _pieces(before) + before / ENTRIES
         deep = sum(count * (before + count / 2) for before, count in chunks) / DEPTH
         parts = [self._fixed(rows, width, self._cost), *(self._cost * share for share in (tokens, entries, deep))]
-        like = step, entries > 0
-        own = self._own.get(like, 0.0)
-        if self._factors.observe(parts, seconds - alone - own, beside=alone) and self._buckets:
-            expected = self._factors.total(parts)
-            own += OWN_RATE * (seconds - alone - own - expected)
-            self._own[like] = min(max(own, -MOST_OWN * expected), MOST_OWN * expected)
+        like = step, before > 0
+        own, added = self._own.get(like, 0.0), seconds - alone
+        if self._factors.observe(parts, added / (1 + own), beside=alone) and self._buckets:
+            own += OWN_RATE * (added / self._factors.total(parts) - 1 - own)
+            self._own[like] = min(max(own, -MOST_OWN), MOST_OWN)
 
     def _costs(self, rows: int, width: int, cost: float) -> Costs:
         """As far as is known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections.abc import Callable
 from itertools import chain, takewhile
 from operator import attrgetter
 
@@ -44,8 +45,9 @@ class Rows:
             sequence.keys = sequence.tokens.keys()
         self.queue.push(sequence)
 
-    def admit(self) -> Sequence | None:
-        """Give the head of the queue a slot and the pages of its whole prompt; None when they are not there. It comes
+    def admit(self, suits: Callable[[int, int], bool]) -> Sequence | None:
+        """Give the head of the queue a slot and the pages of its whole prompt; None when they are not there, or when it
+        does not suit the step, which is asked with the entries that are cached of it, and the tokens left. It comes
         back waiting, and set aside until the plan is complete, when a row of this plan fills its next page: then it
         takes that page in the next plan instead of computing it again. Those behind it leave it its slot and pages.
         It never waits for anything but a plan: rows before it have their chunks already, and whoever had to leave a
@@ -71,14 +73,17 @@ class Rows:
             self._aside.append(self.queue.set_aside())
             self._kept += needed
             return sequence
-        self.queue.pop()
         hit = len(found) * PAGE_TOKENS
+        cursor = hit - 1 if hit and self._config.drafting else hit
+        if not suits(cursor, length - cursor):
+            return None
+        self.queue.pop()
         sequence.phase = Phase.PREFILL
         sequence.slot = heapq.heappop(self.free_slots)
         sequence.pages = cache.open(found, pages)
         sequence.capacity = sequence.pages.capacity
         sequence.goal = length
-        sequence.cursor = hit - 1 if hit and self._config.drafting else hit
+        sequence.cursor = cursor
         sequence.write_from = hit
         sequence.scores_from = sequence.scored
         sequence.upper = 0

@@ -31,6 +31,8 @@ from workers.scheduler.tokens import Tokens
 PLAN_PAGES = 16_384
 """Pages of prompts that a plan looks up before it admits nobody more, some ten milliseconds of work: hundreds of
 choices of one long cached prompt feed few tokens each, and would otherwise be admitted in one plan."""
+PATIENCE = 8
+"""Plans in a row for which a prompt is left out that would find room for a few tokens alone."""
 
 
 class Scheduler:
@@ -66,6 +68,8 @@ class Scheduler:
         self._results = Results(self._live, self._rows, self._counters, self._arrivals, drafting=config.drafting)
         self._flights: deque[Flight] = deque()
         self._step = 0
+        self._left_out = 0
+        """Plans in a row that left out a prompt though there was some room."""
 
     @property
     def idle(self) -> bool:
@@ -256,15 +260,28 @@ class Scheduler:
         self, room: Room, admissions: list[Admission], grants: list[PageGrant], admit: bool
     ) -> tuple[list[Sequence], list[PrefillRow]]:
         """Chunks of running and newly admitted prompts, by rank, until there is no room. When a row was just
-        preempted nobody is admitted, lest the pages go round in circles. Nor when enough was admitted for one plan."""
+        preempted nobody is admitted, lest the pages go round in circles. Nor when enough was admitted for one plan. Who
+        would find room for a few tokens alone is left out, with all behind it, but not for many plans in a row."""
         sequences: list[Sequence] = []
         rows: list[PrefillRow] = []
+        left_out = False
+
+        def suits(before: int, left: int) -> bool:
+            nonlocal left_out
+            if not rows or room.suits(before, left):
+                return True
+            if self._left_out >= PATIENCE:
+                room.insist()
+                return True
+            left_out = True
+            return False
+
         running = deque(sorted(self._rows.prefilling, key=turn))
         looked_up = 0
         while room.open:
             head = self._rows.queue.head() if admit else None
             if head is not None and (not running or urgency(head) < turn(running[0])):
-                newcomer = self._rows.admit()
+                newcomer = self._rows.admit(suits)
                 looked_up += pages_for(head.tokens.length)
                 admit = newcomer is not None and looked_up < PLAN_PAGES
                 if newcomer is None or newcomer.phase is Phase.WAITING:
@@ -273,7 +290,7 @@ class Scheduler:
                 admissions.append(_admission(sequence, with_tokens=self.config.reads_tokens))
                 grants.append(PageGrant(sequence.slot, 0, tuple(sequence.pages.pages)))
                 self._count_prompt(sequence)
-            elif running and (not rows or room.suits(running[0].cursor)):
+            elif running and suits(running[0].cursor, running[0].goal - running[0].cursor):
                 sequence = running.popleft()
             else:
                 break
@@ -282,6 +299,7 @@ class Scheduler:
             sequences.append(sequence)
             rows.append(row)
         self._rows.planned(sequences)
+        self._left_out = self._left_out + 1 if left_out else 0
         return sequences, rows
 
     def _count_prompt(self, sequence: Sequence) -> None:

@@ -75,6 +75,8 @@ class Speculation:
         self._credit = 0.0
         """Seconds that a probe may lose by now."""
         self._sooner = IMPATIENCE
+        self._met: set[int] = set()
+        """Numbers of rows that came before anything was known of them."""
 
     @property
     def best(self) -> int:
@@ -140,10 +142,11 @@ class Speculation:
         if best != self._best and speeds[best - 1] > GAIN * speeds[self._best - 1]:
             logger.debug("width %d instead of %d for %d rows", best, self._best, rows)
             if best != self._former:  # else two widths give as much, and nothing has changed
-                self._sooner, self._credit = IMPATIENCE, 0.0
+                self._sooner, self._credit = IMPATIENCE, min(self._credit, 0.0)
             self._former, self._best = self._best, best
-        elif not self.times.known(rows):
-            self._sooner, self._credit = IMPATIENCE, 0.0
+        elif not self.times.known(rows) and rows not in self._met:
+            self._met.add(rows)
+            self._sooner, self._credit = IMPATIENCE, min(self._credit, 0.0)
         self._try_another(rows, seconds, speeds)
 
     def _try_another(self, rows: int, seconds: list[float], speeds: list[float]) -> None:

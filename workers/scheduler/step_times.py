@@ -116,6 +116,7 @@ class _Bucket:
     def __init__(self, begin: list[float], common: float) -> None:
         self.log = begin
         widths = range(len(begin))
+        self._most = common**2 + OWN**2
         self._variance = [[common**2 + (OWN**2 if i == j else 0.0) for j in widths] for i in widths]
         self._seen = 0
         """The step that was observed last."""
@@ -133,6 +134,10 @@ class _Bucket:
             for j in widths:
                 row[j] += common
             row[i] += own
+        # Nothing is less certain than at the beginning, also where it was not run for long.
+        scale = [min(1.0, sqrt(self._most / variance[i][i])) for i in widths]
+        for i in widths:
+            variance[i] = [scale[i] * factor * value for factor, value in zip(scale, variance[i], strict=True)]
         self._run = self._run + 1 if index == self._index else 1
         self._index = index
         off, spread = found - log[index], variance[index][index] + NOISE**2

@@ -215,6 +215,19 @@ def test_all_widths_are_tried_in_turn() -> None:
     assert {width for width, _ in made[-1000:]} == {2, 3, 4}, "one token a row is hopeless where four are accepted"
 
 
+def test_other_widths_are_tried_while_every_step_has_prompts() -> None:
+    """So nothing is known of what steps of decode rows alone take."""
+    speculation, requests = chooser(), [row() for _ in range(32)]
+    for turn in range(6000):
+        width, drafts = speculation.choose(len(requests))
+        speculation.planned(drafts)
+        stood = width - 1 if turn >= 600 else 0
+        speculation.observe(width, [(one, stood) for one in requests], 0.01, alone=False)
+        if turn == 599:
+            assert speculation.best == 1
+    assert speculation.best == MOST
+
+
 def test_the_time_of_steps_that_draft_for_wider_ones_is_not_that_of_their_width() -> None:
     speculation = chooser()
     made = served(64, 3000, speculation)

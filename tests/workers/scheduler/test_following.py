@@ -62,6 +62,17 @@ def test_one_that_is_far_off_says_nothing_and_two_say_much() -> None:
     assert sum(following.values) == pytest.approx(8, rel=0.05)
 
 
+def test_several_far_off_to_alternating_sides_are_believed() -> None:
+    """Steps of two kinds, of which one takes more than was thought, and the other less."""
+    following, kinds = Following([1.0, 1.0], [0.5, 0.5]), ([1.0, 10.0], [1.0, 0.1])
+    for turn in range(200):
+        following.observe(kinds[turn % 2], total([1.0, 1.0], kinds[turn % 2]), beside=5.0)
+    for turn in range(200):
+        following.observe(kinds[turn % 2], total([3.0, 0.4], kinds[turn % 2]), beside=5.0)
+    for kind in kinds:
+        assert following.total(kind) == pytest.approx(total([3.0, 0.4], kind), rel=0.15)
+
+
 @given(
     seen=st.lists(
         st.tuples(st.floats(0, 1e9), st.lists(st.floats(0, 1e6), min_size=3, max_size=3), st.floats(1e-9, 1e3)),

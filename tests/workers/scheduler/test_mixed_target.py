@@ -75,7 +75,7 @@ class Served:
     ) -> None:
         self.scheduler = Scheduler(
             SchedulerConfig(
-                slots=ROWS + 2,
+                slots=ROWS + 4,
                 pages=8000,
                 max_context=20_000,
                 token_budget=BUDGET,
@@ -190,7 +190,7 @@ def test_what_the_self_test_does_not_measure_is_learnt_by_the_first_prompt(promp
     first = [run.seconds(plan) for plan in run.mixed(100, prompt)]
     later = [run.seconds(plan) for plan in run.mixed(100, prompt) if not plan.prefill[-1].final]
     assert max(first) < 1.04 * 0.018
-    assert max(later) < 1.02 * AIM * 0.018
+    assert max(later) < 0.018
     assert sorted(later)[len(later) // 2] > 0.95 * AIM * 0.018  # buckets are some percent apart
 
 
@@ -222,29 +222,37 @@ def test_prompts_of_one_step_share_its_time(buckets: tuple[int, ...]) -> None:
             piece=rng.choice([0.0, 1e-3]),
             entry=rng.choice([0.0, 1e-7]),
             deeper=rng.choice([0.0, 1e-9, 5e-8]),
+            own={(step, deep): rng.uniform(-0.2, 0.2) for step in buckets for deep in (False, True)},
         )
         seconds, beside, generous = rng.uniform(0, 0.05), rng.randrange(1, 200), rng.random() < 0.5
         most = BUDGET - beside
         room = Room(most, seconds=seconds, costs=costs, generous=generous, beside=beside, buckets=buckets)
+        chunks: list[tuple[int, int]] = []
+
+        def took(further: tuple[int, int]) -> float:
+            """With one more chunk."""
+            every = [*chunks, further]  # noqa: B023
+            step = padded(beside + sum(count for _, count in every), buckets)  # noqa: B023
+            entries = sum(before for before, _ in every)
+            deep = costs.deeper * sum(count * (before + count / 2) for before, count in every)  # noqa: B023
+            added = costs.fixed + costs.before(entries) + costs.each * (step - beside) + deep  # noqa: B023
+            return added * (1 + costs.own.get((step, entries > 0), 0.0))  # noqa: B023
+
         before = rng.choice([0, rng.randrange(20_000), rng.randrange(150_000)])
-        other = costs.fixed + costs.before(before)
-        bound = max(seconds, 2 * other) if generous else seconds
-        spent, tokens = costs.fixed, 0
-        while room.open and (not tokens or room.suits(before)):
+        bound = max(seconds, 2 * (costs.fixed + costs.before(before))) if generous else seconds
+        while room.open and (not chunks or room.suits(before, BUDGET)):
             offered = room.tokens(before, 2 * BUDGET)
             assert offered > 0
+            if took((before, offered)) > bound * (1 + 1e-9):  # the fewest, or a single one
+                assert sum(count for _, count in chunks) + offered <= FEWEST or (offered == 1 and chunks)
             count = min(offered, rng.randrange(1, 700))
             room.take(before, count)
-            tokens += count
-            spent += costs.before(before) + costs.deeper * count * (before + count / 2)
-            if tokens > FEWEST:
-                assert spent + costs.each * (padded(beside + tokens, buckets) - beside) <= bound * (1 + 1e-9)
+            chunks.append((before, count))
             before = rng.choice([0, rng.randrange(20_000), rng.randrange(150_000)])
-        assert min(count, FEWEST) <= tokens <= most
-        if tokens <= most - WORTHWHILE:  # another chunk that is worth while takes it past what there is
-            step = padded(beside + tokens + WORTHWHILE, buckets) - beside
-            further = costs.before(before) + costs.deeper * WORTHWHILE * (before + WORTHWHILE / 2)
-            assert spent + further + costs.each * step > seconds * (1 - 1e-9)
+        tokens = sum(count for _, count in chunks)
+        assert min(chunks[-1][1], FEWEST) <= tokens <= most
+        if tokens <= most - WORTHWHILE and room.open:  # another chunk that is worth while takes it past what there is
+            assert took((before, WORTHWHILE)) > seconds * (1 - 1e-9)
 
 
 def test_a_chunk_fills_the_step_that_it_is_padded_to() -> None:
@@ -257,6 +265,69 @@ def test_a_chunk_fills_the_step_that_it_is_padded_to() -> None:
             )
             assert beside + count in buckets
             assert 1e-5 * count <= seconds - 1e-3 < 1e-5 * (padded(beside + count + 1, buckets) - beside)
+
+
+def test_a_small_prompt_is_in_where_there_is_room_for_it() -> None:
+    """Also where nothing costs anything, and at the end of the budget."""
+    costs = Costs(fixed=0.0, each=1e-3, piece=0.0, entry=0.0, deeper=0.0)
+    room = Room(BUDGET, seconds=0.08, costs=costs)
+    room.take(0, 75)
+    assert room.suits(0, 5)
+    assert not room.suits(0, 6)
+    room.insist()
+    assert room.suits(0, 6)
+    assert room.tokens(0, 1000) == FEWEST
+    free = Room(BUDGET)
+    free.take(0, BUDGET - 8)
+    assert free.suits(70_000, 1000)
+    assert free.tokens(70_000, 1000) == 8
+
+
+def test_pieces_are_those_of_all_prompts_together() -> None:
+    costs = Costs(fixed=0.0, each=1e-5, piece=1e-3, entry=0.0, deeper=0.0)
+    room = Room(BUDGET, seconds=5e-3, costs=costs)
+    for _ in range(4):
+        room.take(PIECE // 4, 50)
+    assert room.tokens(0, BUDGET) == 200
+    assert room.tokens(1, BUDGET) == 100
+
+
+def trickle(run: Served, tokens: int, steps: int, *, priority: int = 0) -> None:
+    """So many steps, before each of which an urgent prompt comes."""
+    for _ in range(steps):
+        run.count += 1
+        ids = tuple(random.Random(run.count).randrange(1000) for _ in range(tokens))
+        assert run.scheduler.add(Request(f"u{run.count}", ids, SamplingParams(1), priority=priority)) is None
+        run.step()
+
+
+@pytest.mark.parametrize("target", [None, 0.018, 1e-6])
+@pytest.mark.parametrize("tokens", [20, 55])
+def test_small_urgent_prompts_do_not_keep_a_long_one_out_of_the_time_that_they_leave(
+    tokens: int, target: float | None
+) -> None:
+    run = Served((*measured("experts"), *mixed_times(begun)), measured_on_a_gpu, target, buckets=token_buckets(BUDGET))
+    run.streams()
+    assert run.scheduler.add(Request("long", tuple(range(10_000)), SamplingParams(1), priority=1)) is None
+    trickle(run, tokens, 1500)
+    assert sum(row.start + len(row.tokens) == 10_000 for plan in run.plans for row in plan.prefill) == 1
+
+
+def test_a_newcomer_with_a_cached_prefix_does_not_join_for_a_token() -> None:
+    run = Served((*measured("experts"), *mixed_times(begun)), measured_on_a_gpu, 0.018, buckets=token_buckets(BUDGET))
+    run.streams()
+    known = tuple(range(15_000))
+    assert run.scheduler.add(Request("known", known, SamplingParams(1))) is None
+    while run.scheduler.stats().prefill_backlog:
+        run.step()
+    for number, length in enumerate(range(600, 1500, 50)):
+        begin = len(run.plans)
+        run.add(length, 1)
+        again = (*known[:14_990], *[number] * 300)
+        assert run.scheduler.add(Request(f"again {number}", again, SamplingParams(1))) is None
+        while run.scheduler.stats().prefill_backlog:
+            run.step()
+        assert all(run.seconds(plan) < 1.05 * 0.018 for plan in run.plans[begin:])
 
 
 def test_a_few_tokens_more_end_a_prompt() -> None:

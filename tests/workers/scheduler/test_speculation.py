@@ -50,10 +50,12 @@ def row() -> Any:
 class Simulation:
     """A replica whose drafts stand with the probability that `chance` says, given the time and the row."""
 
-    def __init__(self, kind: str, rows: int, chance: Callable[[float, int], float], times: Sequence[StepTime]) -> None:
+    def __init__(
+        self, kind: str, rows: int, chance: Callable[[float, int], float], times: Sequence[StepTime], seed: int = 0
+    ) -> None:
         self.kind, self.chance = kind, chance
         self.requests: list[Any] = [row() for _ in range(rows)]
-        self.random = random.Random(rows)
+        self.random = random.Random(rows + 1000 * seed)
         self.speculation = Speculation(config(width=MOST, adaptive=True, step_times=tuple(times), token_budget=2000))
         self.ladder = Ladder(max(rows, 1), MOST, adaptive=True)
         self.seconds, self.tokens = 0.0, 0
@@ -95,10 +97,13 @@ def fixed(kind: str, rows: int, width: int, chance: float) -> float:
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("rows", [1, 8, 32, 64])
 def test_never_much_slower_than_the_best_fixed_width(kind: str, rows: int, chance: float) -> None:
-    run = Simulation(kind, rows, lambda now, index: chance, measured(kind))
-    run.run(8.0 + rows / 4, length=200)
+    tokens, seconds, widths = 0, 0.0, Counter[int]()
+    for seed in range(4 if rows == 1 else 1):  # what a single row's drafts do differs by percents
+        run = Simulation(kind, rows, lambda now, index: chance, measured(kind), seed)
+        run.run(8.0 + rows / 4, length=200)
+        tokens, seconds, widths = tokens + run.tokens, seconds + run.seconds, widths + run.widths
     best = max(fixed(kind, rows, width, chance) for width in range(1, MOST + 1))
-    assert run.tokens / run.seconds >= 0.97 * best, run.widths
+    assert tokens / seconds >= 0.97 * best, widths
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.9])

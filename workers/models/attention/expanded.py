@@ -170,7 +170,7 @@ class ExpandedChunks(Backend):
             source_SC, own_SHF = context_SC[: piece.entries], kv_SHF[: piece.entries]
             expanded = _rounded(piece.entries)
             parts = key_parts(geometry.max_q, piece.max_k, piece.cu_k_B1.shape[0] - 1, heads, q_THD.device)
-            parts = min(parts, partial // tokens)
+            assert parts * tokens <= partial
             out_ZTHV, lse_ZTH = (of_T[: parts * tokens].view(parts, tokens, *of_T.shape[1:]) for of_T in sums[1])
             context.append(
                 RecalledContext(
