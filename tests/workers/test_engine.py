@@ -110,6 +110,7 @@ def test_choices_of_one_prompt_compute_it_once(folder: Path, width: int) -> None
     assert sum(part.total for part in prefilled) == 150 + 7 * (150 - 128 + (width > 1))
 
 
+@pytest.mark.long
 def test_a_seeded_request_gives_the_same_tokens_alone_and_in_any_batch(folder: Path) -> None:
     prompts = random_prompts(20, 80, seed=4)
     rng = random.Random(5)

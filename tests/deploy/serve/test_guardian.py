@@ -212,6 +212,7 @@ def test_a_front_that_hangs_is_ended() -> None:
         assert 0.7 < time.monotonic() - begun < 2.5
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_front_whose_patience_is_short_is_not_ended_between_two_signs_of_life() -> None:
     code = (

@@ -218,6 +218,7 @@ def logits_of_ranks(folder: Path, root: Path, group: TensorParallel) -> dict[str
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_agree_with_one(folder: Path, drafts_of: dict[str, Path], size: int) -> None:
     root = drafts_of["gqa"].parent

@@ -98,6 +98,7 @@ def test_draft_logits(kind: str, feeds: list[tuple[int, int]], tmp_path: Path) -
     assert bool(got.isfinite().all())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("chunk", [pytest.param(90, marks=pytest.mark.long), 31])
 def test_all_drafts_attend_to_what_the_first_does(shares: bool, chunk: int, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_drafts_are_those_of_the_whole_sequence_at_once(code: list[int]) -> None
     assert stats.cached_tokens > 0
 
 
+@pytest.mark.long
 def test_drafts_after_a_preemption_are_those_of_the_whole_sequence(code: list[int]) -> None:
     made = engine(cache_pages=6)
     for index, (start, length) in enumerate([(300, 5), (64, 1), (640, 6)]):

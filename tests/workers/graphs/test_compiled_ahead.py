@@ -271,6 +271,7 @@ def together(rank: int, width: int | str, invariant: bool) -> list[list[tuple[An
         return stages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "invariant"),
     [

@@ -111,7 +111,7 @@ class Buckets:
     [
         ("v3", 3, "mtp"),
         pytest.param("v3", 1, "none", marks=pytest.mark.long),
-        ("v2", 3, "ngram"),
+        pytest.param("v2", 3, "ngram", marks=pytest.mark.long),
         pytest.param("v2-no-q-lora", 3, "gqa", marks=pytest.mark.long),
         pytest.param("v2", 2, "mla", marks=pytest.mark.long),
         pytest.param("glm5", 3, "mtp", marks=pytest.mark.long),
@@ -165,6 +165,7 @@ def test_a_selection_in_memory_of_segments_is_seen(tmp_path: Path, monkeypatch: 
         assert run.generate(prompts, greedy(8)) != expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_stages_of_all_buckets_share_their_endings(

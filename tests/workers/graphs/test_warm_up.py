@@ -54,6 +54,7 @@ def run_all(parts: StepParts) -> tuple[set[str], int, int]:
     return operations.seen, max(decode.peak, scratch.peak), inner.peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize(
     ("dense", "layers"),

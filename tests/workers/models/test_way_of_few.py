@@ -92,6 +92,7 @@ def rank_main(rank: int, size: int, folder: Path, shared: bool) -> None:
         group.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_way_equals_that_of_many_on_two_ranks(shared: bool, tmp_path: Path) -> None:
     write_tiny(tmp_path / "v3", "v3", seed=4, q_lora_rank=32)

@@ -139,6 +139,7 @@ async def test_a_fault_while_it_starts_says_whether_to_try_again() -> None:
         assert fault.value.lasting
 
 
+@pytest.mark.long
 @pytest.mark.alone
 async def test_a_scheduler_that_falls_silent_is_a_fault() -> None:
     async with front(heartbeat_timeout_s=1.2) as (client, scheduler):

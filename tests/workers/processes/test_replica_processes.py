@@ -58,6 +58,7 @@ async def settled_figures(client: EngineClient) -> Figures:
     return before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
 async def test_ranks_share_one_model_and_give_the_tokens_of_one(folder: Path, ranks: int) -> None:
     prompts = random_prompts(10, 120, seed=50)
@@ -150,6 +151,7 @@ async def test_a_killed_rank_ends_every_stream_within_a_second(folder: Path, ran
             await client.probe()
 
 
+@pytest.mark.long
 @pytest.mark.alone
 async def test_a_stopped_rank_ends_every_stream_within_five_seconds(folder: Path) -> None:
     async with busy_replica(folder) as (replica, _client, streams):
@@ -162,6 +164,7 @@ async def test_a_stopped_rank_ends_every_stream_within_five_seconds(folder: Path
         assert "rank 1 has been silent" in causes[0]
 
 
+@pytest.mark.long
 @pytest.mark.alone
 async def test_a_step_that_hangs_ends_every_stream(folder: Path) -> None:
     """Also where nobody is silent: here the other rank, which waits in the step for the stopped one, goes on to send
@@ -177,6 +180,7 @@ async def test_a_step_that_hangs_ends_every_stream(folder: Path) -> None:
         assert re.search(r"step \d+ made no progress for 3 s", causes[0])
 
 
+@pytest.mark.long
 @pytest.mark.alone
 async def test_a_killed_scheduler_ends_every_stream(folder: Path) -> None:
     async with busy_replica(folder) as (replica, _client, streams):
@@ -254,7 +258,7 @@ def tells_and_dies(settings: EngineConfig, sockets: Path, parent: Connection) ->
     [
         ("_scheduler_main", dies, "the scheduler ended while it started"),
         pytest.param("_scheduler_main", tells_and_dies, "scheduler exited with code 3", marks=pytest.mark.long),
-        ("_worker_main", one_rank_dies, "rank 1 exited with code 3"),
+        pytest.param("_worker_main", one_rank_dies, "rank 1 exited with code 3", marks=pytest.mark.long),
         pytest.param(
             "_worker_main",
             one_rank_aborts,
