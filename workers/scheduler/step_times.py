@@ -2,7 +2,7 @@
 
 What was measured is off by a factor for every bucket of rows and every width: real tokens wake other experts, contexts
 grow. In a bucket most of it is common to all widths, and changes fast; the rest is a width's own, and changes slowly.
-So the logarithms of a bucket's factors are followed by a Kalman filter (Kalman, 1960) whose variances say just that.
+So the logarithms of a bucket's factors are followed by a Kalman filter whose variances say just that.
 A step of one width moves what is expected of the others by as much as is likely to be common, and what is known of a
 width counts for less the longer it has not been run.
 
@@ -17,6 +17,7 @@ from math import exp, log, sqrt
 from typing import Final
 
 from workers.protocol.report import StepTime
+from workers.scheduler.kalman import Kalman
 
 DRAFT_COST: Final = 0.25
 """Share of a step that each draft is taken to cost where nothing was measured."""
@@ -114,49 +115,35 @@ class _Bucket:
     """By how much each width's steps are off what was measured, as far as it is known."""
 
     def __init__(self, begin: list[float], common: float) -> None:
-        self.log = begin
-        widths = range(len(begin))
-        self._most = common**2 + OWN**2
-        self._variance = [[common**2 + (OWN**2 if i == j else 0.0) for j in widths] for i in widths]
+        self._filter = Kalman(begin, [OWN] * len(begin), common)
         self._seen = 0
         """The step that was observed last."""
         self._index, self._run = -1, 0
         """Of its width, and how many of that there were in a row."""
 
+    @property
+    def log(self) -> list[float]:
+        """Logarithms of the factors, by width."""
+        return self._filter.values
+
     def observe(self, index: int, found: float, step: int) -> None:
         """A step of the width of this index, whose logarithm is off by `found`."""
-        log, variance, widths = self.log, self._variance, range(len(self.log))
+        widths, known = range(len(self.log)), self._filter
         gone = min(step - self._seen, LONGEST) if self._seen else 1
         self._seen = step
-        common, own = gone * COMMON_DRIFT**2, gone * OWN_DRIFT**2
-        for i in widths:
-            row = variance[i]
-            for j in widths:
-                row[j] += common
-            row[i] += own
-        # Nothing is less certain than at the beginning, also where it was not run for long.
-        scale = [min(1.0, sqrt(self._most / variance[i][i])) for i in widths]
-        for i in widths:
-            variance[i] = [scale[i] * factor * value for factor, value in zip(scale, variance[i], strict=True)]
+        known.wander([gone * OWN_DRIFT**2] * len(widths), gone * COMMON_DRIFT**2)
+        known.bound()
         self._run = self._run + 1 if index == self._index else 1
         self._index = index
-        off, spread = found - log[index], variance[index][index] + NOISE**2
-        most = SURPRISING * sqrt(spread)
+        off = found - self.log[index]
+        spread, variance = known.uncertainty([float(i == index) for i in widths], NOISE**2)
+        most = SURPRISING * sqrt(variance)
         more = (off / 2) ** 2 if abs(off) > most else 0.0
-        off = min(max(off, -most), most)
-        gain = [row[index] / spread for row in variance]
-        ahead = list(variance[index])
-        for i in widths:
-            log[i] += gain[i] * off
-            row = variance[i]
-            for j in widths:
-                row[j] -= gain[i] * ahead[j]
+        known.move(spread, min(max(off, -most), most), variance)
         if more and self._run <= FRESH:
-            variance[index][index] += min(more, OWN**2)
+            known.wander([min(more, OWN**2) * (i == index) for i in widths])
         elif more:
-            for row in variance:
-                for j in widths:
-                    row[j] += min(more, COMMON**2)
+            known.wander([0.0] * len(widths), min(more, COMMON**2))
 
     def likely(self) -> list[float]:
         """What is to be expected of another bucket: the same in common, and half of what is a width's own."""
