@@ -127,7 +127,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--shape", default=SHAPES)
     parser.add_argument("--tiles", default="")
-    parser.add_argument("--parts", type=lambda text: [int(part) for part in text.split(",")], default=[0])
+    counts = {"type": lambda text: [int(part) for part in text.split(",")], "default": [0]}
+    parser.add_argument("--parts", help="of the keys of context; 0, the default: as many as steps take", **counts)
     arguments = parser.parse_args()
     print(f"{arguments.heads} heads".ljust(16) + "tiles / parts".ljust(26) + "       us  TFLOP/s  of 790    error")
     all_right = True

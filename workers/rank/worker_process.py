@@ -162,7 +162,7 @@ def run_worker(
         built = Rank(config, group, device, progress, results.send, news)
         loading = False
         runner = built.runner
-        # The model, its graphs and segments stay. A search of them for garbage would take milliseconds of some step.
+        # The model, its graphs and segments stay: no step is to wait while they are searched for garbage.
         gc.collect()
         gc.freeze()
         if rank == 0:

@@ -19,6 +19,7 @@ FAR: Final = 3.0
 """Standard deviations beyond which an observation says that the machine was busy, and nothing else. Two in a row to one
 side, or more than `MOST_FAR` to any, say that the factors are other ones: these then are as uncertain as at first."""
 MOST_FAR: Final = 4
+"""Observations in a row that are far off, of which nothing is believed unless two follow to one side."""
 LEAST, MOST = 1 / 64, 64.0
 """Of its first value, what a factor may become."""
 

@@ -19,7 +19,8 @@ from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
 from workers.scheduler.intake import why_impossible
 from workers.scheduler.live import Live
-from workers.scheduler.mixed_target import MixedTarget, Room
+from workers.scheduler.mixed_target import MixedTarget
+from workers.scheduler.prompt_room import PromptRoom
 from workers.scheduler.queue import NOT_SERVED, turn, urgency
 from workers.scheduler.results import Results, check
 from workers.scheduler.rows import Rows, by_rank
@@ -257,7 +258,7 @@ class Scheduler:
         return rows, preempted
 
     def _plan_prefill(
-        self, room: Room, admissions: list[Admission], grants: list[PageGrant], admit: bool
+        self, room: PromptRoom, admissions: list[Admission], grants: list[PageGrant], admit: bool
     ) -> tuple[list[Sequence], list[PrefillRow]]:
         """Chunks of running and newly admitted prompts, by rank, until there is no room. When a row was just
         preempted nobody is admitted, lest the pages go round in circles. Nor when enough was admitted for one plan. Who

@@ -17,7 +17,7 @@ from workers.models.attention.backend import Heads
 from workers.models.attention.expanded import CONTEXT_ENTRIES, ExpandedChunks, PrefillGeometry, entries_of_a_row
 from workers.models.batch import Batch, PrefillBatch
 from workers.protocol.plan import BatchLayout
-from workers.scheduler import mixed_target
+from workers.scheduler import prompt_room
 
 CPU = torch.device("cpu")
 
@@ -107,7 +107,7 @@ def test_as_much_of_every_row_as_is_rehearsed_fits_one_piece() -> None:
 
 
 def test_the_scheduler_knows_how_much_is_expanded_at_once() -> None:
-    assert mixed_target.PIECE == CONTEXT_ENTRIES
+    assert prompt_room.PIECE == CONTEXT_ENTRIES
 
 
 @settings(deadline=None, max_examples=30)

@@ -15,18 +15,8 @@ from workers.protocol.messages import Request
 from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResult
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, SchedulerConfig
-from workers.scheduler.mixed_target import (
-    AIM,
-    DECODE_STEPS,
-    FEWEST,
-    PIECE,
-    TAIL,
-    WORTHWHILE,
-    Costs,
-    MixedTarget,
-    Room,
-    padded,
-)
+from workers.scheduler.mixed_target import AIM, DECODE_STEPS, MixedTarget
+from workers.scheduler.prompt_room import FEWEST, PIECE, TAIL, padded
 from workers.scheduler.step_times import StepTimes
 from workers.step.ladder import token_buckets
 
@@ -211,87 +201,6 @@ def test_a_prompt_whose_beginning_is_cached_costs_what_it_attends_to() -> None:
     assert run.seconds(found[0]) == pytest.approx(AIM * 0.03, rel=0.05)
 
 
-@pytest.mark.parametrize("buckets", [(), token_buckets(BUDGET)], ids=["exact", "padded"])
-def test_prompts_of_one_step_share_its_time(buckets: tuple[int, ...]) -> None:
-    """Whatever stands before each of them; and the first tokens of a step are free."""
-    rng = random.Random(0)
-    for _ in range(400):
-        costs = Costs(
-            fixed=rng.choice([0.0, 3e-3]),
-            each=rng.uniform(1e-6, 2e-5),
-            piece=rng.choice([0.0, 1e-3]),
-            entry=rng.choice([0.0, 1e-7]),
-            deeper=rng.choice([0.0, 1e-9, 5e-8]),
-            own={(step, deep): rng.uniform(-0.2, 0.2) for step in buckets for deep in (False, True)},
-        )
-        seconds, beside, generous = rng.uniform(0, 0.05), rng.randrange(1, 200), rng.random() < 0.5
-        most = BUDGET - beside
-        room = Room(most, seconds=seconds, costs=costs, generous=generous, beside=beside, buckets=buckets)
-        chunks: list[tuple[int, int]] = []
-
-        def took(further: tuple[int, int]) -> float:
-            """With one more chunk."""
-            every = [*chunks, further]  # noqa: B023
-            step = padded(beside + sum(count for _, count in every), buckets)  # noqa: B023
-            entries = sum(before for before, _ in every)
-            deep = costs.deeper * sum(count * (before + count / 2) for before, count in every)  # noqa: B023
-            added = costs.fixed + costs.before(entries) + costs.each * (step - beside) + deep  # noqa: B023
-            return added * (1 + costs.own.get((step, entries > 0), 0.0))  # noqa: B023
-
-        before = rng.choice([0, rng.randrange(20_000), rng.randrange(150_000)])
-        bound = max(seconds, 2 * (costs.fixed + costs.before(before))) if generous else seconds
-        while room.open and (not chunks or room.suits(before, BUDGET)):
-            offered = room.tokens(before, 2 * BUDGET)
-            assert offered > 0
-            if took((before, offered)) > bound * (1 + 1e-9):  # the fewest, or a single one
-                assert sum(count for _, count in chunks) + offered <= FEWEST or (offered == 1 and chunks)
-            count = min(offered, rng.randrange(1, 700))
-            room.take(before, count)
-            chunks.append((before, count))
-            before = rng.choice([0, rng.randrange(20_000), rng.randrange(150_000)])
-        tokens = sum(count for _, count in chunks)
-        assert min(chunks[-1][1], FEWEST) <= tokens <= most
-        if tokens <= most - WORTHWHILE and room.open:  # another chunk that is worth while takes it past what there is
-            assert took((before, WORTHWHILE)) > seconds * (1 - 1e-9)
-
-
-def test_a_chunk_fills_the_step_that_it_is_padded_to() -> None:
-    buckets = token_buckets(BUDGET)
-    costs = Costs(fixed=1e-3, each=1e-5, piece=0.0, entry=0.0, deeper=0.0)
-    for beside in (1, 33, 100):
-        for seconds in (2e-3, 5e-3, 9e-3, 0.015):
-            count = Room(BUDGET - beside, seconds=seconds, costs=costs, beside=beside, buckets=buckets).tokens(
-                0, BUDGET
-            )
-            assert beside + count in buckets
-            assert 1e-5 * count <= seconds - 1e-3 < 1e-5 * (padded(beside + count + 1, buckets) - beside)
-
-
-def test_a_small_prompt_is_in_where_there_is_room_for_it() -> None:
-    """Also where nothing costs anything, and at the end of the budget."""
-    costs = Costs(fixed=0.0, each=1e-3, piece=0.0, entry=0.0, deeper=0.0)
-    room = Room(BUDGET, seconds=0.08, costs=costs)
-    room.take(0, 75)
-    assert room.suits(0, 5)
-    assert not room.suits(0, 6)
-    room.insist()
-    assert room.suits(0, 6)
-    assert room.tokens(0, 1000) == FEWEST
-    free = Room(BUDGET)
-    free.take(0, BUDGET - 8)
-    assert free.suits(70_000, 1000)
-    assert free.tokens(70_000, 1000) == 8
-
-
-def test_pieces_are_those_of_all_prompts_together() -> None:
-    costs = Costs(fixed=0.0, each=1e-5, piece=1e-3, entry=0.0, deeper=0.0)
-    room = Room(BUDGET, seconds=5e-3, costs=costs)
-    for _ in range(4):
-        room.take(PIECE // 4, 50)
-    assert room.tokens(0, BUDGET) == 200
-    assert room.tokens(1, BUDGET) == 100
-
-
 def trickle(run: Served, tokens: int, steps: int, *, priority: int = 0) -> None:
     """So many steps, before each of which an urgent prompt comes."""
     for _ in range(steps):
@@ -330,17 +239,6 @@ def test_a_newcomer_with_a_cached_prefix_does_not_join_for_a_token() -> None:
         assert all(run.seconds(plan) < 1.05 * 0.018 for plan in run.plans[begin:])
 
 
-def test_a_few_tokens_more_end_a_prompt() -> None:
-    """Rather than to take a step of their own; but no more than the step's budget."""
-    costs = Costs(fixed=1e-3, each=1e-5, piece=0.0, entry=0.0, deeper=0.0)
-
-    def offered(left: int, most: int = BUDGET) -> int:
-        return Room(most, seconds=6e-3, costs=costs, beside=32).tokens(0, left)
-
-    assert [offered(left) for left in (100, 500, 501, 575, 576, 2000)] == [100, 500, 501, 575, 500, 500]
-    assert offered(540, most=520) == 520
-
-
 def test_steps_shorter_than_those_of_their_rows_say_that_these_take_less() -> None:
     """Nothing shrinks for ever, and a long prompt finds its room."""
     times = StepTimes((), 1)
@@ -358,16 +256,21 @@ def test_steps_shorter_than_those_of_their_rows_say_that_these_take_less() -> No
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_steps_take_everybody_is_served(seed: int) -> None:
-    """Any times, targets and prompts, of which some begin alike."""
+    """Any times, targets, priorities and prompts, of which some begin alike."""
     rng = random.Random(seed)
     times = rng.choice([(), measured("experts"), (*measured("dense"), *mixed_times(begun))])
     run = Served(
-        times, lambda plan: 10 ** rng.uniform(-7, 2), rng.choice([None, 1e-6, 0.02, 1e3]), width=rng.choice([1, 3])
+        times,
+        lambda plan: 10 ** rng.uniform(-7, 2),
+        rng.choice([None, 1e-6, 0.02, 1e3]),
+        width=rng.choice([1, 3]),
+        buckets=rng.choice([(), token_buckets(BUDGET)]),
     )
     for number in range(25):
         beginning = random.Random(rng.randrange(3))
         ids = tuple(beginning.randrange(1000) for _ in range(rng.randrange(1, 15_000)))
-        assert run.scheduler.add(Request(f"any {number}", ids, SamplingParams(rng.randrange(1, 60)))) is None
+        request = Request(f"any {number}", ids, SamplingParams(rng.randrange(1, 60)), priority=rng.randrange(3))
+        assert run.scheduler.add(request) is None
         for _ in range(rng.randrange(40)):
             if not run.scheduler.idle:
                 assert run.step().layout.tokens <= BUDGET
