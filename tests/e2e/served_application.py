@@ -39,6 +39,7 @@ class Server:
         environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]), "OMP_NUM_THREADS": "1"}
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(16)  # not the user's own
         self.lines: list[str] = []
+        self._begun = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, str(file)],
             cwd=folder,
@@ -51,6 +52,8 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = ""
+        self.start_s = 0.0
+        """Seconds until it served: what else starts on this machine is compared with it."""
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -63,7 +66,7 @@ class Server:
             assert self.process.poll() is None, "ended while starting:\n" + "\n".join(self.lines)
             assert time.monotonic() < deadline, "not up in time:\n" + "\n".join(self.lines)
             time.sleep(0.1)
-        self.url = found
+        self.url, self.start_s = found, time.monotonic() - self._begun
         return self
 
     def find(self, pattern: str) -> str:
