@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.linear.reference import invariant_linear
+from kernels.linear.reference import invariant_groups
 from kernels.parts import added
 from kernels.rope_cache import reference as rope_cache
 
@@ -17,8 +17,7 @@ def head_linear(x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
 
 def invariant_head_linear(x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
     """`head_linear` in an order that depends on N alone."""
-    for head, weight_NL in enumerate(weight_HNL):
-        invariant_linear(x_THN[:, head], weight_NL.t(), out_THL[:, head])
+    invariant_groups(x_THN, weight_HNL.transpose(1, 2), out_THL)
 
 
 def rope_absorb(

@@ -101,8 +101,7 @@ def grouped_linear(
     if x_TE.is_cuda:
         launch.tiled(x_TGE, weight_GFE, out_TGF, invariant=invariant, dependent=dependent)
     else:
-        for group, weight_FE in enumerate(weight_GFE):
-            reference.invariant_linear(x_TGE[:, group], weight_FE, out_TGF[:, group])
+        reference.invariant_groups(x_TGE, weight_GFE, out_TGF)
 
 
 def parts_of(tokens: int, weight_FE: Tensor) -> int:

@@ -13,7 +13,7 @@ from kernels.pending_norm import reference as pending_norm
 from kernels.pending_norm.pieces import PendingNorm
 
 PRODUCTS_AT_ONCE: Final = 1 << 22
-"""Elements that `invariant_linear` holds, a few tokens at a time."""
+"""Elements that `invariant_groups` holds, a few tokens at a time."""
 
 
 def linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor) -> None:
@@ -32,14 +32,20 @@ def invariant_linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor) -> None:
     torch's products take another way for one row, for few and for many, and so round differently. Its sum of
     contiguous elements has one order for a number of elements, wherever they stand.
     """
-    compute = torch.promote_types(x_TE.dtype, torch.float32)
-    weight_FE = weight_FE.to(compute)
-    step = max(1, PRODUCTS_AT_ONCE // weight_FE.numel())
-    product_TFE = torch.empty(min(step, x_TE.shape[0]), *weight_FE.shape, dtype=compute)
-    for part_TE, into_TF in zip(torch.split(x_TE, step), torch.split(out_TF, step), strict=True):
-        part_TFE = product_TFE[: len(part_TE)]
-        torch.mul(part_TE.to(compute).unsqueeze(1), weight_FE, out=part_TFE)
-        into_TF.copy_(part_TFE.sum(-1))
+    invariant_groups(x_TE.unsqueeze(1), weight_FE.unsqueeze(0), out_TF.unsqueeze(1))
+
+
+def invariant_groups(x_TGE: Tensor, weight_GFE: Tensor, out_TGF: Tensor) -> None:
+    """`invariant_linear` of each of G groups with a matrix of its own."""
+    compute = torch.promote_types(x_TGE.dtype, torch.float32)
+    weight_GFE = weight_GFE.to(compute)
+    step = max(1, PRODUCTS_AT_ONCE // weight_GFE.numel())
+    for begin in range(0, x_TGE.shape[0], step):
+        part_TGE = x_TGE[begin : begin + step].to(compute)
+        # Contiguous whatever the strides of the factors are.
+        product_TGFE = torch.empty(part_TGE.shape[0], *weight_GFE.shape, dtype=compute)
+        torch.mul(part_TGE.unsqueeze(2), weight_GFE, out=product_TGFE)
+        out_TGF[begin : begin + step] = product_TGFE.sum(-1)
 
 
 def part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, group: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import steady
 from kernels.latent_entry import entries as latent_entries
-from kernels.linear.reference import invariant_linear
+from kernels.linear.reference import invariant_groups, invariant_linear
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 
 GATHER_ELEMENTS: Final = 1 << 26
@@ -127,13 +127,14 @@ def invariant_mla_decode(
         score_XS = (score_XS * scale).masked_fill(unseen_XS, -torch.inf)
         top_X = score_XS.amax(-1)
         weight_XS = steady.exp(score_XS - top_X.masked_fill(top_X == -torch.inf, 0.0).unsqueeze(1))
+        weight_XPK = weight_XS.view(queries, pages, PAGE_TOKENS)
+        value_PKL = cache_SC[:, :latent].view(pages, PAGE_TOKENS, latent)
+        part_XPL = torch.empty(queries, pages, latent, dtype=compute)
+        invariant_groups(weight_XPK, value_PKL.transpose(1, 2), part_XPL)
         total_X = torch.zeros(queries, dtype=compute)
         sum_XL = torch.zeros(queries, latent, dtype=compute)
-        page_XL = torch.empty(queries, latent, dtype=compute)
-        weights, values = torch.split(weight_XS, PAGE_TOKENS, 1), torch.split(cache_SC[:, :latent], PAGE_TOKENS)
-        for weight_XK, value_KL in zip(weights, values, strict=True):
-            invariant_linear(weight_XK, value_KL.t(), page_XL)
-            total_X += weight_XK.contiguous().sum(-1)
-            sum_XL += page_XL
+        for total_of_page_X, part_XL in zip(weight_XPK.sum(-1).unbind(1), part_XPL.unbind(1), strict=True):
+            total_X += total_of_page_X
+            sum_XL += part_XL
         out_RWHL[row] = (sum_XL / total_X.masked_fill(total_X == 0, 1.0).unsqueeze(1)).view(width, heads, latent)
         lse_RWH[row] = (top_X + steady.log(total_X)).view(width, heads)
