@@ -72,6 +72,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
+@pytest.mark.long
 def test_every_file_of_the_rooms_is_installed(installed: Path) -> None:
     files = [f.relative_to(ROOT) for room in ROOMS for f in (ROOT / room).rglob("*") if f.is_file()]
     wanted = [file for file in files if "__pycache__" not in file.parts]
@@ -79,6 +80,7 @@ def test_every_file_of_the_rooms_is_installed(installed: Path) -> None:
     assert [str(file) for file in wanted if not (installed / file).is_file()] == []
 
 
+@pytest.mark.long
 def test_the_demo_model_is_installed_and_found(installed: Path) -> None:
     for name in DEMO_FILES:
         assert (installed / "assets" / "demo" / name).read_bytes() == (ROOT / "assets" / "demo" / name).read_bytes()
@@ -89,6 +91,7 @@ def test_the_demo_model_is_installed_and_found(installed: Path) -> None:
     assert Path(run.stdout.strip()).samefile(installed / "assets" / "demo")
 
 
+@pytest.mark.long
 def test_nothing_else_is_installed(installed: Path) -> None:
     top = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert top == {*ROOMS, "assets"}

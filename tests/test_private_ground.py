@@ -57,23 +57,27 @@ def private(name: str | None) -> bool:
     return name is not None and name.startswith("_") and not name.endswith("__")
 
 
+def written(node: ast.Attribute | ast.Constant) -> str:
+    """A constant, or a dotted name; of an attribute of something else, which is looked at for itself, the attribute."""
+    if isinstance(node, ast.Constant):
+        return repr(node.value)
+    of = node.value
+    return f"{written(of) if isinstance(of, ast.Attribute) else getattr(of, 'id', '')}.{node.attr}"
+
+
 def leans(source: str) -> list[str]:
     """What in a file is private to somebody else: names that begin with an underscore and are not the file's own, and
     modules that are known to be private whatever they are called."""
-    tree = ast.parse(source)
-    own = {
-        node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    }
-    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    nodes = list(ast.walk(ast.parse(source)))
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     ours = ("self", "cls", "super")
     own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ours}
-    found = [
-        _NAMED.search(ast.unparse(node)) for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Constant))
-    ]
+    found = [_NAMED.search(written(node)) for node in nodes if isinstance(node, (ast.Attribute, ast.Constant))]
     names = [match[0] for match in found if match]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names if _NAMED.search(alias.name) or "._" in alias.name]
         elif (
@@ -88,7 +92,7 @@ def leans(source: str) -> list[str]:
                 names.append(ast.unparse(node))
         elif isinstance(node, ast.keyword) and private(node.arg) and node.arg not in own:
             names.append(f"{node.arg}=")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             of, name = node.args[:2]
             if isinstance(name, ast.Constant) and private(name.value) and name.value not in own:
                 names.append(f"{ast.unparse(of)}.{name.value}")

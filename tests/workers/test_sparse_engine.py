@@ -84,6 +84,7 @@ def test_preemptions_and_prefix_hits_change_no_token(kind: str, folders: dict[st
     assert roomy.scheduler.stats().cached_tokens - before == 128
 
 
+@pytest.mark.long
 def test_an_fp8_cache_has_index_keys_in_int8(folders: dict[str, Path]) -> None:
     """And what is selected does not depend on chunks, batches and drafts."""
     run = engine(folders["v32"], kv_cache_dtype="fp8", selftest=True, invariant=True)

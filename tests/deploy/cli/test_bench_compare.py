@@ -102,6 +102,7 @@ def test_goodput_counts_who_was_served_within_the_limits():
     assert LoadReport.of(run).goodput is None
 
 
+@pytest.mark.long
 def test_a_page_is_whole_and_needs_nothing_else(command, tmp_path: Path):
     page = tmp_path / "load.html"
     with running(gap_s=0.01) as server:

@@ -75,7 +75,7 @@ def run_comparing(made: InlineEngine) -> Counter[tuple[bool, bool]]:
 
 @pytest.mark.parametrize(
     ("pages", "width"),
-    [(60, 2), pytest.param(60, 4, marks=pytest.mark.long), pytest.param(8, 2, marks=pytest.mark.long), (8, 4)],
+    [*(pytest.param(*sizes, marks=pytest.mark.long) for sizes in [(60, 2), (60, 4), (8, 2)]), (8, 4)],
 )
 def test_drafts_are_those_of_the_whole_sequence(folder: Path, width: int, pages: int) -> None:
     """Whatever came between: chunks, decode rows beside them, shared pages, and, with few pages, preemptions."""

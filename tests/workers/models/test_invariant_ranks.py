@@ -52,7 +52,8 @@ def rank_main(rank: int, size: int, folder: Path, wanted: dict[str, tuple[Path, 
         group.close()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.long  # one model on two ranks is in `make test`: tests/workers/parallel/test_rank_features.py
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_give_the_bits_of_one(size: int, tmp_path: Path) -> None:
     wanted = {name: case for name, case in cases(tmp_path).items() if size < 8 or name.startswith("demo")}
     alone = {name: outputs(path, TensorParallel(), dtype) for name, (path, dtype) in wanted.items()}

@@ -71,7 +71,8 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
         group.close()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
 def test_ranks_agree_with_the_plain_checkpoint(size: int, tmp_path: Path) -> None:
     """Whose shares begin in the middle of blocks, or outside of any. Drafts included."""
     want = {}

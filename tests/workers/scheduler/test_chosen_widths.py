@@ -129,7 +129,13 @@ def mean_ratios(factor: Factor, growth: float = 0.0) -> dict[tuple[int, float], 
 
 @pytest.mark.parametrize(
     ("factor", "growth"),
-    [(as_it_is, 0.0), (anything, 0.0), (anything, 0.02), (wide_looks_cheap, 0.02), (narrow_looks_cheap, 0.0)],
+    [
+        pytest.param(as_it_is, 0.0, marks=pytest.mark.long),
+        pytest.param(anything, 0.0, marks=pytest.mark.long),
+        (anything, 0.02),
+        pytest.param(wide_looks_cheap, 0.02, marks=pytest.mark.long),
+        (narrow_looks_cheap, 0.0),
+    ],
 )
 def test_the_best_width_is_found_whatever_the_self_test_found(factor: Factor, growth: float) -> None:
     found = mean_ratios(factor, growth)

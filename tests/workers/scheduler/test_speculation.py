@@ -95,7 +95,9 @@ def fixed(kind: str, rows: int, width: int, chance: float) -> float:
 
 @pytest.mark.parametrize("kind", MILLISECONDS)
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+@pytest.mark.parametrize(
+    "rows", [1, pytest.param(8, marks=pytest.mark.long), 32, pytest.param(64, marks=pytest.mark.long)]
+)
 def test_never_much_slower_than_the_best_fixed_width(kind: str, rows: int, chance: float) -> None:
     tokens, seconds, widths = 0, 0.0, Counter[int]()
     for seed in range(4 if rows == 1 else 1):  # what a single row's drafts do differs by percents
