@@ -2,8 +2,9 @@
 
     python bench/all_reduce.py --ranks 4
 
-One line a size: bytes of a rank's part, microseconds an all-reduce (the slowest rank's median over replays of a graph
-that holds many of them in a row).
+One line per size: bytes of a rank's part, microseconds per all-reduce (the slowest rank's median over replays of a
+graph that holds many of them in a row) over NCCL and over symmetric memory in one shot and in two, and which of these
+replicas use. Where two shots become faster is where `workers/parallel/symmetric.py` should change to them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -21,23 +23,22 @@ from torch import multiprocessing
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from workers.parallel.group import TensorParallel
-from workers.parallel.symmetric import fits
+from workers.parallel.symmetric import SymmetricSum, fits, one_shot_bytes
 
 SIZES = (4 << 10, 14 << 10, 56 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
 IN_A_ROW = 50
 REPLAYS = 20
 
 
-def time_us(group: TensorParallel, x: torch.Tensor) -> float:
-    """Microseconds of one all-reduce, the slowest rank's."""
-    part = group.part(x)
+def time_us(sum_parts: Callable[[torch.Tensor, torch.Tensor], None], part: torch.Tensor, x: torch.Tensor) -> float:
+    """Microseconds of one all-reduce of `part` into `x`, the slowest rank's."""
     part.zero_()
-    group.all_reduce(part, x)
+    sum_parts(part, x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(IN_A_ROW):
-            group.all_reduce(part, x)
+            sum_parts(part, x)
     times = []
     for _ in range(REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -55,17 +56,21 @@ def time_us(group: TensorParallel, x: torch.Tensor) -> float:
 def rank_main(rank: int, ranks: int, folder: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    both = TensorParallel.connect(rank, ranks, f"file://{folder}/rendezvous", device, timeout_s=60)
+    group = TensorParallel.connect(rank, ranks, f"file://{folder}/rendezvous", device, timeout_s=60)
     nccl = TensorParallel(rank, ranks)
+    shared = None if group.symmetric is None else SymmetricSum(device, most_bytes=max(SIZES))
     if rank == 0:
-        print(f"{'bytes':>9}  {'NCCL, us':>9}  {'symmetric, us':>13}")
+        print(f"{'bytes':>9}  {'NCCL, us':>9}  {'one shot, us':>12}  {'two shots, us':>13}  used")
     for size in SIZES:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-        over_nccl = time_us(nccl, x)
-        shared = f"{time_us(both, x):13.1f}" if both.symmetric is not None and fits(x, ranks) else f"{'-':>13}"
+        text = f"{size:9}  {time_us(nccl.all_reduce, x, x):9.1f}"
+        if shared is not None:
+            part = shared.part(x)
+            text += f"  {time_us(shared.one_shot, part, x):12.1f}  {time_us(shared.two_shots, part, x):13.1f}"
         if rank == 0:
-            print(f"{size:9}  {over_nccl:9.1f}  {shared}", flush=True)
-    both.close()
+            shots = "one shot" if size <= one_shot_bytes(ranks) else "two shots"
+            print(f"{text}  {shots if shared is not None and fits(x, ranks) else 'NCCL'}", flush=True)
+    group.close()
 
 
 def main() -> None:

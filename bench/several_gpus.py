@@ -7,9 +7,10 @@
     python bench/several_gpus.py --generated --shape v3     # a model that takes all GPUs, and no disk
 
 The steps: the tests that take several GPUs; the all-reduce of steps, of every size; a folder of random weights; the
-self-test with all ranks; time per token and prefill with one rank and with all; greedy tokens in invariant mode, which
-have to be equal with one rank, two and all, with the cache in bf16 and in FP8; and 128 streams over HTTP, of one
-replica with all ranks and of two with half of them each, through the router.
+self-test with all ranks; time per token and prefill with one rank and with all, and what a rank's share of a step takes
+by itself, beside which the rest is communication; greedy tokens in invariant mode, which have to be equal with one
+rank, two and all, with the cache in bf16 and in FP8; and 128 streams over HTTP, of one replica with all ranks and of
+two with half of them each, through the router.
 
 With `--generated` weights are made as they are read (`bench/generated.py`), and nothing is done with fewer ranks, for
 models such as DeepSeek-V3 that only fit all: the all-reduce, the self-test, time per token without drafts and with,
@@ -36,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from steps import LATENTSERVE, PYTHON, ROOT, Step, add_options, chosen_steps, list_steps, run_steps
 
 PROMPT = "3,14,15,92,65,35,89,79"
+SHARES = ("v2-lite", "v3-slice", "v3")
+"""Shapes of which `bench/share.py` knows a rank's share."""
 LOAD = ("--concurrency", "128", "--requests", "256", "--input", "256", "--output", "128", "--json")
 
 
@@ -48,12 +51,15 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
     serve = (*LATENTSERVE, "serve", *model, "--max-context", "4096", "--max-rows", "128")
     counts = sorted({1, 2, ranks})
     load = ((*LATENTSERVE, "bench", "http", *LOAD),)
+    rows = ("--rows", "1,16,64,256", "--widths", "1")
+    share = Step("share", ((PYTHON, "bench/share.py", "--shape", shape, "--ranks", str(ranks), *rows),))
     return [
         Step("tests", ((PYTHON, "tests/gpu_tests.py", "--jobs", "5", "--workers", "4", "--only", _files()),), 400.0),
         Step("all-reduce", ((PYTHON, "bench/all_reduce.py", "--ranks", str(ranks)),)),
         Step("weights", ((PYTHON, "bench/checkpoint.py", shape, str(folder)),)),
         Step("selftest", ((*LATENTSERVE, "selftest", *model, "--tensor-parallel", str(ranks)),)),
         *(Step(f"latency-{n}", ((*latency, "--tensor-parallel", str(n)),)) for n in (1, ranks)),
+        *([share] if shape in SHARES else []),
         *(
             Step(name, tuple((*invariant, *cache, "--tensor-parallel", str(n)) for n in counts), 240.0, equal=True)
             for name, cache in (("invariant", ()), ("invariant-fp8", ("--kv-cache-dtype", "fp8")))

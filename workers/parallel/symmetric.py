@@ -65,8 +65,9 @@ def fits(x: torch.Tensor, ranks: int) -> bool:
 class SymmetricSum:
     """The shared buffer of one group. Calls are ordered by one stream, captured or not."""
 
-    def __init__(self, device: torch.device) -> None:
-        """All ranks together. RuntimeError where the GPUs cannot map each other's memory, or torch has no way to."""
+    def __init__(self, device: torch.device, most_bytes: int = MOST_BYTES) -> None:
+        """All ranks together. `most_bytes`: room for a part. RuntimeError where the GPUs cannot map each other's
+        memory, or torch has no way to."""
         # Its set-up is the one part of symmetric memory that can fail for the whole host, and nothing here needs it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         _GROUND.require()
@@ -75,7 +76,7 @@ class SymmetricSum:
         group = dist.group.WORLD
         assert group is not None
         self._name, self._one_shot_bytes = group.group_name, one_shot_bytes(group.size())
-        self._buffer = symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+        self._buffer = symmetric_memory.empty(most_bytes, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(self._buffer, self._name)
 
     def part(self, out: torch.Tensor) -> torch.Tensor:
@@ -87,9 +88,18 @@ class SymmetricSum:
 
         It begins when every rank is here, and ends when every rank has read `part`, whose contents are arbitrary then.
         """
-        ops = torch.ops.symm_mem
-        one_shot = part.nbytes <= self._one_shot_bytes
-        (ops.one_shot_all_reduce_out if one_shot else ops.two_shot_all_reduce_out)(part, "sum", self._name, out)
+        if part.nbytes <= self._one_shot_bytes:
+            self.one_shot(part, out)
+        else:
+            self.two_shots(part, out)
+
+    def one_shot(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        """`all_reduce` in which every rank reads every `part` whole."""
+        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._name, out)
+
+    def two_shots(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        """`all_reduce` in which every rank sums a share of the elements, and reads the sums of the others."""
+        torch.ops.symm_mem.two_shot_all_reduce_out(part, "sum", self._name, out)
 
 
 def connect(rank: int, size: int, device: torch.device) -> SymmetricSum | None:
