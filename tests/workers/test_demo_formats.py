@@ -48,8 +48,9 @@ def loss(folder: Path, invariant: bool = False, fp8_cache: bool = False) -> tupl
     return total / count, frozenset(weight.format for m in mixtures for weight in (m.gate_up_XFE, m.down_XEI))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "stored", "share"), [
-    pytest.param("fp8", Format.FP8_BLOCKS, 0.005, marks=pytest.mark.long), ("int4", Format.INT4_GROUPS, 0.03)
+    ("fp8", Format.FP8_BLOCKS, 0.005), ("int4", Format.INT4_GROUPS, 0.03)
 ])  # fmt: skip
 def test_quantized_weights_cost_little(form: str, stored: Format, share: float, tmp_path: Path) -> None:
     """At most so much of the loss in bf16, which is that of a model that has learnt the text."""

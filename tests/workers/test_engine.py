@@ -59,7 +59,7 @@ def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(folder: Path, wi
         assert got == expected(folder, prompt, 40)
 
 
-QUICK = ((64, 60, 1), (65, 60, 3), (66, 60, 2), (129, 60, 3), (160, 3, 2))
+QUICK = ((65, 60, 3), (66, 60, 2), (160, 3, 2))
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ bodies = st.fixed_dictionaries(
     [
         (False, TEMPLATE),
         pytest.param(False, KIMI, marks=pytest.mark.long),
-        (False, GLM),
+        pytest.param(False, GLM, marks=pytest.mark.long),
         (True, TEMPLATE),
         (True, KIMI),
         pytest.param(True, GLM, marks=pytest.mark.long),

@@ -196,7 +196,7 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "done", "name": "f"}
     [
         pytest.param({}, marks=pytest.mark.long),
         {"stream": True, "stream_options": {"include_usage": True}},
-        {"logprobs": True},
+        pytest.param({"logprobs": True}, marks=pytest.mark.long),
     ],
 )
 def test_answers_with_calls_and_reasoning_are_described(more: dict[str, Any]) -> None:

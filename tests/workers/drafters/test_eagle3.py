@@ -117,7 +117,7 @@ def test_logits(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "pages"),
     [
-        ("gqa", 60),
+        pytest.param("gqa", 60, marks=pytest.mark.long),
         pytest.param("gqa-all-ids", 60, marks=pytest.mark.long),
         ("mla", 60),
         pytest.param("mla-3.1", 60, marks=pytest.mark.long),

@@ -64,7 +64,10 @@ def ending_report(parts: StepParts, ending_class: type[Ending] = RecordedEnding,
     return prove_endings(parts, list(endings.values()), seed=seed)
 
 
-@pytest.mark.parametrize(("kind", "width"), [("v3", 1), ("v3", 3), pytest.param("glm5", 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [pytest.param("v3", 1, marks=pytest.mark.long), ("v3", 3), pytest.param("glm5", 3, marks=pytest.mark.long)],
+)
 def test_every_bucket_passes(kind: str, width: int, tmp_path: Path) -> None:
     parts = parts_of(write_tiny(tmp_path, kind, seed=3), width)
     for seed in range(2 if kind == "v3" else 1):

@@ -211,7 +211,7 @@ def trickle(run: Served, tokens: int, steps: int, *, priority: int = 0) -> None:
 
 
 @pytest.mark.parametrize("target", [None, 0.018, 1e-6])
-@pytest.mark.parametrize("tokens", [20, 55])
+@pytest.mark.parametrize("tokens", [20, pytest.param(55, marks=pytest.mark.long)])
 def test_small_urgent_prompts_do_not_keep_a_long_one_out_of_the_time_that_they_leave(
     tokens: int, target: float | None
 ) -> None:
