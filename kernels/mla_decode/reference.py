@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import steady
 from kernels.latent_entry import entries as latent_entries
-from kernels.linear.reference import invariant_groups, invariant_linear
+from kernels.linear import reference as linear
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 
 GATHER_ELEMENTS: Final = 1 << 26
@@ -121,7 +121,7 @@ def invariant_mla_decode(
         cache_SC = latent_entries(found_SC, latent, rope, q_RWHC.dtype).to(compute)
         cache_SC = cache_SC.masked_fill(((entry_S < first) | (entry_S >= length)).unsqueeze(1), 0.0)
         score_XS = torch.empty(queries, len(entry_S), dtype=compute)
-        invariant_linear(q_RWHC[row].reshape(queries, -1).to(compute), cache_SC, score_XS)
+        linear.invariant_linear(q_RWHC[row].reshape(queries, -1).to(compute), cache_SC, score_XS)
         bound_X = (length - torch.arange(width - 1, -1, -1)).repeat_interleave(heads)
         unseen_XS = (entry_S < first) | (entry_S >= bound_X.unsqueeze(1))
         score_XS = (score_XS * scale).masked_fill(unseen_XS, -torch.inf)
@@ -129,12 +129,15 @@ def invariant_mla_decode(
         weight_XS = steady.exp(score_XS - top_X.masked_fill(top_X == -torch.inf, 0.0).unsqueeze(1))
         weight_XPK = weight_XS.view(queries, pages, PAGE_TOKENS)
         value_PKL = cache_SC[:, :latent].view(pages, PAGE_TOKENS, latent)
-        part_XPL = torch.empty(queries, pages, latent, dtype=compute)
-        invariant_groups(weight_XPK, value_PKL.transpose(1, 2), part_XPL)
         total_X = torch.zeros(queries, dtype=compute)
         sum_XL = torch.zeros(queries, latent, dtype=compute)
-        for total_of_page_X, part_XL in zip(weight_XPK.sum(-1).unbind(1), part_XPL.unbind(1), strict=True):
-            total_X += total_of_page_X
-            sum_XL += part_XL
+        # As many pages at once as there is room for their parts of the sums, which are added one after the other.
+        turn = max(1, linear.PRODUCTS_AT_ONCE // (queries * latent))
+        for some_XPK, values_PKL in zip(torch.split(weight_XPK, turn, 1), torch.split(value_PKL, turn), strict=True):
+            part_XPL = torch.empty(queries, some_XPK.shape[1], latent, dtype=compute)
+            linear.invariant_groups(some_XPK, values_PKL.transpose(1, 2), part_XPL)
+            for page_X, part_XL in zip(some_XPK.sum(-1).unbind(1), part_XPL.unbind(1), strict=True):
+                total_X += page_X
+                sum_XL += part_XL
         out_RWHL[row] = (sum_XL / total_X.masked_fill(total_X == 0, 1.0).unsqueeze(1)).view(width, heads, latent)
         lse_RWH[row] = (top_X + steady.log(total_X)).view(width, heads)

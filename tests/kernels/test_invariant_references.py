@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kernels.head_linear import head_linear
 from kernels.linear import grouped_linear, linear
+from kernels.linear import reference as linear_reference
 from kernels.mla_decode import mla_decode
 from kernels.moe import route
 from kernels.ordered_sum import ordered_sum
@@ -22,9 +24,20 @@ DTYPES = [torch.float32, torch.bfloat16]
 FEATURES = [1, 5, 8, 24, 33, 192, 1000]
 
 
+@contextmanager
+def few_at_once() -> Iterator[None]:
+    """There is no room for more than a few products."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_reference, "PRODUCTS_AT_ONCE", 1000)
+        yield
+
+
 def same_in_every_call(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """`function` of rows of `x`: of every number of them, at every place, beside NaN and huge numbers."""
+    """`function` of rows of `x`: of every number of them, at every place, beside NaN and huge numbers, and a few at a
+    time."""
     want = function(x)
+    with few_at_once():
+        assert torch.equal(function(x), want)
     for count in COUNTS:
         for start in {0, 1, len(x) - count}:
             part = x[start : start + count].clone()
@@ -174,3 +187,5 @@ def test_attention_in_any_company_at_any_width() -> None:
         for end in (width, 63, 64, 65, 66, 130, entries):
             assert torch.equal(attend(end, width, others=end % 2), alone[end - width : end])
             assert torch.equal(attend(end, width, heads=slice(2, 4)), alone[end - width : end, 2:4])
+            with few_at_once():  # four pages, two or one, by width
+                assert torch.equal(attend(end, width), alone[end - width : end])
