@@ -1,4 +1,4 @@
-"""Everything that needs several GPUs, on those of this machine, one after the other, and a table of what each did.
+"""Everything that needs several GPUs, on those of this machine, and a table of what each step did.
 
     python bench/several_gpus.py                            # all GPUs, the DeepSeek-V2-Lite shape
     python bench/several_gpus.py --ranks 2 --shape v3-slice
@@ -6,11 +6,11 @@
     python bench/several_gpus.py --list                     # say the commands and run none
     python bench/several_gpus.py --generated --shape v3     # a model that takes all GPUs, and no disk
 
-The steps: the tests that take several GPUs; the all-reduce of steps, of every size; a folder of random weights; the
-self-test with all ranks; time per token and prefill with one rank and with all, and what a rank's share of a step takes
-by itself, beside which the rest is communication; greedy tokens in invariant mode, which have to be equal with one
-rank, two and all, with the cache in bf16 and in FP8; and 128 streams over HTTP, of one replica with all ranks and of
-two with half of them each, through the router.
+The steps: the tests that take several GPUs; the all-reduce of steps, of every size; a folder of random weights; time
+per token and prefill with one rank, two and all, and what a rank's share of a step takes by itself, beside which the
+rest is communication; greedy tokens in invariant mode, which have to be equal with one rank, two and all, with the
+cache in bf16 and in FP8; the self-test with all ranks; and 128 streams over HTTP, of one replica with all ranks and of
+two with half of them each, through the router. Steps that take a part of the GPUs run side by side.
 
 With `--generated` weights are made as they are read (`bench/generated.py`), and nothing is done with fewer ranks, for
 models such as DeepSeek-V3 that only fit all: the all-reduce, the self-test, time per token without drafts and with,
@@ -49,21 +49,27 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
     generate = (*LATENTSERVE, "generate", *model, "--prompt-ids", PROMPT, "--max-tokens", "64")
     invariant = (*generate, "--ignore-eos", "--temperature", "0", "--invariant", "--json")
     serve = (*LATENTSERVE, "serve", *model, "--max-context", "4096", "--max-rows", "128")
-    counts = sorted({1, 2, ranks})
     load = ((*LATENTSERVE, "bench", "http", *LOAD),)
     rows = ("--rows", "1,16,64,256", "--widths", "1")
-    share = Step("share", ((PYTHON, "bench/share.py", "--shape", shape, "--ranks", str(ranks), *rows),))
+    share = (PYTHON, "bench/share.py", "--shape", shape, "--ranks", str(ranks), *rows)
+
+    def of(count: int, name: str, *command: str, tokens_of: str = "") -> Step:
+        return Step(name, ((*command, "--tensor-parallel", str(count)),), gpus=count, tokens_of=tokens_of)
+
+    def tokens(count: int, name: str, *cache: str) -> Step:
+        return of(count, f"{name}-{count}", *invariant, *cache, tokens_of=f"{name}-1" if count > 1 else "")
+
+    # Where one runs beside another, those of few GPUs come first.
+    alone = [of(count, f"latency-{count}", *latency) for count in sorted({1, 2, ranks})]
+    alone[1:1] = [Step("share", (share,), gpus=1)] if shape in SHARES else []
+    caches = {"invariant": (), "invariant-fp8": ("--kv-cache-dtype", "fp8")}
     return [
         Step("tests", ((PYTHON, "tests/gpu_tests.py", "--jobs", "5", "--workers", "4", "--only", _files()),), 400.0),
         Step("all-reduce", ((PYTHON, "bench/all_reduce.py", "--ranks", str(ranks)),)),
         Step("weights", ((PYTHON, "bench/checkpoint.py", shape, str(folder)),)),
-        Step("selftest", ((*LATENTSERVE, "selftest", *model, "--tensor-parallel", str(ranks)),)),
-        *(Step(f"latency-{n}", ((*latency, "--tensor-parallel", str(n)),)) for n in (1, ranks)),
-        *([share] if shape in SHARES else []),
-        *(
-            Step(name, tuple((*invariant, *cache, "--tensor-parallel", str(n)) for n in counts), 240.0, equal=True)
-            for name, cache in (("invariant", ()), ("invariant-fp8", ("--kv-cache-dtype", "fp8")))
-        ),
+        *alone,
+        *(tokens(count, name, *cache) for count in sorted({1, 2, ranks}) for name, cache in caches.items()),
+        of(ranks, "selftest", *LATENTSERVE, "selftest", *model),
         Step("http-1", load, 240.0, server=(*serve, "--tensor-parallel", str(ranks))),
         Step("http-2", load, 240.0, server=(*serve, "--tensor-parallel", str(ranks // 2), "--replicas", "2")),
     ]

@@ -1,4 +1,5 @@
-"""What benchmarks of many commands share: these run one after the other, each with a limit, and each gets a line."""
+"""What benchmarks of many commands share: these run in turn, side by side where each takes a part of the GPUs. Each has
+a limit, and gets a line."""
 
 from __future__ import annotations
 
@@ -13,66 +14,104 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Condition
 from typing import IO
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 LATENTSERVE = (PYTHON, "-c", "from deploy.cli import main; main()")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 STARTED_S = 120.0
 """Seconds in which an endpoint must answer; one with generated weights, which are many, in twice as many."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, or several whose results have to be equal, perhaps beside a server."""
+    """A command, or several in turn, perhaps beside a server."""
 
     name: str
     commands: tuple[tuple[str, ...], ...]
     limit_s: float = 150.0
-    equal: bool = False
-    """Whether the commands have to print the same tokens."""
+    gpus: int = 0
+    """How many it takes; 0: all, so that nothing runs beside it."""
+    tokens_of: str = ""
+    """The step whose tokens it has to print."""
     server: tuple[str, ...] = ()
     """Of an endpoint that runs meanwhile; --port and --url are added."""
     generated: bool = False
     """Whether the model's weights are made as they are read."""
 
 
-def run_step(step: Step, out: Path, patience: float = 1.0) -> tuple[bool, float]:
-    """Whether it passed, and the seconds it took. Limits are multiplied by `patience`."""
+class Gpus:
+    """Of which each step has its own. They are given in the order of asking, or a step that takes all would starve."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """As `CUDA_VISIBLE_DEVICES` has them."""
+        self._all, self._free, self._changed = list(names), list(names), Condition()
+
+    def take(self, count: int) -> list[str]:
+        """So many of them, all for 0, once they are free."""
+        wanted = min(count, len(self._all)) or len(self._all)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= wanted)
+            taken, self._free = self._free[:wanted], self._free[wanted:]
+        return taken
+
+    def give_back(self, taken: Sequence[str]) -> None:
+        """What `take` returned."""
+        with self._changed:
+            self._free = sorted([*self._free, *taken], key=self._all.index)
+            self._changed.notify_all()
+
+
+def run_step(step: Step, out: Path, patience: float = 1.0, gpus: Sequence[str] = ()) -> tuple[bool, float]:
+    """Whether it passed, and the seconds it took. Limits are multiplied by `patience`; `gpus` are those it sees, all
+    where none is named."""
     begin = time.monotonic()
     until = begin + step.limit_s * patience
     with (out / f"{step.name}.txt").open("w") as log:
         try:
-            with _serving(step, log.fileno(), until, patience) as url:
-                results = [_run((*command, *url), log, until, step.generated) for command in step.commands]
+            with _serving(step, gpus, log.fileno(), until, patience) as url:
+                passed = [_run(step, (*command, *url), gpus, log, until) for command in step.commands]
         except (subprocess.TimeoutExpired, RuntimeError) as error:
             log.write(f"{error}\n")
             return False, time.monotonic() - begin
-    passed = all(status == 0 for status, _ in results)
-    if step.equal:
-        tokens = [re.findall(r'"token_ids": \[([^\]]*)\]', printed) for _, printed in results]
-        passed = passed and all(own and own == tokens[0] for own in tokens)
-    return passed, time.monotonic() - begin
+    return all(passed), time.monotonic() - begin
 
 
-def _run(command: tuple[str, ...], log: IO[str], until: float, generated: bool) -> tuple[int, str]:
-    """Exit status and output of a command. Its progress is in the log at once: of one that hangs it says where."""
-    with _process(command, generated, stdout=subprocess.PIPE, stderr=log.fileno()) as process:
+def same_tokens(out: Path, one: str, other: str) -> bool:
+    """Whether two steps printed the same tokens, and any."""
+    printed = [(out / f"{name}.txt").read_text() for name in (one, other)]
+    tokens = [re.findall(r'"token_ids": \[([^\]]*)\]', text) for text in printed]
+    return bool(tokens[0]) and tokens[0] == tokens[1]
+
+
+def _run(step: Step, command: tuple[str, ...], gpus: Sequence[str], log: IO[str], until: float) -> bool:
+    """Whether a command passed. Its progress is in the log at once: of one that hangs it says where."""
+    with _process(step, command, gpus, stdout=subprocess.PIPE, stderr=log.fileno()) as process:
         printed, _ = process.communicate(timeout=max(until - time.monotonic(), 1.0))
         log.write(f"{printed}\nexit status {process.returncode}\n")
         log.flush()
-        return process.returncode, printed
+        return process.returncode == 0
 
 
-@contextlib.contextmanager
-def _process(command: tuple[str, ...], generated: bool, **streams: int) -> Iterator[subprocess.Popen[str]]:
+@contextmanager
+def _process(
+    step: Step, command: tuple[str, ...], gpus: Sequence[str], stdout: int, stderr: int
+) -> Iterator[subprocess.Popen[str]]:
     """In a session of its own, of which nothing outlives this context."""
-    own = [str(ROOT), str(ROOT / "tests"), *([str(ROOT / "bench" / "replica_hooks")] if generated else [])]
-    path = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
+    own = [str(ROOT), str(ROOT / "tests"), *([str(ROOT / "bench" / "replica_hooks")] if step.generated else [])]
+    around = {**os.environ, "PYTHONPATH": os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])}
+    if gpus:
+        around[VISIBLE] = ",".join(gpus)
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, text=True, **streams
+        command, cwd=ROOT, env=around, start_new_session=True, text=True, stdout=stdout, stderr=stderr
     )
     try:
         yield process
@@ -86,8 +125,8 @@ def _process(command: tuple[str, ...], generated: bool, **streams: int) -> Itera
         process.wait()
 
 
-@contextlib.contextmanager
-def _serving(step: Step, log: int, until: float, patience: float) -> Iterator[tuple[str, ...]]:
+@contextmanager
+def _serving(step: Step, gpus: Sequence[str], log: int, until: float, patience: float) -> Iterator[tuple[str, ...]]:
     """The options that lead to the step's endpoint, once it answers; none without one."""
     if not step.server:
         yield ()
@@ -96,7 +135,7 @@ def _serving(step: Step, log: int, until: float, patience: float) -> Iterator[tu
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    with _process((*step.server, "--port", str(port)), step.generated, stdout=log, stderr=log) as process:
+    with _process(step, (*step.server, "--port", str(port)), gpus, stdout=log, stderr=log) as process:
         starts = STARTED_S * (2 if step.generated else 1) * patience
         wait_until(lambda: _answers(url), lambda: process.poll() is None, min(until, time.monotonic() + starts))
         yield "--url", url
@@ -145,12 +184,31 @@ def list_steps(steps: Sequence[Step]) -> None:
                 print(f"{step.name:14}", *command)
 
 
+def visible_gpus() -> list[str]:
+    """Those that this program sees, as `CUDA_VISIBLE_DEVICES` has them."""
+    named = os.environ.get(VISIBLE)
+    return [str(index) for index in range(torch.cuda.device_count())] if named is None else named.split(",")
+
+
 def run_steps(steps: Sequence[Step], given: argparse.Namespace) -> None:
     """Run them, and print a line each. Exits with status 1 where one has failed."""
     given.out.mkdir(parents=True, exist_ok=True)
-    failed = 0
+    gpus, passed = Gpus(visible_gpus()), dict[str, bool]()
+
+    def run(step: Step, own: Sequence[str]) -> None:
+        try:
+            done, seconds = run_step(step, given.out, given.patience, own)
+        finally:
+            gpus.give_back(own)
+        print(f"{'ok' if done else 'FAILED':8}{seconds:7.1f} s  {step.name}", flush=True)
+        passed[step.name] = done
+
+    with ThreadPoolExecutor(max(len(steps), 1)) as threads:
+        for running in [threads.submit(run, step, gpus.take(step.gpus)) for step in steps]:
+            running.result()
     for step in steps:
-        passed, seconds = run_step(step, given.out, given.patience)
-        failed += not passed
-        print(f"{'ok' if passed else 'FAILED':8}{seconds:7.1f} s  {step.name}", flush=True)
+        if step.tokens_of in passed and not same_tokens(given.out, step.name, step.tokens_of):
+            print(f"FAILED  {step.name}: its tokens are not those of {step.tokens_of}")
+            passed[step.name] = False
+    failed = len(passed) - sum(passed.values())
     sys.exit(f"{failed} of {len(steps)} failed: see {given.out}" if failed else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from itertools import chain
@@ -61,10 +62,42 @@ def test_a_step_that_fails_or_hangs_is_told_and_ended(bench, tmp_path: Path) -> 
     assert "the server ended" in (tmp_path / "one.txt").read_text()
 
 
+def given(out: Path) -> argparse.Namespace:
+    return argparse.Namespace(out=out, patience=1.0)
+
+
 @pytest.mark.parametrize(("other", "passed"), [("[1, 2]", True), ("[1, 3]", False), ("none", False)])
 def test_tokens_have_to_be_equal(bench, tmp_path: Path, other: str, passed: bool) -> None:
-    commands = tuple((sys.executable, "-c", f"print('{{\"token_ids\": {tokens}}}')") for tokens in ("[1, 2]", other))
-    assert bench.run_step(bench.Step("one", commands, equal=True), tmp_path)[0] == passed
+    def step(name: str, tokens: str, **how: str):
+        return bench.Step(name, ((sys.executable, "-c", f"print('{{\"token_ids\": {tokens}}}')"),), **how)
+
+    with pytest.raises(SystemExit) as exit_:
+        bench.run_steps([step("one", "[1, 2]"), step("two", other, tokens_of="one")], given(tmp_path))
+    assert (exit_.value.code == 0) == passed
+
+
+def test_steps_that_take_a_part_of_the_gpus_run_side_by_side(
+    bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    said = "import os, time; print(time.monotonic()); time.sleep(0.5); print(time.monotonic())"
+    said += "; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    counts = {"a": 0, "b": 1, "c": 2, "d": 2, "e": 0, "f": 1}
+    steps = [bench.Step(name, ((sys.executable, "-c", said),), gpus=count) for name, count in counts.items()]
+    with pytest.raises(SystemExit) as exit_:
+        bench.run_steps(steps, given(tmp_path))
+    assert exit_.value.code == 0
+    printed = {name: (tmp_path / f"{name}.txt").read_text().split() for name in counts}
+    began, ended, seen = ({name: told[i] for name, told in printed.items()} for i in range(3))
+    assert {name: len(gpus.split(",")) for name, gpus in seen.items()} == {n: c or 4 for n, c in counts.items()}
+
+    def beside(one: str, other: str) -> bool:
+        return max(float(began[one]), float(began[other])) < min(float(ended[one]), float(ended[other]))
+
+    assert beside("b", "c")
+    assert not set(seen["b"].split(",")) & set(seen["c"].split(","))
+    assert not any(beside(whole, name) for whole in "ae" for name in counts if name != whole)
+    assert float(began["d"]) > float(ended["b"]) or float(began["d"]) > float(ended["c"])
 
 
 @pytest.mark.long
@@ -79,8 +112,9 @@ def test_ranks_share_a_model_that_is_nowhere(bench, tmp_path: Path) -> None:
     generated.write_folder(V3_SLICE | sizes, generated.Format.FP8_BLOCKS, tmp_path / "model", size=1 << 17)
     words = (*bench.LATENTSERVE, "generate", "--model", str(tmp_path / "model"), "--prompt-ids", "3,14,15")
     words += ("--max-tokens", "6", "--ignore-eos", "--temperature", "0", "--device", "cpu", "--invariant", "--json")
-    commands = tuple((*words, "--tensor-parallel", ranks) for ranks in ("1", "2"))
-    passed, _ = bench.run_step(bench.Step("one", commands, 240.0, equal=True, generated=True), tmp_path)
-    assert passed, (tmp_path / "one.txt").read_text()
-    assert "of weights loaded" in (tmp_path / "one.txt").read_text()
+    for ranks in ("1", "2"):
+        step = bench.Step(ranks, ((*words, "--tensor-parallel", ranks),), 240.0, generated=True)
+        assert bench.run_step(step, tmp_path)[0], (tmp_path / f"{ranks}.txt").read_text()
+        assert "of weights loaded" in (tmp_path / f"{ranks}.txt").read_text()
+    assert bench.same_tokens(tmp_path, "1", "2")
     assert not list(tmp_path.rglob("*.safetensors"))
