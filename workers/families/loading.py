@@ -53,7 +53,7 @@ def load_model(
         checkpoint.verify(census.wanted, _ignored(family, config, draft_layer))
         check_memory(census.bytes, group, device)
         told = LoadingProgress(census.bytes, progress)
-        with CheckpointReader(checkpoint, group, dtype, device, told, family.tensor) as reader:
+        with CheckpointReader(checkpoint, group, dtype, device, told, family.tensor, invariant) as reader:
             model = family.model(
                 reader,
                 config,
@@ -82,7 +82,7 @@ def counted(
     these dtypes (see `WeightSource`). ValueError for sizes that ranks cannot share."""
     _check_shares(config, group)
     family = FAMILIES[config.model_type]
-    census = Census(group, dtype, family.tensor, dtype_of)
+    census = Census(group, dtype, family.tensor, dtype_of, invariant)
     model = family.model(
         census, config, max_positions=0, draft_layer=draft_layer, invariant=invariant, fp8_cache=fp8_cache
     )

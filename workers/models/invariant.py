@@ -18,7 +18,7 @@ from kernels.ordered_sum import ordered_sum
 from workers.memory.scratch import Scratch
 from workers.models.many_tokens import ManyTokens, plain
 from workers.models.token_wise import Mixture
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import INVARIANT_RANKS, TensorParallel
 from workers.weights.weight import Weight
 
 GROUPS: Final = 8
@@ -36,7 +36,7 @@ class InvariantTokens(ManyTokens):
     """
 
     def __init__(self, group: TensorParallel) -> None:
-        if group.size not in (1, 2, 4, 8):
+        if group.size not in INVARIANT_RANKS:
             raise ValueError(
                 f"invariant mode has one order of sums for 1, 2, 4 and 8 ranks; tensor_parallel = {group.size} is none "
                 "of them"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from kernels.ordered_sum import ordered_sum
 from workers.parallel.rendezvous import rendezvous
 from workers.parallel.symmetric import SymmetricSum, fits
 from workers.parallel.symmetric import connect as connect_symmetric
+
+INVARIANT_RANKS: Final = (1, 2, 4, 8)
+"""Numbers of ranks on which invariant mode computes the same bits."""
 
 
 class PeerLost(RuntimeError):

@@ -10,6 +10,7 @@ from typing import Final
 
 from workers.config import EngineConfig
 from workers.fit import SHARED
+from workers.parallel.group import INVARIANT_RANKS
 from workers.rank.memory_plan import MemoryPlan, memory_plan
 
 LEAST_CONTEXT: Final = 2048
@@ -56,5 +57,5 @@ def _more_ranks(config: EngineConfig) -> Iterator[int]:
     values = {**values, **text} if isinstance(text, dict) else values
     shared = math.gcd(*(values[name] for name in SHARED if type(values.get(name)) is int))
     for ranks in range(config.tensor_parallel + 1, MOST_RANKS + 1):
-        if shared % ranks == 0 and (not config.invariant or ranks in (2, 4, 8)):
+        if shared % ranks == 0 and (not config.invariant or ranks in INVARIANT_RANKS):
             yield ranks

@@ -9,7 +9,7 @@ from math import gcd
 from typing import Final
 
 from kernels.matrix import GROUP
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import INVARIANT_RANKS, TensorParallel
 from workers.weights.part import Part
 from workers.weights.stored import BLOCK
 from workers.weights.weight import Format
@@ -42,6 +42,13 @@ def layout_of(stacks: Sequence[Sequence[Part]], stored: Callable[[str], Format],
     return replace(kept, note=f"{_kind(stacks)}: {kept.note}; kept unquantized") if kept.note else kept
 
 
+def smallest_share(stacks: Sequence[Sequence[Part]], group: TensorParallel) -> TensorParallel:
+    """A rank of the most on which invariant mode could compute these, or of `group` if that has more. As their layout
+    suits its share, it suits those of fewer ranks, too."""
+    lengths = {part.shared_length for parts in stacks for part in parts if part.shard is not None}
+    return TensorParallel(0, max(group.size, *(n for n in INVARIANT_RANKS if not any(size % n for size in lengths))))
+
+
 def _fp8(stacks: Sequence[Sequence[Part]], group: TensorParallel) -> Layout:
     """Blocks so small that no seam and no share of a rank begins inside of one."""
     rows = columns = BLOCK
@@ -56,7 +63,7 @@ def _fp8(stacks: Sequence[Sequence[Part]], group: TensorParallel) -> Layout:
             place += own.stop - own.start
     for what, size, least in zip(("rows", "columns"), (rows, columns), LEAST_BLOCK, strict=True):
         if size < least:
-            return Layout(note=f"this rank's {what} begin inside of a {BLOCK} x {BLOCK} block")
+            return Layout(note=f"on {group.size} ranks a share's {what} begin inside of a {BLOCK} x {BLOCK} block")
     return Layout(Format.FP8_BLOCKS, (rows, columns))
 
 
@@ -64,7 +71,7 @@ def _int4(stacks: Sequence[Sequence[Part]], group: TensorParallel) -> Layout:
     for part in (part for parts in stacks for part in parts):
         _, columns = part.index(group)
         if part.steps(group)[1] % GROUP or (columns.stop - columns.start) % GROUP:
-            return Layout(note=f"this rank's columns begin or end inside of a group of {GROUP}")
+            return Layout(note=f"on {group.size} ranks a share's columns begin or end inside of a group of {GROUP}")
     return Layout(Format.INT4_GROUPS)
 
 

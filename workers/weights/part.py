@@ -73,13 +73,20 @@ class Part:
         own = None if self.own is None else (self.own.start, self.own.stop)  # slices have no hash
         return self.rows, self.columns, self.shard, self.unit, self.units, own, self.rope
 
+    @property
+    def shared_length(self) -> int:
+        """Rows or columns that the ranks share; ValueError where there are no such parts of the dimension."""
+        assert self.shard is not None
+        length, rest = divmod(self.shape[self.shard], self.units)
+        if rest:
+            raise ValueError(f"{self.name}: {self.units} parts cannot share dimension {self.shard} of {self.shape}")
+        return length
+
     def index(self, group: TensorParallel) -> tuple[slice, slice]:
         """The rows and the columns that this rank reads; ValueError when ranks cannot share."""
         index = [self.own or slice(0, self.rows), slice(0, self.columns)]
         if self.shard is not None:
-            length, rest = divmod(self.shape[self.shard], self.units)
-            if rest:
-                raise ValueError(f"{self.name}: {self.units} parts cannot share dimension {self.shard} of {self.shape}")
+            length = self.shared_length
             own, begin = group.shard(length, self.name), self.unit * length
             index[self.shard] = slice(begin + own.start, begin + own.stop)
         return index[0], index[1]
@@ -89,6 +96,6 @@ class Part:
         at 0."""
         steps = [self.own.start if self.own else 0, 0]
         if self.shard is not None:
-            length = self.shape[self.shard] // self.units
+            length = self.shared_length
             steps[self.shard] = gcd(self.unit * length, length // group.size if group.size > 1 else 0)
         return steps[0], steps[1]

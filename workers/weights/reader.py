@@ -34,8 +34,9 @@ class CheckpointReader(WeightSource):
         device: torch.device,
         progress: LoadingProgress,
         stored: Callable[[str], str] = str,
+        invariant: bool = False,
     ) -> None:
-        super().__init__(group, dtype, device, stored, checkpoint.dtype_of)
+        super().__init__(group, dtype, device, stored, checkpoint.dtype_of, invariant)
         self.checkpoint = checkpoint
         self._progress = progress
         self._uploader = Uploader(device) if device.type == "cuda" else None

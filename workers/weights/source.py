@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kernels.matrix import GROUP
 from workers.parallel.group import TensorParallel
-from workers.weights.layout import Layout, layout_of
+from workers.weights.layout import Layout, layout_of, smallest_share
 from workers.weights.part import Part, RopeRows
 from workers.weights.stored import PLAIN_DTYPES, Shape, Wanted, stored_format, tensors_of
 from workers.weights.weight import Format, Weight
@@ -32,14 +33,17 @@ class WeightSource(ABC):
         device: torch.device,
         stored: Callable[[str], str] = str,
         dtype_of: Callable[[str], str | None] | None = None,
+        invariant: bool = False,
     ) -> None:
         """`stored`: what the checkpoint calls a tensor, of the name that the model asks for. `dtype_of`: the dtype of
-        a tensor of the checkpoint, by its name there and in safetensors' words; without it all are plain."""
+        a tensor of the checkpoint, by its name there and in safetensors' words; without it all are plain. `invariant`:
+        a matrix is kept in the same format on however many ranks, because products round otherwise in another one."""
         self.group = group
         self.dtype = dtype
         self.device = device
         self.stored = stored
         self._dtype_of = dtype_of or (lambda name: None)
+        self._invariant = invariant
         self.formats: set[Format] = set()
         """Of the matrices so far, as they are kept."""
         self._told: set[str] = set()
@@ -81,7 +85,11 @@ class WeightSource(ABC):
     def layout(self, stacks: Sequence[Sequence[Part]]) -> Layout:
         """How `experts` keeps these: as they are stored, where all are stored alike and no rank's share begins inside
         of what shares a scale; else plain, which the user is told."""
-        return layout_of(stacks, self.stored_format, self.group)
+        if not self._invariant:
+            return layout_of(stacks, self.stored_format, self.group)
+        layout = layout_of(stacks, self.stored_format, smallest_share(stacks, self.group))
+        on_all = f"{layout.note}, as invariant mode does on any number of ranks"
+        return replace(layout, note=on_all) if layout.note else layout
 
     def stored_format(self, name: str) -> Format:
         """How the checkpoint stores matrix `name`."""
@@ -156,8 +164,9 @@ class Census(WeightSource):
         dtype: torch.dtype,
         stored: Callable[[str], str] = str,
         dtype_of: Callable[[str], str | None] | None = None,
+        invariant: bool = False,
     ) -> None:
-        super().__init__(group, dtype, torch.device("meta"), stored, dtype_of)
+        super().__init__(group, dtype, torch.device("meta"), stored, dtype_of, invariant)
         self.wanted: dict[str, Wanted] = {}
         """By the checkpoint's names."""
         self.bytes = 0

@@ -165,6 +165,39 @@ def test_blocks_of_published_widths(ranks: int, intermediate: int, block: tuple[
     assert census.matrix(*parts).block == block
 
 
+@pytest.mark.parametrize("kind", ["F8_E4M3", "I32"])
+@pytest.mark.parametrize(
+    ("intermediate", "ranks", "blocks"),
+    [
+        (128, (1, 2, 4, 8), {}),
+        (1024, (1, 2, 4, 8), {"F8_E4M3": (128, 128), "I32": None}),
+        (512, (1, 2, 4, 8), {"F8_E4M3": (128, 64), "I32": None}),
+        (1280, (1, 2, 4, 8), {"I32": None}),
+        (100, (1, 2, 4), {}),
+    ],
+)
+def test_formats_of_invariant_mode_are_those_of_all_numbers_of_ranks(
+    kind: str, intermediate: int, ranks: tuple[int, ...], blocks: dict[str, tuple[int, int] | None]
+) -> None:
+    """What the most of 1, 2, 4 and 8 ranks that can share the features have to keep plain is plain on all of them."""
+    down = Part("experts.0.down_proj.weight", 256, intermediate, shard=1)
+    gate_up = [Part(f"experts.0.{half}_proj.weight", intermediate, 256, shard=0) for half in ("gate", "up")]
+    names = [part.name for part in (down, *gate_up)]
+    dtypes = dict.fromkeys(names, kind) if kind == "F8_E4M3" else {f"{name}_packed": kind for name in names}
+    for count in ranks:
+        said: list[str] = []
+        census = Census(TensorParallel(0, count), torch.bfloat16, dtype_of=dtypes.get, invariant=True)
+        census.tell = said.append  # type: ignore[method-assign]
+        for stacks in ([[down]], [gate_up]):
+            weight = census.experts(stacks)
+            if stacks == [[down]]:
+                assert (weight.format is not Format.PLAIN) == (kind in blocks)
+                assert weight.block == blocks.get(kind)
+        assert any("experts.down_proj" in note and "any number of ranks" in note for note in said) == (
+            kind not in blocks
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_plain_tensors_and_rows_of_a_quantized_matrix(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -235,7 +268,7 @@ def test_what_is_kept_unquantized_is_told_once(tmp_path: Path) -> None:
                 part = Part(f"model.layers.{layer}.self_attn.q_b_proj.weight", 48, 64, shard=0)
                 assert reader.matrix(part).format is Format.PLAIN
         notes = [line for line in said if "unquantized" in line]
-        words = "self_attn.q_b_proj: this rank's rows begin inside of a 128 x 128 block; kept unquantized"
+        words = "self_attn.q_b_proj: on 2 ranks a share's rows begin inside of a 128 x 128 block; kept unquantized"
         assert notes == [words] * (rank == 0)
 
 

@@ -1,0 +1,88 @@
+"""In invariant mode the experts' shares of two, four and eight ranks add up to the sums of one, bit for bit.
+
+Every share is loaded here by itself, so one GPU is enough; what ranks then do with their sums other tests try, on as
+many GPUs as there are ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import moe
+from workers.config import DEMO_MODEL
+from workers.families import load_model
+from workers.models.feed_forward import MixtureOfExperts
+from workers.models.invariant import GROUPS
+from workers.parallel.group import INVARIANT_RANKS, TensorParallel
+
+sys.path.insert(0, str(DEMO_MODEL.parent))  # as `python assets/quantise_demo.py` finds the script's own modules
+
+from training.quantise import quantise
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+TOKENS = 37
+
+
+@dataclass(frozen=True)
+class Alone(TensorParallel):
+    """One rank, of several that are not there."""
+
+    def minimum(self, x: Tensor) -> Tensor:
+        """What this rank has."""
+        return x
+
+
+@pytest.fixture(scope="module", params=["fp8", "int4", "plain"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "plain":
+        return DEMO_MODEL
+    made = tmp_path_factory.mktemp(request.param)
+    quantise(DEMO_MODEL, made, request.param)
+    return made
+
+
+def sums(folder: Path, rank: int, ranks: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """What this rank's share of every layer's experts computes of some tokens, [T, G, E] a layer."""
+    model = load_model(
+        folder, group=Alone(rank, ranks), dtype=dtype, device=device, max_positions=128, invariant=True, progress=None
+    )
+    choose = torch.Generator().manual_seed(7)
+    found = []
+    for layer in model.layers:
+        if not isinstance(layer.feed_forward, MixtureOfExperts):
+            continue
+        gate_up_XFE, down_XEI = (
+            w.matrix for w in (layer.feed_forward.mixture.gate_up_XFE, layer.feed_forward.mixture.down_XEI)
+        )
+        experts, hidden = down_XEI.shape[:2]
+        x_TE = torch.randn(TOKENS, hidden, generator=choose).to(device, dtype)
+        id_TK = torch.rand(TOKENS, experts, generator=choose).argsort(dim=1)[:, :3].to(device)
+        weight_TK = torch.rand(TOKENS, 3, generator=choose).to(device)
+        part_TGE = torch.zeros(TOKENS, GROUPS // ranks, hidden, device=device)
+        moe.add_experts(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, part_TGE)
+        found.append(part_TGE)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_shares_add_up_to_the_bits_of_one(folder: Path, device: str, dtype: torch.dtype) -> None:
+    want = sums(folder, 0, 1, torch.device(device), dtype)
+    assert len(want) >= 2
+    for ranks in INVARIANT_RANKS[1:]:
+        shares = [sums(folder, rank, ranks, torch.device(device), dtype) for rank in range(ranks)]
+        for whole, *parts in zip(want, *shares, strict=True):
+            assert whole.abs().amax() > 0
+            assert torch.equal(torch.cat(parts, dim=1), whole), f"{ranks} ranks"
