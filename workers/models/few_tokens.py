@@ -157,5 +157,5 @@ class FewTokens(TokenWise[PendingNorm]):
 
     def _reduce(self, part_TE: Tensor, sum_TE: Tensor, norm: AddNorm, out: PendingNorm) -> None:
         self.group.all_reduce(part_TE, sum_TE)
-        # Launched plainly: the all-reduce is not ours.
-        pending_norm.add(sum_TE, norm.residual_TE, norm.weight_E, out)
+        dependent = self._dependent and self.group.sums_by_kernel(sum_TE)
+        pending_norm.add(sum_TE, norm.residual_TE, norm.weight_E, out, dependent=dependent)

@@ -173,8 +173,9 @@ class ManyTokens(TokenWise[Tensor]):
     def add_norm(self, x_TE: Tensor, norm: AddNorm, out_TE: Tensor) -> None:
         """residual += x, out = rms_norm(residual), of a sum over ranks or parts of a sum [T, P, E]; `out_TE` may be
         `x_TE`."""
-        # Behind many tokens' kernels a launch costs nothing, and behind a collective it is a plain one.
-        dependent = x_TE.shape[0] <= MOST_DEPENDENT and self.group.size == 1 and launches_dependently(x_TE.device)
+        # Behind many tokens' kernels a launch costs nothing, and behind a collective of others it is a plain one.
+        follows_ours = self.group.size == 1 or self.group.sums_by_kernel(x_TE)
+        dependent = x_TE.shape[0] <= MOST_DEPENDENT and follows_ours and launches_dependently(x_TE.device)
         add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=dependent)
 
     def add_experts(

@@ -63,11 +63,15 @@ class TensorParallel:
         """Sum over ranks of what was written to `part`, which `part` gave for `out`."""
         if self.size > 1:
             with _peers():
-                if part is out:
-                    dist.all_reduce(out)
-                else:
-                    assert self.symmetric is not None
+                if self.symmetric is not None and fits(out, self.size):
                     self.symmetric.all_reduce(part, out)
+                else:
+                    dist.all_reduce(out)
+
+    def sums_by_kernel(self, out: torch.Tensor) -> bool:
+        """Whether the sum of `all_reduce` into `out` is a kernel of ours, behind which another one may be launched
+        dependently."""
+        return self.symmetric is not None and fits(out, self.size) and self.symmetric.in_one_shot(out)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Every rank's `x`, in rank order: `x` is contiguous, `out` [size, *x.shape]; returns `out`."""

@@ -1,10 +1,11 @@
 """All-reduce over memory that every rank of a node maps (torch symmetric memory).
 
-Every rank writes its part where the others can read it. Small sums take one shot: every rank sums all parts itself, one
+Small sums take one shot (`kernels.one_shot`): every rank writes its part to all others and adds up what it gets, one
 exchange instead of a ring's 2 (n - 1), which is what counts for the few rows of a decode step. Larger ones take two:
-every rank sums its share of the elements, then reads the others' sums, which is less to read (`bench/all_reduce.py`).
-Whoever computes a part writes it there (`part`), which saves a copy. torch's kernel that copies a part there itself is
-not used: it tells the others before all of its warps have copied. NVLink multicast is not used and stays off.
+every rank sums its share of the elements of all parts, then reads the others' sums, which is less to move
+(`bench/all_reduce.py`). The others read parts of these where whoever computes a part writes it (`part`), which saves a
+copy. torch's kernel that copies a part there itself is not used: it tells the others before all of its warps have
+copied. NVLink multicast is not used and stays off.
 
 Written for torch 2.11 to 2.13, whose symmetric memory is private. Without it, or where it does not work, a line is
 logged, and sums go over NCCL.
@@ -20,6 +21,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from kernels.dependent import launches_dependently
+from kernels.one_shot import MOST_BYTES as MOST_IN_ONE_SHOT
+from kernels.one_shot import PIECE_BYTES, Inbox, one_shot_sum
 from kernels.private_ground import PrivateGround
 
 logger = logging.getLogger(__name__)
@@ -27,14 +31,13 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 1 << 24
 """Largest part that is summed this way: beyond, NCCL's ring is little slower, and the memory better used."""
 
-_ONE_SHOT_BYTES = {2: 1 << 20}
+_ONE_SHOT_BYTES = {2: 1 << 20, 3: 1 << 20, 4: 1 << 20}
 """Largest part that is summed in one shot, by the number of ranks."""
 _ONE_SHOT_BYTES_OF_MANY = 1 << 19
+_MOST_RANKS = 8
+"""Of which a thread can hold a piece each."""
 _TWO_SHOT_RANKS = (2, 4, 8)
 """What torch's kernel is compiled for."""
-
-_ALIGNMENT = 16
-"""Bytes a part must be a multiple of, and begin at a multiple of."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -43,7 +46,7 @@ _GROUND: Final = PrivateGround(
     (
         "torch.distributed._symmetric_memory.empty",
         "torch.distributed._symmetric_memory.rendezvous",
-        "torch.ops.symm_mem.one_shot_all_reduce_out",
+        "torch._C._distributed_c10d._SymmetricMemory.buffer_ptrs",
         "torch.ops.symm_mem.two_shot_all_reduce_out",
     ),
     "ranks cannot read each other's memory",
@@ -51,23 +54,23 @@ _GROUND: Final = PrivateGround(
 
 
 def one_shot_bytes(ranks: int) -> int:
-    """Largest part of which every rank reads everyone's whole."""
-    return _ONE_SHOT_BYTES.get(ranks, _ONE_SHOT_BYTES_OF_MANY)
+    """Largest part that every rank gets whole from everyone."""
+    return min(_ONE_SHOT_BYTES.get(ranks, _ONE_SHOT_BYTES_OF_MANY), MOST_IN_ONE_SHOT)
 
 
 def fits(x: torch.Tensor, ranks: int) -> bool:
     """Whether `SymmetricSum` of so many ranks can sum into tensors like `x`."""
-    aligned = x.nbytes % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
-    most = MOST_BYTES if ranks in _TWO_SHOT_RANKS else one_shot_bytes(ranks)
+    aligned = x.nbytes % PIECE_BYTES == 0 and x.data_ptr() % PIECE_BYTES == 0
+    most = MOST_BYTES if ranks in _TWO_SHOT_RANKS else one_shot_bytes(ranks) if ranks <= _MOST_RANKS else 0
     return x.dtype in _DTYPES and x.is_contiguous() and 0 < x.nbytes <= most and aligned
 
 
 class SymmetricSum:
-    """The shared buffer of one group. Calls are ordered by one stream, captured or not."""
+    """The shared memory of one group. Calls are ordered by one stream, captured or not."""
 
     def __init__(self, device: torch.device, most_bytes: int = MOST_BYTES) -> None:
-        """All ranks together. `most_bytes`: room for a part. RuntimeError where the GPUs cannot map each other's
-        memory, or torch has no way to."""
+        """All ranks together; nobody sums before all of them are through. `most_bytes`: room for a part that is summed
+        in two shots. RuntimeError where the GPUs cannot map each other's memory, or torch has no way to."""
         # Its set-up is the one part of symmetric memory that can fail for the whole host, and nothing here needs it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         _GROUND.require()
@@ -76,29 +79,39 @@ class SymmetricSum:
         group = dist.group.WORLD
         assert group is not None
         self._name, self._one_shot_bytes = group.group_name, one_shot_bytes(group.size())
-        self._buffer = symmetric_memory.empty(most_bytes, dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric_memory.rendezvous(self._buffer, self._name)
+        memory = symmetric_memory.empty(most_bytes + Inbox.nbytes(group.size()), dtype=torch.uint8, device=device)
+        self._handle: Any = symmetric_memory.rendezvous(memory, self._name)
+        self._buffer, inbox = memory[:most_bytes], memory[most_bytes:]
+        self._inbox = Inbox.of(inbox, [begin + most_bytes for begin in self._handle.buffer_ptrs], group.rank())
+        self._dependent = launches_dependently(device)
+        torch.cuda.synchronize(device)  # the inbox is empty
+
+    def in_one_shot(self, out: torch.Tensor) -> bool:
+        """Whether a sum into `out` takes one shot. Its kernel is ours, behind which any may be launched dependently."""
+        return out.nbytes <= self._one_shot_bytes
 
     def part(self, out: torch.Tensor) -> torch.Tensor:
-        """Where this rank's part of a sum into `out` has to be; the next sum's will be there, too."""
+        """Where this rank's part of a sum into `out` has to be; the next sum's may be there, too."""
+        return out if self.in_one_shot(out) else self.shared_part(out)
+
+    def shared_part(self, out: torch.Tensor) -> torch.Tensor:
+        """Memory for a part like `out` that the other ranks can read."""
         return self._buffer[: out.nbytes].view(out.dtype).view(out.shape)
 
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Sum what every rank wrote to its `part`; all add in the order of ranks and get the same bits.
-
-        It begins when every rank is here, and ends when every rank has read `part`, whose contents are arbitrary then.
-        """
-        if part.nbytes <= self._one_shot_bytes:
+        """Sum what every rank wrote to its `part`; all get the same bits. What `part` holds then is arbitrary."""
+        if self.in_one_shot(out):
             self.one_shot(part, out)
         else:
             self.two_shots(part, out)
 
     def one_shot(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """`all_reduce` in which every rank reads every `part` whole."""
-        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._name, out)
+        """`all_reduce` in which every rank gets every `part` whole, wherever that lies."""
+        one_shot_sum(part, self._inbox, out, dependent=self._dependent)
 
     def two_shots(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """`all_reduce` in which every rank sums a share of the elements, and reads the sums of the others."""
+        """`all_reduce` in which every rank sums a share of the elements, and reads the sums of the others; `part` is a
+        `shared_part`."""
         torch.ops.symm_mem.two_shot_all_reduce_out(part, "sum", self._name, out)
 
 
@@ -113,19 +126,34 @@ def connect(rank: int, size: int, device: torch.device) -> SymmetricSum | None:
     shared, problem = None, ""
     try:
         shared = SymmetricSum(device)
-        # In one shot, and in two.
-        for nbytes in (_ALIGNMENT, one_shot_bytes(size) + _ALIGNMENT):
-            probe = torch.empty(nbytes // 4, device=device)
+    except (RuntimeError, ImportError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    found = _first_problem(problem, size)
+    if shared is not None and not found:
+        found = _first_problem(_tried(shared, rank, size, device), size)
+    if found and rank == 0:
+        logger.warning("all-reduce over NCCL alone, which is slower for small batches; symmetric memory: %s", found)
+    return None if found else shared
+
+
+def _first_problem(own: str, size: int) -> str:
+    """The first rank's that has one, with its name; every rank is here by then."""
+    problems: list[str | None] = [None] * size
+    dist.all_gather_object(problems, own)
+    return next((f"rank {index}: {text}" for index, text in enumerate(problems) if text), "")
+
+
+def _tried(shared: SymmetricSum, rank: int, size: int, device: torch.device) -> str:
+    """What is wrong with sums in one shot or in two, if anything is. All ranks try all, or the others would wait."""
+    problem = ""
+    try:
+        for nbytes in (PIECE_BYTES, one_shot_bytes(size) + PIECE_BYTES):
+            probe = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
             if fits(probe, size):
                 shared.all_reduce(shared.part(probe).fill_(rank + 1.0), probe)
                 wrong = probe[probe != size * (size + 1) / 2].tolist()
                 if wrong and not problem:
                     problem = f"a sum of {nbytes} bytes over {size} ranks came out as {wrong[0]}"
-    except (RuntimeError, ImportError) as error:
+    except RuntimeError as error:
         problem = f"{type(error).__name__}: {error}"
-    problems: list[str | None] = [None] * size
-    dist.all_gather_object(problems, problem)
-    found = next((f"rank {index}: {text}" for index, text in enumerate(problems) if text), "")
-    if found and rank == 0:
-        logger.warning("all-reduce over NCCL alone, which is slower for small batches; symmetric memory: %s", found)
-    return None if found else shared
+    return problem

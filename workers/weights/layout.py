@@ -16,6 +16,9 @@ from workers.weights.weight import Format
 
 LEAST_BLOCK: Final = (16, 64)
 """Rows and columns of the smallest blocks that kernels read: see `kernels.matrix`."""
+_WHOLE_TILE: Final = 64
+"""Rows of quantized weights that make a product of Hopper's tensor cores; with fewer it is another instruction, which
+rounds otherwise."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,24 @@ def layout_of(stacks: Sequence[Sequence[Part]], stored: Callable[[str], Format],
     return replace(kept, note=f"{_kind(stacks)}: {kept.note}; kept unquantized") if kept.note else kept
 
 
-def smallest_share(stacks: Sequence[Sequence[Part]], group: TensorParallel) -> TensorParallel:
-    """A rank of the most on which invariant mode could compute these, or of `group` if that has more. As their layout
-    suits its share, it suits those of fewer ranks, too."""
-    lengths = {part.shared_length for parts in stacks for part in parts if part.shard is not None}
-    return TensorParallel(0, max(group.size, *(n for n in INVARIANT_RANKS if not any(size % n for size in lengths))))
+def invariant_layout(
+    stacks: Sequence[Sequence[Part]], stored: Callable[[str], Format], group: TensorParallel
+) -> Layout:
+    """`layout_of`, alike on 1, 2, 4 and 8 ranks, because products round otherwise in another format: it suits the share
+    of the most ranks that can share these, so it suits those of fewer, too."""
+    parts = [part for stack in stacks for part in stack]
+    lengths = {part.shared_length for part in parts if part.shard is not None}
+    most = max(n for n in INVARIANT_RANKS if n <= group.size or not any(length % n for length in lengths))
+    share = TensorParallel(0, most)
+    layout = layout_of(stacks, stored, share)
+    if layout.format is not Format.PLAIN:
+        rows = min((part.shared_length // most for part in parts if part.shard == 0), default=_WHOLE_TILE)
+        if rows < _WHOLE_TILE:
+            note = f"{_kind(stacks)}: on {most} ranks a share has {rows} rows, fewer than a tile; kept unquantized"
+            layout = Layout(note=note)
+    return (
+        replace(layout, note=f"{layout.note}, as invariant mode does on any number of ranks") if layout.note else layout
+    )
 
 
 def _fp8(stacks: Sequence[Sequence[Part]], group: TensorParallel) -> Layout:

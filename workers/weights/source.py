@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kernels.matrix import GROUP
 from workers.parallel.group import TensorParallel
-from workers.weights.layout import Layout, layout_of, smallest_share
+from workers.weights.layout import Layout, invariant_layout, layout_of
 from workers.weights.part import Part, RopeRows
 from workers.weights.stored import PLAIN_DTYPES, Shape, Wanted, stored_format, tensors_of
 from workers.weights.weight import Format, Weight
@@ -85,11 +84,7 @@ class WeightSource(ABC):
     def layout(self, stacks: Sequence[Sequence[Part]]) -> Layout:
         """How `experts` keeps these: as they are stored, where all are stored alike and no rank's share begins inside
         of what shares a scale; else plain, which the user is told."""
-        if not self._invariant:
-            return layout_of(stacks, self.stored_format, self.group)
-        layout = layout_of(stacks, self.stored_format, smallest_share(stacks, self.group))
-        on_all = f"{layout.note}, as invariant mode does on any number of ranks"
-        return replace(layout, note=on_all) if layout.note else layout
+        return (invariant_layout if self._invariant else layout_of)(stacks, self.stored_format, self.group)
 
     def stored_format(self, name: str) -> Format:
         """How the checkpoint stores matrix `name`."""

@@ -16,14 +16,14 @@ def _load_parameter(step: Step) -> None:
     step.write(step.value(step.vector(1)[0], BITS[size(step.type)]))
 
 
-@executes("ld.global ld.shared", _CACHE)
+@executes("ld.global ld.shared ld.relaxed.sys.global", _CACHE)
 def _load(step: Step) -> None:
     names, lanes, each = step.vector(0), step.lanes, size(step.type)
     address = step.address(step.operands[1])[lanes]
     if step.parts[1] == "shared":
         found = step.block.shared.load(address, each * len(names))
     else:
-        cached = not {"cg", "L1::no_allocate"} & set(step.parts)
+        cached = not {"cg", "relaxed", "L1::no_allocate"} & set(step.parts)
         found = step.block.memory.load(address, each * len(names), waited=step.warp.waited, cached=cached)
     for i, name in enumerate(names):
         value = np.zeros(LANES, step.type)
@@ -31,7 +31,7 @@ def _load(step: Step) -> None:
         step.set(name, value)
 
 
-@executes("st.global st.shared", _CACHE)
+@executes("st.global st.shared st.relaxed.sys.global", _CACHE)
 def _store(step: Step) -> None:
     kind, lanes = BITS[size(step.type)], step.lanes
     address = step.address(step.operands[0])[lanes]

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from kernels import moe
+from tests.quantised_checkpoints import FP8_NAMES, INT4_NAMES
+from tests.quantised_checkpoints import quantise as quantise_tiny
+from tests.tiny_models import write_tiny
 from workers.config import DEMO_MODEL
 from workers.families import load_model
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.invariant import GROUPS
 from workers.parallel.group import INVARIANT_RANKS, TensorParallel
+from workers.weights.weight import Format
 
 sys.path.insert(0, str(DEMO_MODEL.parent))  # as `python assets/quantise_demo.py` finds the script's own modules
 
@@ -44,12 +48,19 @@ class Alone(TensorParallel):
         return x
 
 
-@pytest.fixture(scope="module", params=["fp8", "int4", "plain"])
+@pytest.fixture(scope="module", params=["plain", "fp8", "int4", "fp8, wide", "int4, wide"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "plain":
+    """The demo model, of whose experts 8 ranks cannot share what is quantized, and one of whose experts they can."""
+    form, _, wide = request.param.partition(", ")
+    if form == "plain":
         return DEMO_MODEL
-    made = tmp_path_factory.mktemp(request.param)
-    quantise(DEMO_MODEL, made, request.param)
+    made = tmp_path_factory.mktemp(form + wide)
+    if wide:
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+        write_tiny(made, "v3", seed=3, hidden_size=64, moe_intermediate_size=512, **heads)
+        quantise_tiny(made, form, FP8_NAMES if form == "fp8" else INT4_NAMES)
+    else:
+        quantise(DEMO_MODEL, made, form)
     return made
 
 
@@ -63,9 +74,9 @@ def sums(folder: Path, rank: int, ranks: int, device: torch.device, dtype: torch
     for layer in model.layers:
         if not isinstance(layer.feed_forward, MixtureOfExperts):
             continue
-        gate_up_XFE, down_XEI = (
-            w.matrix for w in (layer.feed_forward.mixture.gate_up_XFE, layer.feed_forward.mixture.down_XEI)
-        )
+        weights = layer.feed_forward.mixture.gate_up_XFE, layer.feed_forward.mixture.down_XEI
+        assert all((weight.format is not Format.PLAIN) == ("wide" in folder.name) for weight in weights)
+        gate_up_XFE, down_XEI = (weight.matrix for weight in weights)
         experts, hidden = down_XEI.shape[:2]
         x_TE = torch.randn(TOKENS, hidden, generator=choose).to(device, dtype)
         id_TK = torch.rand(TOKENS, experts, generator=choose).argsort(dim=1)[:, :3].to(device)

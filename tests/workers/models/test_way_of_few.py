@@ -76,6 +76,9 @@ class SharedSum:
     def part(self, out: torch.Tensor) -> torch.Tensor:
         return self._buffer[: out.nbytes].view(out.dtype).view(out.shape).fill_(torch.nan)
 
+    def in_one_shot(self, out: torch.Tensor) -> bool:
+        return False
+
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor) -> None:
         dist.all_reduce(out.copy_(part))
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from tests.quantised_checkpoints import FP8_NAMES, INT4_NAMES
+from tests.quantised_checkpoints import quantise as quantise_tiny
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.crowd import Job
 from tests.workers.harness import InlineEngine
@@ -91,6 +93,17 @@ def tiny(kind: str) -> Callable[[Path], Path]:
     return lambda folder: write_tiny(folder, kind, seed=3, moe_intermediate_size=64)
 
 
+def wide(form: str) -> Callable[[Path], Path]:
+    """A random model in this format, of whose experts eight ranks can share what is quantized."""
+
+    def write(folder: Path) -> Path:
+        write_tiny(folder, "v3", seed=3, hidden_size=64, moe_intermediate_size=512)
+        quantise_tiny(folder, form, FP8_NAMES if form == "fp8" else INT4_NAMES)
+        return folder
+
+    return write
+
+
 @dataclass(frozen=True)
 class Feature:
     """A model, how it is served, and what it is asked."""
@@ -103,7 +116,9 @@ class Feature:
 
 FEATURES: dict[str, Feature] = {
     "FP8 weights": Feature(quantised("fp8")),
+    "FP8 weights, wide experts": Feature(wide("fp8"), vocab=VOCAB),
     "INT4 experts": Feature(quantised("int4")),
+    "INT4, wide experts": Feature(wide("int4"), vocab=VOCAB),
     "FP8 weights and cache": Feature(quantised("fp8"), settings={"kv_cache_dtype": "fp8"}),
     "V3.2": Feature(tiny("v32"), vocab=VOCAB),
     "V3.2, FP8 cache": Feature(tiny("v32"), vocab=VOCAB, settings={"kv_cache_dtype": "fp8"}),

@@ -167,17 +167,19 @@ def test_blocks_of_published_widths(ranks: int, intermediate: int, block: tuple[
 
 @pytest.mark.parametrize("kind", ["F8_E4M3", "I32"])
 @pytest.mark.parametrize(
-    ("intermediate", "ranks", "blocks"),
+    ("intermediate", "ranks", "kept", "block"),
     [
-        (128, (1, 2, 4, 8), {}),
-        (1024, (1, 2, 4, 8), {"F8_E4M3": (128, 128), "I32": None}),
-        (512, (1, 2, 4, 8), {"F8_E4M3": (128, 64), "I32": None}),
-        (1280, (1, 2, 4, 8), {"I32": None}),
-        (100, (1, 2, 4), {}),
+        (128, (1, 2, 4, 8), "", None),  # 16 features a rank of 8
+        (256, (1, 2, 4, 8), "I32 down", None),
+        (512, (1, 2, 4, 8), "I32 down, I32 gate_up, F8_E4M3 down, F8_E4M3 gate_up", (128, 64)),
+        (1024, (1, 2, 4, 8), "I32 down, I32 gate_up, F8_E4M3 down, F8_E4M3 gate_up", (128, 128)),
+        (1280, (1, 2, 4, 8), "I32 down, I32 gate_up, F8_E4M3 gate_up", None),
+        (528, (1, 2, 4, 8), "I32 gate_up", None),
+        (516, (1, 2, 4), "I32 gate_up", None),
     ],
 )
 def test_formats_of_invariant_mode_are_those_of_all_numbers_of_ranks(
-    kind: str, intermediate: int, ranks: tuple[int, ...], blocks: dict[str, tuple[int, int] | None]
+    kind: str, intermediate: int, ranks: tuple[int, ...], kept: str, block: tuple[int, int] | None
 ) -> None:
     """What the most of 1, 2, 4 and 8 ranks that can share the features have to keep plain is plain on all of them."""
     down = Part("experts.0.down_proj.weight", 256, intermediate, shard=1)
@@ -188,14 +190,16 @@ def test_formats_of_invariant_mode_are_those_of_all_numbers_of_ranks(
         said: list[str] = []
         census = Census(TensorParallel(0, count), torch.bfloat16, dtype_of=dtypes.get, invariant=True)
         census.tell = said.append  # type: ignore[method-assign]
-        for stacks in ([[down]], [gate_up]):
-            weight = census.experts(stacks)
-            if stacks == [[down]]:
-                assert (weight.format is not Format.PLAIN) == (kind in blocks)
-                assert weight.block == blocks.get(kind)
-        assert any("experts.down_proj" in note and "any number of ranks" in note for note in said) == (
-            kind not in blocks
-        )
+        down_XEI = census.experts([[down]])
+        gate_up_XFE = census.experts([gate_up])
+        weights = {"down": (down_XEI, "experts.down_proj"), "gate_up": (gate_up_XFE, "experts.gate_proj and")}
+        for name, (weight, called) in weights.items():
+            stays = f"{kind} {name}" in kept
+            assert (weight.format is not Format.PLAIN) == stays
+            notes = [note for note in said if called in note and "invariant mode does on any number of ranks" in note]
+            assert len(notes) == (not stays)
+        if kind == "F8_E4M3" and f"{kind} down" in kept:
+            assert down_XEI.block == block
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

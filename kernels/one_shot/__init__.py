@@ -1,0 +1,64 @@
+"""Sums over ranks in one exchange: every rank writes its part into all others' memory, and adds up what arrives.
+
+A rank's *inbox* has room for one part of every rank, twice. Two calls in a row use different halves. An inbox is empty
+where its words are `EMPTY`, which no part holds (a part's words of that value, which are NaN, are written as another
+NaN), so data say themselves when they are there: nobody signals, and no fence orders anything. Whoever has read a word
+empties it. A rank comes to the call after next only when it has everyone's part of the next one, which they write after
+their whole kernel of this one: so by the time anybody writes to a half again, it is empty.
+
+This is how NCCL's LL protocol and TensorRT-LLM's "Lamport" kernels exchange data, with the word itself as the flag.
+
+Shape legend: R ranks, L lanes. A lane is what the program of one index has of all memory, in every call: so programs
+need not know of each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.one_shot import launch
+from kernels.one_shot.launch import EMPTY, MOST_BYTES, PIECE_BYTES
+
+__all__ = ["MOST_BYTES", "PIECE_BYTES", "Inbox", "one_shot_sum"]
+
+HALVES: Final = 2
+
+
+@dataclass(frozen=True)
+class Inbox:
+    """Of one rank. Its calls are ordered by one stream."""
+
+    own: Tensor
+    """uint8 [`Inbox.nbytes`], which the other ranks can write; whole pieces, empty before anybody's first call."""
+    address_R: Tensor
+    """int64: where each rank's inbox begins, as this rank reaches it."""
+    turn_L: Tensor
+    """int32: calls so far of each lane; 0 at first."""
+    rank: int
+
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        """Of so many ranks' inboxes, each."""
+        return HALVES * ranks * MOST_BYTES
+
+    @staticmethod
+    def of(own: Tensor, addresses: list[int], rank: int) -> Inbox:
+        """Over memory that becomes empty; every rank's has to be before anybody's first call."""
+        own.view(torch.int32).fill_(EMPTY)
+        address_R = torch.tensor(addresses, dtype=torch.int64, device=own.device)
+        return Inbox(own, address_R, torch.zeros(launch.LANES, dtype=torch.int32, device=own.device), rank)
+
+
+def one_shot_sum(part: Tensor, inbox: Inbox, out: Tensor, *, dependent: bool = False) -> None:
+    """out = the sum over ranks of their `part`, added in fp32 in the order of ranks and rounded once.
+
+    All ranks together, on GPUs that can write each other's memory. `part` and `out` are contiguous, of one size, of at
+    most `MOST_BYTES`, and of one dtype, bf16 or fp32; whole pieces of `PIECE_BYTES`, and aligned to them. `out` may be
+    `part`. All ranks get the same bits. It ends when every rank's part has arrived. `dependent`: programmatic dependent
+    launch; it waits before it reads anything that changes.
+    """
+    launch.one_shot_sum(part, inbox.own, inbox.address_R, inbox.turn_L, inbox.rank, out, dependent=dependent)
