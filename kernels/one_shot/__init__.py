@@ -1,4 +1,5 @@
-"""Sums over ranks in one exchange: every rank writes its part into all others' memory, and adds up what arrives.
+"""Sums over ranks in one exchange: every rank writes its part into all others' memory, and adds up what arrives, or
+keeps it side by side.
 
 A rank's *inbox* has room for one part of every rank, twice. Two calls in a row use different halves. An inbox is empty
 where its words are `EMPTY`, which no part holds (a part's words of that value, which are NaN, are written as another
@@ -8,8 +9,8 @@ their whole kernel of this one: so by the time anybody writes to a half again, i
 
 This is how NCCL's LL protocol and TensorRT-LLM's "Lamport" kernels exchange data, with the word itself as the flag.
 
-Shape legend: R ranks, L lanes. A lane is what the program of one index has of all memory, in every call: so programs
-need not know of each other.
+Shape legend: R ranks, T tokens, E features, N rows, Y columns of a rank, L lanes. A lane is what the program of one
+index has of all memory, in every call: so programs need not know of each other.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from kernels.one_shot import launch
 from kernels.one_shot.launch import EMPTY, MOST_BYTES, PIECE_BYTES
+from kernels.pending_norm.pieces import PendingNorm
 
-__all__ = ["MOST_BYTES", "PIECE_BYTES", "Inbox", "one_shot_sum"]
+__all__ = ["MOST_BYTES", "PIECE_BYTES", "Inbox", "one_shot_add", "one_shot_gather", "one_shot_sum"]
 
 HALVES: Final = 2
 
@@ -39,6 +41,11 @@ class Inbox:
     turn_L: Tensor
     """int32: calls so far of each lane; 0 at first."""
     rank: int
+
+    @property
+    def fields(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """In their order."""
+        return self.own, self.address_R, self.turn_L, self.rank
 
     @staticmethod
     def nbytes(ranks: int) -> int:
@@ -61,4 +68,27 @@ def one_shot_sum(part: Tensor, inbox: Inbox, out: Tensor, *, dependent: bool = F
     `part`. All ranks get the same bits. It ends when every rank's part has arrived. `dependent`: programmatic dependent
     launch; it waits before it reads anything that changes.
     """
-    launch.one_shot_sum(part, inbox.own, inbox.address_R, inbox.turn_L, inbox.rank, out, dependent=dependent)
+    launch.one_shot("sum", part, inbox.fields, out, dependent=dependent)
+
+
+def one_shot_add(
+    part_TE: Tensor, inbox: Inbox, residual_TE: Tensor, norm_E: Tensor, out: PendingNorm, *, dependent: bool = False
+) -> None:
+    """residual += the sum over ranks of `part_TE`, which is not rounded; `out` = its pending norm.
+
+    As `one_shot_sum` and then `kernels.pending_norm.add`. bf16 but for the residual, which is fp32; all contiguous.
+    """
+    if not residual_TE.is_contiguous() or not out.x_TE.is_contiguous() or part_TE.dtype != torch.bfloat16:
+        raise ValueError("residual and norm are contiguous, and parts are in bf16")
+    added = residual_TE, norm_E, out.square_TP
+    row_bytes = part_TE.shape[1] * part_TE.itemsize
+    launch.one_shot("add", part_TE, inbox.fields, out.x_TE, row_bytes=row_bytes, added=added, dependent=dependent)
+
+
+def one_shot_gather(part_NY: Tensor, inbox: Inbox, out_NRY: Tensor, *, dependent: bool = False) -> None:
+    """out[n, r] = row n of rank r's part. Rows are whole pieces; else as `one_shot_sum`.
+
+    NaN stay NaN, but words of `EMPTY` become others.
+    """
+    row_bytes = part_NY.shape[1] * part_NY.itemsize
+    launch.one_shot("gather", part_NY, inbox.fields, out_NRY, row_bytes=row_bytes, dependent=dependent)

@@ -124,7 +124,7 @@ class Eagle3(Drafter):
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Of the token behind what `catch_up` gave, by the model's ids, fp32 [N, V]."""
         scratch = scratch or Scratch(hidden_NE.device)
-        rows, share, ranks = hidden_NE.shape[0], self.head_DE.shape[0], self.model.group.size
+        rows, share = hidden_NE.shape[0], self.head_DE.shape[0]
         out_NV = scratch.empty(rows, self.model.config.vocab_size, dtype=torch.float32)
         with scratch.scope():
             normed_NE = hidden_NE
@@ -133,12 +133,7 @@ class Eagle3(Drafter):
                 rms_norm(hidden_NE, self.norm_E, normed_NE, eps=self.sizes.eps)
             logits_ND = scratch.empty(rows, share, dtype=torch.float32)
             self.model.ways.any.linear(normed_NE, self.head_DE, logits_ND, scratch)
-            if ranks > 1:
-                parts_GND = scratch.empty(ranks, rows, share, dtype=torch.float32)
-                self.model.group.all_gather(logits_ND, parts_GND)
-                logits_ND = scratch.empty(rows, ranks * share, dtype=torch.float32)
-                logits_ND.view(rows, ranks, share).copy_(parts_GND.transpose(0, 1))
-            logits_ND = logits_ND[:, : self.sizes.draft_vocab]
+            logits_ND = self.model.group.gather_columns(logits_ND, scratch.empty)[:, : self.sizes.draft_vocab]
             if self.target_id_D is None:
                 out_NV.copy_(logits_ND)
             else:

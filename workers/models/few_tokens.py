@@ -156,6 +156,9 @@ class FewTokens(TokenWise[PendingNorm]):
         return sum_TE, self.group.part(sum_TE)
 
     def _reduce(self, part_TE: Tensor, sum_TE: Tensor, norm: AddNorm, out: PendingNorm) -> None:
+        if self.group.sums_by_kernel(sum_TE):
+            self.group.add_sum(part_TE, norm.residual_TE, norm.weight_E, out)
+            return
         self.group.all_reduce(part_TE, sum_TE)
-        dependent = self._dependent and self.group.sums_by_kernel(sum_TE)
-        pending_norm.add(sum_TE, norm.residual_TE, norm.weight_E, out, dependent=dependent)
+        # Launched plainly: the all-reduce is not ours.
+        pending_norm.add(sum_TE, norm.residual_TE, norm.weight_E, out)

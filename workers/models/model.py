@@ -120,16 +120,10 @@ class Model:
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Logits of final-norm hidden states, fp32 [N, Y]."""
         scratch = scratch or Scratch(hidden_NE.device)
-        rows, share, ranks = hidden_NE.shape[0], self.head_YE.shape[0], self.group.size
-        part_NY = scratch.empty(rows, share, dtype=torch.float32)
+        part_NY = scratch.empty(hidden_NE.shape[0], self.head_YE.shape[0], dtype=torch.float32)
         dependent = launches_dependently(hidden_NE.device)
         self.ways.any.linear(hidden_NE, self.head_YE, part_NY, scratch, dependent=dependent)
-        if ranks == 1:
-            return part_NY
-        parts_GNY = self.group.all_gather(part_NY, scratch.empty(ranks, rows, share, dtype=torch.float32))
-        logits_NY = scratch.empty(rows, ranks * share, dtype=torch.float32)
-        logits_NY.view(rows, ranks, share).copy_(parts_GNY.transpose(0, 1))
-        return logits_NY[:, : self.config.vocab_size]
+        return self.group.gather_columns(part_NY, scratch.empty)[:, : self.config.vocab_size]
 
     def _enter(self, token_T: Tensor, source_TE: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
         return self.embedding_YE, token_T

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.ordered_sum import ordered_sum
+from kernels.pending_norm import PendingNorm
 from workers.parallel.rendezvous import rendezvous
 from workers.parallel.symmetric import SymmetricSum, fits
 from workers.parallel.symmetric import connect as connect_symmetric
@@ -73,6 +74,25 @@ class TensorParallel:
         dependently."""
         return self.symmetric is not None and fits(out, self.size) and self.symmetric.in_one_shot(out)
 
+    def add_sum(self, part_TE: torch.Tensor, residual_TE: torch.Tensor, norm_E: torch.Tensor, out: PendingNorm) -> None:
+        """residual += the sum over ranks of `part_TE`, which `sums_by_kernel`; `out` = its pending norm."""
+        assert self.symmetric is not None
+        self.symmetric.add(part_TE, residual_TE, norm_E, out)
+
+    def gather_columns(self, part_NY: torch.Tensor, empty: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Every rank's columns side by side, [N, size * Y], in memory from `empty(*shape, dtype=...)`. `part_NY` is
+        contiguous."""
+        rows, columns = part_NY.shape
+        if self.size == 1:
+            return part_NY
+        out_NGY = empty(rows, self.size, columns, dtype=part_NY.dtype)
+        if self.symmetric is not None and self.symmetric.gathers(part_NY):
+            self.symmetric.gather(part_NY, out_NGY)
+        else:
+            parts_GNY = self.all_gather(part_NY, empty(self.size, rows, columns, dtype=part_NY.dtype))
+            out_NGY.copy_(parts_GNY.transpose(0, 1))
+        return out_NGY.flatten(1)
+
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Every rank's `x`, in rank order: `x` is contiguous, `out` [size, *x.shape]; returns `out`."""
         with _peers():
@@ -97,7 +117,12 @@ class TensorParallel:
         An all-reduce may add up in any order. `part_TE` is fp32 and contiguous, `part_RTE` room for every rank's; the
         number of ranks is a power of two.
         """
-        ordered_sum(self.all_gather(part_TE, part_RTE), out_TE)
+        row_1Y = part_TE.view(1, -1)
+        if self.symmetric is not None and self.symmetric.gathers(row_1Y):
+            self.symmetric.gather(row_1Y, part_RTE.view(1, self.size, -1))
+        else:
+            self.all_gather(part_TE, part_RTE)
+        ordered_sum(part_RTE, out_TE)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Give every rank rank 0's `x`, in place; returns `x`."""

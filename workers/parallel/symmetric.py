@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from kernels.dependent import launches_dependently
 from kernels.one_shot import MOST_BYTES as MOST_IN_ONE_SHOT
-from kernels.one_shot import PIECE_BYTES, Inbox, one_shot_sum
+from kernels.one_shot import PIECE_BYTES, Inbox, one_shot_add, one_shot_gather, one_shot_sum
+from kernels.pending_norm import PendingNorm
 from kernels.private_ground import PrivateGround
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,20 @@ class SymmetricSum:
     def one_shot(self, part: torch.Tensor, out: torch.Tensor) -> None:
         """`all_reduce` in which every rank gets every `part` whole, wherever that lies."""
         one_shot_sum(part, self._inbox, out, dependent=self._dependent)
+
+    def add(self, part_TE: torch.Tensor, residual_TE: torch.Tensor, norm_E: torch.Tensor, out: PendingNorm) -> None:
+        """The sum of every `part_TE`, in one shot, to the residual; `out` = its pending norm."""
+        one_shot_add(part_TE, self._inbox, residual_TE, norm_E, out, dependent=self._dependent)
+
+    def gathers(self, part_NY: torch.Tensor) -> bool:
+        """Whether `gather` takes such parts."""
+        in_pieces = part_NY.shape[1] * part_NY.itemsize % PIECE_BYTES == 0 and part_NY.data_ptr() % PIECE_BYTES == 0
+        takes = part_NY.dtype in _DTYPES and part_NY.is_contiguous() and in_pieces
+        return takes and 0 < part_NY.nbytes <= self._one_shot_bytes
+
+    def gather(self, part_NY: torch.Tensor, out_NGY: torch.Tensor) -> None:
+        """out[n, g] = row n of rank g's part, in one shot."""
+        one_shot_gather(part_NY, self._inbox, out_NGY, dependent=self._dependent)
 
     def two_shots(self, part: torch.Tensor, out: torch.Tensor) -> None:
         """`all_reduce` in which every rank sums a share of the elements, and reads the sums of the others; `part` is a

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.one_shot import Inbox, launch, one_shot_sum
+from kernels.one_shot import Inbox, launch, one_shot_add, one_shot_gather, one_shot_sum
 from kernels.one_shot.kernel import EMPTY
+from kernels.pending_norm import PendingNorm, reference
 from tests.support.ptx import emulated
 
 LANES, THREADS = 3, 128
@@ -80,10 +82,32 @@ def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "LANES", LANES)
 
 
+def in_turns(every: Ranks, parts: list[Tensor], call: Callable[[int, Inbox, Tensor], None]) -> None:
+    """Make one call on every rank: of the rank, its inbox and its part."""
+    for rank, own in enumerate(parts):
+        for other in range(rank + 1, every.ranks):
+            every.arrive(rank, other, parts[other])
+        with emulated(seed=rank) as names:
+            call(rank, every.inboxes[rank], own.clone())
+        assert names == ["one_shot"]
+        assert bool((every.words(rank) == EMPTY).all())
+        _, place = every.places(rank, own.nbytes // 16)
+        for other in range(every.ranks):
+            if other != rank:
+                assert torch.equal(every.words(other)[place], every.sent(rank, own))
+            if other < rank:  # it has read this, as the test wrote it
+                every.words(other)[place] = EMPTY
+    assert bool((every.memory == EMPTY).all())
+    every.next_call()
+
+
+SOME_RANKS = [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (3, 8))]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", SOME_RANKS)
 def test_every_rank_gets_the_sum_and_leaves_its_inbox_empty(ranks: int, dtype: torch.dtype) -> None:
-    """Calls of other sizes in turns, in place and not, dependent and not; the first ones' words are like no others."""
+    """Calls of other sizes in turns, in place and not, dependent and not, of words like no others."""
     every, random = Ranks(ranks), torch.Generator().manual_seed(ranks)
     for call, pieces in enumerate((1, THREADS + 3, LANES * THREADS, 3 * LANES * THREADS - 7, 2)):
         numbers = torch.randn(ranks, pieces * 16 // dtype.itemsize, generator=random) * 100
@@ -91,24 +115,53 @@ def test_every_rank_gets_the_sum_and_leaves_its_inbox_empty(ranks: int, dtype: t
         parts[0].view(torch.int32)[0] = EMPTY
         parts[1][-1], parts[-1][0] = -0.0, -torch.inf
         want = summed(parts)
-        for rank, own in enumerate(parts):
-            for other in range(rank + 1, ranks):
-                every.arrive(rank, other, parts[other])
-            part = own.clone()
+
+        def sum(rank: int, inbox: Inbox, part: Tensor, call: int = call, want: Tensor = want) -> None:
             out = part if call % 2 else torch.full_like(part, 7)
-            with emulated(seed=call) as names:
-                one_shot_sum(part, every.inboxes[rank], out, dependent=call % 3 != 0)
-            assert names == ["one_shot_sum"]
+            one_shot_sum(part, inbox, out, dependent=call % 3 != 0)
             assert alike(out, want)
-            assert bool((every.words(rank) == EMPTY).all())
-            _, place = every.places(rank, pieces)
-            for other in range(ranks):
-                if other != rank:
-                    assert torch.equal(every.words(other)[place], every.sent(rank, own))
-                if other < rank:  # it has read this, as the test wrote it
-                    every.words(other)[place] = EMPTY
-        assert bool((every.memory == EMPTY).all())
-        every.next_call()
+
+        in_turns(every, parts, sum)
+
+
+@pytest.mark.parametrize("ranks", SOME_RANKS)
+def test_every_rank_gets_all_parts_side_by_side(ranks: int) -> None:
+    every, random = Ranks(ranks), torch.Generator().manual_seed(ranks)
+    for rows, columns in ((1, 4), (3, 44), (5, 4 * THREADS)):
+        parts = list(torch.randn(ranks, rows, columns, generator=random))
+        parts[1][0, 0] = torch.nan
+        want = torch.stack(parts, dim=1)
+
+        def gather(rank: int, inbox: Inbox, part: Tensor, want: Tensor = want) -> None:
+            out = torch.full_like(want, 7)
+            one_shot_gather(part, inbox, out, dependent=True)
+            assert alike(out, want)
+
+        in_turns(every, parts, gather)
+
+
+@pytest.mark.parametrize("ranks", SOME_RANKS)
+def test_the_sum_enters_the_residual(ranks: int) -> None:
+    """Rows that programs share, or of which a program has several."""
+    every, random = Ranks(ranks), torch.Generator().manual_seed(ranks)
+    for tokens, features in ((1, 16), (3, 2048), (5, 48)):
+        parts = list(torch.randn(ranks, tokens, features, generator=random).bfloat16())
+        before = torch.randn(tokens, features, generator=random)
+        norm = torch.randn(features, generator=random).bfloat16()
+        want = before + torch.stack(parts).float().sum(0)
+
+        def add(rank: int, inbox: Inbox, part: Tensor, shown: tuple[Tensor, ...] = (before, norm, want)) -> None:
+            before, norm, want = shown
+            residual = before.clone()
+            out = PendingNorm.empty(*before.shape, 1e-6, torch.bfloat16, torch.zeros)
+            one_shot_add(part, inbox, residual, norm, out, dependent=rank % 2 == 0)
+            assert torch.allclose(residual, want, rtol=0, atol=2e-6)
+            expected = PendingNorm.empty(*before.shape, 1e-6, torch.bfloat16, torch.empty)
+            reference.write(residual, norm, expected)
+            assert torch.equal(out.x_TE, expected.x_TE)
+            assert torch.allclose(out.square_TP, expected.square_TP, rtol=1e-6)
+
+        in_turns(every, parts, add)
 
 
 def test_calls_in_a_row_on_a_stream() -> None:
@@ -129,5 +182,13 @@ def test_what_does_not_fit_is_refused() -> None:
     for part in (torch.zeros(7), torch.zeros(8, dtype=torch.float16), torch.zeros(launch.MOST_BYTES // 4 + 4)):
         with pytest.raises(ValueError, match="part"):
             one_shot_sum(part, inbox, part)
+    for out in (torch.zeros(16), torch.zeros(4)):
+        with pytest.raises(ValueError, match="a result of"):
+            one_shot_sum(torch.zeros(8), inbox, out)
+    with pytest.raises(ValueError, match="in rows of 24"):
+        one_shot_gather(torch.zeros(2, 6), inbox, torch.zeros(2, 2, 6))
+    norm = PendingNorm.empty(2, 16, 1e-6, torch.bfloat16, torch.empty)
+    with pytest.raises(ValueError, match="contiguous"):
+        one_shot_add(torch.zeros(2, 16).bfloat16(), inbox, torch.zeros(2, 32)[:, :16], torch.zeros(16), norm)
     with pytest.raises(ValueError, match="alike"):
         one_shot_sum(torch.zeros(8), inbox, torch.zeros(8, dtype=torch.bfloat16))

@@ -27,6 +27,8 @@ SIZES: dict[str, Any] = {
     "kv_lora_rank": 64,
 }
 """Which end in the middle of blocks."""
+WIDE: dict[str, Any] = {"moe_intermediate_size": 512}
+"""Of experts that invariant mode does not keep plain, because eight ranks could share them."""
 CHECKPOINTS = {
     "fp8": ("v3-yarn", "fp8", FP8_NAMES),
     "fp8 without query latent": ("v2-no-q-lora", "fp8", FP8_NAMES),
@@ -48,7 +50,7 @@ def checkpoints(folder: Path, name: str, **overrides: Any) -> tuple[Path, Path]:
     """A quantized checkpoint, and a plain one of the same numbers."""
     kind, form, names = CHECKPOINTS[name]
     sizes = SIZES if "no-q-lora" not in kind else {**SIZES, "q_lora_rank": None}
-    quantised = write_tiny(folder / "quantised", kind, seed=1, **sizes, **overrides)
+    quantised = write_tiny(folder / "quantised", kind, seed=1, **{**sizes, **overrides})
     twin = Path(shutil.copytree(quantised, folder / "twin"))
     save_file(quantise(quantised, form, names), twin / "model.safetensors")
     return quantised, twin

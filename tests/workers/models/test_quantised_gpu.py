@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from paged import ALONE, load_fp32
-from quantised_pairs import CHECKPOINTS, checkpoints, logits
+from quantised_pairs import CHECKPOINTS, WIDE, checkpoints, logits
 from torch import Tensor
 
 from workers.families import load_model
@@ -25,7 +25,7 @@ ALL_EXPERTS = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "n_route
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("way", ["fastest", "many", "invariant"])
 def test_logits_are_as_exact_as_in_bf16(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantised, twin = checkpoints(tmp_path, name, **ALL_EXPERTS)
+    quantised, twin = checkpoints(tmp_path, name, **ALL_EXPERTS, **(WIDE if way == "invariant" else {}))
     want = logits(load_fp32(twin))
     if way == "many":
         monkeypatch.setattr(Ways, "takes_few", lambda *_: False)

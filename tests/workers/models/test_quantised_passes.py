@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracle import load_oracle, oracle_logits
 from paged import ALONE, CPU
-from quantised_pairs import CHECKPOINTS, PROMPTS, checkpoints, logits
+from quantised_pairs import CHECKPOINTS, PROMPTS, WIDE, checkpoints, logits
 from rank_processes import run_ranks
 from torch import Tensor
 
@@ -33,7 +33,7 @@ def near(got: Tensor, want: Tensor) -> bool:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("way", ["few", "decode rows", "any", "invariant"])
 def test_logits_on_every_way(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantised, twin = checkpoints(tmp_path, name)
+    quantised, twin = checkpoints(tmp_path, name, **(WIDE if way == "invariant" else {}))
     model = load_model(
         quantised, group=ALONE, dtype=torch.float32, device=CPU, max_positions=512, invariant=way == "invariant"
     )

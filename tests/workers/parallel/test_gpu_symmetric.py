@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import multiprocessing
 
+from kernels.pending_norm import PendingNorm, reference
 from tests.support.ground import untouched
 from workers.parallel import symmetric
 from workers.parallel.group import TensorParallel
@@ -199,6 +201,52 @@ def check_both_ways_in_turns(group: TensorParallel, device: torch.device, dtype:
     graph.reset()
 
 
+def check_what_else_takes_one_shot(group: TensorParallel, device: torch.device) -> None:
+    """Columns side by side, and sums that enter the residual, in turns and in a graph: the same as by way of NCCL."""
+    assert group.symmetric is not None
+    plain = TensorParallel(group.rank, group.size)
+    columns = [torch.randn(rows, share, device=device) for rows, share in ((1, 25_600), (3, 1028), (64, 516))]
+    shapes = [(1, 2048), (16, 7168), (5, 192)]
+    parts = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
+    residuals = [torch.ones(shape, device=device) for shape in shapes]
+    norms = [torch.randn(features, device=device).bfloat16() for _, features in shapes]
+    outs = [PendingNorm.empty(*shape, 1e-6, torch.bfloat16, partial(torch.empty, device=device)) for shape in shapes]
+    for norm in norms:
+        group.broadcast(norm)
+    gathered: list[torch.Tensor] = []
+
+    def run() -> None:
+        gathered[:] = [group.gather_columns(x, partial(torch.empty, device=device)) for x in columns]
+        for part, residual, norm, out in zip(parts, residuals, norms, outs, strict=True):
+            group.add_sum(part, residual, norm, out)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    for replay in range(REPLAYS):
+        for x in (*columns, *parts):
+            x.normal_()
+        if replay % group.size == group.rank:
+            torch.cuda._sleep(1_000_000)  # cycles, about half a millisecond
+        before = [residual.clone() for residual in residuals]
+        graph.replay()
+        for x, found in zip(columns, gathered, strict=True):
+            assert group.symmetric.gathers(x)
+            assert torch.equal(found, plain.gather_columns(x, partial(torch.empty, device=device)))
+        for part, residual, was, norm, out in zip(parts, residuals, before, norms, outs, strict=True):
+            every = torch.empty(group.size, *part.shape, dtype=part.dtype, device=device)
+            plain.all_gather(part, every)
+            assert torch.allclose(residual, was + every.float().sum(0), rtol=0, atol=1e-4)
+            assert torch.equal(residual, group.broadcast(residual.clone()))
+            expected = PendingNorm.empty(*part.shape, 1e-6, torch.bfloat16, partial(torch.empty, device=device))
+            reference.write(residual, norm, expected)
+            assert torch.equal(out.x_TE, expected.x_TE)
+            assert torch.allclose(out.square_TP, expected.square_TP, rtol=1e-5)
+    graph.reset()
+
+
 def rank_main(rank: int, ranks: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -213,6 +261,7 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
             check_sums(group, device, shape, dtype)
             check_row_of_sums(group, device, shape, dtype)
         check_both_ways_in_turns(group, device, dtype)
+    check_what_else_takes_one_shot(group, device)
     group.close()
 
 
