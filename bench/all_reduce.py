@@ -22,8 +22,9 @@ from torch import multiprocessing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from kernels.one_shot import MOST_BYTES
 from workers.parallel.group import TensorParallel
-from workers.parallel.symmetric import MOST_IN_ONE_SHOT, SymmetricSum, fits, one_shot_bytes
+from workers.parallel.symmetric import SymmetricSum, fits, one_shot_bytes
 
 SIZES = (4 << 10, 14 << 10, 56 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
 IN_A_ROW = 50
@@ -66,7 +67,7 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
         text = f"{size:9}  {time_us(nccl.all_reduce, x, x):9.1f}"
         if shared is not None:
-            one = f"{time_us(shared.one_shot, x, x):12.1f}" if size <= MOST_IN_ONE_SHOT else f"{'':12}"
+            one = f"{time_us(shared.one_shot, x, x):12.1f}" if size <= MOST_BYTES else f"{'':12}"
             text += f"  {one}  {time_us(shared.two_shots, shared.shared_part(x), x):13.1f}"
         if rank == 0:
             shots = "one shot" if size <= one_shot_bytes(ranks) else "two shots"

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from kernels.dependent import launches_dependently
-from kernels.one_shot import MOST_BYTES as MOST_IN_ONE_SHOT
 from kernels.one_shot import PIECE_BYTES, Inbox, one_shot_add, one_shot_gather, one_shot_sum
 from kernels.pending_norm import PendingNorm
 from kernels.private_ground import PrivateGround
@@ -32,9 +31,10 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 1 << 24
 """Largest part that is summed this way: beyond, NCCL's ring is little slower, and the memory better used."""
 
-_ONE_SHOT_BYTES = {2: 1 << 20, 3: 1 << 20, 4: 1 << 20}
-"""Largest part that is summed in one shot, by the number of ranks."""
-_ONE_SHOT_BYTES_OF_MANY = 1 << 19
+ONE_SHOT_BYTES = 1 << 20
+"""Largest part that up to 4 ranks sum in one shot: on H200s two shots took longer at this size, on 2 GPUs twice."""
+ONE_SHOT_BYTES_OF_MANY = 1 << 19
+"""The same of more ranks, each of which sends its part to all: not measured."""
 _MOST_RANKS = 8
 """Of which a thread can hold a piece each."""
 _TWO_SHOT_RANKS = (2, 4, 8)
@@ -56,7 +56,7 @@ _GROUND: Final = PrivateGround(
 
 def one_shot_bytes(ranks: int) -> int:
     """Largest part that every rank gets whole from everyone."""
-    return min(_ONE_SHOT_BYTES.get(ranks, _ONE_SHOT_BYTES_OF_MANY), MOST_IN_ONE_SHOT)
+    return ONE_SHOT_BYTES if ranks <= 4 else ONE_SHOT_BYTES_OF_MANY
 
 
 def fits(x: torch.Tensor, ranks: int) -> bool:
