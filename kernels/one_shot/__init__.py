@@ -78,8 +78,11 @@ def one_shot_add(
 
     As `one_shot_sum` and then `kernels.pending_norm.add`. bf16 but for the residual, which is fp32; all contiguous.
     """
-    if not residual_TE.is_contiguous() or not out.x_TE.is_contiguous() or part_TE.dtype != torch.bfloat16:
-        raise ValueError("residual and norm are contiguous, and parts are in bf16")
+    if not residual_TE.is_contiguous() or not out.x_TE.is_contiguous():
+        raise ValueError("residual and norm are contiguous")
+    dtypes = part_TE.dtype, norm_E.dtype, residual_TE.dtype
+    if dtypes != (torch.bfloat16, torch.bfloat16, torch.float32):
+        raise ValueError(f"parts and weights of the norm are in bf16, the residual in fp32: {dtypes}")
     added = residual_TE, norm_E, out.square_TP
     row_bytes = part_TE.shape[1] * part_TE.itemsize
     launch.one_shot("add", part_TE, inbox.fields, out.x_TE, row_bytes=row_bytes, added=added, dependent=dependent)

@@ -63,6 +63,7 @@ def test_quantized_weights_cost_little(form: str, stored: Format, share: float, 
     assert got < want * (1 + share)
 
 
+@pytest.mark.long
 def test_an_fp8_cache_costs_little() -> None:
     """Keys and values of all tokens are read as they are cached, those of a chunk's own tokens, too."""
     (got, _), (want, _) = loss(DEMO_MODEL, fp8_cache=True), loss(DEMO_MODEL)

@@ -60,9 +60,8 @@ def invariant_layout(
         if rows < _WHOLE_TILE:
             note = f"{_kind(stacks)}: on {most} ranks a share has {rows} rows, fewer than a tile; kept unquantized"
             layout = Layout(note=note)
-    return (
-        replace(layout, note=f"{layout.note}, as invariant mode does on any number of ranks") if layout.note else layout
-    )
+    on_all = f"{layout.note}, as invariant mode does on any number of ranks"
+    return replace(layout, note=on_all) if layout.note else layout
 
 
 def _fp8(stacks: Sequence[Sequence[Part]], group: TensorParallel) -> Layout:

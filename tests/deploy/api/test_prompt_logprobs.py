@@ -173,6 +173,7 @@ def parse_logprobs(answer: dict[str, Any], context_lengths: list[int], end: int 
     return found
 
 
+@pytest.mark.long
 async def test_a_task_is_scored_as_by_transformers() -> None:
     """With the demo model, one token or none generated, prompts as ids and as text."""
     tokenizer = Tokenizer.load(DEMO_MODEL)

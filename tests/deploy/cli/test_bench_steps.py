@@ -80,7 +80,7 @@ def test_steps_that_take_a_part_of_the_gpus_run_side_by_side(
     bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    said = "import os, time; print(time.monotonic()); time.sleep(0.5); print(time.monotonic())"
+    said = "import os, time; print(time.monotonic()); time.sleep(0.3); print(time.monotonic())"
     said += "; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     counts = {"a": 0, "b": 1, "c": 2, "d": 2, "e": 0, "f": 1}
     steps = [bench.Step(name, ((sys.executable, "-c", said),), gpus=count) for name, count in counts.items()]

@@ -193,6 +193,7 @@ def test_a_fault_is_told_as_soon_as_it_is_noted(proxy: tuple[subprocess.Popen, i
     assert "starts or ends" in ask("/health").json()["error"]["message"]
 
 
+@pytest.mark.long
 def test_a_replica_that_drains_is_used_while_it_can_be_reached(proxy: tuple[subprocess.Popen, int], serve) -> None:
     """Serve drains a replica in the very moment that it hands its successor to HAProxy, which hears of it later."""
     states = {"/-/healthz": (503, "DRAINING")}

@@ -190,5 +190,7 @@ def test_what_does_not_fit_is_refused() -> None:
     norm = PendingNorm.empty(2, 16, 1e-6, torch.bfloat16, torch.empty)
     with pytest.raises(ValueError, match="contiguous"):
         one_shot_add(torch.zeros(2, 16).bfloat16(), inbox, torch.zeros(2, 32)[:, :16], torch.zeros(16), norm)
+    with pytest.raises(ValueError, match="weights of the norm are in bf16"):
+        one_shot_add(torch.zeros(2, 16).bfloat16(), inbox, torch.zeros(2, 16), torch.zeros(16), norm)
     with pytest.raises(ValueError, match="alike"):
         one_shot_sum(torch.zeros(8), inbox, torch.zeros(8, dtype=torch.bfloat16))

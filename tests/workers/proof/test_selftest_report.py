@@ -57,6 +57,7 @@ def test_a_cpu_checks_a_few_eager_steps_and_says_which(folder: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_all_buckets_when_told_so(folder: Path) -> None:
     report = engine(folder, selftest_buckets="all", width="auto").replica.selftest
     assert report is not None

@@ -132,7 +132,7 @@ def mean_ratios(factor: Factor, growth: float = 0.0) -> dict[tuple[int, float], 
     [
         pytest.param(as_it_is, 0.0, marks=pytest.mark.long),
         pytest.param(anything, 0.0, marks=pytest.mark.long),
-        (anything, 0.02),
+        pytest.param(anything, 0.02, marks=pytest.mark.long),
         pytest.param(wide_looks_cheap, 0.02, marks=pytest.mark.long),
         (narrow_looks_cheap, 0.0),
     ],

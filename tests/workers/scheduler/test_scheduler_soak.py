@@ -72,6 +72,7 @@ def test_under_pressure_every_request_gets_its_own_tokens() -> None:
     assert min(seen["drafts fewer"], seen["drafts more"]) >= 5
 
 
+@pytest.mark.long
 def test_colliding_page_keys_cost_hits_but_never_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     strong = prompts.chain_key
     monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(parent, page) % 3)
