@@ -23,7 +23,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,17 @@ from decode_step import REPEATS, chosen_experts, replayed
 from generated import GENERATED, installed, write_folder
 from shapes import BANDWIDTH, Case, Tokens, target_work
 
+from kernels import pending_norm
 from kernels.ahead import compile_ahead
+from kernels.dependent import launches_dependently
 from kernels.page import PAGE_TOKENS
+from kernels.pending_norm import PendingNorm
 from workers.config import EngineConfig
 from workers.families.loading import load_model
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
+from workers.parallel.symmetric import one_shot_bytes
 from workers.rank.memory_plan import MemoryPlan, memory_plan
 
 CONTEXT = 1024
@@ -58,6 +62,19 @@ class Alone(TensorParallel):
 
     def all_reduce(self, part: Tensor, out: Tensor) -> None:
         """Nothing: `part` is `out`, as no other rank reads it."""
+
+    def sums_by_kernel(self, out: Tensor) -> bool:
+        """As where ranks can write each other's memory: what follows is launched dependently."""
+        return out.nbytes <= one_shot_bytes(self.size)
+
+    def add_sum(self, part_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, out: PendingNorm) -> None:
+        """This rank's part enters the residual, in a kernel that has as much to do but the exchange."""
+        pending_norm.add(part_TE, residual_TE, norm_E, out, dependent=launches_dependently(part_TE.device))
+
+    def gather_columns(self, part_NY: Tensor, empty: Callable[..., Tensor]) -> Tensor:
+        """This rank's, as often as there are ranks."""
+        out_NGY = empty(part_NY.shape[0], self.size, part_NY.shape[1], dtype=part_NY.dtype)
+        return out_NGY.copy_(part_NY[:, None].expand_as(out_NGY)).flatten(1)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         """This rank's, as often as there are ranks."""
