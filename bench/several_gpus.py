@@ -39,7 +39,8 @@ from steps import LATENTSERVE, PYTHON, ROOT, Step, add_options, chosen_steps, li
 PROMPT = "3,14,15,92,65,35,89,79"
 SHARES = ("v2-lite", "v3-slice", "v3")
 """Shapes of which `bench/share.py` knows a rank's share."""
-LOAD = ("--concurrency", "128", "--requests", "256", "--input", "256", "--output", "128", "--json")
+LOAD = ("--concurrency", "128", "--requests", "1024", "--input", "256", "--output", "128", "--token-ids", "--json")
+"""Of random weights most tokens have no text: the folder's tokenizer is that of a smaller vocabulary."""
 
 
 def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:

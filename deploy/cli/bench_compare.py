@@ -42,6 +42,7 @@ def compare(
     vocab: load_options.Vocab = 1000,
     temperature: load_options.Temperature = 0.0,
     stop_at_eos: load_options.StopAtEos = False,
+    token_ids: load_options.TokenIds = False,
     seed: load_options.Seed = 0,
     warmup: load_options.Warmup = 1,
     timeout: load_options.Timeout = 600.0,
@@ -63,8 +64,8 @@ def compare(
 
     with reported():
         what = load_options.sent(
-            rate, concurrency, requests, input_tokens, output, trace, chat, text, vocab, temperature, stop_at_eos, seed,
-            warmup, timeout,
+            rate, concurrency, requests, input_tokens, output, trace, chat, text, vocab, temperature, stop_at_eos,
+            token_ids, seed, warmup, timeout,
         )  # fmt: skip
         models = _of_each("--model", model)
         given_key = os.environ.get("OPENAI_API_KEY") or None

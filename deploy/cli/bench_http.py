@@ -37,6 +37,7 @@ def http(
     vocab: load_options.Vocab = 1000,
     temperature: load_options.Temperature = 0.0,
     stop_at_eos: load_options.StopAtEos = False,
+    token_ids: load_options.TokenIds = False,
     seed: load_options.Seed = 0,
     warmup: load_options.Warmup = 1,
     timeout: load_options.Timeout = 600.0,
@@ -58,8 +59,8 @@ def http(
         load_options.check_address(url, "--url")
         load_options.check_page(page)
         what = load_options.sent(
-            rate, concurrency, requests, input_tokens, output, trace, chat, text, vocab, temperature, stop_at_eos, seed,
-            warmup, timeout,
+            rate, concurrency, requests, input_tokens, output, trace, chat, text, vocab, temperature, stop_at_eos,
+            token_ids, seed, warmup, timeout,
         )  # fmt: skip
         spec = load_options.spec(url, model, api_key, what)
         _run(spec, load_options.limits_of(slo_ttft, slo_gap), page, json_output, quiet)

@@ -46,6 +46,8 @@ class LoadSpec:
     """Token ids are drawn below this."""
     temperature: float = 0.0
     ignore_eos: bool = True
+    token_ids: bool = False
+    """Ask for the ids of tokens, which come when the tokens do, with a text or without."""
     seed: int = 0
     timeout_s: float = 600.0
     """Seconds until one request is given up."""
@@ -92,6 +94,8 @@ class LoadSpec:
         }
         if self.ignore_eos:
             asked["ignore_eos"] = True
+        if self.token_ids:
+            asked["return_token_ids"] = True
         return json.dumps(asked).encode()
 
 
@@ -120,6 +124,7 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -164,7 +169,8 @@ class _Reader:
             return
         delta = chunk.choices[0].delta
         # A chat stream opens with an event that carries the role alone.
-        if delta is None or delta.content or delta.reasoning_content or chunk.choices[0].finish_reason:
+        told = delta is not None and (delta.content or delta.reasoning_content or chunk.choices[0].token_ids)
+        if delta is None or told or chunk.choices[0].finish_reason:
             record.arrivals.append(now)
         if delta is not None and delta.content:
             self.answer.append(delta.content)

@@ -45,6 +45,13 @@ Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is
 StopAtEos = Annotated[
     bool, typer.Option("--stop-at-eos", help="Let end-of-sequence tokens end a request (ignore_eos is not sent).")
 ]
+TokenIds = Annotated[
+    bool,
+    typer.Option(
+        "--token-ids",
+        help="Ask for the tokens' ids (return_token_ids), so that those without a text of their own are seen, too.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of prompts and arrivals.")]
 Warmup = Annotated[int, typer.Option("--warmup", min=0, help="Requests before the clock starts.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds until a request is given up.")]
@@ -108,6 +115,7 @@ def sent(
     vocab: int,
     temperature: float,
     stop_at_eos: bool,
+    token_ids: bool,
     seed: int,
     warmup: int,
     timeout: float,
@@ -122,6 +130,7 @@ def sent(
         "vocab": vocab,
         "temperature": temperature,
         "ignore_eos": not stop_at_eos,
+        "token_ids": token_ids,
         "seed": seed,
         "warmup": warmup,
         "timeout_s": timeout,

@@ -78,6 +78,23 @@ async def test_what_is_sent():
     assert spec("http://x", seed=4).body(0) != spec("http://x", seed=3).body(0)
 
 
+@pytest.mark.parametrize("api", ["completions", "chat"])
+async def test_tokens_without_text_are_seen_where_their_ids_are_asked_for(api: str):
+    async def answer(exchange):
+        assert exchange.body["return_token_ids"] is True
+        await exchange.head("200 OK", "text/event-stream; charset=utf-8", "Transfer-Encoding: chunked")
+        if api == "chat":
+            await exchange.event(choices=[{"delta": {"role": "assistant", "content": ""}}])
+        for token in range(3):
+            what = {"delta": {"content": ""}} if api == "chat" else {"text": ""}
+            await exchange.event(choices=[{**what, "token_ids": [token]}])
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.end()
+
+    report, _, _ = await load(answer, requests=1, api=api, token_ids=True)
+    assert (report.finished, report.events, report.generated_tokens) == (1, 3, 3)
+
+
 async def test_warmup_is_sent_but_not_counted():
     report, _, server = await load(completions, requests=2, warmup=3)
     assert (report.requests, len(server.exchanges)) == (2, 5)
