@@ -27,6 +27,7 @@ class Region:
     bytes: Lanes
 
     def __post_init__(self) -> None:
+        self.words = self.bytes[: self.bytes.size // 4 * 4].view(np.uint32)
         self.written = np.zeros(self.bytes.size // 4 + 1, np.int32)
         lines = (self.begin % 128 + self.bytes.size) // 128 + 1
         self.line_written, self.line_cached = np.zeros(lines, np.int32), np.zeros(lines, np.int32)
@@ -52,7 +53,10 @@ class GlobalMemory:
         """
         found = np.empty((address.size, width), np.uint8)
         for chosen, region, offset in self._places(address, width, "load"):
-            found[chosen] = region.bytes[offset[:, None] + np.arange(width)]
+            if width % 4 == 0:  # word by word: other processes may write them meanwhile
+                found[chosen] = region.words[(offset[:, None] >> 2) + np.arange(width // 4)].view(np.uint8)
+            else:
+                found[chosen] = region.bytes[offset[:, None] + np.arange(width)]
             if self.order is not None:
                 self.order.read(region, offset, width, waited, cached)
         return found
@@ -61,7 +65,12 @@ class GlobalMemory:
         """Write bytes [n, width]."""
         self.stored |= address.size > 0
         for chosen, region, offset in self._places(address, values.shape[1], "store"):
-            region.bytes[offset[:, None] + np.arange(values.shape[1])] = values[chosen]
+            width = values.shape[1]
+            if width % 4 == 0:
+                words = np.ascontiguousarray(values[chosen]).view(np.uint32)
+                region.words[(offset[:, None] >> 2) + np.arange(width // 4)] = words
+            else:
+                region.bytes[offset[:, None] + np.arange(width)] = values[chosen]
             if self.order is not None:
                 self.order.write(region, offset, values.shape[1])
 
