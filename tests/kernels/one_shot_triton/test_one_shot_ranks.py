@@ -13,8 +13,8 @@ from kernels.one_shot import Inbox, launch, one_shot_gather, one_shot_sum
 from kernels.one_shot.kernel import EMPTY
 from tests.support.ptx import emulated, machine, step
 
-CALLS, WARPS = 8, 4
-PIECES = (128, 200, 400, 131, 128, 330, 500, 129)
+CALLS, WARPS = 5, 4
+PIECES = (128, 200, 131, 129, 128)
 """Of the parts of each call: all warps have some, some warps several."""
 PATIENCE_S = 60.0
 
@@ -126,10 +126,9 @@ def calls_that_were_right(ranks: int, edit: str) -> tuple[list[int], Tensor]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_calls_are_right_where_a_rank_is_late(ranks: int) -> None:
-    ended, memory = calls_that_were_right(ranks, "right")
-    assert ended == [CALLS] * ranks
+def test_all_calls_are_right_where_a_rank_is_late() -> None:
+    ended, memory = calls_that_were_right(3, "right")
+    assert ended == [CALLS] * 3
     assert bool((memory == EMPTY).all())
 
 
