@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Event
 from typing import IO
 
 import torch
@@ -27,6 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 LATENTSERVE = (PYTHON, "-c", "from deploy.cli import main; main()")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_live: set[int] = set()
+"""Process groups of what runs."""
+_over = Event()
+"""Nothing else begins."""
 STARTED_S = 120.0
 """Seconds in which an endpoint must answer; one with generated weights, which are many, in twice as many."""
 
@@ -110,12 +114,16 @@ def _process(
     around = {**os.environ, "PYTHONPATH": os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])}
     if gpus:
         around[VISIBLE] = ",".join(gpus)
+    if _over.is_set():
+        raise RuntimeError("interrupted")
     process = subprocess.Popen(
         command, cwd=ROOT, env=around, start_new_session=True, text=True, stdout=stdout, stderr=stderr
     )
+    _live.add(process.pid)
     try:
         yield process
     finally:
+        _live.discard(process.pid)
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -204,8 +212,15 @@ def run_steps(steps: Sequence[Step], given: argparse.Namespace) -> None:
         passed[step.name] = done
 
     with ThreadPoolExecutor(max(len(steps), 1)) as threads:
-        for running in [threads.submit(run, step, gpus.take(step.gpus)) for step in steps]:
-            running.result()
+        try:
+            for running in [threads.submit(run, step, gpus.take(step.gpus)) for step in steps]:
+                running.result()
+        except BaseException:  # Ctrl-C, which processes in sessions of their own do not get
+            _over.set()
+            for group in list(_live):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGTERM)
+            raise
     for step in steps:
         if step.tokens_of in passed and not same_tokens(given.out, step.name, step.tokens_of):
             print(f"FAILED  {step.name}: its tokens are not those of {step.tokens_of}")

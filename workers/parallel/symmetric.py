@@ -55,14 +55,14 @@ _GROUND: Final = PrivateGround(
 
 
 def one_shot_bytes(ranks: int) -> int:
-    """Largest part that every rank gets whole from everyone."""
-    return ONE_SHOT_BYTES if ranks <= 4 else ONE_SHOT_BYTES_OF_MANY
+    """Largest part that every rank gets whole from everyone; 0: none."""
+    return ONE_SHOT_BYTES if ranks <= 4 else ONE_SHOT_BYTES_OF_MANY if ranks <= _MOST_RANKS else 0
 
 
 def fits(x: torch.Tensor, ranks: int) -> bool:
     """Whether `SymmetricSum` of so many ranks can sum into tensors like `x`."""
     aligned = x.nbytes % PIECE_BYTES == 0 and x.data_ptr() % PIECE_BYTES == 0
-    most = MOST_BYTES if ranks in _TWO_SHOT_RANKS else one_shot_bytes(ranks) if ranks <= _MOST_RANKS else 0
+    most = MOST_BYTES if ranks in _TWO_SHOT_RANKS else one_shot_bytes(ranks)
     return x.dtype in _DTYPES and x.is_contiguous() and 0 < x.nbytes <= most and aligned
 
 

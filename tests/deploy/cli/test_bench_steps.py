@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
 import sys
 import time
 from itertools import chain
@@ -80,10 +83,20 @@ def test_steps_that_take_a_part_of_the_gpus_run_side_by_side(
     bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    said = "import os, time; print(time.monotonic()); time.sleep(0.3); print(time.monotonic())"
-    said += "; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    (tmp_path / "met").mkdir()
+    said = f"""
+import os, pathlib, sys, time
+print(time.monotonic())
+met = pathlib.Path({str(tmp_path / "met")!r})
+(met / sys.argv[1]).touch()
+until = time.monotonic() + 30
+while sys.argv[1] in "bc" and len(list(met.glob("[bc]"))) < 2:  # each of the two ends only if the other has begun
+    assert time.monotonic() < until
+    time.sleep(0.01)
+print(time.monotonic(), os.environ["CUDA_VISIBLE_DEVICES"])
+"""
     counts = {"a": 0, "b": 1, "c": 2, "d": 2, "e": 0, "f": 1}
-    steps = [bench.Step(name, ((sys.executable, "-c", said),), gpus=count) for name, count in counts.items()]
+    steps = [bench.Step(name, ((sys.executable, "-c", said, name),), gpus=count) for name, count in counts.items()]
     with pytest.raises(SystemExit) as exit_:
         bench.run_steps(steps, given(tmp_path))
     assert exit_.value.code == 0
@@ -94,10 +107,31 @@ def test_steps_that_take_a_part_of_the_gpus_run_side_by_side(
     def beside(one: str, other: str) -> bool:
         return max(float(began[one]), float(began[other])) < min(float(ended[one]), float(ended[other]))
 
-    assert beside("b", "c")
     assert not set(seen["b"].split(",")) & set(seen["c"].split(","))
     assert not any(beside(whole, name) for whole in "ae" for name in counts if name != whole)
     assert float(began["d"]) > float(ended["b"]) or float(began["d"]) > float(ended["c"])
+
+
+def test_an_interrupt_ends_what_runs(bench, tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    hangs = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    text = f"""
+import argparse, pathlib, sys
+sys.path.insert(0, {str(bench.ROOT / "bench")!r})
+import steps
+command = (sys.executable, "-c", {hangs!r})
+all = [steps.Step("one", (command, command)), steps.Step("two", (command,))]
+steps.run_steps(all, argparse.Namespace(out=pathlib.Path({str(tmp_path)!r}), patience=1.0))
+"""
+    program = subprocess.Popen([sys.executable, "-c", text], env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"})
+    until = time.monotonic() + 60
+    while not (told.exists() and told.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    program.send_signal(signal.SIGINT)
+    assert program.wait(30) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
 
 
 @pytest.mark.long

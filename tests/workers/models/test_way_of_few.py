@@ -13,6 +13,8 @@ from paged import CPU, Paged, load_fp32
 from rank_processes import run_ranks
 from tiny_models import KINDS, VOCAB, write_tiny
 
+from kernels import pending_norm
+from kernels.pending_norm import PendingNorm
 from workers.families.registry import load_config
 from workers.memory.scratch import Scratch
 from workers.models.few_tokens import FewTokens, unsupported
@@ -68,36 +70,55 @@ def test_both_ways_compute_shared_experts_of_another_format(
 
 
 class SharedSum:
-    """Stands in for `SymmetricSum`: one place for the parts of all sums, NaN until a part is written."""
+    """Stands in for `SymmetricSum`: one place for the parts of all sums, NaN until a part is written; or, in one shot,
+    none, and sums that enter the residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_shot: bool) -> None:
         self._buffer = torch.empty(MOST_BYTES, dtype=torch.uint8)
+        self._one_shot = one_shot
+        self.added = 0
 
     def part(self, out: torch.Tensor) -> torch.Tensor:
+        if self._one_shot:
+            return out
         return self._buffer[: out.nbytes].view(out.dtype).view(out.shape).fill_(torch.nan)
 
     def in_one_shot(self, out: torch.Tensor) -> bool:
-        return False
+        return self._one_shot
+
+    def gathers(self, part_NY: torch.Tensor) -> bool:
+        return self._one_shot
+
+    def gather(self, part_NY: torch.Tensor, out_NGY: torch.Tensor) -> None:
+        parts = [torch.empty_like(part_NY) for _ in range(out_NGY.shape[1])]
+        dist.all_gather(parts, part_NY)
+        torch.stack(parts, dim=1, out=out_NGY)
+
+    def add(self, part_TE: torch.Tensor, residual_TE: torch.Tensor, norm_E: torch.Tensor, out: PendingNorm) -> None:
+        self.added += 1
+        dist.all_reduce(part_TE)
+        pending_norm.add(part_TE, residual_TE, norm_E, out)
 
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor) -> None:
         dist.all_reduce(out.copy_(part))
 
 
-def rank_main(rank: int, size: int, folder: Path, shared: bool) -> None:
+def rank_main(rank: int, size: int, folder: Path, shared: str) -> None:
     torch.set_num_threads(1)
     group = TensorParallel.connect(rank, size, f"file://{folder}/rendezvous", CPU, timeout_s=60)
     if shared:
-        group = dataclasses.replace(group, symmetric=SharedSum())
+        group = dataclasses.replace(group, symmetric=SharedSum(shared == "one shot"))
     try:
         for kind in ("v3", "v2-no-q-lora"):
             agree(folder / kind, group)
+        assert shared != "one shot" or group.symmetric.added > 0
     finally:
         group.close()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.long), True])
-def test_the_way_equals_that_of_many_on_two_ranks(shared: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", ["", "two shots", "one shot"])
+def test_the_way_equals_that_of_many_on_two_ranks(shared: str, tmp_path: Path) -> None:
     write_tiny(tmp_path / "v3", "v3", seed=4, q_lora_rank=32)
     write_tiny(tmp_path / "v2-no-q-lora", "v2-no-q-lora", seed=4)
     run_ranks(rank_main, 2, 2, tmp_path, shared)
