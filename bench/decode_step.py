@@ -131,7 +131,8 @@ def streamed_bytes(launch: Any, experts: float) -> float:
     """Bytes of weights one launch reads."""
     kernel, grid, _, o = launch
     name = kernel.fn.__name__
-    known = ("stream_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up", "fp8_whole", "fp8_even", "gate_up", "down")
+    products = ("stream_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up", "fp8_whole", "fp8_even")
+    known = (*products, "gate_up", "down", "down_short")
     if name not in known or "STREAMS" not in o:
         return 0.0
     size = (1.0 if o["STORED"].fp8 else 2.0) * o["SIZE"].rows * o["SIZE"].features

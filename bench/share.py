@@ -4,6 +4,7 @@ as rank 0 of eight has it.
     python bench/share.py                         # 1, 16, 64, 256 rows of 1024 cached tokens, with drafts and without
     python bench/share.py --layers 6 --rows 1,16  # fewer layers, for a quick try; the first three are dense
     python bench/share.py --ranks 16              # a smaller share
+    python bench/share.py --layers 8 --timeline   # each kernel's share of a step besides
 
 Every tensor has the shape that this rank has of it: heads, intermediate features of every network and expert, and rows
 of the output head are shared out, all else is whole. The share is loaded by the loader of replicas, from a checkpoint
@@ -33,9 +34,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from decode_step import REPEATS, chosen_experts, replayed
+from decode_step import REPEATS, chosen_experts, graph_of, replayed
 from generated import GENERATED, installed, write_folder
 from shapes import BANDWIDTH, Case, Tokens, target_work
+from timeline import timeline
 
 from kernels import pending_norm
 from kernels.ahead import compile_ahead
@@ -173,6 +175,7 @@ def main() -> None:
     parser.add_argument("--widths", default="1,2", help="tokens that a row feeds: 2 is a token and a draft")
     parser.add_argument("--shape", choices=["v3", "v3-slice", "v2-lite", "glm-flash"], default="v3")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeline", action="store_true", help="profile replays, too")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this measures a GPU, and there is none")
@@ -196,7 +199,10 @@ def main() -> None:
         for count, width in shapes:
             gc.collect()
             torch.cuda.empty_cache()
-            print(line(Case(model, count, width, CONTEXT, room(width)), given.ranks), flush=True)
+            case = Case(model, count, width, CONTEXT, room(width))
+            print(line(case, given.ranks), flush=True)
+            if given.timeline:
+                timeline(graph_of(case), case.rewind)
         most = torch.cuda.max_memory_allocated() / GB
         print(f"{time.perf_counter() - begin:.1f} s in all, most memory held {most:.1f} GB")
 

@@ -1,7 +1,8 @@
 """The experts of a few tokens in FP8 on Hopper: as `stream`, with weights as `kernels.linear.fp8` fetches and
 multiplies them.
 
-`gate_up` keeps all tokens in shared memory, halved; `down` takes the activations halved already.
+`gate_up` keeps all tokens in shared memory, halved; `down` takes the activations halved already. For short experts
+there is `fp8_short`.
 """
 
 # ruff: noqa: E741, RUF005
@@ -25,6 +26,7 @@ from kernels.linear.fp8 import (
     fetch,
     gate_up_scales,
     keep_tokens,
+    load_tokens,
     mean_root,
     next_stage,
     no_sums,
@@ -98,6 +100,8 @@ def gate_up(
     if DEPENDENT:
         wait_for_kernel_before()
         let_kernel_after_start()  # after the wait: `down` reads the choice before its own
+    # Before weights, behind which they would have to queue.
+    tiles = load_tokens(x, tokens, X_STRIDE, K, CHUNKS, TOKENS, WARPS)
     blocks = (SHARED + gl.load(slot + slots, cache_modifier=".cg")) * BLOCKS
     experts = ()
     for j in gl.static_range(LOOK + 1):
@@ -112,7 +116,7 @@ def gate_up(
     async_copy.commit_group()
     scales = gate_up_scales(scale, experts[0], program % BLOCKS, program < blocks, I, CHUNKS, WARPS, STORED)
     x_s = token_memory(TOKENS, WARPS, CHUNKS)
-    unit = keep_tokens(x_s, x, tokens, X_STRIDE, K, CHUNKS, TOKENS, WARPS)
+    unit = keep_tokens(x_s, tiles, CHUNKS)
     async_copy.wait_group(0)
     gl.thread_barrier()
     token_scale = mean_root(square_s, eps, K, half, TOKENS, WARPS) * per_column(unit, half, TOKENS, WARPS)

@@ -48,9 +48,10 @@ __all__ = [
 
 def halved(tokens: int, weight: Matrix) -> bool:
     """Whether `linear` and `linear_to_residual`, and `few_experts`, take so many tokens halved for this matrix (these
-    experts): on Hopper, several of them, for FP8 weights whose input features are whole blocks of 128. (One is made
-    fp16 where it is multiplied.)"""
-    return fp8_launch.fetched(tokens, weight) and not fp8_even_launch.even(tokens, weight)
+    experts): on Hopper, for FP8 weights whose input features are whole blocks of 128, where no kernel makes fp16 of
+    them as it multiplies them."""
+    alone = fp8_launch.whole(tokens, weight) or fp8_even_launch.even(tokens, weight)
+    return fp8_launch.fetched(tokens, weight) and not alone
 
 
 def linear(
@@ -69,6 +70,8 @@ def linear(
         _check_few(x_TE, weight_FE)
         if isinstance(weight_FE, BlockScaled) and fp8_even_launch.even(x_TE.shape[0], weight_FE):
             fp8_even_launch.fp8_even(x_TE, weight_FE, out_TF, dependent=dependent)
+        elif isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x_TE.shape[0], weight_FE):
+            fp8_launch.fp8_whole(x_TE, weight_FE, out_TF, dependent=dependent)
         elif x_TE.is_cuda:
             launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
         else:
@@ -156,7 +159,7 @@ def normed_linear(
     _check_few(x.x_TE, weight_FE)
     if next is not None and next.x_TE.data_ptr() != out_TF.data_ptr():
         raise ValueError("the next norm lies over the first columns of the output")
-    if isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x.x_TE.shape[0], weight_FE):
+    if isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x.x_TE.shape[0], weight_FE, normed=True):
         fp8_launch.fp8_whole(x, weight_FE, out_TF, norm=norm_A, next=next, dependent=dependent)
     elif x.x_TE.is_cuda:
         launch.stream_linear(x.x_TE, weight_FE, out_TF, pending=x, norm=norm_A, next=next, dependent=dependent)
@@ -185,6 +188,10 @@ def linear_to_residual(
     if isinstance(weight_FE, BlockScaled) and fp8_even_launch.even(x_TE.shape[0], weight_FE):
         into = out.x_TE, residual_TF, norm_F, out.square_TP
         fp8_even_launch.fp8_even(x_TE, weight_FE, *into, dependent=dependent)
+    elif isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x_TE.shape[0], weight_FE):
+        fp8_launch.fp8_whole(
+            x_TE, weight_FE, out.x_TE, residual_TF=residual_TF, norm=norm_F, next=out, dependent=dependent
+        )
     elif x_TE.is_cuda:
         launch.stream_linear(
             x_TE, weight_FE, out.x_TE, residual_TF=residual_TF, norm=norm_F, next=out, dependent=dependent

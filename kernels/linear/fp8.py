@@ -91,11 +91,13 @@ def fetch(box, at, stage_s, full, exists):
 
 
 @gluon.jit
-def weight_ring(box, program, CHUNKS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr):
+def weight_ring(
+    box, program, CHUNKS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, UNDER_WAY: gl.constexpr
+):  # fmt: skip
     """Shared memory for so many stages of a program's 16 rows, and their barriers; the first chunks are under way."""
     w_s = gl.allocate_shared_memory(gl.uint8, [STAGES, WARPS, _ROWS, _WIDTH], _TILES)
     full = barriers(STAGES)
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(UNDER_WAY):
         fetch(box, [stage * WARPS, program * _ROWS, 0], w_s.index(stage), full.index(stage), stage < CHUNKS)
     return w_s, full
 
@@ -194,11 +196,10 @@ def token_memory(TOKENS: gl.constexpr, WARPS: gl.constexpr, COUNT: gl.constexpr)
 
 
 @gluon.jit
-def keep_tokens(
-    x_s, x, tokens, X_STRIDE: gl.constexpr, K: gl.constexpr, CHUNKS: gl.constexpr, TOKENS: gl.constexpr,
-    WARPS: gl.constexpr,
+def load_tokens(
+    x, tokens, X_STRIDE: gl.constexpr, K: gl.constexpr, CHUNKS: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """All of the tokens, bf16 in memory, halved into shared memory; their units [TOKENS]. Without a barrier behind."""
+    """All of the tokens, bf16, as tiles [WARPS, TOKENS, 128]; zeros past their features."""
     token = gl.arange(0, TOKENS, tokens_layout(_WIDTH, WARPS))
     tiles = ()
     for chunk in gl.static_range(CHUNKS):
@@ -207,6 +208,12 @@ def keep_tokens(
         inside = (token < tokens)[None, :, None] & (feature < K)
         # .cg: a dependent launch may find lines of an earlier kernel in L1.
         tiles = tiles + (gl.load(where, mask=inside, other=0.0, cache_modifier=".cg"),)
+    return tiles
+
+
+@gluon.jit
+def keep_tokens(x_s, tiles, CHUNKS: gl.constexpr):
+    """Tokens, as `load_tokens` gives them, halved into shared memory; their units [TOKENS]. No barrier behind."""
     most = gl.abs(tiles[0].to(gl.float32))
     for chunk in gl.static_range(1, CHUNKS):
         most = gl.maximum(most, gl.abs(tiles[chunk].to(gl.float32)))
@@ -214,6 +221,36 @@ def keep_tokens(
     for chunk in gl.static_range(CHUNKS):
         x_s.index(chunk).store((tiles[chunk].to(gl.float32) * inverse[None, :, None]).to(gl.float16))
     return unit
+
+
+@gluon.constexpr_function
+def columns_layout(warps):
+    """Layout of the tokens [8] of a tile that is loaded as the right operand."""
+    return gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, products_layout(warps), 16)))
+
+
+@gluon.jit
+def load_columns(x, at, live, chunk, K: gl.constexpr, WARPS: gl.constexpr):
+    """A chunk of the tokens at the offsets `at` ([8]), bf16 as the right operand: [WARPS, 128, 8]; zeros where not
+    `live` and past the features."""
+    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(WARPS), 16)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, right)))
+    k = gl.arange(0, _WIDTH, gl.SliceLayout(0, gl.SliceLayout(2, right)))
+    feature = (chunk * WARPS + warp)[:, None, None] * _WIDTH + k[None, :, None]
+    inside = live[None, None, :]
+    if K % (WARPS * _WIDTH) != 0:
+        inside = inside & (feature < K)
+    # .cg: a dependent launch may find lines of an earlier kernel in L1.
+    return gl.load(x + at[None, None, :] + feature, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def halve_columns(tile, WARPS: gl.constexpr):
+    """What `load_columns` gave, in fp16, and the unit of every warp's 128 features of every token, [WARPS, 8]."""
+    value = tile.to(gl.float32)
+    unit, inverse = unit_of(gl.max(gl.abs(value), 1))
+    half = (value * inverse[:, None, :]).to(gl.float16)
+    return half, gl.convert_layout(unit, gl.SliceLayout(1, products_layout(WARPS)))
 
 
 @gluon.jit
@@ -273,7 +310,7 @@ def fp8_linear(
     program = gl.program_id(0)
     if DEPENDENT:
         let_kernel_after_start()
-    w_s, full = weight_ring(box, program, CHUNKS, STAGES, WARPS)
+    w_s, full = weight_ring(box, program, CHUNKS, STAGES, WARPS, STAGES)
     scaled_at = scales_at(program, F, WARPS, STORED)
     scales = chunk_scales(scale, scaled_at, 0, True, WARPS, STORED)
     f, t, inside = places_of(program, F, tokens, WARPS)
@@ -363,7 +400,7 @@ def fp8_gate_up(
     square_s = copy_squares(square, tokens, NORM.sums, NORM.block, TOKENS, WARPS)
     async_copy.commit_group()
     x_s = token_memory(TOKENS, WARPS, CHUNKS)
-    unit = keep_tokens(x_s, x, tokens, STRIDES.x, K, CHUNKS, TOKENS, WARPS)
+    unit = keep_tokens(x_s, load_tokens(x, tokens, STRIDES.x, K, CHUNKS, TOKENS, WARPS), CHUNKS)
     async_copy.wait_group(0)
     gl.thread_barrier()
     factor = mean_root(square_s, eps, K, half, TOKENS, WARPS) * per_column(unit, half, TOKENS, WARPS)

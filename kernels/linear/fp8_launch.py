@@ -30,6 +30,11 @@ MOST_BYTES: Final = 224 * 1024
 """Of a program's shared memory for tokens and weights."""
 WHOLE_BYTES: Final = 144 * 1024
 """Of it that the weights of a program of `fp8_whole` and its token take at most."""
+BESIDE: Final = 6 * 1024
+"""What such a program has besides: the warps' sums, squares of a norm, what the driver keeps for itself."""
+ASKED_BYTES: Final = 80 * 1024
+"""Of weights that the programs of `fp8_whole` on a multiprocessor ask for at once. Tokens come behind what has been
+asked for before them: with all of 115 KB they came 4 us after the kernel before had ended."""
 LEAST_STAGES: Final = 3
 """With fewer the stream of weights would run dry."""
 
@@ -52,17 +57,41 @@ def kept(tokens: int, weight: Matrix) -> bool:
     return fetched(tokens, weight) and kept_stages(tokens, weight.shape[-1]) >= LEAST_STAGES
 
 
-def whole(tokens: int, weight: Matrix) -> bool:
-    """Whether `fp8_whole` multiplies so many tokens by this matrix: one, with a program's weights in shared memory. Of
-    several tokens `stream_linear` takes as long or less: steps of 2 and 8 rows of DeepSeek-V3 took as long with it on
-    an H200."""
-    return tokens == 1 and fetched(tokens, weight) and whole_bytes(weight.shape[-1]) <= WHOLE_BYTES
+def whole(tokens: int, weight: Matrix, *, normed: bool = False) -> bool:
+    """Whether `fp8_whole` multiplies so many tokens by this matrix: where all programs stand at once, each with its
+    weights in shared memory. Behind a norm (`normed`) one token is multiplied by it as well where some programs have to
+    wait for others."""
+    if not fetched(tokens, weight) or len(weight.shape) != 2:
+        return False
+    rows, features = weight.shape
+    own = whole_bytes(tokens, features)
+    at_once = _beside(rows, multiprocessors(weight.device)) * (own + BESIDE) <= MOST_BYTES
+    return own <= WHOLE_BYTES and (at_once or (normed and tokens == 1))
 
 
-def whole_bytes(features: int) -> int:
-    """Of 16 rows of so many weights, and of a token."""
-    chunk = warps_of(features, 8) * BLOCK
+def whole_warps(tokens: int, features: int) -> int:
+    """Warps of a program of `fp8_whole`. Of several tokens, which every warp makes fp16 for itself, as many as there
+    are blocks where that is not too many."""
+    blocks = features // BLOCK
+    return warps_of(features, 16 if tokens > 1 and blocks <= 16 else 8)
+
+
+def whole_bytes(tokens: int, features: int) -> int:
+    """Of a program of `fp8_whole`: 16 rows of so many weights, and one token in two forms."""
+    chunk = whole_warps(tokens, features) * BLOCK
     return -(-features // chunk) * chunk * (stream.ROWS + 2)
+
+
+def under_way(tokens: int, rows: int, features: int, multiprocessors: int) -> int:
+    """Chunks that a program of `fp8_whole` asks for at once."""
+    chunk = whole_warps(tokens, features) * BLOCK * stream.ROWS
+    chunks = -(-features * stream.ROWS // chunk)
+    return min(max(ASKED_BYTES // (_beside(rows, multiprocessors) * chunk), 1), chunks)
+
+
+def _beside(rows: int, multiprocessors: int) -> int:
+    """Programs of 16 rows on a multiprocessor, at most."""
+    return -(-rows // (stream.ROWS * multiprocessors))
 
 
 def kept_stages(tokens: int, features: int) -> int:
@@ -135,37 +164,51 @@ def fp8_linear(
 
 
 def fp8_whole(
-    x: PendingNorm,
+    x: PendingNorm | Tensor,
     weight_FE: BlockScaled,
     out_TF: Tensor,
     *,
+    residual_TF: Tensor | None = None,
     norm: Tensor | None = None,
     next: PendingNorm | None = None,
     dependent: bool = False,
 ) -> None:
-    """norm(x) · weight^T of one token: as `kernels.linear.normed_linear`."""
+    """One product with few tokens, where `whole` says so: as `kernels.linear.launch.stream_linear`, with the norm
+    before it where `x` is pending."""
     from kernels.linear import fp8_whole as kernel
 
     rows, features = weight_FE.shape
-    square, epilogue = out_TF, Epilogue(stream.STORE)
-    if next is not None:
-        square = next.square_TP
+    x_TE, pending = (x.x_TE, x) if isinstance(x, PendingNorm) else (x, None)
+    epilogue = Epilogue(stream.STORE)
+    square = out_TF if next is None else next.square_TP
+    if residual_TF is not None:
+        epilogue = Epilogue(stream.RESIDUAL, rows, square.shape[1])
+    elif next is not None:
         epilogue = Epilogue(stream.NORMED, next.x_TE.shape[1], square.shape[1])
-    warps = warps_of(features, 8)
+    warps = whole_warps(x_TE.shape[0], features)
     kernel.fp8_whole[(triton.cdiv(rows, stream.ROWS),)](
-        x.x_TE,
-        x.square_TP,
+        x_TE,
+        x_TE if pending is None else pending.square_TP,
         box(weight_FE.data, [features // BLOCK, rows, BLOCK], [BLOCK, features, 1], [warps, stream.ROWS, BLOCK]),
         weight_FE.scales,
         out_TF,
+        out_TF if residual_TF is None else residual_TF,
         out_TF if norm is None else norm,
         square,
-        x.eps,
+        x_TE.shape[0],
+        0.0 if pending is None else pending.eps,
         STORED=stored(weight_FE)[2],
         SIZE=Size(rows, features),
-        NORM=pieces(x),
+        STRIDES=Strides(
+            x_TE.stride(0),
+            features,
+            out_TF.stride(0),
+            residual=0 if residual_TF is None else residual_TF.stride(0),
+        ),
+        NORM=pieces(pending),
         EPILOGUE=epilogue,
-        **ring_of(1, warps, triton.cdiv(features, warps * BLOCK), dependent),
+        UNDER_WAY=under_way(x_TE.shape[0], rows, features, multiprocessors(weight_FE.device)),
+        **ring_of(x_TE.shape[0], warps, triton.cdiv(features, warps * BLOCK), dependent),
     )
 
 

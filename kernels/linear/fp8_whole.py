@@ -1,10 +1,11 @@
-"""Products of one token, behind a norm, with FP8 weights on Hopper, by the means of `fp8`.
+"""Products of a few tokens with FP8 weights on Hopper, by the means of `fp8`, of programs that all stand at once.
 
 A program's weights all lie in its shared memory: it has asked for them before it waits for the kernel before, so that
-what is left then is the latency of the token and of one product. The token is bf16 in memory, still to be divided by
-its root mean square. Every 128 features of it, which one warp multiplies at a time, get a power of two of their own,
-for which no other feature need be looked at, and become fp16. Their sums are multiplied by it, together with the scale
-of the block of weights.
+what is left then is the latency of the tokens and of one product. The tokens are bf16 in memory; behind a norm they are
+still to be divided by their root mean squares. Every 128 features of a token, which one warp multiplies at a time, get
+a power of two of their own, for which no other feature need be looked at, and become fp16. Their sums are multiplied by
+it, together with the scale of the block of weights. One token goes through shared memory, where its features are made
+fp16 once; of several every warp loads its own features as it multiplies them.
 
 Gluon, for compute capability 9.0.
 """
@@ -24,7 +25,11 @@ from kernels.linear.fp8 import (
     COLUMNS,
     WIDTH,
     all_scales,
+    columns_layout,
     features_of,
+    fetch,
+    halve_columns,
+    load_columns,
     mean_root,
     no_sums,
     places_of,
@@ -36,20 +41,28 @@ from kernels.linear.fp8 import (
 )
 from kernels.linear.stream import (
     NORMED,
+    RESIDUAL,
     ROWS,
+    add_to_residual,
     copy_squares,
     let_kernel_after_start,
     products_layout,
+    residual_before,
     share,
     store_squares,
     sums_layout,
     wait_for_kernel_before,
 )
 
+GROUP, GROUP_OF_FEW = 4, 2
+"""Chunks whose products are under way at once, of one token and of several."""
+
+_GROUP, _GROUP_OF_FEW = gl.constexpr(GROUP), gl.constexpr(GROUP_OF_FEW)
 _ROWS = gl.constexpr(ROWS)
 _WIDTH = gl.constexpr(WIDTH)
 _COLUMNS = gl.constexpr(COLUMNS)
 _NORMED = gl.constexpr(NORMED)
+_RESIDUAL = gl.constexpr(RESIDUAL)
 
 
 @gluon.jit
@@ -78,18 +91,63 @@ def halve_tiles(tiles, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
     return half_s, unit_s
 
 
-@gluon.jit(do_not_specialize=["eps"])
-def fp8_whole(
-    x, square, box, scale, out, norm, out_square, eps,
-    STORED: gl.constexpr, SIZE: gl.constexpr, NORM: gl.constexpr, EPILOGUE: gl.constexpr, STREAMS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+@gluon.jit
+def products_of_one(
+    x, w_s, full, scales, K: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """y = x · weight^T, divided by the root mean square of x. Grid: rows / 16.
+    """Products of the only token, each warp's share of them."""
+    half_s, unit_s = halve_tiles(load_token(x, K, CHUNKS, WARPS), CHUNKS, WARPS)
+    total = no_sums(WARPS)
+    for begin in gl.static_range(0, CHUNKS, _GROUP):
+        # Products that do not wait for each other; their sums are added in order.
+        parts = ()
+        for chunk in gl.static_range(begin, min(begin + _GROUP, CHUNKS)):
+            mbarrier.wait(full.index(chunk), 0)
+            tile = token_tile(half_s.index(chunk), WARPS, 1)
+            parts = parts + (mma_v2(weight_tile(w_s.index(chunk), WARPS), tile, no_sums(WARPS)),)
+        for chunk in gl.static_range(begin, min(begin + _GROUP, CHUNKS)):
+            unit = unit_s.index(chunk).load(gl.SliceLayout(1, products_layout(WARPS)))
+            total = total + parts[chunk - begin] * scales[chunk][:, :, None] * unit[:, None, :]
+    return total
 
-    EPILOGUE.kind: STORE or NORMED of `stream`.
+
+@gluon.jit
+def products_of_few(
+    x, tokens, w_s, full, scales,
+    X_STRIDE: gl.constexpr, K: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Products of up to eight tokens, each warp's share of them."""
+    token = gl.arange(0, _COLUMNS, columns_layout(WARPS))
+    tiles = ()
+    for chunk in gl.static_range(CHUNKS):
+        tiles = tiles + (load_columns(x, token * X_STRIDE, token < tokens, chunk, K, WARPS),)
+    total = no_sums(WARPS)
+    for begin in gl.static_range(0, CHUNKS, _GROUP_OF_FEW):
+        parts = ()
+        units = ()
+        for chunk in gl.static_range(begin, min(begin + _GROUP_OF_FEW, CHUNKS)):
+            half, unit = halve_columns(tiles[chunk], WARPS)
+            mbarrier.wait(full.index(chunk), 0)
+            parts = parts + (mma_v2(weight_tile(w_s.index(chunk), WARPS), half, no_sums(WARPS)),)
+            units = units + (unit,)
+        for chunk in gl.static_range(begin, min(begin + _GROUP_OF_FEW, CHUNKS)):
+            total = total + parts[chunk - begin] * scales[chunk][:, :, None] * units[chunk - begin][:, None, :]
+    return total
+
+
+@gluon.jit(do_not_specialize=["tokens", "eps"])
+def fp8_whole(
+    x, square, box, scale, out, residual, norm, out_square, tokens, eps,
+    STORED: gl.constexpr, SIZE: gl.constexpr, STRIDES: gl.constexpr, NORM: gl.constexpr, EPILOGUE: gl.constexpr,
+    STREAMS: gl.constexpr, UNDER_WAY: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """y = x · weight^T, divided by the root mean square of x if NORM.scaled. Grid: rows / 16.
+
+    EPILOGUE.kind: STORE, RESIDUAL or NORMED of `stream`.
     """
     F: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features
+    TOKENS: gl.constexpr = STREAMS.tokens
     WARPS: gl.constexpr = STREAMS.warps
     CHUNKS: gl.constexpr = STREAMS.ahead
     NORM_FEATURES: gl.constexpr = EPILOGUE.norm_features
@@ -97,30 +155,41 @@ def fp8_whole(
     program = gl.program_id(0)
     if DEPENDENT:
         let_kernel_after_start()
-    w_s, full = weight_ring(box, program, CHUNKS, CHUNKS, WARPS)
+    w_s, full = weight_ring(box, program, CHUNKS, CHUNKS, WARPS, UNDER_WAY)
     scales = all_scales(scale, scales_at(program, F, WARPS, STORED), True, CHUNKS, WARPS, STORED)
-    f, t, inside = places_of(program, F, 1, WARPS)
+    f, t, inside = places_of(program, F, tokens, WARPS)
     if EPILOGUE.kind == _NORMED:
         factor = gl.load(norm + f, mask=f < NORM_FEATURES, other=1.0).to(gl.float32)
+    if EPILOGUE.kind == _RESIDUAL:
+        factor = gl.load(norm + f, mask=f < F, other=0.0).to(gl.float32)
+    for chunk in gl.static_range(UNDER_WAY, CHUNKS):
+        mbarrier.wait(full.index(chunk - UNDER_WAY), 0)
+        fetch(box, [chunk * WARPS, program * _ROWS, 0], w_s.index(chunk), full.index(chunk), True)
     if DEPENDENT:
         wait_for_kernel_before()
-    tiles = load_token(x, K, CHUNKS, WARPS)
-    square_s = copy_squares(square, 1, NORM.sums, NORM.block, 1, WARPS)
-    async_copy.commit_group()
-    half_s, unit_s = halve_tiles(tiles, CHUNKS, WARPS)
-    total = no_sums(WARPS)
-    for chunk in gl.static_range(CHUNKS):
-        mbarrier.wait(full.index(chunk), 0)
-        unit = unit_s.index(chunk).load(gl.SliceLayout(1, products_layout(WARPS)))
-        tile = token_tile(half_s.index(chunk), WARPS, 1)
-        part = mma_v2(weight_tile(w_s.index(chunk), WARPS), tile, no_sums(WARPS))
-        total = total + part * scales[chunk][:, :, None] * unit[:, None, :]
-    async_copy.wait_group(0)
+    if EPILOGUE.kind == _RESIDUAL:
+        before = residual_before(residual, f, t, inside, STRIDES.residual)
+    if NORM.scaled:
+        square_s = copy_squares(square, tokens, NORM.sums, NORM.block, TOKENS, WARPS)
+        async_copy.commit_group()
+    if TOKENS == 1:
+        total = products_of_one(x, w_s, full, scales, K, CHUNKS, WARPS)
+    else:
+        total = products_of_few(x, tokens, w_s, full, scales, STRIDES.x, K, CHUNKS, WARPS)
+    if NORM.scaled:
+        async_copy.wait_group(0)
     y = gl.sum(share(total, WARPS, _COLUMNS).load(sums.parent), 0)
-    y = y * mean_root(square_s, eps, K, _ROWS, 1, WARPS)[None, :]
-    if EPILOGUE.kind == _NORMED:
-        if program * _ROWS < NORM_FEATURES:
-            store_squares(y, f, t, inside, 1, program, out_square, NORM_FEATURES, EPILOGUE.pieces)
-        y = y * factor[:, None]
-    to = out + 0 * t[None, :] + f[:, None]
-    gl.store(to, y.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
+    if NORM.scaled:
+        y = y * mean_root(square_s, eps, K, _ROWS, TOKENS, WARPS)[None, :]
+    if EPILOGUE.kind == _RESIDUAL:
+        add_to_residual(
+            y, before, f, t, inside, tokens, program, residual, factor, out, out_square, STRIDES.residual, STRIDES.out,
+            EPILOGUE.pieces,
+        )  # fmt: skip
+    else:
+        if EPILOGUE.kind == _NORMED:
+            if program * _ROWS < NORM_FEATURES:
+                store_squares(y, f, t, inside, tokens, program, out_square, NORM_FEATURES, EPILOGUE.pieces)
+            y = y * factor[:, None]
+        to = out + t.to(gl.int64)[None, :] * STRIDES.out + f[:, None]
+        gl.store(to, y.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")

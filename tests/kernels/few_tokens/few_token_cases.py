@@ -138,6 +138,8 @@ def product(place: Place, x: Tensor, weight: Matrix, out: Tensor, **options: Any
             next.square_TP if (next := options.get("next")) else None,
         ]
         fp8_even_launch.fp8_even(rows, weight, out, *into, dependent=place.dependent)
+    elif isinstance(weight, BlockScaled) and fp8_launch.whole(len(rows), weight):
+        fp8_launch.fp8_whole(rows, weight, out, **options, dependent=place.dependent)
     else:
         launch.stream_linear(rows, weight, out, **options, dependent=place.dependent)
 
@@ -194,7 +196,7 @@ def check_normed(
     (weight, wide), out = place.matrix(rows, features, blocks=blocks, scale=0.1), place.poison(tokens, rows)
 
     def multiply(**options: Any) -> None:
-        if isinstance(weight, BlockScaled) and fp8_launch.whole(tokens, weight):
+        if isinstance(weight, BlockScaled) and fp8_launch.whole(tokens, weight, normed=True):
             fp8_launch.fp8_whole(x, weight, out, **options, dependent=place.dependent)
         else:
             launch.stream_linear(x.x_TE, weight, out, pending=x, **options, dependent=place.dependent)

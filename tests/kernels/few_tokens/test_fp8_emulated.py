@@ -55,8 +55,9 @@ def test_every_weight_is_what_it_is_for_one_token() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "features"), [(1, 384), pytest.param(8, 1152, marks=pytest.mark.long)])
-def test_products(tokens: int, features: int) -> None:
+def test_products(tokens: int, features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter than the ring and longer, and rows that end in the middle of a program."""
+    monkeypatch.setattr(fp8_launch, "WHOLE_BYTES", 0)
     with emulated(tokens, consecutive=True) as launches:
         cases.check_linear(CPU, tokens, 150, features, BLOCKS)
         cases.check_residual(CPU, tokens, 144, features, (16, 128))
@@ -82,6 +83,18 @@ def test_products_of_one_token(rows: int, features: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens", "features"),
+    [(1, 384), (3, 256), *(pytest.param(*case, marks=pytest.mark.long) for case in [(8, 1152), (2, 2176)])],
+)
+def test_products_of_programs_that_stand_at_once(tokens: int, features: int) -> None:
+    """Rows that end in the middle of a program, warps of which the last ones have fewer features."""
+    with emulated(tokens, consecutive=True) as launches:
+        cases.check_linear(CPU, tokens, 40, features, BLOCKS)
+        cases.check_residual(CPU, tokens, 48, features, (16, 128))
+    assert launches == ["fp8_whole"] * 3
+
+
+@pytest.mark.parametrize(
     ("rows", "features", "blocks"),
     [
         (24, 128, (128, 128)),
@@ -97,13 +110,23 @@ def test_normed_products_of_one_token(rows: int, features: int, blocks: tuple[in
     assert launches == ["fp8_whole"] * 2
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rows", "features"),
+    [(2, 24, 384), *(pytest.param(*case, marks=pytest.mark.long) for case in [(8, 40, 1536), (5, 88, 128)])],
+)
+def test_normed_products_of_a_few_tokens(tokens: int, rows: int, features: int) -> None:
+    with emulated(features, consecutive=True) as launches:
+        cases.check_normed(CPU, tokens, rows, features, 16, BLOCKS)
+    assert launches == ["fp8_whole"] * 2
+
+
 def multiplied(kernel: str, x: Tensor, weight: Matrix) -> Tensor:
-    """One token, of a root mean square of one where that is asked for."""
+    """Tokens, of a root mean square of one where that is asked for."""
     assert isinstance(weight, BlockScaled)
-    out = torch.full((1, weight.shape[0]), torch.nan)
+    out = torch.full((len(x), weight.shape[0]), torch.nan)
     with emulated():
         if kernel == "fp8_whole":
-            square = torch.full((1, x.shape[1] // PIECE), float(PIECE))
+            square = torch.full((len(x), x.shape[1] // PIECE), float(PIECE))
             fp8_launch.fp8_whole(PendingNorm(x, square, 0.0), weight, out)
         else:
             fp8_even_launch.fp8_even(x, weight, out)
@@ -123,6 +146,20 @@ def test_every_share_of_a_token_has_a_unit_of_its_own(kernel: str, share: int, p
     weight = BlockScaled(data.to(torch.float8_e4m3fn), torch.ones(1, share // 32))
     want = x.double() @ weight.data.double().T
     torch.testing.assert_close(multiplied(kernel, x, weight).double(), want, rtol=1e-4, atol=2.0**-140)
+
+
+@pytest.mark.parametrize("power", [-90, 90])
+def test_every_share_of_several_tokens_has_a_unit_of_its_own(power: int) -> None:
+    """As above, of three tokens whose shares are of different sizes."""
+    torch.manual_seed(0)
+    sizes = torch.tensor([0.0, 2.0**power, 1.0, 2.0 ** (power / 2)])
+    sizes_TF = torch.stack([sizes.roll(by) for by in range(3)]).repeat_interleave(128, 1)
+    x, data = (torch.randn(3, 512) * sizes_TF).bfloat16(), torch.zeros(16, 512)
+    for part in range(4):
+        data[part::4, 128 * part : 128 * (part + 1)] = torch.randn(4, 128) * 64
+    weight = BlockScaled(data.to(torch.float8_e4m3fn), torch.ones(1, 4))
+    want = x.double() @ weight.data.double().T
+    torch.testing.assert_close(multiplied("fp8_whole", x, weight).double(), want, rtol=1e-4, atol=2.0**-140)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
@@ -145,6 +182,8 @@ def test_gated(tokens: int, blocks: tuple[int, int]) -> None:
     ("tokens", "hidden", "intermediate", "shared", "residual"),
     [
         pytest.param(1, 384, 128, 1, True, marks=pytest.mark.long),
+        pytest.param(2, 128, 1152, 1, True, marks=pytest.mark.long),
+        (3, 128, 256, 1, True),
         pytest.param(1, 384, 512, 1, True, marks=pytest.mark.long),
         pytest.param(1, 128, 1152, 2, False, marks=pytest.mark.long),
         pytest.param(5, 256, 384, 0, True, marks=pytest.mark.long),
@@ -154,11 +193,11 @@ def test_gated(tokens: int, blocks: tuple[int, int]) -> None:
 def test_experts(tokens: int, hidden: int, intermediate: int, shared: int, residual: bool) -> None:
     with emulated(tokens, consecutive=True) as launches:
         cases.check_experts(CPU, tokens, 6, 2, hidden, intermediate, shared, residual, BLOCKS)
-    assert launches == [
-        "choose",
-        "gate_up",
-        *(["fp8_even"] if tokens == 1 and intermediate >= 512 else ["halve", "down"]),
-    ]
+    if tokens == 1 and intermediate >= 512:
+        behind = ["fp8_even"]
+    else:
+        behind = ["halve", "down_short" if intermediate <= 256 else "down"]
+    assert launches == ["choose", "gate_up", *behind]
 
 
 @pytest.mark.long
@@ -181,8 +220,13 @@ def test_matrices_and_tokens_that_are_not_for_it() -> None:
     assert not fp8_launch.kept(8, wide)
     assert fp8_launch.kept(1, wide)
     assert not fp8_launch.whole(1, wide)
-    assert fp8_launch.whole(1, coarse)
-    assert not fp8_launch.whole(2, coarse)
+    assert not fp8_launch.whole(2, wide)
+    assert fp8_launch.whole(8, coarse)
+    many = BlockScaled(torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.ones(32, 32))
+    assert not fp8_launch.whole(1, many)  # programs would have to wait for others
+    assert fp8_launch.whole(1, many, normed=True)
+    assert not fp8_launch.whole(2, many, normed=True)
+    assert not fp8_launch.whole(1, CPU.matrix(2, 128, 128, blocks=BLOCKS)[0])
     assert fp8_even_launch.even(1, wide)
     fine_rows = BlockScaled(wide.data, torch.ones(1, 128), rows=32)
     odd_rows = BlockScaled(torch.empty(24, 16384, dtype=torch.float8_e4m3fn), torch.ones(1, 128))
