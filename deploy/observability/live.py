@@ -65,6 +65,8 @@ class ReplicaFigures(_Shown):
     """Tokens that a decode row feeds in one step, as it pays at present: one more than it has drafts."""
     acceptance: list[float]
     """By position of the draft, how probable it is that it stands where those before it do."""
+    acceptance_falls: int
+    """How often since the start half as many first drafts stood as before."""
     window_s: float
     """Seconds over which what follows is taken; 0 when nobody has looked before."""
     generated_tokens_per_s: float | None
@@ -151,6 +153,7 @@ def replica_figures(old: EngineStats, new: EngineStats, seconds: float) -> Repli
         pages_free=new.pages_free,
         width=new.width,
         acceptance=list(new.acceptance),
+        acceptance_falls=new.acceptance_falls,
         window_s=seconds,
         generated_tokens_per_s=rate(old.generated_tokens, new.generated_tokens),
         prompt_tokens_per_s=rate(old.prompt_tokens, new.prompt_tokens),

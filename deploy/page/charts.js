@@ -1,7 +1,7 @@
 // Small charts of the last two minutes.
 
 import { by, make, makeSvg } from "./dom.js";
-import { KEPT_S, KINDS, lines, roundUp } from "./figures.js";
+import { falls, KEPT_S, KINDS, lines, roundUp } from "./figures.js";
 
 const whole = (value) => value.toFixed(0);
 const rate = (value) => (value < 10 ? value.toFixed(1) : value.toFixed(0));
@@ -64,7 +64,7 @@ class Chart {
 }
 
 class Acceptance {
-  // Bars, one for each position of a draft.
+  // Bars, one for each position of a draft; behind their values how often acceptance has fallen, if it has.
   constructor() {
     this.svg = makeSvg("svg", { viewBox: "0 0 100 1", preserveAspectRatio: "none", role: "img" });
     this.values = make("ul", { class: "values" });
@@ -73,9 +73,10 @@ class Acceptance {
   }
 
   draw(points) {
-    const shares = points.at(-1)?.figures?.acceptance ?? [];
+    const last = points.at(-1)?.figures ?? null;
+    const shares = last?.acceptance ?? [];
     const width = 100 / Math.max(shares.length, 4);
-    const texts = shares.map((value, place) => `draft ${place + 1}: ${share(value ?? 0)}`);
+    const texts = [...shares.map((value, place) => `draft ${place + 1}: ${share(value ?? 0)}`), ...falls(last)];
     this.svg.replaceChildren(...shares.map((value, place) => makeSvg("rect", {
       class: "place", x: place * width + width * 0.1, width: width * 0.8, y: 1 - (value ?? 0), height: value ?? 0 })));
     this.svg.setAttribute("aria-label", `Acceptance by position: ${texts.join(", ") || "no drafts"}`);

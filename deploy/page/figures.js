@@ -42,10 +42,17 @@ export function combine(replicas) {
     steps,
     acceptance: Array.from({ length: positions }, (_, place) =>
       mean(all, (figures) => figures.acceptance[place] ?? null, () => 1)),
+    acceptance_falls: sum(all, (figures) => figures.acceptance_falls),
     drafts_accepted: mean(all, (figures) => figures.drafts_accepted, (figures) => figures.steps_per_s ?? 0),
     graph_hit_rate: mean(all, (figures) => figures.graph_hit_rate, (figures) => figures.steps_per_s ?? 0),
     without_graphs: all.every((figures) => "no graphs" in figures.eager_steps),
   };
+}
+
+export function falls(figures) {
+  // What to say of the times at which acceptance fell to half of what it was; nothing where it never did.
+  const count = figures?.acceptance_falls ?? 0;
+  return count > 0 ? [`fell to half of what was usual: ${count === 1 ? "once" : `${count} times`}`] : [];
 }
 
 export class History {

@@ -28,6 +28,7 @@ FIGURES = EngineStats(
     queue_limit=512,
     width=3,
     acceptance=(0.8, 0.6),
+    acceptance_falls=2,
     step_seconds={"decode": Distribution((10, 0), 0.05), "mixed": Distribution((2, 0), 0.04)},
     step_decode_rows={"decode": Distribution((10, 0), 30.0), "mixed": Distribution((2, 0), 4.0)},
     step_prefill_tokens={"mixed": Distribution((2, 0), 200.0)},
@@ -61,7 +62,7 @@ class Script:
 def test_figures_are_rates_and_means_since_the_last_look() -> None:
     shown = replica_figures(EngineStats(), FIGURES, 4.0)
     assert (shown.running, shown.waiting, shown.pages_free, shown.width) == (3, 2, 40, 3)
-    assert shown.acceptance == [0.8, 0.6]
+    assert (shown.acceptance, shown.acceptance_falls) == ([0.8, 0.6], 2)
     assert (shown.generated_tokens_per_s, shown.prompt_tokens_per_s, shown.steps_per_s) == (20.0, 75.0, 3.0)
     assert shown.steps.keys() == {"decode", "mixed"}
     decode, mixed = shown.steps["decode"], shown.steps["mixed"]

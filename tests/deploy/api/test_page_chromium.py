@@ -38,6 +38,7 @@ STATS = EngineStats(
     pages_total=100,
     pages_free=60,
     acceptance=(0.8, 0.5),
+    acceptance_falls=1,
     step_seconds={"decode": Distribution((10, 0), 0.05)},
     step_decode_rows={"decode": Distribution((10, 0), 30.0)},
     generated_tokens=50,
@@ -166,6 +167,7 @@ def test_live_figures_and_the_self_test(page: Any) -> None:
     assert "running 2" in texts
     assert "used 40" in texts
     assert "draft 1: 80 %" in texts
+    assert "fell to half of what was usual: once" in texts
     assert "serving" in page.inner_text("#replicas")
     assert "4 x 3" in page.inner_text("#proof")
     assert "passed" in page.inner_text("#proof")

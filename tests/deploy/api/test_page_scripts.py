@@ -127,10 +127,10 @@ def test_tokens_are_told_apart_where_they_spell_the_text(folder: Path) -> None:
 
 def test_figures_of_replicas_are_added_up_and_kept_for_two_minutes(folder: Path) -> None:
     code = """
-    import { combine, History, lines, roundUp } from "./figures.js";
+    import { combine, falls, History, lines, roundUp } from "./figures.js";
     const figures = (running, rate, seconds, hits) => ({ running, waiting: 0, slots: 4, pages_total: 10, pages_free: 4,
       generated_tokens_per_s: rate, prompt_tokens_per_s: null, steps_per_s: rate, acceptance: [hits],
-      drafts_accepted: null, graph_hit_rate: hits, eager_steps: {},
+      acceptance_falls: running - 1, drafts_accepted: null, graph_hit_rate: hits, eager_steps: {},
       steps: { decode: { per_second: rate, seconds, decode_rows: 2, prefill_tokens: 0,
         floor_seconds: seconds > 0.02 ? null : 0.004 } } });
     const two = [{ name: "a", state: "serving", figures: figures(1, 30, 0.01, 1) },
@@ -142,7 +142,8 @@ def test_figures_of_replicas_are_added_up_and_kept_for_two_minutes(folder: Path)
     const points = history.points("");
     const path = lines([{ age: 10, figures: { x: 1 } }, { age: 9, figures: { x: 2 } }, { age: 8, figures: null },
       { age: 7, figures: { x: 0 } }, { age: 1, figures: { x: 4 } }], (one) => one.x, 4);
-    console.log(JSON.stringify({ both: combine(two), none: combine([two[2]]), count: points.length,
+    console.log(JSON.stringify({ falls: [null, ...[0, 1, 3].map((count) => ({ acceptance_falls: count }))].map(falls),
+      both: combine(two), none: combine([two[2]]), count: points.length,
       oldest: points[0].age, last: points.at(-1).figures.running, one: history.points("b").at(-1).figures.running, path,
       tops: [0, 0.3, 1, 1.2, 7, 10, 11, 320].map(roundUp) }));
     """
@@ -152,7 +153,9 @@ def test_figures_of_replicas_are_added_up_and_kept_for_two_minutes(folder: Path)
     assert both["steps"]["decode"]["seconds"] == pytest.approx((30 * 0.01 + 10 * 0.03) / 40)
     assert both["steps"]["decode"]["floor_seconds"] == 0.004
     assert both["graph_hit_rate"] == pytest.approx((30 * 1 + 10 * 0.5) / 40)
-    assert both["acceptance"] == [0.75]
+    assert (both["acceptance"], both["acceptance_falls"]) == ([0.75], 1)
+    before = "fell to half of what was usual: "
+    assert found["falls"] == [[], [], [before + "once"], [before + "3 times"]]
     assert both["drafts_accepted"] is None
     assert found["none"] is None
     assert (found["count"], found["oldest"], found["last"], found["one"]) == (121, 120, 3, 2)

@@ -75,7 +75,7 @@ def test_every_panel_asks_for_a_figure_that_exists(recorded: dict[str, Recorded]
         "time_per_output_token",
     ):
         assert any(part in name for name in asked), part
-    for part in ("pages_free", "cached_tokens", "drafts_offered", "drafts_accepted"):
+    for part in ("pages_free", "cached_tokens", "drafts_offered", "drafts_accepted", "acceptance_falls"):
         assert any(part in name for name in asked), part
     for part in (*HISTOGRAMS, *WORKER_COUNTERS, *WORKER_GAUGES):
         assert any(part in name for name in asked), part
