@@ -73,19 +73,19 @@ def plan_splits(
     span = tl.where(units > 0, units + SPLIT.row_cost, 0)
     total = tl.sum(span, 0)
     parts = tl.where(tl.max(tokens, 0) <= short, parts, 1)
-    dealt = workers // parts
-    share = tl.maximum(tl.cdiv(total, dealt), LEAST)
+    row_workers = workers // parts
+    share = tl.maximum(tl.cdiv(total, row_workers), LEAST)
     room = span
     if not SPLIT.invariant:
         # Shares that start where a row starts save partial results. When all rows are about equally long, slightly
         # larger shares make every row a whole number of shares, or every share a whole number of rows.
         longest = tl.max(span, 0)
         used = tl.sum((span > 0).to(tl.int32), 0)
-        part = tl.maximum(tl.cdiv(longest, tl.maximum(dealt // tl.maximum(used, 1), 1)), LEAST)
-        several = tl.cdiv(used, dealt)
-        aligned = tl.where(used > dealt, longest * several, part)
-        padded = tl.where(used > dealt, tl.where(span > 0, longest, 0), tl.cdiv(span, part) * part)
-        if (aligned * 16 <= share * 17) & (tl.sum(padded, 0) <= aligned * dealt):
+        part = tl.maximum(tl.cdiv(longest, tl.maximum(row_workers // tl.maximum(used, 1), 1)), LEAST)
+        several = tl.cdiv(used, row_workers)
+        aligned = tl.where(used > row_workers, longest * several, part)
+        padded = tl.where(used > row_workers, tl.where(span > 0, longest, 0), tl.cdiv(span, part) * part)
+        if (aligned * 16 <= share * 17) & (tl.sum(padded, 0) <= aligned * row_workers):
             share = aligned
             room = padded
     end = tl.cumsum(room, 0)

@@ -81,7 +81,7 @@ def attend(
     grid = (tiling.workers * tiling.blocks(shape),)
     ways = tiling.ways()
     for way in ways:
-        dealt = (way.blocks(shape), way.workers)
+        blocks_and_workers = (way.blocks(shape), way.workers)
         tile = Tile(queries=way.block, tokens=way.tile)
         overlap = Overlap(
             stages=way.stages, dependent=dependent, early=early, either=tiling.blocks(shape) if len(ways) > 1 else 0
@@ -92,7 +92,7 @@ def attend(
                 cache_PKC,
                 *where,
                 *numbers,
-                *dealt,
+                *blocks_and_workers,
                 FEATURES=_features(shape, q_RWHC.dtype),
                 ENTRY=entry,
                 TILE=tile,
@@ -104,7 +104,15 @@ def attend(
             from kernels.mla_decode.narrow import attend_narrow
 
             attend_narrow[grid](
-                q_RWHC, cache_PKC, *where, *numbers, *dealt, ENTRY=entry, TILE=tile, OVERLAP=overlap, **common
+                q_RWHC,
+                cache_PKC,
+                *where,
+                *numbers,
+                *blocks_and_workers,
+                ENTRY=entry,
+                TILE=tile,
+                OVERLAP=overlap,
+                **common,
             )
         elif way.path == "fp8":
             from kernels.mla_decode.fp8 import attend_fp8, fp8_boxes
@@ -129,7 +137,7 @@ def attend(
                 *boxes(cache_PKC),
                 *where,
                 *numbers,
-                *dealt,
+                *blocks_and_workers,
                 OVERLAP=overlap,
                 **common,
             )

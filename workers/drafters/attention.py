@@ -63,8 +63,8 @@ class DraftLatentAttention(DraftAttention):
     ) -> Tensor:
         """See `DraftAttention`."""
         attention, tokens = self._attention, x_TF.shape[0]
-        attended_THV = attention.attended(tokens, scratch)
-        projected = attention.projected(way, tokens, scratch)
+        attended_THV = attention.allocate_attended(tokens, scratch)
+        projected = attention.allocate_projected(way, tokens, scratch)
         rotation_TO = _rotations(rotation_PO, batch, scratch)
         attention.project(way, x_TF, rotation_TO, batch.cache_slot_T, cache_PKC, projected, scratch)
         planned = attention.plan(batch, scratch)

@@ -66,11 +66,13 @@ class FewTokens(TokenWise[PendingNorm]):
         """`dependent`: programmatic dependent launch, which the device must be able to do."""
         self.group, self._dependent = group, dependent
 
-    def residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
         """See `TokenWise`: fp32."""
         return scratch.empty(tokens, hidden, dtype=torch.float32)
 
-    def normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> PendingNorm:
+    def allocate_normed(
+        self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch
+    ) -> PendingNorm:
         """See `TokenWise`."""
         return PendingNorm.empty(tokens, hidden, eps, dtype, scratch.empty)
 

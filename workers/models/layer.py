@@ -45,6 +45,6 @@ class DecoderLayer:
         `flow.normed`, becomes the `norm` of that."""
         between = AddNorm(flow.residual_TE, self.feed_forward_norm_E, self.eps)
         tokens, hidden = flow.residual_TE.shape
-        x = flow.way.normed(tokens, hidden, flow.attended_THV.dtype, self.eps, scratch)
+        x = flow.way.allocate_normed(tokens, hidden, flow.attended_THV.dtype, self.eps, scratch)
         self.attention.output(flow.way, flow.attended_THV, between, x, scratch)
         self.feed_forward(flow.way, x, norm, out, scratch, live_R)

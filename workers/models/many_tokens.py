@@ -69,11 +69,11 @@ class ManyTokens(TokenWise[Tensor]):
         """`rounds`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such weights."""
         self.group, self.rounds = group, rounds
 
-    def residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
         """See `TokenWise`."""
         return scratch.empty(tokens, hidden, dtype=dtype)
 
-    def normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> Tensor:
+    def allocate_normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> Tensor:
         """See `TokenWise`."""
         return scratch.empty(tokens, hidden, dtype=dtype)
 

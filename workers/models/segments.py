@@ -75,15 +75,15 @@ class Segments:
         rotation_shape = tokens, rotation_PO.shape[1]
         return Flow(
             way=way,
-            normed=way.normed(tokens, hidden, dtype, self._eps, scratch),
-            residual_TE=way.residual(tokens, hidden, dtype, scratch),
+            normed=way.allocate_normed(tokens, hidden, dtype, self._eps, scratch),
+            residual_TE=way.allocate_residual(tokens, hidden, dtype, scratch),
             rotation_TO=(
                 scratch.empty(*rotation_shape, dtype=rotation_PO.dtype)
                 if attention.rotates or not way.decode_alone
                 else None
             ),
-            projected=attention.projected(way, tokens, scratch),
-            attended_THV=attention.attended(tokens, scratch),
+            projected=attention.allocate_projected(way, tokens, scratch),
+            attended_THV=attention.allocate_attended(tokens, scratch),
         )
 
     def run(self, index: int, tensors: PassTensors, cache: PagedCache, scratch: Scratch) -> None:
@@ -110,7 +110,7 @@ class Segments:
     def flow_to_end(self, tokens: int, scratch: Scratch) -> Flow[Any]:
         """Memory for so many tokens that are wanted: what `end` reads, and nothing else of a flow."""
         residual_NE = scratch.empty(tokens, self._norm_E.shape[0], dtype=self._norm_E.dtype)
-        attended_NHV = self.layers[0].attention.attended(tokens, scratch)
+        attended_NHV = self.layers[0].attention.allocate_attended(tokens, scratch)
         return replace(self.flow(0, scratch), residual_TE=residual_NE, attended_THV=attended_NHV)
 
     def gather(self, flow: Flow[Any], token_N: Tensor, flow_N: Flow[Any]) -> None:

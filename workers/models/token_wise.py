@@ -56,11 +56,11 @@ class TokenWise(ABC, Generic[N]):
     and writes the cache itself: see `Entering`."""
 
     @abstractmethod
-    def residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
         """Memory for a residual stream, [T, E], of a model in `dtype`."""
 
     @abstractmethod
-    def normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> N:
+    def allocate_normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> N:
         """Memory for a norm of the residual stream."""
 
     @abstractmethod

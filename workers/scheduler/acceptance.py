@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Final
 
-from workers.scheduler.sequence import Sequence as Request
+from workers.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Acceptance:
             gained += chance
         return gained
 
-    def observe(self, drafts: int, rows: Sequence[tuple[Request, int]]) -> None:
+    def observe(self, drafts: int, rows: Collection[tuple[Sequence, int]]) -> None:
         """A step in which every row had so many drafts, of which that many stood."""
         reached = len(rows)
         for position in range(len(self._reached)):
@@ -77,7 +77,7 @@ class Acceptance:
         self._reached[position] *= keep
         self._stood[position] *= keep
 
-    def _follow(self, drafts: int, rows: Sequence[tuple[Request, int]]) -> list[float]:
+    def _follow(self, drafts: int, rows: Collection[tuple[Sequence, int]]) -> list[float]:
         """The mean over rows of what is known of each. A row's figures are how often its first j drafts all stood."""
         positions, keep = len(self._reached), 1 - 1 / ROW_MEMORY
         usual, chance = [], 1.0
@@ -109,7 +109,7 @@ class Baseline:
         self._windows = 0
         self._offered = self._stood = 0
 
-    def observe(self, rows: Sequence[tuple[Request, int]]) -> None:
+    def observe(self, rows: Collection[tuple[Sequence, int]]) -> None:
         """A step whose rows had drafts, of which so many stood."""
         self._offered += len(rows)
         self._stood += sum(accepted > 0 for _, accepted in rows)

@@ -68,8 +68,8 @@ class PromptRoom:
         self._generous = generous and costs is not None
         self._entries = 0
         """Before the chunks that were taken."""
-        self._attending = 0.0
-        """Pairs of their tokens and what these attend to."""
+        self._query_key_pairs = 0.0
+        """Pairs of their tokens and the entries that these attend to."""
         self._fewest = min(FEWEST, most)
 
     @property
@@ -101,7 +101,7 @@ class PromptRoom:
         self._generous = False
         self._taken += count
         self._entries += before
-        self._attending += count * (before + count / 2)
+        self._query_key_pairs += count * (before + count / 2)
 
     def _allowed(self, before: int) -> float:
         """Seconds for all that prompts add, with one behind so many entries."""
@@ -116,9 +116,9 @@ class PromptRoom:
         costs = self._costs
         if costs is None or self._seconds == inf:
             return True
-        entries, attending = self._entries + before, self._attending + count * (before + count / 2)
+        entries, pairs = self._entries + before, self._query_key_pairs + count * (before + count / 2)
         step = padded(self._beside + self._taken + count, self._buckets)
-        other = costs.fixed + costs.before(entries) + costs.deeper * attending
+        other = costs.fixed + costs.before(entries) + costs.deeper * pairs
         share = 1 + costs.own.get((step, entries > 0), 0.0)
         return (other + costs.each * (step - self._beside)) * share <= self._allowed(before)
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Final
 
 from workers.scheduler.acceptance import Acceptance, Baseline
 from workers.scheduler.config import SchedulerConfig
-from workers.scheduler.sequence import Sequence as Request
+from workers.scheduler.sequence import Sequence
 from workers.scheduler.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Speculation:
         if self._probe and self._chosen == self._probed:
             self._probe -= 1
 
-    def observe(self, width: int, rows: Sequence[tuple[Request, int]], seconds: float, *, alone: bool) -> None:
+    def observe(self, width: int, rows: Collection[tuple[Sequence, int]], seconds: float, *, alone: bool) -> None:
         """An applied step: its live decode rows, and how many drafts of each stood. `alone`: it had no prefill rows, so
         its time is that of decode rows."""
         usual = self._in_flight.popleft() if self._in_flight else True
@@ -171,7 +171,7 @@ class Speculation:
             return
         self._credit = min(self._credit, 0.0)
 
-    def _give_up(self, width: int, rows: Sequence[tuple[Request, int]]) -> None:
+    def _give_up(self, width: int, rows: Collection[tuple[Sequence, int]]) -> None:
         """A step while there is a probe: end it early where it is plain that it gains nothing."""
         if width == self._probed > self._best:
             self._tries += len(rows)

@@ -142,7 +142,7 @@ class LatentAttention:
             return ChunkRows.largest(tokens, rows, pages, self.heads.count, device)
         return [PrefillGeometry.largest(tokens, rows, device)]
 
-    def projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
+    def allocate_projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
         """Memory for `project`."""
         heads = self.heads
         dtype, width = heads.norm_L.dtype, heads.latent + heads.rope
@@ -206,7 +206,7 @@ class LatentAttention:
         if out.kv_THF is not None:
             heads.expand(out.latent_TC[:, : heads.latent], out.kv_THF.flatten(1))
 
-    def attended(self, tokens: int, scratch: Scratch) -> Tensor:
+    def allocate_attended(self, tokens: int, scratch: Scratch) -> Tensor:
         """Memory for the output of `attend`, [T, H, V]."""
         heads = self.heads
         return scratch.empty(tokens, heads.count, heads.value, dtype=heads.norm_L.dtype)

@@ -94,9 +94,9 @@ class SparseAttention(LatentAttention):
         """See `LatentAttention`."""
         return [SparseGeometry(torch.zeros(rows, pages, dtype=torch.int32, device=device), largest=True)]
 
-    def projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
+    def allocate_projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
         """See `LatentAttention`."""
-        projected = super().projected(way, tokens, scratch)
+        projected = super().allocate_projected(way, tokens, scratch)
         dtype, int8 = self.heads.norm_L.dtype, self.heads.fp8_cache
         return replace(projected, indexed=Indexed.empty(self.indexing, tokens, dtype, scratch, int8=int8))
 

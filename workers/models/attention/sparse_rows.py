@@ -76,7 +76,7 @@ def tokens_at_once(heads: Heads, tokens: int, width: int, scores: int) -> AtOnce
     return AtOnce(
         tokens,
         scored=min(tokens, max(row, min(SELECTING, SCORES // scores) // row * row)),
-        attending=tokens if width else min(tokens, max(1, QUERIES // heads.count)),
+        attention_tokens=tokens if width else min(tokens, max(1, QUERIES // heads.count)),
     )
 
 
@@ -144,13 +144,13 @@ class SparseRows(Backend):
             width=width,
             q_THD=q_THD,
             entering=entering,
-            memory=DecodeMemory.of(heads, at_once.attending, 1, scratch),
+            memory=DecodeMemory.of(heads, at_once.attention_tokens, 1, scratch),
             out_THV=out_THV,
             workspaces=Workspaces.of(
                 heads,
-                at_once.selecting_turns,
+                at_once.selection_turns,
                 scores,
-                at_once.attending_turns,
+                at_once.attention_turns,
                 top_k,
                 out_THV.device,
                 scratch.empty,

@@ -21,7 +21,7 @@ from workers.models.attention.backend import Heads
 
 MULTIPROCESSORS: Final = 132
 """Where there is no GPU to ask: of an H200."""
-DEALT: Final = 1024
+GROWING_FROM: Final = 1024
 """Tokens from which on memory grows with their number."""
 
 
@@ -35,9 +35,9 @@ class Workspaces:
     @staticmethod
     def of(
         heads: Heads,
-        selecting: set[int],
+        selection_turns: set[int],
         scores: int,
-        attending: set[int],
+        attention_turns: set[int],
         top_k: int,
         device: torch.device,
         empty: Callable[..., Tensor],
@@ -46,10 +46,12 @@ class Workspaces:
         `empty(*shape, dtype=)` gives uninitialised memory."""
         if device.type == "cpu":
             return Workspaces({}, {})
-        select = {size: SelectWorkspace.allocate(size, scores, empty, selected=top_k) for size in sorted(selecting)}
+        select = {
+            size: SelectWorkspace.allocate(size, scores, empty, selected=top_k) for size in sorted(selection_turns)
+        }
         dtype = heads.norm_L.dtype
         attend: dict[int, SparseWorkspace | InvariantWorkspace] = {}
-        for size in sorted(attending):
+        for size in sorted(attention_turns):
             shape = size, heads.count, heads.latent
             if heads.invariant and device.type == "cuda":
                 like_PKC = latent_spec(heads.latent, heads.rope, dtype, fp8=heads.fp8_cache).allocate(0, device)
@@ -68,17 +70,17 @@ class AtOnce:
 
     tokens: int
     scored: int
-    attending: int
+    attention_tokens: int
 
     @property
-    def selecting_turns(self) -> set[int]:
+    def selection_turns(self) -> set[int]:
         """Tokens of every turn in which scores are computed and selected from."""
         return _turns(self.tokens, self.scored)
 
     @property
-    def attending_turns(self) -> set[int]:
+    def attention_turns(self) -> set[int]:
         """Tokens of every turn in which they attend."""
-        return _turns(self.tokens, self.attending)
+        return _turns(self.tokens, self.attention_tokens)
 
 
 def spare(
@@ -89,7 +91,7 @@ def spare(
 
     nothing = heads.norm_L[:0]
 
-    def taken(selecting: set[int], attending: set[int]) -> int:
+    def taken(selection_turns: set[int], attention_turns: set[int]) -> int:
         total = 0
 
         def count(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -97,27 +99,27 @@ def spare(
             total += bytes_of(shape, dtype)
             return nothing
 
-        Workspaces.of(heads, selecting, scores, attending, top_k, device, count)
+        Workspaces.of(heads, selection_turns, scores, attention_turns, top_k, device, count)
         return total
 
     @cache
-    def selecting(most: int) -> int:
+    def most_for_selection(most: int) -> int:
         return max(taken({tokens}, set()) for tokens in _up_to(most))
 
     @cache
-    def attending(most: int) -> int:
+    def most_for_attention(most: int) -> int:
         return max(taken(set(), {tokens}) for tokens in _up_to(most))
 
     needed = 0
     for kind in (decode, alone):
-        for most, at_most in ((kind.scored, selecting), (kind.attending, attending)):
+        for most, at_most in ((kind.scored, most_for_selection), (kind.attention_tokens, most_for_attention)):
             needed += at_most(most) * min(2, -(-kind.tokens // max(most, 1)))
-    reserved = sum(taken(kind.selecting_turns, kind.attending_turns) for kind in (decode, prefill))
+    reserved = sum(taken(kind.selection_turns, kind.attention_turns) for kind in (decode, prefill))
     return max(0, needed - reserved)
 
 
 def _up_to(most: int) -> Iterable[int]:
-    return {*range(min(most, DEALT) + 1), most}
+    return {*range(min(most, GROWING_FROM) + 1), most}
 
 
 def _turns(tokens: int, at_once: int) -> set[int]:
