@@ -204,7 +204,7 @@ def verdict(found: dict[int | str, dict[tuple[int, float | None], Point]], given
                 )
             for w in fixed[1:]:
                 one, wanted = found[w][batch, probability], expected(w, probability)
-                # A row's drafts stand or fall together at worst: no more than one independent trial a step.
+                # A row's drafts stand or fall together at worst: no more than one independent trial per step.
                 spread = 0.5 * ((w - 1) / max(1, one.offered)) ** 0.5
                 if abs(one.stood - wanted * one.offered) > ASIDE * spread * one.offered:
                     wrong.append(

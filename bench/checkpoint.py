@@ -4,7 +4,7 @@ served, proved and timed where the real files cannot be had.
     python bench/checkpoint.py v3-slice /dev/shm/v3-slice    # DeepSeek-V3, one dense layer and five of experts, in FP8
 
 Matrices are normal(0, 0.02), norms 1, so that routing is that of random tokens. Text is the demo model's: token ids
-past its vocabulary are no text. A file a layer, made on the GPU where there is one.
+past its vocabulary are no text. A file per layer, made on the GPU where there is one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The server (uvicorn with uvloop and httptools, the real application and tokenizer) runs in a process of its own. Its
 engine hands every stream one token per turn of the event loop. The client counts events on raw sockets. With
 --parsers, reasoning and tool calls are looked for in all streams; with --tracing, spans of all requests are made and
-thrown away. On a busy machine the server's processor time a token says the most.
+thrown away. On a busy machine the server's processor time per token says the most.
 """
 
 from __future__ import annotations

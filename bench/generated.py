@@ -106,7 +106,7 @@ class Numbers:
 
 @cache
 def numbers_of(seed: int, size: int) -> Numbers:
-    """Of this seed; drawn once a process."""
+    """Of this seed; drawn once per process."""
     return Numbers(seed, size)
 
 

@@ -10,8 +10,8 @@ time their steps are counted for `--seconds`. A stream whose text ends makes roo
 stay busy.
 
 The grammar is `regex`, lower-case letters and spaces without end, or `json`, an array of small objects that is as long
-as it likes. A model with random weights drafts what neither allows, so few of its rows have more than one mask a step.
-Folders of `bench/checkpoint.py` and `bench/generated.py` have the demo model's few tokens as text; with
+as it likes. A model with random weights drafts what neither allows, so few of its rows have more than one mask per
+step. Folders of `bench/checkpoint.py` and `bench/generated.py` have the demo model's few tokens as text; with
 `--full-vocabulary` they get a made-up tokenizer instead, of as many tokens as the model has ids.
 
 A line each for free and constrained streams: the steps without prompts, the rows that they had on average, and their

@@ -6,7 +6,7 @@
 
 A graph holds the attention of many layers, each with a cache and query of its own, so that by the time a layer comes
 round again the L2 cache has seen far more than it holds. All write one output, as the layers of a step do: it stays in
-L2. Reported is the time of one layer: attention and merge; splits are planned once a step and timed apart. "ours"
+L2. Reported is the time of one layer: attention and merge; splits are planned once per step and timed apart. "ours"
 begins when the kernel before it has ended; "early" asks for cache entries before that, as a step does, and so does
 "invariant", with invariant mode's splits. FlashMLA, when its library is given, runs the same tensors the same way, with
 its own split plan made beforehand. "floor" is the bytes that must move over 4.2 TB/s, or the products over 790 TFLOP/s
@@ -187,7 +187,7 @@ def flashmla(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
 
 
 def plan_time(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
-    """Microseconds of planning the splits, once a step."""
+    """Microseconds of planning the splits, once per step."""
     shape = shape_of(problem, layers)
     tiling = hopper_tiling(shape, torch.cuda.get_device_properties(0).multi_processor_count, fp8=problem.fp8)
     buffer = torch.empty(Workspace.bytes(shape, tiling, torch.bfloat16), dtype=torch.uint8, device="cuda")

@@ -10,7 +10,7 @@ drafts that cost nothing, and of the slice; and sparse attention alone. The slic
 read (`bench/generated.py`), the other's are written.
 
 Each step has a limit, which `--patience` multiplies, and a step that fails ends none of the others. What each printed
-is written to `--out`, a file a step. Exit status 0 when all passed.
+is written to `--out`, a file per step. Exit status 0 when all passed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ graphs included: a kernel inside them reads it from the host's memory.
 The drafts that steps make become random tokens meanwhile. A drafter's own would be accepted as often, and then the text
 would repeat itself: the wider the steps, the fewer experts of a mixture would such text wake.
 
-Shape legend: D decode rows, W width, X drafts that are verified; R drafted rows, S slots, K drafts a slot has room for.
+Shape legend: D decode rows, W width, X drafts that are verified; R drafted rows, S slots, K most drafts of a slot.
 """
 
 from __future__ import annotations

@@ -364,7 +364,7 @@ def absorb_parts(sizes: Sizes, tokens: int, device: torch.device) -> Call | None
 
 def merge_up(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
     """Decode rows' pieces of attention and W_UV: rows of one token over 1,024. All have the same pages, which it does
-    not read; what must move is counted as of one piece a row."""
+    not read; what must move is counted as of one piece per row."""
     if tokens <= MOST_STREAMED and tokens * sizes.heads > MOST_MERGED:
         return None
     shape = DecodeShape(tokens, 1, sizes.heads, sizes.latent, sizes.rope, CONTEXT_PAGES)
@@ -604,7 +604,7 @@ def feed(sizes: Sizes, rows: int, width: int) -> Call:
 
 
 def advance(sizes: Sizes, rows: int, width: int) -> Call:
-    """What a decode step leaves for the next; no draft stands, so that rows move on by one token a call."""
+    """What a decode step leaves for the next; no draft stands, so that rows move on by one token per call."""
 
     def make() -> Tensors:
         t = _rows(sizes, rows, width)

@@ -1,4 +1,4 @@
-"""How latentserve computes: one folder a kernel family, each a launcher, a reference and a kernel.
+"""How latentserve computes: one folder per kernel family, each a launcher, a reference and a kernel.
 
 Kept import-light, with a version: transformers probes for a package of this name and reads ``__version__``.
 """

@@ -38,7 +38,7 @@ def taps_of(draft: dict[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def misfits(draft: dict[str, Any], target: dict[str, Any], ranks: int) -> list[str]:
-    """Why a draft model cannot draft, a line a cause. `target`: hidden_size, vocab_size and num_hidden_layers."""
+    """Why a draft model cannot draft, a line per cause. `target`: hidden_size, vocab_size and num_hidden_layers."""
     draft, found = flattened(draft), []
     for name in ("hidden_size", "vocab_size"):
         if draft.get(name) != target.get(name):

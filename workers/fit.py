@@ -25,7 +25,7 @@ class Unfit(ValueError):
 
 
 def check_fit(config: EngineConfig) -> None:
-    """Unfit, a line a cause. FileNotFoundError where there is no config.json."""
+    """Unfit, a line per cause. FileNotFoundError where there is no config.json."""
     try:
         values = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -70,7 +70,7 @@ class _Ending(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """One entry a token in each list."""
+    """One entry per token in each list."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -140,7 +140,7 @@ class ChatTokenLogprob(TokenLogprob):
 
 
 class ChatLogprobs(Answer):
-    """One entry a token."""
+    """One entry per token."""
 
     content: list[ChatTokenLogprob]
     refusal: None

@@ -13,7 +13,7 @@ from deploy.api.body import ClientDisconnected
 class CancelOnDisconnect:
     """`async with CancelOnDisconnect(receive):` cancels the block when the client goes and raises ClientDisconnected.
 
-    The body must have been read. Costs one waiting task a request, nothing a token.
+    The body must have been read. Costs one waiting task per request, nothing per token.
     """
 
     def __init__(self, receive: Receive) -> None:

@@ -225,7 +225,7 @@ def requested_logprobs(body: CompletionBody | ChatBody, config: ApiConfig) -> in
 
 
 def check_scores(body: CompletionBody, most: int) -> None:
-    """400 for what a completion cannot ask about its prompt, of which at most `most` ids a place are told."""
+    """400 for what a completion cannot ask about its prompt, of which at most `most` ids per place are told."""
     asked = body.prompt_logprobs
     if asked is not None and asked > most:
         raise invalid(f"prompt_logprobs: must be at most {most}, not {asked}", "prompt_logprobs")

@@ -197,5 +197,5 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stder
 
 
 def examples(*lines: str) -> str:
-    """Text at the end of a command's help: one command a line, kept as it is."""
+    """Text at the end of a command's help: one command per line, kept as it is."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)

@@ -101,7 +101,7 @@ async def _selftest(config: EngineConfig, json_output: bool, quiet: bool) -> Non
 
 
 def show(report: SelfTestReport, model: str, console: Console) -> None:
-    """The report for people: a row a bucket, a line a problem."""
+    """The report for people: a row per bucket, a line per problem."""
     from rich import box
     from rich.table import Table
 

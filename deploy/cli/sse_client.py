@@ -1,7 +1,7 @@
 """A small streaming HTTP/1.1 client that stamps every server-sent event on arrival.
 
 A load generator must not be what is measured: events are cut and stamped in the protocol callback, without a task
-switch or an object a line. Connections are kept alive and reused.
+switch or an object per line. Connections are kept alive and reused.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class HealthConfig(BaseModel):
 
 
 class LogConfig(BaseModel):
-    """Structured logs: one JSON object a line."""
+    """Structured logs: one JSON object per line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, with request ids and without a word of any prompt. Every process of an
+"""Structured logs: one JSON object per line, with request ids and without a word of any prompt. Every process of an
 application writes them, and says which application and process it is."""
 
 from __future__ import annotations

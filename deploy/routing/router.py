@@ -57,7 +57,7 @@ class LoadRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One replica a rank: within a rank Serve would go by its own count of requests."""
+        """One replica per rank: within a rank Serve would go by its own count of requests."""
         ask = _ask_of(pending_request)
         now = time.time()
         replicas = {replica.replica_id: replica for replica in candidate_replicas}

@@ -1,4 +1,4 @@
-"""The processes of one replica under Ray: its scheduler, one actor a rank, who stands where, and who watches them.
+"""The processes of one replica under Ray: its scheduler, one actor per rank, who stands where, and who watches them.
 
 Ray places, watches and ends them. Their `run` methods never return while the replica lives, so awaiting them is the
 watch: no Ray call is made per step or token.

@@ -129,7 +129,7 @@ class Tokenizer:
 
     def _check_length(self, text: str, most: int) -> None:
         """TooManyTokens for a text of many more than `most` tokens, found without encoding it whole: that takes up to
-        250 bytes of memory a token, and time in which the interpreter stands still to give them back.
+        250 bytes of memory per token, and time in which the interpreter stands still to give them back.
 
         The pieces of a text have a few tokens more than the text: about one for each.
         """

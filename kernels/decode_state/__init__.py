@@ -3,7 +3,7 @@
 State of every slot lives in tensors of S + 1 rows; the last row belongs to nobody. A slot of -1 marks a padded row: it
 feeds token 0 at position 0, writes into the null page, has length 0, and changes no state.
 
-Shape legend: S slots, R rows, W width, X = W - 1 drafts a row feeds, T = R * W, P pages a row may hold.
+Shape legend: S slots, R rows, W width, X = W - 1 drafts per row, T = R * W, P most pages of a row.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ layer of few heads. Simple rather than fast: a program reads all that a row has 
 An entry of the cache holds the keys of all key heads, then their values. Query head h reads key head h // (H / G).
 
 Shape legend: T tokens, H query heads, G key heads, D features of a head, F = (H + 2 G) D, O = D roped features, P pages
-of the cache (of a table: those a row may hold), K = 64 entries per page, C = 2 G D features of an entry, R rows, N
+of the cache (of a table: the most of a row), K = 64 entries per page, C = 2 G D features of an entry, R rows, N
 tiles.
 """
 

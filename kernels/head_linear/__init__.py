@@ -1,4 +1,4 @@
-"""Products with one weight matrix a head: W_UK into the query, W_UV out of the attended latent.
+"""Products with one weight matrix per head: W_UK into the query, W_UV out of the attended latent.
 
 Shape legend: T tokens, H heads, N input features, L output features; O rope features, D = N + O, C = L + O, V value
 features, S parts, P pages, K = 64 entries per page, R rows, W width.

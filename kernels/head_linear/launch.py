@@ -109,7 +109,7 @@ def _projected(x: Tensor, parts: list[int]) -> Projected:
 
 
 def _matrices(weight_HNL: Tensor) -> Matrices:
-    """Where one weight matrix a head lies."""
+    """Where one weight matrix per head lies."""
     return Matrices(head=weight_HNL.stride(0), row=weight_HNL.stride(1))
 
 
@@ -125,7 +125,7 @@ def _box(weight_HNL: Tensor, columns: int) -> TensorDescriptor | None:
 
 
 def _columns_of_parts(tokens: int, heads: int, latent: int) -> int:
-    """Latent features of a program: every program reads parts of its tokens' queries, 16 bytes a feature or more, so
+    """Latent features of a program: every program reads parts of its tokens' queries, 16 bytes per feature or more, so
     few programs should share a token's head; but they should be enough for the multiprocessors."""
     columns = 256
     while columns > 64 and heads * triton.cdiv(latent, columns) * triton.cdiv(tokens, 16) < _ENOUGH:

@@ -40,7 +40,8 @@ def merge_up(
     STORED: gl.constexpr, SIZES: gl.constexpr, WEIGHT: gl.constexpr, OUT_TOKEN: gl.constexpr, COLUMNS: gl.constexpr,
     WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """out[token, head] = W_UV[head] · attention of (token, head), 16 rows a program. Grid: heads * value / 16, tokens.
+    """out[token, head] = W_UV[head] · attention of (token, head), 16 rows per program. Grid: heads * value / 16,
+    tokens.
 
     The attention is `attended` where the plan split nothing, 0 where there is none, else pieces as `mla_decode.merge`
     reads them. The plan is read before the wait. Lets its successor start only after its own wait.

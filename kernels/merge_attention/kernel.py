@@ -1,4 +1,4 @@
-"""The merge in Triton: a block of (token, head) pairs a program; every number is read once and written once."""
+"""The merge in Triton: a block of (token, head) pairs per program; every number is read once and written once."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

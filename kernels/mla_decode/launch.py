@@ -1,4 +1,4 @@
-"""Launches the decode kernels into a workspace: plan once a step, then attend and merge once a layer.
+"""Launches the decode kernels into a workspace: plan once per step, then attend and merge once per layer.
 
 Nothing here allocates device memory or waits for the device, so all of it may be captured into a CUDA graph.
 

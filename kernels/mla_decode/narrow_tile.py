@@ -40,7 +40,7 @@ def products_layout(warps):
 
 @gluon.constexpr_function
 def stored_layout(warps):
-    """Of results as they are written, 16 bytes a thread."""
+    """Of results as they are written, 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [1, 32], [warps, 1], [1, 0])
 
 

@@ -16,11 +16,11 @@ import torch
 from kernels.page import PAGE_TOKENS
 
 WORKER_FIELDS = 8
-"""int32 a worker in the plan: row, position in the row, units, flat position, first page, row's length; the seventh is
-`MERGED_FIELD`, the eighth `PARTS_FIELD`."""
+"""int32 per worker in the plan: row, position in the row, units, flat position, first page, row's length; the seventh
+is `MERGED_FIELD`, the eighth `PARTS_FIELD`."""
 ROW_FIELDS = 4
-"""int32 a row in the plan, after those of the workers: slot of its first piece, slot of its second, pieces; the fourth
-of record i is the i-th row to merge, one of several pieces or of none."""
+"""int32 per row in the plan, after those of the workers: slot of its first piece, slot of its second, pieces; the
+fourth of record i is the i-th row to merge, one of several pieces or of none."""
 MERGED_FIELD = 6
 """Where the first worker's record holds how many rows there are to merge."""
 PARTS_FIELD = 7

@@ -1,4 +1,4 @@
-"""Decode attention for Hopper where `narrow` has too few query vectors a program: 64 a program, on wgmma.
+"""Decode attention for Hopper where `narrow` has too few query vectors per program: 64 per program, on wgmma.
 
 Two groups of four warps share the work, a fifth fetches. 64 x 512 fp32 of output fill the registers of both groups,
 so each holds one half of the latent columns: "left" the first 256, "right" the others. Cache tiles of 64 tokens are

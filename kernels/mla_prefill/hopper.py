@@ -1,4 +1,4 @@
-"""Ragged flash attention for Hopper: bfloat16, 128 + 64 features a key, 128 a value.
+"""Ragged flash attention for Hopper: bfloat16, 128 + 64 features per key, 128 per value.
 
 A program holds 128 queries of one row and head. Two groups of four warps have 64 each, and a softmax of their own; a
 ninth warp fetches tiles of 128 keys by TMA into rings of two. The schedule is FlashAttention-3's (Shah et al., 2024)
@@ -253,7 +253,7 @@ def attend_hopper(
     q_box, q_rope_box, k_box, k_rope_box, v_box, cu_q, cu_k, out, lse, scale, heads, blocks, pairs,
     out_part, lse_part, STRIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """As `kernel.attend` with 128 queries a program and four warps, to which five come. Boxes of `box`: queries
+    """As `kernel.attend` with 128 queries per program and four warps, to which five come. Boxes of `box`: queries
     64 x 128 and 64 x 64, keys 128 x 128, their roped part 128 x 64, values 128 x 128."""
     block, row, head = place(gl.program_id(0), blocks, pairs, heads)
     first = block * (2 * GROUP_QUERIES)

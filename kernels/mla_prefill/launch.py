@@ -31,7 +31,7 @@ class PrefillTiling:
 
 
 HOPPER: Final = PrefillTiling(128, 128, 9, 2, "hopper")
-"""For compute capability 9.0 and bfloat16, 128 + 64 features a key and 128 a value."""
+"""For compute capability 9.0 and bfloat16, 128 + 64 features per key and 128 per value."""
 HOPPER_QUERIES: Final = 256
 """Fewest queries of the longest row for which `hopper` is the faster kernel where they attend to each other
 (bench/prefill_attention.py). Over context it is the faster one for any number."""

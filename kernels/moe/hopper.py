@@ -12,7 +12,7 @@ The two blocks are WIDTH rows of gate and the same of up, or neighbours of `down
 both results of a gate and its up lie in one thread.
 
 `gate_up` gathers the tokens of its pairs with cp.async, by four warps: writing the inputs in sorted order first, for
-the copy engine, would write and read 4 KB a pair more, a twentieth of all the time; `down` finds them sorted.
+the copy engine, would write and read 4 KB per pair more, a twentieth of all the time; `down` finds them sorted.
 cp.async belongs to another proxy than wgmma: the fetching threads wait for their copies, STAGES - 2 stages behind,
 fence, and only then report a stage as full. Weights always come through the copy engine.
 

@@ -182,7 +182,7 @@ def _describe(
 ):
     """Write the expert's records.
 
-    A token's choices become WORDS words of a bit an expert. Counters are a byte, four in a word, and take every eighth
+    A token's choices become WORDS words of a bit per expert. Counters are a byte, four in a word, and take every eighth
     bit; a byte holds the sum over 128 tokens, and half a word that over all. The last SHARED experts, which would take
     a power of two of words to themselves, are counted one by one by the programs that need it.
     """

@@ -8,7 +8,7 @@ go on with the first of them: a row that ends in a period goes on with it.
 Where nothing is found drafts are token 0. Verification is exact, so any id of the vocabulary would do, and 0 is in
 every one.
 
-Shape legend: S slots, R rows, X tokens a row may have, K drafts a slot has room for, C blocks of `BLOCK` places.
+Shape legend: S slots, R rows, X most tokens of a row, K most drafts of a slot, C blocks of `BLOCK` places.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def quantise(
     LEAST_SCALE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """GROUPS groups a program. Scales lie `scale_row` and `scale_column` elements apart. GATED: `x` holds FEATURES of a
-    gate, then as many of up, and what is rounded is silu(gate) * up."""
+    """GROUPS groups per program. Scales lie `scale_row` and `scale_column` elements apart. GATED: `x` holds FEATURES of
+    a gate, then as many of up, and what is rounded is silu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

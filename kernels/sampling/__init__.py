@@ -15,7 +15,7 @@ Row i of a decode row's window counts the drafts before it as generated, in step
 follows if it is used at all, so the tokens do not depend on the width. The noise of step 7 is a function of (seed,
 position, id) alone (`kernels.sampling.philox`).
 
-Shape legend: N logits rows, V vocabulary, S slots, X drafts a row feeds, R sampled rows, W width.
+Shape legend: N logits rows, V vocabulary, S slots, X drafts per row, R sampled rows, W width.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Sampling in Triton: three kernels a call, four when some row filters, without atomics between programs.
+"""Sampling in Triton: three kernels per call, four when some row filters, without atomics between programs.
 
-`peak` takes every row's largest adjusted logit, a block of ids a program. `search.search` finds the floors of rows with
-top_k or top_p. `draw` adds the noise and takes the largest sum, for rows with a temperature. `finish` joins the blocks
-of each row. What a row needs is read from its slot's parameters, so a captured graph serves any mix of rows; a row that
-needs nothing of a kernel costs it a few loads. The largest of blocks, with the lowest id at ties, does not depend on
-how the row was cut.
+`peak` takes every row's largest adjusted logit, a block of ids per program. `search.search` finds the floors of rows
+with top_k or top_p. `draw` adds the noise and takes the largest sum, for rows with a temperature. `finish` joins the
+blocks of each row. What a row needs is read from its slot's parameters, so a captured graph serves any mix of rows; a
+row that needs nothing of a kernel costs it a few loads. The largest of blocks, with the lowest id at ties, does not
+depend on how the row was cut.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -203,7 +203,7 @@ def finish(
     NAMED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a logits row: its token. Unsound rows get token 0 and are counted, or NAMED: each by itself; padded
+    """One program per logits row: its token. Unsound rows get token 0 and are counted, or NAMED: each by itself; padded
     rows get token 0."""
     if DEPENDENT:
         gdc_launch_dependents()

@@ -10,7 +10,7 @@ Layout, the one `tl.philox(seed, c0, c1, c2, c3)` computes when its counters are
     counter  (token id // 4, low word of the position, high word of the position, 0)
     word     token id % 4
 
-Shape legend: N logits rows, V vocabulary, Q = ceil(V / 4) counters a row, C single ids.
+Shape legend: N logits rows, V vocabulary, Q = ceil(V / 4) counters per row, C single ids.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sampling in plain torch, row by row in effect: no operation here mixes rows, so a row's token does not depend on its
 batch. The order of the steps is the launcher's contract.
 
-Shape legend: N logits rows, V vocabulary, S slots, X drafts a row feeds, K stop ids, B bias entries, H head of the
+Shape legend: N logits rows, V vocabulary, S slots, X drafts per row, K stop ids, B bias entries, H head of the
 sorted row, R sampled rows, W width, M masked rows.
 """
 

@@ -204,7 +204,7 @@ def search(
     CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a logits row: the least scaled logit that min_p, then top_k, then top_p keep, if it takes a search.
+    """One program per logits row: the least scaled logit that min_p, then top_k, then top_p keep, if it takes a search.
 
     `aside` has room for the values that are kept aside of every row.
     """

@@ -1,6 +1,6 @@
 """What a call of the sampling kernels needs besides logits and tables: where its rows' state is, and memory.
 
-Shape legend: N logits rows, R sampled rows, D decode rows, X drafts a row feeds, S slots, P blocks or parts of a row,
+Shape legend: N logits rows, R sampled rows, D decode rows, X drafts per row, S slots, P blocks or parts of a row,
 A values kept aside, M masks, V vocabulary, B integers of a mask.
 """
 

@@ -29,8 +29,8 @@ _FEW_COLUMNS = 128
 """The same where a row has tokens enough for `_MANY_TILES` tiles: less is left over, and more programs are resident."""
 _MANY_TILES = 16
 _WAVES = (5, 8)
-"""Programs for every multiprocessor, where there are pages enough: of one token a row with INT8 entries, as many as are
-resident and never more, because those that start late end late; and else."""
+"""Programs for every multiprocessor, where there are pages enough: of one token per row with INT8 entries, as many as
+are resident and never more, because those that start late end late; and else."""
 _PAGES = 4
 """Pages that a program scores at least, if the context is as long as it may be."""
 _LISTED = 1024

@@ -220,7 +220,8 @@ def sparse_tiling(
 def hopper_sparse_tiling(
     tokens: int, heads: int, latent: int, selected: int, dtype: torch.dtype, *, fp8: bool, multiprocessors: int
 ) -> SparseTiling:
-    """For Hopper's own kernels, of 512 latent and 64 roped features: one program a multiprocessor, whole tiles each."""
+    """For Hopper's own kernels, of 512 latent and 64 roped features: one program per multiprocessor, whole tiles
+    each."""
     block = next((most for most in FP8_RINGS if heads <= most), max(FP8_RINGS)) if fp8 else 64
     programs = max(1, tokens * -(-heads // block))
     tiles = pages_for(selected)

@@ -1,4 +1,4 @@
-"""How a draft layer attends: to keys and values of its own, or to latents. Both read F = 2 E features a token.
+"""How a draft layer attends: to keys and values of its own, or to latents. Both read F = 2 E features per token.
 
 Shape legend: T tokens, E hidden features, F features that are read, H query heads and G key heads of this rank, D
 features of a head, Q = (H + 2 G) D, O roped features, P pages of the cache (`rotation_PO`: positions), K = 64 entries

@@ -111,7 +111,7 @@ class Eagle3(Drafter):
     def draft(
         self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
     ) -> None:
-        """See `Drafter`. A pass of one token a row leads from each draft to the next."""
+        """See `Drafter`. A pass of one token per row leads from each draft to the next."""
         assert hidden_RE is not None
         for index in range(drafts):
             token_R = rows.choose(partial(self.logits, hidden_RE, scratch), index)

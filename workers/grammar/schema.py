@@ -85,7 +85,7 @@ def with_own_patterns(
 ) -> Any:
     """A schema that was checked, with the patterns of its strings, and those of formats that need one, as xgrammar
     reads them. Lengths are such patterns `within_text`, and where `quick` has an automaton: counted in rules they take
-    up to 0.1 s a mask, rather than 1 ms. `never`: characters that strings of a form do not hold."""
+    up to 0.1 s per mask, rather than 1 ms. `never`: characters that strings of a form do not hold."""
     if isinstance(schema, list):
         return [with_own_patterns(item, within_text=within_text, never=never, quick=quick) for item in schema]
     if not isinstance(schema, dict):

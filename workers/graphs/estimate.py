@@ -21,7 +21,7 @@ from workers.weights.weight import Format, Weight
 
 BESIDE_EXPERTS: Final = 1.25
 """Memory that segments need on their way, over that of their experts alone, which is most of it. DeepSeek-V2-Lite needs
-68 KiB a token, 54 of them for its experts."""
+68 KiB per token, 54 of them for its experts."""
 
 
 def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:

@@ -1,6 +1,6 @@
 """The device view of one step that model files read: tokens, positions, cache targets and the two kinds of rows.
 
-Shape legend: T tokens of the step, R decode rows, W width, P pages a row may hold, S tokens that a query attends to at
+Shape legend: T tokens of the step, R decode rows, W width, P most pages of a row, S tokens that a query attends to at
 most.
 """
 
@@ -25,7 +25,7 @@ class DecodeBatch:
     page_RP: torch.Tensor
     """int32 page table rows; entries past the length are arbitrary."""
     workspace: Workspace | None = None
-    """How the rows' cache is dealt out on a GPU; the model makes it, once a pass."""
+    """How the rows' cache is dealt out on a GPU; the model makes it, once per pass."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Batch:
     astray_1: torch.Tensor | None = None
     """See `PagedCache`."""
     selection: Selection | None = None
-    """Of a model with sparse attention, which makes it once a pass."""
+    """Of a model with sparse attention, which makes it once per pass."""
 
     def noting(self, choices: Choices | None) -> Batch:
         """This batch, whose selections are handed to `choices`."""

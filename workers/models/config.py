@@ -129,7 +129,7 @@ class ModelConfig:
 
     @property
     def cache_width(self) -> int:
-        """Features cached a token and layer: the latent and the roped key."""
+        """Features cached per token and layer: the latent and the roped key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def is_dense(self, layer: int) -> bool:

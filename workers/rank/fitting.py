@@ -27,7 +27,7 @@ class Change:
 
 
 def smallest_change(config: EngineConfig, plan: MemoryPlan, larger: dict[str, int]) -> Change | None:
-    """The first that fits: a cache in FP8, a shorter context, fewer rows and tokens a step, more ranks, another GPU
+    """The first that fits: a cache in FP8, a shorter context, fewer rows and tokens per step, more ranks, another GPU
     (`larger`: bytes by name). None: none does."""
     if config.kv_cache_dtype != "fp8":
         tried = memory_plan(config.model_copy(update={"kv_cache_dtype": "fp8"}), plan.total)

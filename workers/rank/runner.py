@@ -96,10 +96,10 @@ class Runner:
         masks: StepMasks | None = None,
         constrained: ConstrainedRows | None = None,
     ) -> None:
-        """`cache` has one layer a model layer, and behind them those of the drafter. `token_budget`: the most tokens a
-        step feeds. `sampling`, `masks`: what rank 0 samples with, if it is there already. `adaptive`:
-        steps may feed fewer tokens a row than `width`. `constrained`: the grammars of rows, on rank 0; without them no
-        request may have one."""
+        """`cache` has one layer per model layer, and behind them those of the drafter. `token_budget`: the most tokens
+        a step feeds. `sampling`, `masks`: what rank 0 samples with, if it is there already. `adaptive`: steps may feed
+        fewer tokens per row than `width`. `constrained`: the grammars of rows, on rank 0; without them no request may
+        have one."""
         if width > 1 and model.drafter is None:
             raise ValueError(f"width {width} needs a drafter, and the model has none")
         device = cache.layers[0].device
@@ -289,7 +289,7 @@ class Runner:
         """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""
         state, model, width = self.parts.state, self.parts.model, self.parts.width
         slots, pages, vocab = state.slots, self.parts.cache.pages, model.config.vocab_size
-        # Behind a step's tokens the draft layer writes an entry a draft, and looks up where one more would lie.
+        # Behind a step's tokens the draft layer writes an entry per draft, and looks up where one more would lie.
         behind = width if width > 1 else 0
         capacity = min(state.pages_per_row * PAGE_TOKENS, model.max_positions) - behind
         if plan.step != self._steps + 1:

@@ -36,7 +36,7 @@ class Acceptance:
     """How probable it is that drafts stand, by position."""
 
     def __init__(self, drafts: int) -> None:
-        """Of up to so many drafts a row."""
+        """Of up to so many drafts per row."""
         self._reached = [LEAST_WEIGHT] * drafts
         self._stood = [PRIOR * LEAST_WEIGHT] * drafts
         self._mean: list[float] = []

@@ -51,7 +51,7 @@ class SchedulerConfig:
     pipeline: int = PIPELINE
     """Plans made before the first of their results is back."""
     adaptive: bool = False
-    """Let each step feed as many tokens a row as pays, `width` at the most; otherwise each feeds `width`."""
+    """Let each step feed as many tokens per row as pays, `width` at the most; otherwise each feeds `width`."""
     step_times: tuple[StepTime, ...] = ()
     """What steps took at the start."""
     token_buckets: tuple[int, ...] = ()

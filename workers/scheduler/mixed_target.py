@@ -138,8 +138,8 @@ class MixedTarget:
 
 
 def _measured(measured: Sequence[StepTime], buckets: Sequence[int]) -> tuple[float, float] | None:
-    """(seconds of a mixed step without any token, seconds a token) of those that were measured; None where they do not
-    say it. Theil and Sen's estimate: a step that something else held up changes little."""
+    """(seconds of a mixed step without any token, seconds per token) of those that were measured; None where they do
+    not say it. Theil and Sen's estimate: a step that something else held up changes little."""
     mixed = [
         (padded(time.prompt_tokens + time.rows * time.width, buckets), time.seconds)
         for time in measured

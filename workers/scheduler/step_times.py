@@ -46,7 +46,7 @@ class StepTimes:
     """Seconds of a step of decode rows, by rows and width."""
 
     def __init__(self, measured: Iterable[StepTime], width: int) -> None:
-        """`measured`: at the start, in any order; steps of up to `width` tokens a row, and mixed ones, which do not
+        """`measured`: at the start, in any order; steps of up to `width` tokens per row, and mixed ones, which do not
         count here."""
         points: dict[int, dict[int, float]] = {}
         for time in measured:

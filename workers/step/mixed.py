@@ -5,7 +5,7 @@ Everything the host says about a step reaches the device in one copy, and nothin
 launched behind the one before it.
 
 Shape legend: T tokens of the step, padding included, D decode rows, W width, F final prefill rows, R = D + F sampled
-rows, B prefill rows, N logits rows, P pages a row may hold, E hidden size, V vocabulary.
+rows, B prefill rows, N logits rows, P most pages of a row, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a step of either kind works with, the draft loop both end with, and what they leave for the host.
 
-Shape legend: R sampled rows, E hidden size, P pages a row may hold, S slots, V vocabulary.
+Shape legend: R sampled rows, E hidden size, P most pages of a row, S slots, V vocabulary.
 """
 
 from __future__ import annotations

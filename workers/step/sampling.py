@@ -4,7 +4,7 @@ Everything a token depends on lives in device tables (`kernels.sampling.SlotTabl
 host uses the values of its own step. The host remembers one thing more, which kinds of work the tenant of each slot
 needs, and only to leave work out: a row's token is the same whether or not other rows make the step do more.
 
-Memory: 13 KB a slot, nearly all of it room for biases; with penalties also a count for every id, 4 bytes * slots *
+Memory: 13 KB per slot, nearly all of it room for biases; with penalties also a count for every id, 4 bytes * slots *
 vocabulary (256 slots * 129,280 ids: 126 MiB); and up to 64 MiB for log-probabilities (`workers.step.logprobs`). A
 replica takes all of it by `allocate` before it sizes its cache; without that the counts come with the first request
 with penalties.

@@ -30,7 +30,7 @@ TARGET, DRAFT = 0, 1
 """The passes of a step, in their order; some drafters have none."""
 
 PER_TOKEN = 6
-"""Numbers a token that come from the host, see `Stage`."""
+"""Numbers per token that come from the host, see `Stage`."""
 
 
 class Ending:

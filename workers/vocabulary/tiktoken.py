@@ -1,7 +1,7 @@
 """Tokenizers that are published in tiktoken's form, as Moonshot publishes Moonlight's and Kimi's.
 
-`tiktoken.model` has a line a token: its bytes in base64, and its id. Such folders have no tokenizer.json. How a text is
-split before its pieces are encoded stands in the folder's own Python file, as `pat_str`. It is read, and never run.
+`tiktoken.model` has a line per token: its bytes in base64, and its id. Such folders have no tokenizer.json. How a text
+is split before its pieces are encoded stands in the folder's own Python file, as `pat_str`. It is read, and never run.
 """
 
 from __future__ import annotations

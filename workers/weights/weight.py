@@ -27,7 +27,7 @@ class Format(Enum):
     FP8_BLOCKS = "FP8 in blocks"
     """e4m3 numbers [.., N, K]; a block of rows and columns shares an fp32 scale. Blocks at the end may be cut."""
     INT4_GROUPS = "INT4 in groups"
-    """Two numbers a byte, [.., N, K / 2], the low half the even input feature, stored with 8 added; 32 neighbouring
+    """Two numbers per byte, [.., N, K / 2], the low half the even input feature, stored with 8 added; 32 neighbouring
     input features of a row share a bf16 scale, [.., N, K / 32]."""
 
 

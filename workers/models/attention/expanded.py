@@ -1,5 +1,5 @@
 """The expanded form: keys and values of all heads, which costs fewer products than the absorbed form when many queries
-share them. For prefill rows. Their geometry is made once a pass and read by every layer.
+share them. For prefill rows. Their geometry is made once per pass and read by every layer.
 
 Cached context is attended to in bounded pieces: its keys and values, expanded from the latent, are many times the
 latent's size and never exist for a whole long context at once. A piece holds as much of every row, side by side, and
@@ -9,7 +9,7 @@ device busy at once.
 Few queries alone would leave most of the device idle, so they attend to a piece in parts at once (`key_parts`).
 
 Shape legend: T tokens of the prefill rows, H heads of this rank, N / O non-rope / rope features of a key, V value
-features, L latent features, C = L + O cached features, F = H (N + V), B rows, P pages a row may hold, S entries of all
+features, L latent features, C = L + O cached features, F = H (N + V), B rows, P most pages of a row, S entries of all
 rows, X >= S latents that are expanded at once.
 """
 
@@ -33,7 +33,7 @@ from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.batch import Batch
 
 CONTEXT_ENTRIES: Final = 4096
-"""Cached entries expanded at once, all rows together (at least one page a row)."""
+"""Cached entries expanded at once, all rows together (at least one page per row)."""
 EXPANDED: Final = 128
 """Latents of cached context are expanded in multiples of so many. So there are few products, and each has been launched
 before the first step: whoever multiplies loads kernels when they first come, and a step would wait for that."""

@@ -137,7 +137,7 @@ class LatentAttention:
         return PrefillGeometry.of(batch)
 
     def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
-        """Some of so many tokens, rows and pages a row, of which one needs as much memory as any."""
+        """Some of so many tokens, rows and pages per row, of which one needs as much memory as any."""
         if self.heads.invariant:
             return ChunkRows.largest(tokens, rows, pages, self.heads.count, device)
         return [PrefillGeometry.largest(tokens, rows, device)]
