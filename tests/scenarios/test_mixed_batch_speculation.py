@@ -10,7 +10,9 @@ Here the layout says where everything lies, lengths live in one place on the dev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,17 @@ import torch
 
 from kernels import decode_state
 from tests.scenarios.served import DRAFTERS, Job, Place, named, places, replica, tiny
+from tests.workers.good_drafts import good_drafts
+from tests.workers.grammar.grammar_model import EOS, text_of, write_grammar_model
 from tests.workers.harness import InlineEngine
+from workers.grammar.rows import ConstrainedRows
+from workers.protocol.grammar import Grammar
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
 from workers.scheduler import Scheduler
 from workers.scheduler.speculation import Speculation
 from workers.step.mixed import MixedStep
 from workers.step.sampling import SamplingState
+from workers.step.stage import Stage
 
 PLACES = places(pytest.mark.gpu)
 BUDGET, LONG, ROWS, WIDTH = 16, 64, 3, 3
@@ -51,17 +58,27 @@ def jobs() -> list[Job]:
     return short + long
 
 
-def mixed(folder: Path, place: Place, names: str = "abcde", **settings: Any) -> InlineEngine:
-    """Serve the jobs under these names: the long prompts arrive when the others decode."""
+def crowded(folder: Path, place: Place, **settings: Any) -> InlineEngine:
+    """A replica whose steps have little room for prompts."""
     given = {"width": WIDTH, "max_rows": ROWS + 2, "token_budget": BUDGET, "prefix_cache": False}
-    run = replica(folder, place, **{**given, **settings})
-    for name, (prompt, params) in zip(names, jobs()[:ROWS], strict=False):
+    return replica(folder, place, **{**given, **settings})
+
+
+def serve(run: InlineEngine, asked: list[Job], names: str) -> None:
+    """The long prompts arrive when the others decode."""
+    for name, (prompt, params) in zip(names, asked[:ROWS], strict=False):
         run.add(name, prompt, params)
     for _ in range(4):
         run.step()
-    for name, (prompt, params) in zip(names[ROWS:], jobs()[ROWS:], strict=True):
+    for name, (prompt, params) in zip(names[ROWS:], asked[ROWS:], strict=True):
         run.add(name, prompt, params)
     run.run()
+
+
+def mixed(folder: Path, place: Place, names: str = "abcde", **settings: Any) -> InlineEngine:
+    """Serve the jobs under these names."""
+    run = crowded(folder, place, **settings)
+    serve(run, jobs(), names)
     return run
 
 
@@ -224,6 +241,23 @@ def rows_of_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MixedStep, "_batch", batch)
 
 
+def plans_over_all_rows(patch: pytest.MonkeyPatch) -> None:
+    """Attention is planned over all rows, prompts first, and run on decode rows: of each it works on what the plan
+    has of the row of that number. On a CPU nothing is planned, so lengths stand for what a plan deals out."""
+    honest = MixedStep._batch
+
+    def batch(step: MixedStep, rows: Any, stage: Any, first: int) -> Any:
+        made = honest(step, rows, stage, first)
+        if made.decode is None:
+            return made
+        length_D = made.decode.length_R
+        ends = [start + tokens for start, tokens in zip(rows.start, rows.layout.prefill_tokens, strict=True)]
+        planned_D = torch.cat([length_D.new_tensor(ends), length_D])[: len(length_D)]
+        return replace(made, decode=replace(made.decode, length_R=torch.minimum(length_D, planned_D)))
+
+    patch.setattr(MixedStep, "_batch", batch)
+
+
 def logits_of_the_first_place(patch: pytest.MonkeyPatch) -> None:
     """Log-probabilities are written back by row, as if each had one logits row."""
     honest = BatchLayout.logits_rows_of
@@ -233,6 +267,20 @@ def logits_of_the_first_place(patch: pytest.MonkeyPatch) -> None:
         return range(row, row + len(right)) if layout.prefill_tokens else right
 
     patch.setattr(BatchLayout, "logits_rows_of", logits_rows_of)
+
+
+def logits_gathered_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """Logits are gathered with those of prompts first, and what is sampled from them is written back behind the decode
+    rows."""
+    honest = MixedStep._sample
+
+    def sample(step: MixedStep, rows: Any, stage: Stage, masks: Any) -> Any:
+        split, hidden = rows.layout.decode_tokens, stage.target_hidden
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(stage, "target_hidden", lambda token_N: hidden(token_N.roll(-split)))
+            return honest(step, rows, stage, masks)
+
+    patch.setattr(MixedStep, "_sample", sample)
 
 
 def counts_of_every_other_row(patch: pytest.MonkeyPatch) -> None:
@@ -249,6 +297,8 @@ def counts_of_every_other_row(patch: pytest.MonkeyPatch) -> None:
 WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a length advanced in place": advanced_twice,
     "page tables of other rows": rows_of_others,
+    "a plan over all rows": plans_over_all_rows,
+    "logits gathered in another order": logits_gathered_in_another_order,
     "log-probabilities written back by row": logits_of_the_first_place,
     "counts of some rows": counts_of_every_other_row,
 }
@@ -259,6 +309,8 @@ WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     [
         "a length advanced in place",
         "page tables of other rows",
+        "a plan over all rows",
+        "logits gathered in another order",
         pytest.param("log-probabilities written back by row", marks=pytest.mark.long),
         pytest.param("counts of some rows", marks=pytest.mark.long),
     ],
@@ -304,3 +356,101 @@ def test_decode_rows_that_starve_are_seen(
     run = mixed(folder, ("cpu", False))
     assert len(starved(run)) > 5
     assert outcome(run) == expected
+
+
+FORM = r"([ab][0-9][c-f](-|\+))*"
+"""Which characters may come depends on the place in the text, so the mask of one position is that of no other."""
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokens are text."""
+    return write_grammar_model(tmp_path_factory.mktemp("writer"))
+
+
+def bound_jobs() -> list[Job]:
+    """As `jobs`; two of the rows that decode and both that come later have a grammar, the second one has none."""
+
+    def params(index: int, tokens: int) -> SamplingParams:
+        grammar = None if index == 1 else Grammar("regex", FORM)
+        bias = ((EOS, -9.0),)
+        return SamplingParams(
+            tokens, temperature=0.8 * (index % 3), seed=index, stop_ids=(EOS,), grammar=grammar, logit_bias=bias
+        )
+
+    return [(prompt, params(index, own.max_tokens)) for index, (prompt, own) in enumerate(jobs())]
+
+
+@cache
+def bound_one_by_one(folder: Path) -> dict[str, list[int]]:
+    """The tokens of each of these jobs, without drafts, in a replica of its own."""
+    found = {}
+    for name, (prompt, params) in zip("abcde", bound_jobs(), strict=True):
+        run = replica(folder, ("cpu", False), width=1, prefix_cache=False)
+        run.add(name, prompt, params)
+        found[name] = run.run()[name].tokens
+    return found
+
+
+def bound(folder: Path, patch: pytest.MonkeyPatch) -> InlineEngine:
+    """Serve them together, with drafts that mostly stand."""
+    run = crowded(folder, ("cpu", False))
+    good_drafts(patch, run, bound_one_by_one(folder))
+    serve(run, bound_jobs(), "abcde")
+    return run
+
+
+def test_masks_are_those_of_the_position(writer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = bound(writer, monkeypatch)
+    assert {name: record.tokens for name, record in run.finished.items()} == bound_one_by_one(writer)
+    for name in "acde":
+        text = text_of(run.finished[name].tokens)
+        assert any(re.fullmatch(FORM, text + rest) for rest in ("", "-", "c-", "0c-")), text
+    both = [plan for plan in run.plans if plan.prefill and len(set(plan.constrained) & set(plan.decode_slots)) > 1]
+    assert len(both) > LONG // BUDGET
+    assert any(plan.layout.prefill_final[-1] and len(plan.constrained) > 2 for plan in both), "masks of either kind"
+    stats = run.scheduler.stats()
+    assert stats.drafts_accepted > 0.3 * stats.drafts_offered
+
+
+def masks_of_stale_candidates(patch: pytest.MonkeyPatch) -> None:
+    """In mixed steps masks follow from the drafts that the step before has verified."""
+    drafted, fill = ConstrainedRows.drafted, ConstrainedRows.fill
+    stale: dict[int, Any] = {}
+
+    def remembering(rows: ConstrainedRows, slot: int, drafts: Any) -> None:
+        stale[slot] = rows._drafts_of.get(slot, ())
+        drafted(rows, slot, drafts)
+
+    def filled(rows: ConstrainedRows, layout: BatchLayout, slots: Any, constrained: Any, masks: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            if layout.prefill_tokens:
+                inner.setattr(rows, "_drafts_of", {**rows._drafts_of, **stale})
+            return fill(rows, layout, slots, constrained, masks)
+
+    patch.setattr(ConstrainedRows, "drafted", remembering)
+    patch.setattr(ConstrainedRows, "fill", filled)
+
+
+def masks_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """In mixed steps masks lie where they would if prompts came first."""
+    fill = ConstrainedRows.fill
+
+    def filled(rows: ConstrainedRows, layout: BatchLayout, slots: Any, constrained: Any, masks: Any) -> Any:
+        stuck = fill(rows, layout, slots, constrained, masks)
+        if layout.prefill_tokens:
+            index_N = masks._index_N[: layout.logits_rows]
+            index_N[:] = torch.from_numpy(index_N.copy()).roll(layout.logits_rows - layout.decode_tokens).numpy()
+        return stuck
+
+    patch.setattr(ConstrainedRows, "fill", filled)
+
+
+@pytest.mark.parametrize("wrong", [masks_of_stale_candidates, masks_in_another_order])
+def test_masks_of_others_are_seen(
+    writer: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    expected = bound_one_by_one(writer)
+    wrong(monkeypatch)
+    run = bound(writer, monkeypatch)
+    assert {name: record.tokens for name, record in run.finished.items()} != expected

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from kernels.sampling import TokenMasks
 from tests.tiny_models import VOCAB
 from tests.workers.crowd import Job, crowd, of_all_widths
+from tests.workers.good_drafts import good_drafts
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.grammar.rows import ConstrainedRows
@@ -27,7 +28,6 @@ from workers.protocol.grammar import Grammar
 from workers.protocol.plan import SamplingParams
 from workers.rank.runner import Launched
 from workers.step.masks import StepMasks
-from workers.step.parts import StepParts
 
 SCHEMA = {
     "type": "object",
@@ -135,26 +135,6 @@ def test_a_mixed_crowd_is_valid_and_the_same_alone_and_together(folder: Path, wi
     assert any(plan.prefill and plan.decode_slots for plan in constrained_plans)
     assert any(not plan.prefill for plan in constrained_plans)
     assert any(set(plan.constrained) < set(plan.decode_slots) for plan in constrained_plans)
-
-
-def good_drafts(patch: pytest.MonkeyPatch, run: InlineEngine, want: dict[str, list[int]]) -> None:
-    """The drafter knows what requests will say, and errs now and then: windows are accepted to every length. A model of
-    random weights by itself drafts hardly a token that stands."""
-    rng = random.Random(3)
-
-    def draft(
-        parts: StepParts, hidden: Any, slot_R: Any, position_R: Any, length: Any, page: Any, drafts: int, *_: Any
-    ):
-        live = {sequence.slot: sequence for sequence in run.scheduler._live.values()}
-        for slot, position in zip(slot_R.tolist(), position_R.tolist(), strict=True):
-            if (sequence := live.get(slot)) is None:
-                continue
-            said = want[sequence.request.request_id][position - len(sequence.request.prompt) :]
-            for index in range(drafts):
-                right = index < len(said) and rng.random() < 0.8
-                parts.state.tensors.draft_SK[slot, index] = said[index] if right else rng.randrange(VOCAB)
-
-    patch.setattr(StepParts, "draft", draft)
 
 
 def with_good_drafts(patch: pytest.MonkeyPatch, folder: Path, width: int) -> tuple[InlineEngine, list[list[int]]]:
