@@ -70,7 +70,7 @@ class Lengths:
     ("drafter", "rows"),
     [
         ("eagle3", 2),
-        *(pytest.param("eagle3", rows, marks=pytest.mark.long) for rows in (1, 3, 5, 7, 8)),
+        *(pytest.param("eagle3", rows, marks=pytest.mark.long) for rows in (1, 3, 4, 5, 6, 7, 8)),
         ("mtp", 3),
         *(pytest.param("mtp", rows, marks=pytest.mark.long) for rows in (1, 8)),
         ("ngram", 5),
@@ -91,10 +91,15 @@ def test_ten_of_ten_requests_are_served(
 
 
 @pytest.mark.parametrize("place", PLACES, ids=named)
-@pytest.mark.parametrize("width", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_cache_of_two_pages_serves_one_request_after_the_other(folder: Path, width: int, place: Place) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "width"),
+    [("eagle3", 2), ("mtp", 2), *(pytest.param(drafter, 4, marks=pytest.mark.long) for drafter in ("eagle3", "mtp"))],
+)
+def test_a_cache_of_two_pages_serves_one_request_after_the_other(
+    folder: Path, width: int, place: Place, drafter: str
+) -> None:
     """One of the two is the null page."""
-    run = replica(folder, place, width=width, cache_pages=2)
+    run = replica(folder, place, width=width, cache_pages=2, **DRAFTERS[drafter])
     poison_null_page(run)
     assert serve(run, greedy_jobs(*JOBS)) == alone(folder, place[0], *JOBS)
 
@@ -114,11 +119,12 @@ def padding_of_one_token() -> Fault:
     return plant
 
 
-def test_padding_of_one_token_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafter", ["eagle3", "mtp"])
+def test_padding_of_one_token_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     """It would not change an answer here, for nothing reads what padding makes: the lengths themselves say it."""
     padding_of_one_token()(monkeypatch, None)
     lengths = Lengths(monkeypatch)
-    serve(replica(folder, ("cpu", True), max_rows=8), greedy_jobs(*JOBS))
+    serve(replica(folder, ("cpu", True), max_rows=8, **DRAFTERS[drafter]), greedy_jobs(*JOBS))
     assert {(slot, length) for slot, length, _ in lengths.wrong} == {(-1, 1)}
 
 
@@ -130,12 +136,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("place", PLACES[1:], ids=named)
+@pytest.mark.parametrize("drafter", ["eagle3", "mtp"])
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_capture_does_not_serve_ten_of_ten(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: Place
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: Place, drafter: str
 ) -> None:
     expected = alone(folder, place[0], *JOBS)
-    run = replica(folder, place, WRONG[name](), monkeypatch, max_rows=8, width=3)
+    run = replica(folder, place, WRONG[name](), monkeypatch, max_rows=8, width=3, **DRAFTERS[drafter])
     poison_null_page(run)
     try:
         tokens = serve(run, greedy_jobs(*JOBS))
