@@ -143,7 +143,7 @@ def with_good_drafts(patch: pytest.MonkeyPatch, folder: Path, width: int) -> tup
     return run, served(run, jobs(8))
 
 
-@pytest.mark.parametrize("width", [4])
+@pytest.mark.parametrize("width", [4, 8])
 def test_windows_that_are_accepted_to_every_length(monkeypatch: pytest.MonkeyPatch, folder: Path, width: int) -> None:
     run, tokens = with_good_drafts(monkeypatch, folder, width)
     assert tokens == expected(folder)
@@ -202,7 +202,7 @@ def test_planted_faults_show(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
 def test_a_larger_crowd_is_the_same_at_every_width(folder: Path, width: int) -> None:
     asked = jobs(16, seed=5, most=250)
     assert served(engine(folder, width=width), asked) == one_after_the_other(folder, asked)

@@ -151,12 +151,23 @@ def random_engine(rng: random.Random, tight: bool) -> dict[str, Any]:
     }
 
 
+def widened(engine: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The same settings, some with steps of 5 to 8 tokens per row, whose budget leaves as many tokens for prompts."""
+    if rng.random() >= 0.3:
+        return engine
+    width = rng.choice([5, 6, 7, 8])
+    budget = engine["token_budget"] + engine["max_rows"] * (width - engine["width"])
+    return {**engine, "width": width, "token_budget": budget}
+
+
 def random_schedule(seed: int, requests: int = 14) -> Schedule:
     """Of some hundred steps. In every third, prompts end shortly before a page does, so that all rows need a page at
     once, and somebody is preempted."""
     rng, further = random.Random(seed), random.Random(f"what came later {seed}")
     tight = rng.random() < 0.35
-    engine = {**random_engine(rng, tight), **further.choice(DRAFTERS)}
+    # By a generator of its own, so that everything else of a schedule is what it was when no step was so wide.
+    engine = widened(random_engine(rng, tight), random.Random(f"widths {seed}"))
+    engine = {**engine, **further.choice(DRAFTERS)}
     share = further.choice([0.0, 0.3, 0.7])
     streams = [[rng.randrange(POISON) for _ in range(150)] for _ in range(2)]
     events: list[Event] = []

@@ -37,6 +37,9 @@ def nothing_differs(bench: Bench, steps: int, first_seed: int, folder: Path) -> 
     assert min(seen["preemptions"], seen["bad rows"], seen["cached tokens"]) > 0
     assert all(seen[f"ended: {end}"] > 5 for end in ("stop", "length", "failed", "cancelled"))
     assert all(seen[f"mixed steps of width {width}"] > 5 for width in range(1, 5))
+    # Few schedules are so wide: of each of these widths only long runs have many.
+    wide = [seen[f"mixed steps of width {width}"] for width in range(5, 9)]
+    assert min(wide) > 5 if steps > 10_000 else sum(wide) > 20
     assert all(seen[f"drafts of {drafter}"] > 100 for drafter in ("the model", "ngram", "gqa", "mla"))
     assert min(seen["with a grammar"], seen["steps with masks"] / 10) > 20
     assert seen["near ties"] < seen["tokens"] / 500
