@@ -42,7 +42,16 @@ class CachedTokens(Answer):
     cached_tokens: int
 
 
-class ReasoningTokens(Answer):
+class DraftTokens(Answer):
+    """What became of drafts; both counts come when `return_accepted_drafts` asks for them."""
+
+    accepted_prediction_tokens: int = 0
+    """Generated tokens that were drafts which stood."""
+    rejected_prediction_tokens: int = 0
+    """All other drafts that were verified. They are no part of what was generated."""
+
+
+class ReasoningTokens(DraftTokens):
     """Of what was generated."""
 
     reasoning_tokens: int

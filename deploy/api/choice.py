@@ -38,6 +38,8 @@ class Choice:
         "accepted_drafts",
         "cached_tokens",
         "detailed",
+        "drafts_accepted",
+        "drafts_offered",
         "finish",
         "generated",
         "index",
@@ -74,6 +76,10 @@ class Choice:
         """Parallel to `token_ids` when the job asks for them."""
         self.accepted_drafts: list[bool] = []
         """Parallel to `token_ids`: whether each was a draft that stood."""
+        self.drafts_offered = 0
+        """Drafts that were verified for it so far, when `detailed`."""
+        self.drafts_accepted = 0
+        """Of these, those that stood and are among its tokens."""
         self._stream = (
             tokenizer.stream(job.stops, job.include_stop, job.skip_special_tokens, job.kept)
             if tokenizer is not None
@@ -135,5 +141,8 @@ class Choice:
         if self.detailed:
             self.token_ids += tokens[:used]
             self.logprobs += output.logprobs[:used]
-            self.accepted_drafts += output.drafts[:used]
+            drafts = output.drafts[:used]
+            self.accepted_drafts += drafts
+            self.drafts_accepted += sum(drafts)
+            self.drafts_offered += output.offered
         return text

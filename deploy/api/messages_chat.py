@@ -43,6 +43,7 @@ def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody]:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
+        "return_accepted_drafts": body.return_accepted_drafts,
     }
     return body, _chat_of(body, **more)
 

@@ -9,6 +9,7 @@ import orjson
 
 from deploy.api.choice import Choice, Piece
 from deploy.api.params import Job
+from deploy.api.render import draft_counts
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
 
 STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -71,7 +72,10 @@ class MessagesFormat:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": choice.cached_tokens,
             "output_tokens": choice.generated,
-            "output_tokens_details": {"thinking_tokens": choice.reasoning_tokens},
+            "output_tokens_details": {
+                "thinking_tokens": choice.reasoning_tokens,
+                **draft_counts(self._job, [choice]),
+            },
         }
 
     def _written(self, piece: Piece) -> bytes:

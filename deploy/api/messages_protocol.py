@@ -151,6 +151,10 @@ class MessagesBody(MessagesPrompt):
     top_p: float = Field(default=1.0, ge=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0)
 
+    # An extension.
+    return_accepted_drafts: bool = False
+    """Say in `usage` how many drafts stood, and how many did not."""
+
 
 UNSUPPORTED: Final = {
     "container": "a container",

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from deploy.api.answers import Answer, ErrorDetail
+from deploy.api.answers import Answer, DraftTokens, ErrorDetail
 
 
 class MessageError(Answer):
@@ -16,7 +16,7 @@ class MessageError(Answer):
     error: ErrorDetail
 
 
-class ThinkingTokens(Answer):
+class ThinkingTokens(DraftTokens):
     """Of what was generated."""
 
     thinking_tokens: int

@@ -36,7 +36,15 @@ class ParsedChoice(Choice):
         for place, (token, draft) in enumerate(zip(tokens, output.drafts, strict=True)):
             last = place == len(tokens) - 1
             finish, logprobs = output.finish if last else None, output.logprobs[place : place + 1]
-            one = RequestOutput(output.request_id, (token,), finish, logprobs, output.cached_tokens, stood=(draft,))
+            one = RequestOutput(
+                output.request_id,
+                (token,),
+                finish,
+                logprobs,
+                output.cached_tokens,
+                stood=(draft,),
+                offered=0 if place else output.offered,
+            )
             events += self._feed_one(one)
             if self.finish is not None:
                 break

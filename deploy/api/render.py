@@ -31,7 +31,7 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-def usage(job: Job, choices: Iterable[Choice]) -> dict[str, Any]:
+def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
     """Token counts: every prompt once, every choice in full."""
     prompt = sum(len(prompt.ids) for prompt in job.prompts)
     cached, generated, reasoning = [0] * len(job.prompts), 0, 0
@@ -44,8 +44,20 @@ def usage(job: Job, choices: Iterable[Choice]) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(cached)},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "completion_tokens_details": {"reasoning_tokens": reasoning, **draft_counts(job, choices)},
     }
+
+
+def draft_counts(job: Job, choices: Iterable[Choice]) -> dict[str, int]:
+    """What became of the drafts of all choices, where the job asks for it, under the names that OpenAI has for
+    predictions."""
+    if not job.accepted_drafts:
+        return {}
+    accepted = offered = 0
+    for choice in choices:
+        accepted += choice.drafts_accepted
+        offered += choice.drafts_offered
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": offered - accepted}
 
 
 def _finite(logprob: float) -> float:

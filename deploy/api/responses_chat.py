@@ -47,7 +47,8 @@ def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
         "tool_choice": body.tool_choice,
         "response_format": body.text,
     }
-    same = ("temperature", "top_p", "stream", "parallel_tool_calls", "max_reasoning_tokens", "seed")
+    sampling = ("temperature", "top_p", "seed", "max_reasoning_tokens")
+    same = (*sampling, "stream", "parallel_tool_calls", "return_accepted_drafts")
     try:
         more = {name: getattr(body, name) for name in same}
         return validate(ChatBody, {**fields, **more, "chat_template_kwargs": body.chat_template_kwargs})

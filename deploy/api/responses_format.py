@@ -12,6 +12,7 @@ from deploy.api.choice import Choice, Piece
 from deploy.api.errors import invalid
 from deploy.api.messages_format import named_event
 from deploy.api.params import Job
+from deploy.api.render import draft_counts
 from deploy.api.response_items import OutputWriter
 from deploy.api.responses_protocol import ResponsesBody
 from deploy.parsing.events import Content
@@ -95,7 +96,10 @@ class ResponsesFormat:
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": choice.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": choice.generated,
-            "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
+            "output_tokens_details": {
+                "reasoning_tokens": choice.reasoning_tokens,
+                **draft_counts(self._job, [choice]),
+            },
             "total_tokens": prompt + choice.generated,
         }
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None

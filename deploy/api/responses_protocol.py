@@ -115,6 +115,8 @@ class ResponsesBody(Body):
     max_reasoning_tokens: int | None = Field(default=None, ge=1)
     chat_template_kwargs: Annotated[dict[str, Any], WithJsonSchema(_ANY_OBJECT)] = Field(default_factory=dict)
     seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
+    return_accepted_drafts: bool = False
+    """Say in `usage` how many drafts stood, and how many did not."""
 
 
 UNSUPPORTED: Final[Mapping[str, str]] = {

@@ -19,6 +19,7 @@ def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         stood=tuple(draft for output in outputs for draft in output.drafts),
         prompt=outputs[0].prompt,
         queued=max(output.queued for output in outputs),
+        offered=sum(output.offered for output in outputs),
     )
 
 

@@ -116,6 +116,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
     queued: float = 0.0
     """Seconds that the request waited in the scheduler for its slot and pages (given with the first output)."""
+    offered: int = 0
+    """Drafts that the step verified for the request, whether they stood or not."""
 
     @property
     def drafts(self) -> tuple[bool, ...]:

@@ -48,7 +48,7 @@ class Results:
         for index, (sequence, tokens) in enumerate(rows):
             sequence.upper -= plan.width - len(tokens)
             if sequence.phase is not ended and not sequence.void and index not in over:  # `gains`, without a call
-                output = self._gain(sequence, tokens, result, index, decoded=True)
+                output = self._gain(sequence, tokens, result, index, decoded=True, offered=plan.width - 1)
                 outputs.append(output)
                 offered += plan.width - 1
                 accepted += min(len(output.tokens), len(tokens) - 1)
@@ -60,7 +60,7 @@ class Results:
                 _take_scores(sequence, row, next(scores))
             if row.final:
                 if sequence.gains and index not in over:
-                    outputs.append(self._gain(sequence, result.tokens[index], result, index, decoded=False))
+                    outputs.append(self._gain(sequence, result.tokens[index], result, index, decoded=False, offered=0))
                 index += 1
             self._rows.landed(sequence, sampled=row.final)
         self._counters.drafts_offered += offered
@@ -71,10 +71,17 @@ class Results:
         return [*self._judge(outputs, bad), *stuck.values()], stood
 
     def _gain(
-        self, sequence: Sequence, tokens: tuple[int, ...], result: StepResult, index: int, *, decoded: bool
+        self,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        result: StepResult,
+        index: int,
+        *,
+        decoded: bool,
+        offered: int,
     ) -> RequestOutput:
-        """A live request's tokens of a step, as a decode row or at the end of its prompt: cut at the first stop or at
-        its limit; it may have ended then."""
+        """A live request's tokens of a step, as a decode row with `offered` drafts or at the end of its prompt: cut at
+        the first stop or at its limit; it may have ended then."""
         mine = sequence.tokens
         known = mine.length
         kept = tokens[: sequence.limit - known]
@@ -115,7 +122,7 @@ class Results:
         if finish is not None:
             self._live.end(sequence)
         name = sequence.request.request_id
-        return RequestOutput(name, kept, finish, logprobs, cached, prompt=prompt, queued=queued)
+        return RequestOutput(name, kept, finish, logprobs, cached, prompt=prompt, queued=queued, offered=offered)
 
     def _bad_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput | None]:
         """The sampled rows of a step that are bad, of requests that live, are ended or start again. The last output of

@@ -99,6 +99,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CHATS, {**CHAT, "stream": True, "n": 2, "return_token_ids": True}),
     (CHATS, {**CHAT, "stream": True, "return_accepted_drafts": True}),
     (COMPLETIONS, {**BASE, "return_accepted_drafts": True, "logprobs": 1}),
+    (COMPLETIONS, {**BASE, "return_accepted_drafts": True, "stream": True, "stream_options": {"include_usage": True}}),
     (CHATS, {**CHAT, "chat_template_kwargs": {"x": {"y": None}}, "max_completion_tokens": 4}),
     (CHATS, {**CHAT, "tools": [], "tool_choice": "none", "parallel_tool_calls": None}),
     (CHATS, {**CHAT, "messages": [{"role": "assistant", "content": "x", "tool_calls": [], "reasoning_content": "y"}]}),

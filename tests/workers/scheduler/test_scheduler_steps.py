@@ -166,6 +166,7 @@ def test_tokens_are_cut_at_the_first_stop_inside_the_draft_window() -> None:  # 
         windows = [len(output.tokens) for output in replica.outputs["a"][1:]]
         assert stats.drafts_accepted == sum(min(size, 3) for size in windows)
         assert stats.drafts_offered == 3 * len(windows)
+        assert [output.offered for output in replica.outputs["a"]] == [0, *[3] * len(windows)]
     assert seen == {1, 2, 3, 4}
 
 
