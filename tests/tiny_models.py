@@ -102,6 +102,22 @@ def write_tiny(folder: Path | str, kind: str = "v3", seed: int = 0, **overrides:
     return folder
 
 
+def add_draft_tables(folder: Path, layers: int = 3, first_row: int | None = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the draft layer of a checkpoint an embedding and a head, and return them: the model's as far as `first_row`,
+    random behind it; None: the model's."""
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    tables = []
+    for name, model in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        table = tensors.get(f"{model}.weight", tensors["model.embed_tokens.weight"]).clone()
+        if first_row is not None:
+            _randomize(name, table[first_row:], generator)
+        tensors[f"model.layers.{layers}.{name}.weight"] = table
+        tables.append(table)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tables[0], tables[1]
+
+
 @cache
 def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     import tempfile

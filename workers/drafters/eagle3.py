@@ -24,10 +24,10 @@ from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.drafter import DraftedRows, Drafter
 from workers.models.feed_forward import DenseFeedForward
+from workers.models.head import load_head
 from workers.models.model import Model
 from workers.weights.part import Part
 from workers.weights.source import WeightSource
-from workers.weights.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,8 @@ class Eagle3(Drafter):
         self.feed_forward_norm_E = source.load("midlayer.post_attention_layernorm.weight", hidden)
         self.feed_forward = DenseFeedForward(source, "midlayer.mlp.", hidden, sizes.intermediate)
         self.norm_E = source.load("norm.weight", hidden)
-        self.head_DE = self._load_head(source, hidden)
+        self.head_DE = load_head(source, "lm_head.weight", sizes.draft_vocab, hidden)
         self.target_id_D = target_id_D
-
-    def _load_head(self, source: WeightSource, hidden: int) -> Weight:
-        """This rank's rows of the output head; the last ranks' are padded where they do not divide."""
-        group, vocab = source.group, self.sizes.draft_vocab
-        share = -(-vocab // group.size)
-        begin = min(group.rank * share, vocab)
-        rows = slice(begin, min(begin + share, vocab))
-        head_DE = source.empty(share, hidden).zero_()
-        source.fill(Weight(head_DE[: rows.stop - rows.start]), Part("lm_head.weight", vocab, hidden, own=rows))
-        return Weight(head_DE)
 
     def catch_up(
         self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None

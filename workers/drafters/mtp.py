@@ -16,6 +16,7 @@ from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.drafter import DraftedRows, Drafter
+from workers.models.head import load_head
 from workers.models.layer import DecoderLayer
 from workers.models.model import Model
 from workers.models.segments import Segments
@@ -24,7 +25,7 @@ from workers.weights.source import WeightSource
 
 
 class Mtp(Drafter):
-    """The layer behind a model's last one. Embedding and head are the model's own."""
+    """The layer behind a model's last one. Its embedding and head are the model's, unless the checkpoint has others."""
 
     segments: Segments
 
@@ -37,6 +38,11 @@ class Mtp(Drafter):
         self.hidden_norm_E = source.load(f"{prefix}hnorm.weight", hidden)
         self.join_EF = source.matrix(Part(f"{prefix}eh_proj.weight", hidden, 2 * hidden))
         self.norm_E = source.load(f"{prefix}shared_head.norm.weight", hidden)
+        self.embedding_YE, self.head_YE = model.embedding_YE, model.head_YE
+        if not source.repeats(embedding := f"{prefix}embed_tokens.weight"):
+            self.embedding_YE = source.load(embedding, config.vocab_size, hidden)
+        if not source.repeats(head := f"{prefix}shared_head.head.weight"):
+            self.head_YE = load_head(source, head, config.vocab_size, hidden)
         self.cache = layer.attention.caches
         if config.indexing is not None and config.indexing.shared_by_drafts:
             self.keeps = config.indexing.top_k
@@ -52,7 +58,7 @@ class Mtp(Drafter):
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Logits of its hidden states, fp32 [N, V]: of the token behind theirs."""
-        return self.model.logits(hidden_NE, scratch)
+        return self.model.logits(hidden_NE, scratch, self.head_YE)
 
     def draft(
         self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
@@ -72,7 +78,7 @@ class Mtp(Drafter):
         joined_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
         with scratch.scope():
             embedded_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
-            torch.index_select(self.model.embedding_YE, 0, token_T, out=embedded_TE)
+            torch.index_select(self.embedding_YE, 0, token_T, out=embedded_TE)
             both_TF = scratch.empty(tokens, 2 * hidden, dtype=hidden_TE.dtype)
             rms_norm(embedded_TE, self.embedding_norm_E, both_TF[:, :hidden], eps=self.eps)
             rms_norm(hidden_TE, self.hidden_norm_E, both_TF[:, hidden:], eps=self.eps)

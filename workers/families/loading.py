@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from workers.models.config import ModelConfig
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.weights.checkpoint import Checkpoint
+from workers.weights.copies import differing
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.memory_check import check_memory
 from workers.weights.reader import CheckpointReader
@@ -38,9 +39,9 @@ def load_model(
     `max_positions`: positions that a token may have, those of steps that overshoot a request's end included. `progress`
     gets a line every few seconds, and one where a matrix cannot be kept as it is stored. Without `draft_layer`, a
     multi-token-prediction layer in the checkpoint is left on the disk; a checkpoint may also lack the one its config
-    declares. `invariant`: a token's logits are bitwise the same in any batch and on 1, 2, 4 or 8 ranks. `rounds`:
-    outside of that mode many tokens may be rounded to FP8 where weights are stored so, on GPUs that multiply such
-    numbers. `fp8_cache`: its caches have FP8 entries.
+    declares. Its embedding and head are loaded where they are not those of the model. `invariant`: a token's logits are
+    bitwise the same in any batch and on 1, 2, 4 or 8 ranks. `rounds`: outside of that mode many tokens may be rounded
+    to FP8 where weights are stored so, on GPUs that multiply such numbers. `fp8_cache`: its caches have FP8 entries.
 
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
@@ -49,11 +50,18 @@ def load_model(
     family = FAMILIES[config.model_type]
     with Checkpoint.open(folder) as checkpoint:
         draft_layer = draft_layer and has_draft_layer(config, checkpoint.has_any)
-        _, census = counted(config, group, dtype, checkpoint.dtype_of, draft_layer=draft_layer, invariant=invariant)
+        own = differing(checkpoint, _copies(family, config), group, device) if draft_layer else frozenset()
+        _, census = counted(
+            config, group, dtype, checkpoint.dtype_of, draft_layer=draft_layer, invariant=invariant, own=own
+        )
         checkpoint.verify(census.wanted, _ignored(family, config, draft_layer))
         check_memory(census.bytes, group, device)
         told = LoadingProgress(census.bytes, progress)
-        with CheckpointReader(checkpoint, group, dtype, device, told, family.tensor, invariant) as reader:
+        if own and not group.rank:
+            told.note(
+                f"the draft layer has weights of its own where others repeat the model's: {', '.join(sorted(own))}"
+            )
+        with CheckpointReader(checkpoint, group, dtype, device, told, family.tensor, invariant, own) as reader:
             model = family.model(
                 reader,
                 config,
@@ -77,12 +85,14 @@ def counted(
     draft_layer: bool,
     invariant: bool,
     fp8_cache: bool = False,
+    own: Container[str] = (),
 ) -> tuple[Model, Census]:
     """This rank's share of a model without memory, and the census of what it wants of a checkpoint whose tensors have
-    these dtypes (see `WeightSource`). ValueError for sizes that ranks cannot share."""
+    these dtypes and that has these matrices of its `own` (see `WeightSource`). ValueError for sizes that ranks cannot
+    share."""
     _check_shares(config, group)
     family = FAMILIES[config.model_type]
-    census = Census(group, dtype, family.tensor, dtype_of, invariant)
+    census = Census(group, dtype, family.tensor, dtype_of, invariant, own)
     model = family.model(
         census, config, max_positions=0, draft_layer=draft_layer, invariant=invariant, fp8_cache=fp8_cache
     )
@@ -109,6 +119,15 @@ def _ignored(family: Family, config: ModelConfig, draft_layer: bool) -> list[str
     draft = re.escape(family.tensor(f"model.layers.{config.num_layers}."))
     if not draft_layer and config.draft_layers:
         ignored.append(f"^{draft}")
-    # The draft layer shares the model's embedding and head; published checkpoints repeat them.
-    ignored.append(f"^{draft}(embed_tokens|shared_head\\.head)\\.weight(_|$)")
+    # What repeats the model's embedding and head is not wanted.
+    ignored += [f"^{re.escape(name)}(_|$)" for name in _copies(family, config)]
     return ignored
+
+
+def _copies(family: Family, config: ModelConfig) -> dict[str, str]:
+    """The matrices of the draft layer that published checkpoints repeat, each with the one that it repeats, by the
+    checkpoint's names."""
+    prefix, embedding = f"model.layers.{config.num_layers}.", "model.embed_tokens.weight"
+    head = embedding if config.tied_embeddings else "lm_head.weight"
+    pairs = {f"{prefix}embed_tokens.weight": embedding, f"{prefix}shared_head.head.weight": head}
+    return {family.tensor(name): family.tensor(other) for name, other in pairs.items()}

@@ -18,12 +18,12 @@ from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.drafter import Drafter
+from workers.models.head import head_rows, load_head
 from workers.models.layer import DecoderLayer
 from workers.models.rope import rotation_table
 from workers.models.segments import Segments
 from workers.models.ways import Ways
 from workers.parallel.group import TensorParallel
-from workers.weights.part import Part
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
 
@@ -47,7 +47,7 @@ class Model:
         self.max_positions = max_positions
         source.progress("embedding and output head")
         self.embedding_YE = source.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.head_YE = self._load_head(source)
+        self.head_YE = self._head(source)
         self.norm_E = source.load("model.norm.weight", config.hidden_size)
         self.layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
@@ -76,21 +76,17 @@ class Model:
         few.segments = self.segments.of(few.layers)
         return few
 
-    def _load_head(self, source: WeightSource) -> Weight:
-        """This rank's rows of the output head; the last ranks' are padded where the vocabulary does not divide."""
-        vocab, group = self.config.vocab_size, self.group
-        share = -(-vocab // group.size)
-        begin = min(group.rank * share, vocab)
-        rows = slice(begin, min(begin + share, vocab))
-        if self.config.tied_embeddings and group.size == 1:
+    def _head(self, source: WeightSource) -> Weight:
+        """This rank's rows of the output head, see `load_head`."""
+        vocab, hidden = self.config.vocab_size, self.config.hidden_size
+        if not self.config.tied_embeddings:
+            return load_head(source, "lm_head.weight", vocab, hidden)
+        if self.group.size == 1:
             return Weight(self.embedding_YE)
-        head_YE = source.empty(share, self.config.hidden_size).zero_()
-        own_YE = head_YE[: rows.stop - rows.start]
-        if self.config.tied_embeddings:
-            source.settle()
-            own_YE.copy_(self.embedding_YE[rows])
-        else:
-            source.fill(Weight(own_YE), Part("lm_head.weight", vocab, self.config.hidden_size, own=rows))
+        share, rows = head_rows(vocab, self.group)
+        head_YE = source.empty(share, hidden).zero_()
+        source.settle()
+        head_YE[: rows.stop - rows.start].copy_(self.embedding_YE[rows])
         return Weight(head_YE)
 
     def taps(self, tapped_TF: Tensor | None) -> tuple[tuple[int, Tensor], ...]:
@@ -117,12 +113,12 @@ class Model:
         scratch = scratch or Scratch(token_T.device)
         return self.segments.forward(token_T, None, batch, cache, scratch, self.taps(tapped_TF))
 
-    def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """Logits of final-norm hidden states, fp32 [N, Y]."""
-        scratch = scratch or Scratch(hidden_NE.device)
-        part_NY = scratch.empty(hidden_NE.shape[0], self.head_YE.shape[0], dtype=torch.float32)
+    def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None, head_YE: Weight | None = None) -> Tensor:
+        """Logits of final-norm hidden states, fp32 [N, Y]. `head_YE`: this rank's rows of another head than its own."""
+        scratch, head_YE = scratch or Scratch(hidden_NE.device), head_YE or self.head_YE
+        part_NY = scratch.empty(hidden_NE.shape[0], head_YE.shape[0], dtype=torch.float32)
         dependent = launches_dependently(hidden_NE.device)
-        self.ways.any.linear(hidden_NE, self.head_YE, part_NY, scratch, dependent=dependent)
+        self.ways.any.linear(hidden_NE, head_YE, part_NY, scratch, dependent=dependent)
         return self.group.gather_columns(part_NY, scratch.empty)[:, : self.config.vocab_size]
 
     def _enter(self, token_T: Tensor, source_TE: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:

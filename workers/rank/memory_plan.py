@@ -74,6 +74,9 @@ class MemoryPlan:
 def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     """The plan of a start on GPUs of `total` bytes; `config.max_context` or the model's own context is asked for.
 
+    Whether a draft layer's embedding and head repeat the model's, only their numbers say, which are not read here: the
+    plan counts none, as DeepSeek's repeat them. A start compares them, counts those that are others, and says so.
+
     Raises what a start raises about config.json, the files' headers and sizes that ranks cannot share.
     """
     model_config = load_config(config.folder)

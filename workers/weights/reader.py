@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Final
 
@@ -35,8 +35,9 @@ class CheckpointReader(WeightSource):
         progress: LoadingProgress,
         stored: Callable[[str], str] = str,
         invariant: bool = False,
+        own: Container[str] = (),
     ) -> None:
-        super().__init__(group, dtype, device, stored, checkpoint.dtype_of, invariant)
+        super().__init__(group, dtype, device, stored, checkpoint.dtype_of, invariant, own)
         self.checkpoint = checkpoint
         self._progress = progress
         self._uploader = Uploader(device) if device.type == "cuda" else None

@@ -9,7 +9,7 @@ the checkpoint is the only one that says how matrices are stored.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
@@ -33,16 +33,19 @@ class WeightSource(ABC):
         stored: Callable[[str], str] = str,
         dtype_of: Callable[[str], str | None] | None = None,
         invariant: bool = False,
+        own: Container[str] = (),
     ) -> None:
         """`stored`: what the checkpoint calls a tensor, of the name that the model asks for. `dtype_of`: the dtype of
         a tensor of the checkpoint, by its name there and in safetensors' words; without it all are plain. `invariant`:
-        a matrix is kept in the same format on however many ranks, because products round otherwise in another one."""
+        a matrix is kept in the same format on however many ranks, because products round otherwise in another one.
+        `own`: of the matrices that may repeat others of the model, those that do not, by the checkpoint's names."""
         self.group = group
         self.dtype = dtype
         self.device = device
         self.stored = stored
         self._dtype_of = dtype_of or (lambda name: None)
         self._invariant = invariant
+        self._own = own
         self.formats: set[Format] = set()
         """Of the matrices so far, as they are kept."""
         self._told: set[str] = set()
@@ -85,6 +88,10 @@ class WeightSource(ABC):
         """How `experts` keeps these: as they are stored, where all are stored alike and no rank's share begins inside
         of what shares a scale; else plain, which the user is told."""
         return (invariant_layout if self._invariant else layout_of)(stacks, self.stored_format, self.group)
+
+    def repeats(self, name: str) -> bool:
+        """Whether matrix `name`, which may repeat another one, does: it is not there, or the same."""
+        return self.stored(name) not in self._own
 
     def stored_format(self, name: str) -> Format:
         """How the checkpoint stores matrix `name`."""
@@ -160,8 +167,9 @@ class Census(WeightSource):
         stored: Callable[[str], str] = str,
         dtype_of: Callable[[str], str | None] | None = None,
         invariant: bool = False,
+        own: Container[str] = (),
     ) -> None:
-        super().__init__(group, dtype, torch.device("meta"), stored, dtype_of, invariant)
+        super().__init__(group, dtype, torch.device("meta"), stored, dtype_of, invariant, own)
         self.wanted: dict[str, Wanted] = {}
         """By the checkpoint's names."""
         self.bytes = 0

@@ -9,8 +9,10 @@ import pytest
 import torch
 from oracle import load_oracle, random_tokens
 from paged import Paged, load_fp32
-from tiny_models import VOCAB, write_tiny
+from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB, add_draft_tables, write_tiny
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DeepseekV3ForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.generation.candidate_generator import MTPCandidateGenerator
@@ -33,21 +35,27 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 
 @torch.no_grad()
-def oracle_drafts(oracle: Any, tokens: list[int], more: int) -> tuple[Tensor, list[Tensor]]:
+def oracle_drafts(
+    oracle: Any, tokens: list[int], more: int, own: tuple[Tensor | None, Tensor | None] = (None, None)
+) -> tuple[Tensor, list[Tensor]]:
     """Draft logits over a prompt (row i: from hidden i and token i + 1), then those of `more` further greedy drafts,
-    each made from the draft layer's own output."""
+    each made from the draft layer's own output. `own`: an embedding and a head, which transformers leaves unread."""
     mtp = MtpModel.from_pretrained(oracle)
+    embedding, head = own
+    if embedding is not None:
+        mtp.embed_tokens = torch.nn.Embedding.from_pretrained(embedding)
+    head = oracle.lm_head.weight if head is None else head
     cache = MtpCache(config=oracle.config.get_mtp_config())
     ids = torch.tensor([tokens])
     hidden = oracle(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
     positions = torch.arange(1, len(tokens))[None]
     hidden = mtp.forward_layer(0, hidden, positions, cache, input_ids=ids[:, 1:])
-    first = oracle.lm_head(hidden)[0]
+    first = F.linear(hidden, head)[0]
     logits, further = first[-1], []
     for step in range(more):
         token = logits.argmax()[None, None]
         hidden = mtp.forward_layer(0, hidden[:, -1:], torch.tensor([[len(tokens) + step]]), cache, input_ids=token)
-        logits = oracle.lm_head(hidden)[0, -1]
+        logits = F.linear(hidden, head)[0, -1]
         further.append(logits)
     return first, further
 
@@ -80,6 +88,40 @@ def test_draft_logits(folder: Path, cuts: list[int]) -> None:
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
     for ours, theirs in zip(got_more, want_more, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("folder", ["v3-yarn", "v3-tied"], indirect=True)
+@pytest.mark.parametrize("own", [("embed_tokens", "shared_head.head"), ("embed_tokens",), ("shared_head.head",)])
+def test_an_embedding_and_a_head_of_its_own(folder: Path, own: tuple[str, ...]) -> None:
+    """One, the other or both, beside which the other is not there."""
+    tables = add_draft_tables(folder)
+    tensors = load_file(folder / "model.safetensors")
+    given: list[Tensor | None] = []
+    for name, table in zip(("embed_tokens", "shared_head.head"), tables, strict=True):
+        given.append(table if name in own else None)
+        if name not in own:
+            del tensors[f"model.layers.{LAYERS}.{name}.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokens = random_tokens(131, 5, VOCAB)
+    want, want_more = oracle_drafts(load_oracle(folder), tokens, 3, (given[0], given[1]))
+    got, got_more = our_drafts(load_fp32(folder), tokens, [70], more=3)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    for ours, theirs in zip(got_more, want_more, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    shared, _ = oracle_drafts(load_oracle(folder), tokens, 0)
+    assert (want - shared).abs().max() > 0.1, "the model's own would have done as well"
+
+
+@pytest.mark.parametrize("folder", ["v3-yarn", "v3-tied"], indirect=True)
+def test_what_repeats_the_model_s_takes_no_memory(folder: Path) -> None:
+    add_draft_tables(folder, first_row=None)
+    model = load_fp32(folder)
+    assert model.drafter.embedding_YE is model.embedding_YE
+    assert model.drafter.head_YE is model.head_YE
+    add_draft_tables(folder, first_row=VOCAB - 1)  # one row is enough
+    model = load_fp32(folder)
+    assert not torch.equal(model.drafter.embedding_YE, model.embedding_YE)
+    assert not torch.equal(model.drafter.head_YE.plain, model.head_YE.plain)
 
 
 @pytest.mark.parametrize("folder", ["v3"], indirect=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from paged import CPU
-from quantised_checkpoints import FP8_NAMES, INT4_NAMES, quantise
+from quantised_checkpoints import FP8_NAMES, INT4_NAMES, WRITERS, quantise
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
@@ -75,10 +75,12 @@ def load(folder: Path, group: TensorParallel, dtype: torch.dtype, device: torch.
 
 
 def loaded(thing: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Weight | torch.Tensor]]:
-    """Every weight and every other tensor of a model's layers, its drafter and itself, by name."""
+    """Every weight and every other tensor of a model's layers, its drafter and itself, by name, what is shared once."""
     seen = set() if seen is None else seen
     if isinstance(thing, Weight | torch.Tensor):
-        yield path, thing
+        if id(thing) not in seen:
+            seen.add(id(thing))
+            yield path, thing
     elif isinstance(thing, list):
         for index, element in enumerate(thing):
             yield from loaded(element, f"{path}.{index}", seen)
@@ -193,14 +195,56 @@ def test_all_matrices_may_be_quantized(tmp_path: Path) -> None:
         assert torch.equal(layer.feed_forward.mixture.router_XE.plain, other.feed_forward.mixture.router_XE.plain)
 
 
-def test_repeated_embeddings_of_the_draft_layer_are_left_on_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", WRITERS)
+def test_the_draft_layer_s_own_embedding_and_head_may_be_stored_in_any_way(form: str, tmp_path: Path) -> None:
+    """Beside a model that stores its own otherwise. What they take is asked for before anything is loaded."""
     folder, _ = checkpoints(tmp_path, "fp8", FP8_NAMES)
     tensors = load_file(folder / "model.safetensors")
-    for name in ("embed_tokens", "shared_head.head"):
-        tensors[f"model.layers.2.{name}.weight"] = torch.zeros(131, 48).to(torch.float8_e4m3fn)
-        tensors[f"model.layers.2.{name}.weight_scale_inv"] = torch.ones(2, 1)
+    _, before = load(folder, TensorParallel(), torch.float32)
+    meant = []
+    for seed, name in enumerate(("embed_tokens", "shared_head.head")):
+        written, numbers = WRITERS[form](f"model.layers.2.{name}.weight", 131, 48, seed)
+        tensors |= written
+        meant.append(torch.from_numpy(numbers))
     save_file(tensors, folder / "model.safetensors")
-    assert load(folder, TensorParallel(), torch.float32)[0].drafter is not None
+    for rank, size in ((0, 1), (1, 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TensorParallel, "minimum", lambda self, x: x)  # of ranks that see the same
+            model, asked = load(folder, TensorParallel(rank, size), torch.float32)
+        share = -(-131 // size)
+        torch.testing.assert_close(model.drafter.embedding_YE, meant[0])
+        torch.testing.assert_close(model.drafter.head_YE.plain[: 131 - rank * share], meant[1][rank * share :])
+        if size == 1:
+            assert asked == before + sum(table.numel() * 4 for table in meant)
+
+
+def test_quantized_copies_are_left_on_the_disk(tmp_path: Path) -> None:
+    """Where numbers and scales are the model's; where only a scale is another one they are not."""
+    folder, _ = checkpoints(tmp_path, "fp8", r"\.weight$", **WIDTHS["whole blocks"])
+    tensors = load_file(folder / "model.safetensors")
+    for name, repeated in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        for part in ("", "_scale_inv"):
+            tensors[f"model.layers.2.{name}.weight{part}"] = tensors[f"{repeated}.weight{part}"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    model, _ = load(folder, TensorParallel(), torch.float32)
+    assert model.drafter.embedding_YE is model.embedding_YE
+    assert model.drafter.head_YE is model.head_YE
+    tensors["model.layers.2.shared_head.head.weight_scale_inv"][-1, -1] *= 2
+    save_file(tensors, folder / "model.safetensors")
+    model, _ = load(folder, TensorParallel(), torch.float32)
+    assert model.drafter.embedding_YE is model.embedding_YE
+    assert model.drafter.head_YE is not model.head_YE
+
+
+def test_parts_of_an_embedding_of_its_own_that_are_missing_are_named(tmp_path: Path) -> None:
+    folder, _ = checkpoints(tmp_path, "fp8", FP8_NAMES)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.embed_tokens.weight"] = torch.zeros(131, 48).to(torch.float8_e4m3fn)
+    tensors["model.layers.2.shared_head.head.weight"] = torch.zeros(7, 48)
+    save_file(tensors, folder / "model.safetensors")
+    problems = r"(?s)missing.*2\.embed_tokens\.weight_scale_inv.*head\.weight is \[7, 48\]"
+    with pytest.raises(WeightsError, match=problems):
+        load(folder, TensorParallel(), torch.float32)
 
 
 @pytest.mark.gpu

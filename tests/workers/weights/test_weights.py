@@ -136,8 +136,8 @@ def test_well_known_extras_are_ignored(tmp_path: Path) -> None:
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
-        tensors["model.layers.3.embed_tokens.weight"] = torch.zeros(131, 48)
-        tensors["model.layers.3.shared_head.head.weight"] = torch.zeros(131, 48)
+        tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
 
     rewrite(folder, change)
     assert load(folder).drafter is not None

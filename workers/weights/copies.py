@@ -1,0 +1,50 @@
+"""Matrices that a checkpoint stores twice, and whether both are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Final
+
+import torch
+
+from workers.parallel.group import TensorParallel
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.stored import FP8_SCALES, INT4_PACKED, INT4_SCALES, INT4_SHAPE
+
+_PARTS: Final = ("", FP8_SCALES, INT4_PACKED, INT4_SCALES, INT4_SHAPE)
+"""What is added to a matrix's name, of all tensors that it may consist of."""
+_AT_ONCE: Final = 1 << 23
+"""Numbers of a tensor that are read at once."""
+
+
+def differing(
+    checkpoint: Checkpoint, copies: Mapping[str, str], group: TensorParallel, device: torch.device
+) -> frozenset[str]:
+    """Those of `copies`, each with the matrix that it may repeat, that are there and are another matrix, or are stored
+    otherwise: both by the checkpoint's names. Collective: each rank compares its share of the rows."""
+    there = [name for name in copies if any(name + part in checkpoint.entries for part in _PARTS)]
+    if not there:
+        return frozenset()
+    same = [all(_same(checkpoint, name + part, copies[name] + part, group) for part in _PARTS) for name in there]
+    agreed = group.minimum(torch.tensor(same, dtype=torch.int64, device=device)).tolist()
+    return frozenset(name for name, equal in zip(there, agreed, strict=True) if not equal)
+
+
+def _same(checkpoint: Checkpoint, name: str, other: str, group: TensorParallel) -> bool:
+    """Whether this rank's rows of two tensors are equal byte for byte; also where there is neither."""
+    one, two = checkpoint.entries.get(name), checkpoint.entries.get(other)
+    if one is None or two is None:
+        return one is two
+    if (one.shape, one.dtype) != (two.shape, two.dtype) or not one.shape:
+        return False
+    rows = one.shape[0]
+    share = -(-rows // group.size)
+    begin, end = (min(rank * share, rows) for rank in (group.rank, group.rank + 1))
+    step = max(1, _AT_ONCE // max(1, prod(one.shape[1:])))
+    for first in range(begin, end, step):
+        index = (slice(first, min(first + step, end)),)
+        a, b = (checkpoint.read(tensor, index).contiguous().view(torch.uint8) for tensor in (name, other))
+        if not torch.equal(a, b):
+            return False
+    return True
