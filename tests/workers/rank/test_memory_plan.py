@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from paged import CPU
-from published_configs import K25, V3, V32
+from published_configs import GLM52, K25, V3, V32
 from quantised_checkpoints import FP8_CONFIG, FP8_NAMES, INT4_CONFIG, INT4_NAMES, quantise
 from random_model import V2_LITE_HEADS
 from tiny_models import write_tiny
@@ -75,12 +75,19 @@ def test_weights_are_what_a_start_asks_for(
 
 
 @pytest.mark.parametrize(
-    ("name", "gib"), [("DeepSeek-V3", 82.5), pytest.param("Kimi-K2.5", 72.9, marks=pytest.mark.long)]
+    ("name", "gib"),
+    [
+        ("DeepSeek-V3", 82.5),
+        pytest.param("Kimi-K2.5", 72.9, marks=pytest.mark.long),
+        pytest.param("DeepSeek-V3.2", 83.4, marks=pytest.mark.long),
+        pytest.param("GLM-5.2", 91.2, marks=pytest.mark.long),
+    ],
 )
 def test_published_models_take_what_the_documentation_says(name: str, gib: float, tmp_path: Path) -> None:
     """On 8 ranks, by config.json alone; all ranks together about what the files take."""
     kimi = {**K25, "text_config": {**K25["text_config"], "quantization_config": INT4_CONFIG}}
-    values = {**V3, "quantization_config": FP8_CONFIG} if name == "DeepSeek-V3" else kimi
+    in_fp8 = {"DeepSeek-V3": V3, "DeepSeek-V3.2": V32, "GLM-5.2": GLM52}
+    values = {**in_fp8[name], "quantization_config": FP8_CONFIG} if name in in_fp8 else kimi
     (tmp_path / "config.json").write_text(json.dumps(values))
     plan = plan_of(tmp_path, int(139.8 * GIB), tensor_parallel=8, max_context=32768)
     assert plan.weights / GIB == pytest.approx(gib, abs=0.05)
