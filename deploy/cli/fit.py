@@ -67,15 +67,16 @@ def fit(
             token_budget=token_budget,
         )
         check_interrupt()
-        plan, change = _plan(config, total)
+        plans, change = _plans(config, total)
+        plan = plans[_asked(config)]
         with result_stream() as stdout:
             if json_output:
                 import json
 
-                json.dump(_json(config, plan, change), stdout)
+                json.dump(_json(config, plans, change), stdout)
                 stdout.write("\n")
             else:
-                stdout.write("\n".join(_lines(config, gpu, plan, change)) + "\n")
+                stdout.write("\n".join(_lines(config, gpu, plans, change)) + "\n")
         if not plan.fits:
             raise typer.Exit(FAILURE)
 
@@ -88,23 +89,42 @@ def _memory(gpu: str) -> int:
     raise UsageMistake(f"--gpu {gpu}: give {', '.join(GPUS)}, or a size such as 80GiB")
 
 
-def _plan(config: EngineConfig, total: int) -> tuple[MemoryPlan, Change | None]:
+def _asked(config: EngineConfig) -> str:
+    """Which of the two plans is that of the settings."""
+    return "fp8" if config.kv_cache_dtype == "fp8" else "plain"
+
+
+def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Change | None]:
+    """With the cache in the model's dtype and in FP8; what to change where the one that is asked for does not fit."""
     from workers.rank.fitting import smallest_change
     from workers.rank.memory_plan import memory_plan
 
     try:
         plan = memory_plan(config, total)
-        return plan, None if plan.fits else smallest_change(config, plan, GPUS)
+        asked = _asked(config)
+        plans = {
+            name: plan if name == asked else memory_plan(config.model_copy(update={"kv_cache_dtype": dtype}), total)
+            for name, dtype in (("plain", "auto"), ("fp8", "fp8"))
+        }
+        return plans, None if plan.fits else smallest_change(config, plan, GPUS)
     except ValueError as error:  # of config.json, the files, or sizes that no kernel takes
         raise UsageMistake(str(error)) from None
 
 
-def _lines(config: EngineConfig, gpu: str, plan: MemoryPlan, change: Change | None) -> list[str]:
+def _lines(config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change: Change | None) -> list[str]:
+    from workers.rank.cache_room import in_words
+
     def gib(size: int) -> str:
         return f"{size / 2**30:9.2f} GiB"
 
-    ranks = config.tensor_parallel
-    form = "in FP8" if config.kv_cache_dtype == "fp8" else "in the model's dtype; --kv-cache-dtype fp8 holds more"
+    def cache(name: str) -> str:
+        other = plans[name]
+        form = "FP8" if name == "fp8" else _dtype(config)
+        how = "" if name == _asked(config) else f" (--kv-cache-dtype {'fp8' if name == 'fp8' else 'auto'})"
+        size = gib(other.pages * other.page_bytes)
+        return f"{size}  {in_words(form + how, other.pages, other.rows, other.asked_context)}"
+
+    ranks, plan = config.tensor_parallel, plans[_asked(config)]
     stored = "as their files store them" if plan.from_files else "as config.json says: no files are there"
     lines = [
         f"each of {ranks} GPU{'s' * (ranks > 1)} ({gpu}) {gib(plan.total).strip()}, of which "
@@ -112,7 +132,8 @@ def _lines(config: EngineConfig, gpu: str, plan: MemoryPlan, change: Change | No
         f"weights   {gib(plan.weights)}  {stored}",
         f"graphs    {gib(plan.graphs)}  estimated; a start measures it",
         f"other     {gib(plan.rest)}  sampling, page tables, rope",
-        f"cache     {gib(plan.pages * plan.page_bytes)}  {plan.pages:,} pages, {plan.tokens:,} tokens, {form}",
+        f"cache     {cache('plain')}",
+        f"or        {cache('fp8')}",
     ]
     if plan.fits:
         most = " (--max-rows)" if plan.rows == config.max_rows else ""
@@ -126,7 +147,17 @@ def _lines(config: EngineConfig, gpu: str, plan: MemoryPlan, change: Change | No
     return [*lines, f"does not fit: {why}", with_change]
 
 
-def _json(config: EngineConfig, plan: MemoryPlan, change: Change | None) -> dict[str, Any]:
+def _dtype(config: EngineConfig) -> str:
+    return "bfloat16" if config.dtype == "auto" else config.dtype
+
+
+def _cache(plan: MemoryPlan, dtype: str) -> dict[str, Any]:
+    held = {"cache_bytes": plan.pages * plan.page_bytes, "pages": plan.pages, "tokens": plan.tokens}
+    return {"dtype": dtype, **held, "rows": plan.rows, "fits": plan.fits}
+
+
+def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | None) -> dict[str, Any]:
+    plan = plans[_asked(config)]
     return {
         "model": config.model,
         "tensor_parallel": config.tensor_parallel,
@@ -141,6 +172,7 @@ def _json(config: EngineConfig, plan: MemoryPlan, change: Change | None) -> dict
         "tokens": plan.tokens,
         "context": plan.asked_context,
         "rows": plan.rows,
+        "caches": {name: _cache(other, "fp8" if name == "fp8" else _dtype(config)) for name, other in plans.items()},
         "fits": plan.fits,
         "change": change.words if change else None,
     }

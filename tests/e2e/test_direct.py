@@ -41,7 +41,8 @@ def test_progress_is_shown(server: Server) -> None:
         "starting 2 ranks of demo",
         "rank 0: ",
         "rank 1: ",
-        "pages of latent cache",
+        "latent cache, ",
+        "requests of 2,048 tokens at once",
         "serving demo at",
     ):
         assert expected in text

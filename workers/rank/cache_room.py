@@ -43,6 +43,13 @@ def longest_request(pages: int, context: int, width: int) -> int:
     return min(context, (pages - 1) * PAGE_TOKENS - max_entries_per_row(0, width))
 
 
+def in_words(form: str, pages: int, rows: int, context: int) -> str:
+    """What a cache holds, for people: `pages` of entries in `form`, the null page included, and how many `rows` of
+    `context` tokens at once."""
+    tokens, requests = max(0, pages - 1) * PAGE_TOKENS, f"{rows:,} request{'s' * (rows != 1)}"
+    return f"in {form}: {pages:,} pages, {tokens:,} tokens, {requests} of {context:,} tokens at once"
+
+
 def rows_at(pages: int, max_rows: int, context: int, width: int) -> int:
     """Requests of `context` tokens that so many pages hold at once."""
     return max(0, min(max_rows, (pages - 1) // max_pages_per_row(context, width)))

@@ -24,7 +24,7 @@ from workers.parallel.group import TensorParallel
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport, StepTime
-from workers.rank.cache_room import fp8_cache, gpu_room, longest_request, pages_within
+from workers.rank.cache_room import fp8_cache, gpu_room, in_words, longest_request, pages_within, rows_at
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
@@ -164,8 +164,10 @@ class Rank:
         self.model: Model = model
         if progress:
             form = "FP8" if config.kv_cache_dtype == "fp8" else str(dtype).removeprefix("torch.")
-            size = pages * page_bytes / 2**20
-            progress(f"{pages} pages of latent cache in {form}, {size:.0f} MiB; context {context}")
+            held = in_words(form, pages, rows_at(pages, config.max_rows, context, width), context)
+            size = pages * page_bytes
+            told = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+            progress(f"latent cache, {told} {held}")
 
     def _prove(
         self,

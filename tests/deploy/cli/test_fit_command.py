@@ -12,12 +12,14 @@ from tiny_models import write_tiny
 def test_the_demo_model_fits(command):
     ran = command("fit", "--gpu", "h100")
     assert (ran.code, ran.err) == (0, "")
-    first, weights, graphs, _, cache, verdict = ran.out.splitlines()
+    first, weights, graphs, _, plain, fp8, verdict = ran.out.splitlines()
     assert first == "each of 1 GPU (h100) 79.10 GiB, of which 90% may be used"
     assert weights.split()[0:3] == ["weights", "0.01", "GiB"]
     assert "as their files store them" in weights
     assert "estimated" in graphs
-    assert "tokens" in cache
+    held = r" +[\d.]+ GiB  in {}: [\d,]+ pages, [\d,]+ tokens, 64 requests of 2,048 tokens at once"
+    assert re.fullmatch("cache" + held.format("bfloat16"), plain)
+    assert re.fullmatch("or" + held.format(re.escape("FP8 (--kv-cache-dtype fp8)")), fp8)
     assert verdict == "fits: 64 requests of 2,048 tokens at once (--max-rows)"
 
 
@@ -32,12 +34,23 @@ def test_a_cache_in_fp8_holds_more(command, tmp_path):
     folder = write_tiny(tmp_path, "v3", kv_lora_rank=512, qk_rope_head_dim=64, max_position_embeddings=1 << 20)
     arguments = ("fit", "--model", str(folder), "--gpu", "4GiB", "--context", "1024", "--max-rows", "1024")
     arguments += ("--token-budget", "3073")
-    plain, fp8 = (command(*arguments, *more) for more in ((), ("--kv-cache-dtype", "fp8")))
-    assert "in the model's dtype; --kv-cache-dtype fp8 holds more" in plain.out
-    assert re.search(r"tokens, in FP8$", fp8.out, re.MULTILINE)
+    plain, fp8 = (command(*arguments, *more).out for more in ((), ("--kv-cache-dtype", "fp8")))
+    told = re.compile(
+        r" GiB  in (\w+)(?: \((.*)\))?: ([\d,]+) pages, ([\d,]+) tokens, ([\d,]+) requests of 1,024 tokens"
+    )
+    asked = [("bfloat16", ""), ("FP8", "--kv-cache-dtype fp8")], [("bfloat16", "--kv-cache-dtype auto"), ("FP8", "")]
+    assert [[found[:2] for found in told.findall(out)] for out in (plain, fp8)] == list(asked)
+    assert [found[2:] for found in told.findall(plain)] == [found[2:] for found in told.findall(fp8)]
+    rows = [found[4] for found in told.findall(plain)]
+    assert [f"fits: {count} requests" in out for out, count in zip((plain, fp8), rows, strict=True)] == [True, True]
     plain, fp8 = (command(*arguments, *more, "--json").json for more in ((), ("--kv-cache-dtype", "fp8")))
     assert (plain["kv_cache_dtype"], fp8["kv_cache_dtype"]) == ("auto", "fp8")
     assert fp8["tokens"] / plain["tokens"] == pytest.approx(1152 / 656, rel=1e-3)
+    assert plain["caches"] == fp8["caches"]
+    for name, said in (("plain", plain), ("fp8", fp8)):
+        cache = said["caches"][name]
+        assert cache.pop("dtype") == ("fp8" if name == "fp8" else "bfloat16")
+        assert cache == {field: said[field] for field in cache}
     refused = command(*arguments, "--kv-cache-dtype", "bf16", "--dtype", "float32")
     assert refused.code == 2
     assert "kv_cache_dtype = bf16, but the model runs in float32" in refused.err
