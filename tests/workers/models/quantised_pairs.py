@@ -33,7 +33,11 @@ CHECKPOINTS = {
     "fp8": ("v3-yarn", "fp8", FP8_NAMES),
     "fp8 without query latent": ("v2-no-q-lora", "fp8", FP8_NAMES),
     "int4": ("kimi", "int4", INT4_NAMES),
+    "fp8 of GLM": ("glm", "fp8", FP8_NAMES),
+    "fp8 of V3.2": ("v32", "fp8", FP8_NAMES),
+    "fp8 of GLM-5": ("glm5", "fp8", FP8_NAMES),
 }
+SPARSE = ("fp8 of V3.2", "fp8 of GLM-5")
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (90, 41, 9)]
 STEPS: list[tuple[list[int], int, list[tuple[int, int]]]] = [
     ([], 1, [(0, 40), (1, 30)]),

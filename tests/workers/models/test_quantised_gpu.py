@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from paged import ALONE, load_fp32
-from quantised_pairs import CHECKPOINTS, WIDE, checkpoints, logits
+from quantised_pairs import CHECKPOINTS, SPARSE, WIDE, checkpoints, logits
 from torch import Tensor
 
 from workers.families import load_model
@@ -20,9 +20,11 @@ pytestmark = [
 CUDA = torch.device("cuda")
 ALL_EXPERTS = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "n_routed_experts": 8}
 """Of a choice between experts rounding makes another token; so every token takes all."""
+DENSE = [name for name in CHECKPOINTS if name not in SPARSE]
+"""Rounding makes another choice of the tokens that sparse attention reads, too."""
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("way", ["fastest", "many", "invariant"])
 def test_logits_are_as_exact_as_in_bf16(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantised, twin = checkpoints(tmp_path, name, **ALL_EXPERTS, **(WIDE if way == "invariant" else {}))

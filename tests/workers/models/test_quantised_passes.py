@@ -30,8 +30,19 @@ def near(got: Tensor, want: Tensor) -> bool:
     return float((got - want).abs().max()) <= TOLERANCE * float(want.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.parametrize("way", ["few", "decode rows", "any", "invariant"])
+WAYS = ["few", "decode rows", "any", "invariant"]
+QUICK = ("fp8", "fp8 without query latent", "int4")
+"""Those that `make test` tries on every way; of the others it tries the first one."""
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        pytest.param(way, name, marks=() if name in QUICK or way == WAYS[0] else pytest.mark.long)
+        for way in WAYS
+        for name in CHECKPOINTS
+    ],
+)
 def test_logits_on_every_way(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantised, twin = checkpoints(tmp_path, name, **(WIDE if way == "invariant" else {}))
     model = load_model(
