@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
+from chromium_path import chromium
 from fake_engine import FakeEngine, out, serving
 from test_selftest_endpoint import REPORT
 from tiny_tokenizer import tiny
@@ -21,9 +21,9 @@ from workers.protocol.plan import TopLogprobs
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 expect.set_options(timeout=20_000)
-CHROMIUM = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
+CHROMIUM = chromium()
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium; CONTRIBUTING.md says how to install one"),
     pytest.mark.timeout(120),
     pytest.mark.alone,
     pytest.mark.long,
