@@ -1,4 +1,4 @@
-"""docs/command-line.md tells the truth."""
+"""The settings and the commands of the documentation exist."""
 
 from __future__ import annotations
 
@@ -10,12 +10,26 @@ import yaml
 
 from deploy.config.application import ServeConfig
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
 PAGE = (DOCS / "command-line.md").read_text()
-COMMANDS = re.findall(
-    r"latentserve (serve|generate|fit|selftest|replay|bench latency|bench http) (.*--.*)",
-    PAGE + (DOCS / "quick-start.md").read_text(),
+NAMES = ("serve", "generate", "fit", "selftest", "replay", "bench latency", "bench http", "bench compare")
+PAGES = {
+    path.name: re.sub(r"\\\n\s*", " ", path.read_text())  # a command of several lines as one
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+}
+COMMANDS = sorted(
+    {found for text in PAGES.values() for found in re.findall(r"latentserve ((?:bench )?[a-z]+)\b([^`\n|]*)", text)}
 )
+"""Names and what follows them, in blocks of code and within lines."""
+SCRIPTS = sorted(
+    {
+        found
+        for text in PAGES.values()
+        for found in re.findall(r"python (?:-m )?((?:assets|bench|tests)[\w/.]*)([^`\n|]*)", text)
+    }
+)
+FLAG = r"(?<!\S)--[a-z][a-z-]+"
 
 
 def settings_of(data: dict, prefix: str = ""):
@@ -41,25 +55,49 @@ def test_every_flag_of_the_settings_exists(command, flag, monkeypatch):
     assert re.search(rf"{flag}\s", command("serve", "--help").out)
 
 
-@pytest.mark.parametrize(("name", "line"), COMMANDS)
-def test_flags_of_the_examples_exist(command, name, line, monkeypatch):
+def test_commands_of_all_pages_exist():
+    assert {name for name, _ in COMMANDS} == {*NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flags_of_the_examples_exist(command, name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     known = command(*name.split(), "--help").out
-    flags = re.findall(r"(?<!\S)--[a-z-]+", line)
+    flags = {flag for other, line in COMMANDS if other == name for flag in re.findall(FLAG, line)}
     assert flags
-    assert [flag for flag in flags if not re.search(rf"{flag}\s", known)] == []
+    assert {flag for flag in flags if not re.search(rf"{flag}\s", known)} == set()
 
 
-README = DOCS.parent / "README.md"
+def test_scripts_and_their_flags_exist():
+    """By what stands in their files: `--no-` goes before a switch that is on."""
+    assert len(SCRIPTS) > 20
+    wrong = []
+    for name, line in SCRIPTS:
+        path = ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
+        text = path.read_text() if path.exists() else ""
+        flags = re.findall(FLAG, line)
+        wrong += [name] if not text else []
+        wrong += [(name, flag) for flag in flags if f'"{flag.replace("--no-", "--")}"' not in text]
+    assert wrong == []
+
+
+def test_flags_within_lines_belong_to_something(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    known = "".join(command(*name.split(), "--help").out for name in NAMES)
+    known += "".join(path.read_text() for name in ("assets", "bench", "tests") for path in (ROOT / name).glob("*.py"))
+    others = {"--metrics-export-port"}  # Ray's
+    flags = {flag for text in PAGES.values() for flag in re.findall(r"`(--[a-z][a-z-]+)[^`]*`", text)}
+    assert len(flags) > 30
+    assert {flag for flag in flags if not re.search(rf"{flag}[\s\"]", known)} == others
+
+
 TABLE = re.findall(r"^\|(.*)\| (?:bf16|FP8|INT4),", (DOCS / "models.md").read_text(), re.MULTILINE)
 PUBLISHED = set(re.findall(r"[\w.-]+", " ".join(TABLE)))
 
 
 def test_commands_show_models_that_are_published_in_a_format_that_is_read(command):
     """Where a command names a checkpoint, it is one that docs/models.md lists."""
-    commands = ("serve", "generate", "fit", "selftest", "replay", "bench latency", "bench http")
-    shown = [page.read_text() for page in (README, *DOCS.glob("*.md"))]
-    shown += [command(*name.split(), "--help").out for name in commands]
+    shown = [*PAGES.values(), *(command(*name.split(), "--help").out for name in NAMES)]
     named = re.findall(r"(?:--model |MODEL=)\S*?([\w.-]*(?:DeepSeek|Kimi|Moonlight|GLM)[\w.-]*)", "\n".join(shown))
     assert len(named) > 5
     assert {name.lstrip(".") for name in named} <= PUBLISHED
