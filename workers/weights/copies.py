@@ -7,6 +7,7 @@ from math import prod
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from workers.parallel.group import TensorParallel
 from workers.weights.checkpoint import Checkpoint
@@ -44,7 +45,14 @@ def _same(checkpoint: Checkpoint, name: str, other: str, group: TensorParallel) 
     step = max(1, _AT_ONCE // max(1, prod(one.shape[1:])))
     for first in range(begin, end, step):
         index = (slice(first, min(first + step, end)),)
-        a, b = (checkpoint.read(tensor, index).contiguous().view(torch.uint8) for tensor in (name, other))
-        if not torch.equal(a, b):
+        if not _equal(checkpoint.read(name, index), checkpoint.read(other, index)):
             return False
     return True
+
+
+def _equal(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bytes, NaN and the sign of zero included."""
+    a, b = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, two))
+    if a.numel() % 8 == a.storage_offset() % 8 == b.storage_offset() % 8 == 0:
+        a, b = a.view(torch.int64), b.view(torch.int64)  # takes a quarter of the time
+    return torch.equal(a, b)
