@@ -23,6 +23,9 @@ from kernels.pending_norm.pieces import PendingNorm
 if TYPE_CHECKING:
     from kernels.few_experts import ChosenExperts
 
+SHORT_EXPERTS: Final = 256
+"""Most features of an expert for `down_short`, which has two warps for them. Of 512 it took longer than `down` on an
+H200: a step of two rows of six layers of DeepSeek-V3, as a rank of four has them, 0.731 ms in place of 0.720."""
 SHORT_STAGES: Final = 6
 """Of the ring of `down_short`, each an expert: as many bytes are under way as memory takes to answer, and programs of
 all rows stand at once."""
@@ -70,9 +73,8 @@ def gate_up(
 
 
 def short(intermediate: int) -> bool:
-    """Whether `down_short` serves experts of so many features: at once, by one or two warps. (Of 512 on an H200 it took
-    longer than `down`: a step of two rows of six layers of DeepSeek-V3 on four ranks 0.731 ms in place of 0.720.)"""
-    return intermediate in (BLOCK, 2 * BLOCK)
+    """Whether `down_short` serves experts of so many features."""
+    return intermediate in (BLOCK, SHORT_EXPERTS)
 
 
 def down_ring(tokens: int, intermediate: int) -> tuple[int, int]:
@@ -97,21 +99,8 @@ def down(
 
     (tokens, features), intermediate = out_TE.shape, act.half_TF.shape[1]
     data, scales, how = stored(weight_XEI)
-    warps, stages = down_ring(tokens, intermediate)
-    kernel, weights = fp8.down, data
-    if short(intermediate):
-        kernel, warps, stages = fp8_short.down_short, intermediate // BLOCK, SHORT_STAGES
-    else:
-        weights = box(
-            weight_XEI.data,
-            [weight_XEI.shape[0], intermediate // BLOCK, features, BLOCK],
-            [features * intermediate, BLOCK, intermediate, 1],
-            [1, warps, ROWS, BLOCK],
-        )
-    kernel[(triton.cdiv(features, ROWS),)](
-        act.half_TF,
-        act.unit_T,
-        weights,
+    grid = (triton.cdiv(features, ROWS),)
+    behind = (
         scales,
         choice.slot_S,
         choice.place_TX,
@@ -121,14 +110,28 @@ def down(
         out_TE if square_TP is None else square_TP,
         tokens,
         choice.slots,
-        STORED=how,
-        SIZE=Size(features, intermediate),
-        CHOICES=Choices(choice.experts, shared, choice.weight_TK.shape[1]),
-        SUM=Sum(
+    )
+    constants = {
+        "STORED": how,
+        "SIZE": Size(features, intermediate),
+        "CHOICES": Choices(choice.experts, shared, choice.weight_TK.shape[1]),
+        "SUM": Sum(
             residual_TE is not None,
             0 if residual_TE is None else residual_TE.stride(0),
             out_TE.stride(0),
             1 if square_TP is None else square_TP.shape[1],
         ),
-        **ring_of(tokens, warps, stages, dependent),
+    }
+    if short(intermediate):
+        ring = ring_of(tokens, intermediate // BLOCK, SHORT_STAGES, dependent)
+        fp8_short.down_short[grid](act.half_TF, act.unit_T, data, *behind, **constants, **ring)
+        return
+    warps, stages = down_ring(tokens, intermediate)
+    weights = box(
+        weight_XEI.data,
+        [weight_XEI.shape[0], intermediate // BLOCK, features, BLOCK],
+        [features * intermediate, BLOCK, intermediate, 1],
+        [1, warps, ROWS, BLOCK],
     )
+    ring = ring_of(tokens, warps, stages, dependent)
+    fp8.down[grid](act.half_TF, act.unit_T, weights, *behind, **constants, **ring)
