@@ -116,7 +116,8 @@ def test_an_interrupt_ends_what_runs(bench, tmp_path: Path) -> None:
     told = tmp_path / "pid"
     hangs = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     text = f"""
-import argparse, pathlib, sys
+import argparse, pathlib, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
 sys.path.insert(0, {str(bench.ROOT / "bench")!r})
 import steps
 command = (sys.executable, "-c", {hangs!r})
