@@ -71,7 +71,7 @@ def _run(spec: LoadSpec, limits: Limits | None, page: Path | None, json_output: 
 
     from deploy.cli.load_report import LoadReport
 
-    run = load_options.load(spec, quiet)
+    run = load_options.load(spec, quiet, watch=page is not None)
     report = LoadReport.of(run, limits)
     if json_output:
         typer.echo(json.dumps(report.report(spec)))

@@ -7,12 +7,14 @@ import json
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
+from deploy.cli.batch_mix import MixPoint, watched
 from deploy.cli.sessions import Session
 from deploy.cli.sse_client import ConnectionLost, SseClient, Target
 
@@ -222,9 +224,11 @@ class LoadRun:
 
     records: list[RequestRecord]
     duration: float
+    mix: tuple[MixPoint, ...] = ()
+    """What the endpoint's steps computed meanwhile, where that was watched and it says so."""
 
     def __add__(self, other: LoadRun) -> LoadRun:
-        """Both, one after the other."""
+        """Both, one after the other; without what was watched."""
         return LoadRun(self.records + other.records, self.duration + other.duration)
 
 
@@ -232,8 +236,9 @@ Job = Callable[[], Coroutine[Any, Any, None]]
 """Sends a request, or the turns of a session one after the other."""
 
 
-async def run_load(spec: LoadSpec, done: Callable[[RequestRecord], None]) -> LoadRun:
-    """Send every request of `spec`; `done` is told of each as it ends. Failures are records, never exceptions."""
+async def run_load(spec: LoadSpec, done: Callable[[RequestRecord], None], *, watch: bool = False) -> LoadRun:
+    """Send every request of `spec`; `done` is told of each as it ends. Failures are records, never exceptions. `watch`:
+    ask the endpoint meanwhile what its steps compute."""
     client = SseClient(Target(spec.url))
     try:
         for index in range(spec.warmup):
@@ -249,12 +254,15 @@ async def run_load(spec: LoadSpec, done: Callable[[RequestRecord], None]) -> Loa
             return record, answer
 
         jobs = _jobs(spec, one)
-        begin = time.perf_counter()
-        if spec.rate is None:
-            await _closed_loop(spec.concurrency, iter(jobs))
-        else:
-            await _open_loop(spec.rate, spec.seed, jobs)
-        return LoadRun(records, time.perf_counter() - begin)
+        mix: list[MixPoint] = []
+        async with watched(spec.url, spec.api_key, mix) if watch else nullcontext():
+            begin = time.perf_counter()
+            if spec.rate is None:
+                await _closed_loop(spec.concurrency, iter(jobs))
+            else:
+                await _open_loop(spec.rate, spec.seed, jobs)
+            duration = time.perf_counter() - begin
+        return LoadRun(records, duration, tuple(mix))
     finally:
         client.close()
 

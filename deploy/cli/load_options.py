@@ -167,8 +167,8 @@ def _requests(
     return {"requests": sum(map(len, sessions)), "sessions": tuple(sessions), "api": "chat", **pace}
 
 
-def load(spec: LoadSpec, quiet: bool, name: str = "requests") -> LoadRun:
-    """Run it, with a bar on stderr."""
+def load(spec: LoadSpec, quiet: bool, name: str = "requests", *, watch: bool = False) -> LoadRun:
+    """Run it, with a bar on stderr. `watch`: as `run_load`."""
     import gc
 
     import uvloop
@@ -194,7 +194,7 @@ def load(spec: LoadSpec, quiet: bool, name: str = "requests") -> LoadRun:
             refresh_per_second=2,
         ) as progress:
             bar = progress.add_task(name, total=spec.total)
-            return uvloop.run(run_load(spec, lambda record: progress.advance(bar)))
+            return uvloop.run(run_load(spec, lambda record: progress.advance(bar), watch=watch))
     finally:
         gc.enable()
         sys.stderr.flush()

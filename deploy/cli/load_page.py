@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
+from deploy.cli.batch_mix import MixPoint
 from deploy.cli.load import LoadRun, LoadSpec, RequestRecord
 from deploy.cli.load_report import PERCENTILES, TITLES, LoadReport, what_is_sent
 
@@ -53,6 +54,8 @@ def load_page(spec: LoadSpec, run: LoadRun, report: LoadReport) -> str:
         "<h2>Requests under way</h2>",
         plot(_under_way(good), "seconds", "requests"),
     ]
+    if run.mix:
+        parts += ["<h2>Steps a second, by what they compute</h2>", plot(_steps(run.mix), "seconds", "steps/s")]
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -123,6 +126,15 @@ def _under_way(good: Sequence[RequestRecord]) -> list[Line]:
     waiting = [(record.sent - begin, record.arrivals[0] - begin) for record in good]
     decoding = [(record.arrivals[0] - begin, record.arrivals[-1] - begin) for record in good]
     return [("wait for their first token", counted(waiting)), ("get tokens", counted(decoding))]
+
+
+def _steps(mix: Sequence[MixPoint]) -> list[Line]:
+    """Steps of each kind over time, as the endpoint says."""
+    return [
+        ("decode rows alone", [(point.at, point.decode) for point in mix]),
+        ("prompts alone", [(point.at, point.prefill) for point in mix]),
+        ("both", [(point.at, point.mixed) for point in mix]),
+    ]
 
 
 def counted(spans: Sequence[tuple[float, float]]) -> list[Point]:

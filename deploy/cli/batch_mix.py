@@ -1,0 +1,93 @@
+"""What the steps of an endpoint compute while it has load, by its own word: `GET /live`. Other kinds of endpoints have
+no such thing, and then nothing is known."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from deploy.cli.sse_client import ConnectionLost, SseClient, Target
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+PATH: Final = "/live?selftest=false"
+PERIOD_S: Final = 1.0
+"""For which an answer is the same."""
+LIMIT_S: Final = 10.0
+"""Seconds to wait for one."""
+KINDS: Final = ("decode", "prefill", "mixed")
+
+
+class _Steps(msgspec.Struct):
+    per_second: float = 0.0
+
+
+class _Figures(msgspec.Struct):
+    steps: dict[str, _Steps] = msgspec.field(default_factory=dict)
+    window_s: float = 0.0
+
+
+class _Replica(msgspec.Struct):
+    figures: _Figures | None = None
+
+
+class _Live(msgspec.Struct):
+    replicas: list[_Replica]
+
+
+class MixPoint(msgspec.Struct, frozen=True):
+    """Steps a second of all replicas, by kind, at some moment."""
+
+    at: float
+    """Seconds after the load began."""
+    decode: float
+    """Of decode rows alone."""
+    prefill: float
+    """Of prompts alone."""
+    mixed: float
+    """Of both."""
+
+
+@asynccontextmanager
+async def watched(url: str, api_key: str | None, points: list[MixPoint]) -> AsyncIterator[None]:
+    """Within this context the endpoint is asked once in `PERIOD_S`, and what it says is added to `points`."""
+    asking = asyncio.create_task(_ask(url, api_key, points))
+    try:
+        yield
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def _ask(url: str, api_key: str | None, points: list[MixPoint]) -> None:
+    """Until the first answer that is none."""
+    client = SseClient(Target(url.rstrip("/").removesuffix("/v1")))
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    begin = time.perf_counter()
+    try:
+        while True:
+            asked = client.send(PATH, b"", headers, lambda data, now: None)
+            status, answer = await asyncio.wait_for(asked, LIMIT_S)
+            if status != 200:
+                return
+            points += read(answer, time.perf_counter() - begin)
+            await asyncio.sleep(PERIOD_S)
+    except (OSError, ConnectionLost, msgspec.DecodeError):
+        return
+    finally:
+        client.close()
+
+
+def read(answer: bytes, at: float) -> Iterator[MixPoint]:
+    """The point that an answer has, where its replicas have been looked at before. DecodeError if it is none."""
+    live = msgspec.json.decode(answer, type=_Live)
+    known = [replica.figures for replica in live.replicas if replica.figures is not None and replica.figures.window_s]
+    if known:
+        rates = [sum(figures.steps.get(kind, _Steps()).per_second for figures in known) for kind in KINDS]
+        yield MixPoint(at, *rates)
