@@ -115,7 +115,8 @@ class Generation(Response):
     async def run_all(self, send: Send) -> None:
         """Run every choice to its end; the first error ends them all."""
         if len(self.choices) == 1:
-            await self.run(self.choices[0], self.job.sequences[0], send)
+            # In a task of its own every output resumes this alone, and not all that an application calls before it.
+            await asyncio.create_task(self.run(self.choices[0], self.job.sequences[0], send))
             return
         try:
             async with asyncio.TaskGroup() as group:
