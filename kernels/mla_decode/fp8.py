@@ -1,20 +1,24 @@
 """Decode attention for Hopper over FP8 entries, on wgmma.
 
-Entries stay 8 bits in memory and in shared memory. They become fp16, which is exact, on their way into registers, and
-from there they are multiplied: wgmma takes its left operand from registers. So entries are the left side of both
-products, and query vectors the right one, which a block of 16, 32 or 64 fills:
+Entries stay 8 bits in memory and in shared memory. They are the left side of both products, and query vectors the right
+one, of which a program holds a block of 16 or 32:
 
     scores  [64 entries, M]           = entries [64, 512 + 64] x query vectors
     results [512 features, M]        += entries, transposed [512, 64] x weights [64, M]
 
+Scores are sums of products of e4m3, as the entries are. A query vector is cut into two parts for that, each of which
+keeps four bits of significand: together as many as bfloat16 has. Of such sums Hopper's tensor cores keep 14 bits. So
+scores are off by up to 2^-13 of what the lengths of the vectors allow, where e4m3 itself has taken far more from the
+entries. Values become fp16, which is exact, on their way into registers, from where wgmma takes its left operand.
+
 Three groups of four warps share the work, and one more warp fetches. One group scores tile after tile and hands weights
-on; the other two sum the values of a half of the features each, while the first is already at the next tile.
+on; products of the next tile run while it weighs one. The other two sum the values of a half of the features each.
 
 The four scales of an entry are multiplied into the sums of its scores, in fp32. On the side of values a scale is a
 power of two, the entry's unit, times a ratio below 2 for each group of features. The unit goes into the weight before
 the online softmax finds its maximum, so that weights in fp16 cannot leave its range, whatever the scales are; the sum
-of weights takes it out again. The ratio is multiplied into the values in fp16. Query vectors become fp16 with a power
-of two each, as those of `kernels.halve` do.
+of weights takes it out again. The ratio is multiplied into the weights, which are few beside the values: each group of
+features has weights of its own. Query vectors are divided by a power of two each, as those of `kernels.halve` are.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -33,6 +37,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.mla_decode.fp8_groups import WORKER, next_stage, scoring_group, summing_group
 from kernels.mla_decode.fp8_tile import (
+    CODES,
+    GROUP,
     GROUPS,
     PAIRS,
     ROPE,
@@ -43,6 +49,7 @@ from kernels.mla_decode.fp8_tile import (
     Fetched,
     Messages,
     Queries,
+    slots_of,
     weights_layout,
 )
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
@@ -135,31 +142,27 @@ def fp8_memory(BLOCK: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr
     """A program's shared memory, with its mbarriers ready: `Fetched`, `Queries`, `Exchanged` and `Messages`. Whoever
     fetches arrives ARRIVALS times when a tile is there."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     fetched = Fetched(
         latent=gl.allocate_shared_memory(gl.int16, [STAGES * GROUPS, TILE, PAIRS], TILED),
         rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], TILED),
         scales=gl.allocate_shared_memory(gl.float32, [STAGES, TILE, GROUPS], SCALES),
     )
     queries = Queries(
-        latent=gl.allocate_shared_memory(gl.float16, [2 * GROUPS, BLOCK, PAIRS], TILED),
+        latent=gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, 2 * BLOCK, GROUP], CODES),
         rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, ROPE], TILED),
         unit=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
         back=gl.allocate_shared_memory(gl.int32, [BLOCK], vector),
     )
     exchanged = Exchanged(
-        weights=gl.allocate_shared_memory(gl.float16, [2, TILE, BLOCK], weights_layout(BLOCK)),
-        ratios=gl.allocate_shared_memory(gl.float16, [2 * GROUPS, 1, TILE], plain),
-        shrink=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+        weights=gl.allocate_shared_memory(gl.float16, [slots_of(BLOCK) * GROUPS, TILE, BLOCK], weights_layout(BLOCK)),
+        shrink=gl.allocate_shared_memory(gl.float32, [slots_of(BLOCK), BLOCK], vector),
         factor=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
-        top=gl.allocate_shared_memory(gl.float32, [BLOCK], vector),
-        total=gl.allocate_shared_memory(gl.float32, [4, 8, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])),
     )
     messages = Messages(
         full=_mbarriers(STAGES, ARRIVALS),
         empty=_mbarriers(STAGES, 3),
-        weights_full=_mbarriers(2, 1),
-        weights_empty=_mbarriers(2, 2),
+        weights_full=_mbarriers(slots_of(BLOCK), 1),
+        weights_empty=_mbarriers(slots_of(BLOCK), 2),
         factor_full=_mbarriers(1, 1).index(0),
         factor_empty=_mbarriers(1, 2).index(0),
     )
@@ -177,7 +180,6 @@ def fp8_worker(
     kernel after start, where `OVERLAP.early`."""
     BLOCK: gl.constexpr = TILE_OF.queries
     fetched, queries, exchanged, messages = fp8_memory(BLOCK, OVERLAP.stages, 1)
-    REGISTERS: gl.constexpr = 176 if BLOCK == 64 else 136
     gl.warp_specialize(
         [
             (scoring_group, (q, share, queries, fetched, exchanged, messages, BLOCK, SPLIT, OVERLAP)),
@@ -186,7 +188,7 @@ def fp8_worker(
             (fetch, (boxes, table, table_stride, share, fetched, messages, ENTRY, SPLIT, OVERLAP)),
         ],
         [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
+        [136, 136, 24],
     )
 
 

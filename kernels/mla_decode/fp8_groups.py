@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kernels.mla_decode.fp8_scores import put_queries, scores, scores_in_place
+from kernels.mla_decode.fp8_scores import begin_scores, end_scores, put_queries
 from kernels.mla_decode.fp8_tile import (
     GROUP,
     GROUPS,
@@ -18,9 +18,9 @@ from kernels.mla_decode.fp8_tile import (
     LOWEST,
     PAIRS,
     TILE,
-    VALUE_LIFT,
     inverse_of,
-    put_ratios,
+    put_weights,
+    slots_of,
     sums_in_threads,
     sums_layout,
     units_of,
@@ -40,6 +40,31 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
     """The stage after, and the phase of its mbarriers."""
     stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
     return stage, gl.where(stage == 0, phase ^ 1, phase)
+
+
+@gluon.jit
+def hand_weights(
+    score, scales, top, total, tile, tiles, tokens, share, queries, exchanged, messages, BLOCK: gl.constexpr
+):  # fmt: skip
+    """Hand the weights of the scores of a tile, the scoring group's number `tiles`, to the other groups. Returns the
+    maximum so far, and the sums of weights so far, which every thread has of its entries."""
+    SUMS: gl.constexpr = sums_layout(BLOCK)
+    low = tile * TILE
+    SLOTS: gl.constexpr = slots_of(BLOCK)
+    slot = tiles % SLOTS
+    there, exponent = units_of(scales, low, share.first, tokens, BLOCK)
+    unit = queries.unit.load(gl.SliceLayout(0, SUMS))
+    weight, top, shrink = weigh(score, exponent, top, unit, queries.back, low, tokens, share, BLOCK)
+    mbarrier.wait(messages.weights_empty.index(slot), ((tiles // SLOTS) & 1) ^ 1)
+    put_weights(weight, scales, there, exponent, exchanged.weights, slot)
+    exchanged.shrink.index(slot).store(shrink)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(messages.weights_full.index(slot), count=1)
+    added = sums_in_threads(weight * inverse_of(exponent), BLOCK)
+    same: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, added.type.layout))
+    total = total * gl.convert_layout(shrink, same, assert_trivial=True)[None, None, :] + added
+    return top, total
 
 
 @gluon.jit
@@ -68,47 +93,35 @@ def scoring_group(
         )
         if stop > start:
             put_queries(q, row, share, queries, BLOCK)
-            exchanged.top.store(gl.full([BLOCK], LOWEST, gl.float32, per_query))
-            exchanged.total.store(sums_in_threads(gl.zeros([TILE, BLOCK], gl.float32, SUMS), BLOCK))
-            gl.thread_barrier()
-            for tile in range(start, stop):
-                low = tile * TILE
-                slot = tiles & 1
-                mbarrier.wait(messages.full.index(stage), phase)
-                if BLOCK == 64:
-                    score = scores_in_place(queries, fetched, stage, BLOCK)
-                else:
-                    score = scores(queries, fetched, stage, BLOCK)
-                scales_s = fetched.scales.index(stage)
-                there, exponent = units_of(scales_s, low, share.first, tokens, BLOCK)
-                unit = queries.unit.load(per_query)
-                weight, top, shrink = weigh(
-                    score, exponent, exchanged.top, unit, queries.back, low, tokens, share, BLOCK
-                )
-                mbarrier.wait(messages.weights_empty.index(slot), ((tiles >> 1) & 1) ^ 1)
-                exchanged.weights.index(slot).store(weight.to(gl.float16))
-                put_ratios(scales_s, there, exponent, exchanged.ratios, slot, BLOCK)
-                exchanged.shrink.index(slot).store(shrink)
-                exchanged.top.store(top)
-                fence_async_shared()
+            top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
+            total = sums_in_threads(gl.zeros([TILE, BLOCK], gl.float32, SUMS), BLOCK)
+            mbarrier.wait(messages.full.index(stage), phase)
+            begun = begin_scores(queries, fetched, stage, BLOCK)
+            score, scales = end_scores(begun, fetched, stage, BLOCK)
+            for tile in range(start, stop - 1):
                 gl.thread_barrier()
-                mbarrier.arrive(messages.weights_full.index(slot), count=1)
                 mbarrier.arrive(messages.empty.index(stage), count=1)
-                added = sums_in_threads(weight * inverse_of(exponent), BLOCK)
-                same: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, added.type.layout))
-                total = exchanged.total.load(added.type.layout)
-                exchanged.total.store(
-                    total * gl.convert_layout(shrink, same, assert_trivial=True)[None, None, :] + added
-                )
                 stage, phase = next_stage(stage, phase, OVERLAP.stages)
+                # While this tile is weighed, products of the next one run.
+                mbarrier.wait(messages.full.index(stage), phase)
+                begun = begin_scores(queries, fetched, stage, BLOCK)
+                top, total = hand_weights(
+                    score, scales, top, total, tile, tiles, tokens, share, queries, exchanged, messages, BLOCK
+                )
+                score, scales = end_scores(begun, fetched, stage, BLOCK)
                 tiles += 1
-            top = exchanged.top.load(per_query)
-            total = exchanged.total.load(gl.BlockedLayout([1, 1, 2], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
+            gl.thread_barrier()
+            mbarrier.arrive(messages.empty.index(stage), count=1)
+            stage, phase = next_stage(stage, phase, OVERLAP.stages)
+            top, total = hand_weights(
+                score, scales, top, total, stop - 1, tiles, tokens, share, queries, exchanged, messages, BLOCK
+            )
+            tiles += 1
             whole = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), per_query)
             divisor = gl.where(whole > 0, whole, 1.0)
             log = gl.where(whole > 0, top - LIFT + gl.log2(divisor), float("-inf"))
             mbarrier.wait(messages.factor_empty, (rows & 1) ^ 1)
-            exchanged.factor.store(1.0 / (divisor * VALUE_LIFT))
+            exchanged.factor.store(1.0 / divisor)
             gl.thread_barrier()
             mbarrier.arrive(messages.factor_full, count=1)
             rows += 1
@@ -134,6 +147,7 @@ def summing_group(
     """Sums the values of two groups of features: the first two, or the last (`HALF` 0 or 1)."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
     OWN: gl.constexpr = 2 * HALF
+    SLOTS: gl.constexpr = slots_of(BLOCK)
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
     record = share.plan + share.worker * WORKER
     row = gl.load(record)
@@ -156,8 +170,8 @@ def summing_group(
             odd1 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
             for tile in range(start, stop):
                 low = tile * TILE
-                slot = tiles & 1
-                mbarrier.wait(messages.weights_full.index(slot), (tiles >> 1) & 1)
+                slot = tiles % SLOTS
+                mbarrier.wait(messages.weights_full.index(slot), (tiles // SLOTS) & 1)
                 if (low + TILE > tokens) | (low < share.first):
                     without_outside(fetched.latent.index(stage * GROUPS + OWN), low, share.first, tokens)
                     without_outside(fetched.latent.index(stage * GROUPS + OWN + 1), low, share.first, tokens)

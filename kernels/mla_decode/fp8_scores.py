@@ -11,26 +11,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.mla_decode.fp8_tile import GROUP, GROUPS, LATENT, PAIRS, ROPE, TILE, sums_layout
-from kernels.mla_decode.narrow_tile import unknown_zero
-
-# Two pairs of e4m3 become two numbers of fp16 each: exact.
-_KEYS = gl.constexpr(
-    """
-    {
-    .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-    }
-    """
+from kernels.mla_decode.fp8_tile import (
+    CODES,
+    GROUP,
+    GROUPS,
+    LATENT,
+    ROPE,
+    TILE,
+    code_sums_layout,
+    halves,
+    load_scales,
+    sums_layout,
 )
+from kernels.mla_decode.narrow_tile import unknown_zero
 
 
 @gluon.jit
-def keys_in_half(pair):
-    """Pairs of e4m3 in fp16: of features 4 t and 4 t + 1 at t, then of features 4 t + 2 and 4 t + 3."""
-    return gl.inline_asm_elementwise(_KEYS, "=r,=r,r", [pair], dtype=(gl.float16, gl.float16), is_pure=True, pack=2)
+def _rounded(x):
+    """fp32 rounded to four bits of significand, half away from zero. What e4m3 would make of it is not read back from
+    there: ptxas 12.8 has been seen to read such a register before it is written."""
+    return ((x.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -39,103 +39,81 @@ def put_queries(q, row, share, queries, BLOCK: gl.constexpr):
     not have become zero."""
     VECTOR: gl.constexpr = LATENT + ROPE
     CHUNK: gl.constexpr = GROUP // 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    LANES: gl.constexpr = CHUNK // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     m = gl.arange(0, BLOCK, gl.SliceLayout(1, layout)) + (share.block * BLOCK + unknown_zero())
     queries.back.store(gl.maximum(share.drafts - m // share.heads, 0))
     c = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     at = q + row.to(gl.int64) * share.queries * VECTOR + ((m * VECTOR)[:, None] + c[None, :])
     inside = (m < share.queries)[:, None]
-    rope = gl.load(at + LATENT, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
-    # Roped features are scaled with the others, but for magnitudes 2^100 apart they must not grow beyond fp32.
-    least = (gl.max(gl.abs(rope), 1).to(gl.int32, bitcast=True) >> 23) - 100
     peak = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, layout))
-    for chunk in range(2 * GROUPS):
+    for chunk in range(LATENT // CHUNK):
         part = gl.load(at + chunk * CHUNK, mask=inside, other=0.0, cache_modifier=".cg")
         peak = gl.maximum(peak, gl.max(gl.abs(part.to(gl.float32)), 1))
+    peak_rope = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, layout))
+    for chunk in range(ROPE // CHUNK):
+        part = gl.load(at + (LATENT + chunk * CHUNK), mask=inside, other=0.0, cache_modifier=".cg")
+        peak_rope = gl.maximum(peak_rope, gl.max(gl.abs(part.to(gl.float32)), 1))
+    # Roped features are scaled with the others, but for magnitudes 2^100 apart they must not grow beyond fp32.
+    least = (peak_rope.to(gl.int32, bitcast=True) >> 23) - 100
     exponent = gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, gl.maximum(least, 15))
-    unit = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
-    inverse = ((268 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
+    # The largest feature gets the exponent 7, so that it is between 128 and 256.
+    unit = ((exponent - 7) << 23).to(gl.float32, bitcast=True)
+    inverse = ((261 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
     queries.unit.store(unit * share.scale)
-    rope = gl.load(at + LATENT, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
-    queries.rope.store((rope * inverse).to(gl.bfloat16))
+    for chunk in gl.static_range(ROPE // CHUNK):
+        part = gl.load(at + (LATENT + chunk * CHUNK), mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+        queries.rope.slice(chunk * CHUNK, CHUNK, dim=1).store((part * inverse).to(gl.bfloat16))
     for g in range(GROUPS):
-        for i in gl.static_range(2):
-            place = at + (2 * g + i) * CHUNK
-            part = gl.load(place, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
-            half = gl.reshape((part * inverse).to(gl.float16), [BLOCK, CHUNK // 4, 2, 2])
-            first, second = gl.split(gl.permute(half, (0, 1, 3, 2)))
-            first_s = queries.latent.index(2 * g).slice(i * CHUNK // 2, CHUNK // 2, dim=1)
-            first_s.store(gl.reshape(first, [BLOCK, CHUNK // 2]))
-            second_s = queries.latent.index(2 * g + 1).slice(i * CHUNK // 2, CHUNK // 2, dim=1)
-            second_s.store(gl.reshape(second, [BLOCK, CHUNK // 2]))
+        for i in gl.static_range(GROUP // CHUNK):
+            place = at + (g * GROUP + i * CHUNK)
+            part = gl.load(place, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32) * inverse
+            high = _rounded(part)
+            parts_s = queries.latent.index(g).slice(i * CHUNK, CHUNK, dim=1)
+            parts_s.slice(0, BLOCK, dim=0).store(high.to(gl.float8e4nv))
+            parts_s.slice(BLOCK, BLOCK, dim=0).store((part - high).to(gl.float8e4nv))
     fence_async_shared()
     gl.thread_barrier()
 
 
 @gluon.jit
-def scores(queries, fetched, stage, BLOCK: gl.constexpr):
-    """Products [N, M] of a tile with the query vectors, over their units.
-
-    The products of a group of features are issued before those of the group before are waited for, and while they run
-    the next group becomes fp16.
-    """
-    SUMS: gl.constexpr = sums_layout(BLOCK)
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    nothing = gl.zeros([TILE, BLOCK], gl.float32, SUMS)
-    scales = fetched.scales.index(stage)
-    zero = unknown_zero()
-    latest = warpgroup_mma(
-        fetched.rope.index(stage), queries.rope.permute((1, 0)), nothing, use_acc=False, is_async=True
-    )
-    score = nothing
-    before = ()
-    for g in gl.static_range(GROUPS):
-        first, second = keys_in_half(fetched.latent.index(stage * GROUPS + g).load(LEFT))
-        finished = latest
-        right, other = queries.latent.index(2 * g + zero), queries.latent.index(2 * g + 1 + zero)
-        latest = warpgroup_mma(first, right.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        latest = warpgroup_mma(second, other.permute((1, 0)), latest, is_async=True)
-        if g == 0:
-            score = warpgroup_mma_wait(2, deps=(finished,))
-        else:
-            done, _, _ = warpgroup_mma_wait(2, deps=(finished, before[0], before[1]))
-            score += done * scales.slice(g - 1, 1, dim=1).load(SUMS)
-        before = (first, second)
-    done, _, _ = warpgroup_mma_wait(0, deps=(latest, before[0], before[1]))
-    return score + done * scales.slice(GROUPS - 1, 1, dim=1).load(SUMS)
+def _begin_group(queries, fetched, stage, GROUP_INDEX: gl.constexpr, BLOCK: gl.constexpr):
+    """Begin the products [N, 2 M] of one group of features, without its scale."""
+    keys = fetched.latent.index(stage * GROUPS + GROUP_INDEX)._reinterpret(gl.float8e4nv, [TILE, GROUP], CODES)
+    parts = queries.latent.index(GROUP_INDEX + unknown_zero()).permute((1, 0))
+    nothing = gl.zeros([TILE, 2 * BLOCK], gl.float32, code_sums_layout(BLOCK))
+    return warpgroup_mma(keys, parts, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def scores_in_place(queries, fetched, stage, BLOCK: gl.constexpr):
-    """As `scores`, for so many query vectors that registers have place for one set of sums only. They are brought to
-    each group's scale before its products are added, and roped features come last."""
-    SUMS: gl.constexpr = sums_layout(BLOCK)
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    WIDTH: gl.constexpr = PAIRS // 2
-    scales = fetched.scales.index(stage)
-    zero = unknown_zero()
-    sums = gl.zeros([TILE, BLOCK], gl.float32, SUMS)
-    scale = scales.slice(0, 1, dim=1).load(SUMS)
-    largest = scale
-    before = ()
+def begin_scores(queries, fetched, stage, BLOCK: gl.constexpr):
+    """Begin the products of a tile with the query vectors: of all groups of features, then of the roped ones."""
+    nothing = gl.zeros([TILE, BLOCK], gl.float32, sums_layout(BLOCK))
+    begun = ()
     for g in gl.static_range(GROUPS):
-        keys = fetched.latent.index(stage * GROUPS + g)
-        for part in gl.static_range(2):
-            first, second = keys_in_half(keys.slice(part * WIDTH, WIDTH, dim=1).load(LEFT))
-            right = queries.latent.index(2 * g + zero).slice(part * WIDTH, WIDTH, dim=1).permute((1, 0))
-            other = queries.latent.index(2 * g + 1 + zero).slice(part * WIDTH, WIDTH, dim=1).permute((1, 0))
-            if g > 0 and part == 0:
-                done, _, _ = warpgroup_mma_wait(0, deps=(sums, before[0], before[1]))
-                # With a scale so far below another one the sums would leave fp32, and what is added does not show.
-                next_scale = gl.maximum(scales.slice(g, 1, dim=1).load(SUMS), largest * 2.0**-60)
-                largest = gl.maximum(largest, next_scale)
-                sums = done * (scale / next_scale)
-                scale = next_scale
-            sums = warpgroup_mma(first, right, sums, use_acc=g + part > 0, is_async=True)
-            sums = warpgroup_mma(second, other, sums, is_async=True)
-            if part > 0:
-                _, _ = warpgroup_mma_wait(2, deps=(before[0], before[1]))
-            before = (first, second)
-    done, _, _ = warpgroup_mma_wait(0, deps=(sums, before[0], before[1]))
-    sums = warpgroup_mma(fetched.rope.index(stage), queries.rope.permute((1, 0)), done * scale, is_async=True)
-    return warpgroup_mma_wait(0, deps=(sums,))
+        begun = begun + (_begin_group(queries, fetched, stage, g, BLOCK),)  # noqa: RUF005 - Gluon knows no stars
+    rope = warpgroup_mma(fetched.rope.index(stage), queries.rope.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    return begun + (rope,)  # noqa: RUF005
+
+
+@gluon.jit
+def _scaled(sums, scale, BLOCK: gl.constexpr):
+    """Both parts of the products of one group of features, times the scale of each entry."""
+    high, low = halves(sums)
+    SUMS: gl.constexpr = sums_layout(BLOCK)
+    high = gl.convert_layout(high, SUMS, assert_trivial=True)
+    low = gl.convert_layout(low, SUMS, assert_trivial=True)
+    return (high + low) * scale
+
+
+@gluon.jit
+def end_scores(begun, fetched, stage, BLOCK: gl.constexpr):
+    """Products [N, M] of a tile with the query vectors, over their units, and the scales of its entries, [N, 1] of each
+    group of features."""
+    scales = load_scales(fetched.scales.index(stage), BLOCK)
+    sums0, sums1, sums2, sums3, score = warpgroup_mma_wait(0, deps=begun)
+    score += _scaled(sums0, scales[0], BLOCK)
+    score += _scaled(sums1, scales[1], BLOCK)
+    score += _scaled(sums2, scales[2], BLOCK)
+    score += _scaled(sums3, scales[3], BLOCK)
+    return score, scales

@@ -3,7 +3,7 @@
 Shape legend of comments: N entries of a tile, M query vectors, P = 64 pairs of features of a group of 128.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ TILE = gl.constexpr(64)
 """Cache entries of a tile: a page."""
 LOWEST = gl.constexpr(-1.0e30)
 """Start of the running maximum: below every real score."""
-LIFT = gl.constexpr(15.0)
-"""Weights are 2^15 times as large, so that those down to 2^-29 keep all bits in fp16."""
-VALUE_LIFT = gl.constexpr(32.0)
-"""Values are so many times as large, for the same reason: they stay below 448 x 2 x 32."""
+LIFT = gl.constexpr(14.0)
+"""Weights are 2^14 times as large, so that those down to 2^-28 keep all bits in fp16. With their ratios they stay below
+2^15."""
 LN2 = gl.constexpr(0.6931471805599453)
 TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 """Shared-memory layout of matrices whose rows are 64 numbers of 16 bits, or pairs of bytes."""
+CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
+"""The same of rows of 128 bytes."""
 SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
 
 
@@ -48,8 +49,7 @@ class Queries(NamedTuple):
     """A block of query vectors in shared memory, divided by a power of two each."""
 
     latent: Any
-    """fp16 [8, M, 64]: of each group of features those that the first result of `keys_in_half` has, then those
-    of the second."""
+    """e4m3 [4, 2 M, 128]: of each group of features what four bits of significand keep of them, then the rest."""
     rope: Any
     """bfloat16 [M, 64]."""
     unit: Any
@@ -59,20 +59,14 @@ class Queries(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What the scoring group tells the others in shared memory, the first three in two places each."""
+    """What the scoring group tells the others in shared memory, the first two in S places each, see `slots_of`."""
 
     weights: Any
-    """fp16 [2, N, M]."""
-    ratios: Any
-    """fp16 [2 x 4, 1, N]: every entry's scales over its `unit_of_entry`, times `VALUE_LIFT`."""
+    """fp16 [S x 4, N, M]: those of each group of features, with the ratios of its scales to the entries' units."""
     shrink: Any
-    """fp32 [2, M]: the factor for what was summed before."""
+    """fp32 [S, M]: the factor for what was summed before."""
     factor: Any
     """fp32 [M]: with which a row's sums become its result."""
-    top: Any
-    """fp32 [M]: the scoring group's own, the maximum so far."""
-    total: Any
-    """fp32 [4, 8, M]: the same, sums of weights so far, of every thread."""
 
 
 class Messages(NamedTuple):
@@ -83,9 +77,9 @@ class Messages(NamedTuple):
     empty: Any
     """[stages, 1]: all groups are done with it."""
     weights_full: Any
-    """[2, 1]."""
+    """[S, 1]."""
     weights_empty: Any
-    """[2, 1]."""
+    """[S, 1]."""
     factor_full: Any
     factor_empty: Any
 
@@ -97,19 +91,48 @@ def sums_layout(BLOCK):
 
 
 @gluon.constexpr_function
+def code_sums_layout(BLOCK):
+    """Of products of 8-bit numbers, 64 entries by the two parts of a block's query vectors."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * BLOCK, 32])
+
+
+@gluon.constexpr_function
+def slots_of(BLOCK):
+    """Places for the weights of a tile. With one the scoring group waits for the others before it writes them, but of
+    32 query vectors two would leave room for a tile less, which costs more: tiles under way hide memory's latency."""
+    return 2 if BLOCK == 16 else 1
+
+
+@gluon.constexpr_function
 def weights_layout(BLOCK):
     """Shared-memory layout of weights, [N, M] in fp16."""
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK, element_bitwidth=16, rank=2)
 
 
 @gluon.jit
-def units_of(scales_s, low, first, tokens, BLOCK: gl.constexpr):
+def halves(x):
+    """The first half of columns, and the second, which a thread has both."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def load_scales(scales_s, BLOCK: gl.constexpr):
+    """The scales of the entries of a tile, [N, 1] of each group of features."""
+    SUMS: gl.constexpr = sums_layout(BLOCK)
+    scales = ()
+    for g in gl.static_range(GROUPS):
+        scales = scales + (scales_s.slice(g, 1, dim=1).load(SUMS),)  # noqa: RUF005 - Gluon knows no stars
+    return scales
+
+
+@gluon.jit
+def units_of(scales, low, first, tokens, BLOCK: gl.constexpr):
     """Of every entry [N, 1]: whether it is one of the row's, and its unit, the power of two at or below the largest of
     its scales, or rather that number's exponent in fp32. Outside of the row's entries the unit is 1."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
-    largest = scales_s.slice(0, 1, dim=1).load(SUMS)
-    for g in gl.static_range(1, GROUPS):
-        largest = gl.maximum(largest, scales_s.slice(g, 1, dim=1).load(SUMS))
+    largest = gl.maximum(gl.maximum(scales[0], scales[1]), gl.maximum(scales[2], scales[3]))
     entry = low + gl.arange(0, TILE, gl.SliceLayout(1, SUMS))
     there = ((entry >= first) & (entry < tokens))[:, None]
     return there, gl.where(there, (largest.to(gl.int32, bitcast=True) >> 23) & 255, 127)
@@ -122,17 +145,16 @@ def inverse_of(exponent):
 
 
 @gluon.jit
-def put_ratios(scales_s, there, exponent, ratios, slot, BLOCK: gl.constexpr):
-    """Write the entries' scales over their units; zeros outside of the row's entries."""
-    SUMS: gl.constexpr = sums_layout(BLOCK)
-    inverse = inverse_of(exponent) * VALUE_LIFT
+def put_weights(weight, scales, there, exponent, weights, slot):
+    """Write the weights for each group of features: times its scales over the entries' units."""
+    inverse = inverse_of(exponent)
     for g in gl.static_range(GROUPS):
-        ratio = gl.where(there, scales_s.slice(g, 1, dim=1).load(SUMS) * inverse, 0.0)
-        ratios.index(slot * GROUPS + g).permute((1, 0)).store(ratio.to(gl.float16))
+        ratio = gl.where(there, scales[g] * inverse, 0.0)
+        weights.index(slot * GROUPS + g).store((weight * ratio).to(gl.float16))
 
 
 @gluon.jit
-def weigh(score, exponent, top_s, unit, back_s, low, tokens, share, BLOCK: gl.constexpr):
+def weigh(score, exponent, top, unit, back_s, low, tokens, share, BLOCK: gl.constexpr):
     """Online softmax of one tile, of weights that are times the entries' units: (weights, new maximum, factor for what
     was summed before)."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
@@ -143,7 +165,6 @@ def weigh(score, exponent, top_s, unit, back_s, low, tokens, share, BLOCK: gl.co
         seen = (entry[:, None] < bound[None, :]) & (entry >= share.first)[:, None]
         score = gl.where(seen, score, float("-inf"))
     highest = gl.max(score, 0)
-    top = top_s.load(gl.SliceLayout(0, SUMS))
     new_top = gl.maximum(top, highest)
     return gl.exp2(score - (new_top - LIFT)[None, :]), new_top, gl.exp2(top - new_top)
 

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from kernels.mla_decode.fp8_tile import GROUPS, LATENT, PAIRS, TILE, sums_layout
+from kernels.mla_decode.fp8_tile import GROUPS, LATENT, PAIRS, TILE, halves, sums_layout
 from kernels.mla_decode.narrow_tile import unknown_zero
 
 # A pair of one entry, then of the next: the even features of both, and the odd ones.
@@ -51,20 +51,16 @@ def add_values(sums, fetched, exchanged, stage, slot, HALF: gl.constexpr, BLOCK:
     weights. While products run, the next entries become fp16."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    PARTS: gl.constexpr = 2 if BLOCK < 64 else 4  # beside so many sums there are registers for few entries
+    PARTS: gl.constexpr = 2
     ENTRIES: gl.constexpr = TILE // PARTS
-    weights_s = exchanged.weights.index(slot)
     even_sums, odd_sums = sums[0], sums[1]
     finished = ()
     before = ()
     for part in gl.static_range(2 * PARTS):
         g = 2 * HALF + part // PARTS
         latent_s = fetched.latent.index(stage * GROUPS + g).slice(part % PARTS * ENTRIES, ENTRIES, dim=0)
-        ratio = exchanged.ratios.index(slot * GROUPS + g).slice(part % PARTS * ENTRIES, ENTRIES, dim=1).load(LEFT)
         even, odd = values_in_half(latent_s.permute((1, 0)).load(LEFT))
-        even = even * ratio
-        odd = odd * ratio
-        right = weights_s.slice(part % PARTS * ENTRIES, ENTRIES, dim=0)
+        right = exchanged.weights.index(slot * GROUPS + g).slice(part % PARTS * ENTRIES, ENTRIES, dim=0)
         if part == PARTS:
             finished = even_sums, odd_sums
             even_sums, odd_sums = sums[2], sums[3]
@@ -85,28 +81,16 @@ def store_pairs(to, even, odd, factor_s, share, OFFSET: gl.constexpr, BLOCK: gl.
     """Write sums [P, M] of the even features of a group and of the odd ones, times the factor of each query vector,
     behind `to`, in bfloat16. OFFSET: the group's first feature. Of 16 query vectors at a time:
     addresses of more would spill registers."""
-    if BLOCK == 64:
-        evens, odds = _halves(even), _halves(odd)
-        for i in gl.static_range(2):
-            _store_32(to, evens[i], odds[i], factor_s, share, 32 * i, OFFSET, BLOCK)
-    elif BLOCK == 32:
+    if BLOCK == 32:
         _store_32(to, even, odd, factor_s, share, 0, OFFSET, BLOCK)
     else:
         _store_16(to, even, odd, factor_s, share, 0, OFFSET, BLOCK)
 
 
 @gluon.jit
-def _halves(x):
-    """The first half of columns, and the second, which a thread has both."""
-    ROWS: gl.constexpr = x.shape[0]
-    COLUMNS: gl.constexpr = x.shape[1]
-    return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
-
-
-@gluon.jit
 def _store_32(to, even, odd, factor_s, share, FIRST: gl.constexpr, OFFSET: gl.constexpr, BLOCK: gl.constexpr):
     """Those of 32 query vectors, from number FIRST of the block on."""
-    evens, odds = _halves(even), _halves(odd)
+    evens, odds = halves(even), halves(odd)
     for i in gl.static_range(2):
         _store_16(to, evens[i], odds[i], factor_s, share, FIRST + 16 * i, OFFSET, BLOCK)
 

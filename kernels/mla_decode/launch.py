@@ -128,6 +128,22 @@ def attend(
                 OVERLAP=overlap,
                 **common,
             )
+        elif way.path == "wide" and entry.fp8:
+            from kernels.mla_decode.fp8 import fp8_boxes
+            from kernels.mla_decode.wide import boxes
+            from kernels.mla_decode.wide_fp8 import attend_wide_fp8
+
+            attend_wide_fp8[grid](
+                cache_PKC,
+                *boxes(q_RWHC),
+                fp8_boxes(cache_PKC)[1],
+                *where,
+                *numbers,
+                *blocks_and_workers,
+                ENTRY=entry,
+                OVERLAP=overlap,
+                **common,
+            )
         else:
             from kernels.mla_decode.wide import attend_wide, boxes
 

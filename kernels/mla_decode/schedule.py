@@ -41,8 +41,13 @@ FEWEST_FP8_VECTORS = 256
 whose tiles less. With 16 heads, attention and merge took on an H200 at 8 x 4,096 tokens 20.3 us in narrow blocks and
 22.4 so, at 16 x 1,024 13.8 and 13.9, at 16 x 16,384 93.7 and 64.5; with 128 heads at 4 x 4,096 37.2 and 38.3, at
 16 x 4,096 118.7 and 74.0 (`python bench/mla_decode.py --cache fp8`)."""
-FP8_RINGS = {16: 4, 32: 4, 64: 3}
+MOST_FP8_VECTORS = 64
+"""Query vectors of a row up to which `attend_fp8` is taken, and not `attend_wide_fp8`. With 64 they took on an H200 at
+64 x 16,384 tokens 470 and 454 us, at 1 x 65,536 tokens 47 and 62; with 128 the first takes 943 and 770."""
+FP8_RINGS = {16: 4, 32: 4}
 """Query vectors that a program of `attend_fp8` holds, and the tiles that fit into shared memory beside them."""
+FP8_AHEAD = 2
+"""How many tiles ahead `attend_wide_fp8` tells the L2 cache of."""
 NARROW_BLOCKS_ALONE = 2
 """Narrow blocks in which a row alone is always taken. With 32 query vectors attention and merge took on an H200, in
 microseconds (`run_tiling` of bench/mla_decode.py with either tiling), 5.6 / 7.2 / 13.5 / 21.8 in narrow blocks and
@@ -167,16 +172,19 @@ def portable_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = Fal
 def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False) -> DecodeTiling:
     """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models.
 
-    `fp8`: of entries in FP8, which the narrow kernel reads for any number of query vectors and `attend_fp8` faster for
-    many; in invariant mode the portable one does.
+    `fp8`: of entries in FP8, which the narrow kernel reads for any number of query vectors, `attend_fp8` faster for
+    many, and `attend_wide_fp8` for many of a row, and in invariant mode.
     """
-    if (shape.latent, shape.rope) != (512, 64) or (fp8 and shape.invariant):
+    if (shape.latent, shape.rope) != (512, 64):
         return portable_tiling(shape, multiprocessors)
     narrow_blocks = -(-shape.queries // NARROW_BLOCK)
     alone = shape.rows == 1
     if fp8:
-        few = shape.rows * shape.queries < FEWEST_FP8_VECTORS
-        return narrow_fp8_tiling(shape, multiprocessors) if few else fp8_tiling(shape, multiprocessors)
+        if not shape.invariant and shape.rows * shape.queries < FEWEST_FP8_VECTORS:
+            return narrow_fp8_tiling(shape, multiprocessors)
+        if not shape.invariant and shape.queries <= MOST_FP8_VECTORS:
+            return fp8_tiling(shape, multiprocessors)
+        return wide_fp8_tiling(shape, multiprocessors)
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
         block, stages = NARROW_BLOCK, NARROW_STAGES
         return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
@@ -201,6 +209,11 @@ def fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
     """A tiling for `attend_fp8` on Hopper: FP8 entries of 512 + 64 features, without invariant mode."""
     block = next((most for most in FP8_RINGS if shape.queries <= most), max(FP8_RINGS))
     return _tiling(shape, "fp8", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=FP8_RINGS[block])
+
+
+def wide_fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
+    """A tiling for `attend_wide_fp8` on Hopper: FP8 entries of 512 + 64 features."""
+    return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=FP8_AHEAD)
 
 
 def _tiling(

@@ -67,9 +67,8 @@ def boxes(x: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
 
 
 @gluon.jit
-def into_l2(cache, page):
-    """Ask for a whole page to be brought into the L2 cache."""
-    BYTES: gl.constexpr = TILE * (2 * HALF + ROPE) * 2
+def into_l2(cache, page, BYTES: gl.constexpr):
+    """Ask for a whole page, of so many bytes, to be brought into the L2 cache."""
     instruction: gl.constexpr = """{
         .reg .pred one;
         elect.sync _|one, 0xffffffff;
@@ -86,6 +85,7 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
     """The fetching warp: the tiles and the queries of every row of the worker's share."""
     EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
     PREFETCH: gl.constexpr = OVERLAP.stages
+    BYTES: gl.constexpr = TILE * (2 * HALF + ROPE) * 2
     record = share.plan + share.worker * WORKER
     row = gl.load(record)
     at = gl.load(record + 1)
@@ -105,11 +105,11 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
             page = gl.load(pages + start)
             for distance in gl.static_range(2, PREFETCH):
                 if (start + distance < stop) & (share.block == 0):
-                    into_l2(cache, gl.load(pages + start + distance))
+                    into_l2(cache, gl.load(pages + start + distance), BYTES)
             for tile in range(start, stop):
                 if PREFETCH:
                     if (tile + PREFETCH < stop) & (share.block == 0):
-                        into_l2(cache, gl.load(pages + tile + PREFETCH))
+                        into_l2(cache, gl.load(pages + tile + PREFETCH), BYTES)
                 next_page = gl.load(pages + gl.minimum(tile + 1, stop - 1))
                 if EARLY:
                     # Older tiles were settled before the kernel before began; the newest may be its work.

@@ -28,6 +28,7 @@ from kernels.mla_decode.wide_tile import (
     scaled,
     scores,
     store_half,
+    until_there,
     weigh,
     without_outside,
 )
@@ -36,9 +37,12 @@ WORKER = gl.constexpr(WORKER_FIELDS)
 
 
 @gluon.jit
-def left_group(share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early):
-    """The group that scores the first tile of a pair and sums the left half of the values. Its last arguments are
-    fields of `Split` and `Overlap`."""
+def left_group(
+    share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early,
+    STORED: gl.constexpr = False,
+):  # fmt: skip
+    """The group that scores the first tile of a pair and sums the left half of the values. Its last arguments but one
+    are fields of `Split` and `Overlap`; STORED: see `until_there`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.plan + share.worker * WORKER
     row = gl.load(record)
@@ -68,7 +72,7 @@ def left_group(share, fetched, exchanged, ring, messages, unit, row_cost, invari
                 buffer = tiles & 1
                 phase = (tiles >> 1) & 1
                 low = tile * TILE
-                score = scores(fetched, ring.full, buffer, phase)
+                score = scores(fetched, ring.full, buffer, phase, STORED)
                 weight, top, shrink = weigh(score, top, share.scale, low, share.first, sure, bound)
                 exchanged.top.index(0).store(top)
                 exchanged.shrink.index(0).store(shrink)
@@ -97,7 +101,7 @@ def left_group(share, fetched, exchanged, ring, messages, unit, row_cost, invari
                     total = total * second_shrink
                     sums = scaled(sums, second_shrink)
                     second = (tiles + 1) & 1
-                    mbarrier.wait(ring.full.index(second), ((tiles + 1) >> 1) & 1)
+                    until_there(ring.full.index(second), ((tiles + 1) >> 1) & 1, STORED)
                     if (low + 2 * TILE > tokens) | (low + TILE < share.first):
                         without_outside(fetched.kv.index(second), low + TILE, share.first, tokens)
                     summing = warpgroup_mma(exchanged.weights, fetched.kv.index(second), sums, is_async=True)
@@ -131,9 +135,12 @@ def left_group(share, fetched, exchanged, ring, messages, unit, row_cost, invari
 
 
 @gluon.jit
-def right_group(share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early):
-    """The group that scores the second tile of a pair and sums the right half of the values. Its last arguments are
-    fields of `Split` and `Overlap`."""
+def right_group(
+    share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early,
+    STORED: gl.constexpr = False,
+):  # fmt: skip
+    """The group that scores the second tile of a pair and sums the right half of the values. Its last arguments but one
+    are fields of `Split` and `Overlap`; STORED: see `until_there`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.plan + share.worker * WORKER
     row = gl.load(record)
@@ -165,7 +172,7 @@ def right_group(share, fetched, exchanged, ring, messages, unit, row_cost, invar
                 second = (tiles + 1) & 1
                 second_phase = ((tiles + 1) >> 1) & 1
                 if tile + 1 < stop:
-                    score = scores(fetched, ring.full, second, second_phase)
+                    score = scores(fetched, ring.full, second, second_phase, STORED)
                     mbarrier.wait(messages.first_top, pairs & 1)
                     top = exchanged.top.index(0).load(per_query)
                     first_shrink = exchanged.shrink.index(0).load(per_query)
@@ -180,7 +187,7 @@ def right_group(share, fetched, exchanged, ring, messages, unit, row_cost, invar
                     shrink = shrink * first_shrink
                     total = total * shrink + gl.sum(weight, 1)
                     sums = scaled(sums, shrink)
-                    mbarrier.wait(ring.full.index(2 + buffer), phase)
+                    until_there(ring.full.index(2 + buffer), phase, STORED)
                     if (low + TILE > tokens) | (low < share.first):
                         without_outside(fetched.kv.index(2 + buffer), low, share.first, tokens)
                     mbarrier.wait(messages.first_weights, pairs & 1)
@@ -204,7 +211,7 @@ def right_group(share, fetched, exchanged, ring, messages, unit, row_cost, invar
                     shrink = exchanged.shrink.index(0).load(per_query)
                     total = total * shrink
                     sums = scaled(sums, shrink)
-                    mbarrier.wait(ring.full.index(2 + buffer), phase)
+                    until_there(ring.full.index(2 + buffer), phase, STORED)
                     if (low + TILE > tokens) | (low < share.first):
                         without_outside(fetched.kv.index(2 + buffer), low, share.first, tokens)
                     mbarrier.wait(messages.first_weights, pairs & 1)

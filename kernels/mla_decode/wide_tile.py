@@ -134,15 +134,24 @@ def without_outside(values_s, low, first, tokens):
 
 
 @gluon.jit
-def scores(fetched, full, buffer, phase):
+def until_there(barrier, phase, STORED: gl.constexpr):
+    """Wait for a part of a tile. STORED: threads have written it, which products see behind a fence; of those threads
+    one would wait for whatever they are loading."""
+    mbarrier.wait(barrier, phase)
+    if STORED:
+        fence_async_shared()
+
+
+@gluon.jit
+def scores(fetched, full, buffer, phase, STORED: gl.constexpr):
     """Products of the queries with one tile, once its halves are there."""
     score = gl.zeros([BLOCK, TILE], gl.float32, SCORES)
     zero = unknown_zero()
-    mbarrier.wait(full.index(buffer), phase)
+    until_there(full.index(buffer), phase, STORED)
     score = warpgroup_mma(
         fetched.q.index(zero), fetched.kv.index(buffer).permute((1, 0)), score, use_acc=False, is_async=True
     )
-    mbarrier.wait(full.index(2 + buffer), phase)
+    until_there(full.index(2 + buffer), phase, STORED)
     score = warpgroup_mma(fetched.q.index(zero + 1), fetched.kv.index(2 + buffer).permute((1, 0)), score, is_async=True)
     score = warpgroup_mma(fetched.q_rope.index(zero), fetched.rope.index(buffer).permute((1, 0)), score, is_async=True)
     return warpgroup_mma_wait(0, deps=(score,))

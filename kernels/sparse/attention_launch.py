@@ -179,6 +179,12 @@ def _attend_on_hopper(
         tile = Tile(queries=tiling.block, tokens=tiling.tile)
         entry = entry_of(cache_PKC, out_THL.shape[2], _HOPPER_ROPE, q_THC.dtype)
         attend_selected_fp8[grid](q_THC, cache_PKC, *told, *memory, *numbers, ENTRY=entry, TILE_OF=tile, **common)
+    elif cache_PKC.dtype == torch.uint8:
+        from kernels.mla_decode.wide import boxes
+        from kernels.sparse.selected_wide_fp8 import attend_selected_wide_fp8
+
+        entry = entry_of(cache_PKC, out_THL.shape[2], _HOPPER_ROPE, q_THC.dtype)
+        attend_selected_wide_fp8[grid](*boxes(q_THC), cache_PKC, *told, *memory, *numbers, ENTRY=entry, **common)
     else:
         from kernels.mla_decode.wide import boxes
         from kernels.sparse.selected_wide import attend_selected

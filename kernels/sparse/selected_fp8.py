@@ -66,7 +66,6 @@ def attend_selected_fp8(
     share = share_of_part(length, out, lse, partial, partial_lse, plan, scale, heads, blocks)
     BLOCK: gl.constexpr = TILE_OF.queries
     fetched, queries, exchanged, messages = fp8_memory(BLOCK, OVERLAP.stages, THREADS)
-    REGISTERS: gl.constexpr = 176 if BLOCK == 64 else 136
     gl.warp_specialize(
         [
             (scoring_group, (q, share, queries, fetched, exchanged, messages, BLOCK, SPLIT, OVERLAP)),
@@ -75,5 +74,5 @@ def attend_selected_fp8(
             (fetch, (cache, place, share, fetched, messages, SELECTED, ENTRY, OVERLAP)),
         ],
         [4, 4, 4],
-        [REGISTERS, REGISTERS, 32],
+        [128, 128, 40],
     )

@@ -222,13 +222,13 @@ def hopper_sparse_tiling(
 ) -> SparseTiling:
     """For Hopper's own kernels, of 512 latent and 64 roped features: one program per multiprocessor, whole tiles
     each."""
-    block = next((most for most in FP8_RINGS if heads <= most), max(FP8_RINGS)) if fp8 else 64
+    block = next((most for most in FP8_RINGS if fp8 and heads <= most), 64)
     programs = max(1, tokens * -(-heads // block))
     tiles = pages_for(selected)
     parts = _power_of_2(min(multiprocessors // programs, tiles))
     part = -(-tiles // parts) * PAGE_TOKENS
-    stages = FP8_RINGS[block] if fp8 else 2
-    return SparseTiling("fp8" if fp8 else "wide", block=block, tile=PAGE_TOKENS, part=part, warps=4, stages=stages)
+    path, stages = ("fp8", FP8_RINGS[block]) if block in FP8_RINGS else ("wide", 2)
+    return SparseTiling(path, block=block, tile=PAGE_TOKENS, part=part, warps=4, stages=stages)
 
 
 def _power_of_2(x: int) -> int:

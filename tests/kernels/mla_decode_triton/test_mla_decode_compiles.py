@@ -83,19 +83,21 @@ def test_narrow_of_fp8_entries(rows: int, width: int, heads: int, dependent: boo
 
 @pytest.mark.parametrize(("width", "dependent", "early"), [(1, False, False), (1, True, True), (2, True, True)])
 def test_fp8(width: int, dependent: bool, early: bool) -> None:
-    """Entries come by the copy engine and go into registers as matrices; there one instruction widens two numbers, and
-    no product waits for the one before it."""
+    """Entries come by the copy engine. They are scored as they are, and values go into registers as matrices; there one
+    instruction widens two numbers, and no product waits for the one before it."""
     case = hopper_case(64, width, 16, fp8=True)
     tiling = hopper_tiling(case.shape, PROCESSORS, fp8=True)
     assert tiling == fp8_tiling(case.shape, PROCESSORS)
     kernel = compiled(case, tiling, dependent, early)["attend_fp8"]
     used = instructions(kernel)
-    assert used["HGMMA"] == 4 + 32 + 2 * 16  # roped features, scores, values of either half
-    assert used["WARPGROUP"] < used["HGMMA"]  # arrivals and waits
+    # Scores of a row's first tile, then of every next one; values of either half.
+    assert used["QGMMA"] == 2 * 16
+    assert used["HGMMA"] == 2 * 4 + 2 * 16
+    assert used["WARPGROUP"] < used["HGMMA"] + used["QGMMA"]  # arrivals and waits
     assert "HMMA" not in used
     assert used["UTMALDG"] >= 6
-    assert used["LDSM"] >= 16 + 2 * 8
-    assert len(re.findall(r"F2FP\.F16\.E4M3\.UNPACK_B", machine_code(kernel))) == 128 + 2 * 64
+    assert used["LDSM"] >= 2 * 8
+    assert len(re.findall(r"F2FP\.F16\.E4M3\.UNPACK_B", machine_code(kernel))) == 2 * 64
     assert "LDSM.16.MT88.4" in machine_code(kernel)  # values, transposed
     assert resources(kernel).waits == resources(kernel).releases == dependent
 
@@ -126,6 +128,21 @@ def test_wide(rows: int, width: int, heads: int, invariant: bool, dependent: boo
     assert "HMMA" not in used
     assert used["UTMALDG"] >= 12
     assert used["USETMAXREG"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "heads", "invariant", "dependent", "early"),
+    [(64, 4, 32, False, False, False), (64, 1, 128, False, True, True), (3, 1, 16, True, True, True)],
+)
+def test_wide_of_fp8_entries(rows: int, width: int, heads: int, invariant: bool, dependent: bool, early: bool) -> None:
+    """The products are those of `attend_wide`; latents are loaded, widened, and stored 16 bytes at a time."""
+    case = hopper_case(rows, width, heads, invariant, fp8=True)
+    kernel = compiled(case, hopper_tiling(case.shape, PROCESSORS, fp8=True), dependent, early)["attend_wide_fp8"]
+    used = instructions(kernel)
+    assert used["HGMMA"] >= 2 * 36 + 5 * 4
+    assert len(re.findall(r"F2FP\.F16\.E4M3\.UNPACK_B", machine_code(kernel))) == 64 * 512 // 128 // 2
+    assert len(re.findall(r"STS\.128", machine_code(kernel))) >= 64 * 512 // 128 // 8
+    assert resources(kernel).waits == resources(kernel).releases == dependent
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from decode_case import Case
 
-from kernels.latent_entry import fp8_entry
+from kernels.latent_entry import decode, fp8_entry
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import fp8_tiling, hopper_tiling, narrow_fp8_tiling
+from kernels.mla_decode.schedule import fp8_tiling, hopper_tiling, narrow_fp8_tiling, wide_fp8_tiling
 from kernels.page import pages_for
 from tests.support.ptx import Fault, Unordered, emulated
 
@@ -28,7 +28,8 @@ def check(
     edit: Callable[[str], str] = str,
     **changes: int,
 ) -> None:
-    choose = fp8_tiling if path == "fp8" else narrow_fp8_tiling if case.fp8 else hopper_tiling
+    of_fp8 = {"fp8": fp8_tiling, "narrow": narrow_fp8_tiling, "wide": wide_fp8_tiling}
+    choose = of_fp8[path] if case.fp8 else hopper_tiling
     tiling = replace(choose(case.shape, workers), **changes)
     assert tiling.path == path
     workspace, t = case.workspace(tiling), case.tensors
@@ -39,8 +40,9 @@ def check(
             *tensors, workspace, scale=case.scale, first=case.first, dependent=dependent, early=dependent and early
         )
         launch.merge(t["out"], t["lse"], workspace, dependent=dependent)
-    assert launches[1:-1] == (BOTH if path == "either" else [f"attend_{path}"])
-    case.compare()
+    name = "attend_wide_fp8" if case.fp8 and path == "wide" else f"attend_{path}"
+    assert launches[1:-1] == (BOTH if path == "either" else [name])
+    case.compare_with(tiling)
 
 
 def deepseek(
@@ -130,6 +132,43 @@ def test_fp8(
     """One block of 16 query vectors or of 32, and two; more tiles than the ring holds; workers that go on with other
     rows; a row's entries that begin and end inside a tile."""
     check("fp8", deepseek(lengths, width, heads, first, fp8=True), workers, seed=seed, **how)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "heads", "first", "workers", "how"),
+    [
+        ([200, 2, 64, 0], 4, 16, 0, 3, {}),
+        ([7, 65], 5, 16, 1, 4, {"early": False}),
+        ([64, 0, 70, 1, 130], 3, 16, 1, 2, {"dependent": False}),
+        ([330], 1, 128, 70, 2, {}),
+    ],
+)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_wide_of_fp8_entries(
+    lengths: list[int], width: int, heads: int, first: int, workers: int, how: dict[str, bool], invariant: bool
+) -> None:
+    """One block of 64 query vectors and two, pairs of tiles and single ones; entries that begin and end inside a
+    tile."""
+    case = deepseek(lengths, width, heads, first, invariant, fp8=True)
+    check("wide", case, workers, seed=width, **how)
+
+
+def test_wide_of_fp8_entries_are_those_of_what_they_are_read_as() -> None:
+    """To the last bit."""
+    case = deepseek([200, 65, 3], 4, 16, fp8=True)
+    with emulated():
+        ours = [x.clone() for x in case.run(wide_fp8_tiling(case.shape, 3))]
+        case.tensors["cache"] = decode(case.tensors["cache"], 512, 64, torch.bfloat16)
+        plain = case.run(replace(hopper_tiling(case.shape, 3), path="wide", block=64))
+    assert all(torch.equal(mine, want) for mine, want in zip(ours, plain, strict=True))
+
+
+def test_wide_of_fp8_entries_without_a_fence_is_found() -> None:
+    def edit(ptx: str) -> str:
+        return ptx.replace("fence.proxy.async.shared::cta;", "") if ".entry attend_wide_fp8(" in ptx else ptx
+
+    with pytest.raises(Fault, match=r"attend_wide_fp8.* without fence.proxy.async"):
+        check("wide", deepseek([70], 4, 16, fp8=True), 2, edit=edit)
 
 
 @pytest.mark.parametrize("heads", [16, 40])

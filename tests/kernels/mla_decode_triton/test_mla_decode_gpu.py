@@ -20,6 +20,7 @@ from kernels.mla_decode.schedule import (
     hopper_tiling,
     narrow_fp8_tiling,
     portable_tiling,
+    wide_fp8_tiling,
 )
 from kernels.page import pages_for
 
@@ -94,9 +95,10 @@ EVERY = [LENGTHS, [4096], [1], [0], [9000, 1, 5000], [(i * 37) % 600 for i in ra
 @pytest.mark.parametrize(
     ("choose", "lengths", "heads"),
     [(fp8_tiling, lengths, heads) for lengths in EVERY for heads in (1, 16, 20, 40)]
+    + [(wide_fp8_tiling, lengths, heads) for lengths in EVERY for heads in (16, 40, 128)]
     + [(narrow_fp8_tiling, EVERY[-1], heads) for heads in (16, 40)],
 )
-def test_fp8_entries_by_either_kernel_of_hopper(choose: Choose, lengths: list[int], heads: int) -> None:
+def test_fp8_entries_by_every_kernel_of_hopper(choose: Choose, lengths: list[int], heads: int) -> None:
     """The narrow one is that of few query vectors; here it has many."""
     chooser("hopper")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -218,7 +220,7 @@ def test_one_graph_serves_other_lengths_tables_and_queries(
             assert torch.equal(out, results[0][0])
             assert torch.equal(lse, results[0][1])
         case.tensors["out"], case.tensors["lse"] = results[0]
-        case.compare(rounded=tiling.path == "triton")
+        case.compare_with(tiling)
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ class Sparse:
     def check_attention(self) -> None:
         """bfloat16: weights, parts and outputs are rounded to 8 bits of significand, each once. float32: rounding of
         sums over a few thousand terms."""
-        t = self._host()
+        t, t_is_cuda = self._host(), self.tensors["out"].is_cuda
         sizes = self.latent, self.rope, self.dtype
         flat = t["cache"].flatten(0, 1)
         tolerance = 1e-5 if self.dtype == torch.float32 else 2**-7
@@ -242,7 +242,11 @@ class Sparse:
             entry = read(flat[place], *sizes).double() if self.fp8 else flat[place].double()
             q = t["q"][token].double()
             score = self.scale * (q @ entry.t())
-            torch.testing.assert_close(lse, torch.logsumexp(score, -1), rtol=1e-5, atol=2e-5)
+            # Of sums of 8-bit products Hopper's tensor cores keep 14 bits.
+            short = 2**-13 * self.scale if self.exact and t_is_cuda else 0.0
+            longest = torch.linalg.vector_norm(q, dim=-1).max() * torch.linalg.vector_norm(entry, dim=-1).max()
+            off = 2e-5 + short * float(longest)
+            torch.testing.assert_close(lse, torch.logsumexp(score, -1), rtol=1e-5, atol=off)
             want = torch.softmax(score, -1) @ entry[:, : self.latent]
             error, norm = (torch.linalg.vector_norm(x, dim=-1) for x in (out - want, want))
             assert (error <= tolerance * norm).all(), (error / norm).max()

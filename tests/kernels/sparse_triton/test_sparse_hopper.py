@@ -87,22 +87,21 @@ def test_attention(tokens: int, heads: int, fp8: bool) -> None:
 
 @pytest.mark.parametrize(("heads", "fp8"), [(128, False), (16, True), (32, True), (128, True)])
 def test_attention_on_hopper(heads: int, fp8: bool) -> None:
-    """No product waits for another one, and entries are copied without passing through registers."""
+    """No product waits for another one, and entries are copied without passing through registers, but for latents that
+    are widened there."""
     with compile_only() as compiled:
         published(64, 1, fp8=fp8, heads=heads, hopper=True).attend()
     names = [kernel.metadata.name for kernel in compiled]
-    assert names[:2] == ["find_places", "attend_selected_fp8" if fp8 else "attend_selected"]
+    of_fp8 = "attend_selected_wide_fp8" if heads == 128 else "attend_selected_fp8"
+    assert names[:2] == ["find_places", of_fp8 if fp8 else "attend_selected"]
     assert names[2:] == ([] if heads == 128 else ["merge"])
     for kernel in compiled:
-        found = resources(kernel)
-        if fp8 and heads == 128 and kernel is compiled[1]:
-            assert found.stack <= 8  # of two registers
-        else:
-            found.check()
+        resources(kernel).check()
     code = machine_code(compiled[1])
     assert not serialized(compiled[1])
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\S*\.128", code)) == len(re.findall("LDGSTS\\.", code)) > 0
-    assert instructions(compiled[1])["HGMMA"] >= 36
+    used = instructions(compiled[1])
+    assert used["HGMMA"] + used["QGMMA"] >= 36
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -167,14 +167,14 @@ def _funnel_shift(step: Step) -> None:
 
 @executes("bfe")
 def _extract(step: Step) -> None:
-    if size(step.type) != 4:
-        raise Fault("bfe of 64 bits is not emulated")
+    bits = 8 * size(step.type)
+    word = step.read(1, np.uint32 if bits == 32 else np.uint64).astype(np.uint64)
     position, length = (step.read(i, np.uint32).astype(np.int64) for i in (2, 3))
-    kept = np.minimum(position + length, 32)
-    bits = step.read(1, np.uint32).astype(np.int64) & ((1 << kept) - 1)
-    if np.dtype(step.type).kind == "i":
-        bits = bits << (64 - kept) >> (64 - kept)
-    step.write(np.where(length == 0, 0, bits >> position).astype(np.int32))
+    above = np.minimum(64 - np.minimum(position + length, bits), 63)
+    kept, down = word << above.astype(np.uint64), np.minimum(above + position, 63)
+    signed = np.dtype(step.type).kind == "i"
+    found = kept.view(np.int64) >> down if signed else (kept >> down.astype(np.uint64)).view(np.int64)
+    step.write(np.where(length == 0, 0, found).astype(np.int32 if bits == 32 else np.int64))
 
 
 @executes("prmt")

@@ -128,6 +128,13 @@ def _arrive_behind_copies(step: Step) -> None:
     step.block.under_way.append(ThreadCopies(copies, barrier, warp.number, len(address)))
 
 
+@executes("cp.async.bulk.prefetch", "L2 global")
+def _prefetch(step: Step) -> None:
+    lane = step.one_lane()
+    if int(step.address(step.operands[0])[lane]) % 16 or int(step.value(step.operands[1], np.int32)[lane]) % 16:
+        raise Fault("address and size of a bulk prefetch are multiples of 16")
+
+
 @executes("cp.async.bulk.tensor", "1d 2d 3d 4d 5d tile shared::cluster shared::cta global mbarrier::complete_tx::bytes")
 def _copy_box(step: Step) -> None:
     lane, block = step.one_lane(), step.block

@@ -1,0 +1,127 @@
+"""Decode attention for Hopper over FP8 entries where a program has many query vectors: the groups of `wide` work on
+tiles in bfloat16, and four more warps make these of FP8 entries (`widen`), once for all 64 query vectors.
+
+Results are those of `wide` over what the entries are read as, bit for bit.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+# ruff: noqa: SIM102 (a condition on compile-time constants must stay apart from one on run-time values)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
+from kernels.mla_decode.narrow_tile import unknown_zero
+from kernels.mla_decode.wide import WORKER, into_l2, wide_memory
+from kernels.mla_decode.wide_groups import left_group, right_group
+from kernels.mla_decode.wide_tile import BLOCK, HALF, TILE, next_share, share_of
+from kernels.mla_decode.widen import PIECE, QUARTERS, ROWS, first_pieces, widen_tile
+
+_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
+
+
+@gluon.jit
+def numbers_of(page):
+    """The numbers of a page's entries in the cache, [ROWS] for each quarter."""
+    numbers = ()
+    for quarter in gl.static_range(QUARTERS):
+        own = page * TILE + (quarter * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PIECE)))
+        numbers = numbers + (own,)  # noqa: RUF005 - Gluon knows no stars
+    return numbers
+
+
+@gluon.jit
+def fetch(
+    cache, q_half, q_rope, rope, table, table_stride, share, fetched, ring,
+    ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """The fetching warps: the tiles and the queries of every row of the worker's share."""
+    EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
+    PREFETCH: gl.constexpr = OVERLAP.stages
+    BYTES: gl.constexpr = TILE * ENTRY.size
+    record = share.plan + share.worker * WORKER
+    row = gl.load(record)
+    at = gl.load(record + 1)
+    left = gl.load(record + 2)
+    if EARLY:
+        if left <= 0:
+            wait_for_kernel_before()
+    tiles = 0
+    rows = 0
+    while left > 0:
+        tokens = gl.load(share.length + row)
+        take, _begin, _end, _units, start, stop, done = next_share(
+            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
+        )
+        if stop > start:
+            pages = table + row.to(gl.int64) * (table_stride + unknown_zero())
+            if EARLY:
+                # Older tiles were settled before the kernel before began; the newest may be its work.
+                if (start + 1) * TILE >= tokens - share.drafts:
+                    wait_for_kernel_before()
+            page = gl.load(pages + start)
+            loaded = first_pieces(cache, numbers_of(page), ENTRY)
+            for distance in gl.static_range(1, PREFETCH):
+                if (start + distance < stop) & (share.block == 0):
+                    into_l2(cache, gl.load(pages + start + distance), BYTES)
+            if EARLY:
+                wait_for_kernel_before()
+            vector = row * share.queries + share.block * BLOCK
+            mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
+            mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
+            tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
+            tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
+            rows += 1
+            for tile in range(start, stop):
+                if (tile + PREFETCH < stop) & (share.block == 0):
+                    into_l2(cache, gl.load(pages + tile + PREFETCH), BYTES)
+                next_page = gl.load(pages + gl.minimum(tile + 1, stop - 1))
+                numbers, following = numbers_of(page), numbers_of(next_page)
+                buffer = tiles & 1
+                mbarrier.wait(ring.empty.index(2 + buffer), ((tiles >> 1) & 1) ^ 1)
+                mbarrier.expect(ring.full.index(2 + buffer), rope.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    rope, [page * TILE, ENTRY.rope // 2], ring.full.index(2 + buffer), fetched.rope.index(buffer)
+                )
+                loaded = widen_tile(cache, loaded, numbers, following, fetched, ring, tiles, ENTRY, False)
+                page = next_page
+                tiles += 1
+        left -= take
+        at = gl.where(done, 0, at + take)
+        row = gl.where(done, row + 1, row)
+
+
+@gluon.jit(do_not_specialize=_INTS)
+def attend_wide_fp8(
+    cache, q_half, q_rope, rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
+    table_stride, queries, drafts, heads, blocks, workers,
+    ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """As `kernel.attend`, of FP8 entries of 512 latent features and 64 roped ones in bfloat16; four warps, the others
+    come on top. `q_half`, `q_rope`: see `wide.boxes`."""
+    if OVERLAP.dependent and not OVERLAP.early:
+        wait_for_kernel_before()
+        let_kernel_after_start()
+    # Not negative, which the compiler is to know: it would keep the sign in a register for every division.
+    first &= 0x7FFFFFFF
+    share = share_of(
+        length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, blocks
+    )
+    fetched, exchanged, ring, messages = wide_memory(2)
+    group = (
+        share, fetched, exchanged, ring, messages,
+        SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, OVERLAP.dependent, OVERLAP.early, True,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (left_group, group),
+            (right_group, group),
+            (fetch, (cache, q_half, q_rope, rope, table, table_stride, share, fetched, ring, ENTRY, SPLIT, OVERLAP)),
+        ],
+        [4, 4],
+        [208, 72],
+    )

@@ -1,0 +1,131 @@
+"""How FP8 entries become tiles in bfloat16 for the groups of `wide`: four warps load the latents of a tile and write to
+shared memory what they are read as, 16 entries and half of the features at a time. Whoever calls brings the roped
+features, which are bfloat16 already.
+
+Their stores are fenced by those who read (`wide_tile.until_there`): a fence of theirs would wait for all that they are
+loading."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+# ruff: noqa: RUF005 (Gluon knows no stars)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kernels.latent_entry import GROUP
+from kernels.mla_decode.wide_tile import HALF, TILE
+
+ROWS = gl.constexpr(16)
+"""Entries of a piece."""
+QUARTERS = gl.constexpr(TILE.value // ROWS.value)
+PIECES = gl.constexpr(2 * QUARTERS.value)
+"""Of a tile: first those of the left half of the features."""
+AHEAD = gl.constexpr(2)
+"""Pieces that are on their way while one is written."""
+PIECE = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
+"""Of words of four codes. Eight threads write a line of shared memory, of which no two share a bank."""
+PLACE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+"""Of a half of a tile in words of two numbers."""
+WORDS = gl.constexpr(GROUP // 4)
+"""Of a group of features."""
+
+# A word of codes and their scale become two words of numbers.
+_WIDEN = gl.constexpr(
+    """
+    {
+    .reg .b16 low, high, a, b, c, d;
+    .reg .b32 first, second;
+    .reg .f32 p, q, r, s;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 first, low;
+    cvt.rn.f16x2.e4m3x2 second, high;
+    mov.b32 {a, b}, first;
+    mov.b32 {c, d}, second;
+    cvt.f32.f16 p, a;
+    cvt.f32.f16 q, b;
+    cvt.f32.f16 r, c;
+    cvt.f32.f16 s, d;
+    mul.f32 p, p, $3;
+    mul.f32 q, q, $3;
+    mul.f32 r, r, $3;
+    mul.f32 s, s, $3;
+    cvt.rn.bf16x2.f32 $0, q, p;
+    cvt.rn.bf16x2.f32 $1, s, r;
+    }
+    """
+)
+
+
+@gluon.jit
+def widened(codes, scale):
+    """What words of codes [ROWS, WORDS] are read as, in words of two bfloat16 [ROWS, 2 WORDS]."""
+    kinds: gl.constexpr = (gl.int32, gl.int32)
+    first, second = gl.inline_asm_elementwise(
+        _WIDEN, "=r,=r,r,r", [codes, gl.expand_dims(scale, 1)], dtype=kinds, is_pure=False, pack=1
+    )
+    return gl.reshape(gl.join(first, second), [ROWS, 2 * WORDS])
+
+
+@gluon.jit
+def load_piece(cache, numbers, INDEX: gl.constexpr, ENTRY: gl.constexpr):
+    """Words of codes [ROWS, WORDS] and scales [ROWS] of two groups of features, one after the other, of the entries
+    with `numbers`: [ROWS] for each quarter of the tile."""
+    at = cache + numbers[INDEX % QUARTERS].to(gl.int64) * ENTRY.size
+    words = gl.expand_dims(at.to(gl.pointer_type(gl.int32), bitcast=True), 1)
+    scales = at.to(gl.pointer_type(gl.float32), bitcast=True) + ENTRY.scales // 4
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, PIECE))[None, :]
+    loaded = ()
+    for i in gl.static_range(2):
+        g = INDEX // QUARTERS * 2 + i
+        codes = gl.load(words + (g * WORDS + word), cache_modifier=".cg")
+        loaded = loaded + (codes, gl.load(scales + g, cache_modifier=".cg"))
+    return loaded
+
+
+@gluon.jit
+def first_pieces(cache, numbers, ENTRY: gl.constexpr):
+    """Load the first pieces of a tile."""
+    loaded = ()
+    for piece in gl.static_range(AHEAD):
+        loaded = loaded + (load_piece(cache, numbers, piece, ENTRY),)
+    return loaded
+
+
+@gluon.jit
+def put_piece(own, fetched, ring, buffer, phase, INDEX: gl.constexpr, COPIED: gl.constexpr):
+    """Write a loaded piece to its place in a tile, once that is free. Tell when its half of the tile is complete."""
+    FIRST: gl.constexpr = INDEX % QUARTERS * ROWS
+    half = INDEX // QUARTERS * 2 + buffer
+    if FIRST == 0:
+        mbarrier.wait(ring.empty.index(half), phase)
+    to = fetched.kv.index(half)._reinterpret(gl.int32, [TILE, HALF // 2], PLACE).slice(FIRST, ROWS, dim=0)
+    # In one piece: before every store the compiler lets all warps wait for each other.
+    both = gl.join(widened(own[0], own[1]), widened(own[2], own[3]))
+    to.store(gl.reshape(gl.permute(both, (0, 2, 1)), [ROWS, 4 * WORDS]))
+    if FIRST + ROWS == TILE:
+        if COPIED and INDEX // QUARTERS == 1:
+            async_copy.wait_group(0)
+        gl.thread_barrier()
+        mbarrier.arrive(ring.full.index(half), count=1 if COPIED else 2 - INDEX // QUARTERS)
+
+
+@gluon.jit
+def widen_tile(cache, loaded, numbers, following, fetched, ring, tiles, ENTRY: gl.constexpr, COPIED: gl.constexpr):
+    """Write a worker's tile number `tiles`, of the entries with `numbers`, to its place. `loaded`: its first pieces.
+    Returns those of the next tile, whose entries are `following`.
+
+    COPIED: roped features come by cp.async of the same threads. Else they come by the copy engine, and each half of a
+    tile is complete after two arrivals, of which one is the copy's."""
+    buffer = tiles & 1
+    phase = ((tiles >> 1) & 1) ^ 1
+    for piece in gl.static_range(PIECES):
+        if piece + AHEAD < PIECES:
+            coming = load_piece(cache, numbers, piece + AHEAD, ENTRY)
+        else:
+            coming = load_piece(cache, following, piece + AHEAD - PIECES, ENTRY)
+        put_piece(loaded[0], fetched, ring, buffer, phase, piece, COPIED)
+        loaded = loaded[1:] + (coming,)
+    return loaded
