@@ -63,6 +63,15 @@ def test_the_verdict(
     assert json.loads((tmp_path / "figures").read_text())["ratio"] == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize(("bound", "status"), [("0.6", 0), ("0.4", 1)])
+def test_the_verdict_on_what_rank_0_takes(
+    bench: ModuleType, bound: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = bench.options().parse_args(["--model", "demo", "--cpu-bound", bound])
+    assert bench.verdict(a_point(bench, 2.0), a_point(bench, 3.0), given) == status
+    assert ("rank 0 is busy with 0.50 processors, more than 0.4" in capsys.readouterr().out) == bool(status)
+
+
 class Engine:
     """Gives every request two tokens at a time, as many as it asks for."""
 
