@@ -7,8 +7,10 @@ cannot block another. Messages are msgpack of `workers.protocol.messages`; nothi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
 import shutil
 import threading
 import time
@@ -102,6 +104,13 @@ class Receiver:
         if timeout_ms is not None and not self.socket.poll(timeout_ms):
             return None
         return self._decode(self.socket.recv())
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a message may be there, at most for so long. A poll counts whole milliseconds, this does not."""
+        if self.socket.poll(0):
+            return
+        with contextlib.suppress(ValueError):  # of a process with so many open files that select cannot name this one
+            select.select([self.socket.fileno()], [], [], seconds)
 
     def close(self) -> None:
         """Close at once."""

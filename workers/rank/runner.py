@@ -25,6 +25,7 @@ from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, T
 from workers.protocol.prompt import TOKEN_BYTES
 from workers.protocol.scores import Scores
 from workers.rank.step_reads import step_reads
+from workers.rank.waiting import StepEnd, Waiting, kind_of
 from workers.step.decode import DecodeStep
 from workers.step.logprobs import Taken
 from workers.step.masks import StepMasks
@@ -57,14 +58,15 @@ class Launched:
     """Positions at which the grammars of sampled rows allowed nothing."""
     scored: Taken | None
     """As in `StepOutput`."""
-    done: torch.cuda.Event | None
+    done: StepEnd | None
+    """None where steps are computed while they are launched."""
     settled: list[Settled] = field(default_factory=list)
     """What it decided, once that is known."""
 
     @property
     def finished(self) -> bool:
         """Whether `Runner.collect` would not wait."""
-        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+        return self.done is None or self.done.passed
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Runner:
             masks = StepMasks(slots * width, model.config.vocab_size, device)
         self.masks, self._constrained = masks, constrained
         self._under_way: deque[Launched] = deque()
+        self._waiting = Waiting()
         self.device = device
         self._token_budget = token_budget
         self._mixed = MixedStep(self.parts)
@@ -197,8 +200,9 @@ class Runner:
         astray_1 = _to_host(parts.cache.astray_1) if sparse else None
         done = None
         if self.device.type == "cuda":
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            done = self._waiting.launched(kind_of(plan), event, begin)
         where = decided_N, logprobs, draft_SK, astray_1
         launched = Launched(plan, output.layout, begin, *where, stuck, output.scored, done)
         self._under_way.append(launched)
@@ -264,7 +268,7 @@ class Runner:
         if launched.settled:
             return launched.settled[0]
         if launched.done is not None:
-            launched.done.synchronize()
+            launched.done.wait()
         plan, layout = launched.plan, launched.layout
         *decided, faults = launched.decided_N.tolist()
         # Rows past the plan's own are a bucket's padding.

@@ -41,10 +41,13 @@ CLOSING_LIMIT_S = 10.0
 
 def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int, grammars: Compiler | None = None) -> None:
     """Run plans as they come. On a GPU the next step is launched before the last one's tokens are waited for: a plan
-    comes while a step runs, so that neither of the two is waited for alone."""
+    comes while a step runs, so that neither of the two is waited for alone. While the step cannot end the loop sleeps,
+    and a plan wakes it (`workers.rank.waiting`)."""
     launched: deque[Launched] = deque()
     ahead = 1 if runner.device.type == "cuda" else 0
     while True:
+        if launched and (done := launched[0].done) is not None:
+            done.rest(plans.wait)
         plan = plans.receive(timeout_ms=0 if launched else None)
         if isinstance(plan, Shutdown):
             return

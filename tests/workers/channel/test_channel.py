@@ -5,6 +5,8 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -66,6 +68,56 @@ def test_messages_reach_every_end(host: str | None) -> None:
         binding.close()
     if host is None:
         assert not Path(addresses.requests.removeprefix("ipc://")).parent.exists()
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_a_message_ends_a_wait(host: str | None) -> None:
+    binding = Binding(1, host, ToScheduler, FromWorker)
+    plans = connect_receiver(binding.addresses.plans[0], ToWorker, binding.addresses.keys)
+    try:
+        for step in range(20):
+            plan = StepPlan(step, 2, 1, (0,))
+            sending = threading.Timer(0.02 * (step % 2), lambda plan=plan: binding.plans[0].send(plan))
+            sending.start()
+            deadline = time.monotonic() + 20.0
+            while (received := plans.receive(0)) is None:
+                plans.wait(20.0)
+                assert time.monotonic() < deadline, "nobody woke it"
+            sending.join()
+            assert received == plan
+        binding.plans[0].send(Shutdown())
+        binding.plans[0].send(Shutdown())
+        assert plans.receive(5000) == Shutdown()
+        plans.wait(20.0)  # the second one came with the first
+        assert plans.receive(5000) == Shutdown()
+        assert time.monotonic() < deadline
+        assert plans.receive(0) is None
+    finally:
+        plans.close()
+        binding.close()
+
+
+@pytest.mark.alone
+def test_a_wait_without_a_message_ends_after_its_time() -> None:
+    binding = Binding(1, None, ToScheduler, FromWorker)
+    plans = connect_receiver(binding.addresses.plans[0], ToWorker, None)
+    try:
+        waits = []
+        for _ in range(50):
+            begin = time.perf_counter()
+            plans.wait(300e-6)
+            waits.append(time.perf_counter() - begin)
+        # What the system adds is not ours; a poll would wait for a whole millisecond.
+        assert min(waits[10:]) < 900e-6
+        assert sum(waits[10:]) >= 40 * 300e-6
+    finally:
+        plans.close()
+        binding.close()
+
+
+def test_a_socket_that_select_cannot_name_is_not_waited_for() -> None:
+    socket = SimpleNamespace(poll=lambda timeout: 0, fileno=lambda: 1 << 20)
+    Receiver(cast("zmq.Socket[bytes]", socket), ToWorker).wait(3600.0)
 
 
 def stranger(kind: int, address: str, keys: ClientKeys | None) -> zmq.Socket[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from workers.config import EngineConfig
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, SamplingParams, StepPlan
 from workers.rank import runner as module
 from workers.rank.runner import PlanError, Runner
+from workers.rank.waiting import Waiting
 from workers.scheduler import max_entries_per_row
 from workers.step.sampling import SamplingFault
 
@@ -119,6 +121,25 @@ def test_pages_are_scrubbed_before_anything_else(runner: Runner) -> None:
     assert result.bad == ()
     page = GOOD.grants[0].pages[0]
     assert not any(layer[page].isnan().any() for layer in runner.parts.cache.layers)
+
+
+def test_the_end_of_a_step_on_a_device_is_waited_for_once(runner: Runner) -> None:
+    looks = SimpleNamespace(count=0, waited=0)
+
+    class Event:
+        def query(self) -> bool:
+            looks.count += 1
+            return looks.count > 3
+
+        def synchronize(self) -> None:
+            looks.waited += 1
+
+    end = Waiting().launched("kind", Event(), 0.0)
+    launched = dataclasses.replace(runner.launch(GOOD), done=end)
+    assert not launched.finished
+    assert len(runner.collect(launched).tokens) == 1
+    assert launched.finished
+    assert looks.waited == 1
 
 
 def test_a_step_launched_behind_another_begins_when_that_one_ends(
