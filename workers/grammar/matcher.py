@@ -59,19 +59,28 @@ class RequestMatcher:
         self._phase = _Phase.FREE if self._begin_after else self._behind
         self._opened = -1 if compiled.grammar.opened_by else 0
         """Tokens generated before the text before the grammar; -1: it has not begun."""
-        self._costly = False
+        self._lost_at: int | None = None
+        """Generated tokens that stand where the one behind them is lost."""
         self.slow = False
         """Whether the masks of the last step took so long that the next ones are better filled beside others."""
 
     @property
     def lost(self) -> bool:
         """Whether a generated token was none that the grammar allows, or it, or a mask, took too long."""
-        return self._costly or self._phase is _Phase.LOST
+        return self._lost_at is not None
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """These tokens were generated."""
+    def accept(self, tokens: Sequence[int]) -> int:
+        """These tokens were generated. Returns how many of them stand: where the matcher is lost, those before that."""
+        before = self._generated
         for token in tokens:
             self._accept(token)
+            if self._phase is _Phase.LOST:
+                self._lose(self._generated - 1)
+        return len(tokens) if self._lost_at is None else min(max(self._lost_at - before, 0), len(tokens))
+
+    def _lose(self, stand: int) -> None:
+        if self._lost_at is None or stand < self._lost_at:
+            self._lost_at = stand
 
     def fill(self, drafts: Sequence[int], masks: Sequence[Bits]) -> tuple[int, bool]:
         """Fill the mask of the next token, then of the one behind each draft, as long as the drafts before it are
@@ -89,7 +98,7 @@ class RequestMatcher:
             if not self._fill(bits_B):
                 stuck = True
                 break
-            if self._costly or place == len(drafts) or not _allows(bits_B, drafts[place], self._vocab):
+            if self.lost or place == len(drafts) or not _allows(bits_B, drafts[place], self._vocab):
                 break
             accepted += self._accept(drafts[place])
         if accepted:
@@ -140,7 +149,8 @@ class RequestMatcher:
         if self._phase is _Phase.BOUND:
             begin = time.thread_time()
             self._matcher.fill_next_token_bitmask(bits_B[None])
-            self._costly |= time.thread_time() - begin > COSTLY_S
+            if time.thread_time() - begin > COSTLY_S:
+                self._lose(self._generated)
             if self._last is not None:
                 bits_B[-1] &= self._last  # xgrammar also sets bits of no id
             if self._halfway and self._split is not None:

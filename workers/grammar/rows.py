@@ -93,16 +93,19 @@ class ConstrainedRows:
         threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         return ThreadPoolExecutor(threads, thread_name_prefix="masks")
 
-    def gained(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], constrained: Sequence[int]) -> list[int]:
-        """The sampled rows of a step gained these tokens. Returns the rows of which one was not allowed."""
+    def gained(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], constrained: Sequence[int]
+    ) -> dict[int, int]:
+        """The sampled rows of a step gained these tokens. Returns the rows of which one was not allowed, or took too
+        long, and how many of their tokens stand before it."""
         of_grammars = frozenset(constrained)
-        lost = []
+        lost = {}
         for row, (slot, gained) in enumerate(zip(slots, tokens, strict=True)):
             if slot in of_grammars:
                 matcher = self._matcher_of[slot]
-                matcher.accept(gained)
+                stand = matcher.accept(gained)
                 if matcher.lost:
-                    lost.append(row)
+                    lost[row] = stand
         return lost
 
     def drafted(self, slot: int, drafts: Sequence[int]) -> None:

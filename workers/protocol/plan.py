@@ -156,7 +156,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     step: int
     tokens: tuple[tuple[int, ...], ...]
     """For each sampled row the tokens it gained: 1 + accepted for a decode row, 1 for a final prefill row, none for a
-    bad one."""
+    bad one, and fewer, perhaps none, for one that is stuck."""
     duration: float
     """Seconds the step took on rank 0."""
     logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
@@ -164,7 +164,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     bad: tuple[int, ...] = ()
     """Sampled rows whose logits were no finite numbers where a token was to come from."""
     stuck: tuple[int, ...] = ()
-    """Sampled rows whose grammar allowed no token where one was to come from; they gain none."""
+    """Sampled rows whose grammar allowed no token where one was to come from; they gain those before it."""
     scores: tuple[Scores, ...] = ()
     """Of every prefill row that scores, in plan order."""
 

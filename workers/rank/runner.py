@@ -74,7 +74,7 @@ class Settled:
     """What a step decided, on the host."""
 
     tokens: list[tuple[int, ...]]
-    """Those that each sampled row gained; none of bad and stuck ones."""
+    """Those that each sampled row gained: none of bad ones, and of stuck ones those before they were."""
     bad: tuple[int, ...]
     stuck: tuple[int, ...]
     faults: int
@@ -243,8 +243,9 @@ class Runner:
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a launched step; steps are collected in the order of their launch.
 
-        A row whose logits were no finite numbers, or whose grammar allowed no token, gains nothing and is named. Raises
-        SamplingFault when an id was no token, AstrayFault when indices of attention lay outside of the cache.
+        A row whose logits were no finite numbers gains nothing and is named, and so is one whose grammar allowed no
+        token, which gains those before. Raises SamplingFault when an id was no token, AstrayFault when indices of
+        attention lay outside of the cache.
         """
         settled, layout = self._settle(launched), launched.layout
         while self._under_way and self._under_way.popleft() is not launched:
@@ -276,17 +277,21 @@ class Runner:
         tokens = [tuple(decided[layout.decode_slice(row)][: count + 1]) for row, count in enumerate(accepted)]
         tokens += [(token,) for token in decided[layout.final_slice]]
         bad = _bad_rows(layout, decided[layout.bad_slice], tokens)
-        stuck = [row for row, position in launched.stuck.items() if position < len(tokens[row]) and row not in bad]
-        for row in (*bad, *stuck):
+        for row in bad:
             tokens[row] = ()
+        # What comes before such a position was allowed, and may be the end of the request, whoever finds it.
+        stuck = {row: position for row, position in launched.stuck.items() if position < len(tokens[row])}
+        for row, position in stuck.items():
+            tokens[row] = tokens[row][:position]
         if launched.draft_SK is not None and self._constrained is not None:
             slots = _sampled_slots(plan)
-            stuck += self._constrained.gained(slots, tokens, plan.constrained)
+            lost = self._constrained.gained(slots, tokens, plan.constrained)
             for slot in plan.constrained:
                 self._constrained.drafted(slot, launched.draft_SK[slot, : plan.drafts].tolist())
-            for row in stuck:
-                tokens[row] = ()
-        launched.settled.append(Settled(tokens, bad, tuple(sorted(set(stuck))), faults))
+            for row, stand in lost.items():
+                tokens[row] = tokens[row][:stand]
+            stuck |= lost
+        launched.settled.append(Settled(tokens, bad, tuple(sorted(stuck)), faults))
         return launched.settled[0]
 
     def _check(self, plan: StepPlan) -> None:

@@ -68,7 +68,7 @@ class Results:
         if not plan.prefill:
             self._counters.decode_fed += plan.width * len(flight.decode)
             self._counters.decode_context += context
-        return [*self._judge(outputs, bad), *stuck.values()], stood
+        return [*self._judge(outputs, bad), *(output for ended in stuck.values() for output in ended)], stood
 
     def _gain(
         self,
@@ -143,14 +143,24 @@ class Results:
             bad[index] = RequestOutput(sequence.request.request_id, (), failed=BAD_LOGITS)
         return bad
 
-    def _stuck_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput]:
-        """The last outputs of the live requests whose grammars allowed no token, by sampled row."""
-        stuck: dict[int, RequestOutput] = {}
+    def _stuck_rows(self, flight: Flight, result: StepResult) -> dict[int, list[RequestOutput]]:
+        """The last outputs of the live requests whose grammars allowed no token, by sampled row. The tokens before
+        that stand, and the request may have ended with one of them."""
+        stuck: dict[int, list[RequestOutput]] = {}
         sampled = flight.sampled() if result.stuck else []
         for index in result.stuck:
-            if (sequence := sampled[index]).gains:
+            if not (sequence := sampled[index]).gains:
+                continue
+            outputs = stuck[index] = []
+            if tokens := result.tokens[index]:
+                decoded = index < len(flight.decode)
+                offered = flight.plan.width - 1 if decoded else 0
+                outputs.append(self._gain(sequence, tokens, result, index, decoded=decoded, offered=offered))
+                self._counters.drafts_offered += offered
+                self._counters.drafts_accepted += min(len(outputs[0].tokens), len(tokens) - 1)
+            if sequence.gains:
                 self._live.end(sequence)
-                stuck[index] = RequestOutput(sequence.request.request_id, (), failed=STUCK, stuck=True)
+                outputs.append(RequestOutput(sequence.request.request_id, (), failed=STUCK, stuck=True))
         return stuck
 
     def _judge(self, outputs: list[RequestOutput], bad: dict[int, RequestOutput | None]) -> list[RequestOutput]:

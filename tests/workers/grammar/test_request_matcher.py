@@ -7,6 +7,7 @@ import queue
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -119,6 +120,37 @@ def test_a_token_that_is_not_allowed_is_told(compiled: list[Compiled]) -> None:
     matcher.accept([TEXTS.index("abc")])
     assert not matcher.lost
     matcher.accept([TEXTS.index("z")])
+    assert matcher.lost
+
+
+def test_tokens_before_one_that_is_not_allowed_stand(compiled: list[Compiled]) -> None:
+    a, z = TEXTS.index("abc"), TEXTS.index("z")
+    rows = ConstrainedRows(VOCAB, (EOS,), lambda ticket: compiled[3])
+    sampling = SamplingParams(9, stop_ids=(EOS,))
+    for history in ((), (a,)):
+        rows.admit([Admission(0, sampling, generated=len(history), history=history, grammar=1)])
+        assert rows.gained([0], [[a, a]], [0]) == {}
+        assert rows.gained([0], [[a, z, a]], [0]) == {0: 1}
+        assert rows.gained([0], [[a]], [0]) == {0: 0}
+
+
+def test_tokens_before_a_costly_one_or_a_costly_mask_stand(
+    compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, sampling = TEXTS.index("a"), SamplingParams(9, stop_ids=(EOS,))
+    times = iter(())
+    monkeypatch.setattr("workers.grammar.matcher.time", SimpleNamespace(thread_time=lambda: next(times)))
+    matcher = RequestMatcher(compiled[3], sampling, (EOS,), VOCAB)
+    times = iter([0.0, 0.0, 1.0, 1.0, 2.0, 9.0])
+    assert matcher.accept([a, a, a]) == 2
+    assert matcher.lost
+    masks = list(np.zeros((3, WORDS), dtype=np.int32))
+    matcher = RequestMatcher(compiled[3], sampling, (EOS,), VOCAB)
+    # Before the fill and after it; around each mask, of which the second is the costly one; around each token.
+    times = iter([0.0, *(0.0, 0.0), *(0.0, 0.0), *(0.0, 7.0), 7.0])
+    assert matcher.fill([a, a], masks) == (2, False)
+    times = iter([0.0] * 4)
+    assert matcher.accept([a, a]) == 1
     assert matcher.lost
 
 
@@ -257,6 +289,6 @@ def test_a_preempted_request_begins_behind_what_it_had(compiled: list[Compiled])
     sampling = SamplingParams(9, stop_ids=(EOS,))
     rows = ConstrainedRows(VOCAB, (EOS,), lambda ticket: compiled[2])
     rows.admit([Admission(0, sampling, generated=2, history=tuple(tokens), grammar=1)])
-    assert rows.gained([0], [[TEXTS.index("c")]], [0]) == []
-    assert rows.gained([0], [[TEXTS.index("x")]], [0]) == [0]
+    assert rows.gained([0], [[TEXTS.index("c")]], [0]) == {}
+    assert rows.gained([0], [[TEXTS.index("x")]], [0]) == {0: 0}
     assert text_of(tokens) == "ab"

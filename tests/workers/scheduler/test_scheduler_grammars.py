@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from workers.protocol.grammar import COMPILED_AT_ONCE, CompileGrammar, ForgetGrammar, Grammar, GrammarReady
@@ -180,6 +182,41 @@ def test_a_stuck_row_ends_its_request_alone_and_no_probe_follows() -> None:
     assert following is not None
     assert following.constrained == ()
     assert not following.admissions
+
+
+@pytest.mark.parametrize(
+    ("stop_ids", "most", "tokens", "want", "finish"),
+    [
+        ((1,), 6, (7,), (7,), None),
+        ((1, 7), 6, (7,), (7,), "stop"),
+        ((1, 7), 6, (8, 7), (8, 7), "stop"),
+        ((1, 8), 6, (8, 7), (8,), "stop"),
+        ((1,), 3, (8, 7), (8, 7), "length"),
+        ((1,), 2, (8, 7), (8,), "length"),
+    ],
+)
+def test_the_tokens_before_a_row_is_stuck_stand_and_may_be_its_end(
+    stop_ids: tuple[int, ...], most: int, tokens: tuple[int, ...], want: tuple[int, ...], finish: str | None
+) -> None:
+    run = Scheduler(replace(CONFIG, width=4))
+    sampling = SamplingParams(most, grammar=A, stop_ids=stop_ids)
+    run.add(Request("bound", (5, 6, 7), sampling))
+    run.grammar_ready(GrammarReady(1))
+    first, second = run.plan(), run.plan()
+    assert first is not None
+    assert second is not None
+    run.apply(result(first))
+    before = run.stats()
+    said, *failure = run.apply(StepResult(second.step, (tokens,), 0.001, stuck=(0,)))
+    assert (said.tokens, said.finish, said.failed) == (want, finish, "")
+    assert [(output.tokens, output.failed, output.stuck) for output in failure] == [((), STUCK, True)] * (not finish)
+    after = run.stats()
+    assert after.generated_tokens - before.generated_tokens == len(want)
+    assert after.drafts_offered - before.drafts_offered == said.offered == 3
+    while (plan := run.plan()) is not None:
+        assert not run.apply(result(plan))
+    assert run.idle
+    assert after.running == 0
 
 
 def test_a_stop_id_counts_before_min_tokens_under_a_grammar() -> None:
