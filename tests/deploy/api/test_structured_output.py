@@ -11,7 +11,7 @@ import httpx
 import jsonschema
 import pytest
 from demo_server import demo
-from fake_engine import INFO, FakeEngine, say, serving
+from fake_engine import INFO, FakeEngine, PushEngine, RequestFailed, out, say, serving
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
@@ -20,6 +20,7 @@ from deploy.api.errors import ApiError
 from deploy.api.protocol import ChatBody
 from deploy.config.api import ApiConfig
 from workers.protocol.grammar import Grammar
+from workers.protocol.messages import Request
 
 SCHEMA = {
     "type": "object",
@@ -197,3 +198,116 @@ async def test_the_demo_model_gives_valid_json_at_every_width() -> None:
 @pytest.mark.long
 async def test_the_demo_model_gives_valid_json_200_times() -> None:
     assert await valid_answers(3, 200) == await valid_answers(1, 200)
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[str, str]:
+    """What stands before the stop that ends first, and that stop; of those that end together the longest."""
+    for end in range(1, len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            stop = max(found, key=len)
+            return text[: end - len(stop)], stop
+    return text, ""
+
+
+STOPS = [
+    ['"size"'],  # the schema leads every text there
+    ["e", '": '],
+    ['ame": "', 'name": "x?'],
+    ["ind", "}"],
+    ["no such text", '"kind": "lisp"'],
+]
+
+
+async def stopped_answers(width: int) -> list[list[tuple[str, str | None, Any, int]]]:
+    """Text, why it ended and at which stop, and tokens: of schema-bound requests without stops, then with each list;
+    once as they are, and once streamed."""
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    async with demo(width) as client:
+
+        async def bound(
+            stream: bool, seed: int, stops: list[str], *, include: bool = False
+        ) -> tuple[str, str | None, Any, int]:
+            asked: dict[str, Any] = {
+                "model": "demo",
+                "messages": [{"role": "user", "content": f"Describe thing number {seed}."}],
+                "response_format": form,
+                "seed": seed,
+                "temperature": (0.0, 1.0)[seed % 2],
+                "max_tokens": 400,
+                "extra_body": {"include_stop_str_in_output": include},
+            }
+            if stops:
+                asked["stop"] = stops
+            if not stream:
+                answer = await client.chat.completions.create(**asked)
+                choice = answer.choices[0]
+                reason = (choice.model_extra or {}).get("stop_reason")
+                return choice.message.content or "", choice.finish_reason, reason, answer.usage.completion_tokens
+            text, finish, reason, count = "", None, None, 0
+            chunks = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            async for chunk in chunks:
+                for choice in chunk.choices:
+                    assert finish is None
+                    text += choice.delta.content or ""
+                    finish, reason = choice.finish_reason, (choice.model_extra or {}).get("stop_reason")
+                count = chunk.usage.completion_tokens if chunk.usage else count
+            return text, finish, reason, count
+
+        async def all_of_them(stream: bool) -> list[tuple[str, str | None, Any, int]]:
+            wanted = [bound(stream, seed, stops) for stops in ([], *STOPS) for seed in range(4)]
+            wanted += [bound(stream, seed, STOPS[0], include=True) for seed in range(4)]
+            return list(await asyncio.gather(*wanted))
+
+        return [await all_of_them(stream) for stream in (False, True)]
+
+
+@pytest.mark.long
+async def test_stop_strings_cut_the_same_text_at_every_width_streamed_or_not() -> None:
+    plain, streamed = await stopped_answers(1)
+    assert streamed == plain
+    whole = [text for text, *_ in plain[:4]]
+    for text, (_, finish, reason, _) in zip(whole, plain[:4], strict=True):
+        jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(text))
+        assert (finish, reason) == ("stop", None)
+    want = [first_stop(text, stops) for stops in STOPS for text in whole]
+    want += [(before + stop, stop) for before, stop in (first_stop(text, STOPS[0]) for text in whole)]
+    for (text, finish, reason, tokens), (before, stop) in zip(plain[4:], want, strict=True):
+        assert (text, finish, reason) == (before, "stop", stop or None)
+        assert not stop or tokens < 400
+        if stop:
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(text)
+    assert {stop for _, stop in want} > {"", '"size"'}
+    for width in (2, 3, 4):
+        assert await stopped_answers(width) == [plain, plain], f"width {width}"
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_before_a_grammar_is_stuck_is_the_end(width: int, stream: bool) -> None:
+    """The engine sends the tokens that stand, and then why there are no more."""
+    ids = tiny().encode("the fox STOP over", add_special_tokens=False)
+
+    def script(request: Request) -> Iterator[Any]:
+        for begin in range(0, len(ids), width):
+            yield out(*ids[begin : begin + width])
+        yield RequestFailed("it allows no token", stuck=True)
+
+    with serving(create_app(PushEngine(script), tiny())) as port:
+        cut = ask(port, stop=["STOP"], stream=stream, guided_regex="[a-z STOP]+", max_tokens=99)
+        stuck = ask(port, stop=["STAY"], stream=stream, guided_regex="[a-z STOP]+", max_tokens=99)
+    assert cut.status_code == 200
+    if not stream:
+        choice = cut.json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("the fox ", "stop", "STOP")
+        assert (stuck.status_code, stuck.json()["error"]["code"]) == (400, "grammar_stuck")
+        return
+    cut_events, stuck_events = (
+        [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        for answer in (cut, stuck)
+    )
+    assert "".join(event["choices"][0]["text"] for event in cut_events) == "the fox "
+    assert cut_events[-1]["choices"][0]["finish_reason"] == "stop"
+    shown = "".join(event["choices"][0]["text"] for event in stuck_events if "choices" in event)
+    assert shown == "the fox STOP over"
+    assert stuck_events[-1]["error"]["code"] == "grammar_stuck"
