@@ -5,6 +5,9 @@ from tests.support import interpreter
 
 interpreter.repair()
 
+import functools  # noqa: E402
+import operator  # noqa: E402
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
@@ -52,6 +55,16 @@ def reductions(x, out, N: tl.constexpr):
     tl.store(out + 3 * N + i, best)
     tl.store(out + 4 * N + i, place.to(out.dtype.element_ty))
     tl.store(out + 5 * N + i, tl.cumsum(tl.load(x + i), 0))
+
+
+@triton.jit
+def bits(x, rows, columns, all, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a = tl.load(x + i[:, None] * 8 + tl.arange(0, 8)[None, :])
+    tl.store(rows + i, tl.reduce_or(a, 1))
+    tl.store(columns + tl.arange(0, 8)[None, :], tl.xor_sum(a, 0, keep_dims=True))
+    tl.store(all, tl.reduce_or(a, None))
+    tl.store(all + 1, tl.xor_sum(a, None))
 
 
 def special(dtype: torch.dtype) -> torch.Tensor:
@@ -123,3 +136,18 @@ def test_reductions_and_scans_of_bfloat16() -> None:
     expected = [wide.sum(1), wide.amax(1), wide.sum(0), wide.amax(1), wide.argmax(1), wide[0].cumsum(0)]
     for got, want in zip(out, expected, strict=True):
         torch.testing.assert_close(got.float(), want.to(BF16).float(), rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_reductions_of_bits(dtype: torch.dtype) -> None:
+    """Which `quick_interpreter` leaves to numpy."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, (16, 8), dtype=dtype, generator=generator)
+    x &= torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, (16, 1), dtype=dtype, generator=generator) >> 3
+    rows, columns, all = (torch.zeros(size, dtype=dtype) for size in (16, 8, 2))
+    bits[(1,)](x, rows, columns, all, 16)
+    lists = x.tolist()
+    assert rows.tolist() == [functools.reduce(operator.or_, row) for row in lists]
+    assert columns.tolist() == [functools.reduce(operator.xor, column) for column in zip(*lists, strict=True)]
+    numbers = [number for row in lists for number in row]
+    assert all.tolist() == [functools.reduce(operator.or_, numbers), functools.reduce(operator.xor, numbers)]
