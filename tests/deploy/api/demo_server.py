@@ -49,6 +49,6 @@ async def openai_client(engine: Engine, **settings: Any) -> AsyncIterator[openai
 
 
 @asynccontextmanager
-async def demo(width: int) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with demo_engine(width) as engine, openai_client(engine) as client:
+async def demo(width: int, **settings: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with demo_engine(width, **settings) as engine, openai_client(engine) as client:
         yield client

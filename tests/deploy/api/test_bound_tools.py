@@ -21,6 +21,7 @@ from tool_templates import DEEPSEEK_V31, GLM, KIMI
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from deploy.parsing.registry import CALL_GRAMMARS, MARKERS
+from workers.protocol.front import Engine
 from workers.protocol.grammar import Grammar
 
 PAINT = {
@@ -176,21 +177,25 @@ def called(calls: list[tuple[str, str]]) -> Calls:
     return found
 
 
+async def streamed_calls(client: openai.AsyncOpenAI, given: Any) -> list[tuple[str, str]]:
+    calls: dict[int, list[str]] = {}
+    async for event in await client.chat.completions.create(**given, stream=True):
+        for call in event.choices[0].delta.tool_calls or ():
+            text = calls.setdefault(call.index, [call.function.name, ""])
+            text[1] += call.function.arguments
+    return [(name, arguments) for name, arguments in calls.values()]
+
+
 async def answer(client: openai.AsyncOpenAI, **body: Any) -> Calls:
     """What a request calls, the same streamed and not. A model may call until no token is left."""
     given: Any = {"model": "demo", "messages": ASK, "tools": TOOLS, "max_tokens": 400, **body}
-    whole = await client.chat.completions.create(**given)
+    whole, streamed = await asyncio.gather(client.chat.completions.create(**given), streamed_calls(client, given))
     [choice] = whole.choices
     one = body["tool_choice"] != "required" or not body.get("parallel_tool_calls", True)
     assert choice.finish_reason in (("tool_calls",) if one else ("tool_calls", "length")), choice
     calls = called([(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()])
     assert choice.message.content is None or choice.finish_reason == "length"
-    streamed: dict[int, list[str]] = {}
-    async for event in await client.chat.completions.create(**given, stream=True):
-        for call in event.choices[0].delta.tool_calls or ():
-            text = streamed.setdefault(call.index, [call.function.name, ""])
-            text[1] += call.function.arguments
-    assert called([(name, text) for name, text in streamed.values()][: len(calls)]) == calls
+    assert called(streamed[: len(calls)]) == calls
     return calls
 
 
@@ -203,15 +208,16 @@ ALL: list[dict[str, Any]] = [
 
 
 async def all_answers(width: int, names: list[str]) -> dict[str, list[Calls]]:
-    """By format."""
-    found = {}
+    """By format, of all formats at once: steps of one row cost nearly as much as those of many."""
+
+    async def of(name: str, engine: Engine) -> list[Calls]:
+        template = {"glm": GLM, "kimi_k2": KIMI}.get(name, DEEPSEEK_V31)
+        settings = {"chat_template": template, "tool_parser": name, "reasoning_parser": "none"}
+        async with openai_client(engine, **settings) as client:
+            return list(await asyncio.gather(*(answer(client, **body) for body in ALL)))
+
     async with demo_engine(width) as engine:
-        for name in names:
-            template = {"glm": GLM, "kimi_k2": KIMI}.get(name, DEEPSEEK_V31)
-            settings = {"chat_template": template, "tool_parser": name, "reasoning_parser": "none"}
-            async with openai_client(engine, **settings) as client:
-                found[name] = list(await asyncio.gather(*(answer(client, **body) for body in ALL)))
-    return found
+        return dict(zip(names, await asyncio.gather(*(of(name, engine) for name in names)), strict=True))
 
 
 async def check_demo(*names: str) -> dict[str, list[Calls]]:
