@@ -10,9 +10,19 @@ import torch
 from ptx_kernels import boxes, collatz, of_two, products, row_figures
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.support.ptx import Fault, emulated
+from tests.support.ptx import Fault, emulated, runs
 
 pytestmark = pytest.mark.long
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["in runs", "one by one"])
+def executed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How instructions are: both ways compute what they should."""
+    if request.param:
+        monkeypatch.setattr(runs, "WORTH", 1)
+    else:
+        monkeypatch.setattr(runs.Runs, "function", lambda *_: None)
+
 
 PTX = """
 .visible .entry of_two(.param .u64 of_two_param_0, .param .u64 of_two_param_1, .param .u64 of_two_param_2)
@@ -78,6 +88,13 @@ INTEGERS: dict[str, Callable[[int, int], int]] = {
     "not.b32 %r4, %r2;": lambda a, _: ~a,
     "setp.lt.s32 %p1, %r2, %r3; selp.b32 %r4, 5, 9, %p1;": lambda a, b: 5 if signed(a) < signed(b) else 9,
     "setp.lt.u32 %p1, %r2, %r3; @!%p1 mov.b32 %r4, 1; @%p1 mov.b32 %r4, 2;": lambda a, b: 2 if a < b else 1,
+    "setp.ge.s32 %p1, %r2, %r3; selp.b32 %r4, 5, 9, %p1;": lambda a, b: 5 if signed(a) >= signed(b) else 9,
+    "mov.b32 %r4, 7; setp.lt.u32 %p1, %r2, %r3; @!%p1 mov.b32 %r4, 1;": lambda a, b: 7 if a < b else 1,
+    "setp.lt.u32 %p1, %r2, %r3; setp.gt.or.u32 %p2, %r2, 1, !%p1; selp.b32 %r4, 5, 9, %p2;": (
+        lambda a, b: 5 if a > 1 or a >= b else 9
+    ),
+    "shr.s32 %r4, %r2, 7;": lambda a, _: signed(a) >> 7,
+    "min.s32 %r4, %r2, %r3; mov.b32 %r2, 5; max.s32 %r4, %r4, %r2;": lambda a, b: max(min(signed(a), signed(b)), 5),
     "cvt.u16.u32 %rs1, %r2; cvt.u32.u16 %r4, %rs1;": lambda a, _: a & 0xFFFF,
     "cvt.s8.s32 %rs1, %r2; cvt.s32.s8 %r4, %rs1;": lambda a, _: (a & 255) - (a << 1 & 256),
     "mov.b32 {%rs1, %rs2}, %r2; mov.b32 %r4, {%rs2, %rs1};": lambda a, _: a >> 16 | a << 16,
@@ -112,6 +129,10 @@ def fused(a: Any, b: Any) -> Any:
     return (a.astype(np.float64) * b + a).astype(np.float32)
 
 
+def ordered(a: Any, b: Any) -> Any:
+    return (a != b) & ~np.isnan(a) & ~np.isnan(b)
+
+
 @pytest.mark.parametrize(
     ("body", "want"),
     [
@@ -121,6 +142,8 @@ def fused(a: Any, b: Any) -> Any:
         ("max.f32 %r4, %r2, %r3;", np.fmax),
         ("min.NaN.f32 %r4, %r2, %r3;", np.minimum),
         ("neg.f32 %r4, %r2;", lambda a, _: -a),
+        ("setp.ne.f32 %p1, %r2, %r3; selp.f32 %r4, %r2, 0f40400000, %p1;", lambda a, b: np.where(ordered(a, b), a, 3)),
+        ("setp.neu.f32 %p1, %r2, %r3; selp.f32 %r4, %r3, 0f40400000, %p1;", lambda a, b: np.where(a != b, b, 3)),
         ("ex2.approx.ftz.f32 %r4, %r2;", lambda a, _: np.exp2(a)),
         ("mul.f32 %r4, %r2, 0f40400000;", lambda a, _: 3 * a),
         ("setp.neu.f32 %p1, %r2, %r3; selp.f32 %r4, %r2, %r3, %p1;", lambda a, b: a),

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from ptx_kernels import TILED, double, relay, ring_sum
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tests.support.ptx import Fault, Unordered, emulated
+from tests.support.ptx import Fault, Unordered, emulated, runs
 
 pytestmark = pytest.mark.long
 
@@ -21,8 +22,8 @@ def identity(ptx: str) -> str:
     return ptx
 
 
-def right(fault: str, seed: int, gathered: bool = False, edit: Edit = identity, short: int = 5) -> bool:
-    """Whether the sum of left @ tile is right, for a tensor that ends `short` rows inside the last tile."""
+def sums(fault: str, seed: int, gathered: bool = False, edit: Edit = identity, short: int = 5) -> tuple[Any, Any]:
+    """The sum of left @ tile, for a tensor that ends `short` rows inside the last tile, and what it should be."""
     generator = torch.Generator().manual_seed(seed)
     left = torch.randn(64, 16, generator=generator).bfloat16()
     x = torch.randn(TILES * 16 - short, 64, generator=generator).bfloat16()
@@ -31,7 +32,13 @@ def right(fault: str, seed: int, gathered: bool = False, edit: Edit = identity, 
     with emulated(seed, edit=edit):
         ring_sum[(1,)](box, x, TILES * 16 - 5, left, out, TILES, GATHERED=gathered, FAULT=fault)
     tiles = torch.cat([x, torch.zeros(short, 64)]).double().view(TILES, 16, 64)
-    return torch.allclose(out.double(), (left.double() @ tiles).sum(0), atol=1e-4)
+    return out, (left.double() @ tiles).sum(0)
+
+
+def right(fault: str, seed: int, gathered: bool = False, edit: Edit = identity, short: int = 5) -> bool:
+    """Whether the sum is what it should be."""
+    out, want = sums(fault, seed, gathered, edit, short)
+    return torch.allclose(out.double(), want, atol=1e-4)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -42,6 +49,16 @@ def test_a_correct_ring_is_right_under_every_schedule(gathered: bool) -> None:
 @pytest.mark.parametrize("fault", ["hands back before the product", "reads before the copy"])
 def test_a_race_gives_wrong_sums_under_some_schedule(fault: str) -> None:
     assert not all(right(fault, seed) for seed in range(8))
+
+
+@pytest.mark.parametrize("fault", ["none", "reads before the copy"])
+def test_runs_do_not_change_the_schedule(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a race leaves behind depends on every draw: it is the same where instructions are executed one by one."""
+    found = [sums(fault, seed)[0] for seed in range(8)]
+    monkeypatch.setattr(runs.Runs, "function", lambda *_: None)
+    for seed, out in enumerate(found):
+        assert torch.equal(sums(fault, seed)[0].view(torch.int32), out.view(torch.int32))
+    assert fault == "none" or len({tuple(out.view(torch.int32).flatten().tolist()) for out in found}) > 1
 
 
 @pytest.mark.parametrize(

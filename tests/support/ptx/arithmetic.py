@@ -18,6 +18,7 @@ from tests.support.ptx.values import (
     LANES,
     TYPES,
     Lanes,
+    Type,
     bytes_of,
     constant,
     narrow,
@@ -35,7 +36,7 @@ _TWO: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
-_ONE: dict[str, Callable[[Lanes], Lanes]] = {
+ONE: dict[str, Callable[[Lanes], Lanes]] = {
     "neg": np.negative,
     "abs": np.abs,
     "not": np.invert,
@@ -44,7 +45,7 @@ _ONE: dict[str, Callable[[Lanes], Lanes]] = {
     "sqrt": np.sqrt,
     "rcp": np.reciprocal,
 }
-_COMPARE: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
+COMPARE: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
     "eq": np.equal,
     "ne": np.not_equal,
     "lt": np.less,
@@ -69,7 +70,7 @@ def _simple(step: Step) -> None:
     elif name in _TWO:
         step.write(_TWO[name](step.read(1), step.read(2)))
     else:
-        step.write(_ONE[name](step.read(1)))
+        step.write(ONE[name](step.read(1)))
 
 
 @executes("mul mad", _ROUNDING + " lo wide hi f16x2")
@@ -118,12 +119,15 @@ def _half_pairs(step: Step, function: Callable[..., Lanes]) -> Lanes:
 
 @executes("min max", "ftz NaN relu")
 def _extreme(step: Step) -> None:
-    a, b = step.read(1), step.read(2)
-    if np.dtype(step.type).kind == "f" and "NaN" not in step.parts:
-        found = (np.fmin if step.parts[0] == "min" else np.fmax)(a, b)
-    else:
-        found = (np.minimum if step.parts[0] == "min" else np.maximum)(a, b)
+    found = extreme(step.parts, step.type)(step.read(1), step.read(2))
     step.write(np.maximum(found, step.type(0)) if "relu" in step.parts else found)
+
+
+def extreme(parts: tuple[str, ...], kind: Type) -> Callable[[Lanes, Lanes], Lanes]:
+    """What `min` or `max` of this type computes; of a number and NaN the number, unless NaN is asked for."""
+    if np.dtype(kind).kind == "f" and "NaN" not in parts:
+        return np.fmin if parts[0] == "min" else np.fmax
+    return np.minimum if parts[0] == "min" else np.maximum
 
 
 @executes("div rem", _ROUNDING)
@@ -168,13 +172,17 @@ def _funnel_shift(step: Step) -> None:
 @executes("bfe")
 def _extract(step: Step) -> None:
     bits = 8 * size(step.type)
-    word = step.read(1, np.uint32 if bits == 32 else np.uint64).astype(np.uint64)
-    position, length = (step.read(i, np.uint32).astype(np.int64) for i in (2, 3))
+    word, signed = step.read(1, np.uint32 if bits == 32 else np.uint64), np.dtype(step.type).kind == "i"
+    step.write(extracted(word, step.read(2, np.uint32), step.read(3, np.uint32), bits, signed))
+
+
+def extracted(word: Lanes, position: Lanes, length: Lanes, bits: int, signed: bool) -> Lanes:
+    """Some bits of words, as int32 or int64."""
+    word, position, length = word.astype(np.uint64), position.astype(np.int64), length.astype(np.int64)
     above = np.minimum(64 - np.minimum(position + length, bits), 63)
     kept, down = word << above.astype(np.uint64), np.minimum(above + position, 63)
-    signed = np.dtype(step.type).kind == "i"
     found = kept.view(np.int64) >> down if signed else (kept >> down.astype(np.uint64)).view(np.int64)
-    step.write(np.where(length == 0, 0, found).astype(np.int32 if bits == 32 else np.int64))
+    return np.where(length == 0, 0, found).astype(np.int32 if bits == 32 else np.int64)
 
 
 @executes("prmt")
@@ -207,14 +215,14 @@ def _count_bits(step: Step) -> None:
     step.write(np.array(counts, np.uint32))
 
 
-@executes("setp", "and or xor ftz " + " ".join(f"{c} {c}u" for c in _COMPARE) + " nan num")
+@executes("setp", "and or xor ftz " + " ".join(f"{c} {c}u" for c in COMPARE) + " nan num")
 def _compare(step: Step) -> None:
     a, b, how = step.read(1), step.read(2), step.parts[1]
     nan = a.dtype.kind == "f" and (np.isnan(a) | np.isnan(b))
     if how in ("nan", "num"):
         found = np.broadcast_to(nan if how == "nan" else np.logical_not(nan), LANES)
     else:
-        found = _COMPARE[how.removesuffix("u")](a, b)
+        found = COMPARE[how.removesuffix("u")](a, b)
         found = found | nan if how.endswith("u") else found & ~np.broadcast_to(nan, LANES)
     if step.parts[2] in ("and", "or", "xor"):
         found = _TWO[step.parts[2]](found, step.read(3, np.bool_))

@@ -19,6 +19,7 @@ from tests.support.ptx.machine import Block, Launch, executions
 from tests.support.ptx.memory import Fault, GlobalMemory, Region
 from tests.support.ptx.order import Order
 from tests.support.ptx.parse import Program, parse
+from tests.support.ptx.runs import Runs
 from tests.support.ptx.step import Execute
 
 _BOXES_FROM = 1 << 62
@@ -70,7 +71,7 @@ class _Emulator:
         given = [
             (name, arguments[name]) for name in function.arg_names if kernel.src.signature.get(name) != "constexpr"
         ]
-        program, execute = _program(self.edit(kernel.asm["ptx"]))
+        program, execute, runs = _program(self.edit(kernel.asm["ptx"]))
         regions = [self._region(name, value) for name, value in given if isinstance(value, torch.Tensor)]
         boxes: dict[int, Box] = {}
         values: list[Any] = []
@@ -90,7 +91,7 @@ class _Emulator:
         memory = GlobalMemory(regions, self.order)
         dependent = bool(options.get("launch_pdl"))
         waits = dependent or program.uses("griddepcontrol", "wait")
-        launch = Launch(program, execute, kernel.metadata.shared, constants, boxes, memory, waits, self.fences)
+        launch = Launch(program, execute, runs, kernel.metadata.shared, constants, boxes, memory, waits, self.fences)
         if self.order is not None:
             self.order.begin(program.name, dependent)
         blocks = list(product(*map(range, sizes)))
@@ -114,9 +115,10 @@ class _Emulator:
 
 
 @lru_cache(maxsize=64)
-def _program(ptx: str) -> tuple[Program, tuple[Execute, ...]]:
+def _program(ptx: str) -> tuple[Program, tuple[Execute, ...], Runs]:
     program = parse(ptx)
-    return program, executions(program)
+    execute = executions(program)
+    return program, execute, Runs(program, execute)
 
 
 def _bits(program: Program, values: list[Any]) -> dict[str, int]:

@@ -11,7 +11,8 @@ from tests.support.ptx import arithmetic, moves, products  # noqa: F401  what th
 from tests.support.ptx.copies import Box, BoxCopy, MBarrier, ThreadCopies
 from tests.support.ptx.memory import Fault, GlobalMemory, SharedMemory
 from tests.support.ptx.parse import Program
-from tests.support.ptx.step import Execute, Step, Warp, executes, execution
+from tests.support.ptx.runs import Runs
+from tests.support.ptx.step import ALL, Execute, Step, Warp, executes, execution
 from tests.support.ptx.values import LANES, all_of
 
 _PACES = (0.03, 1.0, 30.0)
@@ -26,6 +27,7 @@ class Launch:
 
     program: Program
     execute: tuple[Execute, ...]
+    runs: Runs
     shared: int
     """Bytes of shared memory a block."""
     constants: dict[str, int]
@@ -52,7 +54,7 @@ class Block:
     """One block of a launch."""
 
     def __init__(self, launch: Launch, index: tuple[int, int, int], random: random.Random) -> None:
-        self.program, self.execute = launch.program, launch.execute
+        self.program, self.execute, self.runs = launch.program, launch.execute, launch.runs
         self.boxes, self.memory = launch.boxes, launch.memory
         self.constants = launch.constants | {f"%ctaid.{axis}": i for axis, i in zip("xyz", index, strict=True)}
         self.index, self.random = index, random
@@ -83,7 +85,7 @@ class Block:
         """
         paces = [self.random.choice(_PACES) for _ in self.warps]
         copies_pace = self.random.choice(_PACES)
-        while running := [warp for warp in self.warps if not warp.ended.all()]:
+        while running := [warp for warp in self.warps if warp.runs]:
             ready = [warp for warp in running if _ready(warp)]
             able: list[Warp | BoxCopy | ThreadCopies] = [*ready, *self.under_way]
             if not able:
@@ -106,10 +108,17 @@ class Block:
 
     def _turn(self, warp: Warp, most: int) -> None:
         warp.awaits = None
-        for _ in range(most):
+        lengths = self.runs.length
+        while most > 0:
             at, lanes = warp.front()
             if warp.awaits is not None or at is None:
                 return
+            if lanes is ALL and 0 < lengths[at] <= most and (run := self.runs.function(at)) is not None:
+                most -= lengths[at]
+                warp.go(lanes, at + lengths[at])
+                run(self, warp)
+                continue
+            most -= 1
             instruction = self.program.code[at]
             warp.go(lanes, at + 1)
             step = Step(self, warp, instruction, at, lanes)
@@ -123,8 +132,12 @@ class Block:
                             continue
                 self.execute[at](step)
             except AssertionError as error:
-                where = f"{self._name()}, warp {warp.number}, instruction {at}"
-                raise type(error)(f"{where}: {instruction.text}: {error}") from None
+                raise self.located(error, warp, at) from None
+
+    def located(self, error: AssertionError, warp: Warp, at: int) -> AssertionError:
+        """The error of an instruction, which says where it happened."""
+        where = f"{self._name()}, warp {warp.number}, instruction {at}"
+        return type(error)(f"{where}: {self.program.code[at].text}: {error}")
 
     def gather(self, warp: Warp, barrier: str, threads: int) -> None:
         """Let a warp wait at a barrier of threads, or let all that wait there go on. What one of them has waited for is

@@ -12,6 +12,8 @@ from tests.support.ptx.values import Lanes
 
 POISON = 0xFF
 """What memory holds that nobody has written: NaN in every float."""
+_UP_TO = [np.arange(i) for i in range(17)]
+"""Numbers from 0 on."""
 
 
 class Fault(AssertionError):
@@ -43,6 +45,7 @@ class GlobalMemory:
 
     def __init__(self, regions: list[Region], order: Order | None) -> None:
         self.regions, self.order = regions, order
+        self._last = regions[:1]
         self.stored = False
         """Whether anything was."""
 
@@ -51,14 +54,18 @@ class GlobalMemory:
 
         `waited`: whether the warp has waited for the launch before; `cached`: whether L1 may give them, and keep them.
         """
+        places = self._places(address, width, "load")
         found = np.empty((address.size, width), np.uint8)
-        for chosen, region, offset in self._places(address, width, "load"):
+        for chosen, region, offset in places:
             if width % 4 == 0:  # word by word: other processes may write them meanwhile
-                found[chosen] = region.words[(offset[:, None] >> 2) + np.arange(width // 4)].view(np.uint8)
+                read = region.words[(offset[:, None] >> 2) + _UP_TO[width // 4]].view(np.uint8)
             else:
-                found[chosen] = region.bytes[offset[:, None] + np.arange(width)]
+                read = region.bytes[offset[:, None] + _UP_TO[width]]
             if self.order is not None:
                 self.order.read(region, offset, width, waited, cached)
+            if len(places) == 1:
+                return np.asarray(read)
+            found[chosen] = read
         return found
 
     def store(self, address: Lanes, values: Lanes) -> None:
@@ -68,14 +75,20 @@ class GlobalMemory:
             width = values.shape[1]
             if width % 4 == 0:
                 words = np.ascontiguousarray(values[chosen]).view(np.uint32)
-                region.words[(offset[:, None] >> 2) + np.arange(width // 4)] = words
+                region.words[(offset[:, None] >> 2) + _UP_TO[width // 4]] = words
             else:
-                region.bytes[offset[:, None] + np.arange(width)] = values[chosen]
+                region.bytes[offset[:, None] + _UP_TO[width]] = values[chosen]
             if self.order is not None:
                 self.order.write(region, offset, values.shape[1])
 
     def _places(self, address: Lanes, width: int, what: str) -> list[tuple[Any, Region, Lanes]]:
         _check_aligned(address, width)
+        # Nearly always all lie in one storage, and in that of the last access as often as not.
+        for region in (*self._last, *self.regions):
+            offset = address - np.uint64(region.begin)  # huge of one that lies before it
+            if offset.max() <= region.bytes.size - width:
+                self._last = [region]
+                return [(slice(None), region, offset.view(np.int64))]
         places: list[tuple[Any, Region, Lanes]] = []
         left = np.ones(address.shape, bool)
         for region in self.regions:
@@ -146,11 +159,12 @@ class SharedMemory:
     def _places(self, address: Lanes, width: int) -> Lanes:
         address = np.asarray(address, np.int64)
         _check_aligned(address, width)
-        if address.size and (address.min() < 0 or address.max() + width > self.bytes.size):
+        if address.size and address.view(np.uint64).max() + width > self.bytes.size:  # huge of one below 0
             raise Fault(f"shared memory at byte {address.max()}, width {width}, of {self.bytes.size}")
-        return np.asarray(address[..., None] + np.arange(width))
+        return np.asarray(address[..., None] + _UP_TO[width])
 
 
 def _check_aligned(address: Lanes, width: int) -> None:
-    if (address % address.dtype.type(width)).any():
+    """`width` is a power of two."""
+    if int(np.bitwise_or.reduce(address, axis=None)) & (width - 1):
         raise Fault(f"an address is no multiple of {width}")

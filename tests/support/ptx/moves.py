@@ -26,8 +26,10 @@ def _load(step: Step) -> None:
         cached = not {"cg", "relaxed", "L1::no_allocate"} & set(step.parts)
         found = step.block.memory.load(address, each * len(names), waited=step.warp.waited, cached=cached)
     for i, name in enumerate(names):
-        value = np.zeros(LANES, step.type)
-        value[lanes] = packed(found[:, i * each : (i + 1) * each], step.type)
+        value = packed(found[:, i * each : (i + 1) * each], step.type)
+        if len(value) < LANES:
+            executed, value = value, np.zeros(LANES, step.type)
+            value[lanes] = executed
         step.set(name, value)
 
 
@@ -82,13 +84,15 @@ def _matrices(step: Step) -> None:
     step.whole_warp()
     load, shared = step.parts[0] == "ldmatrix", step.block.shared
     address = step.address(step.operands[1 if load else 0])
-    for i, name in enumerate(step.vector(0 if load else 1)):
-        rows = address[8 * i : 8 * i + 8]
-        if load:
-            matrix = shared.load(rows, 16).view(np.uint16)
-            matrix = np.ascontiguousarray(matrix.T) if "trans" in step.parts else matrix
-            step.set(name, np.ascontiguousarray(matrix).view(np.uint32).reshape(LANES))
-        else:
-            matrix = np.ascontiguousarray(step.value(name, np.uint32)).view(np.uint16).reshape(8, 8)
-            matrix = np.ascontiguousarray(matrix.T) if "trans" in step.parts else matrix
-            shared.store(rows, matrix.view(np.uint8).reshape(8, 16), step.warp.number)
+    names = step.vector(0 if load else 1)
+    rows = address[: 8 * len(names)]
+    if load:
+        matrices = shared.load(rows, 16).view(np.uint16).reshape(-1, 8, 8)
+        matrices = matrices.transpose(0, 2, 1) if "trans" in step.parts else matrices
+        for name, words in zip(names, np.ascontiguousarray(matrices).view(np.uint32).reshape(-1, LANES), strict=True):
+            step.set(name, words)
+        return
+    words = np.concatenate([step.value(name, np.uint32) for name in names])
+    matrices = words.view(np.uint16).reshape(-1, 8, 8)
+    matrices = matrices.transpose(0, 2, 1) if "trans" in step.parts else matrices
+    shared.store(rows, np.ascontiguousarray(matrices).view(np.uint8).reshape(-1, 16), step.warp.number)

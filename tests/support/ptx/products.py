@@ -23,11 +23,30 @@ _GROUP, _IN_GROUP = np.arange(LANES) // 4, np.arange(LANES) % 4
 
 def _left(registers: list[Lanes], bfloat: bool) -> Lanes:
     """[16, 16] from four registers of two 16-bit floats."""
-    found = np.zeros((16, 16), np.float32)
-    for i, register in enumerate(registers):
-        for j, value in enumerate(halves(register, bfloat).T):
-            found[_GROUP + 8 * (i & 1), 2 * _IN_GROUP + j + 8 * (i >> 1)] = value
+    found = np.empty((16, 16), np.float32)
+    found[_left_places()] = halves(np.concatenate(registers), bfloat).reshape(4, LANES, 2)
     return found
+
+
+@cache
+def _left_places() -> tuple[Lanes, Lanes]:
+    """Row and column [register, lane, half]."""
+    i, j = np.arange(4)[:, None, None], np.arange(2)
+    return _GROUP[:, None] + 8 * (i & 1) + 0 * j, 2 * _IN_GROUP[:, None] + j + 8 * (i >> 1)
+
+
+def _right(registers: list[Lanes], bfloat: bool) -> Lanes:
+    """[16, 8] from two registers of two 16-bit floats."""
+    found = np.empty((16, 8), np.float32)
+    found[_right_places()] = halves(np.concatenate(registers), bfloat).reshape(2, LANES, 2)
+    return found
+
+
+@cache
+def _right_places() -> tuple[Lanes, Lanes]:
+    """Row and column [register, lane, half]."""
+    i, j = np.arange(2)[:, None, None], np.arange(2)
+    return 2 * _IN_GROUP[:, None] + j + 8 * i, _GROUP[:, None] + 0 * i + 0 * j
 
 
 @cache
@@ -38,8 +57,9 @@ def _places(registers: int) -> tuple[Lanes, Lanes]:
 
 
 def _sums(step: Step, names: tuple[str, ...], kind: Type = np.float32) -> Lanes:
-    found = np.zeros((16, 2 * len(names)), kind)
-    found[_places(len(names))] = np.stack([step.value(name, kind) for name in names])
+    found = np.empty((16, 2 * len(names)), kind)
+    registers = step.warp.registers
+    found[_places(len(names))] = np.concatenate([registers[name] for name in names]).view(kind).reshape(-1, LANES)
     return found
 
 
@@ -53,10 +73,7 @@ def _mma(step: Step) -> None:
     step.whole_warp()
     bfloat = step.parts[-2] == "bf16"
     left = _left([step.value(name, np.uint32) for name in step.vector(1)], bfloat)
-    right = np.zeros((16, 8), np.float32)
-    for i, name in enumerate(step.vector(2)):
-        for j, value in enumerate(halves(step.value(name, np.uint32), bfloat).T):
-            right[2 * _IN_GROUP + j + 8 * i, _GROUP] = value
+    right = _right([step.value(name, np.uint32) for name in step.vector(2)], bfloat)
     _write_sums(step, step.vector(0), left @ right + _sums(step, step.vector(3)))
 
 

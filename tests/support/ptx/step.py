@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,9 +25,28 @@ ALL.flags.writeable = False
 
 
 @cache
-def _register(name: str) -> Type | None:
+def register_type(name: str) -> Type | None:
     """What a register of the compiler's holds; those of inline assembly hold what they are given."""
     return _REGISTERS.get(name.rstrip("0123456789")) if name[-1].isdigit() else None
+
+
+@lru_cache(maxsize=1 << 14)
+def _address(text: str) -> tuple[str, int, Type]:
+    """Of [register + offset] the register, the offset and the address's type."""
+    found = _ADDRESS.fullmatch(text.strip("[] "))
+    assert found
+    return found[1], int(found[2] or 0), np.uint64 if found[1].startswith("%rd") else np.uint32
+
+
+class Registers(dict[str, Lanes]):
+    """Of a warp. They are replaced, never written into."""
+
+    def __missing__(self, name: str) -> Lanes:
+        """What one holds that nobody has written."""
+        own = register_type(name)
+        if own is None:
+            raise Fault(f"{name} is unknown")
+        return np.ones(LANES, bool) if own is np.bool_ else np.full(LANES, ~own(0), own)
 
 
 class Warp:
@@ -36,9 +55,10 @@ class Warp:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.registers: dict[str, Lanes] = {}
-        """They are replaced, never written into."""
+        self.registers = Registers()
         self.ended = np.zeros(LANES, bool)
+        self.runs = True
+        """Whether a lane has not ended."""
         self._together: int | None = 0  # the place in the code where all lanes are, unless each has one of its own
         self._at = np.zeros(LANES, np.int64)
         self.waited = False
@@ -78,6 +98,7 @@ class Warp:
         """Let lanes end."""
         self._apart()
         self.ended |= lanes
+        self.runs = not all_of(self.ended)
 
     def _apart(self) -> None:
         if self._together is not None:
@@ -107,8 +128,8 @@ class Step:
             return reinterpret(known, kind)
         if name[0] == "!":
             return np.logical_not(self.value(name[1:], kind))
-        if own := _register(name):  # nobody has written it
-            return np.ones(LANES, bool) if own is np.bool_ else reinterpret(np.full(LANES, ~own(0), own), kind)
+        if register_type(name):
+            return reinterpret(self.warp.registers[name], kind)
         if name in self.block.constants:
             return np.full(LANES, self.block.constants[name], BITS[size(kind)]).view(kind)
         if name == "%tid.x":
@@ -131,7 +152,7 @@ class Step:
         lanes = self.lanes if lanes is None else lanes
         kind = value.dtype.type
         if kind is not np.bool_:
-            own = _register(name) or BITS[value.itemsize]
+            own = register_type(name) or BITS[value.itemsize]
             if own is not kind:
                 value = value.view(own) if value.itemsize == size(own) else value.astype(own)
         registers = self.warp.registers
@@ -145,10 +166,8 @@ class Step:
 
     def address(self, text: str) -> Lanes:
         """[register + offset], uint64, of all lanes."""
-        found = _ADDRESS.fullmatch(text.strip("[] "))
-        assert found
-        kind = np.uint64 if found[1].startswith("%rd") else np.uint32
-        address = self.value(found[1], kind).astype(np.int64) + int(found[2] or 0)
+        name, offset, kind = _address(text)
+        address = self.value(name, kind).astype(np.int64) + offset
         if kind is np.uint32:
             # The sum is as wide as the register: compilers leave a negative one there that the offset makes up for.
             address &= 0xFFFFFFFF
