@@ -20,12 +20,12 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., S
         return server
 
     yield start
-    for server in servers:
-        if server.process.poll() is not None:
-            continue
-        pids = server.pids()
+    left = [(server, server.pids()) for server in servers if server.process.poll() is None]
+    for server, _ in left:  # several end side by side
+        server.process.send_signal(signal.SIGTERM)
+    for server, pids in left:
         try:
-            server.stop()
+            server.ended()
         except subprocess.TimeoutExpired:
             server.process.kill()
             server.process.wait()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from served_application import ROOT, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 ROUNDS, REQUESTS, INPUT, OUTPUT = 3, 8, 32, 24
 
@@ -26,7 +26,9 @@ def config(name: str, width: int) -> dict:
 
 
 def test_two_demo_endpoints_are_compared(launch: Callable[..., Server]) -> None:
-    plain, drafting = launch(config("plain", 1)).wait(), launch(config("drafting", 4)).wait()
+    plain, drafting = launch(config("plain", 1)), launch(config("drafting", 4))  # which start side by side
+    plain.wait()
+    drafting.wait()
     ran = subprocess.run(
         [
             *(sys.executable, "-c", "from deploy.cli import main; main()", "bench", "compare"),
