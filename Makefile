@@ -34,6 +34,13 @@ marked = $(shell grep -rl --include='test_*.py' 'pytest.mark.$(1)\b' tests)
 
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
+# The files of the longer lane that take a minute or more, the longest first. They begin before the others: one that begins
+# at the end leaves a core without work.
+LONGEST := $(addprefix tests/, workers/model_based/test_model_based.py workers/graphs/test_compiled_ahead.py \
+  e2e/test_two_nodes.py kernels/mla_decode_triton/test_mla_decode_emulated.py deploy/api/test_structured_output.py \
+  e2e/test_rolling_update.py deploy/api/test_api_fuzz.py e2e/test_compare_endpoints.py \
+  workers/parallel/test_rank_features.py kernels/few_tokens/test_few_tokens_interpreted.py e2e/test_busy_cluster.py)
+
 # What shows in minutes that a change is sound. Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
 	$(BIN)/python -m pytest -m "not alone and not gate and not long" $(SIDE_BY_SIDE)
@@ -41,7 +48,7 @@ test: $(READY)
 
 # The tests that take long: clusters that come and go, kernels in the interpreter and the emulator.
 test-long: $(READY)
-	$(BIN)/python -m pytest -m "long and not alone" $(SIDE_BY_SIDE) $(call marked,long)
+	$(BIN)/python -m pytest -m "long and not alone" $(SIDE_BY_SIDE) $(LONGEST) $(filter-out $(LONGEST),$(call marked,long))
 	$(BIN)/python -m pytest -m "long and alone" $(call marked,long)
 
 # Registers, spills, shared memory and instructions of every kernel at the sizes of published models: compilation alone.
