@@ -50,6 +50,12 @@ def _check(what: str, pointers: Any, mask: Any) -> None:
     wanted = np.broadcast_to(np.asarray(mask.data).astype(bool), np.shape(pointers.data))
     addresses = np.asarray(pointers.data)[wanted]
     size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    if not addresses.size:
+        return
+    # Nearly always all lie in one storage.
+    lowest, highest = int(addresses.min()), int(addresses.max()) + size
+    if any(begin <= lowest and highest <= end for begin, end in _storages):
+        return
     inside = np.zeros(addresses.shape, dtype=bool)
     for begin, end in _storages:
         inside |= (addresses >= begin) & (addresses + size <= end)

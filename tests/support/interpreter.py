@@ -31,6 +31,7 @@ _TORCH_DTYPE = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
 }
+_NARROW = frozenset(dtype.name for dtype in _TORCH_DTYPE)
 _LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
 _COMPARISONS = frozenset(
     {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal},
@@ -67,7 +68,7 @@ def _handle(values: Any, dtype: Any) -> Any:
 
 
 def _is_narrow(*handles: Any) -> bool:
-    return any(handle.dtype.scalar in _TORCH_DTYPE for handle in handles)
+    return not _NARROW.isdisjoint([handle.dtype.scalar.name for handle in handles])
 
 
 def repair() -> None:

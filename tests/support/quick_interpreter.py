@@ -2,9 +2,9 @@
 
 Triton 3.6.0 spends most of an interpreted kernel on things it has already worked out: every call of a device function
 searches the language for functions to patch, every value describes its shape anew, and names types by formatting them.
-`quicken` remembers them. It also computes whether integers overflow, for an assertion that only a debug build makes,
-and asks at length what two operands of one type have in common. A reduction by "or" or "xor" calls a function for every
-element; numpy gives the same bits at once. Nothing else here touches a number.
+`quicken` remembers them, and makes each type of a block once. Triton also computes whether integers overflow, for an
+assertion that only a debug build makes, and asks at length what two operands of one type have in common. A reduction by
+"or" or "xor" calls a function for every element; numpy gives the same bits at once. Nothing else here touches a number.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def quicken() -> None:
     interpreter._patch_lang = _PatchedLanguage(interpreter._patch_lang)
     core.tuple.__init__ = _tuple_init
     core.tuple.type = property(_tuple_type, _set_tuple_type)
+    core.block_type.__new__ = _BlockTypes(core.block_type)
     core.block_type.__init__ = _block_type_init
     core.tensor.__init__ = _tensor_init
     core._unwrap_if_constexpr = _unwrapped(core._unwrap_if_constexpr)
@@ -38,6 +39,8 @@ def quicken() -> None:
     TritonSemantic.cast = _cast(TritonSemantic.cast)
     TritonSemantic.broadcast_impl_value = _broadcast(TritonSemantic.broadcast_impl_value)
     TritonSemantic.binary_op_type_checking_impl = _operands(TritonSemantic.binary_op_type_checking_impl)
+    interpreter.TensorHandle.__init__ = _handle_init
+    interpreter.InterpreterBuilder.binary_op = _binary_op
     interpreter.ReduceOps.generic_reduce = _reduce(interpreter.ReduceOps.generic_reduce)
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
@@ -132,11 +135,27 @@ def _described(shape: tuple[int, ...]) -> tuple[Any, int, str]:
     return kept, core.validate_block_shape(kept), str(kept)
 
 
+class _BlockTypes:
+    """Block types, each made once: nobody changes one."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+        self._made: dict[tuple[int, tuple[int, ...]], Any] = {}  # by the element type's id, which a made one keeps
+
+    def __call__(self, kind: Any, element_ty: Any, shape: Any) -> Any:
+        sizes = shape.values if type(shape) is core.tuple else shape
+        key = id(element_ty), tuple([s if type(s) is int else core._unwrap_if_constexpr(s) for s in sizes])
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = object.__new__(self._kind)
+            made.element_ty = element_ty
+            made.shape, made.numel, text = _described(key[1])
+            made.name = f"<{text}, {element_ty}>"
+        return made
+
+
 def _block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
-    key = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
-    self.element_ty = element_ty
-    self.shape, self.numel, text = _described(key)
-    self.name = f"<{text}, {element_ty}>"
+    """See `_BlockTypes`."""
 
 
 @functools.cache
@@ -150,6 +169,24 @@ def _tensor_init(self: Any, handle: Any, type: Any) -> None:
     self.type = type
     self.dtype = type.scalar
     self.shape, self.numel = _tensor_shape(tuple(type.shape.values) if type.is_block() else ())
+
+
+def _too_wide(data: Any, dtype: Any) -> bool:
+    """Whether numbers have more bits than their type."""
+    return data.itemsize > 1 and type(dtype) is not tl.pointer_type and data.itemsize * 8 > dtype.primitive_bitwidth
+
+
+def _handle_init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if _too_wide(data, dtype):
+        raise ValueError(f"{data.itemsize * 8} bits exceed those of {dtype}")
+
+
+def _binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+    output, dtype = op(lhs.data, rhs.data), lhs.dtype.scalar
+    if _too_wide(output, dtype):
+        output = output.astype(interpreter._get_np_dtype(dtype))
+    return interpreter.TensorHandle(output, dtype)
 
 
 def _unwrapped(plain: Any) -> Any:
