@@ -175,7 +175,9 @@ def test_memory_is_not_there_until_it_is_written() -> None:
         ("st.global.b32 [%rd1+-4], %r2;", "nearest is a.*at byte -4"),
         ("ld.global.b32 %r4, [%rd1+2];", "no multiple of 4"),
         ("@%p9 bar.sync 0; setp.lt.u32 %p1, %r1, 7; @%p1 bar.sync 0;", "some lanes do not come"),
+        ("ld.global.b32 %r4, [%rd1+-4];", "outside the arguments"),
         ("mov.b32 %r5, 65536; ld.shared.b32 %r4, [%r5];", "shared memory at byte"),
+        ("mov.b64 %rd4, -16; ld.shared.v2.b64 {%rd5, %rd6}, [%rd4];", "shared memory at byte -16"),
         ("mov.b32 %r4, nowhere;", "nowhere is unknown"),
     ],
 )

@@ -159,7 +159,7 @@ class SharedMemory:
     def _places(self, address: Lanes, width: int) -> Lanes:
         address = np.asarray(address, np.int64)
         _check_aligned(address, width)
-        if address.size and address.view(np.uint64).max() + width > self.bytes.size:  # huge of one below 0
+        if address.size and address.view(np.uint64).max() > self.bytes.size - width:  # huge of one below 0
             raise Fault(f"shared memory at byte {address.max()}, width {width}, of {self.bytes.size}")
         return np.asarray(address[..., None] + _UP_TO[width])
 
