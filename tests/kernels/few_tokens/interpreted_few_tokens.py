@@ -8,8 +8,11 @@ gluon_interpreter.install()
 bounds.check_bounds()
 
 import few_token_cases as cases  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import triton.language as tl  # noqa: E402
+from triton.runtime.interpreter import TensorHandle  # noqa: E402
 
 from kernels.routing_rule import RoutingRule  # noqa: E402
 
@@ -153,3 +156,19 @@ def test_an_access_outside_the_arguments_fails() -> None:
     x, out = torch.zeros(1, dtype=torch.float32).expand(4), torch.zeros(4)
     with pytest.raises(Exception, match="outside the arguments"):
         cases.copy_contiguous(x, out)
+
+
+@pytest.mark.parametrize("places", [[-4, 0, 4], [0, 12, 16], [-4], [16], [14]])
+def test_an_address_on_either_side_of_a_storage_is_outside(places: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = torch.zeros(4)
+    begin = storage.data_ptr()
+    monkeypatch.setattr(bounds, "_storages", [(begin, begin + 16)])
+
+    def check(places: list[int], executed: list[bool]) -> None:
+        pointers = TensorHandle(np.array([begin + place for place in places], np.uint64), tl.pointer_type(tl.float32))
+        bounds._check("load", pointers, TensorHandle(np.array(executed), tl.int1))
+
+    check([0, 4, 12], [True] * 3)
+    check(places, [0 <= place <= 12 for place in places])
+    with pytest.raises(AssertionError, match=r"1 of .* lie outside the arguments"):
+        check(places, [True] * len(places))
