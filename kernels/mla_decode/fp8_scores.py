@@ -1,4 +1,5 @@
-"""What the scoring group of `fp8` does before it weighs: query vectors to shared memory, products with them.
+"""What the scoring group of `fp8` does before it weighs: query vectors to shared memory, products with them. What the
+copy engine fetched in pairs is seen as single codes by a private part of Gluon, of Triton 3.6.
 
 Shape legend of comments: N entries of a tile, M query vectors, P = 64 pairs of features of a group of 128.
 """

@@ -5,16 +5,26 @@ dealt to a fixed number of *workers* in equal contiguous shares, so a captured g
 change freely: the dealing is done on the device by `kernel.plan_splits`. A row that crosses workers leaves one partial
 result per piece, which the merge adds up in order. In invariant mode every unit is a piece of its own, at an absolute
 position, so that a row's result depends on nothing but the row.
+
+The kernels for many query vectors on FP8 entries need a private part of Gluon, of Triton 3.6. Without it a line is
+logged, and those for few stand in for them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
 from kernels.page import PAGE_TOKENS
+from kernels.private_ground import PrivateGround
 
+REINTERPRETED: Final = PrivateGround(
+    "triton",
+    ("triton.experimental.gluon.language.shared_memory_descriptor._reinterpret",),
+    "attention to FP8 entries goes without the kernels for many query vectors, and may take three times as long",
+)
 WORKER_FIELDS = 8
 """int32 per worker in the plan: row, position in the row, units, flat position, first page, row's length; the seventh
 is `MERGED_FIELD`, the eighth `PARTS_FIELD`."""
@@ -180,7 +190,10 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
     narrow_blocks = -(-shape.queries // NARROW_BLOCK)
     alone = shape.rows == 1
     if fp8:
-        if not shape.invariant and shape.rows * shape.queries < FEWEST_FP8_VECTORS:
+        if shape.invariant and not REINTERPRETED.there():
+            return portable_tiling(shape, multiprocessors, fp8=True)
+        few = shape.rows * shape.queries < FEWEST_FP8_VECTORS
+        if not shape.invariant and (few or not REINTERPRETED.there()):
             return narrow_fp8_tiling(shape, multiprocessors)
         if not shape.invariant and shape.queries <= MOST_FP8_VECTORS:
             return fp8_tiling(shape, multiprocessors)

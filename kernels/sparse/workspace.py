@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.hopper import is_hopper, multiprocessors
 from kernels.mla_decode.schedule import (
     FP8_RINGS,
+    REINTERPRETED,
     WORKER_FIELDS,
     DecodeShape,
     DecodeTiling,
@@ -136,6 +137,7 @@ class SparseWorkspace:
             hopper = is_hopper(length_T.device)
         # Of 16 heads in bfloat16 the portable kernel takes a little less time than one of 64.
         hopper = hopper and latent == 512 and dtype == torch.bfloat16 and (fp8 or heads > 16)
+        hopper = hopper and (not fp8 or REINTERPRETED.there())
         choose = hopper_sparse_tiling if hopper else sparse_tiling
         tiling = choose(tokens, heads, latent, selected, dtype, fp8=fp8, multiprocessors=multiprocessors)
         parts = -(-selected // tiling.part)

@@ -19,9 +19,13 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITCallable, JITFunction, KernelInterface, KernelParam
 
 from kernels import ahead, moe, operators, repeat
+from kernels.mla_decode import schedule as decode_schedule
+from kernels.mla_decode.schedule import DecodeShape, hopper_tiling
 from kernels.moe import schedule
 from kernels.private_ground import PrivateGroundGone
 from kernels.repeat import Layers, Repeat
+from kernels.sparse import workspace as sparse_workspace
+from kernels.sparse.workspace import SparseWorkspace
 from tests.support.ground import untouched
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +137,24 @@ def test_without_views_of_shared_memory_tritons_tiles_take_the_experts(monkeypat
         tiling = schedule.tiling(moe.experts_shape(x, id, down))
         moe.experts_shape(x, id, down)
         assert (tiling.rows, tiling.programs) == (128, 0)
+        assert len(lines) == 1
+
+
+def test_without_views_of_shared_memory_kernels_for_few_query_vectors_take_fp8_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = [DecodeShape(64, 1, heads, 512, 64, 4, invariant) for heads in (16, 128) for invariant in (False, True)]
+    with untouched(decode_schedule) as lines:
+        assert {hopper_tiling(shape, 132, fp8=True).path for shape in shapes} == {"fp8", "wide"}
+        assert lines == []
+    with untouched(decode_schedule) as lines:
+        monkeypatch.setattr(sparse_workspace, "REINTERPRETED", decode_schedule.REINTERPRETED)
+        monkeypatch.delattr(gl.shared_memory_descriptor, "_reinterpret")
+        assert {hopper_tiling(shape, 132, fp8=True).path for shape in shapes} == {"narrow", "triton"}
+        assert all(hopper_tiling(shape, 132).path in ("narrow", "wide") for shape in shapes)
+        sizes = (3, 128, 512, 2048, torch.bfloat16, torch.empty)
+        assert SparseWorkspace.allocate(*sizes, fp8=True, hopper=True).tiling.path == "triton"
+        assert SparseWorkspace.allocate(*sizes, hopper=True).tiling.path == "wide"
         assert len(lines) == 1
 
 
