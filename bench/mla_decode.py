@@ -13,7 +13,7 @@ its own split plan made beforehand. "floor" is the bytes that must move over 4.2
 where that is more.
 
 With `--cache fp8` a second line for each shape has the times on a cache of the same latents in FP8, with its own floor,
-and what share of the time on the bf16 cache "early" takes. Two more have the times of both kernels for such a cache,
+and what share of the time on the bf16 cache "early" takes. Three more have the times of the kernels for such a cache,
 of which a step takes one.
 """
 
@@ -42,6 +42,7 @@ from kernels.mla_decode.schedule import (
     hopper_tiling,
     narrow_fp8_tiling,
     portable_tiling,
+    wide_fp8_tiling,
 )
 
 LATENT, ROPE, PAGE = 512, 64, 64
@@ -137,11 +138,12 @@ def ours(
     return run_tiling(shape, choose(shape, processors, fp8=problem.fp8), layers, early)
 
 
-def both_of_fp8(problem: Problem, layers: list[dict[str, torch.Tensor]], plain: float) -> Iterator[str]:
+def kernels_of_fp8(problem: Problem, layers: list[dict[str, torch.Tensor]], plain: float) -> Iterator[str]:
     """Lines of the kernels for FP8 entries, early, beside the microseconds on the bf16 cache."""
     shape = shape_of(problem, layers)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    for name, tiling in (("attend_narrow", narrow_fp8_tiling), ("attend_fp8", fp8_tiling)):
+    kernels = {"attend_narrow": narrow_fp8_tiling, "attend_fp8": fp8_tiling, "attend_wide_fp8": wide_fp8_tiling}
+    for name, tiling in kernels.items():
         us = run_tiling(shape, tiling(shape, processors), layers, early=True)
         yield f"{'':11} {name:>16} {problem.floor:8.1f} {'-':>8} {us:8.1f} {f'{us / plain:.3f} of bf16':>32}"
 
@@ -251,7 +253,7 @@ def main() -> None:
                     ours_us = "{:8.1f} {:8.1f} {:9.1f} {:6.1f}".format(*times)
                     share = f"{times[1] / early[name]:.3f} of bf16"
                     print(f"{'':11} {'in FP8':>16} {problem.floor:8.1f} {ours_us} {share:>15}", flush=True)
-                    for line in both_of_fp8(problem, layers, early[name]):
+                    for line in kernels_of_fp8(problem, layers, early[name]):
                         print(line, flush=True)
             if arguments.ragged:
                 print(f"-> {ragged} takes {early[ragged] / early[balanced]:.3f} of the time of {balanced}", flush=True)
