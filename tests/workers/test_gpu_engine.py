@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,18 @@ def test_greedy_tokens_are_those_of_the_cpu(width: int, graphs: bool) -> None:
 def test_seeded_tokens_do_not_depend_on_width_or_graphs(width: int) -> None:
     run = engine("cuda", width=width, graphs=True)
     assert run.generate(prompts(20, 150), params(20, 0.8)) == expected(0.8, "cuda")
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_steps_take_as_long_as_the_device_is_at_them_however_late_that_is_noticed(graphs: bool) -> None:
+    run = engine("cuda", width=1, graphs=graphs)
+    run.generate(prompts(1, 20), params(1, 0.0))
+    run.add("late", list(range(20)), SamplingParams(8))
+    plans = [run.scheduler.plan() for _ in range(2)]
+    launched = [run.runner.launch(plan) for plan in plans if plan is not None]
+    assert len(launched) == 2
+    time.sleep(1.0)
+    assert all(0 < run.runner.collect(step).duration < 0.5 for step in launched)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -60,6 +60,8 @@ class Launched:
     """As in `StepOutput`."""
     done: StepEnd | None
     """None where steps are computed while they are launched."""
+    timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    """What the device marks before and behind the step; None where there is no device that works by itself."""
     settled: list[Settled] = field(default_factory=list)
     """What it decided, once that is known."""
 
@@ -177,6 +179,7 @@ class Runner:
         self._check(plan)
         self._steps = plan.step
         parts = self.parts
+        before = self._mark()
         parts.cache.scrub(plan.scrub)
         parts.state.admit(plan.admissions)
         parts.state.grant(plan.grants)
@@ -198,15 +201,21 @@ class Runner:
         draft_SK = _to_host(parts.state.tensors.draft_SK) if of_grammars else None
         sparse = parts.model.config.indexing is not None
         astray_1 = _to_host(parts.cache.astray_1) if sparse else None
-        done = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            done = self._waiting.launched(kind_of(plan), event, begin)
+        done = timed = None
+        if before is not None and (behind := self._mark()) is not None:
+            done, timed = self._waiting.launched(kind_of(plan), behind, begin), (before, behind)
         where = decided_N, logprobs, draft_SK, astray_1
-        launched = Launched(plan, output.layout, begin, *where, stuck, output.scored, done)
+        launched = Launched(plan, output.layout, begin, *where, stuck, output.scored, done, timed)
         self._under_way.append(launched)
         return launched
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What happens when the device has done all that was launched so far, and when that was; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _fill_masks(self, plan: StepPlan, stuck: dict[int, int]) -> TokenMasks | None:
         """The masks of a step, on their way to the device; None on ranks that do not sample. The first half of the step
@@ -259,10 +268,18 @@ class Runner:
         if (taken := launched.logprobs) is not None:
             gained = [len(row) for row in tokens]
             logprobs = taken.entries([layout.logits_rows_of(row)[:count] for row, count in enumerate(gained)])
-        # A step that was launched behind another begins when that one ends.
-        begin, self._collected = max(launched.begin, self._collected), time.perf_counter()
-        duration, scores = self._collected - begin, _scores(launched)
+        duration, scores = self._duration(launched), _scores(launched)
         return StepResult(launched.plan.step, tuple(tokens), duration, logprobs, settled.bad, settled.stuck, scores)
+
+    def _duration(self, launched: Launched) -> float:
+        """Seconds that a step took whose end was waited for. A step that was launched behind another begins when that
+        one ends."""
+        begin, self._collected = max(launched.begin, self._collected), time.perf_counter()
+        if launched.timed is None:
+            return self._collected - begin
+        # The host may have been launching the next step when this one ended, or the one before, and found out late.
+        before, behind = launched.timed
+        return 1e-3 * float(before.elapsed_time(behind))
 
     def _settle(self, launched: Launched) -> Settled:
         """Wait for a step's decision, and let the grammars of its rows know it; once."""

@@ -17,7 +17,7 @@ from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, SamplingParams, StepPlan
 from workers.rank import runner as module
-from workers.rank.runner import PlanError, Runner
+from workers.rank.runner import Launched, PlanError, Runner
 from workers.rank.waiting import Waiting
 from workers.scheduler import max_entries_per_row
 from workers.step.sampling import SamplingFault
@@ -159,3 +159,26 @@ def test_a_step_launched_behind_another_begins_when_that_one_ends(
     assert at(114.0, lambda: runner.collect(second)).duration == 4.0
     third = at(120.0, lambda: runner.launch(replace(decode, step=3)))
     assert at(121.0, lambda: runner.collect(third)).duration == 1.0
+
+
+def test_a_device_says_how_long_a_step_took_however_late_its_end_is_noticed(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    class Mark:
+        def __init__(self, milliseconds: float) -> None:
+            self.milliseconds = milliseconds
+
+        def elapsed_time(self, later: Mark) -> float:
+            return later.milliseconds - self.milliseconds
+
+    def launch(plan: StepPlan, began: float, ended: float) -> Launched:
+        return dataclasses.replace(runner.launch(plan), timed=(Mark(began), Mark(ended)))  # type: ignore[arg-type]
+
+    decode = StepPlan(2, WIDTH, WIDTH - 1, (0,))
+    first, second = launch(GOOD, 0.0, 8.0), launch(decode, 8.0, 23.0)
+    clock.now += 21.0
+    assert runner.collect(first).duration == pytest.approx(8e-3)
+    assert runner.collect(second).duration == pytest.approx(15e-3)
