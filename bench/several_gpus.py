@@ -52,6 +52,7 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
     serve = (*LATENTSERVE, "serve", *model, "--max-context", "4096", "--max-rows", "128")
     load = ((*LATENTSERVE, "bench", "http", *LOAD),)
     rows = ("--rows", "1,16,64,256", "--widths", "1")
+    tests = (PYTHON, "tests/gpu_tests.py", "--jobs", "5", "--workers", "8", "--timeout", "390")
     share = (PYTHON, "bench/share.py", "--shape", shape, "--ranks", str(ranks), *rows)
 
     def of(count: int, name: str, *command: str, tokens_of: str = "") -> Step:
@@ -65,7 +66,7 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
     alone[1:1] = [Step("share", (share,), gpus=1)] if shape in SHARES else []
     caches = {"invariant": (), "invariant-fp8": ("--kv-cache-dtype", "fp8")}
     return [
-        Step("tests", ((PYTHON, "tests/gpu_tests.py", "--jobs", "5", "--workers", "4", "--only", _files()),), 400.0),
+        Step("tests", ((*tests, "--only", _files()),), 400.0),
         Step("all-reduce", ((PYTHON, "bench/all_reduce.py", "--ranks", str(ranks)),)),
         Step("weights", ((PYTHON, "bench/checkpoint.py", shape, str(folder)),)),
         *alone,

@@ -8,7 +8,7 @@ Exit status 0 when all passed that the GPUs here are enough for; the last line s
 are found by their marker, `pytest.mark.gpu`; none is listed here. A file sees one GPU, the one with the fewest files;
 if it also has the marker `pytest.mark.gpus` it sees all that this program does. A file waits while the processes of the
 others may take the GPU's memory. Some take more for a moment: a file that found too little runs once more at the end,
-when it is alone.
+when it is alone. So do files with the marker `pytest.mark.alone`, whose tests measure how fast something happens.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         lent = Gpus(gpus, files_at_once(arguments.workers))
         options = (arguments.timeout, arguments.workers, lent)
-        running = {pool.submit(run, ROOT / name, *options): name for name in names}
+        alone = [name for name in names if has_marker(ROOT / name, "alone")]
+        running = {pool.submit(run, ROOT / name, *options): name for name in names if name not in alone}
         try:
             for done in as_completed(running):
                 outcome, text, seconds = done.result()
@@ -177,6 +178,8 @@ def main() -> None:
                     tell(running[done], outcome, text, seconds)
             for name in too_little:
                 tell(name, *run(ROOT / name, *options))
+            for name in alone:
+                tell(name, *run(ROOT / name, arguments.timeout, 1, lent))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             lent.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event, Thread, Timer
@@ -11,7 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-ONE, SEVERAL = "pytest.mark." + "gpu", "pytest.mark." + "gpus"  # in pieces: this file is none that it should find
+# In pieces: this file is none that it should find.
+ONE, SEVERAL, ALONE = "pytest.mark." + "gpu", "pytest.mark." + "gpus", "pytest.mark." + "alone"
 ROOT = Path(__file__).parents[1]
 
 
@@ -137,6 +139,34 @@ def test_a_file_without_memory_runs_again_alone(
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == "2 files failed on 1 GPU: 1 passed, 2 failed, 0 skipped"
     assert sum("found too little memory" in line for line in printed) == 2
+
+
+def test_files_that_measure_run_when_all_others_have_ended(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, markers in {"test_a.py": f"@{ONE}\n@{ALONE}", "test_b.py": f"@{ONE}", "test_c.py": f"@{ONE}"}.items():
+        write(tmp_path, name, markers, "    pass\n")
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(runner.torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=1 << 37))
+    monkeypatch.setattr("sys.argv", ["gpu_tests.py", "--jobs", "3", "--workers", "4"])
+    began, running = list[tuple[str, int]](), Counter[str]()
+
+    def run_in(environment: dict[str, str], path: Path, timeout_s: float, workers: int) -> tuple[str, str, float]:
+        assert not running["test_a.py"]
+        assert path.name != "test_a.py" or not running.total()
+        running[path.name] += 1
+        began.append((path.name, workers))
+        time.sleep(0.2)
+        running[path.name] -= 1
+        return "ok", "1 passed", 0.0
+
+    monkeypatch.setattr(runner, "run_in", run_in)
+    with pytest.raises(SystemExit) as exited:
+        runner.main()
+    assert not exited.value.code
+    assert sorted(began[:2]) == [("test_b.py", 4), ("test_c.py", 4)]
+    assert began[2:] == [("test_a.py", 1)]
 
 
 def test_files_that_wait_do_not_begin_after_an_interrupt(

@@ -27,9 +27,9 @@ LEAST, MOST = 1 / 64, 64.0
 class Following:
     """Factors f, of which observed sums of f_i x_i tell."""
 
-    def __init__(self, values: Sequence[float], deviations: Sequence[float]) -> None:
-        """What they are taken to be at first, above 0, and the standard deviations of that."""
-        self._filter, self._first = Kalman(values, deviations), tuple(values)
+    def __init__(self, values: Sequence[float], deviations: Sequence[float], common: Sequence[float] = ()) -> None:
+        """What they are taken to be at first, above 0, and standard deviations as a `Kalman` has them."""
+        self._filter, self._first = Kalman(values, deviations, common), tuple(values)
         self._drift = [(DRIFT * deviation) ** 2 for deviation in deviations]
         self._far = 0
         """Whether the newest observation was far off, and to which side."""

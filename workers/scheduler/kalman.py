@@ -13,18 +13,17 @@ class Kalman:
     """Values v, of which observed sums of v_i x_i tell. No value is ever less certain than at the beginning, also where
     nothing was seen of it for long."""
 
-    def __init__(self, values: Sequence[float], deviations: Sequence[float], common: float = 0.0) -> None:
-        """What the values are taken to be at first, and standard deviations: of each by itself, and of what all have in
-        `common`."""
+    def __init__(self, values: Sequence[float], deviations: Sequence[float], common: Sequence[float] = ()) -> None:
+        """What the values are taken to be at first, and standard deviations: of each by itself, and of its part in what
+        they have in `common`, if anything."""
         self.values = list(values)
-        self._deviations, self._common = tuple(deviations), common
+        self._deviations, self._common = tuple(deviations), tuple(common) or (0.0,) * len(self.values)
         self.forget()
 
     def forget(self) -> None:
         """Be as uncertain of the values as at the beginning."""
-        shared = self._common**2
         self._covariance = [
-            [shared + (own * own if i == j else 0.0) for j in range(len(self.values))]
+            [self._common[i] * self._common[j] + (own * own if i == j else 0.0) for j in range(len(self.values))]
             for i, own in enumerate(self._deviations)
         ]
 
@@ -50,7 +49,7 @@ class Kalman:
 
     def bound(self) -> None:
         """Hold it to what was uncertain at the beginning."""
-        most = [self._common**2 + own * own for own in self._deviations]
+        most = [shared * shared + own * own for shared, own in zip(self._common, self._deviations, strict=True)]
         scale = [min(1.0, sqrt(limit / self._covariance[i][i])) for i, limit in enumerate(most)]
         for i, row in enumerate(self._covariance):
             self._covariance[i] = [scale[i] * factor * value for factor, value in zip(scale, row, strict=True)]

@@ -5,12 +5,13 @@ A mixed step of prompts with n tokens each, that have d entries before them, is 
     T(rows, width) + (a o + b c N + e c (STARTED p + D / ENTRIES) + g c A / DEPTH) (1 + s)
 
 seconds. T is what a step of its decode rows alone takes. o is what prompts add whatever their number: such a step is no
-single graph, and it wakes experts that few rows leave asleep. c is what a token costs, and N are all tokens of prompts
-with those that a graph pads the step with. D is the sum of d: these entries are expanded anew, however short the chunks
-are, in p pieces. A is the sum of n (d + n / 2): every token attends to what stands before it. o and c are measured when
-the replica proves its steps, with few entries before tokens. The factors a, b, e and g follow mixed steps. What they
-leave unexplained of steps that are padded alike, s, is followed for itself: tokens do not fill the device's processors
-evenly, and other kernels serve more of them.
+single graph, and it wakes experts that few rows leave asleep. c is what a token costs in large steps. N are all tokens
+of prompts with those that a graph pads the step with, each counted as what it costs at its place: the first thousand
+may cost little beside the weights that are read for any number of them, and each one behind them as much as its
+products. D is the sum of d: these entries are expanded anew, however short the chunks are, in p pieces. A is the sum of
+n (d + n / 2): every token attends to what stands before it. o, c and N are measured when the replica proves its steps,
+with few entries before tokens. The factors a, b, e and g follow mixed steps. What they leave unexplained of steps that
+are padded alike, s, is followed for itself.
 
 Where nobody says what a mixed step may take, it may take twice as long as one of its decode rows alone. Few rows make
 short steps, of which all that is not tokens would leave nothing for them. Then tokens take as long as all that, and the
@@ -22,8 +23,11 @@ Imports no torch, as all of the scheduler.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import combinations
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+from math import inf
 from statistics import median
 from typing import Final
 
@@ -37,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 DECODE_STEPS: Final = 2.0
 """What a mixed step may take where nobody says it, in steps of its decode rows alone."""
-AIM: Final = 0.935
-"""Of what a mixed step may take, what is aimed at: equal steps differ by a few percent, and nearly all are to keep to
-it."""
+AIM: Final = 0.955
+"""Of what a mixed step may take, what is aimed at: steps take a percent or two more or less than is expected, and
+nearly all are to keep to it."""
 LEAST_FIXED: Final = 0.05
 """Of a step of decode rows alone, what prompts are taken to add at least, whatever their number."""
 ENTRIES: Final = 40.0
@@ -54,6 +58,8 @@ MOST_OWN: Final = 0.25
 """Of what prompts add to a step, how much that may be."""
 LEAST_SHARE: Final = 0.1
 """Of the first mixed step, what its prompts are taken to have added at least, where nobody measured anything."""
+LARGE: Final = 4
+"""How many times the tokens of a large step the largest one may have."""
 APART: Final = 1.5
 """How many times the tokens of one measured step another must have had for both to say what a token costs."""
 
@@ -66,14 +72,20 @@ class MixedTarget:
         self._times, self._target = times, config.mixed_step_target_s
         # Without a target times must be known: those that are only followed begin with any number.
         self._wanted = bool(config.step_times) if self._target is None else self._target > 0
-        self._start, self._cost = 0.0, _slope(config.step_times)
-        """Seconds that a mixed step would take without any token, and those that a token costs."""
         self._buckets = config.token_buckets
-        if (measured := _measured(config.step_times, self._buckets)) is not None:
-            self._start, self._cost = measured
-            logger.info("a mixed step takes %.1f ms, and %.1f us a token", 1e3 * self._start, 1e6 * self._cost)
-        # What o and c are off by shows in every step, what entries cost in those of long prompts alone.
-        self._factors = Following([1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 1.0, 2.0])
+        measured = Measured.of(config.step_times, self._buckets)
+        self._start = 0.0 if measured is None else measured.start
+        """Seconds that a mixed step would take without any token."""
+        self._cost = _slope(config.step_times) if measured is None else measured.cost
+        """Seconds that a token costs."""
+        self._counts = float if measured is None else measured.counts
+        """Of `Costs`."""
+        if measured is not None:
+            logger.info("a mixed step takes %.1f ms, and %.1f us a token", 1e3 * self._start, 1e6 * measured.cost)
+        # What o and c are off by shows in every step, what entries cost in those of long prompts alone. Steps of about
+        # as many tokens do not tell o from c, but where both were measured most of what they are off by is the same.
+        own, common = (0.5, 0.0) if measured is None else (0.2, 0.5)
+        self._factors = Following([1.0, 1.0, 1.0, 1.0], [own, own, 1.0, 2.0], [common, common, 0.0, 0.0])
         """a, b, e and g."""
         self._own: dict[tuple[int, bool], float] = {}
         """See `Costs`."""
@@ -112,7 +124,8 @@ class MixedTarget:
         before = sum(before for before, _ in chunks)
         entries = STARTED * pieces(before) + before / ENTRIES
         deep = sum(count * (before + count / 2) for before, count in chunks) / DEPTH
-        parts = [self._fixed(rows, width, self._cost), *(self._cost * share for share in (tokens, entries, deep))]
+        counted = self._counts(step) - self._counts(rows * width)
+        parts = [self._fixed(rows, width, self._cost), *(self._cost * share for share in (counted, entries, deep))]
         like = step, before > 0
         own, added = self._own.get(like, 0.0), seconds - alone
         if self._factors.observe(parts, added / (1 + own), beside=alone) and self._buckets:
@@ -129,27 +142,66 @@ class MixedTarget:
             entry=entry * cost / ENTRIES,
             deeper=deeper * cost / DEPTH,
             own=self._own,
+            counts=self._counts,
         )
 
     def _fixed(self, rows: int, width: int, cost: float) -> float:
         """Seconds that prompts are taken to add to a step of so many rows, whatever their number."""
         alone = self._times.seconds(rows, width)
-        return max(self._start + cost * rows * width - alone, LEAST_FIXED * alone)
+        return max(self._start + cost * self._counts(rows * width) - alone, LEAST_FIXED * alone)
 
 
-def _measured(measured: Sequence[StepTime], buckets: Sequence[int]) -> tuple[float, float] | None:
-    """(seconds of a mixed step without any token, seconds per token) of those that were measured; None where they do
-    not say it. Theil and Sen's estimate: a step that something else held up changes little."""
-    mixed = [
-        (padded(time.prompt_tokens + time.rows * time.width, buckets), time.seconds)
-        for time in measured
-        if time.prompt_tokens
-    ]
-    pairs = [sorted(pair) for pair in combinations(mixed, 2)]
-    slopes = [(more - less) / (many - few) for (few, less), (many, more) in pairs if many >= APART * few]
-    if not slopes or (cost := median(slopes)) <= 0:
-        return None
-    return max(0.0, median(seconds - cost * tokens for tokens, seconds in mixed)), cost
+@dataclass(frozen=True)
+class Measured:
+    """What mixed steps took whose tokens have few entries before them."""
+
+    start: float
+    """Seconds of one without any token."""
+    cost: float
+    """Seconds per token of large ones: for as long counts what counts as one token."""
+    points: tuple[tuple[int, float], ...]
+    """Tokens of a step, and as how many they count; in order."""
+
+    @classmethod
+    def of(cls, measured: Sequence[StepTime], buckets: Sequence[int]) -> Measured | None:
+        """None where `measured` does not say it. Start and cost are Theil and Sen's estimate: a step that something
+        else held up changes little."""
+        least: dict[int, float] = {}
+        for time in measured:
+            if time.prompt_tokens:
+                step = padded(time.prompt_tokens + time.rows * time.width, buckets)
+                least[step] = min(time.seconds, least.get(step, inf))
+        mixed = sorted(least.items())
+        if not (slopes := _slopes(mixed)) or (rise := median(slopes)) <= 0:
+            return None
+        start = max(0.0, median(seconds - rise * tokens for tokens, seconds in mixed))
+        # More tokens take no less: a step that took longer than one of more tokens was held up by something else. So
+        # was the largest one as far as its tokens took longer than any others.
+        *others, (last, longest) = mixed
+        few, before = others[-1]
+        mixed[-1] = last, min(longest, before + max(_slopes(others), default=inf) * (last - few))
+        tokens = [step for step, _ in mixed]
+        taken = [*accumulate((seconds for _, seconds in reversed(mixed)), min)][::-1]
+        large = _slopes([(step, seconds) for step, seconds in zip(tokens, taken, strict=True) if LARGE * step >= last])
+        cost = max(median(large), rise) if large else rise
+        counted = [max(0.0, (seconds - start) / cost) for seconds in taken]
+        return cls(start, cost, tuple(zip(tokens, counted, strict=True)))
+
+    def counts(self, tokens: int) -> float:
+        """As how many tokens those of a step count: what lies between two that were measured is on a line, below the
+        first one from the origin on, and behind the last one each counts as one."""
+        place = bisect_left(self.points, (tokens, 0.0))
+        few, low = self.points[place - 1] if place else (0, 0.0)
+        if place == len(self.points):
+            return low + tokens - few
+        many, high = self.points[place]
+        return low + (high - low) * (tokens - few) / (many - few)
+
+
+def _slopes(points: Sequence[tuple[int, float]]) -> list[float]:
+    """Seconds per token from each step to those of clearly more tokens, where these are in order."""
+    pairs = combinations(points, 2)
+    return [(more - less) / (many - few) for (few, less), (many, more) in pairs if many >= APART * few]
 
 
 def _slope(measured: Sequence[StepTime]) -> float | None:

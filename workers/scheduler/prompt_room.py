@@ -6,7 +6,7 @@ Imports no torch, as all of the scheduler.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -30,7 +30,7 @@ class Costs:
     fixed: float
     """Whatever their number."""
     each: float
-    """For a token, or one of padding."""
+    """For a token that counts as one, or one of padding."""
     piece: float
     """For a piece of the entries before chunks."""
     entry: float
@@ -40,6 +40,12 @@ class Costs:
     own: Mapping[tuple[int, bool], float] = field(default_factory=dict)
     """Shares by which a step is off all that, which is padded to so many tokens, and whether its prompts have entries
     before them."""
+    counts: Callable[[int], float] = float
+    """As how many tokens those of a whole step count, padding and decode rows included; no fewer for more of them."""
+
+    def tokens(self, beside: int, step: int) -> float:
+        """For those of a step that is padded to so many, in which so many are decode rows'."""
+        return self.each * (self.counts(step) - self.counts(beside))
 
     def before(self, entries: int) -> float:
         """For so many entries before all chunks of a step, however short these are."""
@@ -120,7 +126,7 @@ class PromptRoom:
         step = padded(self._beside + self._taken + count, self._buckets)
         other = costs.fixed + costs.before(entries) + costs.deeper * pairs
         share = 1 + costs.own.get((step, entries > 0), 0.0)
-        return (other + costs.each * (step - self._beside)) * share <= self._allowed(before)
+        return (other + costs.tokens(self._beside, step)) * share <= self._allowed(before)
 
     def _affordable(self, before: int) -> int:
         """Tokens of a prompt behind so many entries for which there is time."""

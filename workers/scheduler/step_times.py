@@ -115,7 +115,7 @@ class _Bucket:
     """By how much each width's steps are off what was measured, as far as it is known."""
 
     def __init__(self, begin: list[float], common: float) -> None:
-        self._filter = Kalman(begin, [OWN] * len(begin), common)
+        self._filter = Kalman(begin, [OWN] * len(begin), [common] * len(begin))
         self._seen = 0
         """The step that was observed last."""
         self._index, self._run = -1, 0

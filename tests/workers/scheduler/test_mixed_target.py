@@ -184,6 +184,34 @@ def test_what_the_self_test_does_not_measure_is_learnt_by_the_first_prompt(promp
     assert sorted(later)[len(later) // 2] > 0.95 * AIM * 0.018  # buckets are some percent apart
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_whose_first_tokens_cost_little_keep_to_twice_a_decode_step(seed: int) -> None:
+    """Weights are read for any number of tokens; what is beyond a thousand costs as much as its products. A line
+    through what was measured says too little of large steps, and those of one size never tell what all cost whatever
+    their number from what each of their tokens does."""
+    rng = random.Random(seed)
+
+    def cost(plan: StepPlan) -> float:
+        tokens = padded(plan.layout.tokens, token_buckets(BUDGET))
+        entries = sum(row.start for row in plan.prefill)
+        deep = sum(len(row.tokens) * (row.start + len(row.tokens) / 2) for row in plan.prefill)
+        return 1.8e-3 + 1.2e-6 * tokens + 6e-6 * max(0, tokens - 1100) + 0.1e-6 * entries + 0.75e-9 * deep
+
+    mixed = tuple(StepTime(1, 1, WOKEN + cost(chunk(step - 1)), step - 1) for step in token_buckets(BUDGET))
+    run = Served(
+        (*measured("experts"), *mixed),
+        lambda plan: cost(plan) + rng.gauss(0, 0.01) * WOKEN,
+        None,
+        buckets=token_buckets(BUDGET),
+    )
+    run.streams()
+    target = DECODE_STEPS * step_seconds("experts", ROWS, 1)
+    run.mixed(20)
+    took = [WOKEN + cost(plan) for plan in run.mixed(200) if not plan.prefill[-1].final]
+    assert max(took) < 1.03 * target
+    assert sorted(took)[len(took) // 2] == pytest.approx(AIM * target, rel=0.03)
+
+
 def test_a_prompt_whose_beginning_is_cached_costs_what_it_attends_to() -> None:
     run = Served(measured("experts"), deep, 0.03)
     run.streams()
