@@ -83,6 +83,44 @@ def test_every_panel_asks_for_a_figure_that_exists(recorded: dict[str, Recorded]
     assert len(ids) == len(set(ids))
 
 
+def test_panels_ask_for_labels_that_their_figures_have(recorded: dict[str, Recorded]) -> None:
+    """Prometheus takes any label: by one that a figure has not, it gives a single line, whose name is then wrong."""
+    names(recorded)
+    ours = {"application", "deployment", "replica"}  # Serve's tags, which every figure has
+    figure = re.compile(r"ray_(latentserve_\w+)\{([^}]*)\}")
+    for panel in json.loads(DASHBOARD_FILE.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            text = target["expr"]
+            known: dict[str, set[str]] = {}
+            for name, matchers in figure.findall(text):
+                histogram = recorded.get(name.removesuffix("_bucket"))
+                tags = {*histogram.tags, "le"} if histogram and histogram.buckets else {*recorded[name].tags}
+                known[name] = ours | tags
+                asked = set(re.findall(r"(\w+)=", matchers))
+                assert {"application", "replica"} <= asked <= known[name], panel["title"]
+            grouped = re.findall(r"\b(?:sum|avg|min|max)(?: by \(([^)]*)\))? \((?:rate\()?" + figure.pattern, text)
+            assert len(grouped) == len(figure.findall(text)), f"{panel['title']}: a figure that is not put together"
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            for labels, name, _ in grouped:
+                by = set(labels.split(", ")) - {""}
+                assert by <= known[name], panel["title"]
+                assert shown <= by, f"{panel['title']}: {target['legendFormat']}"
+
+
+def test_every_panel_says_what_it_shows_and_in_what_unit() -> None:
+    panels = [p for p in json.loads(DASHBOARD_FILE.read_text())["panels"] if p["type"] != "row"]
+    for panel in panels:
+        defaults = panel["fieldConfig"]["defaults"]
+        assert panel["description"], panel["title"]
+        assert defaults["unit"], panel["title"]
+        assert defaults["min"] == 0, panel["title"]
+        assert (defaults.get("max") == 1) == (defaults["unit"] == "percentunit"), panel["title"]
+        # What Grafana writes in the legend of a target that says nothing is the whole expression.
+        assert all(target["legendFormat"] for target in panel["targets"]), panel["title"]
+    titles = [panel["title"] for panel in panels]
+    assert len(titles) == len(set(titles))
+
+
 def test_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in json.loads(DASHBOARD_FILE.read_text())["panels"]:
