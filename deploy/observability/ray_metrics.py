@@ -31,7 +31,7 @@ from deploy.observability.front_metrics import (
     cumulative,
 )
 from deploy.routing.arrivals import Arrivals
-from workers.protocol.messages import EngineStats
+from workers.protocol.messages import STEP_BUCKETS, EngineStats
 
 PREFIX = "latentserve_engine_"
 
@@ -174,7 +174,7 @@ class RayEngineMetrics:
                 _grow(counter, value - before.get(of, 0.0), {label: of} if label else None)
         for name, (buckets, total, count) in self._histograms.items():
             for kind, part in getattr(stats, name).items():
-                for bound, below in cumulative(name, part.counts):
+                for bound, below in cumulative(STEP_BUCKETS[name], part.counts):
                     buckets.set(below, {"kind": kind, "le": bound})
                 total.set(part.total, {"kind": kind})
                 count.set(part.count, {"kind": kind})

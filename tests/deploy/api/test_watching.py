@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from fake_engine import FakeEngine, Refused, say, serving
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_tokenizer import tiny
 
@@ -21,6 +24,7 @@ from deploy.observability.front_metrics import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
+    TOKEN_BUCKETS,
     WORKER_COUNTERS,
     WORKER_GAUGES,
     FrontMetrics,
@@ -88,6 +92,20 @@ def test_what_is_counted() -> None:
     assert found["latentserve_http_responses_total{path=unknown,status=404}"] == 1
     assert found["latentserve_engine_running"] == 3
     assert found["latentserve_engine_drafts_accepted_total"] == 8
+
+
+@given(st.lists(st.one_of(st.floats(0, 10), st.sampled_from(TOKEN_BUCKETS)), max_size=40))
+def test_intervals_are_counted_as_prometheus_client_counts_them(seconds: list[float]) -> None:
+    metrics, registry = FrontMetrics(), CollectorRegistry()
+    theirs = Histogram("latentserve_inter_token_seconds", "Theirs.", buckets=TOKEN_BUCKETS, registry=registry)
+    for value in seconds:
+        theirs.observe(value)
+    for begin in range(0, len(seconds), 7):
+        metrics.token_intervals(seconds[begin : begin + 7])
+    ours, expected = samples(generate_latest(metrics.registry).decode()), samples(generate_latest(registry).decode())
+    for name, value in expected.items():
+        if not name.endswith("_created"):
+            assert ours[name] == pytest.approx(value), name
 
 
 def test_every_engine_figure_is_rendered() -> None:
