@@ -221,9 +221,9 @@ STOPS = [
 
 async def stopped_answers(width: int) -> list[list[tuple[str, str | None, Any, int]]]:
     """Text, why it ended and at which stop, and tokens: of schema-bound requests without stops, then with each list;
-    once as they are, and once streamed."""
+    once as they are, and once streamed, all at the same time."""
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
-    async with demo(width) as client:
+    async with demo(width, max_rows=60) as client:
 
         async def bound(
             stream: bool, seed: int, stops: list[str], *, include: bool = False
@@ -259,7 +259,7 @@ async def stopped_answers(width: int) -> list[list[tuple[str, str | None, Any, i
             wanted += [bound(stream, seed, STOPS[0], include=True) for seed in range(4)]
             return list(await asyncio.gather(*wanted))
 
-        return [await all_of_them(stream) for stream in (False, True)]
+        return list(await asyncio.gather(*(all_of_them(stream) for stream in (False, True))))
 
 
 @pytest.mark.long
