@@ -55,7 +55,7 @@ def test_a_rank_sleeps_while_the_device_computes_and_is_there_when_it_ends(milli
     waiting = Waiting()
     spun, all_of_it = measured(cycles, lambda event, begin: event.synchronize())
     slept, share = measured(cycles, lambda event, begin: waiting.launched("kind", event, begin).wait())
-    # A processor that has slept is slow for a moment: what follows a sleep takes some 20 us in place of 5.
+    # On the host of an H200 it was 23 us later after sleeps, of 10 ms: a quarter of a percent.
     assert slept - spun < (50e-6 if milliseconds >= 10 else 20e-6)
     if milliseconds >= 10:
         assert share < 0.25 < 0.9 < all_of_it
