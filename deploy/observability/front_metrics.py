@@ -117,8 +117,8 @@ class _EngineCollector(Collector):
 
 
 class _Intervals(Collector):
-    """A histogram of values that come many at a time: prometheus_client's takes ten times as long for each, which shows
-    where there is one for every token."""
+    """A histogram of values that come many at a time. prometheus_client's asks for each what may be observed, and goes
+    through all bounds, which shows where there is one for every token."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float]) -> None:
         """`buckets`: their upper bounds, which are inclusive."""

@@ -179,7 +179,8 @@ class Measured:
         # was the largest one as far as its tokens took longer than any others.
         *others, (last, longest) = mixed
         few, before = others[-1]
-        mixed[-1] = last, min(longest, before + max(_slopes(others), default=inf) * (last - few))
+        steepest = max(0.0, max(_slopes(others), default=inf))
+        mixed[-1] = last, min(longest, before + steepest * (last - few))
         tokens = [step for step, _ in mixed]
         taken = [*accumulate((seconds for _, seconds in reversed(mixed)), min)][::-1]
         large = _slopes([(step, seconds) for step, seconds in zip(tokens, taken, strict=True) if LARGE * step >= last])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from math import ceil
+from itertools import pairwise
+from math import ceil, inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_speculation import MILLISECONDS, measured, step_seconds
 from workload import config
 
@@ -15,7 +18,7 @@ from workers.protocol.messages import Request
 from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResult
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, SchedulerConfig
-from workers.scheduler.mixed_target import AIM, DECODE_STEPS, MixedTarget
+from workers.scheduler.mixed_target import AIM, DECODE_STEPS, Measured, MixedTarget
 from workers.scheduler.prompt_room import FEWEST, PIECE, TAIL, padded
 from workers.scheduler.step_times import StepTimes
 from workers.step.ladder import token_buckets
@@ -159,6 +162,22 @@ def test_what_was_measured_is_met_from_the_first_step_on(cost: Cost, held_up: in
         if not any(row.final for row in plan.prefill) and tokens_of(plan) < BUDGET - 100:
             # Nobody measured what entries before tokens cost; they are taken to cost something.
             assert 0.85 * AIM * 0.04 < run.seconds(plan) < 1.05 * AIM * 0.04
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3000), st.floats(1e-6, 10.0)), max_size=12),
+    st.sampled_from([(), token_buckets(BUDGET)]),
+)
+def test_more_tokens_count_no_less_whatever_was_measured(
+    steps: list[tuple[int, int, float]], buckets: tuple[int, ...]
+) -> None:
+    found = Measured.of([StepTime(rows, 1, seconds, tokens) for rows, tokens, seconds in steps], buckets)
+    if found is not None:
+        assert 0 <= found.start < inf
+        assert 0 < found.cost < inf
+        counted = [found.counts(tokens) for tokens in range(4000)]
+        assert counted[0] == 0 or found.points[0][0] == 0
+        assert all(less <= more + 1e-9 * max(counted) for less, more in pairwise(counted))
 
 
 def measured_on_a_gpu(plan: StepPlan) -> float:

@@ -24,6 +24,7 @@ def test_prompts_of_one_step_share_its_time(buckets: tuple[int, ...]) -> None:
             entry=rng.choice([0.0, 1e-7]),
             deeper=rng.choice([0.0, 1e-9, 5e-8]),
             own={(step, deep): rng.uniform(-0.2, 0.2) for step in buckets for deep in (False, True)},
+            counts=rng.choice([float, lambda tokens: max(0.3 * tokens, tokens - 700.0), lambda tokens: 0.0]),
         )
         seconds, beside, generous = rng.uniform(0, 0.05), rng.randrange(1, 200), rng.random() < 0.5
         most = BUDGET - beside
@@ -36,7 +37,8 @@ def test_prompts_of_one_step_share_its_time(buckets: tuple[int, ...]) -> None:
             step = padded(beside + sum(count for _, count in every), buckets)  # noqa: B023
             entries = sum(before for before, _ in every)
             deep = costs.deeper * sum(count * (before + count / 2) for before, count in every)  # noqa: B023
-            added = costs.fixed + costs.before(entries) + costs.each * (step - beside) + deep  # noqa: B023
+            each = costs.each * (costs.counts(step) - costs.counts(beside))  # noqa: B023
+            added = costs.fixed + costs.before(entries) + each + deep  # noqa: B023
             return added * (1 + costs.own.get((step, entries > 0), 0.0))  # noqa: B023
 
         before = rng.choice([0, rng.randrange(20_000), rng.randrange(150_000)])
