@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from fake_engine import FakeEngine, Refused, say, serving
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -94,6 +94,7 @@ def test_what_is_counted() -> None:
     assert found["latentserve_engine_drafts_accepted_total"] == 8
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.floats(0, 10), st.sampled_from(TOKEN_BUCKETS)), max_size=40))
 def test_intervals_are_counted_as_prometheus_client_counts_them(seconds: list[float]) -> None:
     metrics, registry = FrontMetrics(), CollectorRegistry()
