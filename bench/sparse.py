@@ -4,6 +4,7 @@ layer, inside a CUDA graph, with caches that come from memory.
     python bench/sparse.py                       # all parts
     python bench/sparse.py --only decode,alone   # some of: decode, wide, alone, prefill
     python bench/sparse.py --cache fp8           # latents in FP8, index keys in INT8; or bf16
+    python bench/sparse.py --cache fp8 --vllm    # beside vLLM's kernels, which must be on the PYTHONPATH
 
 Times are of one layer, in microseconds, each step alone and then all three in a row. "floor" is the bytes that a step
 must read and write over 4.2 TB/s, or its products over 790 TFLOP/s (of 8 bits 1,580) where that is more: keys of all
@@ -25,6 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import sparse_vllm
 import timing
 
 from kernels.index_entry import SCALE_BYTES
@@ -209,8 +211,8 @@ def dense(problem: Problem, layer: Layer) -> float:
     return timing.microseconds([run], 3000.0, 5)
 
 
-def report(problem: Problem, *, beside_dense: bool = False, times: int = 1) -> None:
-    """Print a line of the table. `times`: calls of a chunk."""
+def reported(problem: Problem, *, beside_dense: bool = False, times: int = 1, vllm: bool = False) -> None:
+    """Print a line of the table, and one of vLLM's kernels. `times`: calls of a chunk."""
     layers = layers_of(problem)
     layers[0].all()  # so that steps measured alone have what the one before leaves
     found = [times * microseconds(layers, step) for step in (Layer.scores, Layer.select, Layer.attend, Layer.all)]
@@ -226,6 +228,12 @@ def report(problem: Problem, *, beside_dense: bool = False, times: int = 1) -> N
         line += f" | dense {whole:7.1f}, ratio {found[3] / whole:.2f}"
     print(line, flush=True)
     assert int(layers[0].fault) == 0
+    if vllm and p.fp8:
+        del layers
+        try:
+            print(sparse_vllm.line(p.rows, p.width, p.context, p.heads, p.index_heads, times=times), flush=True)
+        except (ImportError, RuntimeError) as failure:
+            print(f"  vLLM: {failure}", flush=True)
 
 
 def main() -> None:
@@ -233,12 +241,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="decode,wide,alone,prefill")
     parser.add_argument("--cache", default="fp8,bf16")
+    parser.add_argument("--vllm", action="store_true", help="measure its kernels beside those over FP8")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, microseconds a layer", flush=True)
     for form in chosen.cache.split(","):
         fp8 = form == "fp8"
         parts = chosen.only.split(",")
+        report = partial(reported, vllm=chosen.vllm)
         if "alone" in parts:
             for context in (4096, 65536, 131072):
                 report(Problem(1, 1, context, 16, fp8), beside_dense=True)
