@@ -13,11 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.hopper import multiprocessors
+from kernels.hopper import is_hopper, multiprocessors
 from kernels.index_entry import features_of, is_int8, parts
 from kernels.page import PAGE_TOKENS
 from kernels.sparse import scores, select
 from kernels.sparse.scores import Indexer, TokenTile
+from kernels.sparse.scores_hopper import FEATURES, Groups
 from kernels.sparse.select import Cut
 from kernels.sparse.workspace import SelectWorkspace
 
@@ -33,6 +34,11 @@ _WAVES = (5, 8)
 are resident and never more, because those that start late end late; and else."""
 _PAGES = 4
 """Pages that a program scores at least, if the context is as long as it may be."""
+_HEADS_OF_HOPPER = (16, 32, 64, 128)
+"""Of an indexer, in Hopper's own kernel."""
+_GROUPS, _STAGES = 2, 8
+"""Groups of warps of Hopper's kernel, and pages in its ring."""
+_MOST_WAVES, _NEARLY = 4, 0.97
 _LISTED = 1024
 """Positions that a program lists at a time."""
 _MAXIMA = 512
@@ -81,10 +87,17 @@ def index_scores(
     width: int = 0,
     invariant: bool = False,
     dependent: bool = False,
+    hopper: bool | None = None,
 ) -> None:
-    """See `kernels.sparse.index_scores`."""
+    """See `kernels.sparse.index_scores`. `hopper`: whether Hopper's own kernel may be taken; None asks the device."""
     tokens, heads, _ = q_THD.shape
     if not tokens:
+        return
+    if hopper is None:
+        hopper = is_hopper(q_THD.device)
+    if hopper and fits_hopper(q_THD, index_PKE):
+        tensors = (q_THD, weight_TH, index_PKE, page_RP, row_T, bound_T, score_TN, fault_1)
+        _scores_on_hopper(*tensors, width, invariant, dependent)
         return
     indexer = _indexer(heads, index_PKE)
     width = min(width or tokens, tokens)
@@ -128,6 +141,78 @@ def index_scores(
         num_stages=4 if indexer.int8 else 3 if index_PKE.itemsize == 2 else 2,
         **pdl(dependent),
     )
+
+
+def fits_hopper(q_THD: Tensor, index_PKE: Tensor) -> bool:
+    """Whether Hopper's own kernel has these sizes: keys of 128 features in INT8, and heads that make up its columns."""
+    heads, features = q_THD.shape[1:]
+    whole = heads in _HEADS_OF_HOPPER and features == FEATURES
+    return whole and is_int8(index_PKE) and index_PKE.is_contiguous() and q_THD.is_contiguous()
+
+
+def _scores_on_hopper(
+    q_THD: Tensor,
+    weight_TH: Tensor,
+    index_PKE: Tensor,
+    page_RP: Tensor,
+    row_T: Tensor,
+    bound_T: Tensor,
+    score_TN: Tensor,
+    fault_1: Tensor,
+    width: int,
+    invariant: bool,
+    dependent: bool,
+) -> None:
+    from kernels.sparse.scores_hopper import boxes, score_pages_hopper
+
+    (tokens, heads, _), programs = q_THD.shape, multiprocessors(q_THD.device)
+    width = min(width or tokens, tokens)
+    groups = hopper_groups(width, heads, invariant=invariant)
+    per_row = triton.cdiv(width, groups.of_program)
+    tiles = triton.cdiv(tokens, width) * per_row
+    pages = score_TN.shape[1] // PAGE_TOKENS
+    score_pages_hopper[(hopper_shares(tiles, pages, groups, programs), tiles)](
+        *boxes(q_THD, index_PKE, groups.tokens * heads),
+        weight_TH,
+        page_RP,
+        row_T,
+        bound_T,
+        score_TN,
+        fault_1,
+        tokens,
+        width,
+        per_row,
+        page_RP.shape[0],
+        index_PKE.shape[0],
+        score_TN.shape[1],
+        page_RP.stride(0),
+        score_TN.stride(0),
+        GROUPS=groups,
+        DEPENDENT=dependent,
+        num_warps=4,
+        **pdl(dependent),
+    )
+
+
+def hopper_groups(width: int, heads: int, *, invariant: bool) -> Groups:
+    """How Hopper's kernel deals out the tokens of a row. In invariant mode a token's heads are added up in one way."""
+    tokens = 1 if invariant else min(_FEW_COLUMNS // heads, triton.next_power_of_2(width))
+    shared = width > _GROUPS * tokens and not invariant
+    return Groups(heads=heads, tokens=tokens, groups=_GROUPS, shared=shared, stages=_STAGES)
+
+
+def hopper_shares(tiles: int, pages: int, groups: Groups, programs: int) -> int:
+    """Into how many shares a row's pages are cut: so many that the multiprocessors, of `programs`, are about equally
+    busy, and none has fewer pages than it takes at a time."""
+    most = max(1, triton.cdiv(pages, groups.groups))
+
+    def busy(shares: int) -> float:
+        return tiles * shares / (-(-tiles * shares // programs) * programs)
+
+    candidates = range(1, min(most, max(1, _MOST_WAVES * programs // tiles)) + 1)
+    # The fewest of those that are nearly as good as the best: each has queries to fetch, and a ring to fill.
+    best = max(map(busy, candidates))
+    return next(shares for shares in candidates if busy(shares) >= _NEARLY * best)
 
 
 def select_positions(

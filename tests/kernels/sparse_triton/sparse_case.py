@@ -39,7 +39,7 @@ class Sparse:
     """Whether the kernels are launched whatever the device, and not what the device has."""
     dependent: bool = False
     hopper: bool | None = None
-    """Whether attention takes Hopper's own kernels; None asks the device."""
+    """Whether scores and attention take Hopper's own kernels; None asks the device."""
     programs: int = 132
     """Multiprocessors for which attention is cut up."""
     spare_columns: int = 2
@@ -130,13 +130,12 @@ class Sparse:
 
     def score(self) -> None:
         t = self.tensors
-        score = launch.index_scores if self.kernels else sparse.index_scores
-        score(
-            *(t[name] for name in ("index_q", "weight", "index", "page", "row", "bound", "score", "fault")),
-            width=self.width,
-            invariant=self.invariant,
-            dependent=self.dependent,
-        )
+        tensors = (t[name] for name in ("index_q", "weight", "index", "page", "row", "bound", "score", "fault"))
+        options = {"width": self.width, "invariant": self.invariant, "dependent": self.dependent}
+        if self.kernels:
+            launch.index_scores(*tensors, hopper=self.hopper, **options)
+        else:
+            sparse.index_scores(*tensors, **options)
 
     def select(self) -> None:
         t = self.tensors

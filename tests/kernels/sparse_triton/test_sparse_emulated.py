@@ -9,6 +9,7 @@ import pytest
 import torch
 from sparse_case import Sparse
 
+from kernels.sparse import launch
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.order import Unordered
@@ -93,6 +94,30 @@ def test_tokens_of_a_row_share_what_is_read() -> None:
     with emulated(3, fences=False):
         case.score()
     case.check_scores()
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "index_heads", "programs"),
+    [
+        ([(130, 1), (0, 1), (700, 1), (64, 1)], 1, 64, 5),
+        ([(130, 2), (0, 2), (300, 2)], 2, 64, 4),
+        ([(130, 3), (70, 3)], 3, 32, 1),
+        ([(300, 5), (70, 1), (200, 3)], 0, 64, 2),
+        ([(300, 21), (7, 7)], 0, 32, 3),
+    ],
+)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_scores_on_hopper(
+    rows: list[tuple[int, int]], width: int, index_heads: int, programs: int, invariant: bool, monkeypatch: Any
+) -> None:
+    """Tokens of a row, of several rows in one tile, and none; more pages than the ring has, and than shares."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: programs)
+    sizes: dict[str, Any] = {"width": width, "index_heads": index_heads, "invariant": invariant, "heads": 1}
+    case = Sparse(rows, dtype=torch.bfloat16, fp8=True, kernels=True, hopper=True, dependent=True, **sizes)
+    with emulated(width, consecutive=True):
+        case.score()
+    case.check_scores()
+    assert int(case.tensors["fault"]) == 0
 
 
 @pytest.mark.parametrize("kernel", ["find_maxima", "keep_candidates", "list_positions", "attend"])
