@@ -36,9 +36,13 @@ _PAGES = 4
 """Pages that a program scores at least, if the context is as long as it may be."""
 _HEADS_OF_HOPPER = (16, 32, 64, 128)
 """Of an indexer, in Hopper's own kernel."""
-_GROUPS, _STAGES = 2, 8
-"""Groups of warps of Hopper's kernel, and pages in its ring."""
+_GROUPS = (2, 3)
+"""Groups of warps of Hopper's kernel: with half of `_FEW_COLUMNS` or fewer, where memory is what it waits for, and with
+more, where it is the weighing."""
+_STAGES = {2: 8, 3: 9}
+"""Pages in its ring, for so many groups."""
 _MOST_WAVES, _NEARLY = 4, 0.97
+"""See `hopper_shares`."""
 _LISTED = 1024
 """Positions that a program lists at a time."""
 _MAXIMA = 512
@@ -196,9 +200,10 @@ def _scores_on_hopper(
 
 def hopper_groups(width: int, heads: int, *, invariant: bool) -> Groups:
     """How Hopper's kernel deals out the tokens of a row. In invariant mode a token's heads are added up in one way."""
-    tokens = 1 if invariant else min(_FEW_COLUMNS // heads, triton.next_power_of_2(width))
-    shared = width > _GROUPS * tokens and not invariant
-    return Groups(heads=heads, tokens=tokens, groups=_GROUPS, shared=shared, stages=_STAGES)
+    tokens = 1 if invariant else max(1, min(_FEW_COLUMNS // heads, triton.next_power_of_2(width)))
+    groups = _GROUPS[0] if tokens * heads <= _FEW_COLUMNS // 2 else _GROUPS[1]
+    shared = width > groups * tokens and not invariant
+    return Groups(heads=heads, tokens=tokens, groups=groups, shared=shared, stages=_STAGES[groups])
 
 
 def hopper_shares(tiles: int, pages: int, groups: Groups, programs: int) -> int:
@@ -209,7 +214,9 @@ def hopper_shares(tiles: int, pages: int, groups: Groups, programs: int) -> int:
     def busy(shares: int) -> float:
         return tiles * shares / (-(-tiles * shares // programs) * programs)
 
-    candidates = range(1, min(most, max(1, _MOST_WAVES * programs // tiles)) + 1)
+    # Rows that share nothing wait for memory, which is busiest if all programs begin at once.
+    waves = _MOST_WAVES if groups.shared else 1
+    candidates = range(1, min(most, max(1, waves * programs // tiles)) + 1)
     # The fewest of those that are nearly as good as the best: each has queries to fetch, and a ring to fill.
     best = max(map(busy, candidates))
     return next(shares for shares in candidates if busy(shares) >= _NEARLY * best)
@@ -228,9 +235,28 @@ def select_positions(
     tokens, selected = selected_TS.shape
     if not tokens:
         return
-    if len(workspace.taken) != tokens or workspace.most < selected:
-        what = f"{len(workspace.taken)} tokens and up to {workspace.most} positions"
+    if len(workspace.candidate) != tokens or workspace.most < selected:
+        what = f"{len(workspace.candidate)} tokens and up to {workspace.most} positions"
         raise ValueError(f"a workspace of {what} serves no call of {tokens} tokens and {selected} positions")
+    numbers = (score_TN.shape[1], score_TN.stride(0) // 16)
+    if workspace.whole is not None:
+        from kernels.sparse.select_whole import select_whole
+
+        select_whole[(tokens,)](
+            score_TN,
+            bound_T,
+            workspace.candidate,
+            workspace.position,
+            selected_TS,
+            fault_1,
+            *numbers,
+            SELECTED=selected,
+            SHAPE=workspace.whole,
+            num_warps=workspace.whole.warps,
+            DEPENDENT=dependent,
+            **pdl(dependent),
+        )
+        return
     groups = workspace.best.shape[1]
     cut = Cut(
         selected=selected,
@@ -239,7 +265,6 @@ def select_positions(
         lanes=workspace.candidate.shape[1],
         block=workspace.block,
     )
-    numbers = (score_TN.shape[1], score_TN.stride(0) // 16)
     options: dict[str, Any] = {"CUT": cut, "DEPENDENT": dependent, **pdl(dependent)}
     columns = min(max(groups * tokens // _MAXIMA, _COLUMNS_OF_MAXIMA[0]), _COLUMNS_OF_MAXIMA[1])
     columns = triton.next_power_of_2(columns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,16 +30,32 @@ SELECTED: Final = 2048
 """Positions that are selected at most, where nothing else is said."""
 INVARIANT_TOKENS: Final = 64
 """Tokens whose entries are gathered at a time in invariant mode, some 150 MB of 2,048 entries in bf16."""
+WHOLE_OF_FEW: Final = (16, 4)
+WHOLE_OF_MANY: Final = (8, 4)
+"""Warps of a program that selects for one of `FEW_TOKENS` tokens, or of more, and its rows (`Whole`)."""
+FEW_TOKENS: Final = 132
 SCORES: Final = (1024, 4096)
 """Scores that a program of the selection takes at a time, at least and at most."""
 
 
+class Whole(NamedTuple):
+    """How one program selects from all scores of a token on Hopper: a constant of `kernels.sparse.select_whole`."""
+
+    warps: int
+    rows: int
+    """Of scores that a thread takes at a time, 4 at most."""
+    lanes: int
+    """Candidates that there is room for: a power of two, and not fewer than threads."""
+
+
 @dataclass(frozen=True)
 class SelectWorkspace:
-    """Memory of `kernels.sparse.select_positions`: int32 tensors."""
+    """Memory of `kernels.sparse.select_positions`: int32 tensors. Where one program selects for a token (`whole`), the
+    candidates alone."""
 
+    whole: Whole | None
     parts: int
-    """Programs that share a token's scores."""
+    """Programs that share a token's scores, where several may."""
     block: int
     """Scores that they take at a time."""
     most: int
@@ -59,24 +75,34 @@ class SelectWorkspace:
 
     @staticmethod
     def allocate(
-        tokens: int, scores: int, empty: Callable[..., Tensor], *, selected: int = SELECTED
+        tokens: int,
+        scores: int,
+        empty: Callable[..., Tensor],
+        *,
+        selected: int = SELECTED,
+        hopper: bool | None = None,
     ) -> SelectWorkspace:
         """For calls of exactly `tokens` tokens with up to `scores` scores each, of which `selected` positions are
-        selected at most. `empty(*shape, dtype=)` gives uninitialised device memory."""
+        selected at most. `empty(*shape, dtype=)` gives uninitialised device memory. `hopper`: whether Hopper's own
+        kernel may be taken; None asks the device."""
+        lanes = 4 * _power_of_2(max(selected, 512) - 1)
+        candidate = empty(tokens, lanes, dtype=torch.int32)
+        whole = whole_selection(tokens, lanes) if (is_hopper(candidate.device) if hopper is None else hopper) else None
         parts = _power_of_2(min(32, 264 // max(tokens, 1), -(-scores // SCORES[0])))
         block = min(max(_power_of_2(scores // parts), SCORES[0]), SCORES[1])
-        most = 2 * _power_of_2(max(selected, 512) - 1)
-        groups = min(4 * most, max(2 * _power_of_2(max(scores, 1) - 1), 1024))
+        groups = min(2 * lanes, max(2 * _power_of_2(max(scores, 1) - 1), 1024))
+        shared = 0 if whole else tokens
         return SelectWorkspace(
+            whole=whole,
             parts=parts,
             block=block,
             most=selected,
-            best=empty(tokens, groups, dtype=torch.int32),
-            taken=empty(tokens, dtype=torch.int32),
-            least=empty(tokens, dtype=torch.int32),
-            begins=empty(tokens, max(1, -(-scores // block)), 2, dtype=torch.int32),
-            candidate=empty(tokens, 2 * most, dtype=torch.int32),
-            position=empty(tokens, 2 * most, dtype=torch.int32),
+            best=empty(shared, groups, dtype=torch.int32),
+            taken=empty(shared, dtype=torch.int32),
+            least=empty(shared, dtype=torch.int32),
+            begins=empty(shared, max(1, -(-scores // block)), 2, dtype=torch.int32),
+            candidate=candidate,
+            position=empty(tokens, lanes, dtype=torch.int32),
         )
 
 
@@ -191,6 +217,12 @@ class InvariantWorkspace:
             length_T=empty(group, dtype=torch.int32),
             decode=empty(Workspace.bytes(shape, tiling, dtype), dtype=torch.uint8),
         )
+
+
+def whole_selection(tokens: int, lanes: int) -> Whole:
+    """With room for so many candidates a token. Few tokens have a multiprocessor each, and all of its threads."""
+    warps, rows = WHOLE_OF_FEW if tokens <= FEW_TOKENS else WHOLE_OF_MANY
+    return Whole(warps=min(warps, lanes // 32), rows=rows, lanes=lanes)
 
 
 def invariant_tiling(shape: DecodeShape, cache_PKE: Tensor, dtype: torch.dtype) -> DecodeTiling:

@@ -9,7 +9,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from sparse_case import Sparse  # noqa: E402
+from sparse_case import VALUES, Sparse, drawn_scores  # noqa: E402
 
 from kernels.mla_decode import launch as dense  # noqa: E402
 from kernels.mla_decode.schedule import DecodeShape, Workspace, portable_tiling  # noqa: E402
@@ -89,27 +89,6 @@ def select(scores: torch.Tensor, bounds: list[int], selected: int, columns: int 
     case.select()
     case.check_selected()
     return case
-
-
-def drawn_scores(values: str, tokens: int, columns: int, seed: int) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed)
-    score = torch.randn(tokens, columns, generator=random)
-    if values == "few":
-        score = score.round()
-    elif values == "zeros":
-        score = score.relu() * (score > 2) * score.sign()
-    elif values == "wide":
-        score = score.sign() * 10 ** (score * 12)
-    elif values == "odd":
-        odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42, -1e-42, 2.0])
-        score = odd[torch.randint(0, len(odd), score.shape, generator=random)]
-    elif values == "in one group":
-        # Those of few groups are large, so that there are more candidates than there is room for.
-        score += 9.0 * (torch.arange(columns) % 8192 < 1500)
-    return score
-
-
-VALUES = ["normal", "few", "zeros", "wide", "odd", "in one group"]
 
 
 @settings(max_examples=20, deadline=None)

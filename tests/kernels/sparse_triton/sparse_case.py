@@ -15,6 +15,8 @@ from kernels.sparse import attention_launch, launch
 from tests.support import fp8_entries
 
 POISONED_PAGE = 2147480000
+VALUES = ["normal", "few", "zeros", "wide", "odd", "in one group"]
+"""Kinds of `drawn_scores`."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Sparse:
     """Whether the kernels are launched whatever the device, and not what the device has."""
     dependent: bool = False
     hopper: bool | None = None
-    """Whether scores and attention take Hopper's own kernels; None asks the device."""
+    """Whether the steps take Hopper's own kernels; None asks the device."""
     programs: int = 132
     """Multiprocessors for which attention is cut up."""
     spare_columns: int = 2
@@ -140,7 +142,7 @@ class Sparse:
     def select(self) -> None:
         t = self.tensors
         tensors = t["score"], t["bound"], t["selected"], t["fault"]
-        workspace = sparse.SelectWorkspace.allocate(*t["score"].shape, self._poisoned)
+        workspace = sparse.SelectWorkspace.allocate(*t["score"].shape, self._poisoned, hopper=self.hopper)
         (launch.select_positions if self.kernels else sparse.select_positions)(
             *tensors, workspace, dependent=self.dependent
         )
@@ -254,3 +256,22 @@ class Sparse:
         """A page of the first token's row that is outside the cache, and a bound of the second behind the scores."""
         self.tensors["page"][0, 1] = self.pages
         self.tensors["bound"][1] = self.tensors["score"].shape[1] + 1
+
+
+def drawn_scores(values: str, tokens: int, columns: int, seed: int, few: int = 8192) -> Tensor:
+    """Scores of one kind. `few`: of so many groups a fifth have large scores, where that is the kind."""
+    random = torch.Generator().manual_seed(seed)
+    score = torch.randn(tokens, columns, generator=random)
+    if values == "few":
+        score = score.round()
+    elif values == "zeros":
+        score = score.relu() * (score > 2) * score.sign()
+    elif values == "wide":
+        score = score.sign() * 10 ** (score * 12)
+    elif values == "odd":
+        odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42, -1e-42, 2.0])
+        score = odd[torch.randint(0, len(odd), score.shape, generator=random)]
+    elif values == "in one group":
+        # Those of few groups are large, so that there are more candidates than there is room for.
+        score += 9.0 * (torch.arange(columns) % few < few // 5)
+    return score

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_case import Sparse
+from sparse_case import VALUES, Sparse, drawn_scores
 
-from kernels.sparse import launch
+from kernels.sparse import launch, workspace
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.order import Unordered
@@ -46,9 +46,9 @@ def run(seed: int, rows: list[tuple[int, int]], *, edit: Any = None, fp8: bool =
     return case
 
 
-@pytest.mark.parametrize(("seed", "fp8"), [(0, False), (1, True)])
-def test_dependent_launches(seed: int, fp8: bool) -> None:
-    run(seed, [(130, 2), (0, 1)], heads=3, fp8=fp8)
+@pytest.mark.parametrize(("seed", "fp8", "hopper"), [(0, False, False), (1, True, False), (2, True, True)])
+def test_dependent_launches(seed: int, fp8: bool, hopper: bool) -> None:
+    run(seed, [(130, 2), (0, 1)], heads=3, fp8=fp8, hopper=hopper)
 
 
 @pytest.mark.parametrize(("heads", "fp8"), [(16, False), (64, False), (64, True)])
@@ -120,10 +120,52 @@ def test_scores_on_hopper(
     assert int(case.tensors["fault"]) == 0
 
 
-@pytest.mark.parametrize("kernel", ["find_maxima", "keep_candidates", "list_positions", "attend"])
+@pytest.mark.parametrize("planted", ["pages", "bounds"])
+def test_what_is_outside_is_counted_and_not_followed(planted: str) -> None:
+    """As by the portable kernels: a page by every program that has it, a bound once."""
+    case = Sparse([(100, 1), (70, 1), (0, 1), (20, 1)], width=1, index_heads=64, fp8=True, kernels=True, hopper=True)
+    if planted == "pages":
+        case.plant_faults()
+        case.tensors["row"][3] = -1
+        with emulated(0):
+            case.score()
+        assert int(case.tensors["fault"]) == 3
+        case.check_scores()
+    else:
+        case.tensors["bound"] = torch.tensor([-1, 64, case.tensors["score"].shape[1] + 1, 9], dtype=torch.int32)
+        case.tensors["score"].normal_()
+        with emulated(0):
+            case.select()
+        assert int(case.tensors["fault"]) == 2
+        assert case.tensors["selected"][[0, 2]].eq(-1).all()
+        assert case.tensors["selected"][3].tolist() == [*range(9), *[-1] * 55]
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize(
+    ("warps", "rows", "selected", "bounds"),
+    [(4, 2, 64, [130, 3000, 64, 65, 0]), (8, 4, 300, [4000, 301]), (4, 4, 512, [2500])],
+)
+def test_selection_by_one_program(
+    values: str, warps: int, rows: int, selected: int, bounds: list[int], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(workspace, "WHOLE_OF_FEW", (warps, rows))
+    case = Sparse([(1, len(bounds))], selected=selected, kernels=True, hopper=True, dependent=True)
+    case.tensors["bound"] = torch.tensor(bounds, dtype=torch.int32)
+    scores = drawn_scores(values, len(bounds), 4096, warps, few=1024)
+    behind = torch.arange(scores.shape[1]) >= case.tensors["bound"].unsqueeze(1)
+    case.tensors["score"] = scores.masked_fill(behind, 1e30)
+    with emulated(1, consecutive=True):
+        case.select()
+    case.check_selected()
+
+
+@pytest.mark.parametrize(
+    "kernel", ["find_maxima", "keep_candidates", "list_positions", "attend", "score_pages_hopper", "select_whole"]
+)
 def test_without_its_wait_it_would_be_noticed(kernel: str) -> None:
     def without(ptx: str) -> str:
         return ptx.replace("griddepcontrol.wait;", "") if f".entry {kernel}(" in ptx else ptx
 
     with pytest.raises((Fault, Unordered)):
-        run(0, [(130, 1)], heads=3, edit=without)
+        run(0, [(130, 1)], heads=3, edit=without, fp8=True, hopper=kernel in ("score_pages_hopper", "select_whole"))

@@ -57,6 +57,42 @@ def test_scores(tokens: int, width: int, index_heads: int, fp8: bool) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("tokens", "width", "index_heads"), [(1, 1, 64), (4, 2, 64), (64, 0, 64), (64, 0, 32), (2, 1, 16)]
+)
+@pytest.mark.parametrize("dependent", [False, True])
+def test_scores_on_hopper(tokens: int, width: int, index_heads: int, dependent: bool) -> None:
+    """Pages come by the copy engine, and no product waits for another one."""
+    with compile_only() as compiled:
+        case = published(tokens, width, index_heads)
+        case.hopper, case.dependent = True, dependent
+        case.score()
+    assert compiled[0].metadata.name == "score_pages_hopper"
+    used = instructions(compiled[0])
+    resources(compiled[0]).check(registers=168)
+    assert resources(compiled[0]).waits == resources(compiled[0]).releases == dependent
+    assert used["IGMMA"] >= 2 * 4
+    assert used["UTMALDG"] >= 3
+    assert not serialized(compiled[0])
+    assert not used["LDGSTS"]
+
+
+@pytest.mark.parametrize("tokens", [1, 600])
+@pytest.mark.parametrize("dependent", [False, True])
+def test_selection_by_one_program(tokens: int, dependent: bool) -> None:
+    case = published(1, 1, hopper=True)
+    case.dependent = dependent
+    case.tensors["score"] = torch.empty(tokens, 1 << 17)
+    case.tensors["bound"] = torch.empty(tokens, dtype=torch.int32)
+    case.tensors["selected"] = torch.empty(tokens, 2048, dtype=torch.int32)
+    with compile_only() as compiled:
+        case.select()
+    assert [kernel.metadata.name for kernel in compiled] == ["select_whole"]
+    resources(compiled[0]).check(registers=128)
+    assert resources(compiled[0]).waits == resources(compiled[0]).releases == dependent
+    assert re.search(r"LDG\.E\S*\.128", machine_code(compiled[0]))
+
+
 @pytest.mark.parametrize("tokens", [1, 64, 600])
 def test_selection(tokens: int) -> None:
     case = published(1, 1)
