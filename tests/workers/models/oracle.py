@@ -24,7 +24,7 @@ def load_oracle(folder: Path) -> Any:
 @torch.no_grad()
 def oracle_logits(model: Any, tokens: list[int]) -> Tensor:
     """Logits after every token, [T, vocabulary]."""
-    logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    logits: Tensor = model(torch.tensor([tokens], device=model.device)).logits[0]
     return logits
 
 
