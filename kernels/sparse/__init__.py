@@ -25,7 +25,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.sparse import attention_launch, checks, launch, reference
-from kernels.sparse.workspace import InvariantWorkspace, SelectWorkspace, SparseWorkspace
+from kernels.sparse.workspace import InvariantWorkspace, SelectWorkspace, SparseWorkspace, widens_selected
 
 __all__ = [
     "InvariantWorkspace",
@@ -34,6 +34,7 @@ __all__ = [
     "index_scores",
     "select_positions",
     "sparse_decode",
+    "widens_selected",
     "write_index_keys",
 ]
 

@@ -161,9 +161,7 @@ class SparseWorkspace:
         length_T = empty(tokens, dtype=torch.int32)
         if hopper is None:
             hopper = is_hopper(length_T.device)
-        # Of 16 heads in bfloat16 the portable kernel takes a little less time than one of 64.
-        hopper = hopper and latent == 512 and dtype == torch.bfloat16 and (fp8 or heads > 16)
-        hopper = hopper and (not fp8 or REINTERPRETED.there())
+        hopper = hopper and _takes_hopper(heads, latent, dtype, fp8=fp8)
         choose = hopper_sparse_tiling if hopper else sparse_tiling
         tiling = choose(tokens, heads, latent, selected, dtype, fp8=fp8, multiprocessors=multiprocessors)
         parts = -(-selected // tiling.part)
@@ -179,6 +177,19 @@ class SparseWorkspace:
             pieces_T=empty(tokens, dtype=torch.int32),
             plan=empty(planned, dtype=torch.int32),
         )
+
+
+def widens_selected(heads: int, latent: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether selected FP8 entries are widened anew for every token and block of heads. Then attention to entries in
+    `dtype` works in the same memory, and gives the same bits where they hold the same numbers."""
+    return is_hopper(device) and _takes_hopper(heads, latent, dtype, fp8=True) and heads > max(FP8_RINGS)
+
+
+def _takes_hopper(heads: int, latent: int, dtype: torch.dtype, *, fp8: bool) -> bool:
+    """Whether Hopper has kernels of its own for such calls."""
+    # Of 16 heads in bfloat16 the portable kernel takes a little less time than one of 64.
+    there = latent == 512 and dtype == torch.bfloat16 and (fp8 or heads > 16)
+    return there and (not fp8 or REINTERPRETED.there())
 
 
 @dataclass(frozen=True)

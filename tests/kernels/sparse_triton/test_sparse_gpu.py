@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from index_recall import KINDS, recall
 from sparse_case import Sparse
 
 from kernels import sparse
+from kernels.gather_context import gather_context
 from kernels.mla_decode import DecodeShape, mla_decode, plan_decode
+from kernels.page import PAGE_TOKENS, pages_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -62,6 +65,30 @@ def test_chunks_of_prompts(fp8: bool) -> None:
     case = Sparse([(3000, 150), (70, 70), (0, 3), (2600, 1)], heads=128, fp8=fp8, **V32)
     steps(case)
     check(case)
+
+
+@pytest.mark.parametrize("heads", [33, 64, 128])
+def test_widened_entries_give_the_bits_of_fp8_entries(heads: int) -> None:
+    """Where a kernel widens them for every token: attention to a copy of the rows' pages in bfloat16."""
+    if not sparse.widens_selected(heads, 512, torch.bfloat16, torch.device("cuda", 0)):
+        pytest.skip("no kernel widens entries here")
+    case = Sparse([(3000, 150), (70, 70), (0, 3), (2600, 1)], heads=heads, fp8=True, **V32)
+    steps(case)
+    check(case)
+    t = case.tensors
+    want = t["out"].clone(), t["lse"].clone()
+    pages = [pages_for(length) for length, _ in case.rows]
+    cu = torch.tensor([0, *accumulate(pages)], dtype=torch.int32, device="cuda")
+    cache = torch.full((sum(pages), PAGE_TOKENS, 512 + 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+    gather_context(t["cache"], t["page"], cu * PAGE_TOKENS, cache.flatten(0, 1), begin=0, latent=512)
+    column = torch.arange(t["page"].shape[1], dtype=torch.int32, device="cuda")
+    t |= {"cache": cache, "page": cu[:-1, None] + column}
+    for name in ("out", "lse"):
+        t[name].fill_(torch.nan)
+    case.fp8 = False
+    case.attend()
+    assert all(same_bits(t[name], bits) for name, bits in zip(("out", "lse"), want, strict=True))
+    assert int(t["fault"]) == 0
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -22,7 +22,7 @@ from workers.config import EngineConfig
 from workers.families import load_model
 from workers.graphs import capture
 from workers.models import many_tokens
-from workers.models.attention import sparse_rows
+from workers.models.attention import sparse_rows, sparse_workspaces
 from workers.parallel.group import TensorParallel
 from workers.proof import decode_steps as selftest
 from workers.proof import endings as ending_proof
@@ -213,17 +213,20 @@ def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.
 
 @pytest.mark.long
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize(("cache", "shared"), [("auto", []), ("fp8", ["full", "shared", "shared"])])
+@pytest.mark.parametrize(
+    ("cache", "shared", "heads"),
+    [("auto", [], 32), ("fp8", ["full", "shared", "shared"], 32), ("fp8", ["full", "shared", "shared"], 64)],
+)
 def test_sparse_attention_compiles_nothing_late(
-    cache: str, shared: list[str], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: str, shared: list[str], heads: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the way of few tokens, of many, and in chunks of prompts; of contexts on either side of what is selected."""
+    """On the way of few tokens, of many, and in chunks of prompts; of contexts on either side of what is selected. Of
+    64 heads long chunks attend to context that was widened, and short ones to FP8 entries."""
     sizes = PUBLISHED | {"q_lora_rank": 128, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 128}
     sizes |= {"indexer_types": shared} if shared else {}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
     folder = write_tiny(tmp_path, "glm5" if shared else "v32", **sizes, num_hidden_layers=3)
-    of, meta = sparse_rows.Workspaces.of, torch.device("meta")
-    of_gpu = staticmethod(lambda *sizes: of(*sizes[:-2], meta, sizes[-1]))
-    monkeypatch.setattr(sparse_rows.Workspaces, "of", of_gpu)
+    monkeypatch.setattr(sparse_workspaces, "works_in_memory", lambda heads, device: True)
     monkeypatch.setattr(sparse_rows, "refuse_astray", lambda fault_1: None)
     how = {"kv_cache_dtype": cache, "max_rows": 12, "token_budget": 96, "max_context": 300}
     start = Start(monkeypatch, settings(str(folder), width, **how))
@@ -231,6 +234,9 @@ def test_sparse_attention_compiles_nothing_late(
     launched = {kernel for kernel, _ in start.variants}
     assert {"index_rope", "write_keys", "score_pages", "list_positions", "merge"} <= launched
     assert {"stream_linear", "rope_absorb", "rope_cache"} <= launched
+    wide = {"attend_selected", "attend_selected_wide_fp8", "gather"}
+    assert launched & wide == (wide if heads == 64 else {"attend_selected"} if cache == "auto" else set())
+    assert ("attend_selected_fp8" in launched) == (cache == "fp8" and heads == 32)
 
 
 def collectives(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:

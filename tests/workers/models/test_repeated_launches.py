@@ -22,9 +22,10 @@ from triton.runtime.jit import JITFunction
 from kernels import linear, mla_decode, repeat
 from kernels.mla_prefill import launch as prefill_launch
 from kernels.repeat import Repeat
+from kernels.sparse import workspace
 from workers.memory.scratch import Scratch
 from workers.models import model as models_model
-from workers.models.attention import expanded
+from workers.models.attention import expanded, sparse_rows, sparse_workspaces
 
 Launch = tuple[Any, ...]
 
@@ -89,6 +90,28 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return launches
 
 
+def comparing(patch: pytest.MonkeyPatch, log: list[Launch]) -> list[tuple[list[Launch], list[Launch]]]:
+    """From now on every layer but the first is launched twice. Returns the list that fills with what was repeated for
+    it, and what it launches itself."""
+    compared: list[tuple[list[Launch], list[Launch]]] = []
+    plain = Repeat.__call__
+
+    def twice(self: Repeat, index: int, call: Callable[[], None]) -> None:
+        def asked() -> None:
+            assert index == 0
+            call()
+
+        begin = len(log)
+        plain(self, index, asked)
+        middle = len(log)
+        if index:
+            call()
+            compared.append((log[begin:middle], log[middle:]))
+
+    patch.setattr(Repeat, "__call__", twice)
+    return compared
+
+
 SIZES = ((3, 1), (3, 4), (20, 1))
 OVERRIDES: dict[str, dict[str, Any]] = {
     "query": {},
@@ -130,22 +153,7 @@ def test_a_repeated_layer_launches_what_it_would_itself(
     monkeypatch.setattr(models_model, "Scratch", lambda device: Scratch(device, buffer))
     for module in (linear, mla_decode, prefill_launch):
         monkeypatch.setattr(module, "is_hopper", lambda device: hopper)
-    compared: list[tuple[list[Launch], list[Launch]]] = []
-    plain = Repeat.__call__
-
-    def twice(self: Repeat, index: int, call: Callable[[], None]) -> None:
-        def asked() -> None:
-            assert index == 0
-            call()
-
-        begin = len(log)
-        plain(self, index, asked)
-        middle = len(log)
-        if index:
-            call()
-            compared.append((log[begin:middle], log[middle:]))
-
-    monkeypatch.setattr(Repeat, "__call__", twice)
+    compared = comparing(monkeypatch, log)
     sequences = [random_tokens(80, row, 160) for row in range(rows)]
     sequences += [random_tokens(700, 1000, 160), random_tokens(300, 1001, 160)]
     long, other, some = rows, rows + 1, list(range(rows))
@@ -165,3 +173,35 @@ def test_a_repeated_layer_launches_what_it_would_itself(
     for repeated, own in compared:
         assert repeated == own
         assert repeated
+
+
+@torch.inference_mode()
+def test_a_repeated_layer_widens_its_own_cache(monkeypatch: pytest.MonkeyPatch, log: list[Launch]) -> None:
+    """Where attention is sparse: chunks whose context is widened, beside decode rows and chunks that attend to the FP8
+    cache."""
+    layers = 3
+    indexing = {"n_group": 1, "topk_group": 1, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 64}
+    sizes = {"model_type": "deepseek_v32", "q_lora_rank": 64, "num_attention_heads": 64, "num_hidden_layers": layers}
+    model = random_model(V2_LITE_HEADS | indexing | sizes, torch.bfloat16, CPU, fp8_cache=True)
+    buffer = torch.zeros(1 << 29, dtype=torch.uint8)
+    monkeypatch.setattr(models_model, "Scratch", lambda device: Scratch(device, buffer))
+    for module in (linear, mla_decode, prefill_launch, sparse_workspaces, workspace):
+        monkeypatch.setattr(module, "is_hopper", lambda device: True)
+    monkeypatch.setattr(sparse_workspaces, "works_in_memory", lambda heads, device: True)
+    monkeypatch.setattr(sparse_rows, "refuse_astray", lambda fault_1: None)
+    compared = comparing(monkeypatch, log)
+    paged = Paged(model, [random_tokens(400, row, 160) for row in range(4)])
+    for decode, chunks in [([], [(0, 70), (1, 3), (2, 100)]), ([0], [(1, 64), (2, 10), (3, 200)])]:
+        with monkeypatch.context() as patch, Operators(log):
+            patch.setattr(Tensor, "is_cuda", True)
+            paged.forward(paged.plan(decode, 1, chunks))
+    assert len(compared) == 2 * (layers - 1)
+    caches = [cache.data_ptr() for cache in paged.cache.layers[0 : 2 * layers : 2]]
+    for place, (repeated, own) in enumerate(compared):
+        assert repeated == own
+        (gathered,) = [launch for launch in own if launch[0] == "gather"]
+        assert caches[1 + place % (layers - 1)] in gathered
+        # A stretch each; decode rows have one more.
+        attended = [name for name, *_ in own if name in ("attend_selected", "attend_selected_wide_fp8")]
+        wide, narrow = "attend_selected", "attend_selected_wide_fp8"
+        assert attended == ([wide, narrow, wide] if place < layers - 1 else [narrow, wide, narrow, wide])

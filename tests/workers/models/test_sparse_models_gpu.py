@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracle import random_tokens
 from paged import CPU, Paged
+from random_model import V2_LITE_HEADS, random_model
 from tiny_models import SPARSE_KINDS, VOCAB, write_tiny
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from kernels.repeat import nothing_repeated
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.families import load_model
+from workers.models.attention import widened
 from workers.models.choices import Choices, Recorded, Taken
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
@@ -76,6 +78,55 @@ def test_mixed_steps_agree_with_the_cpu(kind: str, invariant: bool, fp8_cache: b
     for one, other in zip(found, want, strict=True):
         # What differs in its last bits may be rounded to the next code of FP8, an eighth away, in some number.
         torch.testing.assert_close(other, one, atol=2e-2 if fp8_cache else 1e-4, rtol=0)
+
+
+WIDE: dict[str, Any] = V2_LITE_HEADS | {
+    "model_type": "deepseek_v32",
+    "q_lora_rank": 64,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 64,
+}
+"""As many heads as may have their context widened, of which little is selected."""
+
+
+def test_widening_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of several layers, with cached context and without, beside a decode row; launches are repeated. All chunks
+    are widened, so that as many tokens take a turn as without."""
+    cuda = torch.device("cuda", 0)
+    model = random_model(WIDE, torch.bfloat16, cuda, fp8_cache=True)
+    if not widened.may_widen(model.layers[0].attention.heads, cuda):
+        pytest.skip("no kernel widens entries here")
+    gathered: list[int] = []
+    gather = widened.gather_context
+
+    def spied(cache_PKC: Tensor, page_NP: Tensor, cu_B1: Tensor, out_SC: Tensor, **how: Any) -> None:
+        gathered.append(len(out_SC))
+        gather(cache_PKC, page_NP, cu_B1, out_SC.fill_(torch.nan), **how)
+
+    monkeypatch.setattr(widened, "gather_context", spied)
+
+    def fed() -> list[Tensor]:
+        paged, found = Paged(model, [random_tokens(400, row, 160) for row in range(3)]), []
+        for decode, chunks in [([], [(0, 70), (1, 150)]), ([0], [(1, 200), (2, 64)])]:
+            hidden = paged.forward(paged.plan(decode, 1, chunks))
+            found += [hidden[row].clone() for row in sorted(hidden)]
+        return found
+
+    got = fed()
+    # Entries of whole pages; what other layers launch is repeated.
+    assert set(gathered) == {64 * (2 + 3), 64 * (6 + 1)}
+    gathered.clear()
+    monkeypatch.setattr(widened, "FEW_HEADS", 1000)
+    want = fed()
+    assert not gathered
+    for ours, theirs in zip(got, want, strict=True):
+        assert bool(ours.isfinite().all())
+        assert torch.equal(ours, theirs)
 
 
 def engine(folder: Path, device: str, **settings: Any) -> InlineEngine:

@@ -16,8 +16,7 @@ from kernels.linear import launch as products
 from kernels.sparse import attention_launch, launch
 from tests.support.ptx import Unordered, emulated
 from workers.memory.scratch import Scratch
-from workers.models.attention import indexer, sparse_rows
-from workers.models.attention.sparse_workspaces import Workspaces
+from workers.models.attention import indexer, sparse_rows, sparse_workspaces
 from workers.models.choices import Recorded, Taken
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
@@ -86,15 +85,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_rows, "select_positions", selected)
     for module in (indexer, sparse_rows):
         monkeypatch.setattr(module, "launches_dependently", lambda device: True)
-    of = Workspaces.of
 
-    def workspaces(heads: Any, *sizes: Any) -> Workspaces:
-        if heads.norm_L.dtype != torch.bfloat16:
-            return of(heads, *sizes)
-        *sizes, _, scratch = sizes
-        return of(heads, *sizes, torch.device("meta"), scratch)
+    def in_memory(heads: Any, device: torch.device) -> bool:
+        return bool(heads.norm_L.dtype == torch.bfloat16)
 
-    monkeypatch.setattr(Workspaces, "of", staticmethod(workspaces))
+    monkeypatch.setattr(sparse_workspaces, "works_in_memory", in_memory)
 
 
 def models(fp8_cache: bool) -> tuple[Model, Model]:

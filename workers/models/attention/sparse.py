@@ -28,8 +28,8 @@ from workers.models.attention.backend import Backend, Geometry
 from workers.models.attention.decode_rows import Entering
 from workers.models.attention.indexer import Indexed, Indexer
 from workers.models.attention.latent import LatentAttention, Projected
-from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, selection, tokens_at_once
-from workers.models.attention.sparse_workspaces import spare
+from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, selection, spare
+from workers.models.attention.widened import Widening, may_widen
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.token_wise import N, TokenWise
@@ -88,11 +88,13 @@ class SparseAttention(LatentAttention):
         if prefill is None or not prefill.count:
             return None
         longest = max(start + count for start, count in zip(prefill.start, prefill.count, strict=True))
-        return SparseGeometry(prefill.page_NP[:, : pages_for(longest)])
+        widening = Widening.of(prefill) if may_widen(self.heads, prefill.page_NP.device) else None
+        return SparseGeometry(prefill.page_NP[:, : pages_for(longest)], widening)
 
     def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
         """See `LatentAttention`."""
-        return [SparseGeometry(torch.zeros(rows, pages, dtype=torch.int32, device=device), largest=True)]
+        widening = Widening.largest(tokens, rows, pages, device) if may_widen(self.heads, device) else None
+        return [SparseGeometry(torch.zeros(rows, pages, dtype=torch.int32, device=device), widening, largest=True)]
 
     def allocate_projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
         """See `LatentAttention`."""
@@ -131,13 +133,13 @@ class SparseAttention(LatentAttention):
         split, end, heads = batch.layout.decode_tokens, batch.layout.tokens, self.heads
         assert batch.selection is not None
         indexed = None if batch.selection.given else projected.indexed
-        kinds = []
+        kinds: list[tuple[slice, Tensor, int, Widening | None]] = []
         if batch.decode is not None and split:
-            kinds.append((slice(0, split), batch.decode.page_RP, batch.layout.width))
+            kinds.append((slice(0, split), batch.decode.page_RP, batch.layout.width, None))
         if isinstance(geometry, SparseGeometry):
-            kinds.append((slice(split, end), geometry.page_NP, 0))
+            kinds.append((slice(split, end), geometry.page_NP, 0, geometry.widening))
         found: list[Backend] = []
-        for own, page_RP, width in kinds:
+        for own, page_RP, width, widening in kinds:
             entering = None
             if projected.latent_TC is None:
                 kv_TC = projected.down_TF[..., -heads.latent - heads.rope :]
@@ -154,6 +156,7 @@ class SparseAttention(LatentAttention):
                 scratch,
                 first=batch.first,
                 width=width,
+                widening=widening,
             )
             found.append(rows)
         if isinstance(geometry, SparseGeometry) and geometry.largest:
@@ -161,13 +164,11 @@ class SparseAttention(LatentAttention):
         return found
 
     def _reserve(self, batch: Batch, geometry: SparseGeometry, scratch: Scratch) -> None:
-        """Take the memory that fewer tokens than those of `batch` may need beside theirs."""
+        """Take the memory that other tokens, no more than those of `batch`, may need beside theirs."""
         layout, scores = batch.layout, geometry.page_NP.shape[1] * PAGE_TOKENS
-        decode, width, count = layout.decode_tokens, layout.width, layout.tokens - layout.decode_tokens
-        own = tokens_at_once(self.heads, decode, width, scores), tokens_at_once(self.heads, count, 0, scores)
-        alone = tokens_at_once(self.heads, layout.tokens, 0, scores)
-        size = spare(self.heads, *own, alone, scores, self.indexing.top_k, batch.position_T.device)
-        scratch.empty(size, dtype=torch.uint8)
+        decode, prefill = layout.decode_tokens, layout.tokens - layout.decode_tokens
+        sizes = decode, layout.width, prefill, scores, self.indexing.top_k, batch.position_T.device
+        scratch.empty(spare(self.heads, *sizes), dtype=torch.uint8)
 
     def tensors(self, *caches: Tensor) -> tuple[Tensor, ...]:
         """See `LatentAttention`."""

@@ -7,6 +7,7 @@ K = 64 entries per page.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,11 +19,19 @@ from kernels.head_linear import head_linear
 from kernels.page import PAGE_TOKENS
 from kernels.sparse import index_scores, select_positions, sparse_decode, write_index_keys
 from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, bytes_of
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import DecodeMemory, Entering, absorb
 from workers.models.attention.indexer import Indexed
-from workers.models.attention.sparse_workspaces import AtOnce, Workspaces
+from workers.models.attention.sparse_workspaces import (
+    AtOnce,
+    Workspaces,
+    bytes_for_attention,
+    bytes_for_selection,
+    most_for_attention,
+    most_for_selection,
+)
+from workers.models.attention.widened import Stretch, WidenedContext, Widening
 from workers.models.batch import Batch, Selection
 
 SCORES: Final = 1 << 26
@@ -80,11 +89,40 @@ def tokens_at_once(heads: Heads, tokens: int, width: int, scores: int) -> AtOnce
     )
 
 
+def spare(heads: Heads, decode: int, width: int, prefill: int, scores: int, top_k: int, device: torch.device) -> int:
+    """Bytes that scores and workspaces of a pass may take beyond those of so many tokens of decode rows and of prefill
+    rows, with so many scores each: where there are fewer of the former, where there are no more tokens in all and all
+    of them prefill rows', or where contexts are shorter."""
+    alone = decode + prefill
+
+    def at_once(tokens: int, width: int) -> AtOnce:
+        return tokens_at_once(heads, tokens, width, scores)
+
+    def taken(tokens: int, width: int) -> int:
+        own = at_once(tokens, width)
+        selecting = sum(bytes_for_selection(heads, own.selection_turns, scores, top_k, device))
+        attending = bytes_for_attention(heads, own.attention_turns([tokens]), top_k, device)
+        return selecting + attending + bytes_of((own.scored, scores), torch.float32)
+
+    def most(tokens: int, width: int) -> int:
+        # Of shorter contexts more tokens select at once.
+        turn = min(tokens, max(SELECTING, width))
+        turns = 2 if tokens > at_once(tokens, width).scored else 1
+        selecting = turns * most_for_selection(heads, turn, scores, top_k, device)
+        return selecting + most_for_attention(heads, at_once(tokens, width).attention_tokens, top_k, device)
+
+    scored = sum(min(tokens * scores, max(SCORES, scores * (width or 1))) for tokens in (decode, alone))
+    needed = most(decode, width) + most(alone, 0) + bytes_of((min(scored, alone * scores),), torch.float32)
+    return max(0, needed - taken(decode, width) - taken(prefill, 0))
+
+
 @dataclass(frozen=True)
 class SparseGeometry(Geometry):
     """The prefill rows' page tables, as far as any of them is read."""
 
     page_NP: Tensor
+    widening: Widening | None
+    """Of those rows whose context is widened; None where all attend to the cache."""
     largest: bool = False
     """Whether it stands for all others: then memory is taken for whichever needs most."""
 
@@ -99,6 +137,9 @@ class SparseRows(Backend):
     """None where the selection is given."""
     cache_slot_T: Tensor
     page_RP: Tensor
+    stretches: Sequence[Stretch]
+    """All tokens."""
+    widened: WidenedContext | None
     first: int
     """See `Batch`."""
     score_TN: Tensor
@@ -128,17 +169,23 @@ class SparseRows(Backend):
         *,
         first: int,
         width: int,
+        widening: Widening | None = None,
     ) -> SparseRows:
         """Of these rows' tokens alone, but for what is `entering`."""
         tokens, scores = q_THD.shape[0], page_RP.shape[1] * PAGE_TOKENS
         at_once, top_k = tokens_at_once(heads, tokens, width, scores), selection.selected_TS.shape[1]
         if selection.given:
             at_once = replace(at_once, scored=0)
+        stretches: Sequence[Stretch] = () if widening is None else widening.stretches
+        # The largest geometry says nothing of tokens: how many attend at once is all that counts there.
+        stretches = stretches or [Stretch(tokens, widened=False)]
         return SparseRows(
             selection=selection,
             indexed=indexed,
             cache_slot_T=cache_slot_T,
             page_RP=page_RP,
+            stretches=stretches,
+            widened=None if widening is None else WidenedContext.of(heads, widening, scratch),
             first=first,
             score_TN=scratch.empty(at_once.scored, scores, dtype=torch.float32),
             width=width,
@@ -150,7 +197,7 @@ class SparseRows(Backend):
                 heads,
                 at_once.selection_turns,
                 scores,
-                at_once.attention_turns,
+                at_once.attention_turns(stretch.tokens for stretch in stretches),
                 top_k,
                 out_THV.device,
                 scratch.empty,
@@ -211,9 +258,10 @@ class SparseRows(Backend):
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         """See `Backend`: to what is selected, of queries that have entered. IndexError on a CPU where that is outside
         of the cache."""
-        where, step, dependent = self.selection, self.memory.lse_RWH.shape[0], self.dependent
-        for begin in range(0, where.bound_T.shape[0], step):
-            turn = slice(begin, begin + step)
+        where, dependent = self.selection, self.dependent
+        if self.widened is not None:
+            self.widened.fill(heads, cache_PKC, self.page_RP)
+        for turn, context_PKC, page_RP in self._turns(cache_PKC):
             out_THV = self.out_THV[turn]
             memory = self.memory.first(out_THV.shape[0])
             q_THC, attended_THL = memory.q_RWHC.squeeze(1), memory.attended_RWHL.squeeze(1)
@@ -221,8 +269,8 @@ class SparseRows(Backend):
                 absorb(heads, self.q_THD[turn], None, q_THC, cache_PKC, dependent=dependent)
             sparse_decode(
                 q_THC,
-                cache_PKC,
-                self.page_RP,
+                context_PKC,
+                page_RP,
                 where.row_T[turn],
                 where.selected_TS[turn],
                 attended_THL,
@@ -236,6 +284,19 @@ class SparseRows(Backend):
             value_HLV = heads.value_HVL.transpose(1, 2)
             head_linear(attended_THL, value_HLV, out_THV, invariant=heads.invariant, dependent=dependent)
         refuse_astray(where.fault_1)
+
+    def _turns(self, cache_PKC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Which tokens attend at once, to which cache, by which page tables."""
+        step, begin = self.memory.lse_RWH.shape[0], 0
+        for stretch in self.stretches:
+            context = cache_PKC, self.page_RP
+            if stretch.widened:
+                assert self.widened is not None
+                context = self.widened.cache_WKC, self.widened.page_NP
+            end = begin + stretch.tokens
+            for first in range(begin, end, step):
+                yield slice(first, min(first + step, end)), *context
+            begin = end
 
 
 def refuse_astray(fault_1: Tensor) -> None:

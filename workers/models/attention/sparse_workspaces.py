@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from kernels.hopper import multiprocessors
+from kernels.hopper import is_hopper, multiprocessors
+from kernels.page import PAGE_TOKENS
 from kernels.sparse import InvariantWorkspace, SelectWorkspace, SparseWorkspace
 from workers.cache.spec import latent_spec
-from workers.memory.scratch import bytes_of
+from workers.memory.scratch import Scratch, bytes_of
 from workers.models.attention.backend import Heads
 
 MULTIPROCESSORS: Final = 132
@@ -43,25 +43,56 @@ class Workspaces:
         empty: Callable[..., Tensor],
     ) -> Workspaces:
         """For turns of so many tokens, with so many scores and selected positions each; on a CPU there are none.
-        `empty(*shape, dtype=)` gives uninitialised memory."""
-        if device.type == "cpu":
+        `empty(*shape, dtype=)` gives uninitialised memory. Turns of attention follow one another, and so share it."""
+        if not works_in_memory(heads, device):
             return Workspaces({}, {})
-        select = {
-            size: SelectWorkspace.allocate(size, scores, empty, selected=top_k) for size in sorted(selection_turns)
+        select = {size: _for_selection(size, scores, top_k, device, empty) for size in sorted(selection_turns)}
+        shared = empty(bytes_for_attention(heads, attention_turns, top_k, device), dtype=torch.uint8)
+        attend = {
+            size: _for_attention(heads, size, top_k, device, Scratch(shared.device, shared).empty)
+            for size in sorted(attention_turns)
         }
-        dtype = heads.norm_L.dtype
-        attend: dict[int, SparseWorkspace | InvariantWorkspace] = {}
-        for size in sorted(attention_turns):
-            shape = size, heads.count, heads.latent
-            if heads.invariant and device.type == "cuda":
-                like_PKC = latent_spec(heads.latent, heads.rope, dtype, fp8=heads.fp8_cache).allocate(0, device)
-                attend[size] = InvariantWorkspace.allocate(*shape, heads.rope, top_k, dtype, like_PKC, empty)
-            else:
-                programs = multiprocessors(device) if device.type == "cuda" else MULTIPROCESSORS
-                attend[size] = SparseWorkspace.allocate(
-                    *shape, top_k, dtype, empty, fp8=heads.fp8_cache, multiprocessors=programs
-                )
         return Workspaces(select, attend)
+
+
+def works_in_memory(heads: Heads, device: torch.device) -> bool:
+    """Whether there are kernels on the device, and not references."""
+    return device.type != "cpu"
+
+
+def _for_selection(
+    tokens: int, scores: int, top_k: int, device: torch.device, empty: Callable[..., Tensor]
+) -> SelectWorkspace:
+    """Of a turn of so many tokens."""
+    return SelectWorkspace.allocate(tokens, scores, empty, selected=top_k, hopper=is_hopper(device))
+
+
+def _for_attention(
+    heads: Heads, tokens: int, top_k: int, device: torch.device, empty: Callable[..., Tensor]
+) -> SparseWorkspace | InvariantWorkspace:
+    """Of a turn of so many tokens."""
+    dtype, shape = heads.norm_L.dtype, (tokens, heads.count, heads.latent)
+    if heads.invariant and device.type == "cuda":
+        like_PKC = latent_spec(heads.latent, heads.rope, dtype, fp8=heads.fp8_cache).allocate(0, device)
+        return InvariantWorkspace.allocate(*shape, heads.rope, top_k, dtype, like_PKC, empty)
+    programs = multiprocessors(device) if device.type == "cuda" else MULTIPROCESSORS
+    fp8, hopper = heads.fp8_cache, is_hopper(device)
+    return SparseWorkspace.allocate(*shape, top_k, dtype, empty, fp8=fp8, multiprocessors=programs, hopper=hopper)
+
+
+class _Counted:
+    """Counts what is asked for, and gives no memory."""
+
+    _nothing: ClassVar = torch.empty(0)
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        """Of a `Scratch`."""
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Nothing."""
+        self.bytes += bytes_of(shape, dtype)
+        return self._nothing
 
 
 @dataclass(frozen=True)
@@ -77,48 +108,47 @@ class AtOnce:
         """Tokens of every turn in which scores are computed and selected from."""
         return _turns(self.tokens, self.scored)
 
-    @property
-    def attention_turns(self) -> set[int]:
-        """Tokens of every turn in which they attend."""
-        return _turns(self.tokens, self.attention_tokens)
+    def attention_turns(self, stretches: Iterable[int]) -> set[int]:
+        """Tokens of every turn in which they attend, of stretches of so many."""
+        return {size for tokens in stretches for size in _turns(tokens, self.attention_tokens)}
 
 
-def spare(
-    heads: Heads, decode: AtOnce, prefill: AtOnce, alone: AtOnce, scores: int, top_k: int, device: torch.device
-) -> int:
-    """Bytes that workspaces of a pass may need beyond those of `decode` and `prefill`: where there are fewer of the
-    former, or no more tokens in all than `alone` says, all of them prefill rows'."""
-
-    nothing = heads.norm_L[:0]
-
-    def taken(selection_turns: set[int], attention_turns: set[int]) -> int:
-        total = 0
-
-        def count(*shape: int, dtype: torch.dtype) -> Tensor:
-            nonlocal total
-            total += bytes_of(shape, dtype)
-            return nothing
-
-        Workspaces.of(heads, selection_turns, scores, attention_turns, top_k, device, count)
-        return total
-
-    @cache
-    def most_for_selection(most: int) -> int:
-        return max(taken({tokens}, set()) for tokens in _up_to(most))
-
-    @cache
-    def most_for_attention(most: int) -> int:
-        return max(taken(set(), {tokens}) for tokens in _up_to(most))
-
-    needed = 0
-    for kind in (decode, alone):
-        for most, at_most in ((kind.scored, most_for_selection), (kind.attention_tokens, most_for_attention)):
-            needed += at_most(most) * min(2, -(-kind.tokens // max(most, 1)))
-    reserved = sum(taken(kind.selection_turns, kind.attention_turns) for kind in (decode, prefill))
-    return max(0, needed - reserved)
+def bytes_for_selection(heads: Heads, turns: Iterable[int], scores: int, top_k: int, device: torch.device) -> list[int]:
+    """What the workspace of each turn of so many tokens takes of a `Scratch`."""
+    if not works_in_memory(heads, device):
+        return [0]
+    found = []
+    for size in turns:
+        counted = _Counted()
+        _for_selection(size, scores, top_k, device, counted.empty)
+        found.append(counted.bytes)
+    return found
 
 
-def _up_to(most: int) -> Iterable[int]:
+def bytes_for_attention(heads: Heads, turns: Iterable[int], top_k: int, device: torch.device) -> int:
+    """What the workspaces of all turns of so many tokens take of a `Scratch`."""
+    most = 0
+    for size in turns if works_in_memory(heads, device) else ():
+        counted = _Counted()
+        _for_attention(heads, size, top_k, device, counted.empty)
+        most = max(most, counted.bytes)
+    return bytes_of((most,), torch.uint8)
+
+
+def most_for_selection(heads: Heads, tokens: int, scores: int, top_k: int, device: torch.device) -> int:
+    """What the workspace of a turn of up to so many tokens takes, with up to so many scores each."""
+    # Most blocks of scores are there just below a power of two, where the blocks are about to become larger.
+    powers = [(1 << power) - PAGE_TOKENS for power in range(PAGE_TOKENS.bit_length(), scores.bit_length())]
+    sizes = _up_to(tokens)
+    return max(max(bytes_for_selection(heads, sizes, columns, top_k, device)) for columns in (*powers, scores))
+
+
+def most_for_attention(heads: Heads, tokens: int, top_k: int, device: torch.device) -> int:
+    """What the workspaces of turns of up to so many tokens take."""
+    return bytes_for_attention(heads, _up_to(tokens), top_k, device)
+
+
+def _up_to(most: int) -> set[int]:
     return {*range(min(most, GROWING_FROM) + 1), most}
 
 
