@@ -230,8 +230,9 @@ def reported(problem: Problem, *, beside_dense: bool = False, times: int = 1, vl
     layers = layers_of(problem)
     widening = 0.0
     if times > 1 and problem.fp8 and problem.heads > FEW_HEADS:
-        layers[0].widen()
-        widening = timing.microseconds([layers[0].filling], 3000.0, 7)
+        for layer in layers:
+            layer.widen()
+        widening = timing.microseconds([layer.filling for layer in layers], 3000.0, 7)
     layers[0].all()  # so that steps measured alone have what the one before leaves
     found = [times * microseconds(layers, step) for step in (Layer.scores, Layer.select, Layer.attend, Layer.all)]
     found[2:] = [us + widening for us in found[2:]]

@@ -17,6 +17,12 @@ from tests.support.ptx.order import Unordered
 pytestmark = pytest.mark.long
 
 
+@pytest.fixture(autouse=True)
+def one_program_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the tokens of a test may be few where one program selects for each."""
+    monkeypatch.setattr(workspace, "WHOLE_TOKENS", 1)
+
+
 def run(seed: int, rows: list[tuple[int, int]], *, edit: Any = None, fp8: bool = False, **sizes: Any) -> Sparse:
     """The four steps of one layer, then the first ones of another layer, which write over what the first has left."""
     sizes = {"index_heads": 16, "selected": 64, "dtype": torch.bfloat16, "programs": 3, "fp8": fp8, **sizes}

@@ -233,7 +233,7 @@ def test_sparse_attention_compiles_nothing_late(
     assert late(start, 96, seed=3) == []
     launched = {kernel for kernel, _ in start.variants}
     scores = "score_pages_hopper" if cache == "fp8" else "score_pages"
-    assert {"index_rope", "write_keys", scores, "select_whole", "merge"} <= launched
+    assert {"index_rope", "write_keys", scores, "list_positions", "select_whole", "merge"} <= launched
     assert {"stream_linear", "rope_absorb", "rope_cache"} <= launched
     wide = {"attend_selected", "attend_selected_wide_fp8", "gather"}
     assert launched & wide == (wide if heads == 64 else {"attend_selected"} if cache == "auto" else set())
