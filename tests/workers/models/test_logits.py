@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import load_oracle, oracle_logits, random_tokens
 from paged import ALONE, CPU, Paged, greedy, load_fp32
+from quantised_pairs import CHECKPOINTS, checkpoints
 from tiny_models import KINDS, SPARSE_KINDS, VOCAB, write_tiny
 from torch import Tensor
 
@@ -39,18 +40,25 @@ def pair(kind: str) -> Pair:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        path = write_tiny(folder, kind, seed=1)
-        ours, oracle = load_fp32(path), load_oracle(path)
+        if kind in CHECKPOINTS:  # quantized, beside transformers' model of the same numbers
+            path, plain = checkpoints(Path(folder), kind)
+        else:
+            path = plain = write_tiny(folder, kind, seed=1)
+        ours, oracle = load_fp32(path), load_oracle(plain)
     sequences = [random_tokens(LONGEST, seed, VOCAB) for seed in range(3)]
     return Pair(ours, oracle, sequences, [oracle_logits(oracle, tokens) for tokens in sequences])
 
 
-QUICK = ("v3", "v2-groups", "kimi", "glm", "glm5")
+QUICK = ("v3", "v2-groups", "kimi", "glm", "glm5", "fp8", "int4")
 QUICK_TEXTS = ("v2-no-q-lora", "v3-yarn", "v3-one-group", "v32")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.long) for kind in [*KINDS, *SPARSE_KINDS]]
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in QUICK else pytest.mark.long)
+        for kind in [*KINDS, *SPARSE_KINDS, *CHECKPOINTS]
+    ],
 )
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
