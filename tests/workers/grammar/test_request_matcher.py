@@ -6,8 +6,10 @@ import json
 import queue
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,24 +136,53 @@ def test_tokens_before_one_that_is_not_allowed_stand(compiled: list[Compiled]) -
         assert rows.gained([0], [[a]], [0]) == {0: 0}
 
 
+class Thread:
+    """The clocks of a thread that computes and waits for a processor as it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch, self.own, self.now = monkeypatch, 0.0, 0.0
+        clocks = SimpleNamespace(thread_time=lambda: self.own, perf_counter=lambda: self.now)
+        monkeypatch.setattr("workers.grammar.matcher.time", clocks)
+
+    def for_seconds(self, of: Any, name: str, computing: Sequence[float], waiting: Sequence[float] = ()) -> None:
+        """The next calls of a method compute for so long, and wait."""
+        method, times = getattr(of, name), iter(zip(computing, waiting or [0.0] * len(computing), strict=True))
+
+        def timed(*args: Any) -> Any:
+            own, waited = next(times, (0.0, 0.0))
+            self.own += own
+            self.now += own + waited
+            return method(*args)
+
+        self.patch.setattr(of, name, timed)
+
+
 def test_tokens_before_a_costly_one_or_a_costly_mask_stand(
     compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, sampling = TEXTS.index("a"), SamplingParams(9, stop_ids=(EOS,))
-    times = iter(())
-    monkeypatch.setattr("workers.grammar.matcher.time", SimpleNamespace(thread_time=lambda: next(times)))
+    computing = Thread(monkeypatch)
     matcher = RequestMatcher(compiled[3], sampling, (EOS,), VOCAB)
-    times = iter([0.0, 0.0, 1.0, 1.0, 2.0, 9.0])
+    computing.for_seconds(matcher._matcher, "accept_token", [0.0, 0.0, 7.0])
     assert matcher.accept([a, a, a]) == 2
     assert matcher.lost
     masks = list(np.zeros((3, WORDS), dtype=np.int32))
     matcher = RequestMatcher(compiled[3], sampling, (EOS,), VOCAB)
-    # Before the fill and after it; around each mask, of which the second is the costly one; around each token.
-    times = iter([0.0, *(0.0, 0.0), *(0.0, 0.0), *(0.0, 7.0), 7.0])
+    computing.for_seconds(matcher._matcher, "fill_next_token_bitmask", [0.0, 7.0])
     assert matcher.fill([a, a], masks) == (2, False)
-    times = iter([0.0] * 4)
     assert matcher.accept([a, a]) == 1
     assert matcher.lost
+
+
+def test_waiting_for_a_processor_is_not_computing(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does what came before count, however long it took."""
+    a, computing = TEXTS.index("a"), Thread(monkeypatch)
+    matcher = RequestMatcher(compiled[3], SamplingParams(9, stop_ids=(EOS,)), (EOS,), VOCAB)
+    computing.for_seconds(matcher._matcher, "accept_token", [0.09, 0.09, 0.0, 0.09], waiting=[0.0, 0.0, 60.0, 60.0])
+    assert matcher.accept([a, a, a, a]) == 4
+    computing.for_seconds(matcher._matcher, "fill_next_token_bitmask", [0.0], waiting=[60.0])
+    assert matcher.fill((), list(np.zeros((1, WORDS), dtype=np.int32))) == (1, False)
+    assert not matcher.lost
 
 
 def test_a_costly_grammar_is_given_up(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
