@@ -245,8 +245,7 @@ def select_positions(
         select_whole[(tokens,)](
             score_TN,
             bound_T,
-            workspace.candidate,
-            workspace.position,
+            workspace.candidate.view(torch.float32),
             selected_TS,
             fault_1,
             *numbers,

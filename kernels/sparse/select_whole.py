@@ -1,14 +1,15 @@
 """The positions of a token's largest scores on Hopper, all by one program. What is selected is what the three kernels
 of `kernels.sparse.select` select.
 
-Its threads go through the scores twice. First each keeps the largest of every so many scores, the maxima of groups as
-there; among these a number is found that little more scores reach than are selected. Then the scores that reach it, the
-candidates, are written one after the other in the order of their positions; among these the least selected one is
-found, and what is selected follows in one go. If there is no room for all candidates, the scores themselves take their
-place.
+Its threads go through the scores three times, each warp through a stretch of its own. First each thread keeps the
+largest of every so many scores, the maxima of groups as there; among these a number is found that little more scores
+reach than are selected. Then the scores that reach it, the candidates, are counted, so that each warp knows how many
+come before its own; and then they are written one after the other in the order of their positions. Among these the
+least selected one is found, and what is selected follows in one go. If there is no room for all candidates, the scores
+themselves take their place.
 
-A thread has four scores that lie side by side, of each row of a block. How many candidates come before its own is a
-scan over threads, of the counts of all rows in one integer.
+All scores are compared as they are, which takes a third of the instructions that their keys would take; maxima and
+candidates alone have keys. No warp waits for another one while it goes through the scores.
 
 Gluon.
 """
@@ -20,14 +21,21 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import PropagateNan
 
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 
 _NAN = gl.constexpr(0xFFFFFFFE)
+_NAN_IS_LARGER = gl.constexpr(PropagateNan.ALL)
 _GUESSES = gl.constexpr(8)
 """Middles of two scores that are tried before the middles of their keys: see `kernels.sparse.select`."""
 _SIDE = gl.constexpr(4)
 """Scores of a thread that lie side by side."""
+_LINE = gl.constexpr(32 * 4)
+"""Scores that a warp takes at once: a count of them fits into a byte."""
+_FULL = gl.constexpr(255)
+"""Flags that a byte can count."""
+_LOWEST = gl.constexpr(float("-inf"))
 _SIXTEEN = gl.constexpr(0xFFFF)
 
 
@@ -85,21 +93,54 @@ def _places(SIDE: gl.constexpr, WARPS: gl.constexpr):
     return thread[:, None] * SIDE + gl.arange(0, SIDE, gl.SliceLayout(0, LAYOUT))[None, :]
 
 
+@gluon.constexpr_function
+def lines_layout(warps):
+    """Of a tile [warps, 128]: a warp has a line of it."""
+    return gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
+
+
 @gluon.jit
-def _block_at(mine, first, end, SHAPE: gl.constexpr):
-    """Keys of a block of scores, a tile [threads, 4] for every row; 0 at and behind `end`. Rows of scores are whole
-    pages wide: up to the next multiple of 16 there is memory, and loads can be wide."""
-    there = (end + 15) // 16 * 16
+def _lines_at(stretch, step, SHAPE: gl.constexpr):
+    """Where the first of the lines lies that warps take in a step: [warps, 128]. Warps have stretches of so many
+    steps."""
+    WARPS: gl.constexpr = SHAPE.warps
+    LAYOUT: gl.constexpr = lines_layout(WARPS)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, _LINE, gl.SliceLayout(0, LAYOUT))
+    return ((warp * stretch + step) * (_LINE * SHAPE.rows))[:, None] + column[None, :]
+
+
+@gluon.jit
+def _scores_at(mine, stretch, step, end, SHAPE: gl.constexpr):
+    """The scores of a step, a tile [warps, 128] for every row; -inf at and behind `end`, a multiple of 16."""
     ROWS: gl.constexpr = SHAPE.rows
-    scores = ()
-    for i in gl.static_range(ROWS):
-        at = first + i * (32 * SHAPE.warps * _SIDE) + _places(_SIDE, SHAPE.warps)
-        scores = scores + (gl.load(mine + at, mask=at < there, other=0.0, cache_modifier=".cg"),)
+    at = _lines_at(stretch, step, SHAPE)
     tiles = ()
     for i in gl.static_range(ROWS):
-        at = first + i * (32 * SHAPE.warps * _SIDE) + _places(_SIDE, SHAPE.warps)
-        tiles = tiles + (gl.where(at < end, key_of(scores[i]), 0).to(gl.uint32),)
+        place = at + i * _LINE
+        tiles = tiles + (gl.load(mine + place, mask=place < end, other=_LOWEST, cache_modifier=".cg"),)
     return tiles
+
+
+@gluon.jit
+def _block_at(mine, first, end, SHAPE: gl.constexpr):
+    """Keys of the scores from `first` on, a tile [threads, 4] for every row; 0 at and behind `end`."""
+    ROWS: gl.constexpr = SHAPE.rows
+    keys = ()
+    for i in gl.static_range(ROWS):
+        at = first + i * (32 * SHAPE.warps * _SIDE) + _places(_SIDE, SHAPE.warps)
+        score = gl.load(mine + at, mask=at < end, other=0.0, cache_modifier=".cg")
+        keys = keys + (gl.where(at < end, key_of(score), 0).to(gl.uint32),)
+    return keys
+
+
+@gluon.jit
+def _larger(tiles, others, TILES: gl.constexpr):
+    """The larger score of each two; NaN is above all."""
+    larger = ()
+    for i in gl.static_range(TILES):
+        larger = larger + (gl.maximum(tiles[i], others[i], propagate_nan=_NAN_IS_LARGER),)
+    return larger
 
 
 @gluon.jit
@@ -146,24 +187,66 @@ def _least_of(tiles, SELECTED: gl.constexpr, SLACK: gl.constexpr, GUESSES: gl.co
 
 
 @gluon.jit
-def _keep(tiles, threshold, first, kept, keys, positions, SHAPE: gl.constexpr):
-    """Write the candidates of a block behind the `kept` before them; how many there are with them."""
+def _flags(tiles, threshold, SHAPE: gl.constexpr):
+    """1 for every candidate of a step's rows, in a byte for each row. NaN is not below the threshold."""
     ROWS: gl.constexpr = SHAPE.rows
-    # 16 bits for each row, which has 4,096 scores at most.
-    counts = gl.sum((tiles[0] >= threshold).to(gl.int32), 1).to(gl.int64)
+    flags = ((tiles[0] < threshold) == 0).to(gl.int32)
     for i in gl.static_range(1, ROWS):
-        counts += gl.sum((tiles[i] >= threshold).to(gl.int32), 1).to(gl.int64) << (16 * i)
-    earlier = _before_threads(counts, SHAPE.warps)
-    totals = gl.sum(counts, 0)
-    for i in gl.static_range(ROWS):
-        keep = tiles[i] >= threshold
-        to = kept + ((earlier >> (16 * i)) & _SIXTEEN).to(gl.int32)[:, None] + _before(keep.to(gl.int32))
-        inside = keep & (to < SHAPE.lanes)
-        gl.store(keys + to, tiles[i].to(gl.int32, bitcast=True), mask=inside)
-        at = first + i * (32 * SHAPE.warps * _SIDE) + _places(_SIDE, SHAPE.warps)
-        gl.store(positions + to, at, mask=inside)
-        kept += ((totals >> (16 * i)) & _SIXTEEN).to(gl.int32)
-    return kept
+        flags += ((tiles[i] < threshold) == 0).to(gl.int32) << (8 * i)
+    return flags
+
+
+@gluon.jit
+def _total_of_bytes(x):
+    return (x & 0xFF) + (x >> 8 & 0xFF) + (x >> 16 & 0xFF) + (x >> 24 & 0xFF)
+
+
+@gluon.jit
+def _counts(mine, stretch, end, threshold, SHAPE: gl.constexpr):
+    """How many candidates each warp has."""
+    WARPS: gl.constexpr = SHAPE.warps
+    block = _scores_at(mine, stretch, 0, end, SHAPE)
+    count = gl.zeros([WARPS, _LINE], gl.int32, lines_layout(WARPS))
+    bytes = count
+    for step in range(stretch):
+        following = _scores_at(mine, stretch, step + 1, gl.where(step + 1 < stretch, end, 0), SHAPE)
+        bytes += _flags(block, threshold, SHAPE)
+        if step % _FULL == _FULL - 1:
+            count += _total_of_bytes(bytes)
+            bytes = gl.zeros_like(bytes)
+        block = following
+    return gl.sum(count + _total_of_bytes(bytes), 1)
+
+
+@gluon.jit
+def _before_warps(count, WARPS: gl.constexpr):
+    """The sum of the counts of the warps before each."""
+    SQUARE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    row = gl.arange(0, WARPS, gl.SliceLayout(1, SQUARE))
+    column = gl.arange(0, WARPS, gl.SliceLayout(0, SQUARE))
+    of_column = gl.convert_layout(count, gl.SliceLayout(0, SQUARE))
+    before = gl.sum(gl.where(column[None, :] < row[:, None], of_column[None, :], 0), 1)
+    return gl.convert_layout(before, count.type.layout)
+
+
+@gluon.jit
+def _keep(mine, stretch, end, threshold, before, scores, SHAPE: gl.constexpr):
+    """Write the candidates, and SHAPE.lanes behind each its position."""
+    ROWS: gl.constexpr = SHAPE.rows
+    block = _scores_at(mine, stretch, 0, end, SHAPE)
+    for step in range(stretch):
+        following = _scores_at(mine, stretch, step + 1, gl.where(step + 1 < stretch, end, 0), SHAPE)
+        flags = _flags(block, threshold, SHAPE)
+        with_own = gl.associative_scan(flags, 1, _add)
+        totals = gl.sum(flags, 1)
+        at = _lines_at(stretch, step, SHAPE)
+        for i in gl.static_range(ROWS):
+            own = flags >> (8 * i) & 0xFF
+            to = scores + (before[:, None] + (with_own >> (8 * i) & 0xFF) - own)
+            gl.store(to, block[i], mask=own != 0)
+            gl.store((to + SHAPE.lanes).to(gl.pointer_type(gl.int32), bitcast=True), at + i * _LINE, mask=own != 0)
+            before += totals >> (8 * i) & 0xFF
+        block = following
 
 
 @gluon.jit
@@ -193,18 +276,16 @@ def _reaching_of_all(mine, seen, number, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _list_of_all(out, mine, seen, least, SELECTED: gl.constexpr, SHAPE: gl.constexpr):
-    """Select from all scores, whose least selected key is `least` or larger."""
+def _list_of_all(out, mine, seen, SELECTED: gl.constexpr, SHAPE: gl.constexpr):
+    """Select from all scores."""
     ROWS: gl.constexpr = SHAPE.rows
-    low = least
-    high = least + 1  # tried first: most scores are equal where there are many candidates
-    top = _NAN + (least & 0) + 1
-    while high - low > 0:
-        enough = _reaching_of_all(mine, seen, high, SHAPE) >= SELECTED
-        # `top` is a number that too few reach, `high` the one that is tried.
-        low = gl.where(enough, high, low)
-        top = gl.where(enough, top, high)
-        high = low + (top - low) // 2
+    low = (seen * 0).to(gl.uint32)
+    top = low + _NAN + 1  # too few reach it
+    while top - low > 1:
+        middle = low + (top - low) // 2
+        enough = _reaching_of_all(mine, seen, middle, SHAPE) >= SELECTED
+        low = gl.where(enough, middle, low)
+        top = gl.where(enough, top, middle)
     place = seen * 0
     left = SELECTED - _reaching_of_all(mine, seen, low + 1, SHAPE)
     for first in range(0, seen, 32 * SHAPE.warps * _SIDE * ROWS):
@@ -216,17 +297,16 @@ def _list_of_all(out, mine, seen, least, SELECTED: gl.constexpr, SHAPE: gl.const
 
 @gluon.jit(do_not_specialize=["scores", "score_stride"], do_not_specialize_on_alignment=["bound", "fault"])
 def select_whole(
-    score, bound, candidate, position, selected, fault, scores, score_stride, SELECTED: gl.constexpr,
-    SHAPE: gl.constexpr, DEPENDENT: gl.constexpr,
+    score, bound, candidate, selected, fault, scores, score_stride, SELECTED: gl.constexpr, SHAPE: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Programs of one token. `candidate`, `position`: room for SHAPE.lanes numbers a token, SHAPE being a
-    `kernels.sparse.workspace.Whole`. `score_stride` is in lines
-    of 16 scores, so that the compiler knows how they lie."""
+    """Programs of one token. `candidate`: room for SHAPE.lanes scores and as many positions a token, SHAPE being a
+    `kernels.sparse.workspace.Whole`. `score_stride` is in lines of 16 scores, so that the compiler knows how they
+    lie."""
     if DEPENDENT:
         wait_for_kernel_before()
         let_kernel_after_start()
     ROWS: gl.constexpr = SHAPE.rows
-    BLOCK: gl.constexpr = 32 * SHAPE.warps * _SIDE * SHAPE.rows
     EACH: gl.constexpr = SHAPE.lanes // (32 * SHAPE.warps)
     token = gl.program_id(0).to(gl.int64)
     sees = gl.load(bound + token)
@@ -240,29 +320,39 @@ def select_whole(
             gl.store(out + at, gl.where(at < all, at, -1), mask=at < SELECTED)
     else:
         mine = score + token * (score_stride * 16)
-        top = _block_at(mine, 0, sees, SHAPE)
-        for first in range(BLOCK, sees, BLOCK):
-            block = _block_at(mine, first, sees, SHAPE)
-            larger = ()
-            for i in gl.static_range(ROWS):
-                larger = larger + (gl.maximum(top[i], block[i]),)
-            top = larger
-        threshold = _least_of(top, SELECTED, SELECTED // 8, _GUESSES, ROWS)
-        keys = candidate + token * SHAPE.lanes
-        positions = position + token * SHAPE.lanes
-        kept = sees * 0
-        tiles = _block_at(mine, 0, sees, SHAPE)
-        for first in range(0, sees, BLOCK):
-            following = _block_at(mine, first + BLOCK, sees, SHAPE)
-            kept = _keep(tiles, threshold, first, kept, keys, positions, SHAPE)
-            tiles = following
+        # Rows of scores are whole pages wide: up to the next multiple of 16 there is memory, and loads can be wide.
+        # What it holds means nothing.
+        end = (sees + 15) // 16 * 16
+        behind = sees + gl.arange(0, 32, gl.BlockedLayout([1], [32], [SHAPE.warps], [0]))
+        gl.store(mine + behind, gl.zeros_like(behind).to(gl.float32) + _LOWEST, mask=behind < end)
         gl.thread_barrier()
-        if kept <= SHAPE.lanes:
-            i = _places(EACH, SHAPE.warps)
-            key = gl.load(keys + i, mask=i < kept, other=0, cache_modifier=".cg").to(gl.uint32, bitcast=True)
-            at = gl.load(positions + i, mask=i < kept, other=0, cache_modifier=".cg")
+        span = SHAPE.warps * _LINE * SHAPE.rows
+        stretch = (sees + span - 1) // span
+        top = _scores_at(mine, stretch, 0, end, SHAPE)
+        block = _scores_at(mine, stretch, 1, gl.where(stretch > 1, end, 0), SHAPE)
+        for step in range(2, stretch + 1):
+            following = _scores_at(mine, stretch, step, gl.where(step < stretch, end, 0), SHAPE)
+            top = _larger(top, block, ROWS)
+            block = following
+        tops = ()
+        for i in gl.static_range(ROWS):
+            tops = tops + (key_of(top[i]),)
+        threshold = score_of(_least_of(tops, SELECTED, SELECTED // 8, _GUESSES, ROWS))
+        candidates = candidate + token * (2 * SHAPE.lanes)
+        count = _counts(mine, stretch, end, threshold, SHAPE)
+        kept = gl.sum(count, 0)
+        # Not where what is behind the end would be among them.
+        if (kept <= SHAPE.lanes) & (threshold > _LOWEST):
+            _keep(mine, stretch, end, threshold, _before_warps(count, SHAPE.warps), candidates, SHAPE)
+            gl.thread_barrier()
+            lane = _places(EACH, SHAPE.warps)
+            own = gl.load(candidates + lane, mask=lane < kept, other=0.0, cache_modifier=".cg")
+            positions = (candidates + SHAPE.lanes).to(gl.pointer_type(gl.int32), bitcast=True)
+            at = gl.load(positions + lane, mask=lane < kept, other=0, cache_modifier=".cg")
+            key = key_of(own)
+            key = gl.where(lane < kept, key, 0).to(gl.uint32)
             least = _least_of((key,), SELECTED, 0, 0, 1)
             left = SELECTED - _reaching((key,), least + 1, 1)
             _list(out, key, at, least, kept * 0, left, SHAPE.warps)
         else:
-            _list_of_all(out, mine, sees, threshold, SELECTED, SHAPE)
+            _list_of_all(out, mine, sees, SELECTED, SHAPE)

@@ -33,7 +33,7 @@ INVARIANT_TOKENS: Final = 64
 WHOLE_TOKENS: Final = 17
 """Tokens from which on one program selects for each, where it may. On an H200, of 65,536 scores, programs that share a
 token's scores took 15.5 / 29.3 / 51.9 / 75.6 microseconds for 1 / 16 / 64 / 128 tokens, and one for each 29.4 / 30.9 /
-32.9 / 34.0."""
+32.9 / 34.0, in a form that had a third more to do."""
 WHOLE_OF_FEW: Final = (16, 4)
 WHOLE_OF_MANY: Final = (8, 4)
 """Warps of a program that selects for one of `FEW_TOKENS` tokens, or of more, and its rows (`Whole`)."""
@@ -47,7 +47,7 @@ class Whole(NamedTuple):
 
     warps: int
     rows: int
-    """Of scores that a thread takes at a time, 4 at most."""
+    """Lines of 128 scores that a warp takes at a time, 4 at most."""
     lanes: int
     """Candidates that there is room for: a power of two, and not fewer than threads."""
 
@@ -73,7 +73,7 @@ class SelectWorkspace:
     begins: Tensor
     """[T, blocks, 2]: where the candidates of a block of scores begin, and how many they are."""
     candidate: Tensor
-    """[T, room]: keys."""
+    """[T, room]: keys; where one program selects for a token [T, 2 room], scores and then their positions."""
     position: Tensor
     """[T, room]."""
 
@@ -90,8 +90,8 @@ class SelectWorkspace:
         selected at most. `empty(*shape, dtype=)` gives uninitialised device memory. `hopper`: whether Hopper's own
         kernel may be taken; None asks the device."""
         lanes = 4 * _power_of_2(max(selected, 512) - 1)
-        candidate = empty(tokens, lanes, dtype=torch.int32)
-        whole = whole_selection(tokens, lanes) if (is_hopper(candidate.device) if hopper is None else hopper) else None
+        best = empty(0, dtype=torch.int32)
+        whole = whole_selection(tokens, lanes) if (is_hopper(best.device) if hopper is None else hopper) else None
         parts = _power_of_2(min(32, 264 // max(tokens, 1), -(-scores // SCORES[0])))
         block = min(max(_power_of_2(scores // parts), SCORES[0]), SCORES[1])
         groups = min(2 * lanes, max(2 * _power_of_2(max(scores, 1) - 1), 1024))
@@ -105,8 +105,8 @@ class SelectWorkspace:
             taken=empty(shared, dtype=torch.int32),
             least=empty(shared, dtype=torch.int32),
             begins=empty(shared, max(1, -(-scores // block)), 2, dtype=torch.int32),
-            candidate=candidate,
-            position=empty(tokens, lanes, dtype=torch.int32),
+            candidate=empty(tokens, 2 * lanes if whole else lanes, dtype=torch.int32),
+            position=empty(shared, lanes, dtype=torch.int32),
         )
 
 
