@@ -137,11 +137,19 @@ class Load:
 
     def body(self, prompt: int, output: int) -> bytes:
         """The JSON of a request with so many random prompt ids, for so many tokens."""
+        return self.request(self.prompt(prompt), output)
+
+    def prompt(self, length: int) -> list[int]:
+        """So many random ids."""
         least = min(10, self._vocab - 1)  # the lowest ids are most often special tokens
+        return [self._random.randrange(least, self._vocab) for _ in range(length)]
+
+    def request(self, prompt: list[int], output: int) -> bytes:
+        """The JSON of a request with this prompt, for so many tokens."""
         return json.dumps(
             {
                 "model": self._model,
-                "prompt": [self._random.randrange(least, self._vocab) for _ in range(prompt)],
+                "prompt": prompt,
                 "max_tokens": output,
                 "temperature": 0.0,
                 "ignore_eos": True,
