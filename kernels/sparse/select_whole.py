@@ -8,8 +8,8 @@ come before its own; and then they are written one after the other in the order 
 least selected one is found, and what is selected follows in one go. If there is no room for all candidates, the scores
 themselves take their place.
 
-All scores are compared as they are, which takes a third of the instructions that their keys would take; maxima and
-candidates alone have keys. No warp waits for another one while it goes through the scores.
+All scores are compared as they are, which takes fewer instructions than their keys would; maxima and candidates alone
+have keys. No warp waits for another one while it goes through the scores.
 
 Gluon.
 """
@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
+from kernels.sparse.select import key_of, middle_of, score_of
 
 _NAN = gl.constexpr(0xFFFFFFFE)
 _NAN_IS_LARGER = gl.constexpr(PropagateNan.ALL)
@@ -68,21 +69,6 @@ def _before_threads(x, WARPS: gl.constexpr):
 @gluon.jit
 def _total(tile):
     return gl.sum(gl.sum(tile, 1), 0)
-
-
-@gluon.jit
-def key_of(x):
-    """See `kernels.sparse.select.key_of`."""
-    bits = (x + 0.0).to(gl.uint32, bitcast=True)
-    key = bits ^ gl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(gl.uint32)
-    return gl.where(x != x, _NAN, key).to(gl.uint32)
-
-
-@gluon.jit
-def score_of(key):
-    """The float of a key."""
-    bits = key ^ gl.where(key >> 31 != 0, 0x80000000, 0xFFFFFFFF).to(gl.uint32)
-    return bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -150,17 +136,6 @@ def _reaching(tiles, number, TILES: gl.constexpr):
     for i in gl.static_range(1, TILES):
         count += (tiles[i] >= number).to(gl.int32)
     return _total(count)
-
-
-@gluon.jit
-def middle_of(low, high, step, GUESSES: gl.constexpr):
-    """Where to cut an interval of keys: somewhere between its ends."""
-    middle = low + (high - low) // 2
-    if GUESSES > 0:
-        guess = key_of(score_of(low) * 0.5 + score_of(high) * 0.5)
-        guess = gl.minimum(gl.maximum(guess, low + 1), high - 1)
-        middle = gl.where(step < GUESSES, guess, middle)
-    return middle
 
 
 @gluon.jit

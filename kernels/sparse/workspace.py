@@ -33,11 +33,12 @@ INVARIANT_TOKENS: Final = 64
 WHOLE_TOKENS: Final = 17
 """Tokens from which on one program selects for each, where it may. On an H200, of 65,536 scores, programs that share a
 token's scores took 15.5 / 29.3 / 51.9 / 75.6 microseconds for 1 / 16 / 64 / 128 tokens, and one for each 29.4 / 30.9 /
-32.9 / 34.0, in a form that had a third more to do."""
+32.9 / 34.0, in a form that had more to do."""
 WHOLE_OF_FEW: Final = (16, 4)
 WHOLE_OF_MANY: Final = (8, 4)
 """Warps of a program that selects for one of `FEW_TOKENS` tokens, or of more, and its rows (`Whole`)."""
 FEW_TOKENS: Final = 132
+"""A multiprocessor of an H200 for each."""
 SCORES: Final = (1024, 4096)
 """Scores that a program of the selection takes at a time, at least and at most."""
 

@@ -24,8 +24,8 @@ others must not wait for them."""
 OPENING: Final = 4
 """Tokens within which a text before the grammar is opened, if the model is to open it: white space may come first."""
 SLOW_S: Final = 0.0005
-"""Seconds for the masks of a step from which on a row's are filled beside those of others: handing them
-over to another thread takes a tenth of that."""
+"""Seconds for the masks of a step from which on a row's are filled beside those of others: handing them over to another
+thread takes a tenth of that."""
 
 
 class _Phase(Enum):

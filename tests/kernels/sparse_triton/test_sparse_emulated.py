@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sparse_case import VALUES, Sparse, drawn_scores
 
 from kernels.sparse import launch, workspace
@@ -21,6 +23,18 @@ pytestmark = pytest.mark.long
 def one_program_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the tokens of a test may be few where one program selects for each."""
     monkeypatch.setattr(workspace, "WHOLE_TOKENS", 1)
+
+
+def selected_by_one_program(bounds: list[int], selected: int, values: str, seed: int) -> None:
+    """Positions of scores of one kind; those behind the bounds are large."""
+    case = Sparse([(1, len(bounds))], selected=selected, kernels=True, hopper=True, dependent=True)
+    case.tensors["bound"] = torch.tensor(bounds, dtype=torch.int32)
+    scores = drawn_scores(values, len(bounds), 4096, seed, few=1024)
+    behind = torch.arange(scores.shape[1]) >= case.tensors["bound"].unsqueeze(1)
+    case.tensors["score"] = scores.masked_fill(behind, 1e30)
+    with emulated(1, consecutive=True):
+        case.select()
+    case.check_selected()
 
 
 def run(seed: int, rows: list[tuple[int, int]], *, edit: Any = None, fp8: bool = False, **sizes: Any) -> Sparse:
@@ -126,6 +140,45 @@ def test_scores_on_hopper(
     assert int(case.tensors["fault"]) == 0
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 90) | st.integers(120, 700), st.integers(1, 9)), min_size=1, max_size=4),
+    width=st.integers(0, 8),
+    index_heads=st.sampled_from([16, 32, 64]),
+    programs=st.integers(1, 6),
+    invariant=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_scores_of_any_rows_on_hopper(
+    lengths: list[tuple[int, int]], width: int, index_heads: int, programs: int, invariant: bool, seed: int
+) -> None:
+    """Of a width, rows of as many tokens; without one, chunks of any."""
+    rows = [(length, width or tokens) for length, tokens in lengths]
+    sizes: dict[str, Any] = {"width": width, "index_heads": index_heads, "invariant": invariant, "heads": 1}
+    case = Sparse(rows, dtype=torch.bfloat16, fp8=True, kernels=True, hopper=True, dependent=True, seed=seed, **sizes)
+    with pytest.MonkeyPatch.context() as patch, emulated(seed, consecutive=True):
+        patch.setattr(launch, "multiprocessors", lambda _: programs)
+        case.score()
+    case.check_scores()
+    assert int(case.tensors["fault"]) == 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    bounds=st.lists(st.integers(0, 130) | st.integers(0, 4096), min_size=1, max_size=3),
+    selected=st.sampled_from([1, 3, 64, 500]),
+    shape=st.sampled_from([(4, 1), (4, 2), (8, 4), (16, 4)]),
+    values=st.sampled_from(VALUES),
+    seed=st.integers(0, 99),
+)
+def test_any_selection_by_one_program(
+    bounds: list[int], selected: int, shape: tuple[int, int], values: str, seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "WHOLE_OF_FEW", shape)
+        selected_by_one_program(bounds, selected, values, seed)
+
+
 @pytest.mark.parametrize("planted", ["pages", "bounds"])
 def test_what_is_outside_is_counted_and_not_followed(planted: str) -> None:
     """As by the portable kernels: a page by every program that has it, a bound once."""
@@ -156,14 +209,7 @@ def test_selection_by_one_program(
     values: str, warps: int, rows: int, selected: int, bounds: list[int], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(workspace, "WHOLE_OF_FEW", (warps, rows))
-    case = Sparse([(1, len(bounds))], selected=selected, kernels=True, hopper=True, dependent=True)
-    case.tensors["bound"] = torch.tensor(bounds, dtype=torch.int32)
-    scores = drawn_scores(values, len(bounds), 4096, warps, few=1024)
-    behind = torch.arange(scores.shape[1]) >= case.tensors["bound"].unsqueeze(1)
-    case.tensors["score"] = scores.masked_fill(behind, 1e30)
-    with emulated(1, consecutive=True):
-        case.select()
-    case.check_selected()
+    selected_by_one_program(bounds, selected, values, warps)
 
 
 @pytest.mark.parametrize(
