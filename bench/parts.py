@@ -159,6 +159,7 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (decode_rows.launch, "attend", _always("decode rows, before their merge")),
     (decode_rows, "merge_up", _always("decode rows' merge with W_UV")),
     (decode_rows, "rope_absorb", _always("absorbing")),
+    (decode_rows, "absorb_roped", _always("absorbing")),
     (decode_rows, "head_linear", _always("absorbing")),
     (DecoderLayer, "finish", _finished),
     (LatentAttention, "output", _always("attention's output, with the norm behind it")),

@@ -12,7 +12,7 @@ from kernels.head_linear import launch, reference
 from kernels.linear import launch as linear_launch
 from kernels.mla_decode.schedule import Workspace
 
-__all__ = ["head_linear", "merge_up", "rope_absorb"]
+__all__ = ["absorb", "head_linear", "merge_up", "rope_absorb"]
 
 
 def head_linear(
@@ -34,6 +34,19 @@ def head_linear(
         linear_launch.stream_heads(x_THN, weight_HLN, out_THL, dependent=dependent)
     else:
         linear_launch.tiled(x_THN, weight_HLN, out_THL, invariant=invariant, dependent=dependent)
+
+
+def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: bool = False) -> None:
+    """From roped queries to what attention reads, in one launch: out[..., :L] = q[..., :N] · weight; out[..., L:] =
+    q[..., N:].
+
+    All of one dtype; `q_THD` may be a strided view whose heads are contiguous, `out_THC` is contiguous. `dependent`:
+    the kernel behind is launched dependently. This one is not: it starts when all before it has ended.
+    """
+    if q_THD.is_cuda:
+        launch.absorb(q_THD, weight_HNL, out_THC, dependent=dependent)
+    else:
+        reference.absorb(q_THD, weight_HNL, out_THC)
 
 
 def rope_absorb(

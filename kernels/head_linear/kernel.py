@@ -79,6 +79,54 @@ def _rope_heads(
     tl.store(at, turned.to(target.dtype.element_ty), mask=mask, eviction_policy="evict_last")
 
 
+@triton.jit
+def _absorb(
+    q,
+    weight,
+    weight_box,
+    out,
+    tokens,
+    tiles,
+    program,
+    QUERY: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    CUT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """W_UK into a few tokens' queries of one head, for a few latent features. Weights are read before the wait."""
+    HEADS: tl.constexpr = FEATURES.heads
+    LATENT: tl.constexpr = FEATURES.latent
+    COLUMNS: tl.constexpr = CUT.columns
+    CHUNKS: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
+    C: tl.constexpr = LATENT + FEATURES.rope
+    D: tl.constexpr = FEATURES.nope + FEATURES.rope
+    # Tiles of tokens are neighbours, so that they share weights in L2.
+    t = (program % tiles * CUT.tokens + tl.arange(0, CUT.tokens)).to(tl.int64)
+    head = program // tiles // CHUNKS
+    n = tl.arange(0, FEATURES.nope_block)
+    c = program // tiles % CHUNKS * COLUMNS + tl.arange(0, COLUMNS)
+    if CUT.boxed:
+        tile = weight_box.load([head * (WEIGHT.head // WEIGHT.row), program // tiles % CHUNKS * COLUMNS])
+    else:
+        at = weight + head.to(tl.int64) * WEIGHT.head + n[:, None] * WEIGHT.row + c[None, :]
+        tile = tl.load(at, mask=(n < FEATURES.nope)[:, None] & (c < LATENT)[None, :], other=0.0)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    inside = (t < tokens)[:, None]
+    source = q + t[:, None] * QUERY.token + head * D + n[None, :]
+    x = _projected(source, inside & (n < FEATURES.nope)[None, :], out.dtype.element_ty, QUERY)
+    if QUERY.parts:
+        # The other way round a few tokens are enough for wgmma, which takes both sides from shared memory.
+        y = tl.trans(tl.dot(tl.trans(tile), tl.trans(x), input_precision=CUT.precision))
+    else:
+        y = tl.dot(x, tile, input_precision=CUT.precision)
+    target = out + (t * HEADS + head)[:, None] * C + c[None, :]
+    kept = inside & (c < LATENT)[None, :]
+    tl.store(target, y.to(out.dtype.element_ty), mask=kept, eviction_policy="evict_last")
+
+
 @triton.jit(do_not_specialize=["tokens", "slots", "eps"])
 def rope_absorb(
     q,
@@ -119,30 +167,7 @@ def rope_absorb(
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, CUT.tokens)
     if program < HEADS * CHUNKS * tiles:
-        # Tiles of tokens are neighbours, so that they share weights in L2.
-        t = (program % tiles * CUT.tokens + tl.arange(0, CUT.tokens)).to(tl.int64)
-        head = program // tiles // CHUNKS
-        n = tl.arange(0, FEATURES.nope_block)
-        c = program // tiles % CHUNKS * COLUMNS + tl.arange(0, COLUMNS)
-        if CUT.boxed:
-            tile = weight_box.load([head * (WEIGHT.head // WEIGHT.row), program // tiles % CHUNKS * COLUMNS])
-        else:
-            at = weight + head.to(tl.int64) * WEIGHT.head + n[:, None] * WEIGHT.row + c[None, :]
-            tile = tl.load(at, mask=(n < FEATURES.nope)[:, None] & (c < LATENT)[None, :], other=0.0)
-        if DEPENDENT:
-            gdc_wait()
-            gdc_launch_dependents()
-        inside = (t < tokens)[:, None]
-        source = q + t[:, None] * QUERY.token + head * D + n[None, :]
-        x = _projected(source, inside & (n < FEATURES.nope)[None, :], out.dtype.element_ty, QUERY)
-        if QUERY.parts:
-            # The other way round a few tokens are enough for wgmma, which takes both sides from shared memory.
-            y = tl.trans(tl.dot(tl.trans(tile), tl.trans(x), input_precision=CUT.precision))
-        else:
-            y = tl.dot(x, tile, input_precision=CUT.precision)
-        target = out + (t * HEADS + head)[:, None] * C + c[None, :]
-        kept = inside & (c < LATENT)[None, :]
-        tl.store(target, y.to(out.dtype.element_ty), mask=kept, eviction_policy="evict_last")
+        _absorb(q, weight, weight_box, out, tokens, tiles, program, QUERY, WEIGHT, FEATURES, CUT, DEPENDENT)
     else:
         program -= HEADS * CHUNKS * tiles
         token = (program // SHARES).to(tl.int64)
@@ -165,6 +190,46 @@ def rope_absorb(
                 q + token * QUERY.token + FEATURES.nope, turn, out + token * HEADS * C + LATENT, first, D, C, GROUP,
                 QUERY, FEATURES,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def absorb(
+    q,
+    weight,
+    out,
+    tokens,
+    QUERY: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    CUT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The same of queries that are roped. Programs: as `rope_absorb` has them for W_UK; then for every token copies of
+    the rope of a group of heads each. DEPENDENT: its successor may start early, never before this kernel itself."""
+    HEADS: tl.constexpr = FEATURES.heads
+    LATENT: tl.constexpr = FEATURES.latent
+    GROUP: tl.constexpr = CUT.group
+    CHUNKS: tl.constexpr = (LATENT + CUT.columns - 1) // CUT.columns
+    SHARES: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    C: tl.constexpr = LATENT + FEATURES.rope
+    D: tl.constexpr = FEATURES.nope + FEATURES.rope
+    program = tl.program_id(0)
+    tiles = tl.cdiv(tokens, CUT.tokens)
+    if program < HEADS * CHUNKS * tiles:
+        _absorb(q, weight, weight, out, tokens, tiles, program, QUERY, WEIGHT, FEATURES, CUT, DEPENDENT)
+    else:
+        program -= HEADS * CHUNKS * tiles
+        token = (program // SHARES).to(tl.int64)
+        if DEPENDENT:
+            gdc_wait()
+            gdc_launch_dependents()
+        head = program % SHARES * GROUP + tl.arange(0, GROUP)
+        o = tl.arange(0, FEATURES.rope_block)
+        mask = (head < HEADS)[:, None] & (o < FEATURES.rope)[None, :]
+        at = q + token * QUERY.token + FEATURES.nope + head[:, None] * D + o[None, :]
+        x = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        at = out + token * HEADS * C + LATENT + head[:, None] * C + o[None, :]
+        tl.store(at, x, mask=mask, eviction_policy="evict_last")
 
 
 @triton.jit(do_not_specialize=["tokens", "workers"])

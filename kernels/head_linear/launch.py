@@ -52,20 +52,9 @@ def rope_absorb(
         raise ValueError("positions and cache slots are contiguous")
     if weight_HNL.stride(2) != 1 or cache_PKC.stride(0) != PAGE_TOKENS * cache_PKC.stride(1):
         raise ValueError("weight rows are contiguous and cache entries equally spaced")
-    group = min(_GROUP, triton.next_power_of_2(heads))
-    wide = out_THC.dtype == torch.float32
-    if parts:
-        tile, columns = 16, _columns_of_parts(tokens, heads, latent)
-    elif tokens <= MOST_STREAMED:
-        tile, columns = 16, 64 if heads <= 32 else 128
-    else:
-        tile, columns = 64, 64
-    if wide:  # larger tiles spill registers
-        tile, columns = min(tile, 32), 16
-    columns = max(16, min(columns, triton.next_power_of_2(latent)))
-    box = _box(weight_HNL, columns) if parts else None
-    products = heads * triton.cdiv(latent, columns) * triton.cdiv(tokens, tile)
-    programs = products + tokens * (1 + triton.cdiv(heads, group))
+    cut = _cut(tokens, heads, latent, bool(parts), out_THC.dtype)
+    box = _box(weight_HNL, cut.columns) if parts else None
+    programs = _products(cut, tokens, heads, latent) + tokens * (1 + triton.cdiv(heads, cut.group))
     kernel.rope_absorb[(programs,)](
         q_THD,
         kv_TC,
@@ -84,22 +73,71 @@ def rope_absorb(
         LATENTS=_projected(kv_TC, parts),
         WEIGHT=_matrices(weight_HNL),
         CACHE_STRIDE=cache_PKC.stride(1),
-        FEATURES=Features(
-            heads=heads,
-            nope=nope,
-            nope_block=max(16, triton.next_power_of_2(nope)),
-            latent=latent,
-            latent_block=triton.next_power_of_2(latent),
-            rope=rope,
-            rope_block=triton.next_power_of_2(rope),
-        ),
+        FEATURES=_features(weight_HNL, rope),
         ENTRY=entry_of(cache_PKC, latent, rope, out_THC.dtype),
-        CUT=AbsorbCut(
-            tokens=tile, columns=columns, group=group, precision="ieee" if wide else "tf32", boxed=box is not None
-        ),
+        CUT=cut._replace(boxed=box is not None),
         DEPENDENT=dependent,
         num_warps=8 if parts else 4,  # parts of all features of a token's head are on their way at once
         **options(dependent),
+    )
+
+
+def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: bool = False) -> None:
+    """See `kernels.head_linear.absorb`."""
+    tokens, heads, features = q_THD.shape
+    nope, latent = weight_HNL.shape[1:]
+    if not tokens:
+        return
+    if not out_THC.is_contiguous() or q_THD.stride()[-2:] != (features, 1) or weight_HNL.stride(2) != 1:
+        raise ValueError("queries have contiguous heads, the absorbed query and weight rows are contiguous")
+    cut = _cut(tokens, heads, latent, False, out_THC.dtype)
+    programs = _products(cut, tokens, heads, latent) + tokens * triton.cdiv(heads, cut.group)
+    kernel.absorb[(programs,)](
+        q_THD,
+        weight_HNL,
+        out_THC,
+        tokens,
+        QUERY=_projected(q_THD, []),
+        WEIGHT=_matrices(weight_HNL),
+        FEATURES=_features(weight_HNL, features - nope),
+        CUT=cut,
+        DEPENDENT=dependent,
+        num_warps=4,
+    )
+
+
+def _cut(tokens: int, heads: int, latent: int, parts: bool, dtype: torch.dtype) -> AbsorbCut:
+    """How so many tokens' queries are absorbed."""
+    wide = dtype == torch.float32
+    if parts:
+        tile, columns = 16, _columns_of_parts(tokens, heads, latent)
+    elif tokens <= MOST_STREAMED:
+        tile, columns = 16, 64 if heads <= 32 else 128
+    else:
+        tile, columns = 64, 64
+    if wide:  # larger tiles spill registers
+        tile, columns = min(tile, 32), 16
+    columns = max(16, min(columns, triton.next_power_of_2(latent)))
+    group = min(_GROUP, triton.next_power_of_2(heads))
+    return AbsorbCut(tile, columns, group, precision="ieee" if wide else "tf32", boxed=False)
+
+
+def _products(cut: AbsorbCut, tokens: int, heads: int, latent: int) -> int:
+    """Programs that multiply."""
+    return int(heads * triton.cdiv(latent, cut.columns) * triton.cdiv(tokens, cut.tokens))
+
+
+def _features(weight_HNL: Tensor, rope: int) -> Features:
+    """Of heads with these W_UK, and so many rope features."""
+    heads, nope, latent = weight_HNL.shape
+    return Features(
+        heads=heads,
+        nope=nope,
+        nope_block=max(16, triton.next_power_of_2(nope)),
+        latent=latent,
+        latent_block=triton.next_power_of_2(latent),
+        rope=rope,
+        rope_block=triton.next_power_of_2(rope),
     )
 
 

@@ -20,6 +20,13 @@ def invariant_head_linear(x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) ->
     invariant_groups(x_THN, weight_HNL.transpose(1, 2), out_THL)
 
 
+def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor) -> None:
+    """See `kernels.head_linear.absorb`."""
+    nope, latent = weight_HNL.shape[1:]
+    head_linear(q_THD[..., :nope], weight_HNL, out_THC[..., :latent])
+    out_THC[..., latent:] = q_THD[..., nope:]
+
+
 def rope_absorb(
     q_THD: Tensor,
     kv_TC: Tensor,
@@ -33,11 +40,10 @@ def rope_absorb(
     eps: float,
 ) -> None:
     """See `kernels.head_linear.rope_absorb`."""
-    nope, latent = weight_HNL.shape[1:]
+    latent = weight_HNL.shape[2]
     if kv_TC.dim() == 3:
         q_THD, kv_TC = (added(x, out_THC.dtype) for x in (q_THD, kv_TC))
-    head_linear(q_THD[..., :nope], weight_HNL, out_THC[..., :latent])
-    out_THC[..., latent:] = q_THD[..., nope:]
+    absorb(q_THD, weight_HNL, out_THC)
     rope_cache.rope_cache(
         out_THC[..., latent:],
         kv_TC,

@@ -446,6 +446,18 @@ def check_rope_absorb(place: Place, tokens: int, heads: int, nope: int, rope: in
     assert bytes.view(256, -1)[others].eq(255).all()
 
 
+def check_absorb(place: Place, tokens: int, heads: int, nope: int, rope: int, latent: int) -> None:
+    """Absorbed queries, and behind them the rope as it was."""
+    torch.manual_seed(tokens)
+    wide = place.normal(tokens, heads * (nope + rope) + 16)
+    q = wide[:, : heads * (nope + rope)].unflatten(1, (heads, nope + rope))
+    weight = place.normal(heads, nope + 16, latent, scale=0.1)[:, :nope]
+    out = place.poison(tokens, heads, latent + rope)
+    head_launch.absorb(q, weight, out, dependent=place.dependent)
+    close(out[..., :latent], torch.einsum("thn,hnl->thl", q[..., :nope].double(), weight.double()))
+    assert torch.equal(out[..., latent:], q[..., nope:])
+
+
 def check_merge_up(
     place: Place,
     lengths: list[int],

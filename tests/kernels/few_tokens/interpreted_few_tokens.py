@@ -130,6 +130,12 @@ def test_rope_absorb_of_parts(tokens: int, parts: int) -> None:
     cases.check_rope_absorb(CPU, tokens, 2, 32, 16, 40, parts)
 
 
+@pytest.mark.parametrize("tokens", [*TOKENS, 17, 64, 131])
+def test_absorb(tokens: int) -> None:
+    cases.check_absorb(CPU, tokens, 3, 24, 16, 64)
+    cases.check_absorb(CPU, tokens, 18, 20, 12, 24)
+
+
 @pytest.mark.parametrize("lengths", [[1], [63, 0, 64], [400], [0], [700, 5]])
 @pytest.mark.parametrize("width", [1, 3])
 def test_merge_up(lengths: list[int], width: int) -> None:

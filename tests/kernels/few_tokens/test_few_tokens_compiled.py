@@ -127,6 +127,7 @@ def test_attention(name: str, tokens: int) -> None:
                 dependent=True,
             )
         )
+    gate(lambda: head_launch.absorb(query.view(tokens, m.heads, features), kv_up[:, : m.nope], q_THC, dependent=True))
     attended, out = empty(tokens, m.heads, m.latent), empty(tokens, m.heads, m.value)
     gate(lambda: launch.stream_heads(attended, kv_up[:, m.nope :], out, dependent=True))
     shape = DecodeShape(tokens, 1, m.heads, m.latent, m.rope, 64)
@@ -162,6 +163,9 @@ def test_absorbing_in_tiles(name: str, tokens: int, dtype: torch.dtype) -> None:
                 dependent=True,
             )
         )
+    q, out = empty(tokens, m.heads, features, dtype=dtype), empty(tokens, m.heads, width, dtype=dtype)
+    weight = empty(m.heads, m.nope + m.value, m.latent, dtype=dtype)[:, : m.nope]
+    gate(lambda: head_launch.absorb(q, weight, out, dependent=True))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -106,6 +106,12 @@ def test_rope_absorb(tokens: int) -> None:
     cases.check_rope_absorb(place(), tokens, 128, 128, 64, 512)
 
 
+@pytest.mark.parametrize("tokens", [*TOKENS, 17, 64, 131, 256])
+def test_absorb(tokens: int) -> None:
+    cases.check_absorb(place(), tokens, 16, 128, 64, 512)
+    cases.check_absorb(place(), tokens, 20, 192, 64, 512)
+
+
 @pytest.mark.parametrize("tokens", [17, 33, 48, 64])
 @pytest.mark.parametrize("parts", [1, 4, 8])
 def test_rope_absorb_of_parts(tokens: int, parts: int) -> None:

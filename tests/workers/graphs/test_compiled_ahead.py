@@ -207,7 +207,7 @@ def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.
     start = Start(monkeypatch, settings(published, 3, **how))
     assert late(start, 64, seed=3) == []
     launched = {kernel for kernel, _ in start.variants}
-    assert {"rope_cache", "gather", "attend_narrow"} <= launched
+    assert {"absorb", "rope_cache", "gather", "attend_narrow"} <= launched
     assert "attend_wide" not in launched
 
 

@@ -170,6 +170,44 @@ def test_attention_is_right_and_in_order(seed: int, fp8: bool) -> None:
     assert check(fp8, seed=seed) == ["plan_splits"] + 2 * ["rope_absorb", "attend_narrow", "merge_tile"]
 
 
+def of_roped_queries(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], fp8: bool) -> Tensor:
+    """Attention of a mixed step's decode rows, whose queries are roped and whose entries are in the cache."""
+    model = random_model(SMALL, dtype, CPU, fp8_cache=fp8)
+    _, batch, cache = decode_step(model, LENGTHS, 1)
+    heads, scratch = model.layers[0].attention.heads, Scratch(CPU, torch.full((1 << 20,), 255, dtype=torch.uint8))
+    shape = len(LENGTHS), heads.count
+    q_THD = torch.randn(*shape, heads.nope + heads.rope, generator=torch.Generator().manual_seed(7)).bfloat16()
+    memory = decode_rows.DecodeMemory.of(heads, len(LENGTHS), 1, scratch)
+    out_THV, rows = scratch.empty(*shape, heads.value, dtype=dtype), plan(model, batch).decode
+    assert rows is not None
+    backend = decode_rows.DecodeRows(rows, batch.first, q_THD.to(dtype), None, memory, out_THV)
+    for _ in range(2):
+        backend.attend(heads, cache.layers[0])
+    return out_THV.float()
+
+
+def check_roped(fp8: bool = False, **how: Any) -> list[str]:
+    want = of_roped_queries(torch.float32, lambda model, batch: batch, fp8)
+    with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
+        patch.setattr(decode_rows, "absorb_roped", heads.absorb)
+        patch.setattr(decode_rows, "launches_dependently", lambda device: True)
+        got = of_roped_queries(torch.bfloat16, planned, fp8)
+    assert got[~LIVE].eq(0).all()
+    assert float((got - want)[LIVE].norm() / want[LIVE].norm()) < (3e-2 if fp8 else 1e-2)
+    return launches
+
+
+@pytest.mark.parametrize(("seed", "fp8"), [(0, False), (1, False), (2, True)])
+def test_attention_of_roped_queries_is_right_and_in_order(seed: int, fp8: bool) -> None:
+    assert check_roped(fp8, seed=seed) == ["plan_splits"] + 2 * ["absorb", "attend_narrow", "merge_tile"]
+
+
+@pytest.mark.parametrize("kernel", ["attend_narrow", "merge_tile"])
+def test_planted_faults_behind_roped_queries_are_found(kernel: str) -> None:
+    with pytest.raises((Fault, Unordered)):
+        check_roped(edit=lambda ptx: edited(ptx, kernel, r"griddepcontrol\.wait;", ""))
+
+
 def edited(ptx: str, kernel: str, what: str, by: str) -> str:
     """The PTX of `kernel` with a planted fault; others as they are."""
     if not re.search(rf"\.entry {kernel}\(", ptx):

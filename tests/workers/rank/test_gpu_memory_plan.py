@@ -51,7 +51,7 @@ def test_a_start_has_a_little_more_room_than_was_said(
     if form:
         quantise(tmp_path, form, FP8_NAMES)
     total = torch.cuda.get_device_properties(0).total_memory
-    wanted = {"model": str(tmp_path), "max_rows": 256, "token_budget": 512, "selftest": False, **settings}
+    wanted = {"model": str(tmp_path), "max_rows": 256, "token_budget": 1024, "selftest": False, **settings}
     plan = memory_plan(EngineConfig(**wanted), total)
     torch.cuda.empty_cache()
     command = [sys.executable, "-c", START, json.dumps(wanted)]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.dependent import launches_dependently
+from kernels.head_linear import absorb as absorb_roped
 from kernels.head_linear import head_linear, merge_up, rope_absorb
 from kernels.linear import MOST_STREAMED
 from kernels.mla_decode import DecodeShape, launch, mla_decode, plan_decode
@@ -82,7 +83,11 @@ class DecodeMemory:
 def absorb(
     heads: Heads, q_THD: Tensor, entering: Entering | None, q_THC: Tensor, cache_PKC: Tensor, *, dependent: bool
 ) -> None:
-    """Queries for latents, of roped queries; or of those that are `entering`, whose latents are written, too."""
+    """Queries for latents, of roped queries; or of those that are `entering`, whose latents are written, too.
+    `dependent`: whether what comes behind is launched dependently."""
+    if entering is None and dependent:
+        absorb_roped(q_THD, heads.key_HNL, q_THC, dependent=True)
+        return
     if entering is None:
         absorbed_THL = q_THC[..., : heads.latent]
         head_linear(q_THD[..., : heads.nope], heads.key_HNL, absorbed_THL, invariant=heads.invariant)
@@ -119,10 +124,11 @@ class DecodeRows(Backend):
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         """See `Backend`."""
         memory, entering, workspace = self.memory, self.entering, self.rows.workspace
-        # Where attention begins with a kernel of ours, that one lets the next start as `early` asks.
-        dependent = entering is not None and launches_dependently(cache_PKC.device)
-        absorb(heads, self.q_THD, entering, memory.q_RWHC.flatten(0, 1), cache_PKC, dependent=dependent)
         attended_THL, invariant = memory.attended_RWHL.flatten(0, 1), heads.invariant
+        # Roped queries of invariant mode have launches between that are not ours.
+        ours = entering is not None or not (workspace is None or invariant)
+        dependent = ours and launches_dependently(cache_PKC.device)
+        absorb(heads, self.q_THD, entering, memory.q_RWHC.flatten(0, 1), cache_PKC, dependent=dependent)
         tokens, value_HLV = attended_THL.shape[0], heads.value_HVL.transpose(1, 2)
         tensors = (
             *(memory.q_RWHC, cache_PKC, self.rows.page_RP, self.rows.length_R),
