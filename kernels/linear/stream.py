@@ -294,6 +294,23 @@ def store_squares(y, f, t, inside, tokens, program, out_square, NORM_FEATURES: g
     gl.store(out_square + t * PIECES + program, gl.sum(gl.where(counted, y * y, 0.0), 0), mask=t < tokens)
 
 
+@gluon.jit
+def rest_into_l2(rows, FIRST: gl.constexpr, BYTES: gl.constexpr, WARPS: gl.constexpr):
+    """Ask for BYTES of 16 rows from byte FIRST on to be brought into the L2 cache: what no register has room for while
+    the kernel before is still at work. `rows`: where they begin, a thread's each."""
+    instruction: gl.constexpr = """{
+        .reg .pred mine;
+        setp.lt.s32 mine, $2, 16;
+        @mine cp.async.bulk.prefetch.L2.global [$1], $3;
+        mov.b32 $0, 0;
+    }"""
+    thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    size = gl.zeros_like(thread) + BYTES
+    gl.inline_asm_elementwise(
+        instruction, "=r,l,r,r", [rows.to(gl.int64) + FIRST, thread, size], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit(do_not_specialize=["tokens", "eps"])
 def stream_linear(
     x, square, weight, scale, out, residual, norm, out_square, tokens, eps,
@@ -320,6 +337,12 @@ def stream_linear(
     at = head * STRIDES.weight_head + gl.minimum(row, F - 1).to(gl.int64) * STRIDES.weight
     tiles = weight_tiles(weight, at, 0, K, WIDTH, WARPS, DEPTH, STORED)
     CHUNKS: gl.constexpr = (K + WARPS * WIDTH - 1) // (WARPS * WIDTH)
+    if DEPENDENT and CHUNKS > DEPTH and not STORED.fp8:
+        thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        own = gl.minimum(program * _ROWS + thread % _ROWS, F - 1).to(gl.int64)
+        rows = weight + head * STRIDES.weight_head + own * STRIDES.weight
+        FIRST: gl.constexpr = DEPTH * WARPS * WIDTH * 2
+        rest_into_l2(rows, FIRST, min(K * 2 - FIRST, 8192), WARPS)
     scales_s = scales_memory(weight, CHUNKS, WARPS, STORED)
     if STORED.fp8:
         scaled_row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, scale_rows_layout(WARPS)), F - 1)

@@ -30,10 +30,10 @@ SELECTED: Final = 2048
 """Positions that are selected at most, where nothing else is said."""
 INVARIANT_TOKENS: Final = 64
 """Tokens whose entries are gathered at a time in invariant mode, some 150 MB of 2,048 entries in bf16."""
-WHOLE_TOKENS: Final = 17
-"""Tokens from which on one program selects for each, where it may. On an H200, of 65,536 scores, programs that share a
-token's scores took 15.5 / 29.3 / 51.9 / 75.6 microseconds for 1 / 16 / 64 / 128 tokens, and one for each 29.4 / 30.9 /
-32.9 / 34.0, in a form that had more to do."""
+WHOLE_TOKENS: Final = 16
+"""Tokens from which on one program selects for each, where it may. On an H200 programs that share a token's scores took
+15.1 / 19.8 microseconds for 8 / 16 tokens of 4,096 scores and 29.1 / 29.3 / 52.0 / 75.9 for 8 / 16 / 64 / 128 of
+65,536, and one for each 17.8 / 17.6 and 22.7 / 23.3 / 25.0 / 27.7."""
 WHOLE_OF_FEW: Final = (16, 4)
 WHOLE_OF_MANY: Final = (8, 4)
 """Warps of a program that selects for one of `FEW_TOKENS` tokens, or of more, and its rows (`Whole`)."""

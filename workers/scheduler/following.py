@@ -5,7 +5,7 @@ Imports no torch, as all of the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import sqrt
 from typing import Final
 
@@ -17,7 +17,8 @@ DRIFT: Final = 0.02
 """Of a factor's first standard deviation, how far it wanders from one observation to the next."""
 FAR: Final = 3.0
 """Standard deviations beyond which an observation says that the machine was busy, and nothing else. Two in a row to one
-side, or more than `MOST_FAR` to any, say that the factors are other ones: these then are as uncertain as at first."""
+side, or more than `MOST_FAR` to any, say that the factors are other ones: these then are as uncertain as at first. So
+do two of one kind that were less than expected, whatever came between them: nothing is held up to take less."""
 MOST_FAR: Final = 4
 """Observations in a row that are far off, of which nothing is believed unless two follow to one side."""
 LEAST, MOST = 1 / 64, 64.0
@@ -35,6 +36,8 @@ class Following:
         """Whether the newest observation was far off, and to which side."""
         self._far_ones = 0
         """How many in a row were."""
+        self._far_of: dict[Hashable, int] = {}
+        """The same of the newest observation of each kind."""
 
     @property
     def values(self) -> list[float]:
@@ -45,17 +48,19 @@ class Following:
         """The sum that is expected for these x."""
         return sum(value * part for value, part in zip(self.values, parts, strict=True))
 
-    def observe(self, parts: Sequence[float], seen: float, *, beside: float = 0.0) -> bool:
+    def observe(self, parts: Sequence[float], seen: float, *, beside: float = 0.0, kind: Hashable = None) -> bool:
         """The sum for these x, in their unit; whether it was taken in. `beside`: what else was in the quantity that was
-        measured, whose noise is in what was seen."""
+        measured, whose noise is in what was seen. `kind`: of x, of which there are few."""
         expected = self.total(parts)
         noise = (NOISE * (beside + expected)) ** 2
         spread, variance = self._filter.uncertainty(parts, noise)
         off, most = seen - expected, FAR * sqrt(variance)
         before, self._far = self._far, 0 if abs(off) <= most else 1 if off > 0 else -1
         self._far_ones = self._far_ones + 1 if self._far else 0
+        less = self._far < 0 and self._far_of.get(kind, 0) < 0
+        self._far_of[kind] = self._far
         if self._far:
-            if self._far != before and self._far_ones <= MOST_FAR:
+            if self._far != before and self._far_ones <= MOST_FAR and not less:
                 return False
             self._filter.forget()
             spread, variance = self._filter.uncertainty(parts, noise)

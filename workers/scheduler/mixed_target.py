@@ -128,7 +128,7 @@ class MixedTarget:
         parts = [self._fixed(rows, width, self._cost), *(self._cost * share for share in (counted, entries, deep))]
         like = step, before > 0
         own, added = self._own.get(like, 0.0), seconds - alone
-        if self._factors.observe(parts, added / (1 + own), beside=alone) and self._buckets:
+        if self._factors.observe(parts, added / (1 + own), beside=alone, kind=like) and self._buckets:
             own += OWN_RATE * (added / self._factors.total(parts) - 1 - own)
             self._own[like] = min(max(own, -MOST_OWN), MOST_OWN)
 

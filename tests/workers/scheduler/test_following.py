@@ -62,6 +62,17 @@ def test_one_that_is_far_off_says_nothing_and_two_say_much() -> None:
     assert sum(following.values) == pytest.approx(8, rel=0.05)
 
 
+def test_a_rare_kind_that_is_far_off_each_time_is_believed() -> None:
+    """Between large steps, of which the sum alone is known, comes a small one now and then. It is not held up each
+    time: it tells that less of the sum is fixed than was thought."""
+    following, large, small = Following([1.6, 0.4], [0.2, 0.2], [0.5, 0.5]), [5.0, 5.0], [5.0, 0.5]
+    for turn in range(200):
+        parts, kind = (small, "small") if turn % 8 == 7 else (large, "large")
+        following.observe(parts, total([1.0, 1.0], parts), beside=5.0, kind=kind)
+    for parts in (large, small):
+        assert following.total(parts) == pytest.approx(total([1.0, 1.0], parts), rel=0.1)
+
+
 def test_several_far_off_to_alternating_sides_are_believed() -> None:
     """Steps of two kinds, of which one takes more than was thought, and the other less."""
     following, kinds = Following([1.0, 1.0], [0.5, 0.5]), ([1.0, 10.0], [1.0, 0.1])
