@@ -52,8 +52,7 @@ def rope_absorb(
         raise ValueError("positions and cache slots are contiguous")
     if weight_HNL.stride(2) != 1 or cache_PKC.stride(0) != PAGE_TOKENS * cache_PKC.stride(1):
         raise ValueError("weight rows are contiguous and cache entries equally spaced")
-    cut = _cut(tokens, heads, latent, bool(parts), out_THC.dtype)
-    box = _box(weight_HNL, cut.columns) if parts else None
+    cut, box = _cut(tokens, weight_HNL, bool(parts), out_THC.dtype)
     programs = _products(cut, tokens, heads, latent) + tokens * (1 + triton.cdiv(heads, cut.group))
     kernel.rope_absorb[(programs,)](
         q_THD,
@@ -75,7 +74,7 @@ def rope_absorb(
         CACHE_STRIDE=cache_PKC.stride(1),
         FEATURES=_features(weight_HNL, rope),
         ENTRY=entry_of(cache_PKC, latent, rope, out_THC.dtype),
-        CUT=cut._replace(boxed=box is not None),
+        CUT=cut,
         DEPENDENT=dependent,
         num_warps=8 if parts else 4,  # parts of all features of a token's head are on their way at once
         **options(dependent),
@@ -90,7 +89,7 @@ def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: boo
         return
     if not out_THC.is_contiguous() or q_THD.stride()[-2:] != (features, 1) or weight_HNL.stride(2) != 1:
         raise ValueError("queries have contiguous heads, the absorbed query and weight rows are contiguous")
-    cut = _cut(tokens, heads, latent, False, out_THC.dtype)
+    cut, _ = _cut(tokens, weight_HNL, False, out_THC.dtype)
     programs = _products(cut, tokens, heads, latent) + tokens * triton.cdiv(heads, cut.group)
     kernel.absorb[(programs,)](
         q_THD,
@@ -106,8 +105,10 @@ def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: boo
     )
 
 
-def _cut(tokens: int, heads: int, latent: int, parts: bool, dtype: torch.dtype) -> AbsorbCut:
-    """How so many tokens' queries are absorbed."""
+def _cut(tokens: int, weight_HNL: Tensor, parts: bool, dtype: torch.dtype) -> tuple[AbsorbCut, TensorDescriptor | None]:
+    """How so many tokens' queries are absorbed, and by what the copy engine fetches the weights, if it does. `parts`:
+    whether the queries are parts of sums."""
+    heads, _, latent = weight_HNL.shape
     wide = dtype == torch.float32
     if parts:
         tile, columns = 16, _columns_of_parts(tokens, heads, latent)
@@ -118,8 +119,9 @@ def _cut(tokens: int, heads: int, latent: int, parts: bool, dtype: torch.dtype) 
     if wide:  # larger tiles spill registers
         tile, columns = min(tile, 32), 16
     columns = max(16, min(columns, triton.next_power_of_2(latent)))
+    box = _box(weight_HNL, columns) if parts else None
     group = min(_GROUP, triton.next_power_of_2(heads))
-    return AbsorbCut(tile, columns, group, precision="ieee" if wide else "tf32", boxed=False)
+    return AbsorbCut(tile, columns, group, "ieee" if wide else "tf32", boxed=box is not None), box
 
 
 def _products(cut: AbsorbCut, tokens: int, heads: int, latent: int) -> int:
