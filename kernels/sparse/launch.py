@@ -203,6 +203,8 @@ def hopper_groups(width: int, heads: int, *, invariant: bool) -> Groups:
     tokens = 1 if invariant else max(1, min(_FEW_COLUMNS // heads, triton.next_power_of_2(width)))
     groups = _GROUPS[0] if tokens * heads <= _FEW_COLUMNS // 2 else _GROUPS[1]
     shared = width > groups * tokens and not invariant
+    # A slot of the ring is one group's.
+    assert _STAGES[groups] % groups == 0
     return Groups(heads=heads, tokens=tokens, groups=groups, shared=shared, stages=_STAGES[groups])
 
 

@@ -224,8 +224,11 @@ def score_group(
         own, longest = turn_of(tile, turn, ALL)
         begin, end, used = pages_of(longest, gl.program_id(0), gl.num_programs(0))
         mine = table + own.to(gl.int64) * table_stride
-        page = gl.load(mine + gl.minimum(begin + OFFSET, gl.maximum(used - 1, 0)), mask=longest > 0, other=0)
-        for n in range(begin + OFFSET, end, STEP):
+        # A slot of the ring is one group's, whatever rows came before: who skipped a round of a slot would take the
+        # phase of its barrier for the one before.
+        first = begin + (OFFSET + STEP - seen_pages % STEP) % STEP
+        page = gl.load(mine + gl.minimum(first, gl.maximum(used - 1, 0)), mask=longest > 0, other=0)
+        for n in range(first, end, STEP):
             following = gl.load(mine + gl.minimum(n + STEP, used - 1))
             astray = (page < 0) | (page >= pages)
             at = seen_pages + (n - begin)

@@ -52,6 +52,11 @@ class Whole(NamedTuple):
     lanes: int
     """Candidates that there is room for: a power of two, and not fewer than threads."""
 
+    @property
+    def groups(self) -> int:
+        """Of which it takes the largest score each: lines have 128."""
+        return 128 * self.rows * self.warps
+
 
 @dataclass(frozen=True)
 class SelectWorkspace:
@@ -92,7 +97,8 @@ class SelectWorkspace:
         kernel may be taken; None asks the device."""
         lanes = 4 * _power_of_2(max(selected, 512) - 1)
         best = empty(0, dtype=torch.int32)
-        whole = whole_selection(tokens, lanes) if (is_hopper(best.device) if hopper is None else hopper) else None
+        hopper = is_hopper(best.device) if hopper is None else hopper
+        whole = whole_selection(tokens, selected, lanes) if hopper else None
         parts = _power_of_2(min(32, 264 // max(tokens, 1), -(-scores // SCORES[0])))
         block = min(max(_power_of_2(scores // parts), SCORES[0]), SCORES[1])
         groups = min(2 * lanes, max(2 * _power_of_2(max(scores, 1) - 1), 1024))
@@ -235,12 +241,12 @@ class InvariantWorkspace:
         )
 
 
-def whole_selection(tokens: int, lanes: int) -> Whole | None:
-    """With room for so many candidates a token; None where several programs share a token's scores."""
-    if tokens < WHOLE_TOKENS:
-        return None
+def whole_selection(tokens: int, selected: int, lanes: int) -> Whole | None:
+    """With room for so many candidates a token; None where several programs share a token's scores. One program knows a
+    number that as many scores reach as it has groups, so it must have one for each selected position."""
     warps, rows = WHOLE_OF_FEW if tokens <= FEW_TOKENS else WHOLE_OF_MANY
-    return Whole(warps=min(warps, lanes // 32), rows=rows, lanes=lanes)
+    whole = Whole(warps=min(warps, lanes // 32), rows=rows, lanes=lanes)
+    return whole if tokens >= WHOLE_TOKENS and selected <= whole.groups else None
 
 
 def invariant_tiling(shape: DecodeShape, cache_PKE: Tensor, dtype: torch.dtype) -> DecodeTiling:

@@ -55,6 +55,15 @@ def test_products_of_fp8_weights(tokens: int) -> None:
         cases.check_gated(place, tokens, 32, 336, (32, 128))
 
 
+@pytest.mark.parametrize(("rows", "features"), [(20, 3592), (20, 7168), (33, 9216)])
+def test_what_no_register_holds_is_asked_for_inside_of_the_weights(rows: int, features: int) -> None:
+    """The part of a row behind the first tiles, which is brought into L2 before the wait: no further than to its end,
+    and of no rows behind the last."""
+    place = cases.Place(CPU.device, dependent=True)
+    with emulated(1, consecutive=True, fences=False):
+        cases.check_linear(place, 1, rows, features)
+
+
 def test_every_fp8_weight_is_what_it_is_in_bf16() -> None:
     """Zero and subnormal numbers included; NaN apart, which no checkpoint that is loaded holds."""
     code = torch.arange(256, dtype=torch.uint8)

@@ -3,6 +3,7 @@ schedules."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from sparse_case import VALUES, Sparse, drawn_scores
 
 from kernels.sparse import launch, workspace
+from kernels.sparse.workspace import SelectWorkspace
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.order import Unordered
@@ -163,6 +165,27 @@ def test_scores_of_any_rows_on_hopper(
     assert int(case.tensors["fault"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "seed"),
+    [
+        *((16, [(70, 1), (100, 1), (110, 1), (120, 1), (640, 1)], seed) for seed in range(5, 20)),
+        *((32, [(70, 1), (100, 1), (110, 1), (900, 1)], seed) for seed in range(8)),
+        *((64, [(640, 1), (1500, 1)], seed) for seed in range(4)),
+    ],
+)
+def test_rows_of_any_number_of_pages_keep_to_the_slots_of_their_groups(
+    heads: int, rows: list[tuple[int, int]], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program, whose groups of warps share out the pages of one row after the other. Where a row's first page is
+    the first group's again, whatever the slot, 16 heads with seed 11 end in a fault, and others in wrong scores."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
+    sizes: dict[str, Any] = {"heads": 1, "dtype": torch.bfloat16, "fp8": True, "kernels": True, "hopper": True}
+    case = Sparse(rows, width=0, index_heads=heads, dependent=True, **sizes)
+    with emulated(seed, consecutive=True):
+        case.score()
+    case.check_scores()
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     bounds=st.lists(st.integers(0, 130) | st.integers(0, 4096), min_size=1, max_size=3),
@@ -221,3 +244,27 @@ def test_without_its_wait_it_would_be_noticed(kernel: str) -> None:
 
     with pytest.raises((Fault, Unordered)):
         run(0, [(130, 1)], heads=3, edit=without, fp8=True, hopper=kernel in ("score_pages_hopper", "select_whole"))
+
+
+def test_one_program_has_a_group_for_each_selected_position() -> None:
+    """Else it would know no number that as many scores reach."""
+    for tokens in (1, workspace.FEW_TOKENS, workspace.FEW_TOKENS + 1):
+        for selected in (1, 64, 2048, 4096, 5000, 8192, 8193, 16384):
+            whole = workspace.whole_selection(tokens, selected, 4 * max(selected, 512))
+            assert whole is None or selected <= whole.groups
+    assert workspace.whole_selection(64, 2048, 8192) is not None
+    assert workspace.whole_selection(workspace.FEW_TOKENS + 1, 5000, 1 << 15) is None
+
+
+def test_all_scores_of_half_of_the_groups_are_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are groups."""
+    monkeypatch.setattr(workspace, "FEW_TOKENS", 0)
+    allocate = partial(SelectWorkspace.allocate, selected=4096)
+    monkeypatch.setattr(SelectWorkspace, "allocate", staticmethod(allocate))
+    case = Sparse([(1, 1)], selected=4096, kernels=True, hopper=True, dependent=True)
+    case.tensors["bound"] = torch.tensor([8192], dtype=torch.int32)
+    high = torch.arange(8192) // 512 % 2 == 0
+    case.tensors["score"] = torch.rand(1, 8192) + 10.0 * high
+    with emulated(1, consecutive=True):
+        case.select()
+    case.check_selected()

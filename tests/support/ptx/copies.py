@@ -130,9 +130,12 @@ def _arrive_behind_copies(step: Step) -> None:
 
 @executes("cp.async.bulk.prefetch", "L2 global")
 def _prefetch(step: Step) -> None:
-    lane = step.one_lane()
-    if int(step.address(step.operands[0])[lane]) % 16 or int(step.value(step.operands[1], np.int32)[lane]) % 16:
-        raise Fault("address and size of a bulk prefetch are multiples of 16")
+    addresses, sizes = step.address(step.operands[0]), step.value(step.operands[1], np.int32)
+    for lane in np.flatnonzero(step.lanes):
+        address, size = int(addresses[lane]), int(sizes[lane])
+        if address % 16 or size % 16:
+            raise Fault("address and size of a bulk prefetch are multiples of 16")
+        step.block.memory.hold(address, size)
 
 
 @executes("cp.async.bulk.tensor", "1d 2d 3d 4d 5d tile shared::cluster shared::cta global mbarrier::complete_tx::bytes")

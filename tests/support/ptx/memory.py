@@ -81,6 +81,11 @@ class GlobalMemory:
             if self.order is not None:
                 self.order.write(region, offset, values.shape[1])
 
+    def hold(self, address: int, size: int) -> None:
+        """Fault unless one storage has all of so many bytes, of which nobody reads or writes any yet."""
+        if not any(region.begin <= address and address + size <= region.end for region in self.regions):
+            raise Fault(f"{size} bytes that are asked for lie in no argument")
+
     def _places(self, address: Lanes, width: int, what: str) -> list[tuple[Any, Region, Lanes]]:
         _check_aligned(address, width)
         # Nearly always all lie in one storage, and in that of the last access as often as not.
