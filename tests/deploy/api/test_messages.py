@@ -357,5 +357,6 @@ async def test_the_demo_model_calls_a_tool() -> None:
         async with client.messages.stream(**asked) as stream:
             final = await stream.get_final_message()
         assert [block.input for block in final.content] == [call.input]
-        text = await client.messages.create(model="demo", max_tokens=9, messages=asked["messages"])
+        greedy: Any = {"temperature": 0.0}
+        text = await client.messages.create(model="demo", max_tokens=9, messages=asked["messages"], extra_body=greedy)
         assert text.stop_reason == "max_tokens"
