@@ -142,10 +142,11 @@ def test_scores_on_hopper(
     assert int(case.tensors["fault"]) == 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    lengths=st.lists(st.tuples(st.integers(0, 90) | st.integers(120, 700), st.integers(1, 9)), min_size=1, max_size=4),
-    width=st.integers(0, 8),
+    lengths=st.lists(st.tuples(st.integers(0, 90) | st.integers(120, 700), st.integers(1, 9)), min_size=1, max_size=4)
+    | st.lists(st.tuples(st.integers(0, 700), st.integers(1, 2)), min_size=4, max_size=9),
+    width=st.just(0) | st.integers(0, 8),
     index_heads=st.sampled_from([16, 32, 64]),
     programs=st.integers(1, 6),
     invariant=st.booleans(),
