@@ -20,12 +20,14 @@ from kernels.linear.launch import options, pieces
 from kernels.linear.records import Epilogue, Size, Streams, Strides
 from kernels.linear.stored import stored
 from kernels.matrix import BlockScaled, Matrix
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm.pieces import PIECE, PendingNorm
 
 MOST_TOKENS: Final = 8
 """Columns of a tile of the tensor cores."""
 BLOCK: Final = 128
 """Features of a block of scales, which a warp multiplies at a time."""
+WIDEST_KEPT: Final = 7168
+"""Features of several tokens that stay in shared memory: with more, what a program knows of them spills registers."""
 MOST_BYTES: Final = 224 * 1024
 """Of a program's shared memory for tokens and weights."""
 WHOLE_BYTES: Final = 144 * 1024
@@ -54,7 +56,9 @@ def fetched(tokens: int, weight: Matrix) -> bool:
 
 def kept(tokens: int, weight: Matrix) -> bool:
     """Whether it does so with all of the tokens in shared memory."""
-    return fetched(tokens, weight) and kept_stages(tokens, weight.shape[-1]) >= LEAST_STAGES
+    features = weight.shape[-1]
+    narrow = tokens == 1 or features <= WIDEST_KEPT
+    return narrow and fetched(tokens, weight) and kept_stages(tokens, features) >= LEAST_STAGES
 
 
 def whole(tokens: int, weight: Matrix, *, normed: bool = False) -> bool:
@@ -95,10 +99,12 @@ def _beside(rows: int, multiprocessors: int) -> int:
 
 
 def kept_stages(tokens: int, features: int) -> int:
-    """Stages of a kernel that keeps so many tokens in shared memory; fewer than LEAST_STAGES where they do not fit."""
+    """Stages of a kernel that keeps so many tokens in shared memory, with the sums of squares of their norm; fewer than
+    LEAST_STAGES where they do not fit."""
     warps = warps_of(features, 8)
     chunk = warps * BLOCK
-    kept = 2 * columns(tokens) * chunk * -(-features // chunk)
+    squares = 4 * columns(tokens) * max(128, int(triton.next_power_of_2(features // PIECE)))
+    kept = 2 * columns(tokens) * chunk * -(-features // chunk) + squares
     return min(6, (MOST_BYTES - kept) // (stream.ROWS * chunk))
 
 

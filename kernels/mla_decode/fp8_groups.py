@@ -76,9 +76,9 @@ def scoring_group(
     SUMS: gl.constexpr = sums_layout(BLOCK)
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
     record = share.plan + share.worker * WORKER
-    row = gl.load(record)
-    at = gl.load(record + 1)
-    left = gl.load(record + 2)
+    row = gl.load(record, cache_modifier=".cg")
+    at = gl.load(record + 1, cache_modifier=".cg")
+    left = gl.load(record + 2, cache_modifier=".cg")
     if OVERLAP.dependent and OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
@@ -87,7 +87,7 @@ def scoring_group(
     stage = 0
     phase = 0
     while left > 0:
-        tokens = gl.load(share.length + row)
+        tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
@@ -150,16 +150,16 @@ def summing_group(
     SLOTS: gl.constexpr = slots_of(BLOCK)
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
     record = share.plan + share.worker * WORKER
-    row = gl.load(record)
-    at = gl.load(record + 1)
-    left = gl.load(record + 2)
+    row = gl.load(record, cache_modifier=".cg")
+    at = gl.load(record + 1, cache_modifier=".cg")
+    left = gl.load(record + 2, cache_modifier=".cg")
     if OVERLAP.dependent and OVERLAP.early:
         wait_for_kernel_before()
     tiles = 0
     rows = 0
     stage = 0
     while left > 0:
-        tokens = gl.load(share.length + row)
+        tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
@@ -175,6 +175,7 @@ def summing_group(
                 if (low + TILE > tokens) | (low < share.first):
                     without_outside(fetched.latent.index(stage * GROUPS + OWN), low, share.first, tokens)
                     without_outside(fetched.latent.index(stage * GROUPS + OWN + 1), low, share.first, tokens)
+                    fence_async_shared()  # a later copy of the engine overwrites what threads have stored
                     gl.thread_barrier()
                 shrink = exchanged.shrink.index(slot).load(per_query)[None, :]
                 sums = (even0 * shrink, odd0 * shrink, even1 * shrink, odd1 * shrink)

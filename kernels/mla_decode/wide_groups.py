@@ -45,10 +45,10 @@ def left_group(
     are fields of `Split` and `Overlap`; STORED: see `until_there`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.plan + share.worker * WORKER
-    row = gl.load(record)
-    at = gl.load(record + 1)
-    left = gl.load(record + 2)
-    position = gl.load(record + 3)
+    row = gl.load(record, cache_modifier=".cg")
+    at = gl.load(record + 1, cache_modifier=".cg")
+    left = gl.load(record + 2, cache_modifier=".cg")
+    position = gl.load(record + 3, cache_modifier=".cg")
     if dependent and early:
         wait_for_kernel_before()
         let_kernel_after_start()
@@ -57,7 +57,7 @@ def left_group(
     rows = 0
     full_pairs = 0
     while left > 0:
-        tokens = gl.load(share.length + row)
+        tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, unit, row_cost, invariant
         )
@@ -143,10 +143,10 @@ def right_group(
     are fields of `Split` and `Overlap`; STORED: see `until_there`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.plan + share.worker * WORKER
-    row = gl.load(record)
-    at = gl.load(record + 1)
-    left = gl.load(record + 2)
-    position = gl.load(record + 3)
+    row = gl.load(record, cache_modifier=".cg")
+    at = gl.load(record + 1, cache_modifier=".cg")
+    left = gl.load(record + 2, cache_modifier=".cg")
+    position = gl.load(record + 3, cache_modifier=".cg")
     if dependent and early:
         wait_for_kernel_before()
     back = share.drafts - (share.block * BLOCK + gl.arange(0, BLOCK, per_query)) // share.heads
@@ -154,7 +154,7 @@ def right_group(
     rows = 0
     pairs = 0
     while left > 0:
-        tokens = gl.load(share.length + row)
+        tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, unit, row_cost, invariant
         )

@@ -21,11 +21,11 @@ def fetch(cache, place, share, fetched, messages, SELECTED: gl.constexpr, ENTRY:
     LATENTS: gl.constexpr = rows_layout(8)
     ALONE: gl.constexpr = single_layout(4)
     record = share.plan + share.worker * WORKER
-    token = gl.load(record).to(gl.int64)
-    start = gl.load(record + 1)
-    stop = start + gl.load(record + 2)
+    token = gl.load(record, cache_modifier=".cg").to(gl.int64)
+    start = gl.load(record + 1, cache_modifier=".cg")
+    stop = start + gl.load(record + 2, cache_modifier=".cg")
     if stop > start:
-        count = gl.load(share.length + token)
+        count = gl.load(share.length + token, cache_modifier=".cg")
         mine = place + token * SELECTED
         at = places_of(mine, start * TILE, count, HALF, LATENTS)
         alone = places_of(mine, start * TILE, count, HALF, ALONE)

@@ -24,16 +24,16 @@ def fetch(cache, q_half, q_rope, place, share, fetched, ring, SELECTED: gl.const
     VECTOR: gl.constexpr = 2 * HALF + ROPE
     LATENTS: gl.constexpr = rows_layout(8)
     record = share.plan + share.worker * WORKER
-    token = gl.load(record)
-    start = gl.load(record + 1)
-    stop = start + gl.load(record + 2)
+    token = gl.load(record, cache_modifier=".cg")
+    start = gl.load(record + 1, cache_modifier=".cg")
+    stop = start + gl.load(record + 2, cache_modifier=".cg")
     if stop > start:
         vector = token * share.queries + share.block * BLOCK
         mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
         tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
         tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
         tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
-        count = gl.load(share.length + token)
+        count = gl.load(share.length + token, cache_modifier=".cg")
         mine = place + token.to(gl.int64) * SELECTED
         at = places_of(mine, start * TILE, count, TILE, LATENTS)
         for tile in range(start, stop):

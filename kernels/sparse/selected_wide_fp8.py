@@ -33,11 +33,11 @@ def fetch(cache, q_half, q_rope, place, share, fetched, ring, SELECTED: gl.const
     """The fetching warps: the queries, and the tiles of the program's part of a token's entries."""
     KEYS: gl.constexpr = rows_layout(8)
     record = share.plan + share.worker * WORKER
-    token = gl.load(record)
-    start = gl.load(record + 1)
-    stop = start + gl.load(record + 2)
+    token = gl.load(record, cache_modifier=".cg")
+    start = gl.load(record + 1, cache_modifier=".cg")
+    stop = start + gl.load(record + 2, cache_modifier=".cg")
     if stop > start:
-        count = gl.load(share.length + token)
+        count = gl.load(share.length + token, cache_modifier=".cg")
         mine = place + token.to(gl.int64) * SELECTED
         numbers = places_of_quarters(mine, start * TILE, count)
         loaded = first_pieces(cache, numbers, ENTRY)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_case import VALUES, Sparse, drawn_scores
 
-from kernels.sparse import launch, workspace
-from kernels.sparse.workspace import SelectWorkspace
+from kernels.sparse import attention_launch, launch, workspace
+from kernels.sparse.workspace import SelectWorkspace, SparseWorkspace
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.order import Unordered
@@ -109,6 +109,26 @@ def test_on_hopper(heads: int, fp8: bool, programs: int, rows: list[tuple[int, i
         case.attend()
     case.check_attention()
     assert int(case.tensors["fault"]) == 2
+
+
+@pytest.mark.parametrize(("heads", "fp8"), [(16, True), (40, True), (128, True), (128, False)])
+def test_what_programs_take_is_read_past_l1(heads: int, fp8: bool) -> None:
+    """Layers share a workspace, and of the second one other entries are absent."""
+    sizes: dict[str, Any] = {"latent": 512, "rope": 64, "selected": 128, "programs": 4, "hopper": True}
+    rows = [(300, 1), (70, 1)]
+    case = Sparse(rows, heads=heads, kernels=True, dependent=True, dtype=torch.bfloat16, fp8=fp8, **sizes)
+    t = case.tensors
+    t["selected"].fill_(-1)
+    t["selected"][0, :128], t["selected"][1, :70] = torch.arange(128), torch.arange(70)
+    shape = len(t["row"]), heads, 512, case.selected, case.dtype
+    workspace = SparseWorkspace.allocate(*shape, case._poisoned, fp8=fp8, multiprocessors=4, hopper=True)
+    case.exact = workspace.tiling.path == "fp8"
+    tensors = [t[name] for name in ("q", "cache", "page", "row", "selected", "out", "lse", "fault")]
+    with emulated(heads, consecutive=True, fences=False):
+        attention_launch.sparse_decode(*tensors, workspace, scale=case.scale, dependent=True)
+        t["selected"][0, 100:] = -1
+        attention_launch.sparse_decode(*tensors, workspace, scale=case.scale, dependent=True)
+    case.check_attention()
 
 
 def test_tokens_of_a_row_share_what_is_read() -> None:
