@@ -23,6 +23,8 @@ from kernels.linear.stored import widened
 ROWS = 16
 """Weight rows of a program."""
 _ROWS = gl.constexpr(ROWS)
+_AHEAD_BYTES = gl.constexpr(8192)
+"""Most bytes of a row that are asked into L2 behind those that registers hold."""
 
 STORE = 0
 """out = y."""
@@ -342,7 +344,7 @@ def stream_linear(
         own = gl.minimum(program * _ROWS + thread % _ROWS, F - 1).to(gl.int64)
         rows = weight + head * STRIDES.weight_head + own * STRIDES.weight
         FIRST: gl.constexpr = DEPTH * WARPS * WIDTH * 2
-        rest_into_l2(rows, FIRST, min(K * 2 - FIRST, 8192), WARPS)
+        rest_into_l2(rows, FIRST, min(K * 2 - FIRST, _AHEAD_BYTES), WARPS)
     scales_s = scales_memory(weight, CHUNKS, WARPS, STORED)
     if STORED.fp8:
         scaled_row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, scale_rows_layout(WARPS)), F - 1)

@@ -37,7 +37,7 @@ class Following:
         self._far_ones = 0
         """How many in a row were."""
         self._far_of: dict[Hashable, int] = {}
-        """The same of the newest observation of each kind."""
+        """Whether the newest observation of each kind was, and to which side."""
 
     @property
     def values(self) -> list[float]:

@@ -125,7 +125,8 @@ class DecodeRows(Backend):
         """See `Backend`."""
         memory, entering, workspace = self.memory, self.entering, self.rows.workspace
         attended_THL, invariant = memory.attended_RWHL.flatten(0, 1), heads.invariant
-        # Roped queries of invariant mode have launches between that are not ours.
+        # Where attention begins with a kernel of ours, that one lets the next start as `early` asks. In invariant mode
+        # a copy that is not ours stands behind the product.
         ours = entering is not None or not (workspace is None or invariant)
         dependent = ours and launches_dependently(cache_PKC.device)
         absorb(heads, self.q_THD, entering, memory.q_RWHC.flatten(0, 1), cache_PKC, dependent=dependent)
