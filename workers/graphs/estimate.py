@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Final
 
 import torch
 
 from kernels import moe
 from workers.graphs.capture import Warmed, count_graphs
-from workers.graphs.rehearsal import reserve_attention
+from workers.graphs.rehearsal import reserve_attention, reserve_decode
 from workers.memory.scratch import Scratch
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
@@ -25,19 +24,25 @@ BESIDE_EXPERTS: Final = 1.25
 
 
 def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
-    """What `warm_up` would find, of a model on the meta device. What mixed steps hand on is exact; the rest, and so the
-    whole, may be a fifth off."""
-    scratch, inner = Scratch(parts.device), Scratch(parts.device)
-    stage = Stage(parts, token_budget, scratch, inner)
-    if parts.model.config.indexing is not None:
-        reserve_attention(stage)  # of a long context it may need most
-    logits_bytes = (
-        max(max_rows * parts.width, at_once(max_rows)) * parts.model.config.vocab_size * torch.float32.itemsize
+    """What `warm_up` would find, of a model on the meta device. What mixed steps hand on is exact, and so is what
+    attention takes where its kernels are those of any GPU; the rest, and so the whole, may be a fifth off."""
+    scratch, inner, decode = (Scratch(parts.device) for _ in range(3))
+    reserve_attention(Stage(parts, token_budget, scratch, inner))  # of a long context it may need most
+    reserve_decode(parts, max_rows, decode)
+    tokens, vocab_size, dequantised = (
+        max_rows * parts.width,
+        parts.model.config.vocab_size,
+        _dequantised_bytes(parts.model),
     )
-    on_the_way = int(BESIDE_EXPERTS * _feed_forward_bytes(parts.model, token_budget)) + logits_bytes
-    on_the_way += _dequantised_bytes(parts.model)
+
+    def beside(tokens: int, scored: int) -> int:
+        """What segments of so many tokens take, and the logits of some of them."""
+        feed_forward = int(BESIDE_EXPERTS * _feed_forward_bytes(parts.model, tokens))
+        return feed_forward + scored * vocab_size * torch.float32.itemsize + dequantised
+
+    mixed = beside(token_budget, max(tokens, at_once(max_rows)))
     graphs = count_graphs(parts, max_rows, token_budget)
-    return replace(Warmed(0, 0, graphs), scratch=scratch.peak, inner=max(inner.peak, on_the_way))
+    return Warmed(max(scratch.peak, decode.peak + beside(tokens, tokens)), max(inner.peak, mixed), graphs)
 
 
 def _dequantised_bytes(model: Model) -> int:

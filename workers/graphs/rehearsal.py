@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from kernels.linear import MOST_STREAMED
 from kernels.page import PAGE_TOKENS
 from kernels.sampling import TokenMasks
+from workers.memory.scratch import Scratch
 from workers.models.attention.decode_rows import MOST_MERGED
 from workers.models.attention.expanded import entries_of_a_row
 from workers.models.batch import Batch, DecodeBatch
@@ -192,3 +193,19 @@ def reserve_attention(stage: Stage, *, launch: bool = False) -> None:
             backends = attention.backends(*outputs, planned, geometry, rotation_PO, stage.inner)
             for backend in backends if launch else ():
                 backend.rehearse(attention.heads)
+
+
+def reserve_decode(parts: StepParts, rows: int, scratch: Scratch) -> None:
+    """Take the memory that attention of a step of so many decode rows needs, beside what its segments hand on; nothing
+    is computed."""
+    segments, width, device = parts.model.segments, parts.width, parts.device
+    attention, layout = segments.layers[0].attention, BatchLayout(width, rows)
+    with scratch.scope():
+        flow = segments.flow(layout.tokens, scratch)
+        length_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        slot_T = torch.zeros(layout.tokens, dtype=torch.int64, device=device)
+        decode = DecodeBatch(length_R, length_R.new_zeros(rows, parts.state.pages_per_row))
+        batch = Batch(layout, slot_T, slot_T, decode, None)
+        planned, geometry = attention.plan(batch, scratch), attention.geometry(batch)
+        outputs = flow.projected, flow.attended_THV
+        attention.backends(*outputs, planned, geometry, parts.model.rotation_PO, scratch)

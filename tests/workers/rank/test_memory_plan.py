@@ -112,12 +112,13 @@ def test_graphs_are_estimated_a_little_above_what_was_measured(
 
 
 def test_room_for_the_largest_matrix_that_is_dequantised(tmp_path: Path) -> None:
-    """That of the dense layers' gate and up projection, in bf16, for passes of many tokens."""
+    """That of the dense layers' gate and up projection, in bf16, for passes of many tokens: those of decode steps and
+    those of mixed steps have memory of their own."""
     plans = []
     for changes in ({}, {"quantization_config": FP8_CONFIG}):
         (tmp_path / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": 4, **changes}))
         plans.append(plan_of(tmp_path, 80 * GIB, tensor_parallel=8))
-    assert plans[1].graphs - plans[0].graphs == 2 * 2 * 18432 // 8 * 7168
+    assert plans[1].graphs - plans[0].graphs == 2 * (2 * 2 * 18432 // 8 * 7168)
 
 
 @pytest.mark.parametrize(("dtype", "ratio"), [("auto", 1152 / 656), ("float32", 2304 / 784)])
@@ -170,7 +171,7 @@ def test_the_smallest_change_fits(tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "n_routed_experts": 16, "vocab_size": 8192}
     (tmp_path / "config.json").write_text(json.dumps({**V3, **sizes, "max_position_embeddings": 1 << 18}))
     config, seen = EngineConfig(model=str(tmp_path)), []
-    for mib in (200, 2000, 3600, 3650, 3700, 3750, 3800, 4000, 5000, 8000, 16000):
+    for mib in (200, 2000, 3600, 3800, 4000, 4200, 4500, 4800, 5000, 8000, 16000):
         plan = memory_plan(config, mib << 20)
         change = None if plan.fits else smallest_change(config, plan, {"small": 1 << 30, "large": 32 * GIB})
         if plan.fits:
