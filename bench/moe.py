@@ -6,6 +6,7 @@
     python bench/moe.py --model v3 --tokens 1,16,256
     python bench/moe.py --tokens 16 --sweep sweep.txt     # try other tiles, print the best
     python bench/moe.py --model v3+shared --format fp8 --tokens 1024,2048,4096,8192    # activations in FP8, too: 128*8
+    python bench/moe.py --model k2 --format int4 --tokens 1,2,4,8,16,64    # Hopper's own for few tokens: 2*, 4*, 8*
 
 A graph holds several calls, each with a random routing of its own, so that a call finds few of its weights in L2.
 "floor" is the bytes of the active experts' weights over 4.2 TB/s, or the products over 790 TFLOP/s where that is more,
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from timing import microseconds
 from verdict import MOST_ERROR, error, verdict
 
-from kernels.matrix import BlockScaled, Matrix
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
 from kernels.moe import launch, reference, schedule
 from kernels.moe.records import PLAIN, Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
@@ -44,9 +45,10 @@ MODELS = {
     "v3": (8, 256, 7168, 2048, 0),
     "v3+shared": (9, 257, 7168, 2048, 1),
     "v3+shared/8": (9, 257, 7168, 256, 1),
+    "k2": (8, 384, 7168, 2048, 0),
 }
-"""Experts of a token, experts, hidden and intermediate features, and how many of the experts are every token's. The
-last is what one of 8 ranks has."""
+"""Experts of a token, experts, hidden and intermediate features, and how many of the experts are every token's.
+"v3+shared/8" is what one of 8 ranks has."""
 ROUTINGS = 8
 MOST_ROUNDED = 2**-4
 """Error of activations in FP8: they are rounded twice, each time by about a fortieth of a vector's norm."""
@@ -72,7 +74,9 @@ class Problem:
         """Microseconds no kernel can beat on one H200; `part` of an expert's three matrices."""
         shape = self.shape
         size = part * shape.hidden * shape.intermediate
-        width = 2 if isinstance(self.gate_up, torch.Tensor) else 1
+        width = self.gate_up.element_size() if isinstance(self.gate_up, torch.Tensor) else 1.0
+        if isinstance(self.gate_up, GroupScaled):
+            width = 0.5 + 2 / GROUP
         return max(width * size * self.active / 4.2e6, 2 * size * shape.pairs / (1580e6 if rounded else 790e6))
 
     @cached_property
@@ -133,6 +137,8 @@ def line(case: Problem, tiling: ExpertTiling) -> tuple[str, float, float]:
         if tiling.rounded:
             call.quantise()  # the tokens lay where the results are now
     names = ("gate_up_singly", "down_singly") if tiling.rows == 0 else ("gate_up", "down", "sort", "combine")
+    if tiling.rows == 0 and tiling.programs:
+        names = ("gate_up", "down")
     # One routing alone: the products read the tiles its sort left, and weights come from memory all the same when
     # there are many; for few the routings take turns.
     turns = calls if tiling.rows == 0 else calls[:1]
@@ -190,9 +196,13 @@ def with_product(shape: ExpertsShape, name: str, rows: int, product: Product) ->
 
 
 def weights(experts: int, rows: int, features: int, format: str, device: str) -> Matrix:
-    """Random experts' matrices of standard deviation 1 / sqrt(features): bf16, or fp8 in blocks."""
+    """Random experts' matrices of standard deviation 1 / sqrt(features): bf16, fp8 in blocks or int4 in groups."""
     if format == "bf16":
         return torch.randn(experts, rows, features, device=device, dtype=torch.bfloat16) * features**-0.5
+    if format == "int4":
+        data = torch.randint(0, 256, (experts, rows, features // 2), dtype=torch.uint8, device=device)
+        scales = (torch.rand(experts, rows, features // GROUP, device=device) + 0.5) * (features**-0.5 / 4.6)
+        return GroupScaled(data, scales.bfloat16())
     data = torch.empty(experts, rows, features, device=device, dtype=torch.float8_e4m3fn)
     for expert in data:
         expert.copy_(torch.randn(rows, features, device=device) * 64)
@@ -228,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="v2-lite")
     parser.add_argument("--tokens", default="1,2,4,16,64,128,256,512,1024,2048,4096,8192,16384")
-    parser.add_argument("--format", choices=("bf16", "fp8"), default="bf16", help="of the weights")
+    parser.add_argument("--format", choices=("bf16", "fp8", "int4"), default="bf16", help="of the weights")
     parser.add_argument("--activations", choices=("bf16", "fp8"), default="fp8", help="fp8: of FP8 weights, either way")
     parser.add_argument("--groups", type=int, default=0, help="sums of so many groups, as invariant mode has them")
     parser.add_argument("--sweep", metavar="FILE", help="lines of: product rows block block_k stages warps group tma")
@@ -239,7 +249,7 @@ def main() -> None:
     counts = map(int, arguments.tokens.split(","))
     rounds = arguments.activations == "fp8"
     shapes = [ExpertsShape(count, *sizes, groups=arguments.groups, shared=shared, rounds=rounds) for count in counts]
-    if arguments.sweep and arguments.format == "fp8":
+    if arguments.sweep and arguments.format != "bf16":
         parser.error("--sweep tries tiles of weights in bf16")
     tries = variants(Path(arguments.sweep).read_text()) if arguments.sweep else []
     _, experts, hidden, inner = sizes
@@ -277,7 +287,12 @@ def tilings(shape: ExpertsShape, how: tuple[Stored, Stored]) -> list[ExpertTilin
     if shape.groups or torch.cuda.get_device_capability() != (9, 0):
         return found
     programs = torch.cuda.get_device_properties(0).multi_processor_count
-    if how == (PLAIN, PLAIN) and shape.tokens >= 256:
+    if how[0].format == "int4":
+        if shape.for_int4_alone:
+            found.append(schedule.int4_alone(shape, programs, how))
+        if shape.for_int4_tiles:
+            found.append(schedule.int4_tiled(shape, programs, how))
+    elif how == (PLAIN, PLAIN) and shape.tokens >= 256:
         found.append(schedule.grouped(shape, programs))
     elif how != (PLAIN, PLAIN) and shape.tokens >= 16 and shape.rounds and shape.for_rounded:
         found.append(schedule.rounded(shape, programs, how))

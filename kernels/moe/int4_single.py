@@ -74,18 +74,19 @@ lowest bits, or 16 times itself; 1024 + 8 are taken off, or 64 + 8 of a sixteent
 
 
 @gluon.constexpr_function
-def products_layout():
-    """Layout of the products [BLOCK, 8]."""
+def products_layout(WARPS):
+    """Layout of the products [16 * WARPS, 8]."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
 
 
 @gluon.constexpr_function
-def bytes_layout():
-    """Layout of the weights of a step [BLOCK, 2, 4, 8], each 16 bits: a lane has the groups of two rows whose number
-    in the four is its own."""
+def bytes_layout(WARPS):
+    """Layout of the weights of a step [16 * WARPS, 2, 4, 8], each 16 bits: a lane has the groups of two rows whose
+    number in the four is its own."""
     registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [8, 0, 0, 0]]
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0, 0], [32, 0, 0, 0]], [], [BLOCK, 2, 4, 8])
+    warps = [[16 << bit, 0, 0, 0] for bit in range(WARPS.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [16 * WARPS, 2, 4, 8])
 
 
 @gluon.constexpr_function
@@ -97,11 +98,11 @@ def inputs_layout():
 
 
 @gluon.jit
-def weights_at(K: gl.constexpr, FEATURES: gl.constexpr, GATE: gl.constexpr):
+def weights_at(K: gl.constexpr, FEATURES: gl.constexpr, GATE: gl.constexpr, WARPS: gl.constexpr):
     """Where a thread's weights of a step are, in 16-bit units from the block's first row on; and their scales."""
-    tile: gl.constexpr = bytes_layout()
+    tile: gl.constexpr = bytes_layout(WARPS)
     groups: gl.constexpr = gl.SliceLayout(3, tile)
-    r = gl.arange(0, _BLOCK, gl.SliceLayout(1, gl.SliceLayout(2, groups)))
+    r = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, gl.SliceLayout(2, groups)))
     # A thread has a gate row and its up row.
     row = r // 16 * 8 + r % 8 + r % 16 // 8 * FEATURES if GATE else r
     two = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, groups)))
@@ -122,24 +123,25 @@ def asked(data, scales, row, step, at, scale_at, K: gl.constexpr):
 
 
 @gluon.jit
-def left_operand(words, scale):
-    """Weights times scales in fp16: [BLOCK, 256], in the order [two, eight of a group, pair, group of four, number]."""
-    left: gl.constexpr = gl.DotOperandLayout(0, products_layout(), 2)
+def left_operand(words, scale, WARPS: gl.constexpr):
+    """Weights times scales in fp16: [16 * WARPS, 256], in the order [two, eight of a group, pair, group of four,
+    number]."""
+    left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), 2)
     kinds: gl.constexpr = (gl.float16, gl.float16, gl.float16, gl.float16)
     half = (scale.to(gl.float32) * _SCALE).to(gl.float16)
     half, words = gl.broadcast(half[:, :, :, None], words)
     a, b, c, d = gl.inline_asm_elementwise(
         _TO_HALVES, "=r,=r,=r,=r,r,r", [words, half], dtype=kinds, is_pure=True, pack=2
     )  # fmt: skip
-    both = gl.join(gl.join(a, c), gl.join(b, d)).reshape(_BLOCK, 2, 4, 4, 2, 4)
-    both = both.permute((0, 1, 3, 5, 2, 4)).reshape(_BLOCK, _STEP)
+    both = gl.join(gl.join(a, c), gl.join(b, d)).reshape(16 * WARPS, 2, 4, 4, 2, 4)
+    both = both.permute((0, 1, 3, 5, 2, 4)).reshape(16 * WARPS, _STEP)
     return gl.convert_layout(both, left, assert_trivial=True)
 
 
 @gluon.jit
 def right_operand(step_s):
     """The inputs of a step, [256, 8], in every column the same."""
-    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(), 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(_WARPS), 2)
     layout: gl.constexpr = inputs_layout()
     tile = gl.expand_dims(step_s.load(gl.SliceLayout(1, layout)), 1)
     _, tile = gl.broadcast(gl.zeros([8, _COLUMNS, 32], gl.float16, layout), tile)
@@ -188,9 +190,9 @@ def product(
     ROWS: gl.constexpr = 2 * FEATURES if GATE else FEATURES
     WIDTH: gl.constexpr = _BLOCK // 2 if GATE else _BLOCK
     BLOCKS: gl.constexpr = FEATURES // WIDTH
-    layout: gl.constexpr = products_layout()
+    layout: gl.constexpr = products_layout(_WARPS)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    at, scale_at = weights_at(K, FEATURES, GATE)
+    at, scale_at = weights_at(K, FEATURES, GATE, _WARPS)
     x_s = gl.allocate_shared_memory(gl.float16, [STEPS, 8, 32], plain)
     r = gl.arange(0, _BLOCK, gl.SliceLayout(1, layout))
     n = gl.arange(0, _COLUMNS, gl.SliceLayout(0, layout))
@@ -229,15 +231,15 @@ def product(
             next_step = gl.where(last, 0, step + AHEAD)
             for j in gl.static_range(AHEAD):
                 words, scale = held[0]
-                weight = left_operand(words, scale)
+                weight = left_operand(words, scale, _WARPS)
                 held = held[1:] + (asked(data, scales, next_row, next_step + j, at, scale_at, K),)
                 total = mma_v2(weight, right_operand(x_s.index(step + j)), total)
         total = total * (unit / _SCALE)
         to = out + pair * FEATURES + piece % BLOCKS * WIDTH
         if GATE:
-            gate, up = halves(total)
-            where, _ = halves((r // 16 * 8 + r % 8)[:, None] + 0 * n[None, :])
-            kept, _ = halves(((r >= 0)[:, None] & (n == 0)[None, :] & valid).to(gl.int32))
+            gate, up = halves(total, _WARPS)
+            where, _ = halves((r // 16 * 8 + r % 8)[:, None] + 0 * n[None, :], _WARPS)
+            kept, _ = halves(((r >= 0)[:, None] & (n == 0)[None, :] & valid).to(gl.int32), _WARPS)
             value = gate / (1 + gl.exp(-gate)) * up
             gl.store(to + where, value.to(out.dtype.element_ty), mask=kept > 0, eviction_policy="evict_last")
         else:
@@ -248,6 +250,6 @@ def product(
 
 
 @gluon.jit
-def halves(total):
+def halves(total, WARPS: gl.constexpr):
     """Of every warp's 16 rows the first eight, and the others."""
-    return gl.split(total.reshape(_WARPS, 2, 8, _COLUMNS).permute((0, 2, 3, 1)))
+    return gl.split(total.reshape(WARPS, 2, 8, _COLUMNS).permute((0, 2, 3, 1)))

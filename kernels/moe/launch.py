@@ -209,6 +209,10 @@ class ExpertLaunches:
             call = (shape, self.tiling, self._dependent)
             scaled_launch.int4_singly(self.x_TE, self.id_TK, self.gate_up_XFE, scratch.act_YI, *call)
             return
+        if self.tiling.programs and isinstance(self.gate_up_XFE, GroupScaled):
+            where = (scratch.act_YI, scratch, shape, self.tiling)
+            scaled_launch.int4_tiled(self.x_TE, self.gate_up_XFE, *where, self._dependent)
+            return
         if not isinstance(self.gate_up_XFE, Tensor):
             scaled_launch.gate_up(self.x_TE, self.gate_up_XFE, scratch, shape, self.tiling, self._dependent)
             return
@@ -239,6 +243,10 @@ class ExpertLaunches:
         if not self.tiling.rows and isinstance(self.down_XEI, GroupScaled):
             call = (shape, self.tiling, self._dependent)
             scaled_launch.int4_singly(scratch.act_YI, self.id_TK, self.down_XEI, scratch.partial_YGE[:, 0], *call)
+            return
+        if self.tiling.programs and isinstance(self.down_XEI, GroupScaled):
+            where = (scratch.partial_YGE[:, 0], scratch, shape, self.tiling)
+            scaled_launch.int4_tiled(scratch.act_YI, self.down_XEI, *where, self._dependent)
             return
         if not isinstance(self.down_XEI, Tensor):
             scaled_launch.down(self.down_XEI, scratch, shape, self.tiling, self._dependent)

@@ -19,6 +19,10 @@ SINGLE_PROGRAMS: Final = 4
 """Of a single token's products with INT4 weights, on a multiprocessor."""
 SINGLE_REGISTERS: Final = 128
 """Of a thread, so that they find room there."""
+TILED_PROGRAMS: Final = {2: 4, 8: 2}
+"""Of several tokens' products with INT4 weights, on a multiprocessor, by the pairs of a tile."""
+TILED_REGISTERS: Final = 128
+"""Of a thread, so that they find room there."""
 Scaled = BlockScaled | GroupScaled
 """The experts' matrices of one of the two products."""
 
@@ -153,6 +157,45 @@ def int4_singly(
         DEPENDENT=dependent,
         num_warps=int4_single.WARPS,
         maxnreg=SINGLE_REGISTERS,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+
+
+def int4_tiled(
+    x: Tensor,
+    matrix: GroupScaled,
+    out_YF: Tensor,
+    scratch: Workspace,
+    shape: ExpertsShape,
+    tiling: ExpertTiling,
+    dependent: bool,
+) -> None:
+    """One of the products of several tokens with weights in INT4, on Hopper: of `x`, the tokens [T, E] for gate and up,
+    the sorted pairs' activations [Y, I] for down."""
+    from kernels.moe import int4_tiles  # a machine without Hopper GPUs need not have Gluon
+
+    gate = out_YF.shape[-1] == shape.intermediate and matrix.shape[-2] == 2 * shape.intermediate
+    _checked(matrix, tiling.stored[0 if gate else 1])
+    warps, programs = tiling.gate_up.warps, TILED_PROGRAMS[tiling.rows] * tiling.programs
+    pieces = tiling.tiles(shape) * (2 if gate else 1) * out_YF.shape[-1] // tiling.gate_up.block
+    int4_tiles.product[(min(programs, pieces),)](
+        x,
+        matrix.data.view(torch.int16),
+        matrix.scales,
+        scratch.sorted_Y,
+        scratch.table,
+        out_YF,
+        X_STRIDE=x.stride(0),
+        GATE=gate,
+        CHOSEN=shape.chosen,
+        K=x.shape[-1],
+        FEATURES=out_YF.shape[-1],
+        PAIRS=tiling.rows,
+        AHEAD=tiling.gate_up.stages,
+        WARPS=warps,
+        DEPENDENT=dependent,
+        num_warps=warps,
+        maxnreg=TILED_REGISTERS,
         **({"launch_pdl": True} if dependent else {}),
     )
 

@@ -25,7 +25,16 @@ SPAN = 2048
 SEGMENTS = 16
 """Most parts the pairs are sorted in."""
 INT4_FEATURES: Final = 512
-"""Input features come in multiples of so many in Hopper's kernel for a single token and INT4 weights."""
+"""Input features come in multiples of so many in Hopper's kernels for few tokens and INT4 weights."""
+INT4_PAIRS: Final = (2, 8)
+"""Pairs of a tile in that for several tokens: of few tokens, of more. Tiles of four took as long as those of eight."""
+FEW_INT4: Final = 4
+"""Tokens up to which tiles of two are the better: 252 us on one H200 where those of four took 313, of Kimi K2."""
+MOST_INT4: Final = 7168
+"""Input features there, so that two programs with eight pairs find room on a multiprocessor."""
+MOST_INT4_MEAN: Final = 1
+"""Tokens that an expert may have on average there: of more, too many have several tiles, each of which reads its
+weights."""
 ROUNDED_BLOCK: Final = 128
 """Features that share a scale then, of activations and, in either direction, of weights."""
 
@@ -105,6 +114,14 @@ class ExpertsShape:
         return whole and one and self.dtype == torch.bfloat16
 
     @property
+    def for_int4_tiles(self) -> bool:
+        """Whether Hopper's kernel for several tokens and INT4 weights takes these sizes: the same, and few enough that
+        inputs of a tile find room."""
+        whole = self.hidden % INT4_FEATURES == 0 and self.intermediate % INT4_FEATURES == 0
+        few = self.tokens > 1 and self.mean <= MOST_INT4_MEAN and max(self.hidden, self.intermediate) <= MOST_INT4
+        return whole and few and self.dtype == torch.bfloat16 and not self.groups
+
+    @property
     def parts(self) -> int:
         """Results of a pair."""
         return max(self.groups, 1)
@@ -141,8 +158,8 @@ class ExpertTiling:
     """Dtype of a pair's result, before weighting: that of the call, so that fewer bytes are written and read between
     weights; fp32 where groups are summed apart."""
     programs: int = 0
-    """Of Hopper's own kernels (`hopper`), which go through all tiles, one for each multiprocessor; 0: the Triton
-    kernels."""
+    """Of Hopper's own kernels (`hopper`, `rounded`), which go through all tiles, one for each multiprocessor; of those
+    for few tokens with INT4 weights the multiprocessors, each of which has several; 0: the Triton kernels."""
     spread: bool = False
     """Those spread the work of shared experts evenly among that of the others."""
     rounded: bool = False
@@ -204,6 +221,8 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
             return int4_alone(shape, shape.hopper, stored)
         if "int4" not in {how.format for how in stored}:  # the cores that are not for tensors are too slow to unpack it
             rows = 0
+    if rows and shape.hopper and shape.for_int4_tiles and all(how.format == "int4" for how in stored):
+        return int4_tiled(shape, shape.hopper, stored)
     if rows and shape.rounds and shape.hopper and shape.for_rounded and all(map(in_whole_blocks, stored)):
         return rounded(shape, shape.hopper, stored)
     if rows == 128 and shape.hopper and shape.for_hopper and stored == (PLAIN, PLAIN):
@@ -252,6 +271,19 @@ def int4_alone(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, 
         )
     either = Product(64, 256, 4, 2)
     return ExpertTiling(0, either, either, shape.dtype, multiprocessors, stored=stored)
+
+
+def int4_tiled(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
+    """Tiles of two or eight pairs for Hopper's kernel for several tokens with INT4 weights (`int4_tiles`)."""
+    if not shape.for_int4_tiles or any(how.format != "int4" for how in stored):
+        raise ValueError(
+            f"several tokens' INT4 weights take bf16, features in multiples of {INT4_FEATURES} up to {MOST_INT4}, at "
+            f"most {MOST_INT4_MEAN} tokens an expert, and one sum: {shape}"
+        )
+    rows = INT4_PAIRS[shape.tokens > FEW_INT4]
+    warps = 4 if rows == 2 else 8
+    either = Product(16 * warps, 256, 2, warps)
+    return ExpertTiling(rows, either, either, shape.dtype, multiprocessors, stored=stored)
 
 
 def fitted(tiling: ExpertTiling, shape: ExpertsShape) -> ExpertTiling:
@@ -327,11 +359,11 @@ class Workspace:
 def _parts(shape: ExpertsShape, tiling: ExpertTiling) -> list[tuple[torch.dtype, int]]:
     """(dtype, bytes) of the parts of a workspace, each padded to 256 bytes.
 
-    A token without tiles sorts nothing. Its memory is that of one with tiles, for how weights are stored decides which
-    it is, and must not change the size.
+    How weights are stored decides whether few tokens have tiles, and how low ones, and must not change the size: it is
+    that of the lowest, or of such as the most tokens get.
     """
     act = (shape.dtype, shape.pairs * shape.intermediate * shape.dtype.itemsize)
-    tiles = (tiling if tiling.rows else replace(tiling, rows=16)).tiles(shape)
+    tiles = replace(tiling, rows=2 if tiling.rows <= 16 else tiling.rows).tiles(shape)
     sizes = [
         (torch.int32, 4 * shape.pairs),
         (torch.int32, 16 * (tiles + 1)),

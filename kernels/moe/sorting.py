@@ -147,7 +147,7 @@ def sort_few(
     DEPENDENT: tl.constexpr,
 ):
     """Programs (x, 0) put the pairs of expert x at their places, programs (x, 1) describe its tiles: each looks at all
-    choices of at most TOKENS tokens, none of which chooses an expert twice. Tiles are of 2**shift pairs, at least 16:
+    choices of at most TOKENS tokens, none of which chooses an expert twice. Tiles are of 2**shift pairs, at least 2:
     not compiled in, so that one kernel serves all numbers of tokens up to a power of two. `settled`: as of `place`."""
     expert = tl.program_id(0)
     t = tl.arange(0, TOKENS)
@@ -223,7 +223,7 @@ def _describe(
         tile += (own + rows - 1) >> shift
         own = tl.sum((id == x).to(tl.int32))
 
-    index = tl.arange(0, TOKENS // 16)
+    index = tl.arange(0, TOKENS // 2)
     row = index << shift
     record = table + 4 * (tile + index + 1)
     tl.store(record, expert, mask=row < own)

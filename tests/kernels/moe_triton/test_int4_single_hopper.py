@@ -12,7 +12,7 @@ from kernels.moe import launch, schedule
 from kernels.moe.records import stored
 from kernels.moe.scaled_launch import SINGLE_PROGRAMS, SINGLE_REGISTERS
 from kernels.moe.schedule import ExpertsShape, Workspace
-from tests.support.hopper import compile_only, machine_code, resources
+from tests.support.hopper import compile_only, machine_code, main_loop, resources
 
 pytestmark = pytest.mark.gate
 
@@ -38,19 +38,6 @@ def compiled(name: str) -> list[Any]:
         call.gate_up()
         call.down()
     return kernels
-
-
-def main_loop(code: str) -> list[str]:
-    """The instructions of the shortest loop with products."""
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", code, re.MULTILINE)
-    loops = []
-    for at, text in lines:
-        back = re.search(r"\bBRA.* 0x([0-9a-f]+)$", text)
-        if back and int(back[1], 16) < int(at, 16):
-            body = [other for place, other in lines if int(back[1], 16) <= int(place, 16) <= int(at, 16)]
-            if any("HMMA" in other for other in body):
-                loops.append(body)
-    return min(loops, key=len)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -10,13 +10,22 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chosen", "experts", "shared", "skewed"),
-    [(17, 8, 66, 2, False), (64, 8, 66, 2, True), (300, 8, 66, 2, True), (40, 9, 100, 0, False)],
+    ("tokens", "chosen", "experts", "shared", "skewed", "rows"),
+    [
+        (17, 8, 66, 2, False, 16),
+        (64, 8, 66, 2, True, 16),
+        (300, 8, 66, 2, True, 64),
+        (40, 9, 100, 0, False, 16),
+        (4, 8, 66, 2, True, 2),
+        (40, 4, 66, 1, True, 8),
+    ],
 )
-def test_pairs_lie_expert_by_expert(tokens: int, chosen: int, experts: int, shared: int, skewed: bool) -> None:
+def test_pairs_lie_expert_by_expert(
+    tokens: int, chosen: int, experts: int, shared: int, skewed: bool, rows: int
+) -> None:
     holes = not skewed
     case = Experts(tokens, chosen, experts, 16, 16, shared=shared, holes=holes, skewed=skewed, padded=(0, tokens - 1))
-    tiling = case.tiling(spread=skewed)
+    tiling = case.tiling(spread=skewed, rows=rows)
     call = case.call(tiling, case.workspace(tiling))
     with emulated(fences=False) as launches:
         call.sort()

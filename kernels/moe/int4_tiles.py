@@ -1,0 +1,177 @@
+"""The experts of a few tokens with INT4 weights in groups of 32, on Hopper: bound by the time in which the weights are
+read, as `int4_single`, whose way with weights it shares.
+
+There the one token is in every column of the tensor cores' tile. Here the columns are a tile's pairs, of which it has
+two or eight at most; of two, the columns repeat them. Their inputs lie in shared memory for as long as a program works
+on the tile: of eight, fewer programs find room on a multiprocessor, and have the more warps.
+
+A program takes the pieces of work (a tile, block of features) in a row, and asks for a piece's first weights while it
+multiplies the last ones of the piece before.
+
+Gluon, for compute capability 9.0.
+"""
+
+# ruff: noqa: RUF005
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc, var-annotated"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kernels.halve.kernel import unit_of
+from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
+from kernels.moe.int4_single import COLUMNS, SCALE, STEP, asked, halves, left_operand, products_layout, weights_at
+
+_STEP = gl.constexpr(STEP)
+_COLUMNS = gl.constexpr(COLUMNS)
+_SCALE = gl.constexpr(SCALE)
+
+
+@gluon.constexpr_function
+def inputs_layout(PAIRS, WARPS):
+    """Layout of the inputs of a step [8, 8 / PAIRS, PAIRS, 32], in every warp; those of a pair are the same in all its
+    columns."""
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    lanes = [[0, 0, 0, 8], [0, 0, 0, 16]]
+    lanes += [[0, 0, bit, 0] if bit < PAIRS else [0, bit // PAIRS, 0, 0] for bit in (1, 2, 4)]
+    none = [[0, 0, 0, 0]] * (WARPS.bit_length() - 1)
+    return gl.DistributedLinearLayout(registers, lanes, none, [], [8, COLUMNS // PAIRS, PAIRS, 32])
+
+
+@gluon.constexpr_function
+def rows_layout(PAIRS, WARPS):
+    """Layout in which inputs of a step [PAIRS, 256] come from memory: a warp has a row, or a part of one."""
+    side = min(PAIRS, WARPS)
+    return gl.BlockedLayout([1, STEP * side // (32 * WARPS)], [1, 32], [side, WARPS // side], [1, 0])
+
+
+@gluon.jit
+def right_operand(step_s, PAIRS: gl.constexpr, WARPS: gl.constexpr):
+    """The inputs of a step, [256, 8]."""
+    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(WARPS), 2)
+    layout: gl.constexpr = inputs_layout(PAIRS, WARPS)
+    tile = gl.expand_dims(step_s.load(gl.SliceLayout(1, layout)), 1)
+    _, tile = gl.broadcast(gl.zeros([8, _COLUMNS // PAIRS, PAIRS, 32], gl.float16, layout), tile)
+    tile = tile.reshape(8, _COLUMNS, 4, 4, 2).permute((0, 3, 2, 4, 1)).reshape(_STEP, _COLUMNS)
+    return gl.convert_layout(tile, right, assert_trivial=True)
+
+
+@gluon.jit
+def stage(
+    x, row, pairs, x_s, STRIDE: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Halve the rows `row` of `x` into `x_s` [STEPS, 8, PAIRS, 32], each in the order of `int4_single.stage`, 0 for
+    those past the pairs. The rows' units, one for each column. Rows are read twice, for what a thread would hold of
+    them meanwhile is more than it has room for."""
+    layout: gl.constexpr = rows_layout(PAIRS, WARPS)
+    products: gl.constexpr = products_layout(WARPS)
+    m = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
+    feature = gl.arange(0, _STEP, gl.SliceLayout(0, layout))
+    inside = (m < pairs)[:, None] & (feature >= 0)[None, :]
+    at = x + row.to(gl.int64)[:, None] * STRIDE + feature[None, :]
+    most = gl.zeros([PAIRS, _STEP], gl.float32, layout)
+    for step in gl.static_range(STEPS):
+        # .cg: a dependent launch may find lines of an earlier kernel in L1.
+        value = gl.load(at + step * _STEP, mask=inside, other=0.0, cache_modifier=".cg")
+        most = gl.maximum(most, gl.abs(value.to(gl.float32)))
+    unit, inverse = unit_of(gl.max(most, 1))
+    for step in gl.static_range(STEPS):
+        value = gl.load(at + step * _STEP, mask=inside, other=0.0, cache_modifier=".cg")
+        half = (value.to(gl.float32) * inverse[:, None]).to(gl.float16).reshape(PAIRS, 2, 4, 4, 2, 4)
+        x_s.index(step).store(half.permute((1, 3, 0, 2, 5, 4)).reshape(8, PAIRS, 32))
+    repeated = gl.zeros([_COLUMNS // PAIRS, PAIRS], gl.float32, gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0]))
+    _, repeated = gl.broadcast(repeated, gl.convert_layout(unit, gl.SliceLayout(0, repeated.type.layout))[None, :])
+    return gl.convert_layout(repeated.reshape(_COLUMNS), gl.SliceLayout(0, products))
+
+
+@gluon.jit
+def record(table, tile, exists):
+    """(expert, first sorted pair, pairs) of a tile; 0 where none exists."""
+    at = table + 4 * (tile + 1)
+    expert = gl.load(at, mask=exists, other=0, cache_modifier=".cg")
+    first = gl.load(at + 1, mask=exists, other=0, cache_modifier=".cg")
+    pairs = gl.load(at + 2, mask=exists, other=0, cache_modifier=".cg")
+    return expert.to(gl.int64), first, pairs
+
+
+@gluon.jit
+def product(
+    x, data, scales, sorted_pair, table, out,
+    X_STRIDE: gl.constexpr, GATE: gl.constexpr, CHOSEN: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
+    PAIRS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """GATE: out[i] = silu(gate[expert] . x) * (up[expert] . x) for every sorted pair i, of its token's x; otherwise
+    out[pair] = weight[expert] . x[i]. Rows of `x` have K features, those of `out` FEATURES."""
+    STEPS: gl.constexpr = K // _STEP
+    BLOCK: gl.constexpr = 16 * WARPS
+    ROWS: gl.constexpr = 2 * FEATURES if GATE else FEATURES
+    WIDTH: gl.constexpr = BLOCK // 2 if GATE else BLOCK
+    BLOCKS: gl.constexpr = FEATURES // WIDTH
+    layout: gl.constexpr = products_layout(WARPS)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    at, scale_at = weights_at(K, FEATURES, GATE, WARPS)
+    x_s = gl.allocate_shared_memory(gl.float16, [STEPS, 8, PAIRS, 32], plain)
+    r = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    n = gl.arange(0, _COLUMNS, columns)
+    m = gl.arange(0, PAIRS, gl.SliceLayout(1, rows_layout(PAIRS, WARPS)))
+    # The kernel before `down` is `gate_up`, which let it start only when the tiles were there.
+    if DEPENDENT and GATE:
+        wait_for_kernel_before()
+        let_kernel_after_start()
+    pieces = gl.load(table, cache_modifier=".cg") * BLOCKS
+    begin = (gl.program_id(0).to(gl.int64) * pieces // gl.num_programs(0)).to(gl.int32)
+    end = ((gl.program_id(0) + 1).to(gl.int64) * pieces // gl.num_programs(0)).to(gl.int32)
+    expert, first, pairs = record(table, begin // BLOCKS, begin < end)
+    row = expert * ROWS + begin % BLOCKS * WIDTH
+    held = ()
+    for j in gl.static_range(AHEAD):
+        held = held + (asked(data, scales, row, j, at, scale_at, K),)
+    if DEPENDENT and not GATE:
+        wait_for_kernel_before()
+        let_kernel_after_start()
+    staged = -1
+    unit = gl.full([_COLUMNS], 1.0, gl.float32, columns)
+    for piece in range(begin, end):
+        tile = piece // BLOCKS
+        if tile != staged:
+            gl.thread_barrier()
+            source = first + m
+            if GATE:
+                source = gl.load(sorted_pair + source, mask=m < pairs, other=0, cache_modifier=".cg") // CHOSEN
+            unit = stage(x, source, pairs, x_s, X_STRIDE, STEPS, PAIRS, WARPS)
+            staged = tile
+            gl.thread_barrier()
+        after = gl.minimum(piece + 1, end - 1)
+        later_expert, later_first, later_pairs = record(table, after // BLOCKS, True)
+        later = later_expert * ROWS + after % BLOCKS * WIDTH
+        total = gl.zeros([BLOCK, _COLUMNS], gl.float32, layout)
+        for step in range(0, STEPS, AHEAD):
+            last = step + AHEAD >= STEPS
+            next_row = gl.where(last, later, row)
+            next_step = gl.where(last, 0, step + AHEAD)
+            for j in gl.static_range(AHEAD):
+                words, scale = held[0]
+                weight = left_operand(words, scale, WARPS)
+                held = held[1:] + (asked(data, scales, next_row, next_step + j, at, scale_at, K),)
+                total = mma_v2(weight, right_operand(x_s.index(step + j), PAIRS, WARPS), total)
+        total = total * (unit / _SCALE)[None, :]
+        here = n < gl.minimum(pairs, PAIRS)
+        feature = piece % BLOCKS * WIDTH
+        if GATE:
+            gate, up = halves(total, WARPS)
+            to = (first + n)[None, :] * FEATURES + feature + (r // 16 * 8 + r % 8)[:, None]
+            where, _ = halves(to, WARPS)
+            kept, _ = halves(((r >= 0)[:, None] & here[None, :]).to(gl.int32), WARPS)
+            value = gate / (1 + gl.exp(-gate)) * up
+            gl.store(out + where, value.to(out.dtype.element_ty), mask=kept > 0, eviction_policy="evict_last")
+        else:
+            pair = gl.load(sorted_pair + first + n, mask=here, other=0, cache_modifier=".cg")
+            to = pair[None, :] * FEATURES + feature + r[:, None]
+            kept = (r >= 0)[:, None] & here[None, :]
+            gl.store(out + to, total.to(out.dtype.element_ty), mask=kept, eviction_policy="evict_last")
+        row = later
+        first = later_first
+        pairs = later_pairs

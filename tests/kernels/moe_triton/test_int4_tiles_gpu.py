@@ -1,0 +1,78 @@
+"""Hopper's products of several tokens with INT4 weights on a GPU: eager, and replayed on other tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from captured import capture, check_replays, same_bits
+from experts_case import Experts
+
+from kernels.hopper import is_hopper
+from kernels.moe import schedule
+from kernels.moe.schedule import ExpertTiling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="needs a Hopper GPU"
+    ),
+]
+
+K2: dict[str, Any] = {"chosen": 8, "experts": 80, "hidden": 7168, "intermediate": 512}
+"""Kimi K2's on four ranks, of fewer experts."""
+SMALL: dict[str, Any] = {"chosen": 2, "experts": 32, "hidden": 1024, "intermediate": 512}
+
+
+def make(tokens: int, sizes: dict[str, Any], **more: Any) -> Experts:
+    return Experts(tokens, **sizes, device="cuda", formats=("int4", "int4"), **more)
+
+
+def tiled(case: Experts) -> ExpertTiling:
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    return schedule.int4_tiled(case.shape, multiprocessors, case.stored)
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 7, 10])
+@pytest.mark.parametrize("sizes", [K2, SMALL], ids=["K2", "small"])
+@pytest.mark.parametrize("more", [{}, {"holes": True, "padded": (1,)}], ids=["all", "holes and padding"])
+def test_eager(sizes: dict[str, Any], tokens: int, more: dict[str, Any]) -> None:
+    case = make(tokens, sizes, **more)
+    case.run(tiled(case), dependent=True)
+    case.check()
+
+
+def test_experts_of_several_tiles() -> None:
+    case = make(20, {**SMALL, "experts": 40}, skewed=True)
+    case.run(tiled(case), dependent=True)
+    case.check()
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 10])
+@pytest.mark.parametrize("dependent", [False, True])
+def test_replayed_on_other_tokens(tokens: int, dependent: bool) -> None:
+    case = make(tokens, K2)
+    other = make(tokens, K2, seed=1, holes=True, weights=case.weights)
+    tiling = tiled(case)
+    workspace = case.workspace(tiling)
+    graph = capture(case.call(tiling, workspace, dependent).run)
+    case.inputs = other.inputs
+
+    def refill() -> None:
+        case.refill()
+        case.poison(workspace, tiling)
+
+    check_replays(graph, refill, [case.tensors["out"]])
+    case.check()
+
+
+def test_a_pair_does_not_depend_on_its_tile() -> None:
+    """Bit for bit, whatever else is in it, and however many it has."""
+    batch = make(10, K2)
+    out = batch.run(tiled(batch)).clone()
+    for tokens in (2, 3, 7):
+        part = make(tokens, K2, weights=batch.weights)
+        for name in ("x", "id", "weight"):
+            part.tensors[name].copy_(batch.inputs[name][-tokens:])
+        assert same_bits(part.run(tiled(part)), out[-tokens:])
