@@ -29,7 +29,7 @@ TEXTS: Final = ["<|bos|>", "<|eos|>", "</t>", *PIECES, *string.ascii_lowercase, 
 """What each id writes; ids behind these write nothing."""
 
 LIST: Final = json.dumps({"type": "array", "items": {"enum": ["ab", "abc", "x"]}, "minItems": 1, "maxItems": 3})
-ITEM, SPACE = '"(ab|abc|x)"', " {0,32}"
+ITEM, SPACE = '"(ab|abc|x)"', " ?"
 CHOICES: Final = ["abc", "ab", "10", "a true tale"]
 GRAMMARS: Final[tuple[tuple[Grammar, str], ...]] = (
     (Grammar("choice", json.dumps(CHOICES)), "|".join(CHOICES)),
