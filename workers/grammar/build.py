@@ -22,9 +22,9 @@ MOST_BYTES: Final = 1 << 17
 """Of a constraint's text: the longest take half a second to parse."""
 MOST_CHOICES: Final = 4096
 MOST_WHITESPACE: Final = 1
-"""Characters of white space in a row between two tokens of JSON, as it has them on one line. Without a limit a model may
-write nothing else; and of a larger one xgrammar makes as many rules, which its masks take 60 us to go through wherever
-white space may come, in place of 3."""
+"""Characters of white space in a row between two tokens of JSON, as it has them on one line. Without a limit a model
+may write nothing else; and of a larger one xgrammar makes as many rules, which its masks take 60 us to go through
+wherever white space may come, in place of 3."""
 MOST_NESTED: Final = 48
 """Levels of a schema, of brackets in a grammar. xgrammar takes much longer with each."""
 
