@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workers.weights.stored import Shape, Wanted
+
+_LIBC: Final = ctypes.CDLL(None)
 
 
 class WeightsError(ValueError):
@@ -34,6 +40,8 @@ class Checkpoint:
     folder: Path
     entries: dict[str, _Entry] = field(default_factory=dict)
     _files: dict[Path, Any] = field(default_factory=dict)
+    _mapped: list[tuple[int, int]] = field(default_factory=list)
+    """Where files lie in memory, first bytes and ends, in order."""
     _stack: ExitStack = field(default_factory=ExitStack)
 
     @staticmethod
@@ -43,6 +51,7 @@ class Checkpoint:
         try:
             for file in checkpoint._file_names():
                 checkpoint._open_file(checkpoint.folder / file)
+            checkpoint._mapped = _mappings(set(checkpoint._files))
         except BaseException:
             checkpoint.close()
             raise
@@ -113,8 +122,23 @@ class Checkpoint:
             raise WeightsError(f"cannot read {name} of {entry.file}, is the download complete? {error}") from error
         return tensor
 
+    def release(self, tensor: Tensor) -> None:
+        """Nobody is going to read `tensor` again soon: whole pages of a file that it lies in are unmapped, and mapped
+        again where somebody does. Closing files unmaps what still is, for a second of 50 GB, and no other thread can
+        run meanwhile, as it can here. To what was copied from a file nothing happens."""
+        begin = tensor.data_ptr()
+        place = bisect(self._mapped, (begin, sys.maxsize)) - 1
+        if place < 0 or begin >= self._mapped[place][1] or not tensor.numel():
+            return
+        length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        page = mmap.PAGESIZE
+        first, end = -(-begin // page) * page, (begin + length * tensor.itemsize) // page * page
+        if first < end:
+            _unmap(first, end - first)
+
     def close(self) -> None:
         """Close the files."""
+        self._mapped.clear()
         self._stack.close()
 
     def __enter__(self) -> Checkpoint:
@@ -122,6 +146,23 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _mappings(files: Set[Path]) -> list[tuple[int, int]]:
+    """Where files are mapped in this process; nowhere if it cannot be known, or if they are read in another way."""
+    maps, names = Path("/proc/self/maps"), {str(path.resolve()) for path in files}
+    found = []
+    for line in maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else ():
+        fields = line.split(maxsplit=5)
+        if fields[-1] in names:
+            begin, end = fields[0].split("-")
+            found.append((int(begin, 16), int(end, 16)))
+    return sorted(found)
+
+
+def _unmap(begin: int, length: int) -> None:
+    """It is advice: where it is not taken, nothing is lost but time."""
+    _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def _listed(what: str, names: list[str], limit: int = 12) -> str:

@@ -40,7 +40,7 @@ class CheckpointReader(WeightSource):
         super().__init__(group, dtype, device, stored, checkpoint.dtype_of, invariant, own)
         self.checkpoint = checkpoint
         self._progress = progress
-        self._uploader = Uploader(device) if device.type == "cuda" else None
+        self._uploader = Uploader(device, release=checkpoint.release) if device.type == "cuda" else None
 
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
         """Reads only `index`; converts to the dtype and device of `into`."""

@@ -50,8 +50,15 @@ class _Lane:
 class Uploader:
     """Copies that run while the caller goes on; `settle` waits for all of them."""
 
-    def __init__(self, device: torch.device, threads: int = THREADS, piece_bytes: int = PIECE_BYTES) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device,
+        threads: int = THREADS,
+        piece_bytes: int = PIECE_BYTES,
+        release: Callable[[Tensor], None] = lambda tensor: None,
+    ) -> None:
+        """`release` is called with what was read and is no longer needed, in the thread that read it."""
+        self._device, self._release = device, release
         self._index = None
         if device.type == "cuda":  # threads begin on GPU 0, and `torch.device("cuda")` has no index
             self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -103,6 +110,7 @@ class Uploader:
     def _send(self, lane: _Lane, source: Tensor, into: Tensor) -> None:
         for part, place in _pieces(source, into, self._piece_bytes):
             lane.send(part, place)
+        self._release(source)
 
     def settle(self) -> None:
         """Wait until everything asked for is in place; raises the first error of a copy."""

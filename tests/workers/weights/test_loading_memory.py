@@ -8,12 +8,14 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.multiprocessing import ProcessRaisedException
 
 from tests.rank_processes import run_ranks
@@ -77,10 +79,15 @@ def write_folder(folder: Path, form: Format, bench: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
+def resident(kind: str) -> int:
+    """Bytes of this process's memory of a kind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"Rss{kind}:"))
+
+
 def anonymous_bytes() -> int:
     """Memory of this process that is no page cache."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    return resident("Anon")
 
 
 class Watch:
@@ -116,7 +123,7 @@ def upload_in_the_background() -> None:
 
     def with_uploader(self: CheckpointReader, *given: Any) -> None:
         begin(self, *given)
-        self._uploader = Uploader(CPU, threads=THREADS, piece_bytes=MIB)
+        self._uploader = Uploader(CPU, threads=THREADS, piece_bytes=MIB, release=self.checkpoint.release)
 
     CheckpointReader.__init__ = with_uploader  # type: ignore[method-assign]
 
@@ -205,3 +212,27 @@ def test_a_rank_holds_little_beyond_its_share(stored: tuple[Any, ...], how: str)
 def test_what_is_held_twice_is_found(stored: tuple[Any, ...]) -> None:
     with pytest.raises(ProcessRaisedException, match="MiB beyond"):
         run_ranks(loads, 1, *stored, "wrong")
+
+
+def test_what_was_uploaded_is_mapped_no_more(tmp_path: Path) -> None:
+    """It is as it was to whoever reads it again; what was copied from a file is nobody else's to release."""
+    numbers = torch.arange(16 * MIB, dtype=torch.int32).view(4096, 4096)
+    save_file({"a": numbers, "b": numbers.clone()}, tmp_path / "model.safetensors")
+    whole, half = (slice(None), slice(None)), (slice(None), slice(0, 2048))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        uploader, before = Uploader(CPU, threads=THREADS, release=checkpoint.release), resident("File")
+        for name, index in (("a", whole), ("b", half)):
+            into = torch.zeros_like(numbers[index])
+            uploader.fill(into, partial(checkpoint.read, name, index))
+            uploader.settle()
+            assert torch.equal(into, numbers[index])
+            assert resident("File") - before < 8 * MIB
+        again = checkpoint.read("a", whole)
+        assert torch.equal(again, numbers)
+        assert resident("File") - before > 60 * MIB, "nothing was measured"
+        copy = again.clone()
+        checkpoint.release(copy)
+        assert torch.equal(copy, numbers)
+        checkpoint.release(again[1:2, 1:3])  # less than a page
+        checkpoint.release(again[:, :0])
+        uploader.close()
