@@ -47,6 +47,12 @@ def rows_layout(PAIRS, WARPS):
     return gl.BlockedLayout([1, STEP * side // (32 * WARPS)], [1, 32], [side, WARPS // side], [1, 0])
 
 
+@gluon.constexpr_function
+def at_once(PAIRS):
+    """Steps of inputs that a thread holds while it stages them: as many as it has registers for."""
+    return 7 if PAIRS == 2 else 3
+
+
 @gluon.jit
 def right_operand(step_s, PAIRS: gl.constexpr, WARPS: gl.constexpr):
     """The inputs of a step, [256, 8]."""
@@ -77,10 +83,16 @@ def stage(
         value = gl.load(at + step * _STEP, mask=inside, other=0.0, cache_modifier=".cg")
         most = gl.maximum(most, gl.abs(value.to(gl.float32)))
     unit, inverse = unit_of(gl.max(most, 1))
-    for step in gl.static_range(STEPS):
-        value = gl.load(at + step * _STEP, mask=inside, other=0.0, cache_modifier=".cg")
-        half = (value.to(gl.float32) * inverse[:, None]).to(gl.float16).reshape(PAIRS, 2, 4, 4, 2, 4)
-        x_s.index(step).store(half.permute((1, 3, 0, 2, 5, 4)).reshape(8, PAIRS, 32))
+    # What is loaded behind a store waits for it. So several loads come before the first of their stores.
+    AT_ONCE: gl.constexpr = at_once(PAIRS)
+    for first in gl.static_range(0, STEPS, AT_ONCE):
+        held = ()
+        for step in gl.static_range(first, min(first + AT_ONCE, STEPS)):
+            held = held + (gl.load(at + step * _STEP, mask=inside, other=0.0, cache_modifier=".cg"),)
+        for step in gl.static_range(first, min(first + AT_ONCE, STEPS)):
+            value = held[step - first].to(gl.float32) * inverse[:, None]
+            half = value.to(gl.float16).reshape(PAIRS, 2, 4, 4, 2, 4)
+            x_s.index(step).store(half.permute((1, 3, 0, 2, 5, 4)).reshape(8, PAIRS, 32))
     repeated = gl.zeros([_COLUMNS // PAIRS, PAIRS], gl.float32, gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0]))
     _, repeated = gl.broadcast(repeated, gl.convert_layout(unit, gl.SliceLayout(0, repeated.type.layout))[None, :])
     return gl.convert_layout(repeated.reshape(_COLUMNS), gl.SliceLayout(0, products))

@@ -126,9 +126,9 @@ class Checkpoint:
         """Nobody is going to read `tensor` again soon: whole pages of a file that it lies in are unmapped, and mapped
         again where somebody does. Closing files unmaps what still is, for a second of 50 GB, and no other thread can
         run meanwhile, as it can here. To what was copied from a file nothing happens."""
-        begin = tensor.data_ptr()
-        place = bisect(self._mapped, (begin, sys.maxsize)) - 1
-        if place < 0 or begin >= self._mapped[place][1] or not tensor.numel():
+        begin, mapped = tensor.data_ptr(), self._mapped
+        place = bisect(mapped, (begin, sys.maxsize)) - 1
+        if place < 0 or begin >= mapped[place][1] or not tensor.numel():
             return
         length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         page = mmap.PAGESIZE
@@ -138,7 +138,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files."""
-        self._mapped.clear()
+        self._mapped = []  # another thread may be looking at the old one
         self._stack.close()
 
     def __enter__(self) -> Checkpoint:

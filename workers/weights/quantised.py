@@ -19,6 +19,9 @@ from workers.weights.dequantise import fp8_blocks, int4_groups
 from workers.weights.stored import BLOCK, FP8_SCALES, INT4_PACKED, INT4_SCALES, INT4_SHAPE, WORD, Shape
 from workers.weights.weight import Format
 
+MOST_INT4_SCALE: Final = 32
+"""Scales of groups in INT4 are below (`kernels/moe/int4_single.py`); those of published models are thousandths."""
+
 
 @dataclass(frozen=True)
 class QuantisedPart(ABC):
@@ -109,7 +112,13 @@ class Int4Part(QuantisedPart):
     def scales(self, block: tuple[int, int] | None) -> Tensor:
         """See `QuantisedPart`."""
         groups = slice(self.columns.start // GROUP, -(-self.columns.stop // GROUP))
-        return self._scales(self.name + INT4_SCALES, (self.rows, groups))
+        scales = self._scales(self.name + INT4_SCALES, (self.rows, groups))
+        if scales.numel() and float(scales.abs().max()) >= MOST_INT4_SCALE:
+            raise WeightsError(
+                f"{self.name}{INT4_SCALES} has scales of {MOST_INT4_SCALE} and more, times which numbers of INT4 are "
+                "too large for the fp16 in which GPUs multiply them"
+            )
+        return scales
 
     def covering(self) -> tuple[Tensor, Tensor]:
         """See `QuantisedPart`. Whole groups, as far as there are words."""

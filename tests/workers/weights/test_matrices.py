@@ -245,6 +245,11 @@ def negative_nan(row: int, column: int) -> torch.Tensor:
         ("int4", {"a.weight_scale": torch.ones(200, 5).half()}, ["a.weight_scale is F16", "BF16"]),
         ("int4", {"a.weight_scale": torch.ones(200, 2).bfloat16()}, ["a.weight_scale is [200, 2]", "[200, 5]"]),
         ("int4", {"a.weight_scale": torch.full((200, 5), torch.nan).bfloat16()}, ["a.weight_scale", "NaN or infinite"]),
+        (
+            "int4",
+            {"a.weight_scale": torch.full((200, 5), -32.0).bfloat16()},
+            ["a.weight_scale", "of 32 and more"],
+        ),
         ("int4", {"a.weight_zero_point": torch.zeros(200, 5)}, ["1 unexpected", "a.weight_zero_point"]),
         ("int4", {"a.weight_g_idx": torch.zeros(160)}, ["1 unexpected", "a.weight_g_idx"]),
     ],
