@@ -6,7 +6,7 @@
     python bench/moe.py --model v3 --tokens 1,16,256
     python bench/moe.py --tokens 16 --sweep sweep.txt     # try other tiles, print the best
     python bench/moe.py --model v3+shared --format fp8 --tokens 1024,2048,4096,8192    # activations in FP8, too: 128*8
-    python bench/moe.py --model k2 --format int4 --tokens 1,2,4,8,16,64    # Hopper's own for few tokens: 2*, 4*, 8*
+    python bench/moe.py --model k2 --format int4 --tokens 1,2,4,8,16,64    # Hopper's own for few tokens: 0*, 2*, 8*
 
 A graph holds several calls, each with a random routing of its own, so that a call finds few of its weights in L2.
 "floor" is the bytes of the active experts' weights over 4.2 TB/s, or the products over 790 TFLOP/s where that is more,
@@ -74,10 +74,13 @@ class Problem:
         """Microseconds no kernel can beat on one H200; `part` of an expert's three matrices."""
         shape = self.shape
         size = part * shape.hidden * shape.intermediate
-        width = self.gate_up.element_size() if isinstance(self.gate_up, torch.Tensor) else 1.0
-        if isinstance(self.gate_up, GroupScaled):
-            width = 0.5 + 2 / GROUP
+        width = 0.5 + 2 / GROUP if isinstance(self.gate_up, GroupScaled) else self.gate_up_data.element_size()
         return max(width * size * self.active / 4.2e6, 2 * size * shape.pairs / (1580e6 if rounded else 790e6))
+
+    @property
+    def gate_up_data(self) -> torch.Tensor:
+        """The numbers of `gate_up`, as they are stored."""
+        return self.gate_up if isinstance(self.gate_up, torch.Tensor) else self.gate_up.data
 
     @cached_property
     def wanted(self) -> torch.Tensor:
@@ -136,9 +139,8 @@ def line(case: Problem, tiling: ExpertTiling) -> tuple[str, float, float]:
         call.run()
         if tiling.rounded:
             call.quantise()  # the tokens lay where the results are now
-    names = ("gate_up_singly", "down_singly") if tiling.rows == 0 else ("gate_up", "down", "sort", "combine")
-    if tiling.rows == 0 and tiling.programs:
-        names = ("gate_up", "down")
+    singly = ("gate_up", "down") if tiling.programs else ("gate_up_singly", "down_singly")
+    names = singly if tiling.rows == 0 else ("gate_up", "down", "sort", "combine")
     # One routing alone: the products read the tiles its sort left, and weights come from memory all the same when
     # there are many; for few the routings take turns.
     turns = calls if tiling.rows == 0 else calls[:1]

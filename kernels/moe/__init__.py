@@ -85,7 +85,8 @@ def experts(
       everything else is contiguous. On a GPU E and I are multiples of 16.
     - Weights are plain, in the dtype of `x_TE`, or in FP8 or INT4 (`kernels.matrix`), either matrix for itself. On a
       GPU those stay as they are stored until they are in registers. FP8 is then multiplied exactly, and sums within a
-      block are scaled in fp32; INT4 times its scale is rounded to the dtype.
+      block are scaled in fp32; INT4 times its scale is rounded to the dtype, but for few tokens on Hopper, whose
+      kernels need scales below 32 and multiply exactly.
     - `id_TK` (int64): -1 marks a pair that is no work; a token of which all pairs are -1 gets 0, whatever its input
       holds. An id of X or more is the caller's error and treated the same. A token has no expert twice.
     - `weight_TK`: fp32. The sum over k is taken in fp32, in the order of k, and rounded once; on a GPU what is

@@ -1,9 +1,9 @@
 """The experts of a few tokens with INT4 weights in groups of 32, on Hopper: bound by the time in which the weights are
-read, as `int4_single`, whose way with weights it shares.
+read.
 
-There the one token is in every column of the tensor cores' tile. Here the columns are a tile's pairs, of which it has
-two or eight at most; of two, the columns repeat them. Their inputs lie in shared memory for as long as a program works
-on the tile: of eight, fewer programs find room on a multiprocessor, and have the more warps.
+The columns of the tensor cores' tile are a tile's pairs, of which it has two or eight at most (`int4_columns`). Their
+inputs lie in shared memory for as long as a program works on the tile: of eight, fewer programs find room on a
+multiprocessor, and have the more warps.
 
 A program takes the pieces of work (a tile, block of features) in a row, and asks for a piece's first weights while it
 multiplies the last ones of the piece before.
@@ -18,26 +18,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.halve.kernel import unit_of
 from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
-from kernels.moe.int4_single import COLUMNS, SCALE, STEP, asked, halves, left_operand, products_layout, weights_at
+from kernels.moe.int4_columns import COLUMNS, SCALE, STEP, asked, halves, multiplied, products_layout, weights_at
 
 _STEP = gl.constexpr(STEP)
 _COLUMNS = gl.constexpr(COLUMNS)
 _SCALE = gl.constexpr(SCALE)
-
-
-@gluon.constexpr_function
-def inputs_layout(PAIRS, WARPS):
-    """Layout of the inputs of a step [8, 8 / PAIRS, PAIRS, 32], in every warp; those of a pair are the same in all its
-    columns."""
-    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
-    lanes = [[0, 0, 0, 8], [0, 0, 0, 16]]
-    lanes += [[0, 0, bit, 0] if bit < PAIRS else [0, bit // PAIRS, 0, 0] for bit in (1, 2, 4)]
-    none = [[0, 0, 0, 0]] * (WARPS.bit_length() - 1)
-    return gl.DistributedLinearLayout(registers, lanes, none, [], [8, COLUMNS // PAIRS, PAIRS, 32])
 
 
 @gluon.constexpr_function
@@ -51,17 +39,6 @@ def rows_layout(PAIRS, WARPS):
 def at_once(PAIRS):
     """Steps of inputs that a thread holds while it stages them: as many as it has registers for."""
     return 7 if PAIRS == 2 else 3
-
-
-@gluon.jit
-def right_operand(step_s, PAIRS: gl.constexpr, WARPS: gl.constexpr):
-    """The inputs of a step, [256, 8]."""
-    right: gl.constexpr = gl.DotOperandLayout(1, products_layout(WARPS), 2)
-    layout: gl.constexpr = inputs_layout(PAIRS, WARPS)
-    tile = gl.expand_dims(step_s.load(gl.SliceLayout(1, layout)), 1)
-    _, tile = gl.broadcast(gl.zeros([8, _COLUMNS // PAIRS, PAIRS, 32], gl.float16, layout), tile)
-    tile = tile.reshape(8, _COLUMNS, 4, 4, 2).permute((0, 3, 2, 4, 1)).reshape(_STEP, _COLUMNS)
-    return gl.convert_layout(tile, right, assert_trivial=True)
 
 
 @gluon.jit
@@ -159,16 +136,7 @@ def product(
         after = gl.minimum(piece + 1, end - 1)
         later_expert, later_first, later_pairs = record(table, after // BLOCKS, True)
         later = later_expert * ROWS + after % BLOCKS * WIDTH
-        total = gl.zeros([BLOCK, _COLUMNS], gl.float32, layout)
-        for step in range(0, STEPS, AHEAD):
-            last = step + AHEAD >= STEPS
-            next_row = gl.where(last, later, row)
-            next_step = gl.where(last, 0, step + AHEAD)
-            for j in gl.static_range(AHEAD):
-                words, scale = held[0]
-                weight = left_operand(words, scale, WARPS)
-                held = held[1:] + (asked(data, scales, next_row, next_step + j, at, scale_at, K),)
-                total = mma_v2(weight, right_operand(x_s.index(step + j), PAIRS, WARPS), total)
+        total, held = multiplied(x_s, held, data, scales, row, later, at, scale_at, K, PAIRS, AHEAD, WARPS)
         total = total * (unit / _SCALE)[None, :]
         here = n < gl.minimum(pairs, PAIRS)
         feature = piece % BLOCKS * WIDTH

@@ -174,7 +174,7 @@ def int4_tiled(
     the sorted pairs' activations [Y, I] for down."""
     from kernels.moe import int4_tiles  # a machine without Hopper GPUs need not have Gluon
 
-    gate = out_YF.shape[-1] == shape.intermediate and matrix.shape[-2] == 2 * shape.intermediate
+    gate = matrix.shape[-2] == 2 * out_YF.shape[-1]
     _checked(matrix, tiling.stored[0 if gate else 1])
     warps, programs = tiling.gate_up.warps, TILED_PROGRAMS[tiling.rows] * tiling.programs
     pieces = tiling.tiles(shape) * (2 if gate else 1) * out_YF.shape[-1] // tiling.gate_up.block

@@ -109,17 +109,19 @@ class ExpertsShape:
     def for_int4_alone(self) -> bool:
         """Whether Hopper's kernel for a single token and INT4 weights takes these sizes: bf16, in one sum, whole steps
         of features."""
-        whole = self.hidden % INT4_FEATURES == 0 and self.intermediate % INT4_FEATURES == 0
-        one = self.tokens == 1 and self.chosen > 1 and not self.groups
-        return whole and one and self.dtype == torch.bfloat16
+        return self._in_int4_steps and self.tokens == 1 and self.chosen > 1
 
     @property
     def for_int4_tiles(self) -> bool:
         """Whether Hopper's kernel for several tokens and INT4 weights takes these sizes: the same, and few enough that
         inputs of a tile find room."""
+        fit = max(self.hidden, self.intermediate) <= MOST_INT4
+        return self._in_int4_steps and self.tokens > 1 and self.mean <= MOST_INT4_MEAN and fit
+
+    @property
+    def _in_int4_steps(self) -> bool:
         whole = self.hidden % INT4_FEATURES == 0 and self.intermediate % INT4_FEATURES == 0
-        few = self.tokens > 1 and self.mean <= MOST_INT4_MEAN and max(self.hidden, self.intermediate) <= MOST_INT4
-        return whole and few and self.dtype == torch.bfloat16 and not self.groups
+        return whole and self.dtype == torch.bfloat16 and not self.groups
 
     @property
     def parts(self) -> int:

@@ -142,19 +142,6 @@ def machine_code(kernel: Any) -> str:
     return _disassembled[kernel.hash]
 
 
-def main_loop(code: str) -> list[str]:
-    """The instructions of the shortest loop with products."""
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", code, re.MULTILINE)
-    loops = []
-    for at, text in lines:
-        back = re.search(r"\bBRA.* 0x([0-9a-f]+)$", text)
-        if back and int(back[1], 16) < int(at, 16):
-            body = [other for place, other in lines if int(back[1], 16) <= int(place, 16) <= int(at, 16)]
-            if any("HMMA" in other for other in body):
-                loops.append(body)
-    return min(loops, key=len)
-
-
 def serialized(kernel: Any) -> bool:
     """Whether ptxas says that it could not let products of a compiled kernel run asynchronously."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

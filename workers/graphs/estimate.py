@@ -29,16 +29,12 @@ def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     scratch, inner, decode = (Scratch(parts.device) for _ in range(3))
     reserve_attention(Stage(parts, token_budget, scratch, inner))  # of a long context it may need most
     reserve_decode(parts, max_rows, decode)
-    tokens, vocab_size, dequantised = (
-        max_rows * parts.width,
-        parts.model.config.vocab_size,
-        _dequantised_bytes(parts.model),
-    )
+    tokens, dequantised = max_rows * parts.width, _dequantised_bytes(parts.model)
 
     def beside(tokens: int, scored: int) -> int:
         """What segments of so many tokens take, and the logits of some of them."""
         feed_forward = int(BESIDE_EXPERTS * _feed_forward_bytes(parts.model, tokens))
-        return feed_forward + scored * vocab_size * torch.float32.itemsize + dequantised
+        return feed_forward + scored * parts.model.config.vocab_size * torch.float32.itemsize + dequantised
 
     mixed = beside(token_budget, max(tokens, at_once(max_rows)))
     graphs = count_graphs(parts, max_rows, token_budget)

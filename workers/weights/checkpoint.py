@@ -124,8 +124,8 @@ class Checkpoint:
 
     def release(self, tensor: Tensor) -> None:
         """Nobody is going to read `tensor` again soon: whole pages of a file that it lies in are unmapped, and mapped
-        again where somebody does. Closing files unmaps what still is, for a second of 50 GB, and no other thread can
-        run meanwhile, as it can here. To what was copied from a file nothing happens."""
+        again where somebody does. Closing large files unmaps for a while what still is, and no other thread can run
+        meanwhile, as it can here. To what was copied from a file nothing happens."""
         begin, mapped = tensor.data_ptr(), self._mapped
         place = bisect(mapped, (begin, sys.maxsize)) - 1
         if place < 0 or begin >= mapped[place][1] or not tensor.numel():

@@ -19,8 +19,8 @@ from workers.weights.dequantise import fp8_blocks, int4_groups
 from workers.weights.stored import BLOCK, FP8_SCALES, INT4_PACKED, INT4_SCALES, INT4_SHAPE, WORD, Shape
 from workers.weights.weight import Format
 
-MOST_INT4_SCALE: Final = 32
-"""Scales of groups in INT4 are below (`kernels/moe/int4_single.py`); those of published models are thousandths."""
+INT4_SCALES_END: Final = 32
+"""Scales of groups in INT4 are below, because kernels multiply by them in fp16 (`kernels/moe/int4_columns.py`)."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class Int4Part(QuantisedPart):
         """See `QuantisedPart`."""
         groups = slice(self.columns.start // GROUP, -(-self.columns.stop // GROUP))
         scales = self._scales(self.name + INT4_SCALES, (self.rows, groups))
-        if scales.numel() and float(scales.abs().max()) >= MOST_INT4_SCALE:
+        if scales.numel() and float(scales.abs().max()) >= INT4_SCALES_END:
             raise WeightsError(
-                f"{self.name}{INT4_SCALES} has scales of {MOST_INT4_SCALE} and more, times which numbers of INT4 are "
+                f"{self.name}{INT4_SCALES} has scales of {INT4_SCALES_END} and more, times which numbers of INT4 are "
                 "too large for the fp16 in which GPUs multiply them"
             )
         return scales

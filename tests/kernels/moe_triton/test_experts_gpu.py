@@ -8,6 +8,7 @@ import pytest
 import torch
 from captured import capture, check_replays, same_bits
 from experts_case import Experts
+from replayed import check_replayed
 
 from kernels import moe
 from kernels.moe import schedule
@@ -58,17 +59,7 @@ def test_replayed_on_other_tokens(tokens: int, dependent: bool) -> None:
         pytest.skip("programmatic dependent launch needs compute capability 9.0")
     case = make("V2-Lite", tokens)
     other = make("V2-Lite", tokens, seed=1, holes=True, padded=tuple(range(tokens // 2, tokens)))
-    tiling = schedule.tiling(case.shape)
-    workspace = case.workspace(tiling)
-    graph = capture(case.call(tiling, workspace, dependent).run)
-    case.inputs = other.inputs
-
-    def refill() -> None:
-        case.refill()
-        case.poison(workspace, tiling)
-
-    check_replays(graph, refill, [case.tensors["out"]])
-    case.check()
+    check_replayed(case, other, schedule.tiling(case.shape), dependent)
 
 
 @pytest.mark.parametrize("dependent", [False, True])

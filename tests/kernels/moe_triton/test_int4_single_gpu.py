@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from captured import capture, check_replays
 from experts_case import Experts
+from replayed import check_replayed
 
 from kernels.hopper import is_hopper
 from kernels.moe import schedule
@@ -46,14 +46,4 @@ def test_eager(sizes: dict[str, Any], more: dict[str, Any]) -> None:
 def test_replayed_on_other_tokens(dependent: bool) -> None:
     case = make(K2)
     other = make(K2, seed=1, holes=True, weights=case.weights)
-    tiling = tiled(case)
-    workspace = case.workspace(tiling)
-    graph = capture(case.call(tiling, workspace, dependent).run)
-    case.inputs = other.inputs
-
-    def refill() -> None:
-        case.refill()
-        case.poison(workspace, tiling)
-
-    check_replays(graph, refill, [case.tensors["out"]])
-    case.check()
+    check_replayed(case, other, tiled(case), dependent)

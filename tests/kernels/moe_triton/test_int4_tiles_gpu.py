@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from captured import capture, check_replays, same_bits
+from captured import same_bits
 from experts_case import Experts
+from replayed import check_replayed
 
 from kernels.hopper import is_hopper
 from kernels.moe import schedule
@@ -54,17 +55,7 @@ def test_experts_of_several_tiles() -> None:
 def test_replayed_on_other_tokens(tokens: int, dependent: bool) -> None:
     case = make(tokens, K2)
     other = make(tokens, K2, seed=1, holes=True, weights=case.weights)
-    tiling = tiled(case)
-    workspace = case.workspace(tiling)
-    graph = capture(case.call(tiling, workspace, dependent).run)
-    case.inputs = other.inputs
-
-    def refill() -> None:
-        case.refill()
-        case.poison(workspace, tiling)
-
-    check_replays(graph, refill, [case.tensors["out"]])
-    case.check()
+    check_replayed(case, other, tiled(case), dependent)
 
 
 def test_a_pair_does_not_depend_on_its_tile() -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from captured import capture, check_replays, same_bits
+from captured import same_bits
 from experts_case import Experts, Format
+from replayed import check_replayed
 
 from kernels import moe
 from kernels.matrix import BlockScaled, GroupScaled, Matrix
@@ -69,17 +70,7 @@ def test_replayed_on_other_tokens(format: Format, tokens: int, dependent: bool) 
         pytest.skip("programmatic dependent launch needs compute capability 9.0")
     case = make(format, tokens)
     other = make(format, tokens, seed=1, holes=True, padded=tuple(range(tokens // 2, tokens)))
-    tiling = case.tiling()
-    workspace = case.workspace(tiling)
-    graph = capture(case.call(tiling, workspace, dependent).run)
-    case.inputs = other.inputs
-
-    def refill() -> None:
-        case.refill()
-        case.poison(workspace, tiling)
-
-    check_replays(graph, refill, [case.tensors["out"]])
-    case.check()
+    check_replayed(case, other, case.tiling(), dependent)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from paged import CPU
+from planned_starts import STARTS
 from published_configs import GLM52, K25, V3, V32
 from quantised_checkpoints import FP8_CONFIG, FP8_NAMES, INT4_CONFIG, INT4_NAMES, quantise
 from random_model import V2_LITE_HEADS
@@ -109,6 +110,13 @@ def test_graphs_are_estimated_a_little_above_what_was_measured(
     plan = plan_of(tmp_path, 80 * GIB, max_rows=rows, token_budget=budget, width=1)
     # Scratch memory to a fifth, and what a start sets aside for some 700 graphs beyond what they took.
     assert measured < plan.graphs / 2**20 < 1.2 * measured + 200
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_graphs_of_long_contexts_are_estimated_about_as_they_were_measured(name: str, tmp_path: Path) -> None:
+    """What attention takes of 65,536 tokens is most of it. A start has the driver's share to spare."""
+    plan = memory_plan(EngineConfig(**STARTS[name].write(tmp_path)), 140 * GIB)
+    assert 0.97 < plan.graphs / STARTS[name].measured < 1.1
 
 
 def test_room_for_the_largest_matrix_that_is_dequantised(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Experts with INT4 weights compiled for Hopper: calls of no value, and what their kernels' main loops are made of."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernels.matrix import GroupScaled
+from kernels.moe import launch
+from kernels.moe.records import Stored, stored
+from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
+from tests.support.hopper import compile_only, machine_code
+
+
+def matrix(rows: int, features: int) -> GroupScaled:
+    """An expert's, of no value: nothing runs."""
+    data = torch.empty(1, rows, features // 2, dtype=torch.uint8)
+    return GroupScaled(data, torch.empty(1, rows, features // 32, dtype=torch.bfloat16))
+
+
+def compiled(
+    shape: ExpertsShape, tiled: Callable[[ExpertsShape, int, tuple[Stored, Stored]], ExpertTiling]
+) -> list[Any]:
+    """Both products, in the tiles that `tiled` makes for an H200."""
+    gate_up, down = matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate)
+    tiling = tiled(shape, 132, (stored(gate_up), stored(down)))
+    x = torch.empty(shape.tokens, shape.hidden, dtype=shape.dtype)
+    ids, weight = torch.zeros(shape.tokens, shape.chosen, dtype=torch.int64), torch.zeros(shape.tokens, shape.chosen)
+    scratch = Workspace.over(torch.empty(Workspace.bytes(shape, tiling), dtype=torch.uint8), shape, tiling)
+    with compile_only() as kernels:
+        call = launch.ExpertLaunches(x, ids, weight, gate_up, down, x, scratch, shape, tiling, dependent=True)
+        call.gate_up()
+        call.down()
+    return kernels
+
+
+def check_main_loop(kernel: Any) -> None:
+    """Weights go from memory to registers, 16 bytes at a time, and inputs come from shared memory. A product of 256
+    weights takes five logical operations, and four of each of two kinds in fp16: at an H200's bandwidth a scheduler has
+    28 issue slots for it."""
+    body = _main_loop(machine_code(kernel))
+    names = Counter(re.sub(r"^@!?\w+ ", "", text).split()[0] for text in body)
+    products = names["HMMA.16816.F32"]
+    assert products
+    assert (4 * names["LDG.E.EF.128"], 4 * names["LDG.E.U16"], 2 * names["LDS.128"]) == (products,) * 3
+    assert not any(name.startswith(("SHFL", "LDSM", "LDL", "STL", "STS")) for name in names)
+    assert names["LOP3.LUT"] <= 4.5 * products
+    assert names["HMUL2"] + names["HADD2"] + names["HFMA2"] <= 8.5 * products
+    assert len(body) <= 22 * products
+
+
+def _main_loop(code: str) -> list[str]:
+    """The instructions of the shortest loop with products."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", code, re.MULTILINE)
+    loops = []
+    for at, text in lines:
+        back = re.search(r"\bBRA.* 0x([0-9a-f]+)$", text)
+        if back and int(back[1], 16) < int(at, 16):
+            body = [other for place, other in lines if int(back[1], 16) <= int(place, 16) <= int(at, 16)]
+            if any("HMMA" in other for other in body):
+                loops.append(body)
+    return min(loops, key=len)
