@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.carveout import leave_to_cache
 from kernels.hopper import multiprocessors
 from kernels.linear import kernel, ring, stream
 from kernels.linear.records import Epilogue, Pieces, Size, Streams, Strides
@@ -127,7 +128,7 @@ def stream_linear(
     if next is not None:
         square = next.square_TP
         out_pieces = square.shape[1]
-    stream.stream_linear[(triton.cdiv(rows, stream.ROWS), 1)](
+    kernel = stream.stream_linear[(triton.cdiv(rows, stream.ROWS), 1)](
         x_TE,
         x_TE if pending is None else pending.square_TP,
         data,
@@ -151,6 +152,7 @@ def stream_linear(
         EARLY=True,
         **cut_up(cut, tokens, dependent),
     )
+    leave_to_cache(kernel)
 
 
 def _many_rows(rows: int, cut: Streaming, x_TE: Tensor) -> bool:
@@ -187,7 +189,7 @@ def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependen
     """One product a head with few tokens; weight rows are contiguous."""
     tokens, heads, features = x_THN.shape
     rows = weight_HFN.shape[1]
-    stream.stream_linear[(triton.cdiv(rows, stream.ROWS), heads)](
+    kernel = stream.stream_linear[(triton.cdiv(rows, stream.ROWS), heads)](
         *(x_THN, x_THN, weight_HFN, weight_HFN, out_THF, out_THF, out_THF, out_THF),
         tokens,
         0.0,
@@ -206,13 +208,14 @@ def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependen
         EARLY=True,
         **cut_up(Streaming.of(features), tokens, dependent),
     )
+    leave_to_cache(kernel)
 
 
 def stream_gate_up(pending: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, dependent: bool = False) -> None:
     """Gated activations of few tokens."""
     tokens, features = pending.x_TE.shape
     intermediate, (data, scales, how) = weight_FE.shape[0] // 2, stored(weight_FE)
-    stream.stream_gate_up[(triton.cdiv(intermediate, stream.ROWS // 2),)](
+    kernel = stream.stream_gate_up[(triton.cdiv(intermediate, stream.ROWS // 2),)](
         pending.x_TE,
         pending.square_TP,
         data,
@@ -226,6 +229,7 @@ def stream_gate_up(pending: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, d
         NORM=pieces(pending),
         **cut_up(Streaming.of(features), tokens, dependent),
     )
+    leave_to_cache(kernel)
 
 
 def cut_up(cut: Streaming, tokens: int, dependent: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.carveout import leave_to_cache
 from kernels.matrix import BlockScaled, GroupScaled
 from kernels.moe import scaled, scaled_single
 from kernels.moe.records import Stored, Tile, stored
@@ -19,7 +20,7 @@ SINGLE_PROGRAMS: Final = 4
 """Of a single token's products with INT4 weights, on a multiprocessor."""
 SINGLE_REGISTERS: Final = 128
 """Of a thread, so that they find room there."""
-TILED_PROGRAMS: Final = {2: 4, 8: 2}
+TILED_PROGRAMS: Final = {2: 4, 8: 1}
 """Of several tokens' products with INT4 weights, on a multiprocessor, by the pairs of a tile."""
 TILED_REGISTERS: Final = 128
 """Of a thread, so that they find room there."""
@@ -141,8 +142,9 @@ def int4_singly(
 
     gate = len(x) < shape.pairs
     _checked(matrix, tiling.stored[0 if gate else 1])
-    pieces = shape.pairs * (2 if gate else 1) * out_YF.shape[-1] // int4_single.BLOCK
-    int4_single.product[(min(SINGLE_PROGRAMS * tiling.programs, pieces),)](
+    product = tiling.gate_up if gate else tiling.down
+    pieces = shape.pairs * (2 if gate else 1) * out_YF.shape[-1] // product.block
+    kernel = int4_single.product[(min(SINGLE_PROGRAMS * tiling.programs, pieces),)](
         x,
         matrix.data.view(torch.int16),
         matrix.scales,
@@ -153,12 +155,13 @@ def int4_singly(
         EXPERTS=shape.experts,
         K=x.shape[-1],
         FEATURES=out_YF.shape[-1],
-        AHEAD=2,
+        AHEAD=product.stages,
         DEPENDENT=dependent,
-        num_warps=int4_single.WARPS,
+        num_warps=product.warps,
         maxnreg=SINGLE_REGISTERS,
         **({"launch_pdl": True} if dependent else {}),
     )
+    leave_to_cache(kernel)
 
 
 def int4_tiled(
@@ -176,9 +179,9 @@ def int4_tiled(
 
     gate = matrix.shape[-2] == 2 * out_YF.shape[-1]
     _checked(matrix, tiling.stored[0 if gate else 1])
-    warps, programs = tiling.gate_up.warps, TILED_PROGRAMS[tiling.rows] * tiling.programs
-    pieces = tiling.tiles(shape) * (2 if gate else 1) * out_YF.shape[-1] // tiling.gate_up.block
-    int4_tiles.product[(min(programs, pieces),)](
+    product, programs = tiling.gate_up if gate else tiling.down, TILED_PROGRAMS[tiling.rows] * tiling.programs
+    pieces = tiling.tiles(shape) * (2 if gate else 1) * out_YF.shape[-1] // product.block
+    kernel = int4_tiles.product[(min(programs, pieces),)](
         x,
         matrix.data.view(torch.int16),
         matrix.scales,
@@ -191,13 +194,14 @@ def int4_tiled(
         K=x.shape[-1],
         FEATURES=out_YF.shape[-1],
         PAIRS=tiling.rows,
-        AHEAD=tiling.gate_up.stages,
-        WARPS=warps,
+        AHEAD=product.stages,
+        WARPS=product.warps,
         DEPENDENT=dependent,
-        num_warps=warps,
+        num_warps=product.warps,
         maxnreg=TILED_REGISTERS,
         **({"launch_pdl": True} if dependent else {}),
     )
+    leave_to_cache(kernel)
 
 
 def _checked(matrix: Scaled, planned: Stored) -> Stored:

@@ -38,9 +38,10 @@ def test_one_token() -> None:
     [
         case(3, 5, (1024, 512), holes=True),
         case(2, 5, (512, 1024), shared=1),
+        case(sizes=(768, 256)),
         case(padded=(0,)),
     ],
-    ids=["pairs of no expert", "a shared expert", "padding"],
+    ids=["pairs of no expert", "a shared expert", "steps that are no pairs", "padding"],
 )
 def test_calls_of_every_kind(found: Experts) -> None:
     check(found, 1)
@@ -83,8 +84,8 @@ def test_a_whole_call_with_the_norm_behind() -> None:
 def test_what_it_does_not_take() -> None:
     for wrong in (
         Experts(2, hidden=512, intermediate=512, formats=INT4),
-        Experts(1, hidden=512, intermediate=256, formats=INT4),
-        Experts(1, hidden=768, intermediate=512, formats=INT4),
+        Experts(1, hidden=512, intermediate=128, formats=INT4),
+        Experts(1, hidden=640, intermediate=512, formats=INT4),
         Experts(1, hidden=512, intermediate=512, formats=("int4", None)),
         Experts(1, hidden=512, intermediate=512, formats=INT4, dtype=torch.float16),
         Experts(1, hidden=512, intermediate=512, formats=INT4, groups=2),

@@ -22,6 +22,7 @@ pytestmark = [
 
 K2: dict[str, Any] = {"chosen": 8, "experts": 40, "hidden": 7168, "intermediate": 2048}
 """Kimi K2's, of fewer experts."""
+OF_8_RANKS: dict[str, Any] = {**K2, "intermediate": 256}
 SMALL: dict[str, Any] = {"chosen": 2, "experts": 8, "hidden": 1024, "intermediate": 512}
 
 
@@ -34,7 +35,7 @@ def tiled(case: Experts) -> ExpertTiling:
     return schedule.int4_alone(case.shape, multiprocessors, case.stored)
 
 
-@pytest.mark.parametrize("sizes", [K2, SMALL], ids=["K2", "small"])
+@pytest.mark.parametrize("sizes", [K2, OF_8_RANKS, SMALL], ids=["K2", "on 8 ranks", "small"])
 @pytest.mark.parametrize("more", [{}, {"holes": True}, {"padded": (0,)}], ids=["all", "holes", "padded"])
 def test_eager(sizes: dict[str, Any], more: dict[str, Any]) -> None:
     case = make(sizes, **more)

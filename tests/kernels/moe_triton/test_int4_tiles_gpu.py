@@ -23,6 +23,7 @@ pytestmark = [
 
 K2: dict[str, Any] = {"chosen": 8, "experts": 80, "hidden": 7168, "intermediate": 512}
 """Kimi K2's on four ranks, of fewer experts."""
+OF_8_RANKS: dict[str, Any] = {**K2, "intermediate": 256}
 SMALL: dict[str, Any] = {"chosen": 2, "experts": 32, "hidden": 1024, "intermediate": 512}
 
 
@@ -36,7 +37,7 @@ def tiled(case: Experts) -> ExpertTiling:
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 4, 7, 10])
-@pytest.mark.parametrize("sizes", [K2, SMALL], ids=["K2", "small"])
+@pytest.mark.parametrize("sizes", [K2, OF_8_RANKS, SMALL], ids=["K2", "on 8 ranks", "small"])
 @pytest.mark.parametrize("more", [{}, {"holes": True, "padded": (1,)}], ids=["all", "holes and padding"])
 def test_eager(sizes: dict[str, Any], tokens: int, more: dict[str, Any]) -> None:
     case = make(tokens, sizes, **more)
@@ -44,8 +45,9 @@ def test_eager(sizes: dict[str, Any], tokens: int, more: dict[str, Any]) -> None
     case.check()
 
 
-def test_experts_of_several_tiles() -> None:
-    case = make(20, {**SMALL, "experts": 40}, skewed=True)
+@pytest.mark.parametrize("tokens", [20, 128])
+def test_experts_of_several_tiles(tokens: int) -> None:
+    case = make(tokens, SMALL, skewed=True)
     case.run(tiled(case), dependent=True)
     case.check()
 
