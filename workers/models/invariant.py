@@ -16,7 +16,7 @@ from kernels.linear import grouped_linear, linear
 from kernels.moe import AddNorm
 from kernels.ordered_sum import ordered_sum
 from workers.memory.scratch import Scratch
-from workers.models.many_tokens import ManyTokens, plain
+from workers.models.many_tokens import ManyTokens, dependent, plain
 from workers.models.token_wise import Mixture
 from workers.parallel.group import INVARIANT_RANKS, TensorParallel
 from workers.weights.weight import Weight
@@ -43,12 +43,10 @@ class InvariantTokens(ManyTokens):
             )
         super().__init__(group)
 
-    def linear(
-        self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch, *, dependent: bool = False
-    ) -> None:
+    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""
         with scratch.scope():
-            linear(x, plain(weight_FE, x.dtype, scratch), out_TF, invariant=True, dependent=dependent)
+            linear(x, plain(weight_FE, x.dtype, scratch), out_TF, invariant=True, dependent=dependent(x))
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
         """See `ManyTokens`."""

@@ -40,7 +40,7 @@ from workers.parallel.group import TensorParallel
 from workers.weights.weight import Format, Weight
 
 MOST_DEPENDENT: Final = 512
-"""Most tokens whose small kernels are launched dependently."""
+"""Most tokens whose kernels of ours are launched dependently."""
 ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
 FEWEST_ROUNDED: Final = 9
@@ -60,6 +60,11 @@ def plain(weight_FE: Weight, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     out_FE = scratch.empty(*matrix.shape, dtype=dtype)
     dequantise(matrix, out_FE)
     return out_FE
+
+
+def dependent(x_TE: Tensor) -> bool:
+    """Whether kernels of ours are launched dependently for these tokens: behind many tokens' a launch costs nothing."""
+    return x_TE.shape[0] <= MOST_DEPENDENT and launches_dependently(x_TE.device)
 
 
 class ManyTokens(TokenWise[Tensor]):
@@ -84,16 +89,16 @@ class ManyTokens(TokenWise[Tensor]):
             torch.index_select(rows_YE, 0, id_T, out=out)
         self.add_norm(rows_YE if id_T is None else out, norm, out)
 
-    def linear(
-        self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch, *, dependent: bool = False
-    ) -> None:
+    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""
         with scratch.scope():
             weight = weight_FE.matrix
             if self._rounds_for(weight, out_TF) and x.dtype == torch.bfloat16:
                 self._rounded_linear(quantise, x, weight, out_TF, scratch)
             else:
-                linear(x, plain(weight_FE, x.dtype, scratch), out_TF, dependent=dependent)
+                # A matrix that is dequantised in the launch before must not be read early.
+                early = isinstance(weight, Tensor) and dependent(x)
+                linear(x, plain(weight_FE, x.dtype, scratch), out_TF, dependent=early)
 
     def _rounds_for(self, weight: Matrix, out_TF: Tensor) -> TypeGuard[BlockScaled]:
         """Whether a product with a matrix takes activations in FP8."""
@@ -116,12 +121,11 @@ class ManyTokens(TokenWise[Tensor]):
         rows = -(-tokens // PIECE) * PIECE
         number_RE = scratch.empty(rows, features, dtype=torch.float8_e4m3fn)
         scale_RG = scratch.empty(features // GROUP, rows, dtype=torch.float32).t()
-        dependent = tokens <= MOST_DEPENDENT and launches_dependently(x.device)
-        rounding(x, number_RE[:tokens], scale_RG[:tokens], dependent=dependent)
+        rounding(x, number_RE[:tokens], scale_RG[:tokens], dependent=dependent(x))
         pieces = rounded_pieces(tokens, weight_FE)
         if pieces is not None:
             piece_PBT = scratch.empty(*pieces, dtype=torch.float32)
-            rounded_linear(number_RE, scale_RG, weight_FE, out_TF, pieces=piece_PBT, dependent=dependent)
+            rounded_linear(number_RE, scale_RG, weight_FE, out_TF, pieces=piece_PBT, dependent=dependent(x))
             return
         sizes = padded_scales(weight_FE)
         padded = None if sizes is None else scratch.empty(*sizes, dtype=torch.float32)
@@ -136,7 +140,7 @@ class ManyTokens(TokenWise[Tensor]):
         """See `TokenWise`."""
         self.linear(x, weight_FE, out_TF, scratch)
         out_TA = scratch.empty(x.shape[0], norm_A.shape[0], dtype=x.dtype)
-        rms_norm(out_TF[:, : norm_A.shape[0]], norm_A, out_TA, eps=eps)
+        rms_norm(out_TF[:, : norm_A.shape[0]], norm_A, out_TA, eps=eps, dependent=dependent(x))
         return out_TA
 
     def gated(self, x: Tensor, gate_up_FE: Weight, scratch: Scratch) -> Tensor:
@@ -145,7 +149,7 @@ class ManyTokens(TokenWise[Tensor]):
         gate_up_TF = scratch.empty(tokens, features, dtype=x.dtype)
         self.linear(x, gate_up_FE, gate_up_TF, scratch)
         act_TI = scratch.empty(tokens, features // 2, dtype=x.dtype)
-        silu_mul(gate_up_TF, act_TI)
+        silu_mul(gate_up_TF, act_TI, dependent=dependent(x))
         return act_TI
 
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
@@ -173,10 +177,9 @@ class ManyTokens(TokenWise[Tensor]):
     def add_norm(self, x_TE: Tensor, norm: AddNorm, out_TE: Tensor) -> None:
         """residual += x, out = rms_norm(residual), of a sum over ranks or parts of a sum [T, P, E]; `out_TE` may be
         `x_TE`."""
-        # Behind many tokens' kernels a launch costs nothing, and behind a collective of others it is a plain one.
-        follows_ours = self.group.size == 1 or self.group.sums_by_kernel(x_TE)
-        dependent = x_TE.shape[0] <= MOST_DEPENDENT and follows_ours and launches_dependently(x_TE.device)
-        add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=dependent)
+        # Behind a collective of others it is a plain launch.
+        early = dependent(x_TE) and (self.group.size == 1 or self.group.sums_by_kernel(x_TE))
+        add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=early)
 
     def add_experts(
         self, x: Tensor, mixture: Mixture, norm: AddNorm, out: Tensor, scratch: Scratch, live_R: Tensor | None
@@ -206,7 +209,7 @@ class ManyTokens(TokenWise[Tensor]):
             routing.rule,
             shared=routing.shared_experts,
             live_R=live_R,
-            dependent=tokens <= MOST_DEPENDENT and launches_dependently(x_TE.device),
+            dependent=dependent(x_TE),
         )
         if self.choices is not None:
             chosen = routing.experts_per_token
@@ -224,8 +227,7 @@ class ManyTokens(TokenWise[Tensor]):
         ):
             # So few outputs are the work of a few multiprocessors, unless they share the sums.
             part_TPX = scratch.empty(tokens, ROUTER_PARTS, experts, dtype=torch.float32)
-            dependent = launches_dependently(x_TE.device)
-            grouped_linear(x_TE, weight_XE.plain, part_TPX, invariant=False, dependent=dependent)
+            grouped_linear(x_TE, weight_XE.plain, part_TPX, invariant=False, dependent=dependent(x_TE))
             return part_TPX
         logit_TX = scratch.empty(tokens, experts, dtype=torch.float32)
         self.linear(x_TE, weight_XE, logit_TX, scratch)
@@ -287,14 +289,12 @@ class DecodeTokens(ManyTokens):
             return 0
         return parts_of(tokens, weight_FE.plain)
 
-    def linear(
-        self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch, *, dependent: bool = False
-    ) -> None:
+    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""
         if out_TF.dim() == 3:
-            part_linear(x, weight_FE.plain, out_TF, dependent=launches_dependently(x.device))
+            part_linear(x, weight_FE.plain, out_TF, dependent=dependent(x))
         else:
-            super().linear(x, weight_FE, out_TF, scratch, dependent=dependent)
+            super().linear(x, weight_FE, out_TF, scratch)
 
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""

@@ -11,7 +11,6 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from kernels.dependent import launches_dependently
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec
 from workers.memory.scratch import Scratch
@@ -117,8 +116,7 @@ class Model:
         """Logits of final-norm hidden states, fp32 [N, Y]. `head_YE`: this rank's rows of another head than its own."""
         scratch, head_YE = scratch or Scratch(hidden_NE.device), head_YE or self.head_YE
         part_NY = scratch.empty(hidden_NE.shape[0], head_YE.shape[0], dtype=torch.float32)
-        dependent = launches_dependently(hidden_NE.device)
-        self.ways.any.linear(hidden_NE, head_YE, part_NY, scratch, dependent=dependent)
+        self.ways.any.linear(hidden_NE, head_YE, part_NY, scratch)
         return self.group.gather_columns(part_NY, scratch.empty)[:, : self.config.vocab_size]
 
     def _enter(self, token_T: Tensor, source_TE: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
