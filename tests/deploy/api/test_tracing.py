@@ -74,7 +74,7 @@ def test_a_request_has_a_span_for_each_stage(engine_class: Callable[..., FakeEng
     def script(request: Any) -> Iterator[Any]:
         yield 0.02
         yield replace(out(IDS[0], cached=2), queued=0.01)
-        yield 0.01
+        yield 0.06
         yield out(IDS[1], IDS[2], IDS[3])
         yield out(1, finish="stop")
 
@@ -108,7 +108,8 @@ def test_a_request_has_a_span_for_each_stage(engine_class: Callable[..., FakeEng
         assert queue.end_time - queue.start_time == 10_000_000
         assert queue.end_time == prefill.start_time
         assert prefill.end_time == decode.start_time
-        assert decode.end_time - decode.start_time >= 9_000_000
+        # A third less than the engine takes: where processors are busy, the first token is seen late.
+        assert decode.end_time - decode.start_time >= 40_000_000
         assert prefill.attributes["latentserve.prompt_tokens"] == prompt
         assert prefill.attributes["latentserve.cached_tokens"] == 2
         assert decode.attributes["latentserve.generated_tokens"] == 5
