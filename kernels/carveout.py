@@ -18,6 +18,10 @@ import logging
 from functools import cache
 from typing import Any, Final
 
+import torch
+
+from kernels.hopper import is_hopper
+
 logger = logging.getLogger("latentserve.carveout")
 
 SHARED_PERCENT: Final = 58
@@ -32,12 +36,14 @@ _done: set[int] = set()
 
 
 def leave_to_cache(launched: Any) -> None:
-    """Let the kernel that a launch returned have this cut from its next launch on. Nothing happens to one that was only
-    compiled."""
+    """Let the kernel that a launch on a Hopper GPU returned have this cut from its next launch on. Nothing happens to
+    one that was only compiled, nor on other GPUs, whose memory is of another size."""
     function = getattr(launched, "function", None)
     if not isinstance(function, int) or function in _done:
         return
     _done.add(function)
+    if not is_hopper(torch.device("cuda", torch.cuda.current_device())):
+        return
     if error := _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, SHARED_PERCENT):
         logger.warning("%s has less cache than it needs and is slower: CUDA error %d", launched.name, error)
 

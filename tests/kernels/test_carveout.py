@@ -8,17 +8,12 @@ import pytest
 import torch
 
 from kernels.carveout import SHARED_BYTES, SHARED_PERCENT, leave_to_cache
-from kernels.linear import linear, stream
+from kernels.hopper import is_hopper
+from kernels.linear import launch, linear, stream
 from tests.support.hopper import compile_only
 
 MOST = 228 * 1024
 """Bytes that can be shared memory on a Hopper GPU."""
-
-
-def product(device: str) -> None:
-    x_TE = torch.ones(2, 512, dtype=torch.bfloat16, device=device)
-    weight_FE = torch.ones(64, 512, dtype=torch.bfloat16, device=device)
-    linear(x_TE, weight_FE, torch.empty(2, 64, dtype=torch.bfloat16, device=device))
 
 
 def test_the_percentage_is_that_of_the_bytes() -> None:
@@ -26,8 +21,6 @@ def test_the_percentage_is_that_of_the_bytes() -> None:
 
 
 def test_what_was_only_compiled_is_left_alone() -> None:
-    from kernels.linear import launch
-
     x_TE, weight_FE = torch.ones(2, 512, dtype=torch.bfloat16), torch.ones(64, 512, dtype=torch.bfloat16)
     with compile_only() as kernels:
         launch.stream_linear(x_TE, weight_FE, torch.empty(2, 64, dtype=torch.bfloat16))
@@ -37,7 +30,7 @@ def test_what_was_only_compiled_is_left_alone() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="needs a Hopper GPU")
 def test_a_launched_kernel_has_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     plain = stream.stream_linear.run
@@ -47,7 +40,8 @@ def test_a_launched_kernel_has_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         return seen[-1]
 
     monkeypatch.setattr(stream.stream_linear, "run", noting)
-    product("cuda")
+    x_TE, weight_FE = (torch.ones(rows, 512, dtype=torch.bfloat16, device="cuda") for rows in (2, 64))
+    linear(x_TE, weight_FE, torch.empty(2, 64, dtype=torch.bfloat16, device="cuda"))
     percent = ctypes.c_int()
     driver = ctypes.CDLL("libcuda.so.1")
     assert not driver.cuFuncGetAttribute(ctypes.byref(percent), 9, ctypes.c_void_p(seen[0].function))
