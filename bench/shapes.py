@@ -434,8 +434,8 @@ def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
             # The shared experts are read whatever is chosen, and every token has them.
             read, seen = woken_here + routing.shared_experts, routing.experts_per_token + routing.shared_experts
             parts[EXPERTS] += Work(read * expert.bytes, seen * expert.operations)
-            if network.shared is not None:
-                parts[EXPERTS] += product(network.shared.gate_up_FE, network.shared.down_EI)
+            if (shared := network.mixture.shared) is not None:
+                parts[EXPERTS] += product(shared.gate_up_FE, shared.down_EI)
         else:
             parts[DENSE] += product(attention.out_EF, network.gate_up_FE, network.down_EI)
     head = model.head_YE

@@ -200,13 +200,19 @@ def linear_to_residual(
         reference.linear_to_residual(x_TE, weight_FE, residual_TF, norm_F, out)
 
 
-def gated_linear(x: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, dependent: bool = False) -> None:
-    """out = silu(gate) * up of gate, up = norm(x) · weight^T, rounded once."""
+def gated_linear(
+    x: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, early: bool = True, dependent: bool = False
+) -> None:
+    """out = silu(gate) * up of gate, up = norm(x) · weight^T, rounded once. `early`: a dependent launch lets its
+    successor start at once; otherwise, with plain weights alone, when all that precedes this launch has ended, so that
+    those behind may read it before they wait."""
     _check_few(x.x_TE, weight_FE)
+    if not early and not isinstance(weight_FE, Tensor):
+        raise ValueError("only products with plain weights let their successor start later")
     if isinstance(weight_FE, BlockScaled) and fp8_launch.kept(x.x_TE.shape[0], weight_FE):
         fp8_launch.fp8_gate_up(x, weight_FE, out_TI, dependent=dependent)
     elif x.x_TE.is_cuda:
-        launch.stream_gate_up(x, weight_FE, out_TI, dependent=dependent)
+        launch.stream_gate_up(x, weight_FE, out_TI, early=early, dependent=dependent)
     else:
         reference.gated_linear(x, weight_FE, out_TI)
 

@@ -211,8 +211,10 @@ def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependen
     leave_to_cache(kernel)
 
 
-def stream_gate_up(pending: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, dependent: bool = False) -> None:
-    """Gated activations of few tokens."""
+def stream_gate_up(
+    pending: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, early: bool = True, dependent: bool = False
+) -> None:
+    """Gated activations of few tokens. `early`: see `kernels.linear.gated_linear`."""
     tokens, features = pending.x_TE.shape
     intermediate, (data, scales, how) = weight_FE.shape[0] // 2, stored(weight_FE)
     kernel = stream.stream_gate_up[(triton.cdiv(intermediate, stream.ROWS // 2),)](
@@ -227,6 +229,7 @@ def stream_gate_up(pending: PendingNorm, weight_FE: Matrix, out_TI: Tensor, *, d
         SIZE=Size(intermediate, features),
         STRIDES=Strides(pending.x_TE.stride(0), data.stride(0), out_TI.stride(0)),
         NORM=pieces(pending),
+        EARLY=early,
         **cut_up(Streaming.of(features), tokens, dependent),
     )
     leave_to_cache(kernel)

@@ -391,14 +391,15 @@ def stream_linear(
 def stream_gate_up(
     x, square, weight, scale, out, tokens, eps,
     STORED: gl.constexpr, SIZE: gl.constexpr, STRIDES: gl.constexpr, NORM: gl.constexpr, STREAMS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """out = silu(gate · x) * (up · x), the gate rows of the weight before its up rows. Grid: rows of each / 8."""
+    """out = silu(gate · x) * (up · x), the gate rows of the weight before its up rows. Grid: rows of each / 8. EARLY:
+    as of `stream_linear`."""
     I: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features
     WIDTH: gl.constexpr = STREAMS.width
     WARPS: gl.constexpr = STREAMS.warps
-    if DEPENDENT:
+    if DEPENDENT and EARLY:
         let_kernel_after_start()
     row = gate_up_rows(gl.program_id(0), I, weight_rows_layout(WARPS, STORED.piece))
     at = row.to(gl.int64) * STRIDES.weight
@@ -410,6 +411,8 @@ def stream_gate_up(
         scales_s.store(weight_scales(scale, scaled_at, CHUNKS, WIDTH, WARPS, STORED))
     if DEPENDENT:
         wait_for_kernel_before()
+        if not EARLY:
+            let_kernel_after_start()
     gate_up_program(
         x, square, weight, at, tiles, scales_s, out, gl.program_id(0), tokens, eps, STORED, SIZE, STRIDES, NORM, STREAMS
     )  # fmt: skip

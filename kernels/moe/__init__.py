@@ -18,13 +18,26 @@ from kernels.hopper import is_hopper, multiprocessors
 from kernels.matrix import Matrix
 from kernels.moe import launch, reference, schedule
 from kernels.moe.launch import AddNorm
+from kernels.moe.pending import PendingExperts
+from kernels.moe.pending import takes as takes_pending
 from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape
 from kernels.private_ground import PrivateGround
 from kernels.rms_norm import add_rms_norm
 from kernels.routing_rule import RoutingRule
 
-__all__ = ["AddNorm", "ExpertsShape", "add_experts", "experts", "experts_shape", "route", "workspace_bytes"]
+__all__ = [
+    "AddNorm",
+    "ExpertsShape",
+    "PendingExperts",
+    "add_experts",
+    "experts",
+    "experts_shape",
+    "hopper_programs",
+    "route",
+    "takes_pending",
+    "workspace_bytes",
+]
 
 _REINTERPRETED: Final = PrivateGround(
     "triton",
@@ -160,8 +173,13 @@ def experts_shape(
     experts, hidden, intermediate = down_XEI.shape
     tokens, chosen, dtype = x_TE.shape[0], id_TK.shape[1], x_TE.dtype
     aligned = x_TE.data_ptr() % 16 == 0 and x_TE.stride(0) % 8 == 0
-    hopper = multiprocessors(x_TE.device) if aligned and is_hopper(x_TE.device) and _REINTERPRETED.there() else 0
+    hopper = hopper_programs(x_TE.device) if aligned else 0
     return ExpertsShape(tokens, chosen, experts, hidden, intermediate, dtype, groups, shared, hopper, rounds)
+
+
+def hopper_programs(device: torch.device) -> int:
+    """`ExpertsShape.hopper` of a GPU, for tokens in aligned rows."""
+    return multiprocessors(device) if is_hopper(device) and _REINTERPRETED.there() else 0
 
 
 def workspace_bytes(shape: ExpertsShape) -> int:

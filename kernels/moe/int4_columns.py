@@ -67,6 +67,12 @@ lowest bits, or 16 times itself; 1024 + 8 are taken off, or 64 + 8 of a sixteent
 
 
 @gluon.constexpr_function
+def power_of_two(number):
+    """The least that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+@gluon.constexpr_function
 def products_layout(WARPS):
     """Layout of the products [16 * WARPS, 8]."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
@@ -91,6 +97,18 @@ def inputs_layout(PAIRS, WARPS):
     lanes += [[0, 0, bit, 0] if bit < PAIRS else [0, bit // PAIRS, 0, 0] for bit in (1, 2, 4)]
     none = [[0, 0, 0, 0]] * (WARPS.bit_length() - 1)
     return gl.DistributedLinearLayout(registers, lanes, none, [], [8, COLUMNS // PAIRS, PAIRS, 32])
+
+
+@gluon.jit
+def left_to_divide(square, row, inside, eps, FEATURES: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr):
+    """What rows of a pending norm are to be multiplied by, for each of `row` that is `inside`: of their PIECES sums of
+    squares (`kernels.pending_norm`) 1 / sqrt(mean + eps). `layout`: in which [rows, pieces] are read."""
+    BLOCK: gl.constexpr = power_of_two(PIECES)
+    piece = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    at = square + row[:, None] * PIECES + piece[None, :]
+    # .cg: a dependent launch may find lines of an earlier kernel in L1.
+    squares = gl.load(at, mask=inside[:, None] & (piece < PIECES)[None, :], other=0.0, cache_modifier=".cg")
+    return gl.rsqrt(gl.sum(squares, 1) / FEATURES + eps)
 
 
 @gluon.jit

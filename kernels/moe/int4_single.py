@@ -5,6 +5,9 @@ Inputs are halved by every program while its first weights are on their way, and
 pieces of work (an expert of the token, block of features) in a row. The token is in every column of the tensor cores'
 tile. All else is in `int4_columns`.
 
+The token of gate and up may be a pending norm's; the sum of its squares is read and the division done with the unit of
+its halves.
+
 Gluon, for compute capability 9.0.
 """
 
@@ -18,7 +21,17 @@ from triton.experimental.gluon import language as gl
 
 from kernels.halve.kernel import unit_of
 from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
-from kernels.moe.int4_columns import COLUMNS, SCALE, STEP, asked, halves, multiplied, products_layout, weights_at
+from kernels.moe.int4_columns import (
+    COLUMNS,
+    SCALE,
+    STEP,
+    asked,
+    halves,
+    left_to_divide,
+    multiplied,
+    products_layout,
+    weights_at,
+)
 
 WARPS = 4
 BLOCK = 16 * WARPS
@@ -60,14 +73,17 @@ def expert_of(ids, pair, EXPERTS: gl.constexpr):
     return gl.where(valid, expert, 0).to(gl.int64), valid
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["eps"])
 def product(
-    x, data, scales, ids, out,
+    x, square, data, scales, ids, out, eps,
     GATE: gl.constexpr, CHOSEN: gl.constexpr, EXPERTS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
-    AHEAD: gl.constexpr, DEPENDENT: gl.constexpr,
+    PIECES: gl.constexpr, AHEAD: gl.constexpr, SETTLED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """GATE: out[i] = silu(gate[expert] . x) * (up[expert] . x) for every expert i of the token; otherwise
-    out[i] = weight[expert] . x[i]. Rows of `x` have K features, those of `out` FEATURES."""
+    out[i] = weight[expert] . x[i]. Rows of `x` have K features, those of `out` FEATURES.
+
+    PIECES: if not 0, the token is a pending norm's with so many sums of squares and `eps`. SETTLED: `ids` were there
+    when the kernel before let this one start."""
     STEPS: gl.constexpr = K // _STEP
     ROWS: gl.constexpr = 2 * FEATURES if GATE else FEATURES
     WIDTH: gl.constexpr = _BLOCK // 2 if GATE else _BLOCK
@@ -80,8 +96,7 @@ def product(
     n = gl.arange(0, _COLUMNS, gl.SliceLayout(0, layout))
     begin = gl.program_id(0) * (CHOSEN * BLOCKS) // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * (CHOSEN * BLOCKS) // gl.num_programs(0)
-    # The kernel before `down` is `gate_up`, which let it start only when the choice of experts was there.
-    if DEPENDENT and GATE:
+    if DEPENDENT and not SETTLED:
         wait_for_kernel_before()
         let_kernel_after_start()
     expert, valid = expert_of(ids, begin // BLOCKS, EXPERTS)
@@ -89,7 +104,7 @@ def product(
     held = ()
     for j in gl.static_range(AHEAD):
         held = held + (asked(data, scales, row, j, at, scale_at, K),)
-    if DEPENDENT and not GATE:
+    if DEPENDENT and SETTLED:
         wait_for_kernel_before()
         let_kernel_after_start()
     staged = -1
@@ -101,6 +116,10 @@ def product(
         if source != staged:
             gl.thread_barrier()
             unit = stage(x + source * K, x_s, STEPS)
+            if PIECES:
+                one: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, _WARPS], [1, 0])
+                token = gl.zeros([1], gl.int32, gl.SliceLayout(1, one))
+                unit *= gl.sum(left_to_divide(square, token, token == 0, eps, K, PIECES, one), 0)
             staged = source
             gl.thread_barrier()
         after = gl.minimum(piece + 1, end - 1)

@@ -21,7 +21,17 @@ from triton.experimental.gluon import language as gl
 
 from kernels.halve.kernel import unit_of
 from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
-from kernels.moe.int4_columns import COLUMNS, SCALE, STEP, asked, halves, multiplied, products_layout, weights_at
+from kernels.moe.int4_columns import (
+    COLUMNS,
+    SCALE,
+    STEP,
+    asked,
+    halves,
+    left_to_divide,
+    multiplied,
+    products_layout,
+    weights_at,
+)
 
 _STEP = gl.constexpr(STEP)
 _COLUMNS = gl.constexpr(COLUMNS)
@@ -43,11 +53,13 @@ def at_once(PAIRS):
 
 @gluon.jit
 def stage(
-    x, row, pairs, x_s, STRIDE: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr
+    x, row, pairs, x_s, square, eps,
+    STRIDE: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Halve the rows `row` of `x` into `x_s` [STEPS, 8, PAIRS, 32], each in the order of `int4_single.stage`, 0 for
-    those past the pairs. The rows' units, one for each column. Rows are read twice, for what a thread would hold of
-    them meanwhile is more than it has room for."""
+    those past the pairs. The rows' units, one for each column; if PIECES is not 0, the rows are a pending norm's, and a
+    unit is divided as they are to be. Rows are read twice, for what a thread would hold of them meanwhile is more than
+    it has room for."""
     layout: gl.constexpr = rows_layout(PAIRS, WARPS)
     products: gl.constexpr = products_layout(WARPS)
     m = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
@@ -60,6 +72,8 @@ def stage(
         value = gl.load(at + step * _STEP, mask=inside, other=0.0, cache_modifier=".cg")
         most = gl.maximum(most, gl.abs(value.to(gl.float32)))
     unit, inverse = unit_of(gl.max(most, 1))
+    if PIECES:
+        unit *= left_to_divide(square, row, m < pairs, eps, STEPS * _STEP, PIECES, layout)
     # What is loaded behind a store waits for it. So several loads come before the first of their stores.
     AT_ONCE: gl.constexpr = at_once(PAIRS)
     for first in gl.static_range(0, STEPS, AT_ONCE):
@@ -85,14 +99,18 @@ def record(table, tile, exists):
     return expert.to(gl.int64), first, pairs
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["eps"])
 def product(
-    x, data, scales, sorted_pair, table, out,
+    x, square, data, scales, sorted_pair, table, out, eps,
     X_STRIDE: gl.constexpr, GATE: gl.constexpr, CHOSEN: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
-    PAIRS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    PIECES: gl.constexpr, PAIRS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, SETTLED: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """GATE: out[i] = silu(gate[expert] . x) * (up[expert] . x) for every sorted pair i, of its token's x; otherwise
-    out[pair] = weight[expert] . x[i]. Rows of `x` have K features, those of `out` FEATURES."""
+    out[pair] = weight[expert] . x[i]. Rows of `x` have K features, those of `out` FEATURES.
+
+    PIECES: if not 0, the tokens are a pending norm's with so many sums of squares each, and `eps`. SETTLED: the tiles
+    were there when the kernel before let this one start."""
     STEPS: gl.constexpr = K // _STEP
     BLOCK: gl.constexpr = 16 * WARPS
     ROWS: gl.constexpr = 2 * FEATURES if GATE else FEATURES
@@ -106,8 +124,7 @@ def product(
     r = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
     n = gl.arange(0, _COLUMNS, columns)
     m = gl.arange(0, PAIRS, gl.SliceLayout(1, rows_layout(PAIRS, WARPS)))
-    # The kernel before `down` is `gate_up`, which let it start only when the tiles were there.
-    if DEPENDENT and GATE:
+    if DEPENDENT and not SETTLED:
         wait_for_kernel_before()
         let_kernel_after_start()
     pieces = gl.load(table, cache_modifier=".cg") * BLOCKS
@@ -118,7 +135,7 @@ def product(
     held = ()
     for j in gl.static_range(AHEAD):
         held = held + (asked(data, scales, row, j, at, scale_at, K),)
-    if DEPENDENT and not GATE:
+    if DEPENDENT and SETTLED:
         wait_for_kernel_before()
         let_kernel_after_start()
     staged = -1
@@ -130,7 +147,7 @@ def product(
             source = first + m
             if GATE:
                 source = gl.load(sorted_pair + source, mask=m < pairs, other=0, cache_modifier=".cg") // CHOSEN
-            unit = stage(x, source, pairs, x_s, X_STRIDE, STEPS, PAIRS, WARPS)
+            unit = stage(x, source, pairs, x_s, square, eps, X_STRIDE, STEPS, PAIRS, WARPS, PIECES)
             staged = tile
             gl.thread_barrier()
         after = gl.minimum(piece + 1, end - 1)

@@ -16,6 +16,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.pending_norm.pieces import PIECE
+
+_PIECE = tl.constexpr(PIECE)
+
 
 @triton.jit
 def _tile(table, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
@@ -297,3 +301,55 @@ def combine_norm(
     scale = tl.rsqrt(tl.sum(value * value, 0) / FEATURES + eps)
     normed = (value * scale * w).to(out.dtype.element_ty)
     tl.store(out + token * OUT_STRIDE + e, normed, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")
+
+
+@triton.jit
+def combine_pending(
+    partial,
+    ids,
+    weight,
+    before,
+    norm_weight,
+    out,
+    square,
+    BEFORE_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ADD: tl.constexpr,
+    PENDING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BATCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """sum[token] = before[token], if ADD, + its pairs' partial results times their weights, in their order, in fp32.
+    PENDING: before = sum, out = sum * norm_weight, and sums of its squares by pieces (`kernels.pending_norm`);
+    otherwise out = sum. Grid: tokens, blocks of features.
+
+    What stands before and ids are read before the wait, as in `combine_norm`."""
+    PIECES: tl.constexpr = FEATURES // _PIECE
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = e < FEATURES
+    if DEPENDENT:
+        gdc_launch_dependents()
+    first = token * COLUMNS
+    exist = _exist(ids + first, COLUMNS, EXPERTS)
+    at = before + token * BEFORE_STRIDE + e
+    sum = tl.zeros([BLOCK], tl.float32)
+    if ADD:
+        sum = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    if PENDING:
+        w = tl.load(norm_weight + e, mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
+    sum = _weighted(sum, partial + first * FEATURES + e, weight + first, exist, inside, FEATURES, COLUMNS, BATCH)
+    target = out + token * OUT_STRIDE + e
+    if PENDING:
+        tl.store(at, sum, mask=inside, eviction_policy="evict_last")
+        piece = tl.program_id(1) * (BLOCK // _PIECE) + tl.arange(0, BLOCK // _PIECE)
+        squares = tl.sum(tl.reshape(sum * sum, [BLOCK // _PIECE, _PIECE]), 1)
+        tl.store(square + token * PIECES + piece, squares, mask=piece < PIECES)
+        sum *= w
+    tl.store(target, sum.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")

@@ -207,11 +207,11 @@ class ExpertLaunches:
             return
         if not self.tiling.rows and isinstance(self.gate_up_XFE, GroupScaled):
             call = (shape, self.tiling, self._dependent)
-            scaled_launch.int4_singly(self.x_TE, self.id_TK, self.gate_up_XFE, scratch.act_YI, *call)
+            scaled_launch.int4_singly(self.x_TE, self.id_TK, self.gate_up_XFE, scratch.act_YI, *call, settled=False)
             return
         if self.tiling.programs and isinstance(self.gate_up_XFE, GroupScaled):
             where = (scratch.act_YI, scratch, shape, self.tiling)
-            scaled_launch.int4_tiled(self.x_TE, self.gate_up_XFE, *where, self._dependent)
+            scaled_launch.int4_tiled(self.x_TE, self.gate_up_XFE, *where, self._dependent, settled=False)
             return
         if not isinstance(self.gate_up_XFE, Tensor):
             scaled_launch.gate_up(self.x_TE, self.gate_up_XFE, scratch, shape, self.tiling, self._dependent)
@@ -242,11 +242,12 @@ class ExpertLaunches:
             return
         if not self.tiling.rows and isinstance(self.down_XEI, GroupScaled):
             call = (shape, self.tiling, self._dependent)
-            scaled_launch.int4_singly(scratch.act_YI, self.id_TK, self.down_XEI, scratch.partial_YGE[:, 0], *call)
+            into = scratch.partial_YGE[:, 0]
+            scaled_launch.int4_singly(scratch.act_YI, self.id_TK, self.down_XEI, into, *call, settled=True)
             return
         if self.tiling.programs and isinstance(self.down_XEI, GroupScaled):
             where = (scratch.partial_YGE[:, 0], scratch, shape, self.tiling)
-            scaled_launch.int4_tiled(scratch.act_YI, self.down_XEI, *where, self._dependent)
+            scaled_launch.int4_tiled(scratch.act_YI, self.down_XEI, *where, self._dependent, settled=True)
             return
         if not isinstance(self.down_XEI, Tensor):
             scaled_launch.down(self.down_XEI, scratch, shape, self.tiling, self._dependent)
@@ -283,7 +284,7 @@ class ExpertLaunches:
             FEATURES=shape.hidden,
             GROUPS=shape.parts,
             ADD=shape.groups > 0,
-            **self._sums(block),
+            **self.sums(block),
         )
 
     def combine_norm(self, norm: AddNorm) -> None:
@@ -302,7 +303,7 @@ class ExpertLaunches:
             COLUMNS=shape.chosen,
             EXPERTS=shape.experts,
             FEATURES=shape.hidden,
-            **self._sums(triton.next_power_of_2(shape.hidden)),
+            **self.sums(triton.next_power_of_2(shape.hidden)),
         )
 
     def gate_up_singly(self) -> None:
@@ -378,7 +379,7 @@ class ExpertLaunches:
             **_options(self._dependent),
         }
 
-    def _sums(self, block: int) -> dict[str, Any]:
+    def sums(self, block: int) -> dict[str, Any]:
         """Of programs that sum up `block` features: as many results at once as 64 registers of a thread hold. Of
         many tokens it is the many programs on a multiprocessor that keep results on their way."""
         warps = min(max(block // 256, 1), 16)

@@ -13,6 +13,7 @@ from kernels.matrix import BlockScaled, GroupScaled
 from kernels.moe import scaled, scaled_single
 from kernels.moe.records import Stored, Tile, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
+from kernels.pending_norm.pieces import PendingNorm
 
 REGISTERS: Final = 168
 """Of a thread, where a multiprocessor is to have three programs of four warps."""
@@ -128,34 +129,42 @@ def down_singly(
 
 
 def int4_singly(
-    x: Tensor,
+    x: Tensor | PendingNorm,
     id_TK: Tensor,
     matrix: GroupScaled,
     out_YF: Tensor,
     shape: ExpertsShape,
     tiling: ExpertTiling,
     dependent: bool,
+    *,
+    settled: bool,
 ) -> None:
     """One of the products of a single token with weights in INT4, on Hopper: of `x`, the token [1, E] for gate and up,
-    the pairs' activations [Y, I] for down."""
+    the pairs' activations [Y, I] for down. `x` may be a pending norm. `settled`: the choice of experts was there when
+    the kernel before let this one start."""
     from kernels.moe import int4_single  # a machine without Hopper GPUs need not have Gluon
 
+    pending, x = _pending(x)
     gate = len(x) < shape.pairs
     _checked(matrix, tiling.stored[0 if gate else 1])
     product = tiling.gate_up if gate else tiling.down
     pieces = shape.pairs * (2 if gate else 1) * out_YF.shape[-1] // product.block
     kernel = int4_single.product[(min(SINGLE_PROGRAMS * tiling.programs, pieces),)](
         x,
+        x if pending is None else pending.square_TP,
         matrix.data.view(torch.int16),
         matrix.scales,
         id_TK,
         out_YF,
+        0.0 if pending is None else pending.eps,
         GATE=gate,
         CHOSEN=shape.chosen,
         EXPERTS=shape.experts,
         K=x.shape[-1],
         FEATURES=out_YF.shape[-1],
+        PIECES=0 if pending is None else pending.square_TP.shape[1],
         AHEAD=product.stages,
+        SETTLED=settled,
         DEPENDENT=dependent,
         num_warps=product.warps,
         maxnreg=SINGLE_REGISTERS,
@@ -165,43 +174,56 @@ def int4_singly(
 
 
 def int4_tiled(
-    x: Tensor,
+    x: Tensor | PendingNorm,
     matrix: GroupScaled,
     out_YF: Tensor,
     scratch: Workspace,
     shape: ExpertsShape,
     tiling: ExpertTiling,
     dependent: bool,
+    *,
+    settled: bool,
 ) -> None:
     """One of the products of several tokens with weights in INT4, on Hopper: of `x`, the tokens [T, E] for gate and up,
-    the sorted pairs' activations [Y, I] for down."""
+    the sorted pairs' activations [Y, I] for down. `x` may be a pending norm. `settled`: the tiles were there when the
+    kernel before let this one start."""
     from kernels.moe import int4_tiles  # a machine without Hopper GPUs need not have Gluon
 
+    pending, x = _pending(x)
     gate = matrix.shape[-2] == 2 * out_YF.shape[-1]
     _checked(matrix, tiling.stored[0 if gate else 1])
     product, programs = tiling.gate_up if gate else tiling.down, TILED_PROGRAMS[tiling.rows] * tiling.programs
     pieces = tiling.tiles(shape) * (2 if gate else 1) * out_YF.shape[-1] // product.block
     kernel = int4_tiles.product[(min(programs, pieces),)](
         x,
+        x if pending is None else pending.square_TP,
         matrix.data.view(torch.int16),
         matrix.scales,
         scratch.sorted_Y,
         scratch.table,
         out_YF,
+        0.0 if pending is None else pending.eps,
         X_STRIDE=x.stride(0),
         GATE=gate,
         CHOSEN=shape.chosen,
         K=x.shape[-1],
         FEATURES=out_YF.shape[-1],
+        PIECES=0 if pending is None else pending.square_TP.shape[1],
         PAIRS=tiling.rows,
         AHEAD=product.stages,
         WARPS=product.warps,
+        SETTLED=settled,
         DEPENDENT=dependent,
         num_warps=product.warps,
         maxnreg=TILED_REGISTERS,
         **({"launch_pdl": True} if dependent else {}),
     )
     leave_to_cache(kernel)
+
+
+def _pending(x: Tensor | PendingNorm) -> tuple[PendingNorm | None, Tensor]:
+    """The norm that is pending, if any is, and its rows."""
+    return (x, x.x_TE) if isinstance(x, PendingNorm) else (None, x)
 
 
 def _checked(matrix: Scaled, planned: Stored) -> Stored:

@@ -84,7 +84,7 @@ def test_a_slice_of_k2_has_experts_in_int4(monkeypatch: pytest.MonkeyPatch) -> N
     small = SMALL | {"hidden_size": 256, "q_lora_rank": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
     model = bench.model_of(values | small, 1, torch.float32, torch.device("cpu"), form)
     attention, network = model.layers[1].attention, model.layers[1].feed_forward
-    mixture, shared = network.mixture, network.shared
+    mixture, shared = network.mixture, network.mixture.shared
     experts, others = (mixture.gate_up_XFE, mixture.down_XEI), (attention.out_EF, shared.gate_up_FE, shared.down_EI)
     assert {weight.format for weight in experts} == {form}
     assert form not in {weight.format for weight in others}

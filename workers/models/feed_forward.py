@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.moe import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
-from workers.models.token_wise import Mixture, N, TokenWise
+from workers.models.token_wise import Gated, Mixture, N, TokenWise
 from workers.weights.part import Part
 from workers.weights.source import WeightSource
 from workers.weights.weight import Format, Weight
@@ -58,24 +58,22 @@ class MixtureOfExperts:
         bias_X = source.load(bias, experts, dtype=torch.float32) if routing.bias else None
         networks = [_Network(f"{prefix}experts.{expert}.", config) for expert in range(experts)]
         shared = [_Network(f"{prefix}shared_experts.", config, unit, units) for unit in range(units)]
-        self.shared: DenseFeedForward | None = None
-        """The shared experts, where they are a network of their own; the mixture then has none."""
+        apart: Gated | None = None
         if units and _apart(source, networks, shared):
             width = units * config.moe_intermediate_size
-            self.shared = DenseFeedForward(source, f"{prefix}shared_experts.", hidden, width)
+            dense = DenseFeedForward(source, f"{prefix}shared_experts.", hidden, width)
+            apart = Gated(dense.gate_up_FE, dense.down_EI)
             routing = replace(routing, shared_experts=0)
         else:
             networks += shared
         gate_up_XFE = source.experts([network.gate_up for network in networks])
         down_XEI = source.experts([network.down for network in networks])
-        self.mixture = Mixture(routing, router_XE, bias_X, gate_up_XFE, down_XEI)
+        self.mixture = Mixture(routing, router_XE, bias_X, gate_up_XFE, down_XEI, apart)
 
     def __call__(
         self, way: TokenWise[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
     ) -> None:
         """As `DenseFeedForward`."""
-        if self.shared is not None:
-            self.shared(way, x, norm, out, scratch)  # the norm of the sum so far is written over
         way.add_experts(x, self.mixture, norm, out, scratch, live_R)
 
 

@@ -16,11 +16,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels import few_experts, pending_norm
+from kernels import few_experts, moe, pending_norm
 from kernels.few_experts import ChosenExperts
 from kernels.halve import Halved, halve
 from kernels.linear import gated_linear, halved, linear, linear_to_residual, normed_linear
-from kernels.matrix import Matrix
+from kernels.matrix import GroupScaled, Matrix
 from kernels.moe import AddNorm
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import rms_norm
@@ -121,6 +121,11 @@ class FewTokens(TokenWise[PendingNorm]):
         """See `TokenWise`."""
         assert live_R is not None  # of decode rows alone some may be padding
         routing, tokens, dependent = mixture.routing, x.x_TE.shape[0], self._dependent
+        if isinstance(mixture.gate_up_XFE.matrix, GroupScaled):
+            self._add_int4_experts(x, mixture, norm, out, scratch, live_R)
+            return
+        if mixture.shared is not None:  # the norm of the sum so far is written over
+            self.add_gated(x, mixture.shared.gate_up_FE, mixture.shared.down_EI, norm, out, scratch)
         logit_TX = scratch.empty(tokens, routing.experts, dtype=torch.float32)
         few_experts.router(x, mixture.router_XE.plain, logit_TX, dependent=dependent)
         choice = ChosenExperts.empty(tokens, routing.experts, routing.experts_per_token, scratch.empty)
@@ -135,6 +140,56 @@ class FewTokens(TokenWise[PendingNorm]):
         sum_TE, part_TE = self._sum(out, scratch)
         few_experts.experts(x, choice, *weights, None, norm.weight_E, part_TE, memory, dependent=dependent)
         self._reduce(part_TE, sum_TE, norm, out)
+
+    def _add_int4_experts(
+        self, x: PendingNorm, mixture: Mixture, norm: AddNorm, out: PendingNorm, scratch: Scratch, live_R: Tensor
+    ) -> None:
+        """`add_experts` of a mixture in INT4. The shared experts, which need no choice, stand behind it: so it is there
+        before the others' kernels start."""
+        dependent, shared = self._dependent, mixture.shared
+        id_TK, weight_TK = self._route(x, mixture, scratch, live_R)
+        weights = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
+        shape = moe.experts_shape(x.x_TE, id_TK, weights[1], shared=mixture.routing.shared_experts)
+        experts = moe.PendingExperts.of(x, id_TK, weight_TK, *weights, shape, scratch.empty, dependent=dependent)
+        experts.sort()
+        settled = shared is not None and isinstance(shared.gate_up_FE.matrix, Tensor)
+        if shared is not None:
+            act_TI = scratch.empty(x.x_TE.shape[0], shared.gate_up_FE.shape[0] // 2, dtype=x.x_TE.dtype)
+            gated_linear(x, shared.gate_up_FE.matrix, act_TI, early=not settled, dependent=dependent)
+            rows, down = self._rows(act_TI, shared.down_EI.matrix, scratch), shared.down_EI.matrix
+        if self.group.size == 1:
+            if shared is not None:  # the norm of the sum so far is written over
+                linear_to_residual(rows, down, norm.residual_TE, norm.weight_E, out, dependent=dependent)
+            experts.add(norm.residual_TE, norm.weight_E, out, settled=settled)
+            return
+        (sum_TE, part_TE), before_TE = self._sum(out, scratch), None
+        if shared is not None:
+            before_TE = scratch.empty(*sum_TE.shape, dtype=torch.float32)
+            linear(rows, down, before_TE, dependent=dependent)
+        experts.add(before_TE, norm.weight_E, part_TE, settled=settled)
+        self._reduce(part_TE, sum_TE, norm, out)
+
+    def _route(self, x: PendingNorm, mixture: Mixture, scratch: Scratch, live_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids int64 and weights fp32, both [T, K], as the way of many has them."""
+        routing, tokens = mixture.routing, x.x_TE.shape[0]
+        columns, chosen = routing.experts_per_token + routing.shared_experts, routing.experts_per_token
+        logit_TX = scratch.empty(tokens, routing.experts, dtype=torch.float32)
+        few_experts.router(x, mixture.router_XE.plain, logit_TX, dependent=self._dependent)
+        id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
+        weight_TK = scratch.empty(tokens, columns, dtype=torch.float32)
+        moe.route(
+            logit_TX,
+            mixture.bias_X,
+            id_TK,
+            weight_TK,
+            routing.rule,
+            shared=routing.shared_experts,
+            live_R=live_R,
+            dependent=self._dependent,
+        )
+        if self.choices is not None:
+            self.choices.settle(id_TK[:, :chosen], weight_TK[:, :chosen])
+        return id_TK, weight_TK
 
     def last(self, normed: PendingNorm, out_TE: Tensor) -> PendingNorm:
         """See `TokenWise`."""

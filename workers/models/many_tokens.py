@@ -185,6 +185,8 @@ class ManyTokens(TokenWise[Tensor]):
         self, x: Tensor, mixture: Mixture, norm: AddNorm, out: Tensor, scratch: Scratch, live_R: Tensor | None
     ) -> None:
         """See `TokenWise`."""
+        if mixture.shared is not None:  # the norm of the sum so far is written over
+            self.add_gated(x, mixture.shared.gate_up_FE, mixture.shared.down_EI, norm, out, scratch)
         id_TK, weight_TK = self.route(x, mixture, scratch, live_R)
         self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch)
 

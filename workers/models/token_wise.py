@@ -29,6 +29,15 @@ N = TypeVar("N")
 
 
 @dataclass(frozen=True)
+class Gated:
+    """The weights of down · (silu(gate · x) * (up · x)), this rank's share of the intermediate features."""
+
+    gate_up_FE: Weight
+    """The gate rows, then the up rows."""
+    down_EI: Weight
+
+
+@dataclass(frozen=True)
 class Mixture:
     """The weights of a mixture of experts, this rank's share of the intermediate features."""
 
@@ -40,6 +49,8 @@ class Mixture:
     gate_up_XFE: Weight
     """Of an expert its gate rows, then its up rows."""
     down_XEI: Weight
+    shared: Gated | None = None
+    """The shared experts where they are a network of their own; else they are behind the others."""
 
 
 class TokenWise(ABC, Generic[N]):
@@ -101,8 +112,8 @@ class TokenWise(ABC, Generic[N]):
     def add_experts(
         self, x: N, mixture: Mixture, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None
     ) -> None:
-        """residual += the weighted sum of a token's experts, summed over ranks; `out` = its norm, which shares no
-        memory with `x`.
+        """residual += the weighted sum of a token's experts, and its shared ones, summed over ranks; `out` = its norm,
+        which shares no memory with `x`.
 
         `live_R` (integers, None: all are live): token t belongs to row t // (T // R), and the tokens of rows with 0 are
         padding, for which no expert computes.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
+from kernels import moe
 from kernels.dependent import launches_dependently
 from kernels.hopper import is_hopper
 from kernels.linear import MOST_STREAMED
@@ -19,11 +20,14 @@ from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import FEWEST_ROUNDED, FEWEST_ROUNDED_EXPERTS, DecodeTokens, ManyTokens
 from workers.models.token_wise import TokenWise
 from workers.parallel.group import TensorParallel
-from workers.weights.weight import Format
+from workers.weights.weight import Format, Formats
 
 MOST_FP8: Final = 8
 """Most tokens of the way of few in a model with FP8 weights: its kernels' tiles have 8 columns, and with more tokens
 the way of many is faster (`bench/decode_step.py --shape v3-slice`)."""
+
+MOST_INT4: Final = 16
+"""Most tokens of the way of few in a model with INT4 experts."""
 
 
 class Ways:
@@ -33,18 +37,18 @@ class Ways:
         self,
         config: ModelConfig,
         group: TensorParallel,
-        formats: Collection[Format] = (),
+        formats: Formats | None = None,
         *,
         invariant: bool,
         rounds: bool = False,
     ) -> None:
-        """`formats`: in which the model's matrices are stored; they may become more until it is built. `rounds`:
-        whether many tokens may be rounded to FP8 where weights are stored so; invariant mode never does."""
+        """`formats`: without them all matrices are plain. `rounds`: whether many tokens may be rounded to FP8 where
+        weights are stored so; invariant mode never does."""
         self.invariant = invariant
         """Whether a token's bits are the same in any batch, at any width and on any number of ranks."""
         self.any: ManyTokens = InvariantTokens(group) if invariant else ManyTokens(group, rounds=rounds)
         """The way that any pass may take."""
-        self._config, self._group, self._formats = config, group, formats
+        self._config, self._group, self._formats = config, group, formats or Formats()
         self._rounds = rounds and not invariant
         self._decode, self._few = DecodeTokens(group, rounds=rounds), FewTokens(group, dependent=True)
 
@@ -96,6 +100,22 @@ class Ways:
             0 < batch.layout.tokens <= (MOST_FP8 if Format.FP8_BLOCKS in self._formats else MOST_STREAMED)
             and dtype == torch.bfloat16
             and launches_dependently(device)
-            and Format.INT4_GROUPS not in self._formats
+            and (Format.INT4_GROUPS not in self._formats or self._takes_int4(batch.layout.tokens, device))
             and not unsupported(self._config, self._group.size)
         )
+
+    def _takes_int4(self, tokens: int, device: torch.device) -> bool:
+        """Whether so few tokens take the way of few in a model some of whose matrices are INT4: if those are all its
+        experts, and no others."""
+        config, routing = self._config, self._config.routing
+        shape = moe.ExpertsShape(
+            tokens,
+            routing.experts_per_token,
+            routing.experts,
+            config.hidden_size,
+            config.moe_intermediate_size // self._group.size,
+            hopper=moe.hopper_programs(device),
+        )
+        stored = self._formats
+        alone = stored.experts == {Format.INT4_GROUPS} and Format.INT4_GROUPS not in stored.others
+        return tokens <= MOST_INT4 and alone and moe.takes_pending(shape)

@@ -46,8 +46,8 @@ def step_reads(model: Model, device: torch.device) -> dict[str, float]:
             shared = stored * mixture.routing.shared_experts // mixture.gate_up_XFE.shape[0]
             experts += stored - shared
             fixed += shared + _bytes(mixture.router_XE)
-            if network.shared is not None:
-                fixed += _bytes(network.shared.gate_up_FE, network.shared.down_EI)
+            if mixture.shared is not None:
+                fixed += _bytes(mixture.shared.gate_up_FE, mixture.shared.down_EI)
         else:
             fixed += _bytes(network.gate_up_FE, network.down_EI)
     chosen = routing.experts_per_token / routing.experts if experts else 0.0

@@ -19,7 +19,7 @@ from workers.parallel.group import TensorParallel
 from workers.weights.layout import Layout, invariant_layout, layout_of
 from workers.weights.part import Part, RopeRows
 from workers.weights.stored import PLAIN_DTYPES, Shape, Wanted, stored_format, tensors_of
-from workers.weights.weight import Format, Weight
+from workers.weights.weight import Format, Formats, Weight
 
 
 class WeightSource(ABC):
@@ -46,7 +46,7 @@ class WeightSource(ABC):
         self._dtype_of = dtype_of or (lambda name: None)
         self._invariant = invariant
         self._own = own
-        self.formats: set[Format] = set()
+        self.formats = Formats()
         """Of the matrices so far, as they are kept."""
         self._told: set[str] = set()
 
@@ -109,7 +109,7 @@ class WeightSource(ABC):
         shares = [part.index(self.group) for part in parts]
         height = sum(rows.stop - rows.start for rows, _ in shares)
         width = shares[0][1].stop - shares[0][1].start
-        self.formats.add(layout.format)
+        (self.formats.experts if outer else self.formats.others).add(layout.format)
         match layout.format:
             case Format.PLAIN:
                 return Weight(self.empty(*outer, height, width))

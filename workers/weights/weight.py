@@ -9,7 +9,7 @@ Shape legend: X experts, N output features, K input features, B blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -29,6 +29,18 @@ class Format(Enum):
     INT4_GROUPS = "INT4 in groups"
     """Two numbers per byte, [.., N, K / 2], the low half the even input feature, stored with 8 added; 32 neighbouring
     input features of a row share a bf16 scale, [.., N, K / 32]."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """In which a model's matrices are stored. They become more until it is built."""
+
+    experts: set[Format] = field(default_factory=set)
+    others: set[Format] = field(default_factory=set)
+    """Of matrices outside of mixtures of experts."""
+
+    def __contains__(self, format: Format) -> bool:
+        return format in self.experts or format in self.others
 
 
 @dataclass(frozen=True)

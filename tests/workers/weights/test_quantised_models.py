@@ -119,7 +119,7 @@ def test_every_tensor_is_that_of_the_plain_twin(
         (model, asked), (plain, _) = load(quantised, group, dtype), load(twin, group, dtype)
         got, want = dict(loaded(model)), dict(loaded(plain))
         mixtures = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MixtureOfExperts)]
-        apart = any(mixture.shared is not None for mixture in mixtures)
+        apart = any(part.mixture.shared is not None for part in mixtures)
         assert asked == sum(tensor.nbytes for tensor in got.values()), "counted bytes are not those that were taken"
         if widths != "hardly anything fits":
             assert all(part.mixture.gate_up_XFE.format is not Format.PLAIN for part in mixtures)
@@ -164,10 +164,10 @@ def _shared_apart(name: str, twin: dict[str, Any]) -> Any:
         return gate_up.plain[:4]
     if own == "mixture.down_XEI":
         return down.plain[:4]
-    if own == "shared.gate_up_FE":
+    if own == "mixture.shared.gate_up_FE":
         halves = gate_up.plain[4:].unflatten(1, (2, -1))
         return torch.cat([halves[:, half].flatten(0, 1) for half in range(2)])
-    if own == "shared.down_EI":
+    if own == "mixture.shared.down_EI":
         return torch.cat(list(down.plain[4:]), dim=1)
     return twin[name]
 
