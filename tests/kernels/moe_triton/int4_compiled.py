@@ -11,8 +11,10 @@ import torch
 
 from kernels.matrix import GroupScaled
 from kernels.moe import launch
+from kernels.moe.pending import PendingExperts
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
+from kernels.pending_norm import PIECE, PendingNorm
 from tests.support.hopper import compile_only, machine_code
 
 
@@ -25,7 +27,7 @@ def matrix(rows: int, features: int) -> GroupScaled:
 def compiled(
     shape: ExpertsShape, tiled: Callable[[ExpertsShape, int, tuple[Stored, Stored]], ExpertTiling]
 ) -> list[Any]:
-    """Both products, in the tiles that `tiled` makes for an H200."""
+    """Both products, in the tiles that `tiled` makes for an H200; and both behind a pending norm."""
     gate_up, down = matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate)
     tiling = tiled(shape, 132, (stored(gate_up), stored(down)))
     x = torch.empty(shape.tokens, shape.hidden, dtype=shape.dtype)
@@ -35,6 +37,10 @@ def compiled(
         call = launch.ExpertLaunches(x, ids, weight, gate_up, down, x, scratch, shape, tiling, dependent=True)
         call.gate_up()
         call.down()
+        norm = PendingNorm(x, torch.empty(shape.tokens, shape.hidden // PIECE), 1e-6)
+        PendingExperts(norm, ids, weight, gate_up, down, call).add(
+            torch.empty(shape.tokens, shape.hidden), torch.empty(shape.hidden, dtype=shape.dtype), norm, settled=True
+        )
     return kernels
 
 

@@ -19,8 +19,12 @@ SIZES = {"K2": (8, 384, 7168, 2048), "K2 on 8 ranks": (8, 384, 7168, 256), "smal
 def test_compiles_to_what_it_was_written_for(name: str, tokens: int, pairs: int) -> None:
     shape = ExpertsShape(tokens, *SIZES[name])
     kernels = compiled(shape, schedule.int4_tiled)
-    assert [resources(kernel).name for kernel in kernels] == ["product", "product"]
-    for kernel, features in zip(kernels, (shape.hidden, shape.intermediate), strict=True):
+    names = [*["product"] * 4, "combine_pending"]
+    assert [resources(kernel).name for kernel in kernels] == names
+    combine = resources(kernels.pop())
+    combine.check(64)
+    assert (combine.waits, combine.releases) == (True, True)
+    for kernel, features in zip(kernels, 2 * (shape.hidden, shape.intermediate), strict=True):
         found = resources(kernel)
         found.check(TILED_REGISTERS)
         assert TILED_PROGRAMS[pairs] * (found.shared + 1024) <= SHARED_BYTES

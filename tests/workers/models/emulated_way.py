@@ -16,6 +16,11 @@ from kernels.head_linear import launch as heads
 from kernels.linear import launch as products
 from kernels.mla_decode import launch as attention
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
+from kernels.moe import launch as moe
+from kernels.moe import schedule
+from kernels.moe.pending import PendingExperts
+from kernels.moe.records import stored
+from kernels.moe.schedule import ExpertsShape
 from kernels.pending_norm import PendingNorm, launch_enter
 from kernels.rms_norm import launch as norms
 from workers.memory.scratch import Scratch
@@ -24,6 +29,7 @@ from workers.models.batch import Batch
 
 CPU = torch.device("cpu")
 SMALL = V2_LITE_HEADS | {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2, "qk_nope_head_dim": 64}
+MULTIPROCESSORS = 2
 SHORT = 128
 """Tokens up to which attention takes a row alone in narrow blocks."""
 
@@ -61,6 +67,21 @@ def all_experts(
     experts.down(act, choice, down, out.x_TE, residual, norm, out.square_TP, dependent=dependent)
 
 
+def int4_shape(x_TE: Any, id_TK: Any, down_XEI: Any, *, shared: int) -> ExpertsShape:
+    (experts, hidden, intermediate), (tokens, chosen) = down_XEI.shape, id_TK.shape
+    return ExpertsShape(tokens, chosen, experts, hidden, intermediate, shared=shared, hopper=MULTIPROCESSORS)
+
+
+def int4_experts(
+    x: Any, ids: Any, weight: Any, gate_up: Any, down: Any, shape: ExpertsShape, empty: Any, *, dependent: bool
+) -> PendingExperts:
+    tiling = schedule.tiling(shape, (stored(gate_up), stored(down)))
+    memory = empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8)
+    scratch = schedule.Workspace.over(memory, shape, tiling)
+    call = moe.ExpertLaunches(x.x_TE, ids, weight, gate_up, down, x.x_TE, scratch, shape, tiling, dependent)
+    return PendingExperts(x, ids, weight, gate_up, down, call)
+
+
 def head_linear(x: Any, weight: Any, out: Any, *, dependent: bool) -> None:
     products.stream_heads(x, weight.transpose(1, 2), out, dependent=dependent)
 
@@ -76,6 +97,9 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "normed_linear": normed,
         "linear_to_residual": to_residual,
         "gated_linear": products.stream_gate_up,
+        "moe": SimpleNamespace(
+            route=moe.route, experts_shape=int4_shape, PendingExperts=SimpleNamespace(of=int4_experts)
+        ),
         "rms_norm": norms.rms_norm,
         "pending_norm": SimpleNamespace(enter=launch_enter),
         "few_experts": SimpleNamespace(router=experts.router, choose=experts.choose, experts=all_experts),

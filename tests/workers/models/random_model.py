@@ -14,7 +14,9 @@ from workers.models.batch import Batch, DecodeBatch
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
+from workers.weights.part import Part
 from workers.weights.source import WeightSource
+from workers.weights.weight import Format, Weight
 
 V2_LITE_HEADS: dict[str, Any] = {
     "model_type": "deepseek_v2",
@@ -41,6 +43,21 @@ V2_LITE_HEADS: dict[str, Any] = {
 class RandomWeights(WeightSource):
     """normal(0, 0.05) rounded to bf16, norms around 1: the same numbers in every dtype and on every device."""
 
+    int4_experts = False
+    """Routed experts are in INT4, of numbers and scales that have the same deviation."""
+
+    def stored_format(self, name: str) -> Format:
+        """See `WeightSource`."""
+        return Format.INT4_GROUPS if self.int4_experts and ".experts." in name else Format.PLAIN
+
+    def fill_matrix(self, into: Weight, part: Part) -> None:
+        """See `WeightSource`."""
+        if into.scales is None:
+            super().fill_matrix(into, part)
+            return
+        into.data.copy_(torch.randint(0, 256, into.data.shape, dtype=torch.uint8))
+        into.scales.copy_((torch.rand(into.scales.shape) + 0.5) * 0.05 / 4.6)
+
     def fill_part(self, into: torch.Tensor, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
         """Random numbers for `into`."""
         into.copy_((torch.randn(into.shape) * 0.05 + ("norm" in name)).to(torch.bfloat16))
@@ -56,10 +73,12 @@ def random_model(
     *,
     invariant: bool = False,
     fp8_cache: bool = False,
+    int4_experts: bool = False,
 ) -> Model:
     """A model of these config values."""
     torch.manual_seed(5)
     source = RandomWeights(TensorParallel(), dtype, device)
+    source.int4_experts = int4_experts
     config = parse_config(values)
     family = FAMILIES[config.model_type]
     how = {"max_positions": 4096, "draft_layer": False, "invariant": invariant, "fp8_cache": fp8_cache}

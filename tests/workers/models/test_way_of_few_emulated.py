@@ -22,9 +22,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_everything(monkeypatch)
 
 
-def check(lengths: list[int], width: int, heads: int = 2, **how: Any) -> list[str]:
-    small = SMALL | {"num_attention_heads": heads}
-    model, wide = random_model(small, torch.bfloat16, CPU), random_model(small, torch.float32, CPU)
+INT4 = {"hidden_size": 256, "moe_intermediate_size": 256, "n_shared_experts": 1}
+
+
+def check(lengths: list[int], width: int, heads: int = 2, int4: bool = False, **how: Any) -> list[str]:
+    small = SMALL | {"num_attention_heads": heads} | (INT4 if int4 else {})
+    model, wide = (random_model(small, dtype, CPU, int4_experts=int4) for dtype in (torch.bfloat16, torch.float32))
     token_T, batch, cache = decode_step(model, lengths, width)
     _, _, wide_cache = decode_step(wide, lengths, width)
     poisoned = torch.full((1 << 20,), 255, dtype=torch.uint8)
@@ -42,6 +45,15 @@ def check(lengths: list[int], width: int, heads: int = 2, **how: Any) -> list[st
 def test_a_pass_is_right_and_in_order(lengths: list[int], heads: int, merging: int) -> None:
     """The plan, the embedding, a dense layer, one of experts, and the final norm."""
     assert len(check(lengths, 1, heads)) == 1 + 2 + (4 + merging + 2) + (4 + merging + 4)
+
+
+@pytest.mark.parametrize("lengths", [[70], [70, 0, 3]])
+def test_experts_in_int4(lengths: list[int]) -> None:
+    """Behind attention the router, the choice, of several tokens their order, the shared experts, the others."""
+    launches = check(lengths, 1, int4=True)
+    sorts = ["sort_few"] if len(lengths) > 1 else []
+    routed = ["route", *sorts, "stream_gate_up", "stream_linear", "product", "product", "combine_pending"]
+    assert launches[-2 - len(routed) : -1] == ["router", *routed]
 
 
 @pytest.mark.parametrize("length", [70, 150])
@@ -65,6 +77,15 @@ def test_planted_faults_are_found(kernels: str, what: str, by: str) -> None:
 
     with pytest.raises(Unordered):
         check([70], 1, edit=edit)
+
+
+def test_experts_in_int4_that_start_before_their_choice_are_found() -> None:
+    def edit(ptx: str) -> str:
+        early = "griddepcontrol.launch_dependents; mov.u32"
+        return ptx.replace("mov.u32", early) if ".entry stream_gate_up(" in ptx else ptx
+
+    with pytest.raises(Unordered):
+        check([70], 1, int4=True, edit=edit)
 
 
 @pytest.mark.parametrize(("kernel", "length"), [("attend_narrow", 70), ("attend_wide", 150)])

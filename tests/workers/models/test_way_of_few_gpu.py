@@ -40,6 +40,8 @@ V3: dict[str, Any] = {
 }
 
 
+INT4: dict[str, Any] = V3 | {"hidden_size": 512, "moe_intermediate_size": 256}
+"""Of sizes that Hopper's kernels for few tokens with INT4 weights take."""
 V32: dict[str, Any] = V3 | {
     "model_type": "deepseek_v32",
     "index_n_heads": 32,
@@ -67,7 +69,7 @@ def never(self: Ways, batch: Batch, dtype: torch.dtype, device: torch.device) ->
     return False
 
 
-@pytest.mark.parametrize("overrides", [{}, V3], ids=["v2", "v3"])
+@pytest.mark.parametrize("overrides", [{}, V3, INT4], ids=["v2", "v3", "INT4"])
 @pytest.mark.parametrize("rows", [[600], [1], [200, 65], [130, 0, 70, 1], [3000, 100, 64, 63], [100] * 16])
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
 def test_the_way_agrees_with_that_of_many(
@@ -76,7 +78,9 @@ def test_the_way_agrees_with_that_of_many(
     if len(rows) * width > 16:
         pytest.skip("not of few tokens")
     lengths = [max(length, width) if length else 0 for length in rows]
-    model = random_model(V2_LITE_HEADS | overrides, torch.bfloat16, torch.device("cuda"))
+    model = random_model(
+        V2_LITE_HEADS | overrides, torch.bfloat16, torch.device("cuda"), int4_experts=overrides is INT4
+    )
     live_T = (torch.tensor(lengths).repeat_interleave(width) > 0).to("cuda")
     errors = []
     for seed in range(ATTEMPTS):
