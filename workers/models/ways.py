@@ -26,8 +26,9 @@ MOST_FP8: Final = 8
 """Most tokens of the way of few in a model with FP8 weights: its kernels' tiles have 8 columns, and with more tokens
 the way of many is faster (`bench/decode_step.py --shape v3-slice`)."""
 
-MOST_INT4: Final = 16
-"""Most tokens of the way of few in a model with INT4 experts."""
+MOST_INT4: Final = 8
+"""Most tokens of the way of few in a model with INT4 experts: of 16 the way of many is no slower
+(`bench/decode_step.py --shape k2-slice`)."""
 
 
 class Ways:
