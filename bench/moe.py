@@ -7,6 +7,7 @@
     python bench/moe.py --tokens 16 --sweep sweep.txt     # try other tiles, print the best
     python bench/moe.py --model v3+shared --format fp8 --tokens 1024,2048,4096,8192    # activations in FP8, too: 128*8
     python bench/moe.py --model k2 --format int4 --tokens 1,2,4,8,16,64    # Hopper's own for few tokens: 0*, 2*, 8*
+    python bench/moe.py --model k2 --format int4 --tokens 1024,8192    # and for many, 64*, 128*
 
 A graph holds several calls, each with a random routing of its own, so that a call finds few of its weights in L2.
 "floor" is the bytes of the active experts' weights over 4.2 TB/s, or the products over 790 TFLOP/s where that is more,
@@ -137,8 +138,11 @@ def line(case: Problem, tiling: ExpertTiling) -> tuple[str, float, float]:
     plain = microseconds([call.run for call in case.calls(tiling, dependent=False)])
     for call in calls[:1]:
         call.run()
+        # The tokens lay where the results are now.
         if tiling.rounded:
-            call.quantise()  # the tokens lay where the results are now
+            call.quantise()
+        if tiling.rearranged:
+            call.rearrange()
     singly = ("gate_up", "down") if tiling.programs else ("gate_up_singly", "down_singly")
     names = singly if tiling.rows == 0 else ("gate_up", "down", "sort", "combine")
     # One routing alone: the products read the tiles its sort left, and weights come from memory all the same when
@@ -294,6 +298,8 @@ def tilings(shape: ExpertsShape, how: tuple[Stored, Stored]) -> list[ExpertTilin
             found.append(schedule.int4_alone(shape, programs, how))
         if shape.for_int4_tiles:
             found.append(schedule.int4_tiled(shape, programs, how))
+        if shape.for_int4_grouped and shape.mean >= 4:
+            found.append(schedule.int4_grouped(shape, programs, how))
     elif how == (PLAIN, PLAIN) and shape.tokens >= 256:
         found.append(schedule.grouped(shape, programs))
     elif how != (PLAIN, PLAIN) and shape.tokens >= 16 and shape.rounds and shape.for_rounded:

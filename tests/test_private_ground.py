@@ -28,6 +28,7 @@ LEANING = {
     "kernels/mla_decode/widen.py": (TRITON,),
     "kernels/moe/__init__.py": (TRITON,),
     "kernels/moe/hopper.py": (TRITON,),
+    "kernels/moe/int4_grouped.py": (TRITON,),
     "kernels/moe/rounded.py": (TRITON,),
     "kernels/operators.py": (TORCH,),
     "kernels/repeat.py": (TRITON, TORCH),

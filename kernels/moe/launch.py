@@ -133,6 +133,8 @@ class ExpertLaunches:
                 self.sort()
             if self.tiling.rounded:
                 self.quantise()
+            if self.tiling.rearranged:
+                self.rearrange()
             self.gate_up()
             self.down()
             if self.add_norm is None:
@@ -199,6 +201,10 @@ class ExpertLaunches:
         """Round the tokens to FP8."""
         rounded_launch.quantise(self.x_TE, self.scratch, self.shape)
 
+    def rearrange(self) -> None:
+        """Bring the tokens' features into the order of Hopper's kernels for many tokens with INT4 weights."""
+        scaled_launch.rearrange(self.x_TE, self.scratch, self.shape)
+
     def gate_up(self) -> None:
         """Gate and up of the sorted pairs."""
         product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
@@ -210,6 +216,10 @@ class ExpertLaunches:
             scaled_launch.int4_singly(self.x_TE, self.id_TK, self.gate_up_XFE, scratch.act_YI, *call, settled=False)
             return
         if self.tiling.programs and isinstance(self.gate_up_XFE, GroupScaled):
+            if self.tiling.rearranged:
+                tokens_TE = scaled_launch.tokens(scratch, shape)
+                scaled_launch.int4_grouped(tokens_TE, self.gate_up_XFE, scratch.act_YI, scratch, shape, self.tiling)
+                return
             where = (scratch.act_YI, scratch, shape, self.tiling)
             scaled_launch.int4_tiled(self.x_TE, self.gate_up_XFE, *where, self._dependent, settled=False)
             return
@@ -247,6 +257,9 @@ class ExpertLaunches:
             return
         if self.tiling.programs and isinstance(self.down_XEI, GroupScaled):
             where = (scratch.partial_YGE[:, 0], scratch, shape, self.tiling)
+            if self.tiling.rearranged:
+                scaled_launch.int4_grouped(scratch.act_YI, self.down_XEI, *where)
+                return
             scaled_launch.int4_tiled(scratch.act_YI, self.down_XEI, *where, self._dependent, settled=True)
             return
         if not isinstance(self.down_XEI, Tensor):

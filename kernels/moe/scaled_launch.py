@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -25,6 +26,8 @@ TILED_PROGRAMS: Final = {2: 4, 8: 1}
 """Of several tokens' products with INT4 weights, on a multiprocessor, by the pairs of a tile."""
 TILED_REGISTERS: Final = 128
 """Of a thread, so that they find room there."""
+REARRANGED: Final = 1024
+"""Features of a program that brings tokens into another order."""
 Scaled = BlockScaled | GroupScaled
 """The experts' matrices of one of the two products."""
 
@@ -219,6 +222,56 @@ def int4_tiled(
         **({"launch_pdl": True} if dependent else {}),
     )
     leave_to_cache(kernel)
+
+
+def tokens(scratch: Workspace, shape: ExpertsShape) -> Tensor:
+    """The tokens [T, E] in the order of `int4_grouped`. They lie where `down` leaves the pairs' results, for by then
+    nobody reads them any more."""
+    return scratch.partial_YGE.view(-1)[: shape.tokens * shape.hidden].view(shape.tokens, shape.hidden)
+
+
+def rearrange(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape) -> None:
+    """Bring the tokens into that order."""
+    from kernels.moe import int4_grouped  # a machine without Hopper GPUs need not have Gluon
+
+    grid = (shape.tokens, triton.cdiv(shape.hidden, REARRANGED))
+    int4_grouped.rearrange[grid](
+        x_TE,
+        tokens(scratch, shape),
+        X_STRIDE=x_TE.stride(0),
+        K=shape.hidden,
+        BLOCK=REARRANGED,
+        num_warps=4,
+    )
+
+
+def int4_grouped(
+    x: Tensor, matrix: GroupScaled, out_YF: Tensor, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling
+) -> None:
+    """One of the products of many tokens with weights in INT4, on Hopper: of `x` in its order, the tokens [T, E] for
+    gate and up, the sorted pairs' activations [Y, I] for down."""
+    from kernels.moe import int4_grouped  # a machine without Hopper GPUs need not have Gluon
+
+    gate = matrix.shape[-2] == 2 * out_YF.shape[-1]
+    _checked(matrix, tiling.stored[0 if gate else 1])
+    product, features = tiling.gate_up if gate else tiling.down, out_YF.shape[-1]
+    int4_grouped.product[(tiling.programs,)](
+        x,
+        int4_grouped.word_box(matrix),
+        int4_grouped.scale_box(matrix),
+        scratch.sorted_Y,
+        scratch.table,
+        out_YF,
+        GATE=gate,
+        COLUMNS=shape.chosen,
+        K=x.shape[-1],
+        FEATURES=features,
+        BLOCKS=product.blocks(features),
+        GROUP=product.group,
+        ROWS=tiling.rows,
+        STAGES=product.stages,
+        num_warps=product.warps,
+    )
 
 
 def _pending(x: Tensor | PendingNorm) -> tuple[PendingNorm | None, Tensor]:

@@ -35,6 +35,8 @@ MOST_INT4: Final = 7168
 MOST_INT4_MEAN: Final = 8
 """Tokens that an expert may have on average there: of more, too many have several tiles, each of which reads its
 weights. On one H200 an average of 5 of Kimi K2 took 2.8 ms where tiles of 16 took 3.9; one of 11 took 4.6 and 4.2."""
+MOST_OF_64: Final = 56
+"""Tokens that an expert may have on average in tiles of 64 pairs."""
 ROUNDED_BLOCK: Final = 128
 """Features that share a scale then, of activations and, in either direction, of weights."""
 
@@ -119,6 +121,12 @@ class ExpertsShape:
         return self._in_int4_steps and self.tokens > 1 and self.mean <= MOST_INT4_MEAN and fit
 
     @property
+    def for_int4_grouped(self) -> bool:
+        """Whether Hopper's kernels for many tokens and INT4 weights take these sizes: bf16, in one sum, whole steps of
+        features."""
+        return self._in_int4_steps and self.tokens > 1
+
+    @property
     def _in_int4_steps(self) -> bool:
         whole = self.hidden % INT4_FEATURES == 0 and self.intermediate % INT4_FEATURES == 0
         return whole and self.dtype == torch.bfloat16 and not self.groups
@@ -160,14 +168,21 @@ class ExpertTiling:
     """Dtype of a pair's result, before weighting: that of the call, so that fewer bytes are written and read between
     weights; fp32 where groups are summed apart."""
     programs: int = 0
-    """Of Hopper's own kernels (`hopper`, `rounded`), which go through all tiles, one for each multiprocessor; of those
-    for few tokens with INT4 weights the multiprocessors, each of which has several; 0: the Triton kernels."""
+    """Of Hopper's own kernels (`hopper`, `rounded`, `int4_grouped`), which go through all tiles, one for each
+    multiprocessor; of those for few tokens with INT4 weights the multiprocessors, each of which has several; 0: the
+    Triton kernels."""
     spread: bool = False
     """Those spread the work of shared experts evenly among that of the others."""
     rounded: bool = False
     """Those are the ones for activations in FP8 (`rounded`)."""
     stored: tuple[Stored, Stored] = (PLAIN, PLAIN)
     """How the weights of either product are stored."""
+
+    @property
+    def rearranged(self) -> bool:
+        """Whether they are the ones for many tokens with INT4 weights (`int4_grouped`), whose inputs have an order of
+        their own."""
+        return self.programs > 0 and self.rows > INT4_PAIRS[-1] and self.stored[0].format == "int4"
 
     def tiles(self, shape: ExpertsShape) -> int:
         """Most tiles the pairs of a call can fill."""
@@ -217,7 +232,7 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
         gate_up, down = of(IN_GROUPS, SCALED_IN_GROUPS)
         return fitted(ExpertTiling(64, gate_up, down, torch.float32, stored=stored), shape)
     mean = shape.mean
-    rows = 16 if mean < 12 else 64 if mean <= 56 else 128
+    rows = 16 if mean < 12 else 64 if mean <= MOST_OF_64 else 128
     if shape.tokens <= 1:
         if shape.hopper and shape.for_int4_alone and all(how.format == "int4" for how in stored):
             return int4_alone(shape, shape.hopper, stored)
@@ -225,6 +240,8 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
             rows = 0
     if rows and shape.hopper and shape.for_int4_tiles and all(how.format == "int4" for how in stored):
         return int4_tiled(shape, shape.hopper, stored)
+    if rows >= 64 and shape.hopper and shape.for_int4_grouped and all(how.format == "int4" for how in stored):
+        return int4_grouped(shape, shape.hopper, stored)
     if rows and shape.rounds and shape.hopper and shape.for_rounded and all(map(in_whole_blocks, stored)):
         return rounded(shape, shape.hopper, stored)
     if rows == 128 and shape.hopper and shape.for_hopper and stored == (PLAIN, PLAIN):
@@ -284,6 +301,18 @@ def int4_tiled(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, 
     rows = INT4_PAIRS[shape.tokens > FEW_INT4]
     products = _int4_products(shape, 4 if rows == 2 else 16)
     return ExpertTiling(rows, *products, shape.dtype, multiprocessors, stored=stored)
+
+
+def int4_grouped(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
+    """Tiles of 64 or 128 pairs for Hopper's kernels for many tokens with INT4 weights (`int4_grouped`); a program for
+    each multiprocessor, as in `grouped`. Stages are as many as find room. Not compared with others on a GPU yet."""
+    if not shape.for_int4_grouped or any(how.format != "int4" for how in stored):
+        raise ValueError(
+            f"many tokens' INT4 weights take bf16 and features in multiples of {INT4_FEATURES}, in one sum: {shape}"
+        )
+    rows, stages = (64, 5) if shape.mean <= MOST_OF_64 else (128, 4)
+    products = Product(128, 128, stages, 4, 4, tma=True), Product(256, 128, stages, 4, 4, tma=True)
+    return ExpertTiling(rows, *products, shape.dtype, programs, shape.mean <= rows, stored=stored)
 
 
 def _int4_products(shape: ExpertsShape, warps: int) -> tuple[Product, Product]:

@@ -27,7 +27,7 @@ def matrix(rows: int, features: int) -> GroupScaled:
 def compiled(
     shape: ExpertsShape, tiled: Callable[[ExpertsShape, int, tuple[Stored, Stored]], ExpertTiling]
 ) -> list[Any]:
-    """Both products, in the tiles that `tiled` makes for an H200; and both behind a pending norm."""
+    """Both products, in the tiles that `tiled` makes for an H200; and, of few tokens, both behind a pending norm."""
     gate_up, down = matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate)
     tiling = tiled(shape, 132, (stored(gate_up), stored(down)))
     x = torch.empty(shape.tokens, shape.hidden, dtype=shape.dtype)
@@ -37,6 +37,8 @@ def compiled(
         call = launch.ExpertLaunches(x, ids, weight, gate_up, down, x, scratch, shape, tiling, dependent=True)
         call.gate_up()
         call.down()
+        if tiling.rearranged:
+            return kernels
         norm = PendingNorm(x, torch.empty(shape.tokens, shape.hidden // PIECE), 1e-6)
         PendingExperts(norm, ids, weight, gate_up, down, call).add(
             torch.empty(shape.tokens, shape.hidden), torch.empty(shape.hidden, dtype=shape.dtype), norm, settled=True
@@ -48,7 +50,7 @@ def check_main_loop(kernel: Any) -> None:
     """Weights go from memory to registers, 16 bytes at a time, and inputs come from shared memory. A product of 256
     weights takes five logical operations, and four of each of two kinds in fp16: at an H200's bandwidth a scheduler has
     28 issue slots for it."""
-    body = _main_loop(machine_code(kernel))
+    body = min(main_loops(kernel, "HMMA"), key=len)
     names = Counter(re.sub(r"^@!?\w+ ", "", text).split()[0] for text in body)
     products = names["HMMA.16816.F32"]
     assert products
@@ -59,14 +61,21 @@ def check_main_loop(kernel: Any) -> None:
     assert len(body) <= 22 * products
 
 
-def _main_loop(code: str) -> list[str]:
-    """The instructions of the shortest loop with products."""
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", code, re.MULTILINE)
+def main_loops(kernel: Any, product: str) -> list[list[str]]:
+    """The instructions of the loops with products that have no such loop within."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", machine_code(kernel), re.MULTILINE)
     loops = []
     for at, text in lines:
         back = re.search(r"\bBRA.* 0x([0-9a-f]+)$", text)
         if back and int(back[1], 16) < int(at, 16):
-            body = [other for place, other in lines if int(back[1], 16) <= int(place, 16) <= int(at, 16)]
-            if any("HMMA" in other for other in body):
-                loops.append(body)
-    return min(loops, key=len)
+            loops.append((int(back[1], 16), int(at, 16)))
+    found = []
+    for begin, end in loops:
+        body = [text for place, text in lines if begin <= int(place, 16) <= end]
+        if any(product in text for text in body):
+            found.append((begin, end, body))
+    return [
+        body
+        for begin, end, body in found
+        if not any((begin, end) != other[:2] and begin <= other[0] and other[1] <= end for other in found)
+    ]

@@ -150,6 +150,8 @@ def _copy_box(step: Step) -> None:
     barrier = block.mbarrier(int(step.address(step.operands[2])[lane]))
     if target % 128:
         raise Fault("a box's target is no multiple of 128 bytes")
+    if starts[0] * box.element % 16:
+        raise Fault("a box begins at no multiple of 16 bytes of a row, which a GPU calls an illegal instruction")
     at = np.indices(box.box).reshape(len(box.box), -1).T + np.array(starts[::-1])
     within = ((at >= 0) & (at < np.array(box.shape))).all(1)
     values = np.zeros((len(at), box.element), np.uint8)

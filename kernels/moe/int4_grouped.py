@@ -1,0 +1,456 @@
+"""The experts' products on Hopper for many tokens with INT4 weights in groups of 32: tiles of ROWS pairs by 256 weight
+rows, on wgmma, with the weights as the left operand.
+
+That operand may come from registers. So weights stay INT4 until a thread has them, and become what the checkpoint means
+there: a number times its group's scale, rounded to bf16 once. The right operand is the pairs' inputs in shared memory,
+and a tile of results is [weight rows, pairs].
+
+Items, claims, announcements and the ring are `hopper`'s. Here the two multiplying partitions have the same pairs and
+different weights, 128 rows each in two chunks of 64: of gate and of up, so that both results of a feature lie in one
+thread, or neighbours of `down`. A partition makes one chunk's weights bf16 while the tensor cores multiply the other's;
+registers of a product that is under way are never written. A tile with at most half of ROWS pairs costs products of
+half the width.
+
+A thread of the tensor cores' left operand has two features, the two that lie eight further, and so on. Of INT4 as it
+is stored that would be pieces of four words. But a sum does not care in what order its terms are numbered: so inputs
+lie in memory as `place` says, every 64 features in an order in which a thread's are neighbours in the weights' memory,
+and each word has one reader. `rearrange` brings the tokens into that order; what `gate_up` makes has it already.
+
+The two numbers of a word that are 16 bits apart become bf16 at once: behind the exponent of 128 they are the lowest
+bits, and 128 + 8 less is exact.
+
+A stage has 128 input features. Their four scales of a row are half of the 16 bytes that the copy engine fetches at
+least, from a multiple of 16 bytes on: so they are the first four of what comes with an even stage, and the last four of
+the same with an odd one. Inputs come with cp.async, sorted ones as well as gathered ones: so nobody reads rows past a
+tile's pairs.
+
+No deadlock, as in `hopper`: a multiplying partition holds at most the stage that it multiplies when it waits for the
+next, and the fetching one reports that as full once it has filled the STAGES - 2 after it, which need nothing more.
+
+Written for Triton 3.6: a stage's narrower half is a view that only a private part of Gluon makes. `kernels.moe` asks
+whether it is there before it chooses these kernels.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.linear.hopper import TILED
+from kernels.matrix import GROUP, GroupScaled
+from kernels.moe.hopper import announce, announcement, claim, report_full, store_rows, work_item
+
+STEP = gl.constexpr(128)
+"""Input features of a stage."""
+HALF = gl.constexpr(64)
+"""Of an order of their own, and of a swizzled row."""
+BLOCK = gl.constexpr(128)
+"""Weight rows that come at a time."""
+CHUNK = gl.constexpr(64)
+"""Those of a partition, and of a product."""
+LEAD = gl.constexpr(4)
+"""So many stages before the end of an item a program claims its next."""
+WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
+SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2))
+FETCHED = gl.constexpr(8)
+"""Scales of a row that come at a time: 16 bytes."""
+_GROUP = gl.constexpr(GROUP)
+
+_TO_BF16 = gl.constexpr(
+    """
+    {
+    .reg .b32 word, bits, place;
+    mov.b32 place, 0x43084308;
+    lop3.b32 bits, $4, 0x000F000F, 0x43004300, 0xEA;
+    sub.rn.bf16x2 bits, bits, place;
+    mul.rn.bf16x2 $0, bits, $5;
+    shr.u32 word, $4, 4;
+    lop3.b32 bits, word, 0x000F000F, 0x43004300, 0xEA;
+    sub.rn.bf16x2 bits, bits, place;
+    mul.rn.bf16x2 $1, bits, $5;
+    shr.u32 word, $4, 8;
+    lop3.b32 bits, word, 0x000F000F, 0x43004300, 0xEA;
+    sub.rn.bf16x2 bits, bits, place;
+    mul.rn.bf16x2 $2, bits, $5;
+    shr.u32 word, $4, 12;
+    lop3.b32 bits, word, 0x000F000F, 0x43004300, 0xEA;
+    sub.rn.bf16x2 bits, bits, place;
+    mul.rn.bf16x2 $3, bits, $5;
+    }
+    """
+)
+"""Of eight numbers the four pairs that are 16 bits apart, times a scale. (0x4300 is 128, 0x4308 136.)"""
+
+
+def word_box(matrix: GroupScaled) -> TensorDescriptor:
+    """What the copy engine needs to know to fetch 128 rows' numbers of a stage."""
+    halfwords = matrix.data.view(torch.int16).flatten(0, 1)
+    return TensorDescriptor.from_tensor(halfwords, [BLOCK.value, STEP.value // 4], WORDS.value)
+
+
+def scale_box(matrix: GroupScaled) -> TensorDescriptor:
+    """The same of its scales."""
+    return TensorDescriptor.from_tensor(matrix.scales.flatten(0, 1), [BLOCK.value, FETCHED.value], SCALES.value)
+
+
+@triton.jit
+def place(i):
+    """Which of 64 features stands at place i of their order."""
+    two, eighth, quarter, one = i // 16, i // 8 % 2, i // 2 % 4, i % 2
+    return 16 * quarter + 8 * (two // 2) + 4 * one + 2 * (two % 2) + eighth
+
+
+@triton.jit
+def rearrange(x, out, X_STRIDE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """out[t, 64 j + i] = x[t, 64 j + place(i)]. Grid: tokens, blocks of features."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * X_STRIDE + at // 64 * 64 + place(at % 64), mask=at < K, other=0.0)
+    tl.store(out + row * K + at, value, mask=at < K)
+
+
+@gluon.constexpr_function
+def words_layout():
+    """Layout of a chunk's numbers of a stage [64, 32], 16 bits each: a thread has 16 neighbours of every 64 features,
+    of two rows."""
+    registers = [[0, 1], [0, 2], [8, 0], [0, 16]]
+    return gl.DistributedLinearLayout(
+        registers, [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32]
+    )
+
+
+@gluon.constexpr_function
+def scales_layout():
+    """Layout of their scales [64, 8], as a thread needs them of the first four: of two rows two, those of its numbers,
+    and as many of the others."""
+    return gl.DistributedLinearLayout(
+        [[8, 0], [0, 2], [0, 4]], [[0, 0], [0, 1], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
+    )
+
+
+@gluon.constexpr_function
+def block_layout():
+    """Layout of a chunk's numbers of 64 features [64, 2, 8], in two groups."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [8, 0, 0]],
+        [[0, 0, 4], [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [64, 2, 8],
+    )
+
+
+@gluon.constexpr_function
+def sums_layout(WIDTH):
+    """Layout of the sums of a chunk [64, WIDTH]."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+
+
+@gluon.jit
+def _fetch_rows(w_box, s_box, row, i, bar, w_s, s_s, slot):
+    """Start copying 128 rows of weights of an item's stage i."""
+    tma.async_copy_global_to_shared(w_box, [row, i * (STEP // 4)], bar, w_s.index(slot))
+    tma.async_copy_global_to_shared(s_box, [row, i // 2 * FETCHED], bar, s_s.index(slot))
+
+
+@gluon.jit
+def fetch(
+    x, w_box, s_box, sorted_pair, table, x_s, w_s, s_s, work_s, full, empty, announced,
+    GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The fetching partition: four warps that copy a tile's inputs 16 bytes per thread, and weights by the copy
+    engine."""
+    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, lanes))
+    column = gl.arange(0, HALF, gl.SliceLayout(0, lanes))
+    lag: gl.constexpr = STAGES - 2
+    steps: gl.constexpr = K // STEP
+    claimed_at: gl.constexpr = max(steps - LEAD, 0)
+    counter: gl.constexpr = 2 if GATE else 3
+    bytes: gl.constexpr = 2 * (w_box.block_type.nbytes + s_box.block_type.nbytes)
+    tiles = gl.load(table)
+    settled = gl.load(table + 1)
+    step = 0
+    turn = 0
+    item = gl.program_id(0)
+    expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
+    next_expert = expert
+    next_first = first
+    next_pairs = pairs
+    next_block = block
+    while block >= 0:
+        announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+        turn += 1
+        # Not while the item before is fetched, for want of registers: stages that are under way hide it.
+        source_row = first + m
+        if GATE:
+            source_row = gl.load(sorted_pair + source_row, mask=m < pairs, other=0) // COLUMNS
+        source = x + source_row.to(gl.int64)[:, None] * K + column[None, :]
+        inside = (m < pairs)[:, None] & (column >= 0)[None, :]
+        for i in range(steps):
+            stage = step % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, bytes)
+            if GATE:
+                row = expert * (2 * FEATURES) + block * BLOCK
+                second = row + FEATURES
+            else:
+                row = expert * FEATURES + block * (2 * BLOCK)
+                second = row + BLOCK
+            _fetch_rows(w_box, s_box, row, i, bar, w_s, s_s, 2 * stage)
+            _fetch_rows(w_box, s_box, second, i, bar, w_s, s_s, 2 * stage + 1)
+            for half in gl.static_range(2):
+                async_copy.async_copy_global_to_shared(
+                    x_s.index(2 * stage + half), source + i * STEP + half * HALF, mask=inside, cache_modifier=".cg"
+                )
+            async_copy.commit_group()
+            if step >= lag:
+                report_full(full, step - lag, STAGES, lag)
+            step += 1
+            if i == claimed_at:
+                item = claim(table + counter, tiles * BLOCKS)
+            if i == min(claimed_at + 1, steps - 1):
+                next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
+        expert = next_expert
+        first = next_first
+        pairs = next_pairs
+        block = next_block
+    announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+    for behind in gl.static_range(lag):
+        if step >= lag - behind:
+            report_full(full, step - lag + behind, STAGES, lag - 1 - behind)
+
+
+@gluon.jit
+def _words(w_s, slot):
+    """A chunk's numbers of the two halves of a stage's features, [64, 2, 8] each."""
+    tile = w_s.index(slot).load(words_layout())
+    first, second = tile.reshape([CHUNK, 2, 16]).permute((0, 2, 1)).split()
+    first = gl.convert_layout(first.reshape([CHUNK, 2, 8]), block_layout(), assert_trivial=True)
+    second = gl.convert_layout(second.reshape([CHUNK, 2, 8]), block_layout(), assert_trivial=True)
+    return first, second
+
+
+@gluon.jit
+def _scales(s_s, slot, ODD: gl.constexpr, SECOND: gl.constexpr):
+    """A chunk's scales [64, 2] of the first half, or the second, of the features of an even stage, or an odd one."""
+    return s_s.index(slot).slice(4 * ODD + 2 * SECOND, 2, 1).load(gl.SliceLayout(2, block_layout()))
+
+
+@gluon.jit
+def _weights(words, scale, WIDTH: gl.constexpr):
+    """Numbers times scales in bf16: a left operand [64, 64], its features in their order."""
+    left: gl.constexpr = gl.DotOperandLayout(0, sums_layout(WIDTH), 2)
+    kinds: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
+    scale, words = gl.broadcast(scale[:, :, None], words)
+    a, b, c, d = gl.inline_asm_elementwise(
+        _TO_BF16, "=r,=r,=r,=r,r,r", [words, scale], dtype=kinds, is_pure=True, pack=2
+    )  # fmt: skip
+    # [row, quarter, two of four, one, the other two of four, eighth], see `place`.
+    both = gl.join(gl.join(a, c), gl.join(b, d)).reshape([CHUNK, 4, 2, 2, 2, 2])
+    both = both.permute((0, 2, 4, 5, 1, 3)).reshape([CHUNK, HALF])
+    return gl.convert_layout(both, left, assert_trivial=True)
+
+
+@gluon.jit
+def _multiplied(
+    x_s, w_s, s_s, full, empty, step,
+    WHICH: gl.constexpr, WIDTH: gl.constexpr, PART: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The sums of a partition's two chunks [64, WIDTH] over the STEPS stages from `step` on, of the first WIDTH pairs;
+    `x_s` has PART pieces of WIDTH rows for 64 features."""
+    layout: gl.constexpr = sums_layout(WIDTH)
+    top = gl.zeros([CHUNK, WIDTH], gl.float32, layout)
+    low = gl.zeros([CHUNK, WIDTH], gl.float32, layout)
+    last = step + STEPS - 1
+    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+    slot = 4 * (step % STAGES) + WHICH
+    top_first, top_second = _words(w_s, slot)
+    a = _weights(top_first, _scales(s_s, slot, 0, 0), WIDTH)
+    for _i in range(STEPS // 2):
+        for odd in gl.static_range(2):
+            stage = step % STAGES
+            slot = 4 * stage + WHICH
+            low_first, low_second = _words(w_s, slot + 2)
+            x_first = x_s.index(2 * PART * stage).permute((1, 0))
+            x_second = x_s.index(2 * PART * stage + PART).permute((1, 0))
+
+            # One product is under way while the next one's weights become bf16. None is at the end of a turn, which is
+            # of two stages: the loop would carry registers that are still read, and ptxas would let every product wait
+            # for the one before.
+            top = warpgroup_mma(a, x_first, top, is_async=True)
+            if odd:
+                low, b = warpgroup_mma_wait(1, deps=(low, b))  # noqa: F821 - of the even stage
+                gl.thread_barrier()
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+            b = _weights(low_first, _scales(s_s, slot + 2, odd, 0), WIDTH)
+            low = warpgroup_mma(b, x_first, low, is_async=True)
+            top, a = warpgroup_mma_wait(1, deps=(top, a))
+            a = _weights(top_second, _scales(s_s, slot, odd, 1), WIDTH)
+            top = warpgroup_mma(a, x_second, top, is_async=True)
+            low, b = warpgroup_mma_wait(1, deps=(low, b))
+            b = _weights(low_second, _scales(s_s, slot + 2, odd, 1), WIDTH)
+            low = warpgroup_mma(b, x_second, low, is_async=True)
+            top, a = warpgroup_mma_wait(1, deps=(top, a))
+            # Behind the last stage that one's are read once more, and not used.
+            step += 1
+            after = gl.minimum(step, last)
+            mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
+            slot = 4 * (after % STAGES) + WHICH
+            top_first, top_second = _words(w_s, slot)
+            a = _weights(top_first, _scales(s_s, slot, 1 - odd, 0), WIDTH)
+            if odd:
+                low, b = warpgroup_mma_wait(0, deps=(low, b))
+                gl.thread_barrier()
+                mbarrier.arrive(empty.index(stage), count=1)
+    return top, low, step
+
+
+@gluon.jit
+def _stored(value, target, first, sorted_pair, feature, pairs, begin, GATE: gl.constexpr, FEATURES: gl.constexpr):
+    """Write results [pairs, 64] of the tile's pairs from `begin` on."""
+    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    m = begin + gl.arange(0, value.shape[0], gl.SliceLayout(1, lanes))
+    column = gl.arange(0, CHUNK, gl.SliceLayout(0, lanes))
+    row = first + m
+    if not GATE:
+        row = gl.load(sorted_pair + row, mask=m < pairs, other=0)
+    store_rows(gl.convert_layout(value, lanes), target, row, feature + column, m < pairs, FEATURES)
+
+
+@gluon.jit
+def _finished(
+    top, low, out, sorted_pair, first, pairs, block, begin,
+    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr,
+):  # fmt: skip
+    """Write what a partition's sums of up to 64 pairs make, those from `begin` on."""
+    WIDTH: gl.constexpr = top.shape[1]
+    dtype: gl.constexpr = out.dtype.element_ty
+    if GATE:
+        value = (top * (1 / (1 + gl.exp(-top))) * low).to(dtype)
+        value = value.reshape([4, 2, 2, 2, 2, WIDTH]).permute((5, 1, 3, 4, 0, 2)).reshape([WIDTH, CHUNK])
+        feature = block * BLOCK + WHICH * CHUNK
+        _stored(value, out, first, sorted_pair, feature, pairs, begin, GATE, FEATURES)
+    else:
+        feature = block * (2 * BLOCK) + WHICH * CHUNK
+        value = top.to(dtype).permute((1, 0))
+        _stored(value, out, first, sorted_pair, feature, pairs, begin, GATE, FEATURES)
+        value = low.to(dtype).permute((1, 0))
+        _stored(value, out, first, sorted_pair, feature + BLOCK, pairs, begin, GATE, FEATURES)
+
+
+@gluon.jit
+def _wide_item(
+    sorted_pair, out, x_s, w_s, s_s, full, empty, step, first, pairs, block,
+    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Everything of a tile of more than half of ROWS pairs; the step behind it. What is written takes turns in shared
+    memory, one half of the pairs after the other."""
+    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, WHICH, ROWS, 1, STEPS, STAGES)
+    top_near, top_far = top.reshape([CHUNK, 2, ROWS // 2]).permute((0, 2, 1)).split()
+    low_near, low_far = low.reshape([CHUNK, 2, ROWS // 2]).permute((0, 2, 1)).split()
+    _finished(top_near, low_near, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES)
+    _finished(top_far, low_far, out, sorted_pair, first, pairs, block, ROWS // 2, WHICH, GATE, FEATURES)
+    return step
+
+
+@gluon.jit
+def _narrow_item(
+    sorted_pair, out, x_s, w_s, s_s, full, empty, step, first, pairs, block,
+    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The same of a tile of at most ROWS pairs; `x_s` has halves of a stage's inputs."""
+    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, WHICH, ROWS, 2, STEPS, STAGES)
+    _finished(top, low, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES)
+    return step
+
+
+@gluon.jit
+def multiply(
+    sorted_pair, out, x_s, x_halves, w_s, s_s, work_s, full, empty, announced,
+    WHICH: gl.constexpr, GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """A multiplying partition: the first two chunks of every block's weight rows, or the others."""
+    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    steps: gl.constexpr = K // STEP
+    step = 0
+    turn = 0
+    first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
+    while block >= 0:
+        # Of each width a function: values of one name in both branches would have to be of one type.
+        if pairs > ROWS // 2:
+            step = _wide_item(
+                sorted_pair, out, x_s, w_s, s_s, full, empty, step, first, pairs, block,
+                WHICH, GATE, FEATURES, ROWS, steps, STAGES,
+            )  # fmt: skip
+        else:
+            step = _narrow_item(
+                sorted_pair, out, x_halves, w_s, s_s, full, empty, step, first, pairs, block,
+                WHICH, GATE, FEATURES, ROWS // 2, steps, STAGES,
+            )  # fmt: skip
+        turn += 1
+        first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
+
+
+@gluon.jit
+def product(
+    x, w_box, s_box, sorted_pair, table, out,
+    GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`scaled.gate_up` of the tokens `x` (GATE), or `scaled.down` of the sorted pairs' `x`; four warps, the others come
+    on top. Rows of `x`, contiguous, have K features in the order of `place`, and so have those of `out` (GATE).
+
+    `w_box` and `s_box`: descriptors of the experts' rows, laid end to end, and of their scales. FEATURES: of the output
+    (GATE: of gate, and as many of up).
+    """
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, HALF], TILED)
+    w_s = gl.allocate_shared_memory(gl.int16, [2 * STAGES, BLOCK, STEP // 4], WORDS)
+    s_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, BLOCK, FETCHED], SCALES)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    work_s = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    announced = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES + 1):
+        mbarrier.init(announced.index(slot), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    gl.thread_barrier()
+    x_halves = x_s._reinterpret(gl.bfloat16, [4 * STAGES, ROWS // 2, HALF], TILED)
+    w_chunks = w_s._reinterpret(gl.int16, [4 * STAGES, CHUNK, STEP // 4], WORDS)
+    s_chunks = s_s._reinterpret(gl.bfloat16, [4 * STAGES, CHUNK, FETCHED], SCALES)
+    # The tuples stand in the calls: in a variable their constants would become run-time values.
+    gl.warp_specialize(
+        [
+            (multiply, (sorted_pair, out, x_s, x_halves, w_chunks, s_chunks, work_s, full, empty, announced,
+                        0, GATE, K, FEATURES, ROWS, STAGES)),
+            (multiply, (sorted_pair, out, x_s, x_halves, w_chunks, s_chunks, work_s, full, empty, announced,
+                        1, GATE, K, FEATURES, ROWS, STAGES)),
+            (fetch, (x, w_box, s_box, sorted_pair, table, x_s, w_s, s_s, work_s, full, empty, announced,
+                     GATE, COLUMNS, K, FEATURES, BLOCKS, GROUP, ROWS, STAGES)),
+        ],
+        [4, 4],
+        [224, 64],
+    )  # fmt: skip
