@@ -271,20 +271,20 @@ def _weights(words, scale, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiplied(
-    x_s, w_s, s_s, full, empty, step,
-    WHICH: gl.constexpr, WIDTH: gl.constexpr, PART: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    x_s, w_s, s_s, full, empty, step, turns,
+    WHICH: gl.constexpr, WIDTH: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a partition's two chunks [64, WIDTH] over the STEPS stages from `step` on, of the first WIDTH pairs;
-    `x_s` has PART pieces of WIDTH rows for 64 features."""
+    """The sums of a partition's two chunks [64, WIDTH] over `turns` pairs of stages from `step` on, of the first WIDTH
+    pairs of the tile; `x_s` has PART pieces of WIDTH rows for 64 features."""
     layout: gl.constexpr = sums_layout(WIDTH)
     top = gl.zeros([CHUNK, WIDTH], gl.float32, layout)
     low = gl.zeros([CHUNK, WIDTH], gl.float32, layout)
-    last = step + STEPS - 1
+    last = step + 2 * turns - 1
     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
     slot = 4 * (step % STAGES) + WHICH
     top_first, top_second = _words(w_s, slot)
     a = _weights(top_first, _scales(s_s, slot, 0, 0), WIDTH)
-    for _i in range(STEPS // 2):
+    for _i in range(turns):
         for odd in gl.static_range(2):
             stage = step % STAGES
             slot = 4 * stage + WHICH
@@ -358,13 +358,12 @@ def _finished(
 
 @gluon.jit
 def _wide_item(
-    sorted_pair, out, x_s, w_s, s_s, full, empty, step, first, pairs, block,
-    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    sorted_pair, out, x_s, w_s, s_s, full, empty, step, turns, first, pairs, block,
+    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Everything of a tile of more than half of ROWS pairs; the step behind it. What is written takes turns in shared
     memory, one half of the pairs after the other."""
-    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, WHICH, ROWS, 1, STEPS, STAGES)
+    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, turns, WHICH, ROWS, 1, STAGES)
     top_near, top_far = top.reshape([CHUNK, 2, ROWS // 2]).permute((0, 2, 1)).split()
     low_near, low_far = low.reshape([CHUNK, 2, ROWS // 2]).permute((0, 2, 1)).split()
     _finished(top_near, low_near, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES)
@@ -374,25 +373,22 @@ def _wide_item(
 
 @gluon.jit
 def _narrow_item(
-    sorted_pair, out, x_s, w_s, s_s, full, empty, step, first, pairs, block,
-    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    sorted_pair, out, x_s, w_s, s_s, full, empty, step, turns, first, pairs, block,
+    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The same of a tile of at most ROWS pairs; `x_s` has halves of a stage's inputs."""
-    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, WHICH, ROWS, 2, STEPS, STAGES)
+    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, turns, WHICH, ROWS, 2, STAGES)
     _finished(top, low, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES)
     return step
 
 
 @gluon.jit
 def multiply(
-    sorted_pair, out, x_s, x_halves, w_s, s_s, work_s, full, empty, announced,
-    WHICH: gl.constexpr, GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
+    sorted_pair, out, x_s, x_halves, w_s, s_s, work_s, full, empty, announced, turns,
+    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A multiplying partition: the first two chunks of every block's weight rows, or the others."""
     words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    steps: gl.constexpr = K // STEP
     step = 0
     turn = 0
     first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
@@ -400,26 +396,29 @@ def multiply(
         # Of each width a function: values of one name in both branches would have to be of one type.
         if pairs > ROWS // 2:
             step = _wide_item(
-                sorted_pair, out, x_s, w_s, s_s, full, empty, step, first, pairs, block,
-                WHICH, GATE, FEATURES, ROWS, steps, STAGES,
+                sorted_pair, out, x_s, w_s, s_s, full, empty, step, turns, first, pairs, block,
+                WHICH, GATE, FEATURES, ROWS, STAGES,
             )  # fmt: skip
         else:
             step = _narrow_item(
-                sorted_pair, out, x_halves, w_s, s_s, full, empty, step, first, pairs, block,
-                WHICH, GATE, FEATURES, ROWS // 2, steps, STAGES,
+                sorted_pair, out, x_halves, w_s, s_s, full, empty, step, turns, first, pairs, block,
+                WHICH, GATE, FEATURES, ROWS // 2, STAGES,
             )  # fmt: skip
         turn += 1
         first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["turns"])
 def product(
-    x, w_box, s_box, sorted_pair, table, out,
+    x, w_box, s_box, sorted_pair, table, out, turns,
     GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr,
     GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`scaled.gate_up` of the tokens `x` (GATE), or `scaled.down` of the sorted pairs' `x`; four warps, the others come
     on top. Rows of `x`, contiguous, have K features in the order of `place`, and so have those of `out` (GATE).
+
+    `turns`: pairs of stages of an item, K / 256. It is no constant, so that all sizes have one machine code: of a loop of
+    one turn ptxas (12.8) makes code that computes something else on a GPU, and not always the same.
 
     `w_box` and `s_box`: descriptors of the experts' rows, laid end to end, and of their scales. FEATURES: of the output
     (GATE: of gate, and as many of up).
@@ -444,10 +443,10 @@ def product(
     # The tuples stand in the calls: in a variable their constants would become run-time values.
     gl.warp_specialize(
         [
-            (multiply, (sorted_pair, out, x_s, x_halves, w_chunks, s_chunks, work_s, full, empty, announced,
-                        0, GATE, K, FEATURES, ROWS, STAGES)),
-            (multiply, (sorted_pair, out, x_s, x_halves, w_chunks, s_chunks, work_s, full, empty, announced,
-                        1, GATE, K, FEATURES, ROWS, STAGES)),
+            (multiply, (sorted_pair, out, x_s, x_halves, w_chunks, s_chunks, work_s, full, empty, announced, turns,
+                        0, GATE, FEATURES, ROWS, STAGES)),
+            (multiply, (sorted_pair, out, x_s, x_halves, w_chunks, s_chunks, work_s, full, empty, announced, turns,
+                        1, GATE, FEATURES, ROWS, STAGES)),
             (fetch, (x, w_box, s_box, sorted_pair, table, x_s, w_s, s_s, work_s, full, empty, announced,
                      GATE, COLUMNS, K, FEATURES, BLOCKS, GROUP, ROWS, STAGES)),
         ],

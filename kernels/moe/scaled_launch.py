@@ -262,6 +262,7 @@ def int4_grouped(
         scratch.sorted_Y,
         scratch.table,
         out_YF,
+        x.shape[-1] // (2 * product.block_k),
         GATE=gate,
         COLUMNS=shape.chosen,
         K=x.shape[-1],
