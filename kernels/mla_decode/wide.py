@@ -2,16 +2,20 @@
 
 Two groups of four warps share the work, a fifth fetches. 64 x 512 fp32 of output fill the registers of both groups,
 so each holds one half of the latent columns: "left" the first 256, "right" the others. Cache tiles of 64 tokens are
-taken in pairs. Left scores the first tile of a pair, right the second, so that one group's softmax runs while the
-other group keeps the tensor cores busy; then each multiplies the weights of both tiles with its half of the values
-(the schedule is that of FlashMLA's 2025 kernel, "seesaw"):
+scored in turns, by left the first, third and so on of a row, by right the others, so that one group's softmax runs
+while the other group keeps the tensor cores busy (after FlashMLA's 2025 kernel, "seesaw"). Each multiplies the weights
+of every tile, in their order, with its half of the values:
 
-    left:   S0 = q K0'   softmax -> W0, a0          O = O a0 + W0 V0   W0 a1 -> shared   O = O a1 + W1 V1
-    right:  S1 = q K1'          softmax -> W1, a1 -> shared             O = O a0 a1 + W0 V0   O += W1 V1
+    left:   S0 = q K0'   softmax -> W0, a0   O = O a0 + W0 V0                            O = O a1 + W1 V1   S2 ...
+    right:  S1 = q K1'                       O = O a0 + W0 V0  |  softmax -> W1, a1      O = O a1 + W1 V1   S3 ...
 
-a0 and a1 shrink what was summed before. Messages between the groups are mbarriers: `first_top` (left's maximum and a0),
-`second_top` (right's maximum, a1 and W1), `first_weights` (W0 a1). Halves of a tile are handed back separately, as
-soon as the one group that reads them last is done.
+a0 and a1 shrink what was summed before. Messages between the groups are mbarriers: `first` (left's maximum, a0 and W0)
+and `second` (right's maximum, a1 and W1). What stands on either side of | happens at once.
+
+The ring has room for two tiles. Each group hands its half of a tile back as soon as it has multiplied it; the tile's
+scores are done by then, as its weights were made of them. Left waits for the next tile to score when it holds nothing
+more, so that nothing waits with it. Right begins its scores before it multiplies left's weights, so that the tensor
+cores have them while left's softmax runs.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -171,17 +175,15 @@ def wide_memory(ARRIVALS: gl.constexpr):
     )
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    first_top = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    second_top = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    first_weights = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    first = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     totals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)
-    mbarrier.init(first_top, count=1)
-    mbarrier.init(second_top, count=1)
-    mbarrier.init(first_weights, count=1)
+    mbarrier.init(first, count=1)
+    mbarrier.init(second, count=1)
     for i in gl.static_range(4):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=1)
@@ -190,7 +192,7 @@ def wide_memory(ARRIVALS: gl.constexpr):
     fence_async_shared()
     gl.thread_barrier()
     ring = Ring(q_full=q_full, q_empty=q_empty, full=full, empty=empty)
-    messages = Messages(first_top=first_top, second_top=second_top, first_weights=first_weights, totals=totals)
+    messages = Messages(first=first, second=second, totals=totals)
     return fetched, exchanged, ring, messages
 
 

@@ -1,5 +1,5 @@
 """Decode attention for Hopper over FP8 entries where a program has many query vectors: the groups of `wide` work on
-tiles in bfloat16, and four more warps make these of FP8 entries (`widen`), once for all 64 query vectors.
+tiles in bfloat16, and eight more warps make these of FP8 entries (`widen`), once for all 64 query vectors.
 
 Results are those of `wide` over what the entries are read as, bit for bit.
 """
@@ -18,7 +18,7 @@ from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.wide import WORKER, into_l2, wide_memory
 from kernels.mla_decode.wide_groups import left_group, right_group
 from kernels.mla_decode.wide_tile import BLOCK, HALF, TILE, next_share, share_of
-from kernels.mla_decode.widen import PIECE, QUARTERS, ROWS, first_pieces, widen_tile
+from kernels.mla_decode.widen import PIECE, QUARTERS, ROWS, first_pieces, widen_half
 
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
 
@@ -36,9 +36,10 @@ def numbers_of(page):
 @gluon.jit
 def fetch(
     cache, q_half, q_rope, rope, table, table_stride, share, fetched, ring,
-    ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+    SIDE: gl.constexpr, ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warps: the tiles and the queries of every row of the worker's share."""
+    """The four warps that fetch one side of every row of the worker's share: of the tiles the left half (SIDE 0) or the
+    right one with the roped features (1). Those of the left side fetch the queries, too."""
     EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
     PREFETCH: gl.constexpr = OVERLAP.stages
     BYTES: gl.constexpr = TILE * ENTRY.size
@@ -63,31 +64,38 @@ def fetch(
                 if (start + 1) * TILE >= tokens - share.drafts:
                     wait_for_kernel_before()
             page = gl.load(pages + start)
-            loaded = first_pieces(cache, numbers_of(page), ENTRY)
-            for distance in gl.static_range(1, PREFETCH):
-                if (start + distance < stop) & (share.block == 0):
-                    into_l2(cache, gl.load(pages + start + distance), BYTES)
+            loaded = first_pieces(cache, numbers_of(page), SIDE, ENTRY)
+            if SIDE == 0:
+                for distance in gl.static_range(1, PREFETCH):
+                    if (start + distance < stop) & (share.block == 0):
+                        into_l2(cache, gl.load(pages + start + distance), BYTES)
             if EARLY:
                 wait_for_kernel_before()
-            vector = row * share.queries + share.block * BLOCK
-            mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
-            mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-            tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
-            tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
-            rows += 1
+            if SIDE == 0:
+                vector = row * share.queries + share.block * BLOCK
+                mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
+                mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+                tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
+                tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
+                tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
+                rows += 1
             for tile in range(start, stop):
-                if (tile + PREFETCH < stop) & (share.block == 0):
-                    into_l2(cache, gl.load(pages + tile + PREFETCH), BYTES)
+                if SIDE == 0:
+                    # Loaded here and used behind the tile, so that nothing waits for it.
+                    told = gl.load(pages + gl.minimum(tile + PREFETCH, stop - 1))
                 next_page = gl.load(pages + gl.minimum(tile + 1, stop - 1))
                 numbers, following = numbers_of(page), numbers_of(next_page)
-                buffer = tiles & 1
-                mbarrier.wait(ring.empty.index(2 + buffer), ((tiles >> 1) & 1) ^ 1)
-                mbarrier.expect(ring.full.index(2 + buffer), rope.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    rope, [page * TILE, ENTRY.rope // 2], ring.full.index(2 + buffer), fetched.rope.index(buffer)
-                )
-                loaded = widen_tile(cache, loaded, numbers, following, fetched, ring, tiles, ENTRY, False)
+                if SIDE == 1:
+                    buffer = tiles & 1
+                    mbarrier.wait(ring.empty.index(2 + buffer), ((tiles >> 1) & 1) ^ 1)
+                    mbarrier.expect(ring.full.index(2 + buffer), rope.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        rope, [page * TILE, ENTRY.rope // 2], ring.full.index(2 + buffer), fetched.rope.index(buffer)
+                    )
+                loaded = widen_half(cache, loaded, numbers, following, fetched, ring, tiles, SIDE, ENTRY, False)
+                if SIDE == 0:
+                    if (tile + PREFETCH < stop) & (share.block == 0):
+                        into_l2(cache, told, BYTES)
                 page = next_page
                 tiles += 1
         left -= take
@@ -120,8 +128,15 @@ def attend_wide_fp8(
         [
             (left_group, group),
             (right_group, group),
-            (fetch, (cache, q_half, q_rope, rope, table, table_stride, share, fetched, ring, ENTRY, SPLIT, OVERLAP)),
+            (
+                fetch,
+                (cache, q_half, q_rope, rope, table, table_stride, share, fetched, ring, 0, ENTRY, SPLIT, OVERLAP),
+            ),
+            (
+                fetch,
+                (cache, q_half, q_rope, rope, table, table_stride, share, fetched, ring, 1, ENTRY, SPLIT, OVERLAP),
+            ),
         ],
-        [4, 4],
-        [208, 72],
+        [4, 4, 4],
+        [200, 48, 48],
     )

@@ -1,5 +1,5 @@
-"""The two groups of `wide`: left scores the first tile of a pair, right the second; each sums its half of the
-values."""
+"""The two groups of `wide`: they score tiles in turns, left the first of a row; each sums its half of the values of all
+tiles."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -20,13 +20,14 @@ from kernels.mla_decode.wide_tile import (
     BLOCK,
     HALF,
     LOWEST,
-    OUTPUT,
     SCORES,
     TILE,
     as_left_operand,
+    begin_scores,
     next_share,
+    output_layout,
     scaled,
-    scores,
+    seen_entries,
     store_half,
     until_there,
     weigh,
@@ -41,8 +42,8 @@ def left_group(
     share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early,
     STORED: gl.constexpr = False,
 ):  # fmt: skip
-    """The group that scores the first tile of a pair and sums the left half of the values. Its last arguments but one
-    are fields of `Split` and `Overlap`; STORED: see `until_there`."""
+    """The group that scores a row's first tile, its third and so on, and sums the left half of the values. Its last
+    arguments but one are fields of `Split` and `Overlap`; STORED: see `until_there`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.plan + share.worker * WORKER
     row = gl.load(record, cache_modifier=".cg")
@@ -52,71 +53,61 @@ def left_group(
     if dependent and early:
         wait_for_kernel_before()
         let_kernel_after_start()
-    back = share.drafts - (share.block * BLOCK + gl.arange(0, BLOCK, per_query)) // share.heads
     tiles = 0
     rows = 0
-    full_pairs = 0
+    seconds = 0
     while left > 0:
         tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, unit, row_cost, invariant
         )
         if stop > start:
-            bound = gl.minimum(tokens - back, tokens)
+            bound = seen_entries(tokens, share)
             sure = tokens - share.drafts
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
+            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(STORED))
             mbarrier.wait(ring.q_full, rows & 1)
             for tile in range(start, stop, 2):
                 buffer = tiles & 1
                 phase = (tiles >> 1) & 1
                 low = tile * TILE
-                score = scores(fetched, ring.full, buffer, phase, STORED)
+                score = begin_scores(fetched, ring.full, buffer, phase, STORED)
+                score = warpgroup_mma_wait(0, deps=(score,))
                 weight, top, shrink = weigh(score, top, share.scale, low, share.first, sure, bound)
+                rounded = weight.to(gl.bfloat16)
                 exchanged.top.index(0).store(top)
                 exchanged.shrink.index(0).store(shrink)
+                # Right reads them before it hands that half of the tile back.
+                fetched.rope.index(buffer).store(rounded)
+                fence_async_shared()
                 gl.thread_barrier()
-                mbarrier.arrive(messages.first_top, count=1)
+                mbarrier.arrive(messages.first, count=1)
                 total = total * shrink + gl.sum(weight, 1)
                 sums = scaled(sums, shrink)
                 if (low + TILE > tokens) | (low < share.first):
                     without_outside(fetched.kv.index(buffer), low, share.first, tokens)
-                rounded = weight.to(gl.bfloat16)
-                factor = as_left_operand(rounded)
+                factor = as_left_operand(rounded, STORED)
                 summing = warpgroup_mma(factor, fetched.kv.index(buffer), sums, is_async=True)
+                sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
+                gl.thread_barrier()
+                mbarrier.arrive(ring.empty.index(buffer), count=1)
+                tiles += 1
                 if tile + 1 < stop:
-                    mbarrier.wait(messages.second_top, full_pairs & 1)
-                    second_shrink = exchanged.shrink.index(1).load(per_query)
+                    second = tiles & 1
+                    mbarrier.wait(messages.second, seconds & 1)
                     top = exchanged.top.index(1).load(per_query)
-                    full_pairs += 1
-                    shrunk = rounded.to(gl.float32) * second_shrink[:, None]
-                    fetched.rope.index((tiles + 1) & 1).store(shrunk.to(gl.bfloat16))
-                    fence_async_shared()
-                    gl.thread_barrier()
-                    mbarrier.arrive(messages.first_weights, count=1)
-                    sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
-                    gl.thread_barrier()
-                    mbarrier.arrive(ring.empty.index(buffer), count=1)
-                    total = total * second_shrink
-                    sums = scaled(sums, second_shrink)
-                    second = (tiles + 1) & 1
-                    until_there(ring.full.index(second), ((tiles + 1) >> 1) & 1, STORED)
+                    shrink = exchanged.shrink.index(1).load(per_query)
+                    seconds += 1
+                    total = total * shrink
+                    sums = scaled(sums, shrink)
+                    until_there(ring.full.index(second), (tiles >> 1) & 1, STORED)
                     if (low + 2 * TILE > tokens) | (low + TILE < share.first):
                         without_outside(fetched.kv.index(second), low + TILE, share.first, tokens)
                     summing = warpgroup_mma(exchanged.weights, fetched.kv.index(second), sums, is_async=True)
                     sums = warpgroup_mma_wait(0, deps=(summing,))
                     gl.thread_barrier()
                     mbarrier.arrive(ring.empty.index(second), count=1)
-                    tiles += 2
-                else:
-                    exchanged.weights.store(rounded)
-                    fence_async_shared()
-                    gl.thread_barrier()
-                    mbarrier.arrive(messages.first_weights, count=1)
-                    sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
-                    gl.thread_barrier()
-                    mbarrier.arrive(ring.empty.index(buffer), count=1)
                     tiles += 1
             exchanged.total.index(0).store(total)
             gl.thread_barrier()
@@ -135,12 +126,27 @@ def left_group(
 
 
 @gluon.jit
+def begin_firsts(sums, total, fetched, exchanged, full, buffer, phase, low, first, tokens, STORED: gl.constexpr):
+    """Begin to multiply the weights of a tile that left has scored with right's half of the values. Returns (sums on
+    their way, maximum, sum of right's weights)."""
+    per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
+    top = exchanged.top.index(0).load(per_query)
+    shrink = exchanged.shrink.index(0).load(per_query)
+    sums = scaled(sums, shrink)
+    until_there(full.index(2 + buffer), phase, STORED)
+    if (low + TILE > tokens) | (low < first):
+        without_outside(fetched.kv.index(2 + buffer), low, first, tokens)
+    summing = warpgroup_mma(fetched.rope.index(buffer), fetched.kv.index(2 + buffer), sums, is_async=True)
+    return summing, top, total * shrink
+
+
+@gluon.jit
 def right_group(
     share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early,
     STORED: gl.constexpr = False,
 ):  # fmt: skip
-    """The group that scores the second tile of a pair and sums the right half of the values. Its last arguments but one
-    are fields of `Split` and `Overlap`; STORED: see `until_there`."""
+    """The group that scores a row's second tile, its fourth and so on, and sums the right half of the values. Its last
+    arguments but one are fields of `Split` and `Overlap`; STORED: see `until_there`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.plan + share.worker * WORKER
     row = gl.load(record, cache_modifier=".cg")
@@ -149,78 +155,65 @@ def right_group(
     position = gl.load(record + 3, cache_modifier=".cg")
     if dependent and early:
         wait_for_kernel_before()
-    back = share.drafts - (share.block * BLOCK + gl.arange(0, BLOCK, per_query)) // share.heads
     tiles = 0
     rows = 0
-    pairs = 0
+    firsts = 0
     while left > 0:
         tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, unit, row_cost, invariant
         )
         if stop > start:
-            bound = gl.minimum(tokens - back, tokens)
+            bound = seen_entries(tokens, share)
             sure = tokens - share.drafts
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
+            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(STORED))
             mbarrier.wait(ring.q_full, rows & 1)
             for tile in range(start, stop, 2):
                 low = tile * TILE
                 buffer = tiles & 1
                 phase = (tiles >> 1) & 1
                 second = (tiles + 1) & 1
-                second_phase = ((tiles + 1) >> 1) & 1
                 if tile + 1 < stop:
-                    score = scores(fetched, ring.full, second, second_phase, STORED)
-                    mbarrier.wait(messages.first_top, pairs & 1)
-                    top = exchanged.top.index(0).load(per_query)
-                    first_shrink = exchanged.shrink.index(0).load(per_query)
+                    score = begin_scores(fetched, ring.full, second, ((tiles + 1) >> 1) & 1, STORED)
+                    mbarrier.wait(messages.first, firsts & 1)
+                    # ptxas lets no product be under way while sums are scaled that the next one adds to.
+                    score = warpgroup_mma_wait(0, deps=(score,))
+                    summing, top, total = begin_firsts(
+                        sums, total, fetched, exchanged, ring.full, buffer, phase, low, share.first, tokens, STORED
+                    )
                     weight, top, shrink = weigh(score, top, share.scale, low + TILE, share.first, sure, bound)
                     rounded = weight.to(gl.bfloat16)
-                    exchanged.weights.store(rounded)
                     exchanged.top.index(1).store(top)
                     exchanged.shrink.index(1).store(shrink)
+                    exchanged.weights.store(rounded)
                     fence_async_shared()
                     gl.thread_barrier()
-                    mbarrier.arrive(messages.second_top, count=1)
-                    shrink = shrink * first_shrink
+                    mbarrier.arrive(messages.second, count=1)
                     total = total * shrink + gl.sum(weight, 1)
-                    sums = scaled(sums, shrink)
-                    until_there(ring.full.index(2 + buffer), phase, STORED)
-                    if (low + TILE > tokens) | (low < share.first):
-                        without_outside(fetched.kv.index(2 + buffer), low, share.first, tokens)
-                    mbarrier.wait(messages.first_weights, pairs & 1)
-                    summing = warpgroup_mma(
-                        fetched.rope.index(second), fetched.kv.index(2 + buffer), sums, is_async=True
-                    )
                     if (low + 2 * TILE > tokens) | (low + TILE < share.first):
                         without_outside(fetched.kv.index(2 + second), low + TILE, share.first, tokens)
                     sums = warpgroup_mma_wait(0, deps=(summing,))
                     gl.thread_barrier()
                     mbarrier.arrive(ring.empty.index(2 + buffer), count=1)
-                    factor = as_left_operand(rounded)
+                    sums = scaled(sums, shrink)
+                    factor = as_left_operand(rounded, STORED)
                     summing = warpgroup_mma(factor, fetched.kv.index(2 + second), sums, is_async=True)
                     sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
                     gl.thread_barrier()
                     mbarrier.arrive(ring.empty.index(2 + second), count=1)
                     tiles += 2
                 else:
-                    mbarrier.wait(messages.first_top, pairs & 1)
-                    top = exchanged.top.index(0).load(per_query)
-                    shrink = exchanged.shrink.index(0).load(per_query)
-                    total = total * shrink
-                    sums = scaled(sums, shrink)
-                    until_there(ring.full.index(2 + buffer), phase, STORED)
-                    if (low + TILE > tokens) | (low < share.first):
-                        without_outside(fetched.kv.index(2 + buffer), low, share.first, tokens)
-                    mbarrier.wait(messages.first_weights, pairs & 1)
-                    summing = warpgroup_mma(exchanged.weights, fetched.kv.index(2 + buffer), sums, is_async=True)
+                    mbarrier.wait(messages.first, firsts & 1)
+                    summing, top, total = begin_firsts(
+                        sums, total, fetched, exchanged, ring.full, buffer, phase, low, share.first, tokens, STORED
+                    )
                     sums = warpgroup_mma_wait(0, deps=(summing,))
                     gl.thread_barrier()
                     mbarrier.arrive(ring.empty.index(2 + buffer), count=1)
                     tiles += 1
-                pairs += 1
+                firsts += 1
             exchanged.total.index(1).store(total)
             gl.thread_barrier()
             mbarrier.arrive(messages.totals.index(1), count=1)

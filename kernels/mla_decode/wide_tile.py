@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from kernels.mla_decode.narrow_tile import unknown_zero
@@ -29,9 +28,16 @@ LOWEST = gl.constexpr(-1.0e30)
 """Start of the running maximum: below every real score."""
 LN2 = gl.constexpr(0.6931471805599453)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
 TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 """Shared-memory layout of every matrix."""
+
+
+@gluon.constexpr_function
+def output_layout(stored):
+    """Of a group's sums. Where eight more warps store tiles, a thread starts with 128 registers, and ptxas takes no
+    instruction that names more of them, so products have 128 columns there."""
+    columns = 128 if stored else 256
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 class Fetched(NamedTuple):
@@ -44,7 +50,7 @@ class Fetched(NamedTuple):
     kv: Any
     """[4, TILE, HALF]: left halves of two tiles, then right halves."""
     rope: Any
-    """[2, TILE, ROPE]; once it is scored, left's shrunk weights take its place."""
+    """[2, TILE, ROPE]; left puts the weights of a tile here that it has scored."""
 
 
 class Ring(NamedTuple):
@@ -62,7 +68,7 @@ class Exchanged(NamedTuple):
     """What the groups tell each other in shared memory. Vectors are fp32 [2, BLOCK], first left's, then right's."""
 
     weights: Any
-    """bfloat16 [BLOCK, TILE]: right's weights, or left's where a pair has no second tile."""
+    """bfloat16 [BLOCK, TILE]: right's weights."""
     top: Any
     """The maximum after a tile."""
     shrink: Any
@@ -74,9 +80,8 @@ class Exchanged(NamedTuple):
 class Messages(NamedTuple):
     """The mbarriers between the groups, see `wide`."""
 
-    first_top: Any
-    second_top: Any
-    first_weights: Any
+    first: Any
+    second: Any
     totals: Any
     """[2, 1]: of left, of right."""
 
@@ -121,6 +126,14 @@ def next_share(tokens, at, left, first, unit, row_cost, invariant):
 
 
 @gluon.jit
+def seen_entries(tokens, share):
+    """How many of a row's entries each query vector sees. Computed anew for every row: there are no registers to keep
+    what all rows have in common."""
+    query = share.block * BLOCK + unknown_zero() + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
+    return gl.minimum(tokens - (share.drafts - query // share.heads), tokens)
+
+
+@gluon.jit
 def without_outside(values_s, low, first, tokens):
     """Zero the rows of a tile's half that lie outside the row's entries: 0 x NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -143,8 +156,8 @@ def until_there(barrier, phase, STORED: gl.constexpr):
 
 
 @gluon.jit
-def scores(fetched, full, buffer, phase, STORED: gl.constexpr):
-    """Products of the queries with one tile, once its halves are there."""
+def begin_scores(fetched, full, buffer, phase, STORED: gl.constexpr):
+    """Begin the products of the queries with one tile, with each of its halves once that is there."""
     score = gl.zeros([BLOCK, TILE], gl.float32, SCORES)
     zero = unknown_zero()
     until_there(full.index(buffer), phase, STORED)
@@ -153,8 +166,7 @@ def scores(fetched, full, buffer, phase, STORED: gl.constexpr):
     )
     until_there(full.index(2 + buffer), phase, STORED)
     score = warpgroup_mma(fetched.q.index(zero + 1), fetched.kv.index(2 + buffer).permute((1, 0)), score, is_async=True)
-    score = warpgroup_mma(fetched.q_rope.index(zero), fetched.rope.index(buffer).permute((1, 0)), score, is_async=True)
-    return warpgroup_mma_wait(0, deps=(score,))
+    return warpgroup_mma(fetched.q_rope.index(zero), fetched.rope.index(buffer).permute((1, 0)), score, is_async=True)
 
 
 @gluon.jit
@@ -172,13 +184,14 @@ def weigh(score, top, scale, low, first, sure, bound):
 @gluon.jit
 def scaled(sums, factor):
     """Each query's sums times its factor."""
-    return sums * gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
+    per_query: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    return sums * gl.convert_layout(factor, per_query, assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def as_left_operand(weight):
+def as_left_operand(weight, STORED: gl.constexpr):
     """Weights as the left side of a product with values: the same registers."""
-    return gl.convert_layout(weight, gl.DotOperandLayout(0, OUTPUT, 2), assert_trivial=True)
+    return gl.convert_layout(weight, gl.DotOperandLayout(0, output_layout(STORED), 2), assert_trivial=True)
 
 
 @gluon.jit

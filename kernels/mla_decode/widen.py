@@ -1,6 +1,7 @@
-"""How FP8 entries become tiles in bfloat16 for the groups of `wide`: four warps load the latents of a tile and write to
-shared memory what they are read as, 16 entries and half of the features at a time. Whoever calls brings the roped
-features, which are bfloat16 already.
+"""How FP8 entries become tiles in bfloat16 for the groups of `wide`: for each half of the features four warps load the
+latents of a tile and write to shared memory what they are read as, 16 entries at a time. Either half is widened as
+soon as the group that reads it last has handed it back, and a scheduler has a warp of each: while one waits for its
+loads or conversions, the other goes on. Whoever calls brings the roped features, which are bfloat16 already.
 
 Their stores are fenced by those who read (`wide_tile.until_there`): a fence of theirs would wait for all that they are
 loading. Words of two numbers go to places that products see as numbers, by a private part of Gluon, of Triton 3.6."""
@@ -22,8 +23,8 @@ ROWS = gl.constexpr(16)
 """Entries of a piece."""
 QUARTERS = gl.constexpr(TILE.value // ROWS.value)
 PIECES = gl.constexpr(2 * QUARTERS.value)
-"""Of a tile: first those of the left half of the features."""
-AHEAD = gl.constexpr(2)
+"""Of a half of a tile: of each quarter of the entries two groups of features."""
+AHEAD = gl.constexpr(3)
 """Pieces that are on their way while one is written."""
 PIECE = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 """Of words of four codes. Eight threads write a line of shared memory, of which no two share a bank."""
@@ -70,62 +71,58 @@ def widened(codes, scale):
 
 
 @gluon.jit
-def load_piece(cache, numbers, INDEX: gl.constexpr, ENTRY: gl.constexpr):
-    """Words of codes [ROWS, WORDS] and scales [ROWS] of two groups of features, one after the other, of the entries
-    with `numbers`: [ROWS] for each quarter of the tile."""
-    at = cache + numbers[INDEX % QUARTERS].to(gl.int64) * ENTRY.size
+def load_piece(cache, numbers, INDEX: gl.constexpr, SIDE: gl.constexpr, ENTRY: gl.constexpr):
+    """Words of codes [ROWS, WORDS] and scales [ROWS] of a group of features of the entries with `numbers`: [ROWS] for
+    each quarter of the tile. SIDE: 0 for the left half of the features, 1 for the right."""
+    GROUP_INDEX: gl.constexpr = 2 * SIDE + INDEX % 2
+    at = cache + numbers[INDEX // 2].to(gl.int64) * ENTRY.size
     words = gl.expand_dims(at.to(gl.pointer_type(gl.int32), bitcast=True), 1)
-    scales = at.to(gl.pointer_type(gl.float32), bitcast=True) + ENTRY.scales // 4
     word = gl.arange(0, WORDS, gl.SliceLayout(0, PIECE))[None, :]
-    loaded = ()
-    for i in gl.static_range(2):
-        g = INDEX // QUARTERS * 2 + i
-        codes = gl.load(words + (g * WORDS + word), cache_modifier=".cg")
-        loaded = loaded + (codes, gl.load(scales + g, cache_modifier=".cg"))
-    return loaded
+    scales = at.to(gl.pointer_type(gl.float32), bitcast=True)
+    codes = gl.load(words + (GROUP_INDEX * WORDS + word), cache_modifier=".cg")
+    return codes, gl.load(scales + (ENTRY.scales // 4 + GROUP_INDEX), cache_modifier=".cg")
 
 
 @gluon.jit
-def first_pieces(cache, numbers, ENTRY: gl.constexpr):
-    """Load the first pieces of a tile."""
+def first_pieces(cache, numbers, SIDE: gl.constexpr, ENTRY: gl.constexpr):
+    """Load the first pieces of a half of a tile."""
     loaded = ()
     for piece in gl.static_range(AHEAD):
-        loaded = loaded + (load_piece(cache, numbers, piece, ENTRY),)
+        loaded = loaded + (load_piece(cache, numbers, piece, SIDE, ENTRY),)
     return loaded
 
 
 @gluon.jit
-def put_piece(own, fetched, ring, buffer, phase, INDEX: gl.constexpr, COPIED: gl.constexpr):
-    """Write a loaded piece to its place in a tile, once that is free. Tell when its half of the tile is complete."""
-    FIRST: gl.constexpr = INDEX % QUARTERS * ROWS
-    half = INDEX // QUARTERS * 2 + buffer
-    if FIRST == 0:
-        mbarrier.wait(ring.empty.index(half), phase)
-    to = fetched.kv.index(half)._reinterpret(gl.int32, [TILE, HALF // 2], PLACE).slice(FIRST, ROWS, dim=0)
-    # In one piece: before every store the compiler lets all warps wait for each other.
-    both = gl.join(widened(own[0], own[1]), widened(own[2], own[3]))
-    to.store(gl.reshape(gl.permute(both, (0, 2, 1)), [ROWS, 4 * WORDS]))
-    if FIRST + ROWS == TILE:
-        if COPIED and INDEX // QUARTERS == 1:
-            async_copy.wait_group(0)
-        gl.thread_barrier()
-        mbarrier.arrive(ring.full.index(half), count=1 if COPIED else 2 - INDEX // QUARTERS)
+def put_piece(own, to, INDEX: gl.constexpr):
+    """Write a loaded piece to its place in a half of a tile."""
+    part = to._reinterpret(gl.int32, [TILE, HALF // 2], PLACE)
+    part = part.slice(INDEX // 2 * ROWS, ROWS, dim=0).slice(INDEX % 2 * 2 * WORDS, 2 * WORDS, dim=1)
+    part.store(widened(own[0], own[1]))
 
 
 @gluon.jit
-def widen_tile(cache, loaded, numbers, following, fetched, ring, tiles, ENTRY: gl.constexpr, COPIED: gl.constexpr):
-    """Write a worker's tile number `tiles`, of the entries with `numbers`, to its place. `loaded`: its first pieces.
-    Returns those of the next tile, whose entries are `following`.
+def widen_half(
+    cache, loaded, numbers, following, fetched, ring, tiles,
+    SIDE: gl.constexpr, ENTRY: gl.constexpr, COPIED: gl.constexpr,
+):  # fmt: skip
+    """Write one half of a worker's tile number `tiles`, of the entries with `numbers`, to its place once that is free,
+    and tell when it is complete. `loaded`: its first pieces. Returns those of the next tile, whose entries are
+    `following`.
 
-    COPIED: roped features come by cp.async of the same threads. Else they come by the copy engine, and each half of a
-    tile is complete after two arrivals, of which one is the copy's."""
-    buffer = tiles & 1
-    phase = ((tiles >> 1) & 1) ^ 1
+    COPIED: roped features come by cp.async of the threads that widen the right half. Else they come by the copy engine,
+    and each half of a tile is complete after two arrivals, of which one of the right half is the copy's."""
+    half = SIDE * 2 + (tiles & 1)
+    to = fetched.kv.index(half)
+    mbarrier.wait(ring.empty.index(half), ((tiles >> 1) & 1) ^ 1)
     for piece in gl.static_range(PIECES):
         if piece + AHEAD < PIECES:
-            coming = load_piece(cache, numbers, piece + AHEAD, ENTRY)
+            coming = load_piece(cache, numbers, piece + AHEAD, SIDE, ENTRY)
         else:
-            coming = load_piece(cache, following, piece + AHEAD - PIECES, ENTRY)
-        put_piece(loaded[0], fetched, ring, buffer, phase, piece, COPIED)
+            coming = load_piece(cache, following, piece + AHEAD - PIECES, SIDE, ENTRY)
+        put_piece(loaded[0], to, piece)
         loaded = loaded[1:] + (coming,)
+    if COPIED and SIDE == 1:
+        async_copy.wait_group(0)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.full.index(half), count=1 if COPIED else 2 - SIDE)
     return loaded

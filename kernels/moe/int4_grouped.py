@@ -31,7 +31,7 @@ Written for Triton 3.6: a stage's narrower half is a view that only a private pa
 whether it is there before it chooses these kernels.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, has-type"
 
 from __future__ import annotations
 
@@ -417,8 +417,8 @@ def product(
     """`scaled.gate_up` of the tokens `x` (GATE), or `scaled.down` of the sorted pairs' `x`; four warps, the others come
     on top. Rows of `x`, contiguous, have K features in the order of `place`, and so have those of `out` (GATE).
 
-    `turns`: pairs of stages of an item, K / 256. It is no constant, so that all sizes have one machine code: of a loop of
-    one turn ptxas (12.8) makes code that computes something else on a GPU, and not always the same.
+    `turns`: pairs of stages of an item, K / 256. It is no constant, so that all sizes have one machine code: what the
+    compiler made of a loop of a single turn computed something else on a GPU.
 
     `w_box` and `s_box`: descriptors of the experts' rows, laid end to end, and of their scales. FEATURES: of the output
     (GATE: of gate, and as many of up).

@@ -11,11 +11,43 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
+from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.wide import wide_memory
 from kernels.mla_decode.wide_groups import WORKER, left_group, right_group
 from kernels.mla_decode.wide_tile import BLOCK, HALF, TILE
-from kernels.mla_decode.widen import PIECE, QUARTERS, ROWS, first_pieces, widen_tile
+from kernels.mla_decode.widen import PIECE, QUARTERS, ROWS, first_pieces, widen_half
 from kernels.sparse.fetch import copy_columns, places_of, rows_layout, share_of_part
+
+LINES = gl.constexpr(gl.BlockedLayout([1, 1], [16, 2], [4, 1], [1, 0]))
+"""Of the lines of a tile's entries that are asked for: two threads have one entry, and so one place each."""
+_LINE = gl.constexpr(128)
+"""Bytes of a line of the L2 cache."""
+
+
+@gluon.jit
+def last_to_ask_for(share, stop, count):
+    """The end of the entries that a program tells the L2 cache of: those up to tile `stop`, where no other block of
+    heads does so."""
+    return gl.where(share.block == 0, gl.minimum(count, stop * TILE), 0)
+
+
+@gluon.jit
+def into_l2(cache, places, first, last, BYTES: gl.constexpr):
+    """Ask for a tile's entries, of so many bytes each, to be brought into L2: the first is number `first`, and
+    from number `last` on there are none. `places`: as of `places_of` with `LINES`."""
+    ask: gl.constexpr = """{
+        .reg .pred asks;
+        setp.ne.b32 asks, $2, 0;
+        @asks prefetch.global.L2 [$1];
+        mov.b32 $0, 0;
+    }"""
+    COUNT: gl.constexpr = (BYTES + _LINE - 1) // _LINE
+    COLUMNS: gl.constexpr = 8 if COUNT <= 8 else 16
+    line = gl.arange(0, COLUMNS, gl.SliceLayout(0, LINES))
+    at = cache.to(gl.int64) + gl.expand_dims(places.to(gl.int64) * BYTES, 1) + (line * _LINE)[None, :]
+    asked = first + gl.arange(0, TILE, gl.SliceLayout(1, LINES)) < last
+    asks = gl.expand_dims(asked, 1) & (line < COUNT)[None, :]
+    gl.inline_asm_elementwise(ask, "=r,l,r", [at, asks.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -29,33 +61,50 @@ def places_of_quarters(mine, first, count):
 
 
 @gluon.jit
-def fetch(cache, q_half, q_rope, place, share, fetched, ring, SELECTED: gl.constexpr, ENTRY: gl.constexpr):
-    """The fetching warps: the queries, and the tiles of the program's part of a token's entries."""
+def fetch(
+    cache, q_half, q_rope, place, share, fetched, ring, SIDE: gl.constexpr, SELECTED: gl.constexpr, ENTRY: gl.constexpr
+):
+    """The four warps that fetch one side of the program's part of a token's entries: the left half of the tiles (SIDE
+    0) or the right one with the roped features (1). Those of the left side fetch the queries, too, and tell the L2
+    cache of the tile after the next."""
     KEYS: gl.constexpr = rows_layout(8)
     record = share.plan + share.worker * WORKER
     token = gl.load(record, cache_modifier=".cg")
     start = gl.load(record + 1, cache_modifier=".cg")
-    stop = start + gl.load(record + 2, cache_modifier=".cg")
-    if stop > start:
-        count = gl.load(share.length + token, cache_modifier=".cg")
-        mine = place + token.to(gl.int64) * SELECTED
-        numbers = places_of_quarters(mine, start * TILE, count)
-        loaded = first_pieces(cache, numbers, ENTRY)
-        vector = token * share.queries + share.block * BLOCK
-        mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-        tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
-        tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
-        for tile in range(start, stop):
-            tiles = tile - start
-            buffer = tiles & 1
-            entry = cache + places_of(mine, tile * TILE, count, TILE, KEYS).to(gl.int64) * ENTRY.size
-            roped = entry.to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    tiles = gl.load(record + 2, cache_modifier=".cg")
+    if tiles > 0:
+        # Entries are counted from the program's first one on: that takes fewer registers.
+        count = gl.load(share.length + token, cache_modifier=".cg") - start * TILE
+        mine = place + token.to(gl.int64) * SELECTED + start * TILE
+        last = last_to_ask_for(share, tiles, count)
+        numbers = places_of_quarters(mine, 0, count)
+        if SIDE == 0:
+            for tile in gl.static_range(2):
+                asked = places_of(mine, tile * TILE, count, TILE, LINES)
+                into_l2(cache, asked, tile * TILE, last, ENTRY.size)
+        loaded = first_pieces(cache, numbers, SIDE, ENTRY)
+        if SIDE == 0:
+            vector = token * share.queries + share.block * BLOCK
+            mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
+            tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
+            tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
+        for tile in range(tiles):
+            if SIDE == 0:
+                asked = places_of(mine, (tile + 2) * TILE, count, TILE, LINES)
+            else:
+                buffer = tile & 1
+                mbarrier.wait(ring.empty.index(2 + buffer), ((tile >> 1) & 1) ^ 1)
+                keys = cache + (ENTRY.rope + 16 * unknown_zero())  # not kept in registers beside `cache`
+                for quarter in gl.static_range(QUARTERS):
+                    own = gl.convert_layout(numbers[quarter], gl.SliceLayout(1, KEYS), assert_trivial=True)
+                    entry = (keys + own.to(gl.int64) * ENTRY.size).to(gl.pointer_type(gl.bfloat16), bitcast=True)
+                    copy_columns(entry, 0, fetched.rope.index(buffer).slice(quarter * ROWS, ROWS, dim=0), KEYS)
+                async_copy.commit_group()
             following = places_of_quarters(mine, (tile + 1) * TILE, count)
-            mbarrier.wait(ring.empty.index(2 + buffer), ((tiles >> 1) & 1) ^ 1)
-            copy_columns(roped, ENTRY.rope // 2, fetched.rope.index(buffer), KEYS)
-            async_copy.commit_group()
-            loaded = widen_tile(cache, loaded, numbers, following, fetched, ring, tiles, ENTRY, True)
+            loaded = widen_half(cache, loaded, numbers, following, fetched, ring, tile, SIDE, ENTRY, True)
+            if SIDE == 0:
+                into_l2(cache, asked, (tile + 2) * TILE, last, ENTRY.size)
             numbers = following
 
 
@@ -78,8 +127,9 @@ def attend_selected_wide_fp8(
         [
             (left_group, group),
             (right_group, group),
-            (fetch, (cache, q_half, q_rope, place, share, fetched, ring, SELECTED, ENTRY)),
+            (fetch, (cache, q_half, q_rope, place, share, fetched, ring, 0, SELECTED, ENTRY)),
+            (fetch, (cache, q_half, q_rope, place, share, fetched, ring, 1, SELECTED, ENTRY)),
         ],
-        [4, 4],
-        [208, 72],
+        [4, 4, 4],
+        [200, 48, 48],
     )

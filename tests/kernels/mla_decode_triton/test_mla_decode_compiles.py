@@ -10,7 +10,7 @@ from decode_case import Case
 
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import DecodeTiling, fp8_tiling, hopper_tiling, narrow_fp8_tiling, portable_tiling
-from tests.support.hopper import compile_only, instructions, machine_code, resources
+from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
 
@@ -123,8 +123,10 @@ def test_portable_kernel_of_fp8_entries(latent: int, rope: int, heads: int, widt
 )
 def test_wide(rows: int, width: int, heads: int, invariant: bool, dependent: bool, early: bool) -> None:
     case = hopper_case(rows, width, heads, invariant)
-    used = instructions(compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_wide"])
+    kernel = compiled(case, hopper_tiling(case.shape, PROCESSORS), dependent, early)["attend_wide"]
+    used = instructions(kernel)
     assert used["HGMMA"] >= 2 * 36 + 5 * 4  # scores of two tiles, five products with values
+    assert not serialized(kernel)
     assert "HMMA" not in used
     assert used["UTMALDG"] >= 12
     assert used["USETMAXREG"] >= 4
@@ -135,11 +137,14 @@ def test_wide(rows: int, width: int, heads: int, invariant: bool, dependent: boo
     [(64, 4, 32, False, False, False), (64, 1, 128, False, True, True), (3, 1, 16, True, True, True)],
 )
 def test_wide_of_fp8_entries(rows: int, width: int, heads: int, invariant: bool, dependent: bool, early: bool) -> None:
-    """The products are those of `attend_wide`; latents are loaded, widened, and stored 16 bytes at a time."""
+    """Products are those of `attend_wide`, with values in two parts each; latents are loaded, widened, and stored 16
+    bytes at a time."""
     case = hopper_case(rows, width, heads, invariant, fp8=True)
     kernel = compiled(case, hopper_tiling(case.shape, PROCESSORS, fp8=True), dependent, early)["attend_wide_fp8"]
     used = instructions(kernel)
-    assert used["HGMMA"] >= 2 * 36 + 5 * 4
+    assert used["HGMMA"] >= 2 * 36 + 5 * 2 * 4
+    assert not serialized(kernel)
+    assert resources(kernel).warps == 16
     assert len(re.findall(r"F2FP\.F16\.E4M3\.UNPACK_B", machine_code(kernel))) == 64 * 512 // 128 // 2
     assert len(re.findall(r"STS\.128", machine_code(kernel))) >= 64 * 512 // 128 // 8
     assert resources(kernel).waits == resources(kernel).releases == dependent

@@ -69,6 +69,32 @@ def test_wide_from_a_later_entry_on() -> None:
     check("wide", deepseek([2, 100], 4, 16, first=1), 2)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "first", "workers"),
+    [([64, 128, 192, 1, 0, 65], 0, 1), ([0, 200, 0, 130, 64], 1, 2), ([450], 70, 1), ([127, 449], 0, 3)],
+)
+def test_wide_of_any_number_of_tiles(lengths: list[int], first: int, workers: int, fp8: bool) -> None:
+    """One, two, three and many; rows that a worker goes on with, also after an odd number of tiles; rows without
+    entries."""
+    for seed in range(2):
+        check("wide", deepseek(lengths, 4, 16, first, fp8=fp8), workers, seed, dependent=seed > 0)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_wide_does_not_depend_on_schedules(fp8: bool) -> None:
+    """To the last bit."""
+    results = []
+    for seed in range(5):
+        case = deepseek([330, 130, 5], 4, 16, fp8=fp8)
+        choose = wide_fp8_tiling if fp8 else hopper_tiling
+        with emulated(seed):
+            results.append([x.clone() for x in case.run(choose(case.shape, 2))])
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
 def test_wide_that_does_not_ask_early() -> None:
     check("wide", deepseek([130, 64], 4, 16), 2, early=False)
 
@@ -147,15 +173,16 @@ def test_fp8(
 def test_wide_of_fp8_entries(
     lengths: list[int], width: int, heads: int, first: int, workers: int, how: dict[str, bool], invariant: bool
 ) -> None:
-    """One block of 64 query vectors and two, pairs of tiles and single ones; entries that begin and end inside a
+    """One block of 64 query vectors and two, even numbers of tiles and odd ones; entries that begin and end inside a
     tile."""
     case = deepseek(lengths, width, heads, first, invariant, fp8=True)
     check("wide", case, workers, seed=width, **how)
 
 
-def test_wide_of_fp8_entries_are_those_of_what_they_are_read_as() -> None:
+@pytest.mark.parametrize("invariant", [False, True])
+def test_wide_of_fp8_entries_are_those_of_what_they_are_read_as(invariant: bool) -> None:
     """To the last bit."""
-    case = deepseek([200, 65, 3], 4, 16, fp8=True)
+    case = deepseek([200, 65, 3], 4, 16, invariant=invariant, fp8=True)
     with emulated():
         ours = [x.clone() for x in case.run(wide_fp8_tiling(case.shape, 3))]
         case.tensors["cache"] = decode(case.tensors["cache"], 512, 64, torch.bfloat16)
@@ -163,12 +190,13 @@ def test_wide_of_fp8_entries_are_those_of_what_they_are_read_as() -> None:
     assert all(torch.equal(mine, want) for mine, want in zip(ours, plain, strict=True))
 
 
-def test_wide_of_fp8_entries_without_a_fence_is_found() -> None:
+@pytest.mark.parametrize(("kernel", "fp8"), [("attend_wide", False), ("attend_wide_fp8", True)])
+def test_wide_without_a_fence_is_found(kernel: str, fp8: bool) -> None:
     def edit(ptx: str) -> str:
-        return ptx.replace("fence.proxy.async.shared::cta;", "") if ".entry attend_wide_fp8(" in ptx else ptx
+        return ptx.replace("fence.proxy.async.shared::cta;", "") if f".entry {kernel}(" in ptx else ptx
 
-    with pytest.raises(Fault, match=r"attend_wide_fp8.* without fence.proxy.async"):
-        check("wide", deepseek([70], 4, 16, fp8=True), 2, edit=edit)
+    with pytest.raises(Fault, match=f"{kernel}.* without fence.proxy.async"):
+        check("wide", deepseek([70], 4, 16, fp8=fp8), 2, edit=edit)
 
 
 @pytest.mark.parametrize("heads", [16, 40])

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_case import VALUES, Sparse, drawn_scores
 
+from kernels.latent_entry import decode
 from kernels.sparse import attention_launch, launch, workspace
 from kernels.sparse.workspace import SelectWorkspace, SparseWorkspace
 from tests.support.ptx import emulated
@@ -109,6 +110,42 @@ def test_on_hopper(heads: int, fp8: bool, programs: int, rows: list[tuple[int, i
         case.attend()
     case.check_attention()
     assert int(case.tensors["fault"]) == 2
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("programs", "seed"), [(1, 0), (2, 1), (3, 2)])
+def test_any_number_of_tiles_on_hopper(programs: int, seed: int, fp8: bool) -> None:
+    """One, two, three and many, the last one full or not; tokens without entries beside them."""
+    sizes: dict[str, Any] = {"latent": 512, "rope": 64, "selected": 448, "dtype": torch.bfloat16, "fp8": fp8}
+    rows = [(64, 1), (128, 1), (130, 1), (0, 1), (448, 1), (5, 1)]
+    case = Sparse(rows, heads=64, kernels=True, programs=programs, hopper=True, dependent=True, **sizes)
+    case.tensors["selected"].fill_(-1)
+    for token, bound in enumerate(case.tensors["bound"].tolist()):
+        case.tensors["selected"][token, :bound] = torch.arange(bound, dtype=torch.int32).flip(0)
+    with emulated(seed, consecutive=True, fences=False):
+        case.attend()
+    case.check_attention()
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_fp8_entries_on_hopper_are_what_they_are_read_as(heads: int) -> None:
+    """To the last bit, whatever the schedule: those of long chunks are widened beforehand."""
+    sizes: dict[str, Any] = {"latent": 512, "rope": 64, "selected": 320, "dtype": torch.bfloat16, "programs": 1}
+    results = []
+    for seed, fp8 in enumerate((True, False, True)):
+        case = Sparse([(300, 1), (70, 1)], heads=heads, kernels=True, hopper=True, fp8=True, **sizes)
+        case.tensors["selected"].fill_(-1)
+        for token, bound in enumerate(case.tensors["bound"].tolist()):
+            case.tensors["selected"][token, :bound] = torch.arange(bound, dtype=torch.int32)
+        if not fp8:
+            case.tensors["cache"], case.fp8 = decode(case.tensors["cache"], 512, 64, torch.bfloat16), False
+        with emulated(seed, fences=False) as launches:
+            case.attend()
+        assert launches[1] == ("attend_selected_wide_fp8" if fp8 else "attend_selected")
+        results.append((case.tensors["out"], case.tensors["lse"]))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
 
 
 @pytest.mark.parametrize(("heads", "fp8"), [(16, True), (40, True), (128, True), (128, False)])

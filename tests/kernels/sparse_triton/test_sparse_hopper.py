@@ -138,6 +138,7 @@ def test_attention_on_hopper(heads: int, fp8: bool) -> None:
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\S*\.128", code)) == len(re.findall("LDGSTS\\.", code)) > 0
     used = instructions(compiled[1])
     assert used["HGMMA"] + used["QGMMA"] >= 36
+    assert ("CCTL.E.PF2" in code) == (heads == 128 and fp8)  # the L2 cache is told of entries
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -138,6 +138,13 @@ def _prefetch(step: Step) -> None:
         step.block.memory.hold(address, size)
 
 
+@executes("prefetch", "global L2")
+def _prefetch_line(step: Step) -> None:
+    addresses = step.address(step.operands[0])
+    for lane in np.flatnonzero(step.lanes):
+        step.block.memory.hold(int(addresses[lane]), 1)
+
+
 @executes("cp.async.bulk.tensor", "1d 2d 3d 4d 5d tile shared::cluster shared::cta global mbarrier::complete_tx::bytes")
 def _copy_box(step: Step) -> None:
     lane, block = step.one_lane(), step.block

@@ -203,6 +203,6 @@ def _let_next_launch_start(step: Step) -> None:
 
 
 @executes("bar.warp.sync fence membar wgmma.fence", "acq_rel sc sync aligned cta gpu sys mbarrier_init cluster")
-@executes("setmaxnreg prefetch", "inc dec sync aligned global L1 L2 release")
+@executes("setmaxnreg", "inc dec sync aligned release")
 def _nothing(step: Step) -> None:
     """Orders what here is in order, or concerns only speed."""
