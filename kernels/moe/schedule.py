@@ -32,9 +32,11 @@ FEW_INT4: Final = 4
 """Tokens up to which tiles of two are the better: of Kimi K2's 216 us on one H200, where those of eight took 227."""
 MOST_INT4: Final = 7168
 """Input features there, so that the shared memory of a program leaves half of a multiprocessor's to its cache."""
-MOST_INT4_MEAN: Final = 8
+MOST_INT4_MEAN: Final = 7
 """Tokens that an expert may have on average there: of more, too many have several tiles, each of which reads its
-weights. On one H200 an average of 5 of Kimi K2 took 2.8 ms where tiles of 16 took 3.9; one of 11 took 4.6 and 4.2."""
+weights. On one H200 an average of 5 of Kimi K2 took 2.6 ms; one of 8 took 3.8, in tiles of 64 pairs 3.5."""
+FEWEST_OF_64: Final = 12
+"""Tokens that an expert has on average, at least, in tiles of 64 pairs; fewer have tiles of 16, or Hopper's own."""
 MOST_OF_64: Final = 56
 """Tokens that an expert may have on average in tiles of 64 pairs."""
 ROUNDED_BLOCK: Final = 128
@@ -232,7 +234,7 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
         gate_up, down = of(IN_GROUPS, SCALED_IN_GROUPS)
         return fitted(ExpertTiling(64, gate_up, down, torch.float32, stored=stored), shape)
     mean = shape.mean
-    rows = 16 if mean < 12 else 64 if mean <= MOST_OF_64 else 128
+    rows = 16 if mean < FEWEST_OF_64 else 64 if mean <= MOST_OF_64 else 128
     if shape.tokens <= 1:
         if shape.hopper and shape.for_int4_alone and all(how.format == "int4" for how in stored):
             return int4_alone(shape, shape.hopper, stored)
@@ -240,7 +242,8 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
             rows = 0
     if rows and shape.hopper and shape.for_int4_tiles and all(how.format == "int4" for how in stored):
         return int4_tiled(shape, shape.hopper, stored)
-    if rows >= 64 and shape.hopper and shape.for_int4_grouped and all(how.format == "int4" for how in stored):
+    many = shape.mean > MOST_INT4_MEAN
+    if many and shape.hopper and shape.for_int4_grouped and all(how.format == "int4" for how in stored):
         return int4_grouped(shape, shape.hopper, stored)
     if rows and shape.rounds and shape.hopper and shape.for_rounded and all(map(in_whole_blocks, stored)):
         return rounded(shape, shape.hopper, stored)
@@ -305,7 +308,7 @@ def int4_tiled(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, 
 
 def int4_grouped(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
     """Tiles of 64 or 128 pairs for Hopper's kernels for many tokens with INT4 weights (`int4_grouped`); a program for
-    each multiprocessor, as in `grouped`. Stages are as many as find room. Not compared with others on a GPU yet."""
+    each multiprocessor, as in `grouped`. Stages are as many as find room."""
     if not shape.for_int4_grouped or any(how.format != "int4" for how in stored):
         raise ValueError(
             f"many tokens' INT4 weights take bf16 and features in multiples of {INT4_FEATURES}, in one sum: {shape}"
@@ -395,11 +398,12 @@ class Workspace:
 def _parts(shape: ExpertsShape, tiling: ExpertTiling) -> list[tuple[torch.dtype, int]]:
     """(dtype, bytes) of the parts of a workspace, each padded to 256 bytes.
 
-    How weights are stored decides whether few tokens have tiles, and how low ones, and must not change the size: it is
-    that of the lowest, or of such as the most tokens get.
+    How weights are stored decides whether few tokens have tiles, and how tall ones, and must not change the size: it is
+    that of the lowest.
     """
     act = (shape.dtype, shape.pairs * shape.intermediate * shape.dtype.itemsize)
-    tiles = replace(tiling, rows=2 if tiling.rows <= 16 else tiling.rows).tiles(shape)
+    lowest = tiling.rows if shape.groups or shape.mean >= FEWEST_OF_64 else min(INT4_PAIRS)
+    tiles = replace(tiling, rows=lowest).tiles(shape)
     sizes = [
         (torch.int32, 4 * shape.pairs),
         (torch.int32, 16 * (tiles + 1)),

@@ -26,7 +26,7 @@ MOST_FP8: Final = 8
 """Most tokens of the way of few in a model with FP8 weights: its kernels' tiles have 8 columns, and with more tokens
 the way of many is faster (`bench/decode_step.py --shape v3-slice`)."""
 
-MOST_INT4: Final = 8
+MOST_WITH_INT4: Final = 8
 """Most tokens of the way of few in a model with INT4 experts: of 16 the way of many is no slower
 (`bench/decode_step.py --shape k2-slice`)."""
 
@@ -119,4 +119,4 @@ class Ways:
         )
         stored = self._formats
         alone = stored.experts == {Format.INT4_GROUPS} and Format.INT4_GROUPS not in stored.others
-        return tokens <= MOST_INT4 and alone and moe.takes_pending(shape)
+        return tokens <= MOST_WITH_INT4 and alone and moe.takes_pending(shape)

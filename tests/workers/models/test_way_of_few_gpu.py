@@ -20,7 +20,7 @@ from workers.models.batch import Batch
 from workers.models.choices import Recorded, Taken
 from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.model import Model
-from workers.models.ways import MOST_INT4, Ways
+from workers.models.ways import MOST_WITH_INT4, Ways
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +76,7 @@ def never(self: Ways, batch: Batch, dtype: torch.dtype, device: torch.device) ->
 def test_the_way_agrees_with_that_of_many(
     rows: list[int], width: int, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if len(rows) * width > (MOST_INT4 if overrides is INT4 else MOST_STREAMED):
+    if len(rows) * width > (MOST_WITH_INT4 if overrides is INT4 else MOST_STREAMED):
         pytest.skip("not of few tokens")
     lengths = [max(length, width) if length else 0 for length in rows]
     model = random_model(
