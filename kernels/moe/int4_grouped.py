@@ -51,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.linear.hopper import TILED
-from kernels.matrix import GROUP, GroupScaled
+from kernels.matrix import GroupScaled
 from kernels.moe.hopper import announce, announcement, claim, report_full, store_rows, work_item
 
 STEP = gl.constexpr(128)
@@ -68,7 +68,6 @@ WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidt
 SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2))
 FETCHED = gl.constexpr(8)
 """Scales of a row that come at a time: 16 bytes."""
-_GROUP = gl.constexpr(GROUP)
 
 _TO_BF16 = gl.constexpr(
     """
@@ -130,15 +129,6 @@ def words_layout():
     registers = [[0, 1], [0, 2], [8, 0], [0, 16]]
     return gl.DistributedLinearLayout(
         registers, [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32]
-    )
-
-
-@gluon.constexpr_function
-def scales_layout():
-    """Layout of their scales [64, 8], as a thread needs them of the first four: of two rows two, those of its numbers,
-    and as many of the others."""
-    return gl.DistributedLinearLayout(
-        [[8, 0], [0, 2], [0, 4]], [[0, 0], [0, 1], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
     )
 
 
@@ -387,7 +377,7 @@ def multiply(
     sorted_pair, out, x_s, x_halves, w_s, s_s, work_s, full, empty, announced, turns,
     WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying partition: the first two chunks of every block's weight rows, or the others."""
+    """A multiplying partition: the first chunk of weight rows of either block, or the second."""
     words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     step = 0
     turn = 0

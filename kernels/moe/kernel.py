@@ -324,8 +324,8 @@ def combine_pending(
     DEPENDENT: tl.constexpr,
 ):
     """sum[token] = before[token], if ADD, + its pairs' partial results times their weights, in their order, in fp32.
-    PENDING: before = sum, out = sum * norm_weight, and sums of its squares by pieces (`kernels.pending_norm`);
-    otherwise out = sum. Grid: tokens, blocks of features.
+    PENDING, for which there is something before: before = sum, out = sum * norm_weight, and sums of its squares by
+    pieces (`kernels.pending_norm`); otherwise out = sum. Grid: tokens, blocks of features.
 
     What stands before and ids are read before the wait, as in `combine_norm`."""
     PIECES: tl.constexpr = FEATURES // _PIECE

@@ -71,6 +71,7 @@ class PendingExperts:
             raise ValueError(f"no kernel for experts behind a pending norm takes {shape}")
         tiling = schedule.tiling(shape, (stored(gate_up_XFE), stored(down_XEI)))
         scratch = Workspace.over(empty(Workspace.bytes(shape, tiling), dtype=torch.uint8), shape, tiling)
+        # Its sort and its sizes alone are used: what it calls its output is nobody's.
         tensors = (x.x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, x.x_TE)
         launches = ExpertLaunches(*tensors, scratch, shape, tiling, dependent)
         return PendingExperts(x, id_TK, weight_TK, gate_up_XFE, down_XEI, launches)
@@ -86,8 +87,10 @@ class PendingExperts:
         """before (fp32) += sum over k of weight * expert(norm(x)), and `out` = its pending norm of weight `norm_E`; or,
         for a tensor, `out` = that sum, which may be without anything before, rounded once.
 
-        `settled`: of the launches since `sort` one at least, also where that launches nothing, has let its successor
-        start only when all before it had ended (`kernels.linear.gated_linear`, not early)."""
+        `settled`: of the launches since `sort`, also where that launches nothing, one at least lets its successor start
+        after its own wait only (`kernels.linear.gated_linear`, not early)."""
+        if isinstance(out, PendingNorm) and before_TE is None:
+            raise ValueError("a pending norm is of a sum onto what was before")
         if self.launches is None:
             sum_TE = torch.empty_like(self.x.x_TE, dtype=torch.float32)
             x_TE = pending_norm.normed(self.x)
@@ -95,7 +98,7 @@ class PendingExperts:
             if before_TE is not None:
                 sum_TE += before_TE
             if isinstance(out, PendingNorm):
-                assert before_TE is not None
+                assert before_TE is not None  # as was checked
                 pending_norm.write(before_TE.copy_(sum_TE), norm_E, out)
             else:
                 out.copy_(sum_TE)

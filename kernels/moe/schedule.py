@@ -36,7 +36,7 @@ MOST_INT4_MEAN: Final = 7
 """Tokens that an expert may have on average there: of more, too many have several tiles, each of which reads its
 weights. On one H200 an average of 5 of Kimi K2 took 2.6 ms; one of 8 took 3.8, in tiles of 64 pairs 3.5."""
 FEWEST_OF_64: Final = 12
-"""Tokens that an expert has on average, at least, in tiles of 64 pairs; fewer have tiles of 16, or Hopper's own."""
+"""Tokens that an expert has on average, at least, in Triton's tiles of 64 pairs; fewer have tiles of 16."""
 MOST_OF_64: Final = 56
 """Tokens that an expert may have on average in tiles of 64 pairs."""
 ROUNDED_BLOCK: Final = 128
@@ -219,9 +219,9 @@ SCALED_IN_GROUPS = (Product(64, 64, 4, 4, tma=True), Product(64, 64, 4, 4, tma=T
 
 def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) -> ExpertTiling:
     """The tiles for a call: as tall as a routed expert's tokens are many on average, so that weights are streamed once.
-    A shared expert, which has all tokens, fills as many tiles as it takes. For the tallest Hopper has its own kernels;
-    whether they take a call or not, its memory is the same. It is the same also however the weights of `gate_up` and of
-    `down` are stored, of which Hopper's own take plain ones alone.
+    A shared expert, which has all tokens, fills as many tiles as it takes. Hopper has kernels of its own for the
+    tallest with plain weights, for FP8 where activations may be rounded, and for INT4. Whether they take a call or not,
+    and however the weights of `gate_up` and of `down` are stored, its memory is the same.
 
     Sums of groups have one tile for every number of tokens, and keep what the order of a sum could round.
     """
@@ -242,7 +242,7 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
             rows = 0
     if rows and shape.hopper and shape.for_int4_tiles and all(how.format == "int4" for how in stored):
         return int4_tiled(shape, shape.hopper, stored)
-    many = shape.mean > MOST_INT4_MEAN
+    many = mean > MOST_INT4_MEAN
     if many and shape.hopper and shape.for_int4_grouped and all(how.format == "int4" for how in stored):
         return int4_grouped(shape, shape.hopper, stored)
     if rows and shape.rounds and shape.hopper and shape.for_rounded and all(map(in_whole_blocks, stored)):

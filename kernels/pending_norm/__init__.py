@@ -13,6 +13,9 @@ from kernels.pending_norm.pieces import PIECE, PendingNorm
 
 __all__ = ["PIECE", "PendingNorm", "add", "enter"]
 
+ENTERED = 512
+"""Features of a program, so that several bring a token's row from memory at once."""
+
 
 def enter(
     source_YE: Tensor,
@@ -68,8 +71,8 @@ def launch_enter(
     tokens, features = residual_TE.shape
     if id_T is not None and not id_T.is_contiguous():
         raise ValueError("ids are contiguous")
-    block = triton.next_power_of_2(features)
-    kernel.enter[(tokens,)](
+    block = min(triton.next_power_of_2(features), ENTERED)
+    kernel.enter[(tokens, triton.cdiv(features, block))](
         source_YE,
         source_YE if id_T is None else id_T,
         residual_TE,
@@ -85,6 +88,6 @@ def launch_enter(
         GATHER=id_T is not None,
         ADD=add,
         DEPENDENT=dependent,
-        num_warps=min(max(block // 512, 1), 8),
+        num_warps=max(block // 256, 1),
         **({"launch_pdl": True} if dependent else {}),
     )

@@ -1,4 +1,4 @@
-"""The residual stream's entry, in Triton: one program per token, which holds the whole row."""
+"""The residual stream's entry, in Triton: programs for some features of a token each."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -31,9 +31,10 @@ def enter(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """residual = or += the token's row (GATHER: of a table); out = residual * norm, sums of squares by pieces."""
+    """residual = or += the token's row (GATHER: of a table); out = residual * norm, sums of squares by pieces. Grid:
+    tokens, blocks of features."""
     token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = e < FEATURES
     w = tl.load(norm + e, mask=inside, other=0.0).to(tl.float32)
     if DEPENDENT:
@@ -49,5 +50,5 @@ def enter(
     tl.store(place, value, mask=inside)
     tl.store(out + token * OUT_STRIDE + e, (value * w).to(out.dtype.element_ty), mask=inside)
     piece = tl.sum(tl.reshape(value * value, [BLOCK // _PIECE, _PIECE]), 1)
-    p = tl.arange(0, BLOCK // _PIECE)
+    p = tl.program_id(1) * (BLOCK // _PIECE) + tl.arange(0, BLOCK // _PIECE)
     tl.store(square + token * PIECES + p, piece, mask=p < PIECES)

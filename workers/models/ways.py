@@ -101,14 +101,16 @@ class Ways:
             0 < batch.layout.tokens <= (MOST_FP8 if Format.FP8_BLOCKS in self._formats else MOST_STREAMED)
             and dtype == torch.bfloat16
             and launches_dependently(device)
-            and (Format.INT4_GROUPS not in self._formats or self._takes_int4(batch.layout.tokens, device))
             and not unsupported(self._config, self._group.size)
+            and (Format.INT4_GROUPS not in self._formats or self._takes_int4(batch.layout.tokens, device))
         )
 
     def _takes_int4(self, tokens: int, device: torch.device) -> bool:
-        """Whether so few tokens take the way of few in a model some of whose matrices are INT4: if those are all its
-        experts, and no others."""
-        config, routing = self._config, self._config.routing
+        """Whether so few tokens take the way of few in a model some of whose matrices are in INT4: if all its experts'
+        are, and no others."""
+        stored, config, routing = self._formats, self._config, self._config.routing
+        if tokens > MOST_WITH_INT4 or stored.experts != {Format.INT4_GROUPS} or Format.INT4_GROUPS in stored.others:
+            return False
         shape = moe.ExpertsShape(
             tokens,
             routing.experts_per_token,
@@ -117,6 +119,4 @@ class Ways:
             config.moe_intermediate_size // self._group.size,
             hopper=moe.hopper_programs(device),
         )
-        stored = self._formats
-        alone = stored.experts == {Format.INT4_GROUPS} and Format.INT4_GROUPS not in stored.others
-        return tokens <= MOST_WITH_INT4 and alone and moe.takes_pending(shape)
+        return moe.takes_pending(shape)

@@ -77,6 +77,11 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
             place = folder / name / "quantised"
             model = load_model(place, group=group, dtype=torch.float32, device=CPU, max_positions=512)
             found[name] = logits(model)
+            if name == "int4":
+                few = pytest.MonkeyPatch()
+                few.setattr(Ways, "takes_few", lambda *_: True)
+                found["int4, few"] = logits(model)
+                few.undo()
         torch.save(found, folder / f"rank{rank}.pt")
     finally:
         group.close()
@@ -90,9 +95,11 @@ def test_ranks_agree_with_the_plain_checkpoint(size: int, tmp_path: Path) -> Non
     for name in CHECKPOINTS:
         _, twin = checkpoints(tmp_path / name, name)
         want[name] = logits(load_model(twin, group=ALONE, dtype=torch.float32, device=CPU, max_positions=512))
+    want["int4, few"] = want["int4"]
     run_ranks(rank_main, size, size, tmp_path)
     for rank in range(size):
         found = torch.load(tmp_path / f"rank{rank}.pt")
+        assert found.keys() == want.keys()
         for name, parts in want.items():
             assert all(near(ours, theirs) for ours, theirs in zip(found[name], parts, strict=True)), name
 

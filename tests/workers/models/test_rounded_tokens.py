@@ -20,7 +20,7 @@ from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import FEWEST_ROUNDED, DecodeTokens, ManyTokens
 from workers.models.ways import Ways
 from workers.parallel.group import TensorParallel
-from workers.weights.weight import Format, Weight
+from workers.weights.weight import Format, Formats, Weight
 
 TOKENS = 64
 
@@ -139,7 +139,9 @@ def ways(
     monkeypatch: pytest.MonkeyPatch, *, invariant: bool = False, rounds: bool = True, form: Format = Format.FP8_BLOCKS
 ) -> Ways:
     monkeypatch.setattr(choice, "is_hopper", lambda device: device.type == "cuda")
-    return Ways(parse_config(V2_LITE_HEADS), TensorParallel(), {form}, invariant=invariant, rounds=rounds)
+    return Ways(
+        parse_config(V2_LITE_HEADS), TensorParallel(), Formats(others={form}), invariant=invariant, rounds=rounds
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_everything(monkeypatch)
 
 
-INT4 = {"hidden_size": 256, "moe_intermediate_size": 256, "n_shared_experts": 1}
+INT4 = {"hidden_size": 256, "moe_intermediate_size": 256}
 
 
-def check(lengths: list[int], width: int, heads: int = 2, int4: bool = False, **how: Any) -> list[str]:
-    small = SMALL | {"num_attention_heads": heads} | (INT4 if int4 else {})
+def check(lengths: list[int], width: int, heads: int = 2, int4: bool = False, shared: int = 1, **how: Any) -> list[str]:
+    small = SMALL | {"num_attention_heads": heads} | (INT4 | {"n_shared_experts": shared} if int4 else {})
     model, wide = (random_model(small, dtype, CPU, int4_experts=int4) for dtype in (torch.bfloat16, torch.float32))
     token_T, batch, cache = decode_step(model, lengths, width)
     _, _, wide_cache = decode_step(wide, lengths, width)
@@ -47,12 +47,14 @@ def test_a_pass_is_right_and_in_order(lengths: list[int], heads: int, merging: i
     assert len(check(lengths, 1, heads)) == 1 + 2 + (4 + merging + 2) + (4 + merging + 4)
 
 
+@pytest.mark.parametrize("shared", [0, 1])
 @pytest.mark.parametrize("lengths", [[70], [70, 0, 3]])
-def test_experts_in_int4(lengths: list[int]) -> None:
+def test_experts_in_int4(lengths: list[int], shared: int) -> None:
     """Behind attention the router, the choice, of several tokens their order, the shared experts, the others."""
-    launches = check(lengths, 1, int4=True)
+    launches = check(lengths, 1, int4=True, shared=shared)
     sorts = ["sort_few"] if len(lengths) > 1 else []
-    routed = ["route", *sorts, "stream_gate_up", "stream_linear", "product", "product", "combine_pending"]
+    own = ["stream_gate_up", "stream_linear"] if shared else []
+    routed = ["route", *sorts, *own, "product", "product", "combine_pending"]
     assert launches[-2 - len(routed) : -1] == ["router", *routed]
 
 
