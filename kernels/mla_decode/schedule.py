@@ -52,9 +52,9 @@ whose tiles less: the longer rows are, the fewer suffice. With 16 heads, attenti
 4 x 1,024 tokens 7.2 us in narrow blocks and 8.8 so, at 8 x 4,096 20.3 and 22.4, at 4 x 16,384 27.8 and 22.3, at
 16 x 16,384 93.7 and 64.5; one row at 16,384 12.2 and 13.0 (`python bench/mla_decode.py --cache fp8`). Who has entries
 in FP8 has long rows."""
-MOST_FP8_VECTORS = 64
+MOST_FP8_VECTORS = 48
 """Query vectors of a row up to which `attend_fp8` is taken, and not `attend_wide_fp8`. With 64 they took on an H200 at
-64 x 16,384 tokens 470 and 454 us, at 1 x 65,536 tokens 47 and 62; with 128 the first takes 943 and 770."""
+64 x 16,384 tokens 474 and 435 us, at 1 x 4,096 tokens 16.1 and 12.6; with 32 at the first 246 and 433."""
 FP8_RINGS = {16: 4, 32: 4}
 """Query vectors that a program of `attend_fp8` holds, and the tiles that fit into shared memory beside them."""
 FP8_AHEAD = 2

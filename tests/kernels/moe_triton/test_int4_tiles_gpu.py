@@ -45,7 +45,7 @@ def test_eager(sizes: dict[str, Any], tokens: int, more: dict[str, Any]) -> None
     case.check()
 
 
-@pytest.mark.parametrize("tokens", [20, 128])
+@pytest.mark.parametrize("tokens", [20, 112])
 def test_experts_of_several_tiles(tokens: int) -> None:
     case = make(tokens, SMALL, skewed=True)
     case.run(tiled(case), dependent=True)
