@@ -36,6 +36,7 @@ from shapes import BANDWIDTH, SHAPES, Case, Tokens, choices, model_of, target_wo
 from timeline import timeline
 from timing import captured, milliseconds
 
+from kernels.matrix import GROUP
 from workers.memory.scratch import Scratch
 from workers.models.ways import Ways
 
@@ -109,6 +110,8 @@ def by_kernel(case: Case, experts: float) -> None:
         if name.startswith(("stream_", "fp8_")) or name == "ring_linear":
             rows, features = options["SIZE"]
             name += f" {'2x' * name.endswith('gate_up')}{rows}x{features}"
+        if is_int4(launch):
+            name += f" {'2x' * options['GATE']}{options['FEATURES']}x{options['K']}"
         groups.setdefault(name, []).append(launch)
     print(f"  {'kernel alone':34}{'launches':>9}{'us each':>9}{'ms':>8}{'share of 4.2 TB/s':>19}")
     total = 0.0
@@ -127,10 +130,19 @@ def by_kernel(case: Case, experts: float) -> None:
     print(f"  {'sum':34}{len(launches):9}{'':9}{total:8.3f}", flush=True)
 
 
+def is_int4(launch: Any) -> bool:
+    """Whether it is one of the products of few tokens with INT4 experts, whose name others have as well."""
+    kernel, _, _, options = launch
+    return kernel.fn.__name__ == "product" and "AHEAD" in options
+
+
 def streamed_bytes(launch: Any, experts: float) -> float:
     """Bytes of weights one launch reads."""
     kernel, grid, _, o = launch
     name = kernel.fn.__name__
+    if is_int4(launch):
+        # Two numbers a byte, and a scale of two bytes for each group.
+        return (2 if o["GATE"] else 1) * o["FEATURES"] * o["K"] * (0.5 + 2 / GROUP) * experts
     products = ("stream_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up", "fp8_whole", "fp8_even")
     known = (*products, "gate_up", "down", "down_short")
     if name not in known or "STREAMS" not in o:

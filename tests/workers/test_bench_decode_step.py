@@ -92,3 +92,14 @@ def test_a_slice_of_k2_has_experts_in_int4(monkeypatch: pytest.MonkeyPatch) -> N
     assert mixture.routing.shared_experts == 0
     case = bench.Case(model, 2, 1, 100, room=8)
     case.step(Scratch(torch.device("cpu"))).run()
+
+
+def test_bytes_of_a_product_with_int4_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of gate and up of one of Kimi K2's experts are what its matrix has."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import decode_step as bench
+
+    from kernels.moe import int4_tiles
+
+    launch = (int4_tiles.product, (1,), (), {"AHEAD": 2, "GATE": True, "FEATURES": 2048, "K": 7168})
+    assert bench.streamed_bytes(launch, 2.5) == 2.5 * 4096 * 7168 * (1 / 2 + 2 / 32)
