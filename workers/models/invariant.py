@@ -17,7 +17,7 @@ from kernels.moe import AddNorm
 from kernels.ordered_sum import ordered_sum
 from workers.memory.scratch import Scratch
 from workers.models.many_tokens import ManyTokens, dependent, plain
-from workers.models.token_wise import Mixture
+from workers.models.token_wise import Gated, Mixture
 from workers.parallel.group import INVARIANT_RANKS, TensorParallel
 from workers.weights.weight import Weight
 
@@ -63,6 +63,10 @@ class InvariantTokens(ManyTokens):
             self._sum(part_TGE, out, scratch)
         self.add_norm(out, norm, out)
 
+    def shared_experts(self, x: Tensor, shared: Gated, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
+        """See `ManyTokens`. They have a sum over ranks of their own, in its order."""
+        self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm, out, scratch)
+
     def experts(
         self,
         x_TE: Tensor,
@@ -72,8 +76,10 @@ class InvariantTokens(ManyTokens):
         norm: AddNorm,
         out_TE: Tensor,
         scratch: Scratch,
+        own_TE: Tensor | None = None,
     ) -> None:
-        """See `ManyTokens`; a group's sum has the token's experts in the order of its choice, the shared ones last."""
+        """See `ManyTokens`, without `own_TE`; a group's sum has the token's experts in the order of its choice, the
+        shared ones last."""
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         groups, (tokens, hidden) = self._groups(down_XEI.shape[2]), x_TE.shape
         step = max(1, PART_BYTES // (id_TK.shape[1] * groups * hidden * 4))

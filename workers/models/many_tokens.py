@@ -35,7 +35,7 @@ from kernels.quantise import GROUP, quantise, silu_mul_quantise
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
-from workers.models.token_wise import Mixture, TokenWise
+from workers.models.token_wise import Gated, Mixture, TokenWise
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Format, Weight
 
@@ -185,10 +185,20 @@ class ManyTokens(TokenWise[Tensor]):
         self, x: Tensor, mixture: Mixture, norm: AddNorm, out: Tensor, scratch: Scratch, live_R: Tensor | None
     ) -> None:
         """See `TokenWise`."""
-        if mixture.shared is not None:  # the norm of the sum so far is written over
-            self.add_gated(x, mixture.shared.gate_up_FE, mixture.shared.down_EI, norm, out, scratch)
+        own_TE = None if mixture.shared is None else self.shared_experts(x, mixture.shared, norm, out, scratch)
         id_TK, weight_TK = self.route(x, mixture, scratch, live_R)
-        self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch)
+        self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch, own_TE)
+
+    def shared_experts(self, x: Tensor, shared: Gated, norm: AddNorm, out: Tensor, scratch: Scratch) -> Tensor | None:
+        """What shared experts that are a network of their own add. With one rank it is in the residual then; with
+        several it is this rank's part, which is summed over ranks together with the other experts'."""
+        if self.group.size == 1:  # the norm of the sum so far is written over
+            self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm, out, scratch)
+            return None
+        own_TE = scratch.empty(*out.shape, dtype=out.dtype)
+        with scratch.scope():
+            self.linear(self.gated(x, shared.gate_up_FE, scratch), shared.down_EI, own_TE, scratch)
+        return own_TE
 
     def route(
         self, x_TE: Tensor, mixture: Mixture, scratch: Scratch, live_R: Tensor | None = None
@@ -244,8 +254,10 @@ class ManyTokens(TokenWise[Tensor]):
         norm: AddNorm,
         out_TE: Tensor,
         scratch: Scratch,
+        own_TE: Tensor | None = None,
     ) -> None:
-        """residual += the weighted sum of a token's experts, summed over ranks; out = rms_norm(residual)."""
+        """residual += the weighted sum of a token's experts and, of several ranks, `own_TE`, summed over ranks; out =
+        rms_norm(residual)."""
         part_TE, workspace = self.group.part(out_TE), None
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         shared = mixture.routing.shared_experts
@@ -268,6 +280,8 @@ class ManyTokens(TokenWise[Tensor]):
             dependent=launches_dependently(x_TE.device),
         )
         if not alone:
+            if own_TE is not None:
+                part_TE += own_TE
             self.group.all_reduce(part_TE, out_TE)
             self.add_norm(out_TE, norm, out_TE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from workers.memory.scratch import Scratch
 from workers.models import many_tokens
 from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import DecodeTokens, ManyTokens
-from workers.models.token_wise import Mixture
+from workers.models.token_wise import Gated, Mixture
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Weight
 
@@ -68,3 +69,43 @@ def test_sums_are_left_in_parts_where_nobody_else_needs_them(
     own = kind(TensorParallel())
     monkeypatch.setattr(own, "group", SimpleNamespace(size=ranks))
     assert own.parts(17, Weight(torch.zeros(2, 2))) == want
+
+
+@pytest.mark.parametrize("way", [ManyTokens, InvariantTokens])
+def test_shared_experts_of_their_own_are_summed_over_ranks_with_the_others(
+    way: type[ManyTokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, but in invariant mode. Two ranks with the same weights add what one does whose results are doubled."""
+    torch.manual_seed(0)
+    sums: list[torch.Tensor] = []
+
+    def doubled(self: TensorParallel, part: torch.Tensor, out: torch.Tensor) -> None:
+        if self.size > 1:
+            sums.append(out)
+            out.copy_(2 * part)
+
+    def added(self: TensorParallel, part: torch.Tensor, parts: torch.Tensor, out: torch.Tensor) -> None:
+        doubled(self, part, out)
+
+    monkeypatch.setattr(TensorParallel, "all_reduce", doubled)
+    monkeypatch.setattr(TensorParallel, "ordered_sum", added)
+    x_TE, norm_E = torch.randn(3, 16), torch.rand(16) + 0.5
+
+    def mixture(factor: float) -> Mixture:
+        random = torch.Generator().manual_seed(1)
+        shapes = ((8, 16), (8, 32, 16), (8, 16, 16), (32, 16), (16, 16))
+        router, gate_up, down, own_gate_up, own_down = (torch.randn(shape, generator=random) for shape in shapes)
+        own = Gated(Weight(own_gate_up), Weight(factor * own_down))
+        routing = replace(parse_config(V2_LITE_HEADS).routing, shared_experts=0)
+        return Mixture(routing, Weight(router), None, Weight(gate_up), Weight(factor * down), own)
+
+    found = []
+    for ranks, factor in ((1, 2.0), (2, 1.0)):
+        norm, out = AddNorm(torch.ones(3, 16), norm_E, 1e-6), torch.empty(3, 16)
+        way(TensorParallel(0, ranks)).add_experts(x_TE, mixture(factor), norm, out, Scratch(x_TE.device), None)
+        found.append((norm.residual_TE, out))
+        if ranks == 2:
+            assert len(sums) == (1 if way is ManyTokens else 2)
+        sums.clear()
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
