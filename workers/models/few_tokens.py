@@ -126,8 +126,7 @@ class FewTokens(TokenWise[PendingNorm]):
             return
         if mixture.shared is not None:  # the norm of the sum so far is written over
             self.add_gated(x, mixture.shared.gate_up_FE, mixture.shared.down_EI, norm, out, scratch)
-        logit_TX = scratch.empty(tokens, routing.experts, dtype=torch.float32)
-        few_experts.router(x, mixture.router_XE.plain, logit_TX, dependent=dependent)
+        logit_TX = self._router(x, mixture, scratch)
         choice = ChosenExperts.empty(tokens, routing.experts, routing.experts_per_token, scratch.empty)
         few_experts.choose(logit_TX, mixture.bias_X, live_R, choice, routing.rule, dependent=dependent)
         if self.choices is not None:
@@ -147,7 +146,8 @@ class FewTokens(TokenWise[PendingNorm]):
         """`add_experts` of a mixture in INT4. The shared experts, which need no choice, stand behind it: so it is there
         before the others' kernels start."""
         dependent, shared = self._dependent, mixture.shared
-        id_TK, weight_TK = self._route(x, mixture, scratch, live_R)
+        logit_TX = self._router(x, mixture, scratch)
+        id_TK, weight_TK = self.chosen(logit_TX, mixture, scratch, live_R, dependent=dependent)
         weights = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         shape = moe.experts_shape(x.x_TE, id_TK, weights[1], shared=mixture.routing.shared_experts)
         experts = moe.PendingExperts.of(x, id_TK, weight_TK, *weights, shape, scratch.empty, dependent=dependent)
@@ -169,27 +169,11 @@ class FewTokens(TokenWise[PendingNorm]):
         experts.add(before_TE, norm.weight_E, part_TE, settled=settled)
         self._reduce(part_TE, sum_TE, norm, out)
 
-    def _route(self, x: PendingNorm, mixture: Mixture, scratch: Scratch, live_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert ids int64 and weights fp32, both [T, K], as the way of many has them."""
-        routing, tokens = mixture.routing, x.x_TE.shape[0]
-        columns, chosen = routing.experts_per_token + routing.shared_experts, routing.experts_per_token
-        logit_TX = scratch.empty(tokens, routing.experts, dtype=torch.float32)
+    def _router(self, x: PendingNorm, mixture: Mixture, scratch: Scratch) -> Tensor:
+        """Router logits in fp32, [T, X]."""
+        logit_TX = scratch.empty(x.x_TE.shape[0], mixture.routing.experts, dtype=torch.float32)
         few_experts.router(x, mixture.router_XE.plain, logit_TX, dependent=self._dependent)
-        id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
-        weight_TK = scratch.empty(tokens, columns, dtype=torch.float32)
-        moe.route(
-            logit_TX,
-            mixture.bias_X,
-            id_TK,
-            weight_TK,
-            routing.rule,
-            shared=routing.shared_experts,
-            live_R=live_R,
-            dependent=self._dependent,
-        )
-        if self.choices is not None:
-            self.choices.settle(id_TK[:, :chosen], weight_TK[:, :chosen])
-        return id_TK, weight_TK
+        return logit_TX
 
     def last(self, normed: PendingNorm, out_TE: Tensor) -> PendingNorm:
         """See `TokenWise`."""

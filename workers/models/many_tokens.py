@@ -203,30 +203,13 @@ class ManyTokens(TokenWise[Tensor]):
     def route(
         self, x_TE: Tensor, mixture: Mixture, scratch: Scratch, live_R: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Expert ids int64 and weights fp32, both [T, K]; the same on every rank. The shared experts come last. Padding
-        has -1 and 0."""
-        routing, tokens = mixture.routing, x_TE.shape[0]
-        columns = routing.experts_per_token + routing.shared_experts
+        """See `chosen`."""
+        early = dependent(x_TE)
         if x_TE.dtype != mixture.router_XE.plain.dtype:
             wide_TE = scratch.empty(*x_TE.shape, dtype=torch.float32)
             x_TE = wide_TE.copy_(x_TE)
         logits = self.router(x_TE, mixture.router_XE, scratch)
-        id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
-        weight_TK = scratch.empty(tokens, columns, dtype=torch.float32)
-        moe.route(
-            logits,
-            mixture.bias_X,
-            id_TK,
-            weight_TK,
-            routing.rule,
-            shared=routing.shared_experts,
-            live_R=live_R,
-            dependent=dependent(x_TE),
-        )
-        if self.choices is not None:
-            chosen = routing.experts_per_token
-            self.choices.settle(id_TK[:, :chosen], weight_TK[:, :chosen])
-        return id_TK, weight_TK
+        return self.chosen(logits, mixture, scratch, live_R, dependent=early)
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
         """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""

@@ -11,6 +11,7 @@ from random_model import V2_LITE_HEADS
 
 import workers.models.attention.decode_rows as decode_rows
 import workers.models.few_tokens as few_tokens
+import workers.models.token_wise as token_wise
 from kernels.few_experts import launch as experts
 from kernels.head_linear import launch as heads
 from kernels.linear import launch as products
@@ -97,15 +98,21 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "normed_linear": normed,
         "linear_to_residual": to_residual,
         "gated_linear": products.stream_gate_up,
-        "moe": SimpleNamespace(
-            route=moe.route, experts_shape=int4_shape, PendingExperts=SimpleNamespace(of=int4_experts)
-        ),
+        "moe": SimpleNamespace(experts_shape=int4_shape, PendingExperts=SimpleNamespace(of=int4_experts)),
         "rms_norm": norms.rms_norm,
         "pending_norm": SimpleNamespace(enter=launch_enter),
         "few_experts": SimpleNamespace(router=experts.router, choose=experts.choose, experts=all_experts),
     }
     for name, function in replaced.items():
         monkeypatch.setattr(few_tokens, name, function)
+    choose = few_tokens.FewTokens.chosen
+
+    def chosen(self: few_tokens.FewTokens, *given: Any, **options: Any) -> Any:
+        with monkeypatch.context() as patch:  # other ways choose as ever
+            patch.setattr(token_wise, "moe", SimpleNamespace(route=moe.route))
+            return choose(self, *given, **options)
+
+    monkeypatch.setattr(few_tokens.FewTokens, "chosen", chosen)
     replaced = {"rope_absorb": heads.rope_absorb, "merge_up": heads.merge_up, "head_linear": head_linear}
     for name, function in replaced.items():
         monkeypatch.setattr(decode_rows, name, in_bf16(function, getattr(decode_rows, name)))
