@@ -8,7 +8,8 @@ Exit status 0 when all passed that the GPUs here are enough for; the last line s
 are found by their marker, `pytest.mark.gpu`; none is listed here. A file sees one GPU, the one with the fewest files;
 if it also has the marker `pytest.mark.gpus` it sees all that this program does. A file waits while the processes of the
 others may take the GPU's memory. Some take more for a moment: a file that found too little runs once more at the end,
-when it is alone. So do files with the marker `pytest.mark.alone`, whose tests measure how fast something happens.
+when it is alone. So do files with the marker `pytest.mark.alone`, whose tests measure how fast something happens, or
+what of a GPU is free.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import time
@@ -19,7 +18,6 @@ from kernels.ahead import Compiled
 from tests.captured import same_bits
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.graphs.capture import GraphRunner, Warmed
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.proof.endings import prove_endings
 from workers.proof.segments import SegmentProof
@@ -150,55 +148,6 @@ def test_a_pool_of_two_pages_is_enough_for_a_capture(width: int) -> None:
     reports += SegmentProof(parts).run(graphs.stages()) + prove_endings(parts, graphs.endings())
     assert [(str(r), r.problems) for r in reports if not r.passed] == []
     assert all(layer[[0, 1, 4, 5]].isnan().all() for layer in around)
-
-
-def test_a_capture_takes_no_more_memory_than_was_reserved_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a start keeps from the cache for its graphs, before it knows how large the cache is, covers what they take
-    of the device: torch's tensors, and the driver's share. What torch's allocator has and does not use is left out: it
-    is a matter of 20 MiB a buffer, which is much only for a model as small as this one.
-
-    The driver's share is measured on the whole device, so other processes that take memory there meanwhile are measured
-    too, and so is what threads of former engines let go only then: in either case it is tried again, with the former
-    graphs still alive."""
-    warm_up, capture = Runner.warm_up, Runner.capture
-    reserved: list[Warmed] = []
-    taken: list[int] = []
-    tensors: list[int] = []
-
-    def reserve(self: Runner) -> Warmed:
-        reserved.append(warm_up(self))
-        return reserved[-1]
-
-    def in_use() -> tuple[int, int]:
-        """Bytes of the device without what torch's allocator has but does not use, and of torch's tensors."""
-        gc.collect()  # former engines
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        allocated = torch.cuda.memory_allocated()
-        return total - free - (torch.cuda.memory_reserved() - allocated), allocated
-
-    def measured(self: Runner, *rest: Any) -> GraphRunner:
-        warm_up(self)  # layers still hold a little of the trial run's memory, which a pass of this one's replaces
-        device, allocated = in_use()
-        graphs = capture(self, *rest)
-        device_after, allocated_after = in_use()
-        taken.append(device_after - device)
-        tensors.append(allocated_after - allocated)
-        return graphs
-
-    monkeypatch.setattr(Runner, "warm_up", reserve)
-    monkeypatch.setattr(Runner, "capture", measured)
-    runs: list[InlineEngine] = []
-    for _ in range(4):
-        runs.append(engine("cuda", max_rows=32, token_budget=512, dtype="bfloat16", graphs=True))
-        if taken[-1] <= reserved[-1].bytes and tensors[-1] >= reserved[-1].scratch + reserved[-1].inner:
-            break
-    graphs, warmed = runs[-1].runner.graphs, reserved[-1]
-    assert graphs is not None
-    assert graphs.count == warmed.graphs
-    assert tensors[-1] >= warmed.scratch + warmed.inner, (tensors, reserved)
-    assert taken[-1] <= warmed.bytes, (taken, reserved)
 
 
 @pytest.mark.parametrize("width", [1, 3])
