@@ -283,8 +283,10 @@ class Case:
         self.state.tensors.length_S[: self.rows] = self.context - self.width
 
     def step(self, scratch: Scratch) -> DecodeStep:
-        """The step of all rows."""
-        key = BatchLayout(self.width, self.rows).graph_key(self.rows, self.width - 1)
+        """The step of all rows, as a replica runs it."""
+        layout, short = BatchLayout(self.width, self.rows), self.state.pages_per_row <= self.parts.dense_pages
+        key = self.parts.ladder(self.rows).key(layout, self.width - 1, dense=short)
+        assert key is not None
         step = DecodeStep(self.parts, key, scratch)
         step.slot_R.copy_(torch.arange(self.rows))
         return step

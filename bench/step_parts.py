@@ -73,7 +73,7 @@ class Only:
         """Where a mixed step runs."""
         return self._stage
 
-    def captured(self, plan: StepPlan) -> CapturedStep | None:
+    def captured(self, plan: StepPlan, *, dense: bool) -> CapturedStep | None:
         """The decode step, its slots filled in."""
         if self._step is not None:
             slot_R = torch.tensor(plan.decode_slots, dtype=torch.int64)

@@ -31,7 +31,7 @@ def index_rope(
     rounded to INT8, which leaves `q_TJI` as it was.
 
     - `q_TJI`: output of a projection, in the model's dtype; a token's queries are contiguous. Features (2i, 2i + 1) are
-      one pair that turns by the token's i-th angle (Su et al., RoFormer, 2021).
+      one pair that turns by the token's i-th angle (Su et al., RoFormer, 2021). Without heads keys alone are made.
     - `both_TX`: fp32, outputs of two projections: first a token's key, then the weights of its heads.
     - `norm_I`, `bias_I`: of the LayerNorm (Ba et al., 2016), fp32.
     - `rotation_TO`: fp32, (cos, sin) of the i-th angle of each token at (2i, 2i + 1).

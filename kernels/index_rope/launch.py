@@ -35,7 +35,7 @@ def index_rope(
     if not tokens:
         return
     block, rope = triton.next_power_of_2(features), rotation_TO.shape[1]
-    group = min(_GROUP, triton.next_power_of_2(heads))
+    group = min(_GROUP, triton.next_power_of_2(heads or _GROUP))
     # Features that are not roped are read where all are rounded alone.
     width = rope if code_TJI is None else features
     kernel.index_rope[(tokens, 1 + triton.cdiv(heads, group))](

@@ -45,4 +45,4 @@ def _rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor) -> Tensor:
-    return torch.view_as_complex(x.contiguous().view(*x.shape[:-1], -1, 2))
+    return torch.view_as_complex(x.contiguous().view(*x.shape[:-1], x.shape[-1] // 2, 2))

@@ -25,7 +25,7 @@ from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import BatchLayout, GraphKey, SamplingParams, StepPlan
 from workers.step.decode import DecodeStep
-from workers.step.ladder import Ladder, TokenLadder
+from workers.step.ladder import TokenLadder
 from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Stage
 
@@ -66,19 +66,16 @@ class StandInGraphs:
 
     @torch.inference_mode()
     def __init__(self, parts: StepParts, token_budget: int, stats: GraphStats) -> None:
-        self.ladder, self.token_ladder = (
-            Ladder(parts.state.slots, parts.width, parts.adaptive),
-            TokenLadder(token_budget),
-        )
+        self.ladder, self.token_ladder = parts.ladder(parts.state.slots), TokenLadder(token_budget)
         self._parts, self._stats = parts, stats
         self._steps: dict[GraphKey, DecodeStep] = {}
         for key in self.ladder:
             self._steps[key] = DecodeStep(parts, key, Scratch(parts.device))
             self._steps[key].run()
 
-    def captured(self, plan: StepPlan) -> StandIn | None:
+    def captured(self, plan: StepPlan, *, dense: bool = False) -> StandIn | None:
         """As there."""
-        key = self.ladder.key(plan.layout, plan.drafts)
+        key = self.ladder.key(plan.layout, plan.drafts, dense=dense)
         if key is None:
             self._stats.eager[f"width {plan.width}, {plan.drafts} drafts"] += 1
             return None

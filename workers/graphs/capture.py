@@ -20,7 +20,7 @@ from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, TokenKey
 from workers.step.decode import DecodeStep
-from workers.step.ladder import Ladder, TokenLadder
+from workers.step.ladder import TokenLadder
 from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Stage
 
@@ -125,11 +125,11 @@ def compile_steps(
     if not ahead.possible():
         return Compiled()
     few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
-    model, keys = few.model, list(Ladder(max_rows, parts.width, parts.adaptive))
+    model, keys = few.model, list(parts.ladder(max_rows))
     with compile_ahead(parts.device, threads, Share(parts.group.rank, parts.group.size)) as compiled:
         for key in keys:
             DecodeStep(few, key, scratch).run()
-        for key in Ladder(max_rows, parts.width, parts.adaptive).halves():
+        for key in parts.ladder(max_rows).halves():
             DecodeStep(few, key, scratch).run(lambda: masks)
         rehearse(Stage(few, token_budget, scratch, scratch.another()), masks)
         if proof and model.ways.rounds(token_budget, model.norm_E.dtype, parts.device):
@@ -145,12 +145,12 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int, masks: TokenMask
     """Launch for real what steps of all shapes launch, and measure how much memory they need. The rows are padding, so
     that only the null page is touched and no state changes."""
     device, few = parts.device, _shallow(parts)
-    keys = list(Ladder(max_rows, parts.width, parts.adaptive))
+    keys = list(parts.ladder(max_rows))
     scratch, inner = Scratch(device), Scratch(device)
     # All share scratch memory. Fewer tokens may need more: of some numbers of them products are left in parts.
     for key in keys:
         DecodeStep(few, key, scratch).run()
-    for key in Ladder(max_rows, parts.width, parts.adaptive).halves():
+    for key in parts.ladder(max_rows).halves():
         DecodeStep(few, key, scratch).run(lambda: masks)
     rehearse(Stage(few, token_budget, scratch, inner), masks)
     return Warmed(scratch.peak, inner.peak, count_graphs(parts, max_rows, token_budget))
@@ -160,7 +160,7 @@ def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:
     """How many graphs a capture will make."""
     ladder = TokenLadder(token_budget)
     segments = sum(map(len, parts.passes)) - 1  # the last one's are the endings
-    rows = Ladder(max_rows, parts.width, parts.adaptive)
+    rows = parts.ladder(max_rows)
     halves = len(list(rows.halves())) + len(rows.first_halves())
     steps, endings = len(list(rows)) + halves, len(list(ladder.endings(parts.most_ended(max_rows))))
     return steps + segments * len(list(ladder)) + endings
@@ -185,7 +185,7 @@ class GraphRunner:
     ) -> None:
         """Captures every key of both ladders, largest first. What happens is counted in `stats`. `masks`: where those
         of rows with a grammar will be, on ranks that sample."""
-        self.ladder = Ladder(max_rows, parts.width, parts.adaptive)
+        self.ladder = parts.ladder(max_rows)
         self.token_ladder = TokenLadder(token_budget)
         self.stats = stats
         self._parts = parts
@@ -239,10 +239,10 @@ class GraphRunner:
         self.stats.padded_tokens += key.tokens - layout.tokens
         return self._stages[key]
 
-    def captured(self, plan: StepPlan) -> CapturedStep | None:
+    def captured(self, plan: StepPlan, *, dense: bool = False) -> CapturedStep | None:
         """The graph for a plan of decode rows alone, its slots filled in; None, with the reason counted, when there is
-        none."""
-        key = self.ladder.key(plan.layout, plan.drafts)
+        none. `dense`: see `Ladder.key`."""
+        key = self.ladder.key(plan.layout, plan.drafts, dense=dense)
         if key is None:
             self.stats.eager[f"width {plan.width}, {plan.drafts} drafts"] += 1
             return None

@@ -80,6 +80,9 @@ class Batch:
     """int32: where a pass of sparse attention leaves what its last indexer has selected; None: nobody wants it."""
     given_TS: torch.Tensor | None = None
     """int32: what its tokens attend to; None: indexers select."""
+    dense: bool = False
+    """Whether decode rows alone, none of which has more entries than sparse attention selects, attend to them densely:
+    they would attend to all of them."""
     astray_1: torch.Tensor | None = None
     """See `PagedCache`."""
     selection: Selection | None = None

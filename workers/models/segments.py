@@ -161,8 +161,8 @@ class Segments:
         live_R = batch.decode.length_R if batch.decode is not None and batch.prefill is None else None
         with scratch.scope():
             flow = self.flow(token_T.shape[0], scratch, way)
-            if batch.given_TS is not None:  # nothing is to be scored
-                flow = replace(flow, projected=replace(flow.projected, indexed=None))
+            if batch.given_TS is not None or batch.dense:
+                flow = replace(flow, projected=flow.projected.unscored(keys=batch.dense))
             tensors = PassTensors(token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow, taps)
             self.run_pass(tensors, batch, cache, scratch)
         return out_TE

@@ -176,11 +176,13 @@ class SelfTest:
     def _rows(self, key: GraphKey, free: Sequence[int]) -> list[Row]:
         """As many live rows as slots and pages allow, one short of the bucket at times, with random lengths: short
         ones, those around a page's end, and long ones. Where attention is sparse the first is so long that it does
-        not attend to everything."""
+        not attend to everything, unless the step's is dense: there all rows are as short as that asks for."""
         state, width, number = self._parts.state, self._parts.width, self._ground.number
         overshoot = 2 * width
         slots = self._ground.order(state.slots)
         longest = min(state.pages_per_row * PAGE_TOKENS, self._parts.model.max_positions) - overshoot
+        if key.dense:
+            longest = min(longest, self._parts.dense_pages * PAGE_TOKENS - overshoot)
         most = min(self._most_pages * PAGE_TOKENS - overshoot, longest)
         rows: list[Row] = []
         used = 0
@@ -188,7 +190,7 @@ class SelfTest:
             kind = number(0, 3)
             length = (1, 1 + number(0, 5), PAGE_TOKENS - number(0, width), number(1, most))[kind]
             length = max(1, min(length, most))
-            beyond = 0 if rows else self._ground.beyond_selection(longest)
+            beyond = 0 if rows or key.dense else self._ground.beyond_selection(longest)
             if beyond and pages_for(beyond + overshoot) <= len(free):
                 length = beyond
             need = pages_for(length + overshoot)
@@ -207,7 +209,9 @@ class SelfTest:
         problems: list[str] = []
         try:
             scene, eager, error, problems = self._eager(candidate)
-            step_seconds = _seconds(candidate, scene) if candidate.masks is None else 0.0
+            # A step's time is that of any rows.
+            timed = candidate.masks is None and not key.dense
+            step_seconds = _seconds(candidate, scene) if timed else 0.0
             replay = scene.outcome(candidate.replay())
             problems += scene.problems(eager, replay)
             rows = len(scene.rows)
@@ -216,7 +220,7 @@ class SelfTest:
             # A CPU notices what would read or write anywhere on a GPU.
             problems.append(f"indexed out of bounds: {oops}")
         return BucketReport(
-            kind="decode" if candidate.masks is None else "masked",
+            kind="dense" if key.dense else "decode" if candidate.masks is None else "masked",
             bucket=f"{key.rows} x {key.width}",
             seconds=time.perf_counter() - begin,
             problems=tuple(dict.fromkeys(problems)),
@@ -246,7 +250,7 @@ class SelfTest:
             scene.restore()
             with ways.nothing_rounded():
                 exact_NV, recorded = self._unrounded(scene, candidate, eager.logits_NV, recorded)
-                error, agreed = self._distance_from_prefill(scene, step.key.width, exact_NV, recorded)
+                error, agreed = self._distance_from_prefill(scene, step.key, exact_NV, recorded)
             scene.restore()
             least, most_agreed = min(least, error), max(most_agreed, agreed)
             if error <= bound and agreed >= AGREED:
@@ -284,11 +288,11 @@ class SelfTest:
             scene.restore()
 
     def _distance_from_prefill(
-        self, scene: Scene, width: int, got_NV: Tensor, recorded: Recorded
+        self, scene: Scene, key: GraphKey, got_NV: Tensor, recorded: Recorded
     ) -> tuple[float, float]:
         """Relative error of a step's logits from those of the same tokens fed as prefill chunks, which take its
         experts: the median over rows, of the worst position. And in how many of the choices both agree."""
-        parts, own = self._parts, len(scene.rows)
+        parts, own, width = self._parts, len(scene.rows), key.width
         repeats = -(-LEAST_PREFILLED // (own * width))
         state, slot_R, rows = parts.state.tensors, scene.slot_R.repeat(repeats), [*scene.rows] * repeats
         token_RW = torch.cat([state.last_S[slot_R].unsqueeze(1), state.draft_SK[slot_R, : width - 1]], dim=1)
@@ -304,7 +308,7 @@ class SelfTest:
             decode=None,
             prefill=PrefillBatch(tuple(row.start for row in rows), counts, state.page_SP[slot_R]),
         )
-        taken = Taken(recorded, mixtures(parts), own * width, selecting(parts))
+        taken = Taken(recorded, mixtures(parts), own * width, 0 if key.dense else selecting(parts))
         with nothing_repeated(), parts.model.ways.choosing(taken):
             want_NV = parts.model.logits(parts.model.forward(token_T, batch, parts.cache)[: own * width])
         error_N = (got_NV[: own * width] - want_NV).norm(dim=-1) / want_NV.norm(dim=-1)

@@ -17,7 +17,6 @@ from workers.proof.masks import RandomMasks
 from workers.proof.segments import SegmentProof
 from workers.protocol.report import BucketReport, SelfTestReport
 from workers.step.decode import DecodeStep
-from workers.step.ladder import Ladder
 from workers.step.masks import StepMasks
 from workers.step.parts import StepParts
 
@@ -42,7 +41,7 @@ def prove(
         ]
     else:
         eager = "no CUDA graphs on this device" if parts.device.type == "cpu" else "CUDA graphs are switched off"
-        ladder = list(Ladder(parts.state.slots, parts.width, parts.adaptive))
+        ladder = list(parts.ladder(parts.state.slots))
         keys = ladder if every_bucket else list(dict.fromkeys([ladder[0], ladder[len(ladder) // 2], ladder[-1]]))
         left_out = len(ladder) - len(keys)
         scratch = Scratch(parts.device)

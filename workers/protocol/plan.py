@@ -175,6 +175,8 @@ class GraphKey(NamedTuple):
     rows: int
     width: int
     drafts: int
+    dense: bool = False
+    """Attention that is sparse elsewhere is dense: no row has more entries than it would select."""
 
 
 class TokenKey(NamedTuple):
@@ -302,11 +304,11 @@ class BatchLayout:
         next(ends)
         return (end - 1 for end, final in zip(ends, self.prefill_final, strict=True) if final)
 
-    def graph_key(self, rows_bucket: int, drafts: int) -> GraphKey:
+    def graph_key(self, rows_bucket: int, drafts: int, *, dense: bool = False) -> GraphKey:
         """Key of the captured graph that serves this layout's decode rows padded to `rows_bucket`."""
         if rows_bucket < self.decode_rows:
             raise ValueError(f"{self.decode_rows} decode rows do not fit a bucket of {rows_bucket}")
-        return GraphKey(rows_bucket, self.width, drafts)
+        return GraphKey(rows_bucket, self.width, drafts, dense)
 
     def token_key(self, tokens_bucket: int) -> TokenKey:
         """Key of the captured segments that serve this layout's tokens padded to `tokens_bucket`."""

@@ -24,7 +24,8 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     """The verdict on one graph, or on one eager step where there are no graphs."""
 
     kind: str
-    """What it is: a `decode` step, a `masked` one in two halves, a `mixed` step, or the `ending` of mixed steps."""
+    """What it is: a `decode` step, a `dense` one of short rows where attention is sparse else, a `masked` one in two
+    halves, a `mixed` step, or the `ending` of mixed steps."""
     bucket: str
     """Its shape, such as `16 x 3`: rows x tokens of a row."""
     seconds: float

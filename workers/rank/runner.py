@@ -237,12 +237,13 @@ class Runner:
         return self._mixed.run(plan, self.graphs.stage(layout), masks)
 
     def _run_decode(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> StepOutput:
+        dense = self.parts.all_short(plan.decode_slots)
         if self.graphs is not None:
             if masks is not None and (halves := self.graphs.halves(plan)) is not None:
                 return halves.replay(masks)
-            if masks is None and (captured := self.graphs.captured(plan)) is not None:
+            if masks is None and (captured := self.graphs.captured(plan, dense=dense)) is not None:
                 return captured.replay()
-        key = plan.layout.graph_key(len(plan.decode_slots), plan.drafts)
+        key = plan.layout.graph_key(len(plan.decode_slots), plan.drafts, dense=dense)
         step = self._decode.get(key)
         if step is None:
             step = self._decode[key] = DecodeStep(self.parts, key, self._scratch)

@@ -32,7 +32,7 @@ class _Rows:
     length_R: torch.Tensor
     page_RP: torch.Tensor
 
-    def batch(self, layout: BatchLayout, first: int) -> Batch:
+    def batch(self, layout: BatchLayout, first: int, *, dense: bool) -> Batch:
         """What the model reads."""
         return Batch(
             layout,
@@ -41,6 +41,7 @@ class _Rows:
             DecodeBatch(self.length_R, self.page_RP),
             None,
             first,
+            dense=dense,
         )
 
 
@@ -89,7 +90,7 @@ class DecodeStep:
         """The first half: what the slots hold is fed, and the target computes hidden states [T, E] and logits [T, V].
         It reads nothing of a mask, so it runs while masks are filled."""
         parts, scratch, fed = self.parts, self._scratch, self._feed()
-        batch = fed.batch(self.layout, first=0)
+        batch = fed.batch(self.layout, first=0, dense=self.key.dense)
         tapped_TF = parts.tapped(self.layout.tokens, scratch)
         hidden_TE = parts.model.forward(fed.token_RW.flatten(), batch, parts.cache, scratch, tapped_TF)
         source_TF = hidden_TE if tapped_TF is None else tapped_TF
@@ -116,10 +117,16 @@ class DecodeStep:
             # Behind the accepted tokens the target's are any valid ids: those queries' outputs are not read, and their
             # cache entries are rewritten before they are attended to.
             kept_TS = parts.kept(layout.tokens, self.key.drafts, scratch)
-            batch = replace(fed.batch(layout, first=1), kept_TS=kept_TS)
+            batch = replace(fed.batch(layout, first=1, dense=self._drafts_densely), kept_TS=kept_TS)
             drafted_TE = parts.drafter.catch_up(target_RW.flatten(), passed.source_TF, batch, parts.cache, scratch)
             self._draft(drafted_TE, newest_R, fed, kept_TS)
         return StepOutput(layout, self.decided_N, passed.logits_NV)
+
+    @property
+    def _drafts_densely(self) -> bool:
+        """Whether the drafter's passes are dense, too. Drafts that attend to what was selected for an earlier token see
+        fewer entries than there are."""
+        return self.key.dense and not self.parts.drafter.keeps
 
     def _feed(self) -> _Rows:
         """What the slots' state has the rows feed."""
@@ -191,4 +198,4 @@ class DecodeStep:
         torch.index_select(fed.position_RW.flatten(), 0, newest_R, out=position_R)
         position_R.add_(1)
         rows_R = self.slot_R, position_R, fed.length_R, fed.page_RP
-        parts.draft(hidden_RE, *rows_R, self.key.drafts, scratch, kept_RS)
+        parts.draft(hidden_RE, *rows_R, self.key.drafts, scratch, kept_RS, dense=self._drafts_densely)

@@ -15,6 +15,10 @@ from workers.protocol.plan import BatchLayout, GraphKey, TokenKey
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32)
 """Row buckets up to 32: close together, because small batches are where a padded row costs most."""
 
+MOST_DENSE_ROWS = 16
+"""Largest bucket of rows that also has graphs in which sparse attention is dense: with more rows that saves little, and
+all of them are seldom so short."""
+
 _TOKEN_STEPS = (16, 32, 48, 64, 96, 128)
 """Token buckets up to 128; a few tokens more or less cost nothing there, weights are read all the same."""
 _TOKEN_WASTE = 0.15
@@ -92,6 +96,8 @@ class Ladder:
     """The most tokens a decode row feeds."""
     adaptive: bool = False
     """Whether a step may feed fewer, or each feeds as many."""
+    sparse: bool = False
+    """Whether steps of few short rows have graphs of their own, in which attention is dense."""
 
     def __post_init__(self) -> None:
         if self.max_rows < 1 or self.width < 1:
@@ -110,6 +116,8 @@ class Ladder:
         for rows in reversed(row_buckets(self.max_rows)):
             for width, drafts in self.modes():
                 yield BatchLayout(width, rows).graph_key(rows, drafts)
+                if self._has_dense(rows):
+                    yield BatchLayout(width, rows).graph_key(rows, drafts, dense=True)
 
     def halves(self) -> Iterator[GraphKey]:
         """Every key of a step in two halves, largest first."""
@@ -124,13 +132,18 @@ class Ladder:
             alike.setdefault((key.rows, key.width), []).append(key)
         return list(alike.values())
 
-    def key(self, layout: BatchLayout, drafts: int) -> GraphKey | None:
-        """Key of the graph that serves a step of this layout; None, never a wrong one, when there is none."""
-        return self._key(layout, drafts, row_buckets(self.max_rows))
+    def key(self, layout: BatchLayout, drafts: int, *, dense: bool = False) -> GraphKey | None:
+        """Key of the graph that serves a step of this layout; None, never a wrong one, when there is none. `dense`:
+        whether all rows are so short that attention may be; the graph's is, where there is such a one."""
+        key = self._key(layout, drafts, row_buckets(self.max_rows))
+        return key if key is None else key._replace(dense=dense and self._has_dense(key.rows))
 
     def halves_key(self, layout: BatchLayout, drafts: int) -> GraphKey | None:
         """The same for a step in two halves."""
         return self._key(layout, drafts, halves_buckets(self.max_rows))
+
+    def _has_dense(self, rows: int) -> bool:
+        return self.sparse and rows <= MOST_DENSE_ROWS
 
     def _key(self, layout: BatchLayout, drafts: int, buckets: tuple[int, ...]) -> GraphKey | None:
         if layout.prefill_tokens or not layout.decode_rows or (layout.width, drafts) not in self.modes():

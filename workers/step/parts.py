@@ -5,13 +5,14 @@ Shape legend: R sampled rows, E hidden size, P most pages of a row, S slots, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from kernels import decode_state
 from kernels.decode_state import SlotTensors
+from kernels.page import PAGE_TOKENS
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, DecodeBatch
@@ -20,6 +21,7 @@ from workers.models.model import Model
 from workers.models.segments import Segments
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
+from workers.step.ladder import Ladder
 from workers.step.logprobs import Taken
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
@@ -69,6 +71,21 @@ class StepParts:
         """How many tokens a decode row may feed in a step."""
         return range(1 if self.adaptive else self.width, self.width + 1)
 
+    @property
+    def dense_pages(self) -> int:
+        """Most pages of a row of which sparse attention selects every entry: then a decode step may attend to them
+        densely. 0 where attention is dense anyway, and in invariant mode, which has one way alone."""
+        indexing = self.model.config.indexing
+        return 0 if indexing is None or self.model.ways.invariant else indexing.top_k // PAGE_TOKENS
+
+    def all_short(self, slots: Iterable[int]) -> bool:
+        """Whether a decode step of the rows in these slots may attend densely: of none more entries can be cached."""
+        return 0 < self.state.most_granted(slots) <= self.dense_pages
+
+    def ladder(self, max_rows: int) -> Ladder:
+        """The keys of the decode steps of up to so many rows."""
+        return Ladder(max_rows, self.width, self.adaptive, sparse=self.dense_pages > 0)
+
     def tapped(self, tokens: int, scratch: Scratch) -> torch.Tensor | None:
         """Memory for the hidden states that the drafter taps of so many tokens; None where it taps none."""
         drafter = self.model.drafter
@@ -93,15 +110,17 @@ class StepParts:
         drafts: int,
         scratch: Scratch,
         kept_RS: torch.Tensor | None = None,
+        *,
+        dense: bool = False,
     ) -> None:
         """Draft `drafts` tokens for every row into the slots' state.
 
         `hidden_RE`: the drafter's, of the rows' newest tokens, which it has in its cache already, if it has one; their
         lengths in the slots' state are those after them. `position_R`: of the first draft. `length_R` (int32) is
         written, `page_RP` are the rows' page tables. `kept_RS`: what was selected for the newest tokens, where all
-        drafts attend to that.
+        drafts attend to that. `dense`: see `Batch`.
         """
-        rows = _Drafted(self, slot_R, position_R, length_R, page_RP, kept_RS, scratch)
+        rows = _Drafted(self, slot_R, position_R, length_R, page_RP, kept_RS, scratch, dense)
         self.drafter.draft(hidden_RE, rows, drafts, self.cache, scratch)
 
 
@@ -117,6 +136,7 @@ class _Drafted:
     page_RP: torch.Tensor
     kept_RS: torch.Tensor | None
     scratch: Scratch
+    dense: bool
 
     @property
     def state(self) -> SlotTensors:
@@ -147,8 +167,8 @@ class _Drafted:
         state = self.parts.state.tensors
         decode_state.feed_draft(state, self.slot_R, token_R, index, self.position_R, cache_slot_R, self.length_R)
         decode = DecodeBatch(self.length_R, self.page_RP)
-        layout = BatchLayout(1, rows)
-        return Batch(layout, self.position_R, cache_slot_R, decode, None, first=1, given_TS=self.kept_RS)
+        where = BatchLayout(1, rows), self.position_R, cache_slot_R
+        return Batch(*where, decode, None, first=1, given_TS=self.kept_RS, dense=self.dense)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -23,6 +23,8 @@ class SlotState:
     ) -> None:
         """`tokens`: whether the tokens of every row are kept, for a drafter that reads them."""
         self.slots = slots
+        # Of slots whose tables nobody has filled by grants, any number.
+        self._granted = [pages_per_row] * slots
         self.tensors = SlotTensors.allocate(slots, drafts, pages_per_row, device, tokens=tokens)
 
     @property
@@ -35,6 +37,10 @@ class SlotState:
         """Whether the tokens of every row are kept."""
         return self.tensors.token_SX.shape[1] > 0
 
+    def most_granted(self, slots: Iterable[int]) -> int:
+        """The most pages that any of these slots was granted: no row has entries beyond its own."""
+        return max(self._granted[slot] for slot in slots)
+
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Scrub the page-table rows of newly taken slots, so that no former tenant's page can be reached; and take in
         the tokens that newcomers have, where tokens are kept."""
@@ -43,6 +49,7 @@ class SlotState:
             slot_A = on_device([admission.slot for admission in admissions], torch.int64, page_SP.device)
             page_SP.index_fill_(0, slot_A, NULL_PAGE)
         for admission in admissions:
+            self._granted[admission.slot] = 0
             if admission.tokens and self.keeps_tokens:
                 token_X = unpacked(admission.tokens)
                 if page_SP.is_cuda:
@@ -53,6 +60,8 @@ class SlotState:
         """Append granted pages to the page tables."""
         if not grants:
             return
+        for grant in grants:
+            self._granted[grant.slot] = grant.first + len(grant.pages)
         slots = [grant.slot for grant in grants for _ in grant.pages]
         indices = [grant.first + offset for grant in grants for offset in range(len(grant.pages))]
         pages = [page for grant in grants for page in grant.pages]

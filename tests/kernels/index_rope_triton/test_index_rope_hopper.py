@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gate
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("heads", [0, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiles_without_spills(heads: int, dtype: torch.dtype, int8: bool) -> None:
     case = Case(3, heads, 128, 64, dtype)

@@ -73,7 +73,7 @@ class Halves:
         step.slot_R.copy_(torch.tensor([*plan.decode_slots, *[-1] * (key.rows - len(plan.decode_slots))]))
         return self._halves[key]
 
-    def captured(self, plan: StepPlan) -> None:
+    def captured(self, plan: StepPlan, *, dense: bool) -> None:
         return None
 
     def stage(self, layout: BatchLayout) -> Stage:

@@ -102,7 +102,7 @@ class Buckets:
             buffer.fill_(POISON)
         return self.stages[key]
 
-    def captured(self, plan: StepPlan) -> None:
+    def captured(self, plan: StepPlan, *, dense: bool) -> None:
         assert not plan.prefill
 
 

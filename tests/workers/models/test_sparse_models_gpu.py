@@ -135,17 +135,21 @@ def engine(folder: Path, device: str, **settings: Any) -> InlineEngine:
     return InlineEngine(config, torch.device(device))
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("graphs", "top_k"), [(False, 16), (True, 16), (False, 64), (True, 64)])
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
-def test_greedy_tokens_are_those_of_the_cpu(kind: str, graphs: bool, tmp_path: Path) -> None:
-    """Eager, and replayed: every graph has passed the self-test, and none was left out."""
-    folder, greedy = write_tiny(tmp_path, kind, seed=1), SamplingParams(24, temperature=0.0)
+def test_greedy_tokens_are_those_of_the_cpu(kind: str, graphs: bool, top_k: int, tmp_path: Path) -> None:
+    """Eager, and replayed: every graph has passed the self-test, and none was left out. Of 64 entries, a page, all are
+    attended to as long as no row has more."""
+    folder = write_tiny(tmp_path, kind, seed=1, index_topk=top_k)
+    greedy = SamplingParams(24, temperature=0.0)
     expected = engine(folder, "cpu", width=1, selftest=False).generate(PROMPTS, greedy)
     run = engine(folder, "cuda", graphs=graphs, selftest=True)
     assert run.replica.selftest is not None
     assert run.replica.selftest.passed
     assert run.generate(PROMPTS, greedy) == expected
+    assert run.generate(PROMPTS[:2], greedy) == expected[:2]  # short ones alone
     if graphs:
         assert run.runner.graphs is not None
         assert run.runner.graphs.stats.replays > 10
+        assert any(step.step.key.dense for step in run.runner.graphs.all()) is (top_k == 64)
         assert not run.runner.graphs.stats.eager

@@ -2,6 +2,7 @@
 those of torch are dependent, and follow each other on memory that holds poison."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from kernels.linear import launch as products
 from kernels.sparse import attention_launch, launch
 from tests.support.ptx import Unordered, emulated
 from workers.memory.scratch import Scratch
-from workers.models.attention import indexer, sparse_rows, sparse_workspaces
+from workers.models.attention import indexer, short_rows, sparse_rows, sparse_workspaces
 from workers.models.choices import Recorded, Taken
 from workers.models.model import Model
 from workers.parallel.group import TensorParallel
@@ -83,7 +84,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         (launch.select_positions if tensors[-1] is not None else select)(*tensors, dependent=dependent)
 
     monkeypatch.setattr(sparse_rows, "select_positions", selected)
-    for module in (indexer, sparse_rows):
+    kernel(short_rows, "write_index_keys", launch.write_index_keys, 0)
+    for module in (indexer, short_rows, sparse_rows):
         monkeypatch.setattr(module, "launches_dependently", lambda device: True)
 
     def in_memory(heads: Any, device: torch.device) -> bool:
@@ -97,7 +99,8 @@ def models(fp8_cache: bool) -> tuple[Model, Model]:
     return found[0], found[1]
 
 
-def check(lengths: list[int], width: int, fp8_cache: bool = False, **how: Any) -> list[str]:
+def check(lengths: list[int], width: int, fp8_cache: bool = False, *, dense: bool = False, **how: Any) -> list[str]:
+    """`dense`: the pass attends densely. What it is compared with never does."""
     model, wide = models(fp8_cache)
     token_T, batch, cache = decode_step(model, lengths, width)
     _, _, wide_cache = decode_step(wide, lengths, width)
@@ -107,7 +110,8 @@ def check(lengths: list[int], width: int, fp8_cache: bool = False, **how: Any) -
     with emulated(consecutive=True, fences=False, **how) as launches:
         way = few_tokens.FewTokens(TensorParallel(), dependent=True)
         way.choices = recorded
-        got = model.segments.forward_on(way, token_T, None, batch, cache, Scratch(CPU, poisoned))
+        own = replace(batch, dense=dense)
+        got = model.segments.forward_on(way, token_T, None, own, cache, Scratch(CPU, poisoned))
     taken = Taken(recorded, layers=0, selecting=1)
     with wide.ways.choosing(taken):
         want = wide.forward(token_T, batch, wide_cache)
@@ -116,6 +120,9 @@ def check(lengths: list[int], width: int, fp8_cache: bool = False, **how: Any) -
     # bf16 at every boundary of some twenty products. Of what scores alike another may be selected, more so in INT8.
     assert float(error.max()) < 3e-2
     assert taken.agreement > 0.9
+    if not fp8_cache:  # keys of new tokens are there, and no other key has changed
+        index, wide_index = (of.layers[1][1:].float() for of in (cache, wide_cache))
+        torch.testing.assert_close(index, wide_index, atol=5e-2, rtol=5e-2)
     return launches
 
 
@@ -132,6 +139,18 @@ def test_a_pass_is_right_and_in_order() -> None:
     first += [PRODUCTS, "stream_gate_up", PRODUCTS]
     second = [PRODUCTS] * 2 + ["rope_absorb", *attention, PRODUCTS]
     assert launches[1 : 1 + len(first) + len(second)] == first + second
+
+
+@pytest.mark.parametrize(("lengths", "width"), [([60, 0], 1), ([2, 64, 31], 2)])
+def test_short_rows_are_dense(lengths: list[int], width: int) -> None:
+    """Of an indexer there are the keys alone: one product, norm and rope, and what writes them. The layer that attends
+    to what others select has none."""
+    launches = check(lengths, width, dense=True)
+    keys = launches.index("index_rope")
+    assert launches[keys + 1 : keys + 4] == ["write_keys", "rope_absorb", "attend_narrow"]
+    assert launches.count("rope_absorb") == 2
+    assert not {"score_pages", "list_positions", "attend"} & {*launches}
+    assert (keys, launches.count("index_rope"), launches.count("write_keys")) == (5, 1, 1)
 
 
 def test_rows_of_several_tokens_on_fp8_caches() -> None:

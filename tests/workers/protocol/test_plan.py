@@ -72,7 +72,7 @@ def test_positions_outside_a_row_are_refused() -> None:
 
 
 def test_a_bucket_smaller_than_its_rows_has_no_key() -> None:
-    assert BatchLayout(3, 5).graph_key(8, drafts=2) == (8, 3, 2)
+    assert BatchLayout(3, 5).graph_key(8, drafts=2) == (8, 3, 2, False)
     with pytest.raises(ValueError, match="do not fit"):
         BatchLayout(3, 5).graph_key(4, drafts=2)
     mixed = BatchLayout(3, 5, (4, 2), (False, True))

@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.protocol.plan import BatchLayout
-from workers.step.ladder import Ladder, TokenLadder, row_buckets, token_buckets
+from workers.step.ladder import MOST_DENSE_ROWS, Ladder, TokenLadder, row_buckets, token_buckets
 
-ladders = st.builds(Ladder, st.integers(1, 600), st.integers(1, 8))
+ladders = st.builds(Ladder, st.integers(1, 600), st.integers(1, 8), st.booleans(), st.booleans())
 
 
 @given(ladders, st.data())
@@ -20,6 +20,10 @@ def test_every_batch_size_finds_a_captured_graph_that_holds_it(ladder: Ladder, d
         assert (key.width, key.drafts) == (width, drafts)
         # Never more than a third of a large bucket is padding, and never a whole row of a small one that has its own.
         assert key.rows - rows <= max(key.rows // 3, 3)
+        short = ladder.key(BatchLayout(width, rows), drafts, dense=True)
+        assert short in keys
+        assert short == key._replace(dense=ladder.sparse and key.rows <= MOST_DENSE_ROWS)
+        assert not key.dense
 
 
 @given(ladders)
@@ -36,7 +40,9 @@ def test_what_has_no_graph_has_no_key() -> None:
     assert ladder.key(BatchLayout(2, 4), 2) is None
     assert ladder.key(BatchLayout(3, 4, (5,), (True,)), 2) is None
     assert ladder.key(BatchLayout(3, 0), 2) is None
-    assert ladder.key(BatchLayout(3, 5), 2) == (6, 3, 2)
+    assert ladder.key(BatchLayout(3, 5), 2) == (6, 3, 2, False)
+    assert ladder.key(BatchLayout(3, 5), 2, dense=True) == (6, 3, 2, False)
+    assert ladder.key(BatchLayout(3, 17), 2, dense=True) is None
 
 
 def test_buckets_grow_to_the_maximum() -> None:

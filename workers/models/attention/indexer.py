@@ -51,6 +51,10 @@ class Indexed:
             scratch.empty(tokens, heads, dtype=torch.float32),
         )
 
+    def keys_alone(self) -> Indexed:
+        """With no heads: nothing is scored."""
+        return Indexed(self.q_TJI[:, :0], self.key_TI, self.weight_TJ[:, :0])
+
     def of(self, own: slice) -> Indexed:
         """Of some tokens alone."""
         return Indexed(self.q_TJI[own], self.key_TI[own], self.weight_TJ[own])
@@ -91,13 +95,17 @@ class Indexer:
         """What it keeps of every token."""
 
     def project(self, way: TokenWise[N], x: N, latent: N, rotation_TO: Tensor, out: Indexed, scratch: Scratch) -> None:
-        """Token-wise: of the layer's input `x` and the query's `latent`, both normed, to what is scored."""
+        """Token-wise: of the layer's input `x` and the query's `latent`, both normed, to what is scored; of an `out`
+        without heads to the keys."""
         with scratch.scope():
             dtype, int8 = out.key_TI.dtype, out.q_TJI.dtype != out.key_TI.dtype
-            both_TX = scratch.empty(len(out.key_TI), self.both_XE.shape[0], dtype=torch.float32)
-            way.narrow_linear(x, self.both_XE, both_TX, scratch)
+            heads, features = out.q_TJI.shape[1:]
+            rows_XE = self.both_XE[: features + heads]
+            both_TX = scratch.empty(len(out.key_TI), rows_XE.shape[0], dtype=torch.float32)
+            way.narrow_linear(x, rows_XE, both_TX, scratch)
             q_TJI = scratch.empty(*out.q_TJI.shape, dtype=dtype) if int8 else out.q_TJI
-            way.linear(latent, self.q_FA, q_TJI.flatten(1), scratch)
+            if heads:
+                way.linear(latent, self.q_FA, q_TJI.flatten(1), scratch)
             index_rope(
                 q_TJI,
                 both_TX,

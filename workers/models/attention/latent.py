@@ -49,6 +49,11 @@ class Projected:
     indexed: Indexed | None = None
     """What an indexer scores with, where attention is sparse."""
 
+    def unscored(self, *, keys: bool) -> Projected:
+        """For a pass in which nothing is scored; with `keys` the index keys of its tokens are made all the same."""
+        indexed = self.indexed.keys_alone() if keys and self.indexed is not None else None
+        return replace(self, indexed=indexed)
+
 
 class LatentAttention:
     """One layer's attention; `project` and `output` are token-wise, `attend` stands between them."""

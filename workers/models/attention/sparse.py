@@ -4,7 +4,8 @@ an indexer chooses.
 The token-wise side also leaves what the indexer scores with. Attention then has four parts: index keys of all rows are
 written, every cached token that a query sees is scored, the best are selected, and the query attends to these in the
 absorbed form. Tokens take these parts one by one, whatever row they belong to, so decode rows of any width and chunks
-of prompts go the same way. Nothing branches where a context is short: of so few tokens all are selected.
+of prompts go the same way. Nothing branches where a context is short: of so few tokens all are selected. Only a pass of
+decode rows alone may be told that all of them are so short (`Batch.dense`), and attends densely then (`short_rows`).
 
 What was selected lives from one layer to the next, because layers without an indexer attend to it as well. It may live
 on in memory of the caller's, whose next passes then attend to it without an indexer (`Batch.kept_TS`, `given_TS`).
@@ -25,9 +26,10 @@ from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.spec import CacheSpec
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Geometry
-from workers.models.attention.decode_rows import Entering
+from workers.models.attention.decode_rows import DecodeRows, Entering
 from workers.models.attention.indexer import Indexed, Indexer
 from workers.models.attention.latent import LatentAttention, Projected
+from workers.models.attention.short_rows import ShortRows
 from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, selection, spare
 from workers.models.attention.widened import Widening, may_widen
 from workers.models.batch import Batch
@@ -79,7 +81,11 @@ class SparseAttention(LatentAttention):
         return type(self), self.indexer is None
 
     def plan(self, batch: Batch, scratch: Scratch) -> Batch:
-        """`batch` with room for the selection, for this layer and those behind it."""
+        """`batch` with room for the selection, for this layer and those behind it. A dense one is planned as that of
+        `LatentAttention` is, for rows of so few pages."""
+        if batch.dense and (rows := batch.decode) is not None:
+            page_RP = rows.page_RP[:, : self.indexing.top_k // PAGE_TOKENS]
+            return super().plan(replace(batch, decode=replace(rows, page_RP=page_RP)), scratch)
         return replace(batch, selection=selection(batch, self.indexing.top_k, scratch))
 
     def geometry(self, batch: Batch) -> SparseGeometry | None:
@@ -130,6 +136,11 @@ class SparseAttention(LatentAttention):
         scratch: Scratch,
     ) -> list[Backend]:
         """See `LatentAttention`."""
+        if batch.dense:
+            assert projected.indexed is not None
+            dense = super().backends(projected, out_THV, batch, None, rotation_PO, scratch)
+            rows = [backend for backend in dense if isinstance(backend, DecodeRows)]
+            return [ShortRows(own, projected.indexed.key_TI, batch.cache_slot_T) for own in rows]
         split, end, heads = batch.layout.decode_tokens, batch.layout.tokens, self.heads
         assert batch.selection is not None
         indexed = None if batch.selection.given else projected.indexed
@@ -144,7 +155,7 @@ class SparseAttention(LatentAttention):
             if projected.latent_TC is None:
                 kv_TC = projected.down_TF[..., -heads.latent - heads.rope :]
                 entering = Entering(projected.q_THD, kv_TC, rotation_PO, batch.position_T, batch.cache_slot_T)
-            rows = SparseRows.of(
+            sparse = SparseRows.of(
                 heads,
                 batch.selection.of(own),
                 None if indexed is None else indexed.of(own),
@@ -158,7 +169,7 @@ class SparseAttention(LatentAttention):
                 width=width,
                 widening=widening,
             )
-            found.append(rows)
+            found.append(sparse)
         if isinstance(geometry, SparseGeometry) and geometry.largest:
             self._reserve(batch, geometry, scratch)
         return found
@@ -176,6 +187,11 @@ class SparseAttention(LatentAttention):
 
     def attend(self, backends: Sequence[Backend], *caches: Tensor) -> None:
         """See `LatentAttention`. Every key of the step is in the cache before the first is scored."""
+        for backend in backends:
+            if isinstance(backend, ShortRows):
+                if self.indexer is not None:
+                    backend.write(caches[1])
+                backend.attend(self.heads, caches[0])
         rows = [backend for backend in backends if isinstance(backend, SparseRows)]
         for own in rows:
             own.enter(self.heads, caches[0])
