@@ -43,6 +43,11 @@ from workers.models.ways import Ways
 REPEATS = 50
 
 
+def room(width: int) -> int:
+    """Tokens by which a row grows, at most, until it is rewound: every replay moves on."""
+    return (REPEATS + 8) * width
+
+
 def graph_of(case: Case) -> torch.cuda.CUDAGraph:
     """The step as a graph."""
     measured = Scratch(case.device)
@@ -178,7 +183,7 @@ def main() -> None:
         where = torch.bfloat16, torch.device("cuda")
         model = model_of(values, given.width, *where, form, fp8_cache=given.fp8_cache)
         for rows in map(int, given.rows.split(",")):
-            case = Case(model, rows, given.width, given.context, 40 * REPEATS * given.width)  # every replay moves on
+            case = Case(model, rows, given.width, given.context, room(given.width))
             experts = chosen_experts(case)
             ours = replayed(case)
             with plain_layers():

@@ -34,7 +34,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from decode_step import REPEATS, chosen_experts, graph_of, replayed
+from decode_step import chosen_experts, graph_of, replayed, room
 from generated import GENERATED, installed, write_folder
 from shapes import BANDWIDTH, Case, Tokens, target_work
 from timeline import timeline
@@ -103,11 +103,6 @@ def load(folder: Path, ranks: int, device: torch.device, dtype: torch.dtype) -> 
             rounds=True,
             progress=lambda text: print(f"  {text}", flush=True),
         )
-
-
-def room(width: int) -> int:
-    """Tokens by which a row grows, at most, until it is rewound."""
-    return (REPEATS + 8) * width
 
 
 def compile_steps(model: Model, shapes: Sequence[tuple[int, int]], threads: int) -> int:
