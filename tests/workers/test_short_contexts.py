@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny_models import SPARSE_KINDS, write_tiny
+from tests.tiny_models import SPARSE_KINDS, VOCAB, write_tiny
+from tests.workers.crowd import crowd, of_all_widths, serve
 from tests.workers.test_sparse_engine import engine, expected, greedy, prompts
 from workers.memory.scratch import Scratch
 from workers.models.attention.short_rows import ShortRows
@@ -18,6 +19,7 @@ from workers.models.batch import Batch
 from workers.proof.prove import prove
 from workers.protocol.plan import BatchLayout
 from workers.step.decode import DecodeStep
+from workers.step.parts import StepParts
 
 TOP_K = 128
 """Two pages: prompts and answers below cross it."""
@@ -62,6 +64,25 @@ def test_tokens_are_those_of_transformers_on_either_side(
     [alone] = run.generate(prompts(5, seed=1), greedy(20))
     assert alone == expected(folders[kind], tuple(prompts(5, seed=1)[0]), 20)
     assert {dense for dense, _ in passes.seen} == {True}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SPARSE_KINDS)
+def test_a_crowd_does_not_notice(kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of all lengths that come and go under every sampler, with drafts, in steps of all widths."""
+
+    def tokens() -> list[list[int]]:
+        run = engine(folders[kind], width=4, max_rows=6, token_budget=60, cache_pages=14, max_context=200)
+        return serve(of_all_widths(run, 3), crowd(40, VOCAB, seed=4))
+
+    passes = Passes(monkeypatch)
+    got = tokens()
+    assert passes.longest(dense=True) <= TOP_K < passes.longest(dense=False)
+    assert len({dense for dense, _ in passes.seen}) == 2
+    passes.seen.clear()
+    monkeypatch.setattr(StepParts, "dense_pages", 0)
+    assert tokens() == got
+    assert not any(dense for dense, _ in passes.seen)
 
 
 def test_keys_that_short_rows_do_not_write_are_missed(
