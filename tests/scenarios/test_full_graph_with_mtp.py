@@ -91,7 +91,7 @@ def test_a_key_of_dispatch_that_no_capture_has_is_counted(folder: Path, monkeypa
     expected = alone(folder, "cpu", *JOBS)
     run = replica(folder, ("cpu", True), width=3)
 
-    def other(ladder: Ladder, layout: Any, drafts: int) -> GraphKey | None:
+    def other(ladder: Ladder, layout: Any, drafts: int, *, dense: bool) -> GraphKey | None:
         return None
 
     monkeypatch.setattr(Ladder, "key", other)

@@ -18,7 +18,15 @@ def good_drafts(patch: pytest.MonkeyPatch, run: InlineEngine, want: dict[str, li
     rng = random.Random(3)
 
     def draft(
-        parts: StepParts, hidden: Any, slot_R: Any, position_R: Any, length: Any, page: Any, drafts: int, *_: Any
+        parts: StepParts,
+        hidden: Any,
+        slot_R: Any,
+        position_R: Any,
+        length: Any,
+        page: Any,
+        drafts: int,
+        *_: Any,
+        **__: Any,
     ):
         live = {sequence.slot: sequence for sequence in run.scheduler._live.values()}
         for slot, position in zip(slot_R.tolist(), position_R.tolist(), strict=True):

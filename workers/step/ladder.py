@@ -135,8 +135,7 @@ class Ladder:
     def key(self, layout: BatchLayout, drafts: int, *, dense: bool = False) -> GraphKey | None:
         """Key of the graph that serves a step of this layout; None, never a wrong one, when there is none. `dense`:
         whether all rows are so short that attention may be; the graph's is, where there is such a one."""
-        key = self._key(layout, drafts, row_buckets(self.max_rows))
-        return key if key is None else key._replace(dense=dense and self._has_dense(key.rows))
+        return self._key(layout, drafts, row_buckets(self.max_rows), dense)
 
     def halves_key(self, layout: BatchLayout, drafts: int) -> GraphKey | None:
         """The same for a step in two halves."""
@@ -145,8 +144,11 @@ class Ladder:
     def _has_dense(self, rows: int) -> bool:
         return self.sparse and rows <= MOST_DENSE_ROWS
 
-    def _key(self, layout: BatchLayout, drafts: int, buckets: tuple[int, ...]) -> GraphKey | None:
+    def _key(self, layout: BatchLayout, drafts: int, buckets: tuple[int, ...], dense: bool = False) -> GraphKey | None:
         if layout.prefill_tokens or not layout.decode_rows or (layout.width, drafts) not in self.modes():
             return None
         place = bisect_left(buckets, layout.decode_rows)
-        return layout.graph_key(buckets[place], drafts) if place < len(buckets) else None
+        if place == len(buckets):
+            return None
+        rows = buckets[place]
+        return layout.graph_key(rows, drafts, dense=dense and self._has_dense(rows))
