@@ -284,9 +284,8 @@ class Case:
 
     def step(self, scratch: Scratch) -> DecodeStep:
         """The step of all rows, as a replica runs it."""
-        layout, short = BatchLayout(self.width, self.rows), self.state.pages_per_row <= self.parts.dense_pages
-        key = self.parts.ladder(self.rows).key(layout, self.width - 1, dense=short)
-        assert key is not None
+        dense = self.parts.all_short(range(self.rows))
+        key = BatchLayout(self.width, self.rows).graph_key(self.rows, self.width - 1, dense=dense)
         step = DecodeStep(self.parts, key, scratch)
         step.slot_R.copy_(torch.arange(self.rows))
         return step

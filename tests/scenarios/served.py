@@ -9,6 +9,7 @@ To extend: a drafter is a line in `DRAFTERS`.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -69,17 +70,19 @@ class StandInGraphs:
         self.ladder, self.token_ladder = parts.ladder(parts.state.slots), TokenLadder(token_budget)
         self._parts, self._stats = parts, stats
         self._steps: dict[GraphKey, DecodeStep] = {}
+        self.replayed: Counter[GraphKey] = Counter()
         for key in self.ladder:
             self._steps[key] = DecodeStep(parts, key, Scratch(parts.device))
             self._steps[key].run()
 
-    def captured(self, plan: StepPlan, *, dense: bool = False) -> StandIn | None:
+    def captured(self, plan: StepPlan, *, dense: bool) -> StandIn | None:
         """As there."""
         key = self.ladder.key(plan.layout, plan.drafts, dense=dense)
         if key is None:
             self._stats.eager[f"width {plan.width}, {plan.drafts} drafts"] += 1
             return None
         self._stats.replays += 1
+        self.replayed[key] += 1
         slots = [*plan.decode_slots, *[-1] * (key.rows - len(plan.decode_slots))]
         self._steps[key].slot_R.copy_(torch.tensor(slots, dtype=torch.int64))
         return StandIn(self._steps[key])

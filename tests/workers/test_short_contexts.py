@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.scenarios.served import StandInGraphs
 from tests.tiny_models import SPARSE_KINDS, VOCAB, write_tiny
 from tests.workers.crowd import crowd, of_all_widths, serve
 from tests.workers.test_sparse_engine import engine, expected, greedy, prompts
@@ -16,10 +17,12 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.short_rows import ShortRows
 from workers.models.attention.sparse import SparseAttention
 from workers.models.batch import Batch
+from workers.proof.decode_steps import SelfTest
 from workers.proof.prove import prove
-from workers.protocol.plan import BatchLayout
+from workers.protocol.plan import Admission, BatchLayout, PageGrant
 from workers.step.decode import DecodeStep
-from workers.step.parts import StepParts
+from workers.step.ladder import MOST_DENSE_ROWS
+from workers.step.parts import StepOutput, StepParts
 
 TOP_K = 128
 """Two pages: prompts and answers below cross it."""
@@ -31,38 +34,119 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Passes:
-    """Notes of every pass of decode rows whether it was dense, and how many entries the longest row had."""
+    """Notes of every pass of decode steps whether it was dense, and how many entries the longest row had."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[bool, int]] = []
-        honest = SparseAttention.plan
+        honest, run, within = SparseAttention.plan, DecodeStep.run, [0]
 
         def plan(attention: SparseAttention, batch: Batch, scratch: Scratch) -> Batch:
-            if batch.decode is not None and batch.prefill is None and batch.layout.decode_rows:
+            if within[0]:
+                assert batch.decode is not None
                 self.seen.append((batch.dense, int(batch.decode.length_R.max())))
+            else:
+                assert not batch.dense
             return honest(attention, batch, scratch)
 
+        def step(self: DecodeStep, *masks: Any) -> StepOutput:
+            within[0] += 1
+            try:
+                return run(self, *masks)
+            finally:
+                within[0] -= 1
+
         patch.setattr(SparseAttention, "plan", plan)
+        patch.setattr(DecodeStep, "run", step)
 
     def longest(self, *, dense: bool) -> int:
         return max(length for kind, length in self.seen if kind is dense)
 
 
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
-@pytest.mark.parametrize("width", [1, pytest.param("auto", marks=pytest.mark.long)])
+@pytest.mark.parametrize("fp8_cache", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_tokens_are_those_of_transformers_on_either_side(
-    kind: str, width: int | str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    kind: str, width: int, fp8_cache: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short rows alone, and beside one that is too long; all of them become too long. A dense pass never has a row that
-    attends to more than is selected, and the keys that it has written are scored later."""
+    attends to more than is selected, and the keys that it has written are scored later. With FP8 caches the tokens are
+    those of an engine that is never dense."""
     passes, asked = Passes(monkeypatch), prompts(20, 70, 101)
-    run = engine(folders[kind], width=width)
-    for prompt, got in zip(asked, run.generate(asked, greedy(70)), strict=True):
-        assert got == expected(folders[kind], tuple(prompt), 70)
+    how: dict[str, Any] = {"width": width, "kv_cache_dtype": "fp8" if fp8_cache else "auto"}
+    run = engine(folders[kind], **how)
+    if fp8_cache:
+        with monkeypatch.context() as patch:
+            patch.setattr(StepParts, "dense_pages", 0)
+            want = engine(folders[kind], **how).generate(asked, greedy(70))
+        assert not any(dense for dense, _ in passes.seen)
+        passes.seen.clear()
+    else:
+        want = [expected(folders[kind], tuple(prompt), 70) for prompt in asked]
+    assert run.generate(asked, greedy(70)) == want
     assert 110 < passes.longest(dense=True) <= TOP_K < passes.longest(dense=False)
     passes.seen.clear()
-    [alone] = run.generate(prompts(5, seed=1), greedy(20))
-    assert alone == expected(folders[kind], tuple(prompts(5, seed=1)[0]), 20)
+    run.generate(prompts(5, seed=1), greedy(20))
+    assert {dense for dense, _ in passes.seen} == {True}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("fp8_cache", [False, True])
+@pytest.mark.parametrize("kind", SPARSE_KINDS)
+def test_a_dense_step_leaves_what_a_sparse_one_does(
+    kind: str, fp8_cache: bool, rows: int, folders: dict[str, Path]
+) -> None:
+    """Tokens, logits, drafts, and the latents and index keys of all layers, the draft layer's among them."""
+    run = engine(folders[kind], width=3, max_rows=3, kv_cache_dtype="fp8" if fp8_cache else "auto")
+    parts = run.runner.parts
+    for seed in range(3):
+        with torch.inference_mode():
+            scene = SelfTest(parts, seed).scene(BatchLayout(3, rows).graph_key(rows, 2, dense=True))
+            left = []
+            for dense in (True, False):
+                step = DecodeStep(parts, BatchLayout(3, rows).graph_key(rows, 2, dense=dense), Scratch(parts.device))
+                step.slot_R[: len(scene.rows)] = scene.slot_R
+                outcome = scene.outcome(step.run())
+                drafted = parts.state.tensors.draft_SK[scene.slot_R].clone()
+                entries = [parts.cache.layers[layer].clone() for layer in range(len(parts.cache.layers))]
+                left.append((outcome, drafted, entries))
+                scene.restore()
+        (ours, our_drafts, our_layers), (theirs, their_drafts, their_layers) = left
+        live = sum(row.logits_rows for row in scene.rows)
+        assert torch.equal(ours.decided_N, theirs.decided_N)
+        torch.testing.assert_close(ours.logits_NV[:live], theirs.logits_NV[:live], atol=1e-4, rtol=1e-4)
+        assert torch.equal(our_drafts, their_drafts)
+        assert not ours.unwritten_L.any()
+        for our, their, bits, other in zip(our_layers, their_layers, ours.own, theirs.own, strict=True):
+            if our.is_floating_point():
+                torch.testing.assert_close(our, their, atol=1e-4, rtol=1e-4, equal_nan=True)
+            else:  # of what is rounded to codes a few may be the next ones
+                assert float((bits == other).float().mean()) > 0.98
+
+
+def test_the_graph_that_is_replayed_is_dense(folders: dict[str, Path]) -> None:
+    run = engine(folders["v32"], width=2, max_rows=20, token_budget=60, cache_pages=80)
+    asked, parts = prompts(*[3] * 18), run.runner.parts
+    want = run.generate(asked, greedy(8))
+    graphs = StandInGraphs(parts, 60, run.runner.stats)
+    run.runner.graphs = graphs  # type: ignore[assignment]
+    assert run.generate(asked, greedy(8)) == want
+    # Of more rows there is no dense one.
+    assert {key.dense for key in graphs.replayed if key.rows > MOST_DENSE_ROWS} == {False}
+    graphs.replayed.clear()
+    run.generate(asked[:3], greedy(8))
+    assert {key.dense for key in graphs.replayed} == {True}
+    graphs.replayed.clear()
+    run.generate([*asked[:2], prompts(140)[0]], greedy(8))
+    assert any(not key.dense for key in graphs.replayed)
+
+
+def test_eager_steps_are_dense_where_graphs_would_be(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = Passes(monkeypatch)
+    run = engine(folders["v32"], width=1, max_rows=20, token_budget=60, cache_pages=80)
+    run.generate(prompts(*[3] * 18), greedy(8))
+    assert {dense for dense, _ in passes.seen} == {False}
+    passes.seen.clear()
+    run.generate(prompts(*[3] * MOST_DENSE_ROWS), greedy(8))
     assert {dense for dense, _ in passes.seen} == {True}
 
 
@@ -99,27 +183,47 @@ def test_keys_that_short_rows_do_not_write_are_missed(
 def test_preempted_and_cached_rows_are_as_short_as_their_pages(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages come from others then; those of a former request with the same slot count for nothing."""
+    """Pages come from others then; those of a former request in the same slot count for nothing."""
     passes, asked = Passes(monkeypatch), prompts(100, 44, 43, 42, seed=1)
     crowded = engine(folders["v32"], max_context=200, cache_pages=7)
     answers = crowded.generate(asked, greedy(50))
     assert crowded.scheduler.stats().preemptions > 0
     assert answers == [expected(folders["v32"], tuple(prompt), 50) for prompt in asked]
-    again = crowded.generate(asked[1:2], greedy(50))
-    assert again == answers[1:2]
     assert passes.longest(dense=True) <= TOP_K < passes.longest(dense=False)
+    for prompt in asked[1], asked[0][:80]:
+        for _ in range(crowded.runner.parts.state.slots + 1):  # every slot, and pages of the same prompt
+            passes.seen.clear()
+            [got] = crowded.generate([prompt], greedy(20))
+            assert got == expected(folders["v32"], tuple(prompt), 20)
+            assert {dense for dense, _ in passes.seen} == {True}
+    assert crowded.scheduler.stats().cached_tokens >= 64
 
 
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
-def test_every_dense_step_passes_the_self_test(kind: str, folders: dict[str, Path]) -> None:
+def test_every_dense_step_passes_the_self_test(
+    kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch)
     parts = engine(folders[kind], width=3, max_rows=2).runner.parts
     report = prove(parts, None, every_bucket=True)
     assert report.failed == ()
+    assert passes.longest(dense=True) > TOP_K - 10  # the last page is read, too
     assert [(bucket.kind, bucket.bucket) for bucket in report.buckets] == [
         (kind, f"{rows} x 3") for rows in (2, 1) for kind in ("decode", "dense")
     ]
     # What a step takes is said once, of rows that may be long.
     assert all(bucket.step_time is None for bucket in report.buckets if bucket.kind == "dense")
+
+
+def test_keys_that_are_not_written_fail_the_self_test(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = engine(folders["v32"], width=3, max_rows=2).runner.parts
+    monkeypatch.setattr(ShortRows, "write", lambda *of: None)
+    failed = prove(parts, None, every_bucket=True).failed
+    assert {bucket.kind for bucket in failed} == {"dense"}
+    assert len(failed) == 2
+    assert all("cache of layer 1 lacks entries of the step" in bucket.problems for bucket in failed)
 
 
 def test_drafts_that_share_a_selection_are_not_dense(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,4 +248,9 @@ def test_who_has_no_dense_steps(settings: dict[str, Any], folders: dict[str, Pat
     if "folder" in settings:
         folder, settings = write_tiny(tmp_path, "v32", index_topk=settings["folder"]), {}
     parts = engine(folder, **settings).runner.parts
+    parts.state.admit([Admission(0, greedy(1))])
+    parts.state.grant([PageGrant(0, 0, (1,))])
     assert not any(key.dense for key in parts.ladder(4))
+    assert not parts.all_short([0])
+    with pytest.raises(ValueError, match="never attends densely"):
+        DecodeStep(parts, BatchLayout(1, 1).graph_key(1, 0, dense=True), Scratch(parts.device))

@@ -239,7 +239,7 @@ class GraphRunner:
         self.stats.padded_tokens += key.tokens - layout.tokens
         return self._stages[key]
 
-    def captured(self, plan: StepPlan, *, dense: bool = False) -> CapturedStep | None:
+    def captured(self, plan: StepPlan, *, dense: bool) -> CapturedStep | None:
         """The graph for a plan of decode rows alone, its slots filled in; None, with the reason counted, when there is
         none. `dense`: see `Ladder.key`."""
         key = self.ladder.key(plan.layout, plan.drafts, dense=dense)

@@ -197,7 +197,7 @@ def reserve_attention(stage: Stage, *, launch: bool = False) -> None:
 
 def reserve_decode(parts: StepParts, rows: int, scratch: Scratch) -> None:
     """Take the memory that attention of a step of so many decode rows needs, beside what its segments hand on; nothing
-    is computed. Where it may be dense, for either kind."""
+    is computed."""
     segments, width, device = parts.model.segments, parts.width, parts.device
     attention, layout = segments.layers[0].attention, BatchLayout(width, rows)
     with scratch.scope():
@@ -205,9 +205,7 @@ def reserve_decode(parts: StepParts, rows: int, scratch: Scratch) -> None:
         length_R = torch.zeros(rows, dtype=torch.int32, device=device)
         slot_T = torch.zeros(layout.tokens, dtype=torch.int64, device=device)
         decode = DecodeBatch(length_R, length_R.new_zeros(rows, parts.state.pages_per_row))
+        batch = Batch(layout, slot_T, slot_T, decode, None)
+        planned, geometry = attention.plan(batch, scratch), attention.geometry(batch)
         outputs = flow.projected, flow.attended_THV
-        for dense in dict.fromkeys((False, parts.dense_pages > 0)):
-            batch = Batch(layout, slot_T, slot_T, decode, None, dense=dense)
-            with scratch.scope():
-                planned, geometry = attention.plan(batch, scratch), attention.geometry(batch)
-                attention.backends(*outputs, planned, geometry, parts.model.rotation_PO, scratch)
+        attention.backends(*outputs, planned, geometry, parts.model.rotation_PO, scratch)

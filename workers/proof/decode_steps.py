@@ -190,7 +190,10 @@ class SelfTest:
             kind = number(0, 3)
             length = (1, 1 + number(0, 5), PAGE_TOKENS - number(0, width), number(1, most))[kind]
             length = max(1, min(length, most))
-            beyond = 0 if rows or key.dense else self._ground.beyond_selection(longest)
+            beyond = 0
+            if not rows:
+                # A dense one's last page is nearly full.
+                beyond = longest - number(0, width) if key.dense else self._ground.beyond_selection(longest)
             if beyond and pages_for(beyond + overshoot) <= len(free):
                 length = beyond
             need = pages_for(length + overshoot)

@@ -54,6 +54,8 @@ class Outcome:
     """[E, C] of every layer, as integers: the entries the step may write."""
     outside_L: Tensor
     """bool: other entries of the layer have changed."""
+    unwritten_L: Tensor
+    """bool, of the target's layers: not all entries that the step has to write have changed."""
     foreign: Tensor
     """bool: a slot has changed that is of no row, or of one that was not sampled."""
 
@@ -137,9 +139,12 @@ class Scene:
     def outcome(self, output: StepOutput) -> Outcome:
         """What a step that began here has left."""
         assert output.logits_NV is not None
-        own, outside = [], []
+        own, outside, unwritten = [], [], []
         for layer, entries in enumerate(self._entries):
-            outside.append((self._pages.changed(layer) & entries.kept_PK).any())
+            changed_PK = self._pages.changed(layer)
+            outside.append((changed_PK & entries.kept_PK).any())
+            if layer < len(self.parts.model.cache):  # the null page, which comes first, is nobody's
+                unwritten.append((~changed_PK & ~entries.kept_PK)[1:].any())
             own.append(self.parts.cache.entry_bits(layer, entries.own_E))
         foreign = [
             differ(live.index_select(0, self._not_sampled), kept.index_select(0, self._not_sampled))
@@ -153,6 +158,7 @@ class Scene:
             slots=[live.clone() for live in self._live],
             own=own,
             outside_L=torch.stack(outside),
+            unwritten_L=torch.stack(unwritten),
             foreign=torch.stack(foreign).any(),
         )
 
@@ -181,6 +187,9 @@ class Scene:
         outside_L = eager.outside_L | replay.outside_L
         for layer in range(len(outside_L)):
             found.append((f"cache of layer {layer} changed outside the rows' own entries", outside_L[layer]))
+        unwritten_L = eager.unwritten_L | replay.unwritten_L
+        for layer in range(len(unwritten_L)):
+            found.append((f"cache of layer {layer} lacks entries of the step", unwritten_L[layer]))
         # One wait for all of them.
         told = torch.stack([wrong.view(()) for _, wrong in found]).tolist()
         return [text for (text, _), wrong in zip(found, told, strict=True) if wrong]

@@ -237,7 +237,7 @@ class Runner:
         return self._mixed.run(plan, self.graphs.stage(layout), masks)
 
     def _run_decode(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> StepOutput:
-        dense = self.parts.all_short(plan.decode_slots)
+        dense = masks is None and self.parts.all_short(plan.decode_slots)
         if self.graphs is not None:
             if masks is not None and (halves := self.graphs.halves(plan)) is not None:
                 return halves.replay(masks)

@@ -62,6 +62,8 @@ class DecodeStep:
         """`scratch` may be shared by all steps of a rank: they run one after the other."""
         if key.width > parts.width or key.drafts >= parts.width:
             raise ValueError(f"{key} exceeds a width of {parts.width}")
+        if key.dense and not parts.dense_pages:
+            raise ValueError(f"{key} of a model that never attends densely to what it else selects from")
         self.parts, self.key, self._scratch = parts, key, scratch
         self.layout = BatchLayout(key.width, key.rows)
         self.slot_R = torch.full((key.rows,), -1, dtype=torch.int64, device=parts.device)

@@ -5,7 +5,7 @@ Shape legend: R sampled rows, E hidden size, P most pages of a row, S slots, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from workers.models.model import Model
 from workers.models.segments import Segments
 from workers.parallel.group import TensorParallel
 from workers.protocol.plan import BatchLayout
-from workers.step.ladder import Ladder
+from workers.step.ladder import MOST_DENSE_ROWS, Ladder
 from workers.step.logprobs import Taken
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
@@ -73,14 +73,16 @@ class StepParts:
 
     @property
     def dense_pages(self) -> int:
-        """Most pages of a row of which sparse attention selects every entry: then a decode step may attend to them
-        densely. 0 where attention is dense anyway, and in invariant mode, which has one way alone."""
+        """Most pages of a row of which sparse attention selects every entry, and decode steps attend to them densely. 0
+        where attention is dense anyway, and in invariant mode, which has one way alone."""
         indexing = self.model.config.indexing
         return 0 if indexing is None or self.model.ways.invariant else indexing.top_k // PAGE_TOKENS
 
-    def all_short(self, slots: Iterable[int]) -> bool:
-        """Whether a decode step of the rows in these slots may attend densely: of none more entries can be cached."""
-        return 0 < self.state.most_granted(slots) <= self.dense_pages
+    def all_short(self, slots: Sequence[int]) -> bool:
+        """Whether a decode step of the rows in these slots attends densely: they are few, and none can have more
+        entries than sparse attention selects."""
+        most = self.dense_pages
+        return 0 < len(slots) <= MOST_DENSE_ROWS and 0 < self.state.most_granted(slots) <= most if most else False
 
     def ladder(self, max_rows: int) -> Ladder:
         """The keys of the decode steps of up to so many rows."""

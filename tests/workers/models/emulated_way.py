@@ -42,7 +42,7 @@ def planned(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
         return batch
     heads, pages = own.heads, rows.page_RP.shape[1]
     shape = DecodeShape(layout.decode_rows, layout.width, heads.count, heads.latent, heads.rope, pages)
-    tiling = hopper_tiling(shape, 3)
+    tiling = hopper_tiling(shape, 3, fp8=heads.fp8_cache)
     assert tiling.path == ("narrow" if shape.queries <= 32 else "either")
     tiling = replace(tiling, short=min(tiling.short, SHORT))
     buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)

@@ -153,6 +153,10 @@ def test_short_rows_are_dense(lengths: list[int], width: int) -> None:
     assert (keys, launches.count("index_rope"), launches.count("write_keys")) == (5, 1, 1)
 
 
+def test_short_rows_are_dense_on_fp8_caches() -> None:
+    assert "score_pages" not in check([60, 0, 9], 1, fp8_cache=True, dense=True)
+
+
 def test_rows_of_several_tokens_on_fp8_caches() -> None:
     assert "index_rope" in check([130, 0, 2], 2, fp8_cache=True)
 

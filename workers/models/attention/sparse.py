@@ -84,7 +84,7 @@ class SparseAttention(LatentAttention):
         """`batch` with room for the selection, for this layer and those behind it. A dense one is planned as that of
         `LatentAttention` is, for rows of so few pages."""
         if batch.dense and (rows := batch.decode) is not None:
-            page_RP = rows.page_RP[:, : self.indexing.top_k // PAGE_TOKENS]
+            page_RP = rows.page_RP[:, : pages_for(self.indexing.top_k)]
             return super().plan(replace(batch, decode=replace(rows, page_RP=page_RP)), scratch)
         return replace(batch, selection=selection(batch, self.indexing.top_k, scratch))
 
@@ -189,6 +189,7 @@ class SparseAttention(LatentAttention):
         """See `LatentAttention`. Every key of the step is in the cache before the first is scored."""
         for backend in backends:
             if isinstance(backend, ShortRows):
+                # Keys first: dense attention reads early, which it may directly behind what absorbs its queries alone.
                 if self.indexer is not None:
                     backend.write(caches[1])
                 backend.attend(self.heads, caches[0])
