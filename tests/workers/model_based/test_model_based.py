@@ -3,7 +3,9 @@ every token; and that this finds what is planted."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tests.workers.model_based.soak import keep, main, soak
 from tests.workers.models.oracle import oracle_logits
 from workers.protocol.plan import SamplingParams
 from workers.protocol.scores import Scores
+from workers.step.decode import DecodeStep
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +52,28 @@ def test_3000_steps_of_random_schedules(bench: Bench, tmp_path: Path) -> None:
     nothing_differs(bench, 3000, 0, tmp_path)
 
 
-SPARSE = {"v32": {}, "glm5": {"indexer_types": ["full", "shared"]}}
-"""Queries attend to 16 tokens of up to 200."""
+SHARED = {"indexer_types": ["full", "shared"]}
+SPARSE = [("v32", {}), ("glm5", SHARED), ("v32", {"index_topk": 128}), ("glm5", SHARED | {"index_topk": 128})]
+"""Queries attend to 16 tokens of up to 200; or to two pages, and steps of rows that have no more are dense."""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", SPARSE)
-def test_sparse_attention_under_random_schedules(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "config"), SPARSE)
+def test_sparse_attention_under_random_schedules(
+    kind: str, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With grammars, drafters, preemptions, prefix hits, entries that become NaN, and each width."""
-    outcome = soak(Bench(tmp_path, kind, **SPARSE[kind]), 800, 50_000)
+    ran: Counter[bool] = Counter()
+    run = DecodeStep.run
+    monkeypatch.setattr(DecodeStep, "run", lambda own, *masks: (ran.update([own.key.dense]), run(own, *masks))[1])
+    outcome = soak(Bench(tmp_path, kind, **config), 800, 50_000)
     seen = outcome.seen
     assert outcome.problem == ""
+    assert ran[False] > 100, ran
+    if "index_topk" in config:
+        assert ran[True] > 100, ran
+    else:
+        assert not ran[True]
     assert min(seen["preemptions"], seen["bad rows"], seen["cached tokens"], seen["drafts accepted"]) > 0
     assert min(seen["with a grammar"], seen["drafts offered"] / 100) > 1
 
