@@ -199,12 +199,13 @@ def test_preempted_and_cached_rows_are_as_short_as_their_pages(
     assert crowded.scheduler.stats().cached_tokens >= 64
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
 def test_every_dense_step_passes_the_self_test(
-    kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    kind: str, cache: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = Passes(monkeypatch)
-    parts = engine(folders[kind], width=3, max_rows=2).runner.parts
+    parts = engine(folders[kind], width=3, max_rows=2, kv_cache_dtype=cache).runner.parts
     report = prove(parts, None, every_bucket=True)
     assert report.failed == ()
     assert passes.longest(dense=True) > TOP_K - 10  # the last page is read, too
