@@ -3,6 +3,7 @@ nobody can tell."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from tests.scenarios.served import StandInGraphs
 from tests.tiny_models import SPARSE_KINDS, VOCAB, write_tiny
 from tests.workers.crowd import crowd, of_all_widths, serve
 from tests.workers.test_sparse_engine import engine, expected, greedy, prompts
+from workers.config import EngineConfig
 from workers.memory.scratch import Scratch
 from workers.models.attention.short_rows import ShortRows
 from workers.models.attention.sparse import SparseAttention
 from workers.models.batch import Batch
+from workers.processes.client import EngineClient
+from workers.processes.launch import local_engine
 from workers.proof.decode_steps import SelfTest
 from workers.proof.prove import prove
+from workers.protocol.messages import Request
 from workers.protocol.plan import Admission, BatchLayout, PageGrant
 from workers.step.decode import DecodeStep
 from workers.step.ladder import MOST_DENSE_ROWS
@@ -152,6 +157,29 @@ def test_eager_steps_are_dense_where_graphs_would_be(folders: dict[str, Path], m
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
+def test_two_ranks_agree_on_what_is_dense(kind: str, folders: dict[str, Path]) -> None:
+    """Rows on either side, together and alone, in processes of their own, whose sums are of both."""
+    asked = prompts(20, 70, 101)
+    sizes = {"width": 3, "max_rows": 4, "token_budget": 48, "cache_pages": 40, "max_context": 300}
+    how = {"device": "cpu", "dtype": "float32", "tensor_parallel": 2, "selftest": True, "selftest_buckets": "all"}
+    config = EngineConfig.model_validate({"model": str(folders[kind]), **sizes, **how})
+
+    async def tokens() -> list[list[int]]:
+        async def one(client: EngineClient, name: str, prompt: list[int]) -> list[int]:
+            outputs = client.generate(Request(name, tuple(prompt), greedy(70)))
+            return [token async for output in outputs for token in output.tokens]
+
+        async with local_engine(config, print) as client:
+            names = zip("abc", asked, strict=True)
+            found = await asyncio.gather(*(one(client, name, prompt) for name, prompt in names))
+            return [*found, await one(client, "alone", asked[0])]
+
+    want = [expected(folders[kind], tuple(prompt), 70) for prompt in asked]
+    assert asyncio.run(tokens()) == [*want, want[0]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SPARSE_KINDS)
 def test_a_crowd_does_not_notice(kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of all lengths that come and go under every sampler, with drafts, in steps of all widths."""
 
@@ -172,7 +200,7 @@ def test_a_crowd_does_not_notice(kind: str, folders: dict[str, Path], monkeypatc
 def test_keys_that_short_rows_do_not_write_are_missed(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the test above would not notice."""
+    """Else comparing tokens would show nothing."""
     monkeypatch.setattr(ShortRows, "write", lambda *of: None)
     [asked], [got] = prompts(101), engine(folders["v32"], width=1).generate(prompts(101), greedy(70))
     want = expected(folders["v32"], tuple(asked), 70)

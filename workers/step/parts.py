@@ -82,7 +82,7 @@ class StepParts:
         """Whether a decode step of the rows in these slots attends densely: they are few, and none can have more
         entries than sparse attention selects."""
         most = self.dense_pages
-        return 0 < len(slots) <= MOST_DENSE_ROWS and 0 < self.state.most_granted(slots) <= most if most else False
+        return most > 0 and 0 < len(slots) <= MOST_DENSE_ROWS and 0 < self.state.most_granted(slots) <= most
 
     def ladder(self, max_rows: int) -> Ladder:
         """The keys of the decode steps of up to so many rows."""
