@@ -41,6 +41,14 @@ class Spent(msgspec.Struct, frozen=True):
     """Tokens that they generate in a second; infinite where nothing is known of it."""
     charged: int = 0
     """Tokens that its scheduler has computed for the key since it started."""
+    heard: dict[str, tuple[float, float]] = {}
+    """Requests and tokens that other fronts had taken, by the names of fronts, as far as it knew. They are taken
+    off `held`."""
+
+    @property
+    def taken(self) -> tuple[float, float]:
+        """Requests and tokens, since it started."""
+        return self.requests, self.tokens
 
 
 class OverLimit(Exception):
@@ -110,6 +118,12 @@ class Key:
         if self._tokens is not None:
             self._tokens.take_evenly(sum(meter.new() for meter in self._meters))
 
+    @property
+    def _taken(self) -> tuple[float, float]:
+        """Of requests and tokens, by this front."""
+        requests, tokens = self._requests, self._tokens
+        return requests.taken if requests else 0.0, tokens.taken if tokens else 0.0
+
     def _flows(self) -> list[Flow]:
         """What is still to come of all requests that run, here and elsewhere."""
         found = flows(self._meters, self._usual)
@@ -154,27 +168,27 @@ class Key:
                 ]
         return found
 
-    def spent(self) -> Spent:
-        """What others are told."""
+    def spent(self, heard: Mapping[str, Spent]) -> Spent:
+        """What others are told; `heard` is what they told last."""
         self._read()
         requests, tokens = self._requests, self._tokens
         running = flows(self._meters, self._usual) if tokens else []
         return Spent(
-            requests.taken if requests else 0.0,
-            tokens.taken if tokens else 0.0,
+            *self._taken,
             self.sequences,
             (requests.held if requests else inf, tokens.held if tokens else inf),
             sum(flow.left for flow in running),
             sum(flow.pace for flow in running),
             self.charged,
+            {front: told.taken for front, told in heard.items()},
         )
 
-    def hear(self, news: Sequence[tuple[Spent | None, Spent, float]]) -> int:
-        """What every other front told last time, None the first time, and now, and how many seconds ago that was.
-        Returns how many tokens their schedulers have computed for it meanwhile."""
+    def hear(self, own: str, news: Mapping[str, tuple[Spent | None, Spent, float]]) -> int:
+        """What every other front told last time, None the first time, and now, and how many seconds ago that was, by
+        their names; this one's is `own`. Returns how many tokens their schedulers have computed for it meanwhile."""
         charged = 0
         self._elsewhere, self._flows_elsewhere, self._heard_at = 0, [], self._clock()
-        for before, now, _ in news:
+        for before, now, _ in news.values():
             self._elsewhere += now.sequences
             charged += now.charged - before.charged if before is not None else 0
             if now.left and now.pace:
@@ -185,11 +199,17 @@ class Key:
                 self._tokens.taken_elsewhere(now.tokens - before.tokens)
         # Who hears late of what was taken from a full bucket cannot know how much of it would have spilt meanwhile, and
         # assumes the most. The one where it was taken knows: all believe the one that knows of the least room, so that
-        # a client that waits as long as one of them says is let in by any other.
-        for _, now, age in news:
-            for bucket, held in zip((self._requests, self._tokens), now.held, strict=True):
+        # a client that waits as long as one of them says is let in by any other. While clients go on taking, no front
+        # has heard of everything; so that two of them can compare, what one has heard of beyond the other counts.
+        taken = {own: self._taken, **{front: now.taken for front, (_, now, _) in news.items()}}
+        for _, now, age in news.values():
+            beyond = [
+                sum(taken[front][of] - heard[of] for front, heard in now.heard.items() if front in taken)
+                for of in range(2)
+            ]
+            for bucket, held, more in zip((self._requests, self._tokens), now.held, beyond, strict=True):
                 if bucket is not None:
-                    bucket.settle(held, age)
+                    bucket.settle(held - more, age)
         return max(charged, 0)
 
 
@@ -243,21 +263,26 @@ class KeyRing:
 
     def spent(self) -> dict[str, Spent]:
         """What this front tells others, by the names of keys."""
-        return {name: key.spent() for name, key in self._named.items() if key.settings.limited or key.charged}
+        return {
+            name: key.spent({front: told[name] for front, told in self._heard.items() if name in told})
+            for name, key in self._named.items()
+            if key.settings.limited or key.charged
+        }
 
-    def hear(self, fronts: Mapping[str, Mapping[str, Spent]], ages: Mapping[str, float]) -> Charges:
+    def hear(self, own: str, fronts: Mapping[str, Mapping[str, Spent]], ages: Mapping[str, float]) -> Charges:
         """What the others told last, by front, and how many seconds ago; one that is no longer among them has ended.
-        Returns what their schedulers have computed for keys since they told before."""
+        `own` is this front's name among them. Returns what their schedulers have computed for keys since they told
+        before."""
         found = []
         for name, key in self._named.items():
             # A front that is known, and told nothing of a key so far, had given it nothing.
             before = {front: told.get(name, Spent()) for front, told in self._heard.items()}
-            news = [
-                (before.get(front), now, ages[front])
+            news = {
+                front: (before.get(front), now, ages[front])
                 for front, told in fronts.items()
                 if (now := told.get(name)) is not None
-            ]
-            if (news or key.settings.limited) and (tokens := key.hear(news)):
+            }
+            if (news or key.settings.limited) and (tokens := key.hear(own, news)):
                 found.append(Charge(name, key.settings.weight, tokens))
         self._heard = dict(fronts)
         return Charges(tuple(found))

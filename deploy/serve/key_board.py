@@ -59,6 +59,7 @@ class KeyBoard:
                 # Awaited: while the store hangs no more threads wait for it.
                 reports, now = await asyncio.to_thread(self._exchange, mine), time.time()
                 charges = self._keys.hear(
+                    self._own,
                     {name: report.keys for name, report in reports.items()},
                     {name: max(now - report.at, 0.0) for name, report in reports.items()},
                 )

@@ -322,14 +322,14 @@ def test_limits_hold_for_all_fronts_but_for_what_is_taken_between_two_reports(
             running.clear()
         told = {name: ring.spent() for name, ring in rings.items()}
         for name, ring in rings.items():
-            ring.hear({other: spent for other, spent in told.items() if other != name}, dict.fromkeys(told, 0.0))
+            ring.hear(name, {other: spent for other, spent in told.items() if other != name}, dict.fromkeys(told, 0.0))
         clock.now += 1
         if second == 75:  # one is replaced: it learns what is left
             rings["new"] = rings.pop("0")
             rings["new"].__init__((settings,), clock)  # type: ignore[misc]
             running.clear()
             rings["new"].hear(
-                {other: spent for other, spent in told.items() if other not in ("0",)}, dict.fromkeys(told, 1.0)
+                "new", {other: spent for other, spent in told.items() if other not in ("0",)}, dict.fromkeys(told, 1.0)
             )
     # In the second before it first hears of it, each other front lets in what a bucket holds; and so does a lone one
     # that is replaced, from whom nobody has heard.

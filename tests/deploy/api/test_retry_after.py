@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -23,8 +24,33 @@ class Clock:
         return self.now
 
 
-def app(tokens_per_minute: int) -> ApiKey:
-    return ApiKey(key="secret-app", name="app", tokens_per_minute=tokens_per_minute)
+def app(**limits: int) -> ApiKey:
+    return ApiKey(key="secret-app", name="app", **limits)
+
+
+class Fronts:
+    """Several, each of which tells the others of its key once a second, at a time of its own."""
+
+    def __init__(self, clock: Clock, count: int, settings: ApiKey) -> None:
+        self.rings = [KeyRing((settings,), clock) for _ in range(count)]
+        self.keys = [key for ring in self.rings if (key := ring.find(["secret-app"])) is not None]
+        self._clock = clock
+        self._told: dict[str, tuple[float, dict[str, Spent]]] = {}
+
+    def exchange(self, number: int) -> None:
+        """One of them tells what it knows, and hears what the others told last."""
+        ring, own = self.rings[number], str(number)
+        self._told[own] = self._clock.now, ring.spent()
+        others = {name: told for name, told in self._told.items() if name != own}
+        ring.hear(
+            own,
+            {name: told for name, (_, told) in others.items()},
+            {name: self._clock.now - when for name, (when, _) in others.items()},
+        )
+
+    def exchange_all(self) -> None:
+        for number in (*range(len(self.rings)), *range(len(self.rings))):
+            self.exchange(number)
 
 
 class Stream:
@@ -84,19 +110,9 @@ def let_in_after_the_wait(
     """Whatever they generate meanwhile, here and on other replicas, which hear of each other once a second, each at a
     time of its own, and whichever of them it asks next."""
     clock = Clock()
-    rings = [KeyRing((app(tokens_per_minute=per_minute),), clock) for _ in range(fronts)]
-    keys = [key for ring in rings if (key := ring.find(["secret-app"])) is not None]
+    several = Fronts(clock, fronts, app(tokens_per_minute=per_minute))
+    keys = several.keys
     running: list[tuple[Meter, list[Stream]]] = []
-
-    told: dict[str, tuple[float, dict[str, Spent]]] = {}
-
-    def exchange(number: int) -> None:
-        told[str(number)] = clock.now, rings[number].spent()
-        others = {name: news for name, news in told.items() if name != str(number)}
-        rings[number].hear(
-            {name: news for name, (_, news) in others.items()},
-            {name: clock.now - when for name, (when, _) in others.items()},
-        )
 
     def advance(seconds: float) -> None:
         until = clock.now + seconds
@@ -107,10 +123,9 @@ def let_in_after_the_wait(
                     meter.began()
             quarter = (clock.now - math.floor(clock.now)) * 4
             if quarter in range(fronts):
-                exchange(int(quarter))
+                several.exchange(int(quarter))
 
-    for number in (*range(fronts), *range(fronts)):
-        exchange(number)
+    several.exchange_all()
     advance(idle)
     # Who has not begun yet becomes as fast as others are.
     usual = min((pace for pace, *_ in streams), default=1.0)
@@ -123,8 +138,7 @@ def let_in_after_the_wait(
     assert bucket is not None
     bucket.take(per_minute * spent)
     advance(before)
-    for number in (*range(fronts), *range(fronts)):  # what has begun since the last report is unknown elsewhere
-        exchange(number)
+    several.exchange_all()  # what has begun since the last report is unknown elsewhere
     advance(0.5)
     amount = int(per_minute * prompt) + 1
     try:
@@ -147,6 +161,51 @@ def test_whoever_waits_as_long_as_it_was_told_is_let_in(**drawn: Any) -> None:
     let_in_after_the_wait(**drawn)
 
 
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    per_minute=st.integers(6, 60),
+    fronts=st.integers(2, 3),
+    taken=st.lists(st.tuples(st.integers(0, 2), st.floats(0.01, 0.6)), min_size=20, max_size=60),
+    phases=st.tuples(*[st.floats(0, 0.99)] * 3),
+    at=st.integers(0, 2),
+    then=st.integers(0, 2),
+)
+def test_of_requests_each_front_says_what_holds_at_the_others_once_it_has_heard_their_last_report(
+    per_minute: int,
+    fronts: int,
+    taken: list[tuple[int, float]],
+    phases: tuple[float, ...],
+    at: int,
+    then: int,
+) -> None:
+    """The first requests find full buckets, of which each front believes something else until it hears of the others;
+    it goes on taking meanwhile, so that no report is ever of all that has been taken."""
+    clock = Clock()
+    several = Fronts(clock, fronts, app(requests_per_minute=per_minute))
+    due = [clock.now + phase for phase in phases[:fronts]]
+
+    def advance(seconds: float) -> None:
+        until = clock.now + seconds
+        while min(due) <= until:
+            clock.now, number = min((when, number) for number, when in enumerate(due))
+            several.exchange(number)
+            due[number] += 1.0
+        clock.now = until
+
+    several.exchange_all()
+    for number, then_s in taken:
+        with contextlib.suppress(OverLimit):
+            several.keys[number % fronts].enter()
+        advance(then_s)
+    advance(2.0)  # the last report of each, and the first time after it that each hears
+    try:
+        while True:
+            several.keys[at % fronts].enter()
+    except OverLimit as error:
+        advance(whole_seconds(error.wait_s))
+        several.keys[then % fronts].enter()
+
+
 def test_no_more_is_waited_for_than_streams_may_still_generate() -> None:
     """Which is known from their limits and how fast they are."""
     clock = Clock()
@@ -154,7 +213,7 @@ def test_no_more_is_waited_for_than_streams_may_still_generate() -> None:
     long, short = Stream(clock, 5.0, 100_000, 100_000, 0, 1), Stream(clock, 100.0, 1200, 1200, 200, 1)
     key.start(0, [long]).began()  # type: ignore[list-item]
     clock.now += 200
-    key.spent()  # as fronts are asked once a second
+    key.spent({})  # as fronts are asked once a second
     key.start(0, [short]).began()  # type: ignore[list-item]
     clock.now += 10
     with pytest.raises(OverLimit) as caught:

@@ -45,7 +45,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 def room(ring: KeyRing) -> float:
     """Of requests. Reports are milliseconds old, in which a little of one may have come in."""
-    return round(key_of(ring).spent().held[0], 1)
+    return round(key_of(ring).spent({}).held[0], 1)
 
 
 async def test_replicas_hear_of_each_other(store: Store) -> None:
