@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from test_live_board import Store
 
-from deploy.api.keys import Key, KeyRing, OverLimit
+from deploy.api.keys import Key, KeyRing, OverLimit, Spent
 from deploy.config.keys import ApiKey
 from deploy.serve import key_board, progress
 from deploy.serve.key_board import KeyBoard
@@ -72,6 +72,27 @@ async def test_replicas_hear_of_each_other(store: Store) -> None:
     key_of(rings[2]).enter()
     store.broken = False
     await until(lambda: {room(ring) for ring in rings} == {3})
+    for board in boards:
+        board.close()
+
+
+async def test_a_front_hears_how_much_of_its_own_the_others_have_heard_of(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the name that they know it by."""
+    ring, other = (KeyRing((SETTINGS,), lambda: 0.0) for _ in range(2))
+    heard: list[float] = []
+    hear = ring.hear
+
+    def spy(own: str, fronts: Mapping[str, Mapping[str, Spent]], ages: Mapping[str, float]) -> Charges:
+        heard.extend(told["app"].heard[own][0] for told in fronts.values() if own in told["app"].heard)
+        return hear(own, fronts, ages)
+
+    monkeypatch.setattr(ring, "hear", spy)
+    boards = [KeyBoard("app", "spied", ring), KeyBoard("app", "other", other)]
+    for _ in range(6):
+        key_of(ring).enter()
+    await until(lambda: 6.0 in heard)
     for board in boards:
         board.close()
 
