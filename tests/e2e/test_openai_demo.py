@@ -15,6 +15,7 @@ import uvicorn
 
 from deploy.api.app import create_app
 from deploy.text.tokenizer import Tokenizer
+from tests.deploy.api.fake_engine import KEEP_ALIVE_S
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.processes.launch import local_engine
 
@@ -36,8 +37,9 @@ async def serve(width: int, tokenizer: Tokenizer) -> AsyncIterator[openai.AsyncO
         model="demo", tensor_parallel=2, width=width, device="cpu", max_rows=16, token_budget=256, cache_pages=300
     )
     async with local_engine(config) as engine:
+        app = create_app(engine, tokenizer)
         server = uvicorn.Server(
-            uvicorn.Config(create_app(engine, tokenizer), lifespan="off", access_log=False, log_level="warning")
+            uvicorn.Config(app, lifespan="off", access_log=False, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S)
         )
         with socket.create_server(("127.0.0.1", 0)) as listener:
             running = asyncio.create_task(server.serve(sockets=[listener]))

@@ -17,6 +17,8 @@ class Stream:
     """The closing [DONE] came."""
     broken: str = ""
     """The connection's error, if it broke."""
+    replica: str = ""
+    """Which one gives it, by the answer's header."""
     ended: float = 0.0
 
     @property
@@ -46,6 +48,7 @@ async def stream(http: httpx.AsyncClient, url: str, result: Stream | None = None
     body = {"model": "demo", "prompt": "def f(x):", "stream": True, "temperature": 0, **body}
     try:
         async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+            result.replica = response.headers.get("x-latentserve-replica", "")
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     result.done = True

@@ -13,6 +13,7 @@ import uvicorn
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer
+from tests.deploy.api.fake_engine import KEEP_ALIVE_S
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.processes.launch import local_engine
 from workers.protocol.front import Engine
@@ -20,7 +21,8 @@ from workers.protocol.front import Engine
 
 @asynccontextmanager
 async def demo_engine(width: int, **settings: Any) -> AsyncIterator[Engine]:
-    small = {"max_rows": 16, "token_budget": 256, **settings}
+    # Beside other tests a slow machine takes long to compile a grammar, which is not what is tested.
+    small = {"max_rows": 16, "token_budget": 256, "grammar_compile_timeout_s": 60.0, **settings}
     config = EngineConfig(model="demo", width=width, device="cpu", selftest=False, **small)
     async with local_engine(config, name="demo") as engine:
         yield engine
@@ -30,7 +32,9 @@ async def demo_engine(width: int, **settings: Any) -> AsyncIterator[Engine]:
 async def served(engine: Engine, **settings: Any) -> AsyncIterator[str]:
     """The address of a server with these settings of the front."""
     app = create_app(engine, Tokenizer.load(DEMO_MODEL), ApiConfig(**settings))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="warning"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, lifespan="off", log_level="warning", timeout_keep_alive=KEEP_ALIVE_S)
+    )
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

@@ -21,6 +21,10 @@ from workers.protocol.plan import TopLogprobs
 from workers.protocol.report import SelfTestReport
 from workers.protocol.scores import Scores
 
+KEEP_ALIVE_S = 90
+"""As long as Ray Serve keeps a connection on which nothing comes. Clients give such a one up after 5 s; so does uvicorn
+by itself, sometimes just when a client uses it once more."""
+
 INFO = ModelInfo("tiny", max_context=256, vocab_size=512, eos_ids=(1,), max_width=4, created=1_700_000_000)
 
 Step = RequestOutput | float | Exception
@@ -128,7 +132,15 @@ def serving(app: FastAPI, send_buffer: int | None = None) -> Iterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    config = uvicorn.Config(app, loop="uvloop", http="httptools", access_log=False, lifespan="off", log_level="warning")
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        access_log=False,
+        lifespan="off",
+        log_level="warning",
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
