@@ -36,6 +36,11 @@ _TEMPLATE: Final = PrivateGround(
     "ray", (), "Ray Serve's own proxy stands in front in place of HAProxy, which passes on many times its tokens"
 )
 
+RELOADED_S = 24 * 3600
+"""Seconds for which a HAProxy that was reloaded may go on with the streams it has. It is reloaded whenever a replica
+comes or goes, but most of its streams are those of replicas that stay, which nothing limits; those of a replica that
+ends are limited by `drain.timeout_s`. It ends with its last stream."""
+
 DASHBOARD_FILE = Path(__file__).resolve().parents[1] / "observability" / "grafana_dashboard.json"
 
 
@@ -112,8 +117,9 @@ def node_environment(config: ServeConfig, ingress: Ingress, folder: Path, ports:
             "RAY_SERVE_HAPROXY_STATS_PORT": str(ports.stats),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports.exporter),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback),
-            # A reload must not cut the streams of the process it replaces.
-            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(round(config.drain.timeout_s)),
+            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(max(RELOADED_S, round(config.drain.timeout_s))),
+            # Serve would not give a replica's port to another for as long; but an old process sends nobody new there.
+            "RAY_SERVE_PORT_QUARANTINE_S": str(config.drain.timeout_s + 30),
             "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(max(3600, round(config.drain.timeout_s))),
             # The router looks at the prompt.
             "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",

@@ -15,6 +15,8 @@ that Serve starts in HAProxy's place (see `install`) changes the configuration i
 - headers that Serve reads as text without looking (a request's id, its time) are dropped where they are none;
 - a body may take BODY_S to arrive: Serve gives it no longer than the router to answer, which refuses slow clients;
 - so may a request's head, for which Serve gives an hour: connections on which none came would keep all others out;
+- a HAProxy that was reloaded lives on for its streams. What else comes on the connections it has goes to the process
+  that took its place: it knows only the replicas of its time, and they may all be gone;
 - HAProxy ends with the process that started it. One whose manager was killed would keep the port for ever.
 
 The lines that this looks for are those of Serve's own template, which is private: `unknown_template` says whether they
@@ -43,7 +45,7 @@ MOST_URL = 64_000
 _SIDE_DOOR = re.compile(r"^(\s*bind\s+)(?:\*|0\.0\.0\.0)?:(\d+)\s*$")
 _SECTION = re.compile(r"^(frontend|listen|backend|global|defaults)\b\s*(\S*)")
 _SIDE_SECTIONS = ("prometheus", "stats")
-_FRONT_DOOR = re.compile(r"^\s*bind ")
+_FRONT_DOOR = re.compile(r"^\s*bind (\S+):(\d+)")
 _FRONT_SECTION = "http_frontend"
 _READ_BY_SERVE = {"x-request-id": "[A-Za-z0-9._:/+=@~-]{1,128}", "x-request-timeout-seconds": "[0-9.]{1,9}"}
 """Headers and what may be in them; where there are several, in the last one, which Serve takes."""
@@ -54,6 +56,8 @@ _NO_ROUTE = re.compile(r"^\s*http-request return status 404 .* lf-string \"Path 
 _POOL = re.compile(r"^(\s*)http-reuse always$")
 _HEALTHY = re.compile(r"^(\s*http-check expect) status 200$")
 _KEEP_ALIVE = re.compile(r"^(\s*)timeout http-keep-alive ")
+_CHOICE = re.compile(r"^\s*(?:use|default)_backend ")
+_ROUTED = re.compile(r"^\s*http-request lua\.route_via_ingress_request_router if ")
 _BODY = re.compile(r"^(\s*http-request wait-for-body time) \S+")
 _PR_SET_PDEATHSIG = 1
 
@@ -86,7 +90,8 @@ end)
 
 def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
     """The configuration as described above; `folder`: where `install` wrote what it refers to."""
-    section, errors, lines = "", _error_lines(folder), []
+    section, errors, successor, lines = "", _error_lines(folder), "", list[str]()
+    choice = ["    use_backend successor if { stopping }"]
     for line in config.split("\n"):
         if found := _SECTION.match(line):
             section = found[2]
@@ -95,16 +100,23 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
         line = _POOL.sub(r"\g<1>option http-server-close", line)
         line = _BODY.sub(rf"\g<1> {body_s}s", line)
         line = _HEALTHY.sub(r"\g<1> rstring ^(success|DRAINING)$", line)
+        if section == _FRONT_SECTION and _CHOICE.match(line):
+            lines += choice  # before the first of them
+            choice = []
         if _ERROR_FILE.match(line):
             lines += errors  # once, in place of the first of three
             errors = []
         elif _NO_ROUTE.match(line):
             lines.append("    http-request deny deny_status 503")
+        elif _ROUTED.match(line):
+            lines.append(f"{line} !{{ stopping }}")
         elif not _FALLBACK.match(line) and not _ROUTER_FAILED.match(line):
             lines.append(line)
         if found := _KEEP_ALIVE.match(line):
             lines.append(f"{found[1]}timeout http-request {body_s}s")
-        if section == _FRONT_SECTION and _FRONT_DOOR.match(line):
+        if section == _FRONT_SECTION and (door := _FRONT_DOOR.match(line)):
+            successor = f"{_reached_at(door[1])}:{door[2]}"
+            lines.append("    http-request set-log-level silent if { stopping }")  # the successor counts it
             lines += [
                 f"    http-request del-header {name} if {{ req.fhdr({name}) -m found }} "
                 f"!{{ req.fhdr({name},-1) -m reg ^{pattern}$ }}"
@@ -116,7 +128,13 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
             )
         if line == "global":
             lines.append(f"    lua-load-per-thread {folder / 'cause.lua'}")
+    lines += ["backend successor", "    option http-server-close", f"    server successor {successor}", ""]
     return "\n".join(lines)
+
+
+def _reached_at(host: str) -> str:
+    """Where this machine finds what listens at `host`."""
+    return {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 _LOOKED_FOR = (
@@ -127,6 +145,8 @@ _LOOKED_FOR = (
     _POOL,
     _HEALTHY,
     _KEEP_ALIVE,
+    _CHOICE,
+    _ROUTED,
     _BODY,
     re.compile("^global$"),
     re.compile(f"^frontend {_FRONT_SECTION}$"),

@@ -35,7 +35,7 @@ class DrainConfig(BaseModel):
     deregister_s: Annotated[float, Field(ge=0)] = 2.0
     """Seconds an ending replica stays reachable, so that every proxy hears of it first."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that streams of an ending replica, and of a proxy that was reloaded, may still take."""
+    """Seconds that streams of an ending replica may still take. Those of other replicas go on."""
 
 
 class HealthConfig(BaseModel):

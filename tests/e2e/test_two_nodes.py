@@ -40,7 +40,7 @@ CONFIG = {
     "ingress": "direct",
     "host": "0.0.0.0",
     "proxies": "head",
-    "drain": {"deregister_s": 0.5, "timeout_s": 30},
+    "drain": {"deregister_s": 0.5, "timeout_s": 2},  # streams of replicas that stay may take longer
 }
 
 

@@ -37,7 +37,8 @@ class Stream:
 
 
 def client(timeout_s: float = 60.0) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=256, max_keepalive_connections=256)
+    # Connections are kept for as long as the server keeps them, as load balancers do; httpx by itself does for 5 s.
+    limits = httpx.Limits(max_connections=256, max_keepalive_connections=256, keepalive_expiry=None)
     # Without `verify=False` every client reads the certificates of the machine, which takes long.
     return httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits, verify=False)
 

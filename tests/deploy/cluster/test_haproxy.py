@@ -2,16 +2,19 @@
 
 import contextlib
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import pytest
@@ -89,10 +92,16 @@ def proxy(rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., None]]:
-    """Listen on a port and answer by path; where nothing is given for one, with headers if some are named."""
+    """Listen on a port and answer by path; where nothing is given for one, with headers if some are named. The text of
+    a `slow` path comes once its event is set."""
     servers = []
 
-    def start(port: int, answers: dict[str, tuple[int, str]], told: tuple[str, ...] = ()) -> None:
+    def start(
+        port: int,
+        answers: dict[str, tuple[int, str]],
+        told: tuple[str, ...] = (),
+        slow: Mapping[str, threading.Event] = MappingProxyType({}),
+    ) -> None:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
@@ -103,6 +112,8 @@ def serve() -> Iterator[Callable[..., None]]:
                 self.send_response(status)
                 self.send_header("content-length", str(len(text)))
                 self.end_headers()
+                if self.path in slow:
+                    assert slow[self.path].wait(30)
                 self.wfile.write(text.encode())
 
             do_POST = do_GET
@@ -149,22 +160,23 @@ def test_side_doors_are_closed_and_the_rest_is_left(rendered: Path) -> None:
         f"bind 127.0.0.1:{STATS}",
     ]
     dropped = [line.strip() for line in before if line not in after]
-    # Two listeners, three error files, two answers in plain text, a short wait, a health check, the pools of idle
-    # connections; the fallback server in both backends and its pin.
-    expected = ["bind"] * 2 + ["errorfile"] * 3 + ["http-check"] + ["http-request"] * 3 + ["http-reuse"] * 2
+    # Two listeners, three error files, two answers in plain text, a short wait, the router's part in every request, a
+    # health check, the pools of idle connections; the fallback server in both backends and its pin.
+    expected = ["bind"] * 2 + ["errorfile"] * 3 + ["http-check"] + ["http-request"] * 4 + ["http-reuse"] * 2
     expected += ["server"] * 2 + ["use-server"]
     assert sorted(line.split()[0] for line in dropped) == expected
     assert all("fallback" in line for line in dropped if "server" in line.split()[0])
     added = [line.strip().split()[0] for line in after if line not in before]
-    errors = ["http-error"] * 7
-    close = ["option"] * 2
-    requests = ["http-request"] * 5
-    assert sorted(added) == ["bind", "bind", "http-check", *errors, *requests, "lua-load-per-thread", *close, "timeout"]
+    errors, requests, close = ["http-error"] * 7, ["http-request"] * 7, ["option"] * 3
+    expected = ["backend", "bind", "bind", "http-check", *errors, *requests, "lua-load-per-thread", *close, "server"]
+    assert sorted(added) == [*expected, "timeout", "use_backend"]
 
 
 def test_the_front_door_stays_on_every_interface_when_asked(rendered: Path) -> None:
     config = rendered.read_text().replace(f"bind 127.0.0.1:{PORT}", f"bind *:{PORT}")
-    assert f"bind *:{PORT}" in haproxy.adapt(config, Path("/x"))
+    after = haproxy.adapt(config, Path("/x"))
+    assert f"bind *:{PORT}" in after
+    assert f"server successor 127.0.0.1:{PORT}" in after
 
 
 def test_haproxy_ends_with_its_parent(proxy: tuple[subprocess.Popen, int]) -> None:
@@ -174,6 +186,41 @@ def test_haproxy_ends_with_its_parent(proxy: tuple[subprocess.Popen, int]) -> No
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "HAProxy outlived its parent"
         time.sleep(0.02)
+
+
+def test_a_reloaded_haproxy_ends_with_its_last_stream_and_passes_on_what_is_new(
+    proxy: tuple[subprocess.Popen, int], serve
+) -> None:
+    """It is told to by SIGUSR1, from the process that takes its place."""
+    parent, pid = proxy
+    through = threading.Event()
+    serve(ROUTER, {"/internal/route": (200, json.dumps({"replica_id": "x"}))})
+    serve(REPLICA, {"/-/healthz": (200, "success")}, slow={"/stream": through})
+    deadline = time.monotonic() + 10
+    while ask("/v1/models").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+    with contextlib.ExitStack() as stack:
+        idle, stream = [stack.enter_context(socket.create_connection(("127.0.0.1", PORT), 10)) for _ in range(2)]
+        for connection, path in ((idle, b"/v1/models"), (stream, b"/stream")):
+            connection.sendall(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        os.kill(pid, signal.SIGUSR1)
+        while True:
+            with contextlib.suppress(OSError):  # until it has left the port
+                serve(PORT, {"/v1/completions": (200, "the successor's")})
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        idle.sendall(post)
+        assert b"".join(iter(lambda: idle.recv(65536), b"")).endswith(b"the successor's")
+        assert parent.poll() is None
+        through.set()
+        assert stream.recv(65536).endswith(b"an answer")
+        stream.sendall(post)
+        assert b"".join(iter(lambda: stream.recv(65536), b"")).endswith(b"the successor's")
+    assert parent.wait(5) == 0
 
 
 def test_a_fault_is_told_as_soon_as_it_is_noted(proxy: tuple[subprocess.Popen, int], serve) -> None:
