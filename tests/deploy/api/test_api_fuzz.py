@@ -91,7 +91,7 @@ def test_fronts_that_lack_something() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", FRONTS)
 def test_more_of_it(kind: str) -> None:
-    fuzz(kind, 6000, seed=3)
+    fuzz(kind, 4000, seed=3)
 
 
 if __name__ == "__main__":
