@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -47,7 +48,16 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def server(launch, model: Path) -> Server:
     engine = {"model": str(model), "device": "cpu", "max_rows": 64, "token_budget": 256}
-    return launch({**CONFIG, "engine": engine, "replicas": 2}, CODE).wait()
+    server = launch({**CONFIG, "engine": engine, "replicas": 2}, CODE).wait()
+    # The application serves once both replicas are ready; HAProxy may hear of the second one seconds later, and until
+    # then sends its requests to the first.
+    body = {"model": "demo", "prompt": [7, 8, 9], "max_tokens": 1}
+    seen, deadline = set(), time.monotonic() + 30.0
+    while len(seen) < 2:
+        assert time.monotonic() < deadline, seen
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=30.0)
+        seen.add(answer.headers["x-latentserve-replica"])
+    return server
 
 
 def node_of(pid: int) -> int:
