@@ -90,7 +90,8 @@ end)
 
 def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
     """The configuration as described above; `folder`: where `install` wrote what it refers to."""
-    section, errors, successor, lines = "", _error_lines(folder), "", list[str]()
+    lines: list[str] = []
+    section, successor, errors = "", "", _error_lines(folder)
     choice = ["    use_backend successor if { stopping }"]
     for line in config.split("\n"):
         if found := _SECTION.match(line):
@@ -115,7 +116,7 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
         if found := _KEEP_ALIVE.match(line):
             lines.append(f"{found[1]}timeout http-request {body_s}s")
         if section == _FRONT_SECTION and (door := _FRONT_DOOR.match(line)):
-            successor = f"{_reached_at(door[1])}:{door[2]}"
+            successor = f"{'127.0.0.1' if door[1] == '*' else door[1]}:{door[2]}"
             lines.append("    http-request set-log-level silent if { stopping }")  # the successor counts it
             lines += [
                 f"    http-request del-header {name} if {{ req.fhdr({name}) -m found }} "
@@ -130,11 +131,6 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
             lines.append(f"    lua-load-per-thread {folder / 'cause.lua'}")
     lines += ["backend successor", "    option http-server-close", f"    server successor {successor}", ""]
     return "\n".join(lines)
-
-
-def _reached_at(host: str) -> str:
-    """Where this machine finds what listens at `host`."""
-    return {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 _LOOKED_FOR = (
