@@ -1,10 +1,30 @@
 """Puts this folder on the import path, so that tests can share helpers such as `tiny_models`."""
 
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 from workers.processes import launch
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether torch finds a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def needs_gpu_by_name(file: Path) -> bool:
+    """Whether a file's name says that all its tests need a GPU; `test_lanes.py` holds files to that."""
+    return file.name.endswith("_gpu.py") or file.name.startswith("test_gpu_")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without a GPU, files are passed over all of whose tests need one."""
+    return True if needs_gpu_by_name(collection_path) and not has_gpu() else None
 
 
 @pytest.fixture(scope="session", autouse=True)

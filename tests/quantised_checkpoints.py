@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.tiny_models import save_headers
 
 BLOCK, GROUP, WORD = 128, 32, 8
 
@@ -105,6 +108,43 @@ FP8_NAMES = r"(?<!eh_proj)(?<!weights_proj)(?<!mlp\.gate)(?<!embed_tokens)(?<!lm
 INT4_NAMES = r"\.experts\.\d+\.\w+_proj\.weight$"
 
 
+def quantise_headers(folder: Path, kind: str, names: str) -> None:
+    """What `quantise` does, in a checkpoint without numbers (`write_tiny_headers`)."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        if len(shape) == 2 and re.search(names, name):
+            # The quantized tensors of one element: their names and dtypes.
+            written, _ = WRITERS[kind](name, 1, 1, seed=0)
+            tensors |= {
+                other: torch.empty(_stored_shape(other, *shape), dtype=tensor.dtype, device="meta")
+                for other, tensor in written.items()
+            }
+        else:
+            tensors[name] = torch.empty(shape, device="meta")
+    save_headers(tensors, folder / "model.safetensors")
+    _note(folder, kind)
+
+
+def _stored_shape(name: str, rows: int, columns: int) -> tuple[int, ...]:
+    """Of a quantized matrix's tensor of this name."""
+    if name.endswith("_scale_inv"):
+        return -(-rows // BLOCK), -(-columns // BLOCK)
+    if name.endswith("_packed"):
+        return rows, -(-columns // WORD)
+    if name.endswith("_scale"):
+        return rows, -(-columns // GROUP)
+    return (2,) if name.endswith("_shape") else (rows, columns)
+
+
+def _note(folder: Path, kind: str) -> None:
+    """In config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG}[kind]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def quantise(folder: Path, kind: str, names: str, seed: int = 0) -> dict[str, Tensor]:
     """Replace those matrices of the checkpoint in `folder` that are called so (`re.search`) by random quantized ones.
     Returns all tensors of a checkpoint that means the same, in fp32."""
@@ -116,7 +156,5 @@ def quantise(folder: Path, kind: str, names: str, seed: int = 0) -> dict[str, Te
             tensors |= written
             meant[name] = torch.from_numpy(numbers)
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG}[kind]
-    (folder / "config.json").write_text(json.dumps(config))
+    _note(folder, kind)
     return meant

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from itertools import product
 from pathlib import Path
 
 import pytest
+from conftest import needs_gpu_by_name
 
 MAKEFILE = (Path(__file__).resolve().parent.parent / "Makefile").read_text()
 LANES = re.findall(r'pytest .*?-m "?([a-z ]+?)"?(?= -n| \$)', MAKEFILE)
@@ -19,3 +21,19 @@ def test_a_test_with_these_marks_runs_once(marked: tuple[bool, ...]) -> None:
     assert len(LANES) == 5
     marks = dict(zip(MARKS, marked, strict=True))
     assert sum(eval(lane, {}, marks) for lane in LANES) == 1
+
+
+def test_files_are_named_for_a_gpu_exactly_if_all_their_tests_need_one() -> None:
+    """A file that is named so is not even imported where there is no GPU."""
+    wrong = []
+    for file in sorted(Path(__file__).parent.rglob("test_*.py")):
+        source = file.read_text()
+        marks = [
+            ast.unparse(node.value)
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+        ]
+        needs_gpu = bool(re.search(r"\bpytest\.mark\.gpus?\b", " ".join(marks)))
+        if needs_gpu != needs_gpu_by_name(file):
+            wrong.append(file.name)
+    assert not wrong

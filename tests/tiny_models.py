@@ -9,6 +9,9 @@ place. `KINDS` and `SPARSE_KINDS` list the architectures; overrides are fields o
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,6 +105,39 @@ def write_tiny(folder: Path | str, kind: str = "v3", seed: int = 0, **overrides:
     return folder
 
 
+def write_tiny_headers(folder: Path | str, kind: str = "v3", **overrides: Any) -> Path:
+    """Write what `write_tiny` does but the numbers: the file has its header and its size, and takes no room on disk.
+
+    For tests that ask what a checkpoint of any size holds, and read none of it.
+    """
+    config, tensors = _tiny(kind, 0, json.dumps(overrides, sort_keys=True), "meta")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_headers(tensors, folder / "model.safetensors")
+    return folder
+
+
+def save_headers(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Write a safetensors file of tensors on the meta device, whose numbers are a hole in the file."""
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(file, 8 + len(header) + end)
+
+
+_SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
+}
+
+
 def add_draft_tables(folder: Path, layers: int = 3, first_row: int | None = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the draft layer of a checkpoint an embedding and a head, and return them: the model's as far as `first_row`,
     random behind it; None: the model's."""
@@ -119,9 +155,7 @@ def add_draft_tables(folder: Path, layers: int = 3, first_row: int | None = 0) -
 
 
 @cache
-def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    import tempfile
-
+def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     import transformers
 
     family = kind.partition("-")[0]
@@ -145,14 +179,11 @@ def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[st
     # The draft layer's block is an ordinary last layer, so one layer more is made and its config then says one fewer.
     config = config_class(**{**values, "num_hidden_layers": layers + drafts})
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device(device):
         model = model_class(config).float().eval()
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         _randomize(name, parameter, generator)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        tensors = load_file(Path(folder) / "model.safetensors")
-        written = json.loads((Path(folder) / "config.json").read_text())
+    written, tensors = _saved(model)
     if drafts:
         hidden, prefix = values["hidden_size"], f"model.layers.{layers}."
         for name, shape in {
@@ -161,7 +192,7 @@ def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[st
             "eh_proj.weight": (hidden, 2 * hidden),
             "shared_head.norm.weight": (hidden,),
         }.items():
-            tensors[prefix + name] = torch.empty(shape)
+            tensors[prefix + name] = torch.empty(shape, device=device)
             _randomize(name, tensors[prefix + name], generator)
     written |= {"num_hidden_layers": layers}
     if family != "v2":
@@ -170,6 +201,29 @@ def _tiny(kind: str, seed: int, overrides: str) -> tuple[dict[str, Any], dict[st
         if name in written:
             written[name] = written[name][:layers]
     return _seeing(written, tensors) if family == "kimi" else (written, tensors)
+
+
+def _saved(model: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The config.json and the tensors that transformers saves of a model."""
+    if model.device.type == "meta":
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
+        tensors = revert_weight_conversion(model, model.state_dict())
+        if model.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        return _saved_config(model.config), tensors
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tensors = load_file(Path(folder) / "model.safetensors")
+        return json.loads((Path(folder) / "config.json").read_text()), tensors
+
+
+def _saved_config(config: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        written: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+        return written
 
 
 def _seeing(text: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -188,7 +242,7 @@ def _seeing(text: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[dic
 
 @torch.no_grad()
 def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-    if "inv_freq" in name:
+    if "inv_freq" in name or tensor.is_meta:
         return
     if "norm" in name and "bias" not in name:
         tensor.uniform_(0.5, 1.5, generator=generator)

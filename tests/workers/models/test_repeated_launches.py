@@ -1,7 +1,7 @@
 """What is launched again for a layer is what the layer itself would launch, in every form of attention.
 
 Kernels compute nothing here: what they and torch's operators are given is compared, addresses and numbers, on a CPU
-that passes for a GPU. tests/workers/models/test_cuda.py compares results on a real one.
+that passes for a GPU. tests/workers/models/test_models_gpu.py compares results on a real one.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from quantised_checkpoints import FP8_NAMES, quantise
-from tiny_models import write_tiny
+from quantised_checkpoints import FP8_NAMES, quantise, quantise_headers
+from tiny_models import write_tiny, write_tiny_headers
 
 SIZES: Final[dict[str, Any]] = {
     "hidden_size": 1024,
@@ -35,11 +35,12 @@ class PlannedStart:
     measured: int
     """Bytes that graphs were found to need on an H200 (`Warmed.bytes`)."""
 
-    def write(self, folder: Path) -> dict[str, Any]:
-        """The checkpoint, in `folder`; the settings of an `EngineConfig` that starts it."""
-        write_tiny(folder, self.kind, **SIZES, **(INDEXER if self.kind == "v32" else {}))
+    def write(self, folder: Path, *, headers: bool = False) -> dict[str, Any]:
+        """The checkpoint, in `folder`; the settings of an `EngineConfig` that starts it. `headers`: without numbers."""
+        write, quantise_written = (write_tiny_headers, quantise_headers) if headers else (write_tiny, quantise)
+        write(folder, self.kind, **SIZES, **(INDEXER if self.kind == "v32" else {}))
         if self.form:
-            quantise(folder, self.form, FP8_NAMES)
+            quantise_written(folder, self.form, FP8_NAMES)
         return {"model": str(folder), "max_rows": 512, "token_budget": 2048, "selftest": False, **self.settings}
 
 
