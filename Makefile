@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests start hundreds of processes, each of which would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve test test-long gates lint types clean
+.PHONY: setup serve test test-long gates soak lint types clean
 
 setup: $(READY)
 
@@ -43,7 +43,7 @@ LONGEST := $(addprefix tests/, workers/model_based/test_model_based.py workers/g
 
 # What shows in minutes that a change is sound. Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not alone and not gate and not long" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not alone and not gate and not long and not soak" $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest -m "alone and not long" $(call marked,alone)
 
 # The tests that take long: clusters that come and go, kernels in the interpreter and the emulator.
@@ -55,6 +55,10 @@ test-long: $(READY)
 # The plugin fails the run if a kernel was left out.
 gates: $(READY)
 	$(BIN)/python -m pytest -p tests.gated -m gate -n 2 $(call marked,gate)
+
+# Soaks from fixed seeds, and the tests of the programs under bench: not part of what a change must pass.
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak $(SIDE_BY_SIDE) $(call marked,soak)
 
 lint: $(READY)
 	$(BIN)/ruff check .

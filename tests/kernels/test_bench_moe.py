@@ -9,6 +9,8 @@ import torch
 
 from kernels.moe.schedule import PRODUCTS, ExpertsShape, Product
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.mark.parametrize(("rows", "others"), [(16, 16), (32, 64), (128, 128)])
 def test_tiles_of_any_height_can_be_tried(rows: int, others: int, monkeypatch: pytest.MonkeyPatch) -> None:

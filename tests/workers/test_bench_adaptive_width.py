@@ -17,6 +17,8 @@ import torch
 
 from tests.support.interpreter import interpreted_pytest
 
+pytestmark = pytest.mark.soak
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,7 +64,6 @@ def test_whatever_a_drafter_makes_is_replaced(bench: ModuleType, tmp_path: Path)
     assert (tensors.draft_SK[2] == -5).all()
 
 
-@pytest.mark.long
 def test_the_kernels_in_the_interpreter() -> None:
     interpreted_pytest(Path(__file__).with_name("interpreted_bench_acceptance.py"))
 
@@ -85,7 +86,6 @@ def test_steps_follow_the_file(bench: ModuleType, tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-@pytest.mark.long
 def test_only_processes_that_are_told_change_what_stands(bench: ModuleType) -> None:
     code = (
         "from workers.step import decode, mixed, parts; "

@@ -12,6 +12,8 @@ from workers.families.loading import load_model
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Format
 
+pytestmark = pytest.mark.soak
+
 CPU = torch.device("cpu")
 
 

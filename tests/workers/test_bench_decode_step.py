@@ -10,6 +10,8 @@ import torch
 from tests.workers.bench_shapes import SMALL
 from workers.memory.scratch import Scratch
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.mark.parametrize("width", [1, 3])
 @torch.inference_mode()

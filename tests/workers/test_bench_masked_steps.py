@@ -15,6 +15,8 @@ from workers.protocol.messages import Distribution, EngineStats, Request, Reques
 from workers.protocol.plan import SamplingParams
 from workers.vocabulary.folder import text_of_tokens
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -127,7 +129,6 @@ def test_a_made_up_vocabulary_takes_the_place_of_the_folders(bench: ModuleType, 
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
 
 
-@pytest.mark.long
 def test_the_demo_model(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model demo --device cpu --rows 2 --width 2 --input 8 --context 256 --settle 0 --seconds 0.3 --rounds 1"
     given = bench.options().parse_args([*words.split(), "--quiet", "--json", str(tmp_path / "figures")])

@@ -17,6 +17,8 @@ from workers.memory.scratch import Scratch
 from workers.parallel.group import TensorParallel
 from workers.weights.weight import Format
 
+pytestmark = pytest.mark.soak
+
 CPU = torch.device("cpu")
 SIZES = SMALL | {
     "vocab_size": 156,
@@ -78,7 +80,6 @@ def write_files(folder: Path, source: Any) -> None:
     save_file({name: tensor.clone() for name, tensor in whole.items()}, folder / "model.safetensors")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("shape", ["v3", "v2-lite"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_share_is_what_a_rank_loads_from_files(

@@ -21,6 +21,8 @@ from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Ending, Stage
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -92,7 +94,7 @@ def calls(printed: str) -> dict[str, int]:
 LAYERS = {"attention's input side": 2, "attention": 2, "output + dense": 1, "output + experts": 1, "head": 1}
 
 
-@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("width", [1, 2])
 @torch.inference_mode()
 def test_a_prefill_step_is_cut_into_parts(bench: ModuleType, width: int, capsys: pytest.CaptureFixture[str]) -> None:
     step = bench.prefill(small_model(bench, width), 2, 70, width)
@@ -106,7 +108,7 @@ def test_a_prefill_step_is_cut_into_parts(bench: ModuleType, width: int, capsys:
     assert step.case.state.tensors.length_S[:2].tolist() == [70, 70]
 
 
-@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("width", [1, 2])
 @torch.inference_mode()
 def test_a_decode_step_is_cut_into_parts(bench: ModuleType, width: int, capsys: pytest.CaptureFixture[str]) -> None:
     step = bench.decode(small_model(bench, width), 20, width, 100)
@@ -121,10 +123,10 @@ def test_a_decode_step_is_cut_into_parts(bench: ModuleType, width: int, capsys: 
 @pytest.mark.parametrize(
     ("rows", "width", "start"),
     [
-        pytest.param(5, 1, 0, marks=pytest.mark.long),
+        (5, 1, 0),
         (5, 2, 70),
-        pytest.param(16, 1, 0, marks=pytest.mark.long),
-        pytest.param(16, 2, 70, marks=pytest.mark.long),
+        (16, 1, 0),
+        (16, 2, 70),
     ],
 )
 @torch.inference_mode()

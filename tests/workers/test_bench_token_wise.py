@@ -12,7 +12,7 @@ import torch
 
 from tests.support.interpreter import interpreted_pytest
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.soak
 
 BENCH = Path(__file__).parents[2] / "bench"
 

@@ -14,6 +14,8 @@ from tests.workers.bench_shapes import SMALL
 from workers.memory.scratch import Scratch
 from workers.models.ways import Ways
 
+pytestmark = pytest.mark.soak
+
 CPU = torch.device("cpu")
 
 

@@ -88,7 +88,7 @@ def test_fronts_that_lack_something() -> None:
         assert fuzz(kind, 150, seed=2)[400] > 20
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", FRONTS)
 def test_more_of_it(kind: str) -> None:
     fuzz(kind, 4000, seed=3)

@@ -19,6 +19,8 @@ from workers.families.registry import load_config
 from workers.parallel.group import TensorParallel
 from workers.protocol.messages import Request
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

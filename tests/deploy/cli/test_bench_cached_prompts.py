@@ -11,6 +11,8 @@ import pytest
 
 from tests.deploy.cli.sse_server import Exchange, completions, serving
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

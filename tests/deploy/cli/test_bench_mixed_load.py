@@ -14,6 +14,8 @@ import pytest
 
 from tests.deploy.cli.sse_server import Exchange, completions, serving
 
+pytestmark = pytest.mark.soak
+
 SMALL = "--model m --streams 3 --stream-input 4 --output 500 --input 40 --period 0.05 --seconds 0.1 --settle 0.2"
 
 

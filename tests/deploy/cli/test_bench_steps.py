@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch):
@@ -135,7 +137,6 @@ steps.run_steps(all, argparse.Namespace(out=pathlib.Path({str(tmp_path)!r}), pat
         os.kill(int(told.read_text()), 0)
 
 
-@pytest.mark.long
 def test_ranks_share_a_model_that_is_nowhere(bench, tmp_path: Path) -> None:
     """Processes that others start find its weights, and two ranks the same ones as one."""
     import generated

@@ -28,7 +28,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("v3"))
 
 
-def nothing_differs(bench: Bench, steps: int, first_seed: int, folder: Path) -> None:
+def nothing_differs(bench: Bench, steps: int, first_seed: int, folder: Path) -> Counter[str]:
+    """Runs so many steps of schedules from this seed on; what was seen in them."""
     outcome = soak(bench, steps, first_seed)
     seen = outcome.seen
     if outcome.problem:
@@ -38,18 +39,28 @@ def nothing_differs(bench: Bench, steps: int, first_seed: int, folder: Path) -> 
     assert outcome.steps >= steps
     assert seen["drafts offered"] > seen["drafts accepted"] > steps / 40
     assert min(seen["preemptions"], seen["bad rows"], seen["cached tokens"]) > 0
+    assert seen["near ties"] < seen["tokens"] / 500
+    return seen
+
+
+def everything_was_asked_for(seen: Counter[str]) -> None:
+    """Every end, width, drafter and grammars, which takes some thousand steps."""
     assert all(seen[f"ended: {end}"] > 5 for end in ("stop", "length", "failed", "cancelled"))
     assert all(seen[f"mixed steps of width {width}"] > 5 for width in range(1, 5))
-    # Few schedules are so wide: of each of these widths only long runs have many.
-    wide = [seen[f"mixed steps of width {width}"] for width in range(5, 9)]
-    assert min(wide) > 5 if steps > 10_000 else sum(wide) > 20
     assert all(seen[f"drafts of {drafter}"] > 100 for drafter in ("the model", "ngram", "gqa", "mla"))
     assert min(seen["with a grammar"], seen["steps with masks"] / 10) > 20
-    assert seen["near ties"] < seen["tokens"] / 500
 
 
+def test_1000_steps_of_random_schedules(bench: Bench, tmp_path: Path) -> None:
+    nothing_differs(bench, 1000, 100_000, tmp_path)
+
+
+@pytest.mark.long
 def test_3000_steps_of_random_schedules(bench: Bench, tmp_path: Path) -> None:
-    nothing_differs(bench, 3000, 0, tmp_path)
+    seen = nothing_differs(bench, 3000, 0, tmp_path)
+    everything_was_asked_for(seen)
+    # Few schedules are so wide.
+    assert sum(seen[f"mixed steps of width {width}"] for width in range(5, 9)) > 20
 
 
 SHARED = {"indexer_types": ["full", "shared"]}
@@ -78,10 +89,12 @@ def test_sparse_attention_under_random_schedules(
     assert min(seen["with a grammar"], seen["drafts offered"] / 100) > 1
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_11000_steps_of_other_schedules(bench: Bench, tmp_path: Path) -> None:
-    nothing_differs(bench, 11_000, 10_000, tmp_path)
+    seen = nothing_differs(bench, 11_000, 10_000, tmp_path)
+    everything_was_asked_for(seen)
+    assert all(seen[f"mixed steps of width {width}"] > 5 for width in range(5, 9))
 
 
 QUICK = (
