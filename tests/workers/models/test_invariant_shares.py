@@ -6,7 +6,6 @@ many GPUs as there are ranks.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import moe
-from tests.quantised_checkpoints import FP8_NAMES, INT4_NAMES
-from tests.quantised_checkpoints import quantise as quantise_tiny
+from tests.quantised_checkpoints import FP8_NAMES, INT4_NAMES, quantise
 from tests.tiny_models import write_tiny
 from workers.config import DEMO_MODEL
 from workers.families import load_model
@@ -24,10 +22,6 @@ from workers.models.feed_forward import MixtureOfExperts
 from workers.models.invariant import GROUPS
 from workers.parallel.group import INVARIANT_RANKS, TensorParallel
 from workers.weights.weight import Format
-
-sys.path.insert(0, str(DEMO_MODEL.parent))  # as `python assets/quantise_demo.py` finds the script's own modules
-
-from training.quantise import quantise
 
 DEVICES = [
     "cpu",
@@ -50,17 +44,14 @@ class Alone(TensorParallel):
 
 @pytest.fixture(scope="module", params=["plain", "fp8", "int4", "fp8, wide", "int4, wide"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model, of whose experts 8 ranks cannot share what is quantized, and one of whose experts they can."""
+    """The demo model; and models of whose quantized experts 8 ranks cannot share one, or can."""
     form, _, wide = request.param.partition(", ")
     if form == "plain":
         return DEMO_MODEL
     made = tmp_path_factory.mktemp(form + wide)
-    if wide:
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-        write_tiny(made, "v3", seed=3, hidden_size=64, moe_intermediate_size=512, **heads)
-        quantise_tiny(made, form, FP8_NAMES if form == "fp8" else INT4_NAMES)
-    else:
-        quantise(DEMO_MODEL, made, form)
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}
+    write_tiny(made, "v3", seed=3, moe_intermediate_size=512 if wide else 64, **sizes)
+    quantise(made, form, FP8_NAMES if form == "fp8" else INT4_NAMES)
     return made
 
 
