@@ -6,8 +6,12 @@ from typing import Any, Final
 
 from workers.parallel.mesh import AxisName, Mesh
 
+GROUPED: Final[dict[str, AxisName]] = {
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "heads",
+    "intermediate_size": "experts",
+}
 LATENT: Final[dict[str, AxisName]] = {"num_attention_heads": "heads", "intermediate_size": "experts"}
-GROUPED: Final[dict[str, AxisName]] = {**LATENT, "num_key_value_heads": "heads"}
 """What ranks divide among themselves, of the layer's two layouts, and along which axis."""
 
 

@@ -265,7 +265,7 @@ def collectives(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def gather_bytes(self: Group, payload: bytes, device: torch.device) -> list[bytes]:
         asked.append(("gather_bytes",))
-        return [payload] * self.size
+        return [payload] * self.mesh.world.size
 
     patch.setattr(Group, "gather_bytes", gather_bytes)
     return asked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ def test_sums_are_left_in_parts_where_nobody_else_needs_them(
     """All-reduce needs a sum, and invariant mode has an order of its own."""
     monkeypatch.setattr(many_tokens, "parts_of", lambda tokens, weight_FE: 5)
     own = kind(Group())
-    monkeypatch.setattr(own, "group", SimpleNamespace(size=ranks))
+    monkeypatch.setattr(own, "group", Group(Mesh.of(0, ranks)))
     assert own.parts(17, Weight(torch.zeros(2, 2))) == want
 
 
@@ -81,7 +80,7 @@ def test_shared_experts_of_their_own_are_summed_over_ranks_with_the_others(
     sums: list[torch.Tensor] = []
 
     def doubled(self: Group, part: torch.Tensor, out: torch.Tensor) -> None:
-        if self.size > 1:
+        if self.summed.size > 1:
             sums.append(out)
             out.copy_(2 * part)
 
