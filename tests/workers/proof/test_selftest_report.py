@@ -94,7 +94,7 @@ def test_progress_is_told_now_and_then(folder: Path, monkeypatch: pytest.MonkeyP
 class TwoRanks:
     """A group whose other rank found these problems."""
 
-    rank, size = 0, 2
+    mesh = Mesh.of(0, 2)
 
     def __init__(self, *other: list[str]) -> None:
         self._other = msgspec.msgpack.encode(other)
