@@ -23,7 +23,8 @@ from torch import multiprocessing
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kernels.one_shot import MOST_BYTES
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.parallel.symmetric import SymmetricSum, fits, one_shot_bytes
 
 SIZES = (4 << 10, 14 << 10, 56 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
@@ -57,8 +58,8 @@ def time_us(sum_parts: Callable[[torch.Tensor, torch.Tensor], None], part: torch
 def rank_main(rank: int, ranks: int, folder: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = TensorParallel.connect(rank, ranks, f"file://{folder}/rendezvous", device, timeout_s=60)
-    nccl = TensorParallel(rank, ranks)
+    group = Group.connect(Mesh.of(rank, ranks), f"file://{folder}/rendezvous", device, timeout_s=60)
+    nccl = Group(Mesh.of(rank, ranks))
     shared = None if group.symmetric is None else SymmetricSum(device, most_bytes=max(SIZES))
     dist.barrier()
     if rank == 0:

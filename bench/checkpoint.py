@@ -33,7 +33,7 @@ from training.quantise import FP8_CONFIG, INT4_CONFIG
 
 from workers.families.loading import counted
 from workers.families.registry import parse_config
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.weights.assumed import assumed_dtypes
 from workers.weights.stored import FP8_DTYPE, FP8_SCALES, INT4_SCALES, INT4_SHAPE, Shape, Wanted
 from workers.weights.weight import Format
@@ -50,7 +50,7 @@ BYTES = {"F32": 4, "BF16": 2, "I32": 4, FP8_DTYPE: 1}
 
 def wanted(values: dict[str, Any]) -> dict[str, Wanted]:
     """All tensors of a model with these config values, its draft layer included, as they are published."""
-    config, group = parse_config(values), TensorParallel()
+    config, group = parse_config(values), Group()
     dtype_of = assumed_dtypes(values.get("quantization_config", {}).get("quant_method"))
     draft_layer = config.draft_layers > 0
     _, census = counted(config, group, torch.bfloat16, dtype_of, draft_layer=draft_layer, invariant=False)

@@ -19,7 +19,8 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.sparse import SparseAttention
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.protocol.plan import BatchLayout
 from workers.rank.runner import Runner
 from workers.step.decode import DecodeStep
@@ -194,7 +195,7 @@ class RandomWeights(WeightSource):
     `form`, if that is INT4 those of routed experts."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, form: Format = Format.PLAIN) -> None:
-        super().__init__(TensorParallel(), dtype, device)
+        super().__init__(Mesh(), dtype, device)
         self.form = form
 
     def stored_format(self, name: str) -> Format:
@@ -249,6 +250,7 @@ def model_of(
     return family.model(
         source,
         config,
+        Group(),
         max_positions=config.max_positions,
         draft_layer=width > 1,
         invariant=False,

@@ -48,7 +48,8 @@ from workers.config import EngineConfig
 from workers.families.loading import load_model
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.parallel.symmetric import one_shot_bytes
 from workers.rank.memory_plan import MemoryPlan, memory_plan
 
@@ -59,7 +60,7 @@ AROUND = 6e9
 
 
 @dataclass(frozen=True)
-class Alone(TensorParallel):
+class Alone(Group):
     """One rank of several, of which the others are not there: its part of a sum stands for the sum."""
 
     def all_reduce(self, part: Tensor, out: Tensor) -> None:
@@ -67,7 +68,7 @@ class Alone(TensorParallel):
 
     def sums_by_kernel(self, out: Tensor) -> bool:
         """As where ranks can write each other's memory: what follows is launched dependently."""
-        return out.nbytes <= one_shot_bytes(self.size)
+        return out.nbytes <= one_shot_bytes(self.summed.size)
 
     def add_sum(self, part_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, out: PendingNorm) -> None:
         """This rank's part enters the residual, in a kernel that has as much to do but the exchange."""
@@ -75,7 +76,7 @@ class Alone(TensorParallel):
 
     def gather_columns(self, part_NY: Tensor, empty: Callable[..., Tensor]) -> Tensor:
         """This rank's, as often as there are ranks."""
-        out_NGY = empty(part_NY.shape[0], self.size, part_NY.shape[1], dtype=part_NY.dtype)
+        out_NGY = empty(part_NY.shape[0], self.mesh.heads.size, part_NY.shape[1], dtype=part_NY.dtype)
         return out_NGY.copy_(part_NY[:, None].expand_as(out_NGY)).flatten(1)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def load(folder: Path, ranks: int, device: torch.device, dtype: torch.dtype) -> 
     with installed():
         return load_model(
             folder,
-            group=Alone(0, ranks),
+            group=Alone(Mesh.of(0, ranks)),
             dtype=dtype,
             device=device,
             max_positions=CONTEXT + room(2) + PAGE_TOKENS,

@@ -43,7 +43,7 @@ from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
@@ -124,7 +124,7 @@ class Pair:
         self.state = SlotState(slots, width - 1, pages, self.device)
         sampling = SamplingState(slots, model.config.vocab_size, self.device)
         sampling.reserve()
-        self.parts = StepParts(model, self.cache, self.state, sampling, TensorParallel(), width)
+        self.parts = StepParts(model, self.cache, self.state, sampling, Group(), width)
         tensors = self.state.tensors
         tensors.page_SP[:slots] = torch.randperm(pages, device=self.device).int() + 1
         self.position_W = torch.arange(context - width, context, device=self.device)

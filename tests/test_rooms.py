@@ -17,8 +17,9 @@ PACKAGES = ("kernels", "workers", "deploy")
 
 ROOMS = {
     "workers": (
-        ("config", "draft_model", "environment", "memory", "quantization", "vocabulary"),
-        ("fit", "protocol", "parallel"),
+        ("environment", "memory", "parallel", "quantization", "vocabulary"),
+        ("config", "draft_model"),
+        ("fit", "protocol"),
         ("channel", "weights", "cache", "grammar", "scheduler"),
         ("models",),
         ("drafters", "step"),
@@ -144,7 +145,9 @@ def test_a_wrong_arrow_is_seen(module: str, source: str, seen: bool) -> None:
     assert wrong(module, target) == seen
 
 
-@pytest.mark.parametrize("module", ["protocol.plan", "protocol.messages", "scheduler", "processes.scheduler_process"])
+@pytest.mark.parametrize(
+    "module", ["parallel.mesh", "protocol.plan", "protocol.messages", "scheduler", "processes.scheduler_process"]
+)
 def test_the_scheduler_imports_no_torch_and_no_ray(module: str) -> None:
     code = f"import sys, workers.{module}; sys.exit(bool({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -7,6 +7,8 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from workers.parallel.mesh import INVARIANT_RANKS, Mesh
+
 AUTO_WIDTH: Final = 4
 """Most tokens that a decode row feeds where the width is chosen from step to step."""
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
@@ -94,7 +96,7 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _ranks_make_a_tree(self) -> Self:
-        if self.invariant and self.tensor_parallel not in (1, 2, 4, 8):
+        if self.invariant and self.tensor_parallel not in INVARIANT_RANKS:
             raise ValueError(
                 "invariant mode has one order of sums for tensor_parallel 1, 2, 4 and 8, "
                 f"not for {self.tensor_parallel}"
@@ -123,6 +125,11 @@ class EngineConfig(BaseModel):
         if self.draft_model is None and self.drafter == "eagle3":
             raise ValueError("drafter = eagle3 needs a draft model: give its folder (--draft-model)")
         return self
+
+    def mesh(self, rank: int = 0) -> Mesh:
+        """The mesh of rank `rank` of the replica: all ranks share heads and experts, and each has the whole cache.
+        ValueError for a rank that there is not."""
+        return Mesh.of(rank, self.tensor_parallel)
 
     @property
     def draft_folder(self) -> Path | None:

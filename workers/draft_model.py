@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-GROUPED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-LATENT = ("num_attention_heads", "intermediate_size")
-"""What ranks divide among themselves, of the layer's two layouts."""
+from workers.parallel.mesh import AxisName, Mesh
+
+GROUPED: Final[dict[str, AxisName]] = {
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "heads",
+    "intermediate_size": "experts",
+}
+LATENT: Final[dict[str, AxisName]] = {"num_attention_heads": "heads", "intermediate_size": "experts"}
+"""What ranks divide among themselves, of the layer's two layouts, and along which axis."""
 
 
 def flattened(draft: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +43,7 @@ def taps_of(draft: dict[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(layer + behind for layer in given)
 
 
-def misfits(draft: dict[str, Any], target: dict[str, Any], ranks: int) -> list[str]:
+def misfits(draft: dict[str, Any], target: dict[str, Any], mesh: Mesh) -> list[str]:
     """Why a draft model cannot draft, a line per cause. `target`: hidden_size, vocab_size and num_hidden_layers."""
     draft, found = flattened(draft), []
     for name in ("hidden_size", "vocab_size"):
@@ -59,8 +65,8 @@ def misfits(draft: dict[str, Any], target: dict[str, Any], ranks: int) -> list[s
                     f"its hidden states come from the inputs of layers {', '.join(map(str, taps))} "
                     f"(eagle_aux_hidden_state_layer_ids), which must be three of 0 to {layers - 1}"
                 )
-    for name in GROUPED if draft.get("kv_lora_rank") is None else LATENT:
-        count = draft.get(name)
+    for name, axis in (GROUPED if draft.get("kv_lora_rank") is None else LATENT).items():
+        count, ranks = draft.get(name), mesh.axis(axis).size
         if type(count) is int and count % ranks:
             found.append(f"{name} = {count} of the draft model cannot be divided by {ranks} ranks (--tensor-parallel)")
     return found

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, Final
 
 from workers.config import EngineConfig
 from workers.draft_model import misfits
+from workers.parallel.mesh import INVARIANT_RANKS, AxisName
 from workers.quantization import unsupported_quantization
 
-SHARED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
-"""What ranks divide among themselves: counts in config.json."""
-_ORDERED = (1, 2, 4, 8)
-"""Numbers of ranks that invariant mode knows."""
+SHARED: Final[dict[str, AxisName]] = {
+    "num_attention_heads": "heads",
+    "intermediate_size": "experts",
+    "moe_intermediate_size": "experts",
+}
+"""What ranks divide among themselves, and along which axis: counts in config.json."""
 _MOST_NAMED = 8
 
 
@@ -49,12 +52,12 @@ def _quantization(config: EngineConfig, values: dict[str, Any]) -> str:
 
 def _ranks(config: EngineConfig, values: dict[str, Any]) -> str:
     counts = {name: values[name] for name in SHARED if type(values.get(name)) is int and values[name] > 0}
-    ranks = config.tensor_parallel
-    rest = [f"{name} = {count}" for name, count in counts.items() if count % ranks]
+    ranks, mesh = config.tensor_parallel, config.mesh()
+    rest = [f"{name} = {count}" for name, count in counts.items() if count % mesh.axis(SHARED[name]).size]
     if not rest:
         return ""
     most = math.gcd(*counts.values())
-    works = [n for n in range(1, most + 1) if most % n == 0 and (n in _ORDERED or not config.invariant)]
+    works = [n for n in range(1, most + 1) if most % n == 0 and (n in INVARIANT_RANKS or not config.invariant)]
     named = f"{', '.join(map(str, works[:_MOST_NAMED]))}{', ...' if len(works) > _MOST_NAMED else ''}"
     return (
         f"tensor_parallel = {ranks} (--tensor-parallel): ranks share the model equally, and {' and '.join(rest)} of "
@@ -91,5 +94,5 @@ def _draft_model(config: EngineConfig, values: dict[str, Any]) -> list[str]:
         return [f"cannot read {folder / 'config.json'}: {error}"]
     if not isinstance(draft, dict):
         return [f"{folder / 'config.json'} does not hold a JSON object"]
-    found = misfits(draft, values, config.tensor_parallel)
+    found = misfits(draft, values, config.mesh())
     return [f"draft_model = {folder} (--draft-model) does not fit the model: {why}" for why in found]

@@ -124,7 +124,7 @@ def _lines(config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change:
         size = gib(other.pages * other.page_bytes)
         return f"{size}  {in_words(form + how, other.pages, other.rows, other.asked_context)}"
 
-    ranks, plan = config.tensor_parallel, plans[_asked(config)]
+    ranks, plan = config.mesh().world.size, plans[_asked(config)]
     stored = "as their files store them" if plan.from_files else "as config.json says: no files are there"
     lines = [
         f"each of {ranks} GPU{'s' * (ranks > 1)} ({gpu}) {gib(plan.total).strip()}, of which "

@@ -116,7 +116,7 @@ class ServeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _ranks_have_gpus_of_their_own(self) -> Self:
-        gpus, ranks = self.gpus_per_rank, self.engine.tensor_parallel
+        gpus, ranks = self.gpus_per_rank, self.engine.mesh().world.size
         if gpus is None or self.engine.device == "cpu":
             return self
         if gpus == 0 and self.engine.device == "cuda":

@@ -143,7 +143,7 @@ class ReplicaProcesses:
         self._scheduler = self._actor(self.scheduler_class, FRONT_BUNDLE, 0).remote(self._log, self._labels)
         actors = self._workers = [
             self._actor(self.worker_class, FRONT_BUNDLE + 1 + rank, self._gpus).remote(self._log, self._labels)
-            for rank in range(self._config.tensor_parallel)
+            for rank in range(self._config.mesh().world.size)
         ]
         finding = [actor.seat.remote(FRONT_BUNDLE + 1 + rank) for rank, actor in enumerate(actors)]
         for actor in actors:

@@ -99,7 +99,7 @@ def bundles(config: ServeConfig) -> list[dict[str, float]]:
     """Placement-group bundles of one replica of `settled` settings: front and scheduler, then one per rank."""
     cpus, gpus = config.cpus_per_process, config.gpus_per_rank
     rank = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
-    return [{"CPU": 2 * cpus}, *({**rank} for _ in range(config.engine.tensor_parallel))]
+    return [{"CPU": 2 * cpus}, *({**rank} for _ in range(config.engine.mesh().world.size))]
 
 
 def build_application(config: ServeConfig, engine_class: type = replica_class) -> serve.Application:

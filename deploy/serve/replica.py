@@ -131,7 +131,7 @@ class EngineReplica:
 
     async def _bring_up(self) -> EngineClient:
         config = self.config
-        self.board.say(f"starting {config.engine.tensor_parallel} ranks of {config.model_name}")
+        self.board.say(f"starting {config.engine.mesh().world.size} ranks of {config.model_name}")
         addresses = await self.processes.start()
         if (nodes := len({seat.node for seat in self.processes.seats})) > 1:
             self.board.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")

@@ -31,7 +31,7 @@ LOOK_PERIOD_S = 1.0
 def needs(config: ServeConfig, replicas: int) -> dict[str, float]:
     """GPUs and cores that so many replicas of `settled` settings take. A rank's share is of one GPU: several ranks need
     whole ones."""
-    ranks, gpus = replicas * config.engine.tensor_parallel, config.gpus_per_rank or 0.0
+    ranks, gpus = replicas * config.engine.mesh().world.size, config.gpus_per_rank or 0.0
     cores = replicas * sum(bundle["CPU"] for bundle in bundles(config))
     return {"GPU": gpus if ranks == 1 or not gpus else math.ceil(ranks / math.floor(1 / gpus + 1e-9)), "CPU": cores}
 

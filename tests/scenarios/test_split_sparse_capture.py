@@ -34,7 +34,7 @@ from workers.models.attention.sparse import SparseAttention
 from workers.models.attention.sparse_rows import SparseRows
 from workers.models.batch import Batch, Selection
 from workers.models.config import ConfigError
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import BatchLayout
 from workers.scheduler import Unsound
@@ -268,4 +268,4 @@ def test_a_model_without_a_query_latent_is_refused_by_name(tmp_path: Path) -> No
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"q_lora_rank": 24', '"q_lora_rank": null'))
     with pytest.raises(ConfigError, match=r"q_lora_rank = None is not supported for model_type 'deepseek_v32'"):
-        load_model(folder, group=TensorParallel(), dtype=torch.float32, device=torch.device("cpu"), max_positions=64)
+        load_model(folder, group=Group(), dtype=torch.float32, device=torch.device("cpu"), max_positions=64)

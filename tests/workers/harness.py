@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from workers.config import EngineConfig
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.grammar import CompileGrammar, GrammarReady
 from workers.protocol.messages import Request, RequestOutput
@@ -32,7 +32,7 @@ class InlineEngine:
         self._compiled: queue.Queue[tuple[int, str]] = queue.Queue()
         self.replica = Rank(
             config,
-            TensorParallel(),
+            Group(),
             device or torch.device("cpu"),
             on_grammar=lambda *news: self._compiled.put(news),
         )

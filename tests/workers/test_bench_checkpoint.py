@@ -9,7 +9,7 @@ import torch
 
 from tests.workers.bench_shapes import SMALL
 from workers.families.loading import load_model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.weights.weight import Format
 
 pytestmark = pytest.mark.soak
@@ -28,7 +28,7 @@ def test_what_is_written_loads(form: Format, shape: str, tmp_path: Path, monkeyp
     if values.get("indexer_types"):
         values["indexer_types"] = values["indexer_types"][:2]
     written = checkpoint.write_folder(values, form, tmp_path, CPU)
-    model = load_model(tmp_path, group=TensorParallel(), dtype=torch.float32, device=CPU, max_positions=64)
+    model = load_model(tmp_path, group=Group(), dtype=torch.float32, device=CPU, max_positions=64)
     assert model.drafter is not None or not values.get("num_nextn_predict_layers")
     files = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert 0 < files - written < 1 << 17  # the headers

@@ -14,7 +14,8 @@ from torch import Tensor
 from tests.workers.bench_shapes import SMALL
 from workers.families.loading import load_model
 from workers.memory.scratch import Scratch
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.weights.weight import Format
 
 pytestmark = pytest.mark.soak
@@ -91,8 +92,8 @@ def test_the_share_is_what_a_rank_loads_from_files(
     generated.write_folder(values_of(shape), form, tmp_path, seed=3, size=1 << 19)
     ours = bench.load(tmp_path, ranks, CPU, torch.float32)
     write_files(tmp_path, generated.Numbers(3, 1 << 19))
-    monkeypatch.setattr(TensorParallel, "minimum", lambda self, x: x)  # the other ranks are not there
-    group, most = TensorParallel(0, ranks), ours.max_positions
+    monkeypatch.setattr(Group, "minimum", lambda self, x: x)  # the other ranks are not there
+    group, most = Group(Mesh.of(0, ranks)), ours.max_positions
     files = load_model(tmp_path, group=group, dtype=torch.float32, device=CPU, max_positions=most, rounds=True)
     found, wanted = dict(tensors(ours)), dict(tensors(files))
     assert {path: (x.shape, x.dtype) for path, x in found.items()} == {p: (x.shape, x.dtype) for p, x in wanted.items()}

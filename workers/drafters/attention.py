@@ -20,7 +20,7 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.latent import LatentAttention
 from workers.models.batch import Batch
 from workers.models.many_tokens import ManyTokens
-from workers.weights.part import Part, RopeRows
+from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
 
@@ -85,15 +85,15 @@ class GroupedAttention(DraftAttention):
     def __init__(
         self, source: WeightSource, prefix: str, *, hidden: int, heads: int, key_heads: int, features: int
     ) -> None:
-        ranks = source.group.size
+        ranks = source.mesh.heads.size
         self.heads, self.key_heads, self.features = heads // ranks, key_heads // ranks, features
         rope = RopeRows(features, features)
         parts = [
-            Part(f"{prefix}{name}_proj.weight", count * features, 2 * hidden, shard=0, rope=rows)
+            Part(f"{prefix}{name}_proj.weight", count * features, 2 * hidden, shard=Shard(0, "heads"), rope=rows)
             for name, count, rows in (("q", heads, rope), ("k", key_heads, rope), ("v", key_heads, None))
         ]
         self.qkv_QF = source.matrix(*parts)
-        self.out_EF = source.matrix(Part(f"{prefix}o_proj.weight", hidden, heads * features, shard=1))
+        self.out_EF = source.matrix(Part(f"{prefix}o_proj.weight", hidden, heads * features, shard=Shard(1, "heads")))
         self.cache = KeyValueSpec(2 * self.key_heads * features, source.dtype)
 
     def __call__(

@@ -12,6 +12,7 @@ from workers.draft_model import flattened, misfits, taps_of
 from workers.families.fields import Fields
 from workers.families.rope import read_rope
 from workers.models.config import ConfigError, ModelConfig, Rope
+from workers.parallel.mesh import Mesh
 from workers.quantization import unsupported_quantization
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Eagle3Config:
     """Sizes of latent attention, where it has that."""
 
 
-def read_eagle3(folder: str | Path, target: ModelConfig, ranks: int) -> Eagle3Config:
+def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh) -> Eagle3Config:
     """The config.json of the draft model in `folder`. `ConfigError` names what does not fit `target`, or is not
     understood."""
     folder = Path(folder)
@@ -65,7 +66,7 @@ def read_eagle3(folder: str | Path, target: ModelConfig, ranks: int) -> Eagle3Co
         "vocab_size": target.vocab_size,
         "num_hidden_layers": target.num_layers,
     }
-    if found := misfits(values, of_target, ranks):
+    if found := misfits(values, of_target, mesh):
         raise ConfigError("\n".join(f"the draft model in {folder} does not fit: {why}" for why in found))
     fields = Fields(values)
     _refuse_unsupported(fields)
@@ -140,7 +141,7 @@ def load_eagle3(
         check_memory(census.bytes, model.group, device)
         target_id_D = _target_ids(config, model.config.vocab_size, checkpoint)
         told = LoadingProgress(census.bytes, progress)
-        with CheckpointReader(checkpoint, model.group, dtype, device, told, _stored(checkpoint)) as reader:
+        with CheckpointReader(checkpoint, model.group.mesh, dtype, device, told, _stored(checkpoint)) as reader:
             reader.progress("draft model")
             drafter = _build(config, reader, model, checkpoint, target_id_D, fp8_cache=fp8_cache)
             reader.settle()
@@ -160,7 +161,7 @@ def counted_eagle3(config: Eagle3Config, model: Model, *, fp8_cache: bool) -> tu
 def _counted(config: Eagle3Config, model: Model, checkpoint: Checkpoint, *, fp8_cache: bool) -> tuple[Eagle3, Census]:
     from workers.weights.source import Census
 
-    census = Census(model.group, model.norm_E.dtype, _stored(checkpoint), checkpoint.dtype_of)
+    census = Census(model.group.mesh, model.norm_E.dtype, _stored(checkpoint), checkpoint.dtype_of)
     return _build(config, census, model, checkpoint, None, fp8_cache=fp8_cache), census
 
 

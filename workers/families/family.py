@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from workers.models.feed_forward import FeedForward
     from workers.models.layer import DecoderLayer
     from workers.models.model import Model
+    from workers.parallel.group import Group
     from workers.weights.source import WeightSource
 
 
@@ -41,6 +42,7 @@ class Family(ABC):
         self,
         source: WeightSource,
         config: ModelConfig,
+        group: Group,
         *,
         max_positions: int,
         draft_layer: bool,
@@ -48,13 +50,13 @@ class Family(ABC):
         rounds: bool = False,
         fp8_cache: bool = False,
     ) -> Model:
-        """The whole model on one rank, and with `draft_layer` the drafter that its checkpoint has. `rounds`: see
-        `Ways`."""
+        """The whole model on one rank, and with `draft_layer` the drafter that its checkpoint has. `group`: by which
+        it reaches the other ranks of the source's mesh. `rounds`: see `Ways`."""
         from workers.drafters.mtp import Mtp
         from workers.models.model import Model
         from workers.models.ways import Ways
 
-        ways = Ways(config, source.group, source.formats, invariant=invariant, rounds=rounds)
+        ways = Ways(config, group, source.formats, invariant=invariant, rounds=rounds)
         layer = partial(self.layer, source, config, invariant=invariant, fp8_cache=fp8_cache)
         model = Model(source, config, ways, layer, max_positions)
         if draft_layer:

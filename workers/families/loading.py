@@ -12,7 +12,8 @@ from workers.families.family import Family
 from workers.families.registry import FAMILIES, load_config
 from workers.models.config import ModelConfig
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.copies import differing
 from workers.weights.loading_progress import LoadingProgress
@@ -24,7 +25,7 @@ from workers.weights.source import Census
 def load_model(
     folder: str | Path,
     *,
-    group: TensorParallel,
+    group: Group,
     dtype: torch.dtype,
     device: torch.device,
     max_positions: int,
@@ -57,14 +58,15 @@ def load_model(
         checkpoint.verify(census.wanted, _ignored(family, config, draft_layer))
         check_memory(census.bytes, group, device)
         told = LoadingProgress(census.bytes, progress)
-        if own and not group.rank:
+        if own and group.mesh.world.first:
             told.note(
                 f"the draft layer has weights of its own where others repeat the model's: {', '.join(sorted(own))}"
             )
-        with CheckpointReader(checkpoint, group, dtype, device, told, family.tensor, invariant, own) as reader:
+        with CheckpointReader(checkpoint, group.mesh, dtype, device, told, family.tensor, invariant, own) as reader:
             model = family.model(
                 reader,
                 config,
+                group,
                 max_positions=max_positions,
                 draft_layer=draft_layer,
                 invariant=invariant,
@@ -78,7 +80,7 @@ def load_model(
 
 def counted(
     config: ModelConfig,
-    group: TensorParallel,
+    group: Group,
     dtype: torch.dtype,
     dtype_of: Callable[[str], str | None],
     *,
@@ -90,19 +92,19 @@ def counted(
     """This rank's share of a model without memory, and the census of what it wants of a checkpoint whose tensors have
     these dtypes and that has these matrices of its `own` (see `WeightSource`). ValueError for sizes that ranks cannot
     share."""
-    _check_shares(config, group)
+    _check_shares(config, group.mesh)
     family = FAMILIES[config.model_type]
-    census = Census(group, dtype, family.tensor, dtype_of, invariant, own)
+    census = Census(group.mesh, dtype, family.tensor, dtype_of, invariant, own)
     model = family.model(
-        census, config, max_positions=0, draft_layer=draft_layer, invariant=invariant, fp8_cache=fp8_cache
+        census, config, group, max_positions=0, draft_layer=draft_layer, invariant=invariant, fp8_cache=fp8_cache
     )
     return model, census
 
 
-def _check_shares(config: ModelConfig, group: TensorParallel) -> None:
-    group.shard(config.num_heads, "num_attention_heads")
-    group.shard(config.intermediate_size, "intermediate_size")
-    group.shard(config.moe_intermediate_size, "moe_intermediate_size")
+def _check_shares(config: ModelConfig, mesh: Mesh) -> None:
+    mesh.heads.share(config.num_heads, "num_attention_heads")
+    mesh.experts.share(config.intermediate_size, "intermediate_size")
+    mesh.experts.share(config.moe_intermediate_size, "moe_intermediate_size")
 
 
 def has_draft_layer(config: ModelConfig, has_any: Callable[[str], bool] | None) -> bool:

@@ -126,7 +126,8 @@ def compile_steps(
         return Compiled()
     few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
     model, keys = few.model, list(parts.ladder(max_rows))
-    with compile_ahead(parts.device, threads, Share(parts.group.rank, parts.group.size)) as compiled:
+    world = parts.group.mesh.world
+    with compile_ahead(parts.device, threads, Share(world.rank, world.size)) as compiled:
         for key in keys:
             DecodeStep(few, key, scratch).run()
         for key in parts.ladder(max_rows).halves():

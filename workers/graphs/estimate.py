@@ -55,7 +55,7 @@ def _dequantised_bytes(model: Model) -> int:
 
 def _feed_forward_bytes(model: Model, tokens: int) -> int:
     """Of the largest feed-forward part."""
-    config, dtype, ranks = model.config, model.norm_E.dtype, model.group.size
+    config, dtype, ranks = model.config, model.norm_E.dtype, model.group.mesh.experts.size
     most = 3 * tokens * config.intermediate_size // ranks * dtype.itemsize  # gate, up and their product
     for part in (layer.feed_forward for layer in model.layers):
         if isinstance(part, MixtureOfExperts):

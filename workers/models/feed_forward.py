@@ -18,7 +18,7 @@ from kernels.moe import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.token_wise import Gated, Mixture, N, TokenWise
-from workers.weights.part import Part
+from workers.weights.part import Part, Shard
 from workers.weights.source import WeightSource
 from workers.weights.weight import Format, Weight
 
@@ -27,9 +27,12 @@ class DenseFeedForward:
     """down · (silu(gate · x) * (up · x))."""
 
     def __init__(self, source: WeightSource, prefix: str, hidden: int, intermediate: int) -> None:
-        gate, up = (Part(f"{prefix}{name}_proj.weight", intermediate, hidden, shard=0) for name in ("gate", "up"))
+        gate, up = (
+            Part(f"{prefix}{name}_proj.weight", intermediate, hidden, shard=Shard(0, "experts"))
+            for name in ("gate", "up")
+        )
         self.gate_up_FE = source.matrix(gate, up)
-        self.down_EI = source.matrix(Part(f"{prefix}down_proj.weight", hidden, intermediate, shard=1))
+        self.down_EI = source.matrix(Part(f"{prefix}down_proj.weight", hidden, intermediate, shard=Shard(1, "experts")))
 
     def __call__(
         self, way: TokenWise[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
@@ -83,9 +86,10 @@ class _Network:
     def __init__(self, name: str, config: ModelConfig, unit: int = 0, units: int = 1) -> None:
         hidden, width = config.hidden_size, units * config.moe_intermediate_size
         self.gate_up = [
-            Part(f"{name}{half}_proj.weight", width, hidden, shard=0, unit=unit, units=units) for half in ("gate", "up")
+            Part(f"{name}{half}_proj.weight", width, hidden, shard=Shard(0, "experts"), unit=unit, units=units)
+            for half in ("gate", "up")
         ]
-        self.down = [Part(f"{name}down_proj.weight", hidden, width, shard=1, unit=unit, units=units)]
+        self.down = [Part(f"{name}down_proj.weight", hidden, width, shard=Shard(1, "experts"), unit=unit, units=units)]
 
 
 def _apart(source: WeightSource, routed: list[_Network], shared: list[_Network]) -> bool:

@@ -27,21 +27,23 @@ from kernels.rms_norm import rms_norm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.token_wise import Mixture, TokenWise
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.weights.weight import Weight
 
 
 @cache
-def unsupported(config: ModelConfig, ranks: int) -> str:
+def unsupported(config: ModelConfig, mesh: Mesh) -> str:
     """Why a model of this shape cannot take this way on a GPU; empty if it can."""
+    heads, experts = config.num_heads // mesh.heads.size, config.moe_intermediate_size // mesh.experts.size
     rank_features = {
         "hidden_size": config.hidden_size,
         "kv_lora_rank + qk_rope_head_dim": config.kv_lora_rank + config.qk_rope_head_dim,
         "q_lora_rank": config.q_lora_rank or PIECE,
-        "query features": config.num_heads // ranks * config.qk_head_dim,
-        "value features": config.num_heads // ranks * config.v_head_dim,
-        "intermediate_size": config.intermediate_size // ranks,
-        "moe_intermediate_size": config.moe_intermediate_size // ranks,
+        "query features": heads * config.qk_head_dim,
+        "value features": heads * config.v_head_dim,
+        "intermediate_size": config.intermediate_size // mesh.experts.size,
+        "moe_intermediate_size": experts,
     }
     for name, features in rank_features.items():
         if features % PIECE:
@@ -49,8 +51,8 @@ def unsupported(config: ModelConfig, ranks: int) -> str:
     for name, features in {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}.items():
         if features < 16 or features & (features - 1):
             return f"{name} = {features} is no power of two of at least 16"
-    if config.moe_intermediate_size // ranks > 4096:
-        return f"moe_intermediate_size on a rank is {config.moe_intermediate_size // ranks}, more than 4096"
+    if experts > 4096:
+        return f"moe_intermediate_size on a rank is {experts}, more than 4096"
     routing = config.routing
     if not few_experts.choosable(routing.experts, routing.rule.groups):
         return f"{routing.experts} experts in {routing.rule.groups} groups are more than a warp chooses from"
@@ -62,7 +64,7 @@ class FewTokens(TokenWise[PendingNorm]):
 
     decode_alone = True
 
-    def __init__(self, group: TensorParallel, *, dependent: bool) -> None:
+    def __init__(self, group: Group, *, dependent: bool) -> None:
         """`dependent`: programmatic dependent launch, which the device must be able to do."""
         self.group, self._dependent = group, dependent
 
@@ -107,7 +109,7 @@ class FewTokens(TokenWise[PendingNorm]):
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: PendingNorm, scratch: Scratch) -> None:
         """See `TokenWise`."""
         rows = self._rows(x_TF, weight_EF.matrix, scratch)
-        if self.group.size == 1:
+        if self.group.summed.size == 1:
             into = norm.residual_TE, norm.weight_E, out
             linear_to_residual(rows, weight_EF.matrix, *into, dependent=self._dependent)
             return
@@ -132,7 +134,7 @@ class FewTokens(TokenWise[PendingNorm]):
         if self.choices is not None:
             self.choices.note(choice.place_TX, choice.weight_TK)
         weights, memory = (mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix), scratch.empty
-        if self.group.size == 1:
+        if self.group.summed.size == 1:
             into = norm.residual_TE, norm.weight_E
             few_experts.experts(x, choice, *weights, *into, out, memory, dependent=dependent)
             return
@@ -157,7 +159,7 @@ class FewTokens(TokenWise[PendingNorm]):
             act_TI = scratch.empty(x.x_TE.shape[0], shared.gate_up_FE.shape[0] // 2, dtype=x.x_TE.dtype)
             gated_linear(x, shared.gate_up_FE.matrix, act_TI, early=not settled, dependent=dependent)
             rows, down = self._rows(act_TI, shared.down_EI.matrix, scratch), shared.down_EI.matrix
-        if self.group.size == 1:
+        if self.group.summed.size == 1:
             if shared is not None:  # the norm of the sum so far is written over
                 linear_to_residual(rows, down, norm.residual_TE, norm.weight_E, out, dependent=dependent)
             experts.add(norm.residual_TE, norm.weight_E, out, settled=settled)

@@ -18,7 +18,8 @@ from kernels.ordered_sum import ordered_sum
 from workers.memory.scratch import Scratch
 from workers.models.many_tokens import ManyTokens, dependent, plain
 from workers.models.token_wise import Gated, Mixture
-from workers.parallel.group import INVARIANT_RANKS, TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import INVARIANT_RANKS
 from workers.weights.weight import Weight
 
 GROUPS: Final = 8
@@ -35,10 +36,10 @@ class InvariantTokens(ManyTokens):
     subtree: so the tree is the same for 1, 2, 4 and 8 ranks.
     """
 
-    def __init__(self, group: TensorParallel) -> None:
-        if group.size not in INVARIANT_RANKS:
+    def __init__(self, group: Group) -> None:
+        if (ranks := group.summed.size) not in INVARIANT_RANKS:
             raise ValueError(
-                f"invariant mode has one order of sums for 1, 2, 4 and 8 ranks; tensor_parallel = {group.size} is none "
+                f"invariant mode has one order of sums for 1, 2, 4 and 8 ranks; tensor_parallel = {ranks} is none "
                 "of them"
             )
         super().__init__(group)
@@ -98,10 +99,10 @@ class InvariantTokens(ManyTokens):
 
     def _groups(self, features: int) -> int:
         """Groups of this rank, which has `features` of the input features."""
-        features, groups = features * self.group.size, GROUPS
+        features, groups = features * self.group.summed.size, GROUPS
         while features % groups:
             groups //= 2
-        return groups // self.group.size
+        return groups // self.group.summed.size
 
     @staticmethod
     def _parts(tokens: int, groups: int, features: int, scratch: Scratch) -> Tensor:
@@ -109,7 +110,7 @@ class InvariantTokens(ManyTokens):
 
     def _sum(self, part_TGE: Tensor, out_TE: Tensor, scratch: Scratch) -> None:
         """The tree: this rank's groups, then the ranks."""
-        part_GTE, ranks = part_TGE.transpose(0, 1), self.group.size
+        part_GTE, ranks = part_TGE.transpose(0, 1), self.group.summed.size
         if ranks == 1:
             ordered_sum(part_GTE, out_TE)
             return

@@ -36,7 +36,7 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
 from workers.models.token_wise import Gated, Mixture, TokenWise
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.weights.weight import Format, Weight
 
 MOST_DEPENDENT: Final = 512
@@ -70,7 +70,7 @@ def dependent(x_TE: Tensor) -> bool:
 class ManyTokens(TokenWise[Tensor]):
     """For any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream."""
 
-    def __init__(self, group: TensorParallel, *, rounds: bool = False) -> None:
+    def __init__(self, group: Group, *, rounds: bool = False) -> None:
         """`rounds`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such weights."""
         self.group, self.rounds = group, rounds
 
@@ -178,7 +178,7 @@ class ManyTokens(TokenWise[Tensor]):
         """residual += x, out = rms_norm(residual), of a sum over ranks or parts of a sum [T, P, E]; `out_TE` may be
         `x_TE`."""
         # Behind a collective of others it is a plain launch.
-        early = dependent(x_TE) and (self.group.size == 1 or self.group.sums_by_kernel(x_TE))
+        early = dependent(x_TE) and (self.group.summed.size == 1 or self.group.sums_by_kernel(x_TE))
         add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=early)
 
     def add_experts(
@@ -192,7 +192,7 @@ class ManyTokens(TokenWise[Tensor]):
     def shared_experts(self, x: Tensor, shared: Gated, norm: AddNorm, out: Tensor, scratch: Scratch) -> Tensor | None:
         """What shared experts that are a network of their own add. With one rank it is in the residual then; with
         several it is this rank's part, which is summed over ranks together with the other experts'."""
-        if self.group.size == 1:  # the norm of the sum so far is written over
+        if self.group.summed.size == 1:  # the norm of the sum so far is written over
             self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm, out, scratch)
             return None
         own_TE = scratch.empty(*out.shape, dtype=out.dtype)
@@ -247,7 +247,7 @@ class ManyTokens(TokenWise[Tensor]):
         if x_TE.is_cuda:
             shape = moe.experts_shape(x_TE, id_TK, down_XEI, shared=shared)
             workspace = scratch.empty(moe.workspace_bytes(shape), dtype=torch.uint8)
-        alone = self.group.size == 1
+        alone = self.group.summed.size == 1
         moe.experts(
             x_TE,
             id_TK,
@@ -284,7 +284,7 @@ class DecodeTokens(ManyTokens):
 
     def parts(self, tokens: int, weight_FE: Weight) -> int:
         """See `TokenWise`. A sum over ranks needs whole sums."""
-        if self.group.size > 1 or weight_FE.format is not Format.PLAIN:
+        if self.group.summed.size > 1 or weight_FE.format is not Format.PLAIN:
             return 0
         return parts_of(tokens, weight_FE.plain)
 

@@ -17,12 +17,12 @@ from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.drafter import Drafter
-from workers.models.head import head_rows, load_head
+from workers.models.head import load_head
 from workers.models.layer import DecoderLayer
 from workers.models.rope import rotation_table
 from workers.models.segments import Segments
 from workers.models.ways import Ways
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
 
@@ -39,10 +39,9 @@ class Model:
         max_positions: int,
     ) -> None:
         """`layer` builds the layer of an index."""
-        group = source.group
         self.ways = ways
         self.config = config
-        self.group: TensorParallel = group
+        self.group: Group = ways.group
         self.max_positions = max_positions
         source.progress("embedding and output head")
         self.embedding_YE = source.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -80,9 +79,9 @@ class Model:
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
         if not self.config.tied_embeddings:
             return load_head(source, "lm_head.weight", vocab, hidden)
-        if self.group.size == 1:
+        if source.mesh.heads.size == 1:
             return Weight(self.embedding_YE)
-        share, rows = head_rows(vocab, self.group)
+        share, rows = source.mesh.heads.padded_share(vocab)
         head_YE = source.empty(share, hidden).zero_()
         source.settle()
         head_YE[: rows.stop - rows.start].copy_(self.embedding_YE[rows])

@@ -22,7 +22,7 @@ from kernels.moe import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.choices import Choices
 from workers.models.config import Routing
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.weights.weight import Weight
 
 N = TypeVar("N")
@@ -60,7 +60,8 @@ class TokenWise(ABC, Generic[N]):
     AddNorm names a residual stream, the weights of the norm that is read next, and its epsilon.
     """
 
-    group: TensorParallel
+    group: Group
+    """By which sums go over ranks: attention's along the heads, those of feed-forward parts along the experts."""
     choices: Choices | None = None
     """What is handed every choice of experts; nothing, unless passes are compared."""
     decode_alone = False

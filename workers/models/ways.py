@@ -19,7 +19,7 @@ from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import FEWEST_ROUNDED, FEWEST_ROUNDED_EXPERTS, DecodeTokens, ManyTokens
 from workers.models.token_wise import TokenWise
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.weights.weight import Format, Formats
 
 MOST_FP8: Final = 8
@@ -37,7 +37,7 @@ class Ways:
     def __init__(
         self,
         config: ModelConfig,
-        group: TensorParallel,
+        group: Group,
         formats: Formats | None = None,
         *,
         invariant: bool,
@@ -49,7 +49,9 @@ class Ways:
         """Whether a token's bits are the same in any batch, at any width and on any number of ranks."""
         self.any: ManyTokens = InvariantTokens(group) if invariant else ManyTokens(group, rounds=rounds)
         """The way that any pass may take."""
-        self._config, self._group, self._formats = config, group, formats or Formats()
+        self.group = group
+        """By which passes reach the other ranks."""
+        self._config, self._formats = config, formats or Formats()
         self._rounds = rounds and not invariant
         self._decode, self._few = DecodeTokens(group, rounds=rounds), FewTokens(group, dependent=True)
 
@@ -101,7 +103,7 @@ class Ways:
             0 < batch.layout.tokens <= (MOST_FP8 if Format.FP8_BLOCKS in self._formats else MOST_STREAMED)
             and dtype == torch.bfloat16
             and launches_dependently(device)
-            and not unsupported(self._config, self._group.size)
+            and not unsupported(self._config, self.group.mesh)
             and (Format.INT4_GROUPS not in self._formats or self._takes_int4(batch.layout.tokens, device))
         )
 
@@ -116,7 +118,7 @@ class Ways:
             routing.experts_per_token,
             routing.experts,
             config.hidden_size,
-            config.moe_intermediate_size // self._group.size,
+            config.moe_intermediate_size // self.group.mesh.experts.size,
             hopper=moe.hopper_programs(device),
         )
         return moe.takes_pending(shape)

@@ -77,13 +77,13 @@ class SymmetricSum:
         _GROUND.require()
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        group = dist.group.WORLD
-        assert group is not None
-        self._name, self._one_shot_bytes = group.group_name, one_shot_bytes(group.size())
-        memory = symmetric_memory.empty(most_bytes + Inbox.nbytes(group.size()), dtype=torch.uint8, device=device)
+        world = dist.group.WORLD
+        assert world is not None
+        self._name, self._one_shot_bytes = world.group_name, one_shot_bytes(world.size())
+        memory = symmetric_memory.empty(most_bytes + Inbox.nbytes(world.size()), dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(memory, self._name)
         self._buffer, inbox = memory[:most_bytes], memory[most_bytes:]
-        self._inbox = Inbox.of(inbox, [begin + most_bytes for begin in self._handle.buffer_ptrs], group.rank())
+        self._inbox = Inbox.of(inbox, [begin + most_bytes for begin in self._handle.buffer_ptrs], world.rank())
         self._dependent = launches_dependently(device)
         torch.cuda.synchronize(device)  # the inbox is empty
 

@@ -130,7 +130,7 @@ class LocalReplica:
         try:
             with _interrupts_are_ours():
                 start("scheduler", _scheduler_main, self._sockets)
-                for rank in range(config.tensor_parallel):
+                for rank in range(config.mesh().world.size):
                     start(f"rank {rank}", _worker_main, rank)
         except BaseException:
             self.kill()

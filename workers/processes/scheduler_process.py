@@ -64,9 +64,10 @@ class SchedulerProcess:
         """Binds at once, so that `addresses` can be handed out. `host`: ip of this node when workers are on others;
         otherwise sockets are files in `folder`, by default a fresh one."""
         self._config = config
-        self._binding = Binding(config.tensor_parallel, host, ToScheduler, FromWorker, folder)
+        self._ranks = config.mesh().world.size
+        self._binding = Binding(self._ranks, host, ToScheduler, FromWorker, folder)
         self.addresses = self._binding.addresses
-        self._heard = [time.monotonic()] * config.tensor_parallel
+        self._heard = [time.monotonic()] * self._ranks
         self._launched: dict[int, float] = {}
         self._figures: Figures = {}
         self._recorder: Recorder | None = None
@@ -110,7 +111,7 @@ class SchedulerProcess:
         config = self._config
         ready: dict[int, Ready] = {}
         deadline = time.monotonic() + config.start_timeout_s
-        while len(ready) < config.tensor_parallel:
+        while len(ready) < self._ranks:
             pulse.turned()
             message = self._binding.results.receive(timeout_ms=POLL_MS)
             match message:
@@ -124,7 +125,7 @@ class SchedulerProcess:
             if isinstance(self._binding.requests.receive(timeout_ms=0), Shutdown):
                 return None
             if time.monotonic() > deadline:
-                missing = sorted(set(range(config.tensor_parallel)) - set(ready))
+                missing = sorted(set(range(self._ranks)) - set(ready))
                 raise EngineFailed(Fault(f"ranks {missing} were not ready within {config.start_timeout_s:.0f} s"))
         first = ready[0]
         if any(
@@ -133,7 +134,7 @@ class SchedulerProcess:
             held = sorted(ready.values(), key=lambda r: r.rank)
             raise EngineFailed(Fault(f"ranks disagree on what they hold: {held}"))
         self._record(first)
-        self._heard = [time.monotonic()] * config.tensor_parallel
+        self._heard = [time.monotonic()] * self._ranks
         self._binding.outputs.send(
             Ready(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids)
         )

@@ -56,7 +56,7 @@ def prove(
     buckets = _of_all_ranks(found, parts)
     return SelfTestReport(
         device=torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else parts.device.type,
-        ranks=parts.group.size,
+        ranks=parts.group.mesh.world.size,
         eager=eager,
         graphs=0 if graphs is None else graphs.count,
         graph_bytes=0 if graphs is None else graphs.stats.bytes,

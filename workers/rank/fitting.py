@@ -10,7 +10,7 @@ from typing import Final
 
 from workers.config import EngineConfig
 from workers.fit import SHARED
-from workers.parallel.group import INVARIANT_RANKS
+from workers.parallel.mesh import INVARIANT_RANKS
 from workers.rank.memory_plan import MemoryPlan, memory_plan
 
 LEAST_CONTEXT: Final = 2048

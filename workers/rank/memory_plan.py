@@ -22,7 +22,7 @@ from workers.families.eagle3 import counted_eagle3, read_eagle3
 from workers.families.loading import counted, has_draft_layer
 from workers.families.registry import load_config
 from workers.graphs.estimate import estimate
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.rank.cache_room import fp8_cache, gpu_room, longest_request, pages_within, rows_at
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.parts import StepParts
@@ -82,7 +82,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     model_config = load_config(config.folder)
     context = config.max_context or model_config.max_positions
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
-    group, meta = TensorParallel(0, config.tensor_parallel), torch.device("meta")
+    group, meta = Group(config.mesh()), torch.device("meta")
     with _dtypes(config) as (dtype_of, has_any):
         drafts = config.wants_draft_layer and has_draft_layer(model_config, has_any)
         model, census = counted(
@@ -97,7 +97,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
         from_files = has_any is not None
     weights, roped = census.bytes, model_config.qk_rope_head_dim
     if (draft_folder := config.draft_folder) is not None:
-        eagle3 = read_eagle3(draft_folder, model_config, group.size)
+        eagle3 = read_eagle3(draft_folder, model_config, group.mesh)
         model.drafter, own = counted_eagle3(eagle3, model, fp8_cache=fp8_cache(config, dtype))
         weights += own.bytes
         roped += model.drafter.rotation_PO.shape[1]

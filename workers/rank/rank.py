@@ -20,7 +20,7 @@ from workers.families.registry import load_config
 from workers.grammar.compiler import Compiler
 from workers.grammar.rows import ConstrainedRows
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport, StepTime
@@ -82,7 +82,7 @@ class Rank:
     def __init__(
         self,
         config: EngineConfig,
-        group: TensorParallel,
+        group: Group,
         device: torch.device,
         progress: Callable[[str], None] | None = None,
         on_selftest: Callable[[SelfTestReport], None] | None = None,
@@ -99,7 +99,7 @@ class Rank:
         context = max_context(config)
         draft_folder, eagle3 = config.draft_folder, None
         if draft_folder is not None:  # what does not fit is refused before anything is loaded
-            eagle3 = read_eagle3(draft_folder, load_config(config.folder), group.size)
+            eagle3 = read_eagle3(draft_folder, load_config(config.folder), group.mesh)
         model = load_model(
             config.folder,
             group=group,
@@ -123,7 +123,7 @@ class Rank:
         masks = constrained = None
         self.grammars: Compiler | None = None
         """Of rank 0."""
-        if not group.rank:
+        if group.mesh.heads.first:
             masks = StepMasks(config.max_rows * width, vocab, device)
             self.grammars = Compiler(config.folder, vocab, eos_ids, on_grammar)
             constrained = ConstrainedRows(vocab, eos_ids, self.grammars.ready)
@@ -160,7 +160,9 @@ class Rank:
             self._prove(config, group, progress, on_selftest)
         eos_ids, vocab, drafter = model.config.eos_ids, model.config.vocab_size, model.drafter
         kind = (bool(drafter.cache), drafter.reads_tokens) if drafter else (False, False)
-        self.ready = Ready(group.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind)
+        self.ready = Ready(
+            group.mesh.world.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind
+        )
         self.model: Model = model
         if progress:
             form = "FP8" if config.kv_cache_dtype == "fp8" else str(dtype).removeprefix("torch.")
@@ -172,15 +174,15 @@ class Rank:
     def _prove(
         self,
         config: EngineConfig,
-        group: TensorParallel,
+        group: Group,
         progress: Callable[[str], None] | None,
         on_selftest: Callable[[SelfTestReport], None] | None,
     ) -> None:
         """Rank 0 speaks for all: the other ranks found the same, and would only say it before it has."""
         every_bucket = config.selftest_buckets == "all"
-        speaks = None if group.rank else progress
+        speaks = progress if group.mesh.world.first else None
         self.selftest = prove(self.runner.parts, self.runner.graphs, every_bucket, speaks, self.runner.masks)
-        if group.rank:
+        if not group.mesh.world.first:
             return
         if progress:
             progress(f"self-test: {self.selftest.summary()}")
@@ -215,26 +217,26 @@ class Rank:
 
 
 def _sampling(
-    config: EngineConfig, model: Model, width: int, group: TensorParallel, device: torch.device
+    config: EngineConfig, model: Model, width: int, group: Group, device: torch.device
 ) -> SamplingState | None:
     """What rank 0 samples with, all of its memory included: the cache gets what is left, and no request, whatever it
     asks for, needs more later."""
-    if group.rank:
+    if not group.mesh.heads.first:
         return None
     sampling = SamplingState(config.max_rows, model.config.vocab_size, device)
     sampling.allocate(config.max_rows * width)
     return sampling
 
 
-def _compile(runner: Runner, group: TensorParallel, progress: Callable[[str], None] | None, *, proof: bool) -> None:
+def _compile(runner: Runner, group: Group, progress: Callable[[str], None] | None, *, proof: bool) -> None:
     """With all cores that this process may use and, most likely, shares with the other ranks."""
     begin = time.perf_counter()
-    compiled = runner.compile(max(1, len(os.sched_getaffinity(0)) // group.size), proof=proof)
+    compiled = runner.compile(max(1, len(os.sched_getaffinity(0)) // group.mesh.world.size), proof=proof)
     if progress:
         progress(f"{compiled.kernels} kernels compiled or loaded in {time.perf_counter() - begin:.1f} s")
 
 
-def _agree(pages: int, group: TensorParallel, device: torch.device) -> int:
+def _agree(pages: int, group: Group, device: torch.device) -> int:
     """The fewest pages any rank has room for."""
     return int(group.minimum(torch.tensor([pages], dtype=torch.int64, device=device)).item())
 

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from workers.config import EngineConfig
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.protocol.plan import StepPlan, StepResult
 from workers.protocol.recording import Header, Recording
 from workers.rank.rank import Rank, pick_device
@@ -56,7 +56,7 @@ class Replay:
     def __init__(self, config: EngineConfig, recording: Recording) -> None:
         """Loads the model. Raises as `Rank` does."""
         self.recording = recording
-        self.rank = Rank(config, TensorParallel(), pick_device(config, None))
+        self.rank = Rank(config, Group(), pick_device(config, None))
         self._lengths: dict[int, int] = {}
         self._without_grammar: set[int] = set()
 

@@ -20,7 +20,7 @@ from workers.graphs.capture import GraphRunner, Warmed, compile_steps, warm_up
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import TOKEN_BYTES
 from workers.protocol.scores import Scores
@@ -93,7 +93,7 @@ class Runner:
         width: int,
         pages_per_row: int,
         token_budget: int,
-        group: TensorParallel,
+        group: Group,
         sampling: SamplingState | None = None,
         *,
         adaptive: bool = False,
@@ -107,14 +107,14 @@ class Runner:
         if width > 1 and model.drafter is None:
             raise ValueError(f"width {width} needs a drafter, and the model has none")
         device = cache.layers[0].device
-        if sampling is None and group.rank == 0:
+        if sampling is None and group.mesh.heads.first:
             sampling = SamplingState(slots, model.config.vocab_size, device)
-        if sampling is not None and group.size > 1:
+        if sampling is not None and group.mesh.heads.size > 1:
             sampling.dependent = False  # its first kernel stands behind a collective
         reads_tokens = width > 1 and model.drafter is not None and model.drafter.reads_tokens
         state = SlotState(slots, width - 1, pages_per_row, device, tokens=reads_tokens)
         self.parts = StepParts(model, cache, state, sampling, group, width, adaptive)
-        if masks is None and group.rank == 0:
+        if masks is None and group.mesh.heads.first:
             masks = StepMasks(slots * width, model.config.vocab_size, device)
         self.masks, self._constrained = masks, constrained
         self._under_way: deque[Launched] = deque()

@@ -24,7 +24,7 @@ from workers.channel.sockets import (
 from workers.config import EngineConfig
 from workers.environment import check_environment
 from workers.grammar.compiler import Compiler
-from workers.parallel.group import PeerLost, TensorParallel
+from workers.parallel.group import Group, PeerLost
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
 from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
 from workers.rank.rank import Rank, passed_over, pick_device
@@ -39,10 +39,12 @@ CLOSING_LIMIT_S = 10.0
 """Seconds for graphs and group to close; whoever ends a replica in order waits longer (`launch.SHUTDOWN_TIMEOUT_S`)."""
 
 
-def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int, grammars: Compiler | None = None) -> None:
-    """Run plans as they come. On a GPU the next step is launched before the last one's tokens are waited for: a plan
-    comes while a step runs, so that neither of the two is waited for alone. While the step cannot end the loop sleeps,
-    and a plan wakes it (`workers.rank.waiting`)."""
+def _serve(
+    runner: Runner, plans: Receiver, results: Sender, grammars: Compiler | None = None, *, samples: bool
+) -> None:
+    """Run plans as they come; a rank that `samples` sends their results. On a GPU the next step is launched before the
+    last one's tokens are waited for: a plan comes while a step runs, so that neither of the two is waited for alone.
+    While the step cannot end the loop sleeps, and a plan wakes it (`workers.rank.waiting`)."""
     launched: deque[Launched] = deque()
     ahead = 1 if runner.device.type == "cuda" else 0
     while True:
@@ -52,14 +54,14 @@ def _serve(runner: Runner, plans: Receiver, results: Sender, rank: int, grammars
         if isinstance(plan, Shutdown):
             return
         if isinstance(plan, CompileGrammar | ForgetGrammar):
-            assert grammars is not None, "grammars are rank 0's"
+            assert grammars is not None, "grammars are of ranks that sample"
             grammars.heed(plan)
             continue
         if plan is not None:
             launched.append(runner.launch(plan))
         if len(launched) > ahead or (launched and launched[0].finished):
             result = runner.collect(launched.popleft())
-            if rank == 0:
+            if samples:
                 results.send(result)
 
 
@@ -116,7 +118,7 @@ def _close(rank: int, runner: Runner | None, device: torch.device | None, error:
             gc.collect()
         if runner is not None:
             runner.close()
-        TensorParallel.close(abort=error is not None)
+        Group.close(abort=error is not None)
     except Exception as failure:
         logger.warning("rank %d ends with live graphs or group: %s: %s", rank, type(failure).__name__, failure)
         if error is None:
@@ -160,7 +162,8 @@ def run_worker(
 
         if note := passed_over(config, device):
             progress(note)
-        group = TensorParallel.connect(rank, config.tensor_parallel, rendezvous, device, COLLECTIVE_TIMEOUT_S)
+        mesh = config.mesh(rank)
+        group = Group.connect(mesh, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
         built = Rank(config, group, device, progress, results.send, news)
         loading = False
@@ -168,10 +171,10 @@ def run_worker(
         # The model, its graphs and segments stay: no step is to wait while they are searched for garbage.
         gc.collect()
         gc.freeze()
-        if rank == 0:
+        if mesh.world.first:
             heartbeat.figures = runner.stats.figures
         results.send(built.ready)
-        _serve(runner, plans, results, rank, built.grammars)
+        _serve(runner, plans, results, built.grammars, samples=mesh.heads.first)
     except BaseException as error:
         lost = isinstance(error, PeerLost)
         speaks = loading and isinstance(error, _SPEAK) and str(error)

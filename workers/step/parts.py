@@ -19,7 +19,7 @@ from workers.models.batch import Batch, DecodeBatch
 from workers.models.drafter import Drafter
 from workers.models.model import Model
 from workers.models.segments import Segments
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout
 from workers.step.ladder import MOST_DENSE_ROWS, Ladder
 from workers.step.logprobs import Taken
@@ -36,7 +36,7 @@ class StepParts:
     state: SlotState
     sampling: SamplingState | None
     """On rank 0 only: it decides for all ranks."""
-    group: TensorParallel
+    group: Group
     width: int
     """The most tokens a decode row feeds; above 1 a drafter's cache is kept."""
     adaptive: bool = False

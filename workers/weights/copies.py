@@ -9,7 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Axis
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.stored import FP8_SCALES, INT4_PACKED, INT4_SCALES, INT4_SHAPE
 
@@ -19,20 +20,19 @@ _AT_ONCE: Final = 1 << 23
 """Numbers of a tensor that are read at once."""
 
 
-def differing(
-    checkpoint: Checkpoint, copies: Mapping[str, str], group: TensorParallel, device: torch.device
-) -> frozenset[str]:
+def differing(checkpoint: Checkpoint, copies: Mapping[str, str], group: Group, device: torch.device) -> frozenset[str]:
     """Those of `copies`, each with the matrix that it may repeat, that are there and are another matrix, or are stored
     otherwise: both by the checkpoint's names. Collective: each rank compares its share of the rows."""
     there = [name for name in copies if any(name + part in checkpoint.entries for part in _PARTS)]
     if not there:
         return frozenset()
-    same = [all(_same(checkpoint, name + part, copies[name] + part, group) for part in _PARTS) for name in there]
+    world = group.mesh.world
+    same = [all(_same(checkpoint, name + part, copies[name] + part, world) for part in _PARTS) for name in there]
     agreed = group.minimum(torch.tensor(same, dtype=torch.int64, device=device)).tolist()
     return frozenset(name for name, equal in zip(there, agreed, strict=True) if not equal)
 
 
-def _same(checkpoint: Checkpoint, name: str, other: str, group: TensorParallel) -> bool:
+def _same(checkpoint: Checkpoint, name: str, other: str, world: Axis) -> bool:
     """Whether this rank's rows of two tensors are equal byte for byte; also where there is neither."""
     one, two = checkpoint.entries.get(name), checkpoint.entries.get(other)
     if one is None or two is None:
@@ -40,11 +40,10 @@ def _same(checkpoint: Checkpoint, name: str, other: str, group: TensorParallel) 
     if (one.shape, one.dtype) != (two.shape, two.dtype) or not one.shape:
         return False
     rows = one.shape[0]
-    share = -(-rows // group.size)
-    begin, end = (min(rank * share, rows) for rank in (group.rank, group.rank + 1))
+    _, own = world.padded_share(rows)
     step = max(1, _AT_ONCE // max(1, prod(one.shape[1:])))
-    for first in range(begin, end, step):
-        index = (slice(first, min(first + step, end)),)
+    for first in range(own.start, own.stop, step):
+        index = (slice(first, min(first + step, own.stop)),)
         if not _equal(checkpoint.read(name, index), checkpoint.read(other, index)):
             return False
     return True

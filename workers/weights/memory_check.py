@@ -7,16 +7,16 @@ from pathlib import Path
 import psutil
 import torch
 
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 
 
-def check_memory(bytes_wanted: int, group: TensorParallel, device: torch.device) -> None:
+def check_memory(bytes_wanted: int, group: Group, device: torch.device) -> None:
     """MemoryError when this rank's weights do not fit the free memory. Collective: call it on every rank."""
     if device.type == "cuda":
         free, where = torch.cuda.mem_get_info(device)[0], f"GPU {device.index or 0}"
     else:
         # Ranks on CPUs share one memory.
-        free, where, bytes_wanted = _free_host_bytes(), "this machine", bytes_wanted * group.size
+        free, where, bytes_wanted = _free_host_bytes(), "this machine", bytes_wanted * group.mesh.world.size
     group.minimum(torch.zeros(1, device=device))  # nobody begins to load before all have looked
     if bytes_wanted > free:
         raise MemoryError(

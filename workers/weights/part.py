@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from workers.parallel.group import TensorParallel
+from workers.parallel.mesh import AxisName, Mesh
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class RopeRows:
         return all(first // block == (first + self.rope - 1) // block for first in firsts)
 
 
+class Shard(NamedTuple):
+    """Which dimension of a matrix ranks share equally among themselves, and along which axis of the mesh."""
+
+    dimension: int
+    """0: rows, 1: columns."""
+    axis: AxisName
+
+
 @dataclass(frozen=True)
 class Part:
     """A matrix of the checkpoint, or what a rank reads of it."""
@@ -48,11 +57,11 @@ class Part:
     rows: int
     columns: int
     """Of all of it: what the files must have."""
-    shard: int | None = None
-    """The dimension that the ranks share equally among themselves; None: each has all of it."""
+    shard: Shard | None = None
+    """What ranks share equally among themselves; None: each has all of it."""
     unit: int = 0
     units: int = 1
-    """Of that dimension not all, but the unit-th of so many equal parts."""
+    """Of the shared dimension not all, but the unit-th of so many equal parts."""
     own: slice | None = None
     """The rows that this rank reads, where the ranks do not share equally."""
     rope: RopeRows | None = None
@@ -60,7 +69,8 @@ class Part:
 
     def __post_init__(self) -> None:
         if not 0 <= self.unit < self.units or (self.units > 1 and self.shard is None):
-            raise ValueError(f"{self.name}: part {self.unit} of {self.units} of dimension {self.shard} does not exist")
+            shared = None if self.shard is None else self.shard.dimension
+            raise ValueError(f"{self.name}: part {self.unit} of {self.units} of dimension {shared} does not exist")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -77,25 +87,27 @@ class Part:
     def shared_length(self) -> int:
         """Rows or columns that the ranks share; ValueError where there are no such parts of the dimension."""
         assert self.shard is not None
-        length, rest = divmod(self.shape[self.shard], self.units)
+        length, rest = divmod(self.shape[self.shard.dimension], self.units)
         if rest:
-            raise ValueError(f"{self.name}: {self.units} parts cannot share dimension {self.shard} of {self.shape}")
+            raise ValueError(
+                f"{self.name}: {self.units} parts cannot share dimension {self.shard.dimension} of {self.shape}"
+            )
         return length
 
-    def index(self, group: TensorParallel) -> tuple[slice, slice]:
+    def index(self, mesh: Mesh) -> tuple[slice, slice]:
         """The rows and the columns that this rank reads; ValueError when ranks cannot share."""
         index = [self.own or slice(0, self.rows), slice(0, self.columns)]
         if self.shard is not None:
             length = self.shared_length
-            own, begin = group.shard(length, self.name), self.unit * length
-            index[self.shard] = slice(begin + own.start, begin + own.stop)
+            own, begin = mesh.axis(self.shard.axis).share(length, self.name), self.unit * length
+            index[self.shard.dimension] = slice(begin + own.start, begin + own.stop)
         return index[0], index[1]
 
-    def steps(self, group: TensorParallel) -> tuple[int, int]:
+    def steps(self, mesh: Mesh) -> tuple[int, int]:
         """The greatest numbers that divide the first row, and the first column, of whatever rank; 0 where all begin
         at 0."""
         steps = [self.own.start if self.own else 0, 0]
         if self.shard is not None:
-            length = self.shared_length
-            steps[self.shard] = gcd(self.unit * length, length // group.size if group.size > 1 else 0)
+            length, ranks = self.shared_length, mesh.axis(self.shard.axis).size
+            steps[self.shard.dimension] = gcd(self.unit * length, length // ranks if ranks > 1 else 0)
         return steps[0], steps[1]

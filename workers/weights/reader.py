@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.parallel.group import TensorParallel
+from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.part import Part
@@ -29,7 +29,7 @@ class CheckpointReader(WeightSource):
     def __init__(
         self,
         checkpoint: Checkpoint,
-        group: TensorParallel,
+        mesh: Mesh,
         dtype: torch.dtype,
         device: torch.device,
         progress: LoadingProgress,
@@ -37,7 +37,7 @@ class CheckpointReader(WeightSource):
         invariant: bool = False,
         own: Container[str] = (),
     ) -> None:
-        super().__init__(group, dtype, device, stored, checkpoint.dtype_of, invariant, own)
+        super().__init__(mesh, dtype, device, stored, checkpoint.dtype_of, invariant, own)
         self.checkpoint = checkpoint
         self._progress = progress
         self._uploader = Uploader(device, release=checkpoint.release) if device.type == "cuda" else None
@@ -52,7 +52,7 @@ class CheckpointReader(WeightSource):
         if stored is Format.PLAIN:
             super().fill_matrix(into, part)
             return
-        rows, columns = part.index(self.group)
+        rows, columns = part.index(self.mesh)
         found = PARTS[stored](self.checkpoint, self.stored(part.name), part.shape, rows, columns)
         if into.scales is not None:
             self._put(into.data, found.data)

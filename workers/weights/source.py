@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.matrix import GROUP
-from workers.parallel.group import TensorParallel
+from workers.parallel.mesh import Mesh
 from workers.weights.layout import Layout, invariant_layout, layout_of
 from workers.weights.part import Part, RopeRows
 from workers.weights.stored import PLAIN_DTYPES, Shape, Wanted, stored_format, tensors_of
@@ -27,7 +27,7 @@ class WeightSource(ABC):
 
     def __init__(
         self,
-        group: TensorParallel,
+        mesh: Mesh,
         dtype: torch.dtype,
         device: torch.device,
         stored: Callable[[str], str] = str,
@@ -39,7 +39,7 @@ class WeightSource(ABC):
         a tensor of the checkpoint, by its name there and in safetensors' words; without it all are plain. `invariant`:
         a matrix is kept in the same format on however many ranks, because products round otherwise in another one.
         `own`: of the matrices that may repeat others of the model, those that do not, by the checkpoint's names."""
-        self.group = group
+        self.mesh = mesh
         self.dtype = dtype
         self.device = device
         self.stored = stored
@@ -65,7 +65,7 @@ class WeightSource(ABC):
     def plain(self, part: Part, dtype: torch.dtype | None = None) -> Tensor:
         """What this rank reads of a matrix, as plain numbers however it is stored: for what is no matrix of a product,
         or cannot be one as it is stored."""
-        rows, columns = part.index(self.group)
+        rows, columns = part.index(self.mesh)
         into = self.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=dtype)
         self.fill(Weight(into), part)
         return into
@@ -87,7 +87,7 @@ class WeightSource(ABC):
     def layout(self, stacks: Sequence[Sequence[Part]]) -> Layout:
         """How `experts` keeps these: as they are stored, where all are stored alike and no rank's share begins inside
         of what shares a scale; else plain, which the user is told."""
-        return (invariant_layout if self._invariant else layout_of)(stacks, self.stored_format, self.group)
+        return (invariant_layout if self._invariant else layout_of)(stacks, self.stored_format, self.mesh)
 
     def repeats(self, name: str) -> bool:
         """Whether matrix `name`, which may repeat another one, does: it is not there, or the same."""
@@ -103,10 +103,10 @@ class WeightSource(ABC):
 
     def _room(self, outer: tuple[int, ...], parts: Sequence[Part], layout: Layout) -> Weight:
         """Room for a matrix, or for several."""
-        if layout.note and layout.note not in self._told and self.group.rank == 0:  # all ranks choose alike
+        if layout.note and layout.note not in self._told and self.mesh.world.first:  # all ranks choose alike
             self._told.add(layout.note)
             self.tell(layout.note)
-        shares = [part.index(self.group) for part in parts]
+        shares = [part.index(self.mesh) for part in parts]
         height = sum(rows.stop - rows.start for rows, _ in shares)
         width = shares[0][1].stop - shares[0][1].start
         (self.formats.experts if outer else self.formats.others).add(layout.format)
@@ -126,7 +126,7 @@ class WeightSource(ABC):
     def _stack(self, weight: Weight, parts: Sequence[Part]) -> None:
         begin = 0
         for part in parts:
-            own, _ = part.index(self.group)
+            own, _ = part.index(self.mesh)
             end = begin + own.stop - own.start
             self.fill(weight[begin:end], part)
             begin = end
@@ -140,7 +140,7 @@ class WeightSource(ABC):
 
     def fill_matrix(self, into: Weight, part: Part) -> None:
         """`fill`, in the checkpoint's order. Here of plain matrices alone."""
-        self.fill_part(into.plain, part.name, part.shape, part.index(self.group))
+        self.fill_part(into.plain, part.name, part.shape, part.index(self.mesh))
 
     @abstractmethod
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
@@ -162,14 +162,14 @@ class Census(WeightSource):
 
     def __init__(
         self,
-        group: TensorParallel,
+        mesh: Mesh,
         dtype: torch.dtype,
         stored: Callable[[str], str] = str,
         dtype_of: Callable[[str], str | None] | None = None,
         invariant: bool = False,
         own: Container[str] = (),
     ) -> None:
-        super().__init__(group, dtype, torch.device("meta"), stored, dtype_of, invariant, own)
+        super().__init__(mesh, dtype, torch.device("meta"), stored, dtype_of, invariant, own)
         self.wanted: dict[str, Wanted] = {}
         """By the checkpoint's names."""
         self.bytes = 0

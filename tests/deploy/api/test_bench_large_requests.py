@@ -16,7 +16,7 @@ from deploy.config.api import ApiConfig
 from workers.config import EngineConfig
 from workers.families import load_model
 from workers.families.registry import load_config
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.protocol.messages import Request
 
 pytestmark = pytest.mark.soak
@@ -65,5 +65,5 @@ def test_the_model_that_it_writes_can_be_loaded(bench: ModuleType, tmp_path: Pat
     config = load_config(EngineConfig(model=str(tmp_path)).folder)
     assert (config.max_positions, config.num_layers, config.draft_layers) == (4096, 1, 0)
     device = torch.device("cpu")
-    model = load_model(tmp_path, group=TensorParallel(), dtype=torch.float32, device=device, max_positions=4096)
+    model = load_model(tmp_path, group=Group(), dtype=torch.float32, device=device, max_positions=4096)
     assert not model.drafter

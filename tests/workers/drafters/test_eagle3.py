@@ -25,7 +25,8 @@ from workers.draft_model import taps_of
 from workers.families.eagle3 import load_eagle3, read_eagle3
 from workers.fit import Unfit, check_fit
 from workers.models.config import ConfigError
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.protocol.plan import SamplingParams
 from workers.rank.memory_plan import memory_plan
 from workers.rank.rank import Rank
@@ -191,7 +192,7 @@ def test_steps_pass_the_self_test(folder: Path, drafts_of: dict[str, Path], kind
 
 def rank_main(rank: int, size: int, folder: Path, root: Path) -> None:
     torch.set_num_threads(1)
-    group = TensorParallel.connect(rank, size, f"file://{root}/rendezvous{size}", torch.device("cpu"), timeout_s=60)
+    group = Group.connect(Mesh.of(rank, size), f"file://{root}/rendezvous{size}", torch.device("cpu"), timeout_s=60)
     try:
         torch.save(logits_of_ranks(folder, root, group), root / f"rank{rank}of{size}.pt")
     finally:
@@ -199,12 +200,12 @@ def rank_main(rank: int, size: int, folder: Path, root: Path) -> None:
 
 
 @torch.inference_mode()
-def logits_of_ranks(folder: Path, root: Path, group: TensorParallel) -> dict[str, torch.Tensor]:
+def logits_of_ranks(folder: Path, root: Path, group: Group) -> dict[str, torch.Tensor]:
     """Draft logits over a prompt."""
     found = {}
     tokens = torch.tensor(prompts(2, 60, seed=9)[1])
     for kind in ("gqa", "mla"):
-        settings = {"tensor_parallel": group.size, "max_rows": 2, "token_budget": 64, "cache_pages": 9}
+        settings = {"tensor_parallel": group.mesh.world.size, "max_rows": 2, "token_budget": 64, "cache_pages": 9}
         config = EngineConfig(
             model=str(folder), draft_model=str(root / kind), device="cpu", selftest=False, max_context=200, **settings
         )
@@ -222,7 +223,7 @@ def logits_of_ranks(folder: Path, root: Path, group: TensorParallel) -> dict[str
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_agree_with_one(folder: Path, drafts_of: dict[str, Path], size: int) -> None:
     root = drafts_of["gqa"].parent
-    alone = logits_of_ranks(folder, root, TensorParallel())
+    alone = logits_of_ranks(folder, root, Group())
     run_ranks(rank_main, size, size, folder, root)
     for rank in range(size):
         for kind, logits in torch.load(root / f"rank{rank}of{size}.pt").items():
@@ -283,7 +284,7 @@ def test_tensors_that_do_not_fit(
     save_file(tensors, tmp_path / "model.safetensors")
     model = engine(folder, None).replica.model
     with pytest.raises(WeightsError, match=said):
-        load_eagle3(read_eagle3(tmp_path, model.config, 1), model)
+        load_eagle3(read_eagle3(tmp_path, model.config, Mesh()), model)
 
 
 def test_other_names_and_an_embedding_of_its_own(folder: Path, drafts_of: dict[str, Path], tmp_path: Path) -> None:
@@ -293,7 +294,7 @@ def test_other_names_and_an_embedding_of_its_own(folder: Path, drafts_of: dict[s
     (tmp_path / "config.json").write_text((drafts_of["gqa"] / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")
     model = engine(folder, None).replica.model
-    drafter = load_eagle3(read_eagle3(tmp_path, model.config, 1), model)
+    drafter = load_eagle3(read_eagle3(tmp_path, model.config, Mesh()), model)
     assert torch.equal(drafter.embedding_YE, tensors["embed_tokens.weight"])
 
 
@@ -335,8 +336,8 @@ def test_a_config_of_speculators(folder: Path, drafts_of: dict[str, Path], tmp_p
     tensors = load_file(drafts_of["gqa-all-ids"] / "model.safetensors")
     save_file({n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}, tmp_path / "model.safetensors")
     model = engine(folder, None).replica.model
-    got = load_eagle3(read_eagle3(tmp_path, model.config, 1), model)
-    want = load_eagle3(read_eagle3(drafts_of["gqa-all-ids"], model.config, 1), model)
+    got = load_eagle3(read_eagle3(tmp_path, model.config, Mesh()), model)
+    want = load_eagle3(read_eagle3(drafts_of["gqa-all-ids"], model.config, Mesh()), model)
     assert got.taps == (1, 2, 3)
     assert replace(got.sizes, taps=want.taps) == want.sizes
     assert torch.equal(got.join_EF.plain, want.join_EF.plain)
@@ -360,7 +361,7 @@ def test_what_would_draft_wrongly_is_refused(
     config = json.loads((drafts_of["gqa"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | values))
     with pytest.raises(ConfigError, match=next(iter(values))):
-        read_eagle3(tmp_path, engine(folder, None).replica.model.config, 1)
+        read_eagle3(tmp_path, engine(folder, None).replica.model.config, Mesh())
 
 
 def test_settings_that_exclude_each_other(folder: Path, drafts_of: dict[str, Path]) -> None:

@@ -17,7 +17,7 @@ from workers.families import load_config, load_model
 from workers.families.registry import FAMILIES
 from workers.models.config import ConfigError
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.protocol.plan import SamplingParams
 from workers.weights.checkpoint import WeightsError
 
@@ -80,9 +80,7 @@ def test_a_new_family_computes_what_its_twin_computes(tmp_path: Path) -> None:
 
 
 def load_fp32(folder: Path) -> Model:
-    return load_model(
-        folder, group=TensorParallel(), dtype=torch.float32, device=torch.device("cpu"), max_positions=512
-    )
+    return load_model(folder, group=Group(), dtype=torch.float32, device=torch.device("cpu"), max_positions=512)
 
 
 def tokens_of(folder: Path) -> list[list[int]]:

@@ -10,7 +10,7 @@ from kernels.routing_rule import RoutingRule
 from workers.families.family import Family
 from workers.families.fields import Fields
 from workers.models.config import ModelConfig, Rope, Routing
-from workers.weights.part import Part
+from workers.weights.part import Part, Shard
 
 if TYPE_CHECKING:
     from workers.models.feed_forward import FeedForward
@@ -69,8 +69,11 @@ class Toy(Family):
             def __init__(self) -> None:
                 prefix, hidden = f"model.layers.{index}.", config.hidden_size
                 width = config.intermediate_size
-                halves = (Part(f"{prefix}w13", 2 * width, hidden, shard=0, unit=unit, units=2) for unit in range(2))
+                halves = (
+                    Part(f"{prefix}w13", 2 * width, hidden, shard=Shard(0, "experts"), unit=unit, units=2)
+                    for unit in range(2)
+                )
                 self.gate_up_FE = source.matrix(*halves)
-                self.down_EI = source.matrix(Part(f"{prefix}w2", hidden, width, shard=1))
+                self.down_EI = source.matrix(Part(f"{prefix}w2", hidden, width, shard=Shard(1, "experts")))
 
         return Fused()

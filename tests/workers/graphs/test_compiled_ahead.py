@@ -24,7 +24,8 @@ from workers.families import load_model
 from workers.graphs import capture
 from workers.models import many_tokens
 from workers.models.attention import sparse_rows, sparse_workspaces
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.proof import decode_steps as selftest
 from workers.proof import endings as ending_proof
 from workers.proof import segments as segment_proof
@@ -59,7 +60,7 @@ class Start:
     def __init__(
         self, patch: pytest.MonkeyPatch, config: EngineConfig, ranks: int = 1, pages: int = 120, rank: int = 0
     ) -> None:
-        self._config, self._pages, self._group = config, pages, TensorParallel(rank, ranks)
+        self._config, self._pages, self._group = config, pages, Group(Mesh.of(rank, ranks))
         self._context = max_context(config)
         self._model = load_model(
             config.folder,
@@ -262,11 +263,11 @@ def collectives(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
         patch.setattr(dist, name, ask)
 
-    def gather_bytes(self: TensorParallel, payload: bytes, device: torch.device) -> list[bytes]:
+    def gather_bytes(self: Group, payload: bytes, device: torch.device) -> list[bytes]:
         asked.append(("gather_bytes",))
-        return [payload] * self.size
+        return [payload] * self.mesh.world.size
 
-    patch.setattr(TensorParallel, "gather_bytes", gather_bytes)
+    patch.setattr(Group, "gather_bytes", gather_bytes)
     return asked
 
 

@@ -35,7 +35,8 @@ from workers.memory.scratch import Scratch  # noqa: E402
 from workers.models.attention.latent import LatentAttention  # noqa: E402
 from workers.models.batch import Batch  # noqa: E402
 from workers.models.model import Model  # noqa: E402
-from workers.parallel.group import TensorParallel  # noqa: E402
+from workers.parallel.group import Group  # noqa: E402
+from workers.parallel.mesh import Mesh  # noqa: E402
 
 gluon.language.num_warps = lambda: 4
 CPU = torch.device("cpu")
@@ -104,7 +105,7 @@ def plan(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
 
 
 def on_way_of_few(model: Model, token_T: torch.Tensor, batch: Batch, cache: PagedCache) -> torch.Tensor:
-    way = few_tokens.FewTokens(TensorParallel(), dependent=True)
+    way = few_tokens.FewTokens(Group(), dependent=True)
     return model.segments.forward_on(way, token_T, None, batch, cache, Scratch(CPU))
 
 
@@ -201,7 +202,7 @@ def test_launches_of_a_pass(
 def test_the_way_equals_that_of_many_in_fp32(lengths: list[int], width: int, overrides: dict[str, Any]) -> None:
     values = V2_LITE_HEADS | overrides
     model, wide = random_model(values, torch.bfloat16, CPU), random_model(values, torch.float32, CPU)
-    assert few_tokens.unsupported(parse_config(values), 1) == ""
+    assert few_tokens.unsupported(parse_config(values), Mesh()) == ""
     token_T, batch, cache = decode_step(model, lengths, width)
     _, _, wide_cache = decode_step(wide, lengths, width)
     before = [layer.clone() for layer in cache.layers]

@@ -17,15 +17,15 @@ from workers.cache.paged import PagedCache
 from workers.families import load_model
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout
 
 ARBITRARY_PAGE = 2147480000
 CPU = torch.device("cpu")
-ALONE = TensorParallel()
+ALONE = Group()
 
 
-def load_fp32(folder: Path, group: TensorParallel = ALONE, device: torch.device = CPU) -> Model:
+def load_fp32(folder: Path, group: Group = ALONE, device: torch.device = CPU) -> Model:
     return load_model(folder, group=group, dtype=torch.float32, device=device, max_positions=512)
 
 

@@ -12,7 +12,8 @@ from workers.cache.spec import Int8IndexSpec
 from workers.families.registry import FAMILIES, parse_config
 from workers.models.batch import Batch, DecodeBatch
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.protocol.plan import BatchLayout
 from workers.weights.part import Part
 from workers.weights.source import WeightSource
@@ -77,12 +78,12 @@ def random_model(
 ) -> Model:
     """A model of these config values."""
     torch.manual_seed(5)
-    source = RandomWeights(TensorParallel(), dtype, device)
+    source = RandomWeights(Mesh(), dtype, device)
     source.int4_experts = int4_experts
     config = parse_config(values)
     family = FAMILIES[config.model_type]
     how = {"max_positions": 4096, "draft_layer": False, "invariant": invariant, "fp8_cache": fp8_cache}
-    return family.model(source, config, **how)
+    return family.model(source, config, Group(), **how)
 
 
 def decode_step(

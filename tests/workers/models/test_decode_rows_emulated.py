@@ -31,7 +31,7 @@ from workers.models.attention import decode_rows
 from workers.models.batch import Batch
 from workers.models.flow import Flow
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 
 pytestmark = pytest.mark.long
 
@@ -63,7 +63,7 @@ def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], fp8: boo
     model = random_model(SMALL, dtype, CPU, fp8_cache=fp8)
     _, batch, cache = decode_step(model, LENGTHS, 1)
     scratch = Scratch(CPU, torch.full((1 << 20,), 255, dtype=torch.uint8))
-    flow = model.segments.flow(len(LENGTHS), scratch, many_tokens.DecodeTokens(TensorParallel()))
+    flow = model.segments.flow(len(LENGTHS), scratch, many_tokens.DecodeTokens(Group()))
     torch.manual_seed(7)
     flow.projected.down_TF.copy_(torch.randn(flow.projected.down_TF.shape).bfloat16())
     own, tensors = model.layers[0].attention, (flow.projected, flow.attended_THV)
@@ -78,7 +78,7 @@ def layered(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[
     model = random_model(SMALL | {"hidden_size": 136, "v_head_dim": 72}, dtype, CPU)
     _, batch, cache = decode_step(model, LENGTHS, 1)
     scratch = Scratch(CPU, torch.full((1 << 21,), 255, dtype=torch.uint8))
-    flow = model.segments.flow(len(LENGTHS), scratch, many_tokens.DecodeTokens(TensorParallel()))
+    flow = model.segments.flow(len(LENGTHS), scratch, many_tokens.DecodeTokens(Group()))
     torch.manual_seed(7)
     for x in (flow.normed, flow.residual_TE):
         x.copy_(torch.randn(x.shape).bfloat16())

@@ -17,13 +17,14 @@ from workers.families import load_model
 from workers.models import invariant
 from workers.models.attention import absorbed_chunks
 from workers.models.invariant import InvariantTokens
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (90, 41, 9)]
 KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied"]
 
 
-def outputs(folder: Path, group: TensorParallel, dtype: torch.dtype) -> dict[str, Tensor]:
+def outputs(folder: Path, group: Group, dtype: torch.dtype) -> dict[str, Tensor]:
     """Logits of chunks, of a mixed step and of its draft layer."""
     model = load_model(folder, group=group, dtype=dtype, device=CPU, max_positions=512, invariant=True)
     paged = Paged(model, PROMPTS)
@@ -45,7 +46,7 @@ def cases(folder: Path) -> dict[str, tuple[Path, torch.dtype]]:
 
 def rank_main(rank: int, size: int, folder: Path, wanted: dict[str, tuple[Path, torch.dtype]]) -> None:
     torch.set_num_threads(1)
-    group = TensorParallel.connect(rank, size, f"file://{folder}/rendezvous", CPU, timeout_s=60)
+    group = Group.connect(Mesh.of(rank, size), f"file://{folder}/rendezvous", CPU, timeout_s=60)
     try:
         torch.save({name: outputs(path, group, dtype) for name, (path, dtype) in wanted.items()}, folder / f"{rank}.pt")
     finally:
@@ -56,7 +57,7 @@ def rank_main(rank: int, size: int, folder: Path, wanted: dict[str, tuple[Path, 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_give_the_bits_of_one(size: int, tmp_path: Path) -> None:
     wanted = {name: case for name, case in cases(tmp_path).items() if size < 8 or name.startswith("demo")}
-    alone = {name: outputs(path, TensorParallel(), dtype) for name, (path, dtype) in wanted.items()}
+    alone = {name: outputs(path, Group(), dtype) for name, (path, dtype) in wanted.items()}
     run_ranks(rank_main, size, size, tmp_path, wanted)
     for rank in range(size):
         found = torch.load(tmp_path / f"{rank}.pt")
@@ -70,14 +71,14 @@ def test_ranks_give_the_bits_of_one(size: int, tmp_path: Path) -> None:
 def test_parts_that_take_turns_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long contexts attend, and many tokens go through experts, some at a time."""
     folder = write_tiny(tmp_path, "v3-yarn", seed=2)
-    want = outputs(folder, TensorParallel(), torch.float32)
+    want = outputs(folder, Group(), torch.float32)
     monkeypatch.setattr(absorbed_chunks, "PIECES", 2)
     monkeypatch.setattr(invariant, "PART_BYTES", 1)
-    for name, logits in outputs(folder, TensorParallel(), torch.float32).items():
+    for name, logits in outputs(folder, Group(), torch.float32).items():
         assert torch.equal(logits, want[name])
 
 
 @pytest.mark.parametrize("size", [3, 6, 16])
 def test_other_numbers_of_ranks_have_no_tree(size: int) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel = {size} is none of them"):
-        InvariantTokens(TensorParallel(0, size))
+        InvariantTokens(Group(Mesh.of(0, size)))

@@ -20,7 +20,8 @@ from workers.config import DEMO_MODEL
 from workers.families import load_model
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.invariant import GROUPS
-from workers.parallel.group import INVARIANT_RANKS, TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import INVARIANT_RANKS, Mesh
 from workers.weights.weight import Format
 
 DEVICES = [
@@ -34,7 +35,7 @@ TOKENS = 37
 
 
 @dataclass(frozen=True)
-class Alone(TensorParallel):
+class Alone(Group):
     """One rank, of several that are not there."""
 
     def minimum(self, x: Tensor) -> Tensor:
@@ -58,7 +59,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def sums(folder: Path, rank: int, ranks: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """What this rank's share of every layer's experts computes of some tokens, [T, G, E] a layer."""
     model = load_model(
-        folder, group=Alone(rank, ranks), dtype=dtype, device=device, max_positions=128, invariant=True, progress=None
+        folder,
+        group=Alone(Mesh.of(rank, ranks)),
+        dtype=dtype,
+        device=device,
+        max_positions=128,
+        invariant=True,
+        progress=None,
     )
     choose = torch.Generator().manual_seed(7)
     found = []

@@ -19,7 +19,8 @@ from workers.families import load_model
 from workers.models.few_tokens import FewTokens
 from workers.models.many_tokens import DecodeTokens, ManyTokens
 from workers.models.ways import Ways
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.weights.weight import Format
 
 TOLERANCE = 1e-4
@@ -70,7 +71,7 @@ def test_logits_on_every_way(name: str, way: str, tmp_path: Path, monkeypatch: p
 
 def rank_main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    group = TensorParallel.connect(rank, size, f"file://{folder}/rendezvous", CPU, timeout_s=60)
+    group = Group.connect(Mesh.of(rank, size), f"file://{folder}/rendezvous", CPU, timeout_s=60)
     try:
         found = {}
         for name in CHECKPOINTS:

@@ -19,7 +19,7 @@ from workers.models import ways as choice
 from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import FEWEST_ROUNDED, DecodeTokens, ManyTokens
 from workers.models.ways import Ways
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.weights.weight import Format, Formats, Weight
 
 TOKENS = 64
@@ -59,7 +59,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 def test_products_are_those_of_rounded_activations(kind: type[ManyTokens], count: int, features: int) -> None:
     """Of any number of tokens, though products take four at a time."""
     x, matrix = tokens(count, features), weight(features=features)
-    way = kind(TensorParallel(), rounds=True)
+    way = kind(Group(), rounds=True)
     exact = x.double() @ matrix.dequantised(torch.float64).t()
     want = rounded(x) @ matrix.dequantised(torch.float64).t()
     out = torch.full((count, 256), torch.nan, dtype=torch.bfloat16)
@@ -71,7 +71,7 @@ def test_products_are_those_of_rounded_activations(kind: type[ManyTokens], count
 
 @pytest.mark.parametrize("rounds", [False, True])
 def test_the_product_behind_attention(rounds: bool) -> None:
-    x, matrix, way = tokens(), weight(), ManyTokens(TensorParallel(), rounds=rounds)
+    x, matrix, way = tokens(), weight(), ManyTokens(Group(), rounds=rounds)
     want = (rounded(x) if rounds else x.double()) @ matrix.dequantised(torch.float64).t()
     norm = AddNorm(torch.zeros(TOKENS, 256, dtype=torch.bfloat16), torch.ones(256).bfloat16(), 1e-6)
     way.add(x, matrix, norm, torch.empty_like(norm.residual_TE), Scratch(x.device))
@@ -79,7 +79,7 @@ def test_the_product_behind_attention(rounds: bool) -> None:
 
 
 def test_the_gate_of_a_dense_network() -> None:
-    x, matrix, way = tokens(), weight(), ManyTokens(TensorParallel(), rounds=True)
+    x, matrix, way = tokens(), weight(), ManyTokens(Group(), rounds=True)
     gate, up = (rounded(x) @ matrix.dequantised(torch.float64).t()).chunk(2, 1)
     got = way.gated(x, matrix, Scratch(x.device))
     assert distance(got, torch.nn.functional.silu(gate) * up) < 2**-7
@@ -92,7 +92,7 @@ def test_a_dense_network(rounds: bool, count: int, monkeypatch: pytest.MonkeyPat
     fused = many_tokens.silu_mul_quantise
     monkeypatch.setattr(many_tokens, "silu_mul_quantise", lambda *a, **k: (made.append(a[0].shape), fused(*a, **k)))
     x, gate_up, down = tokens(count), weight(1024, 512), weight(256, 512)
-    way = ManyTokens(TensorParallel(), rounds=rounds)
+    way = ManyTokens(Group(), rounds=rounds)
     gate_up_TF = torch.empty(count, 1024, dtype=torch.bfloat16)
     way.linear(x, gate_up, gate_up_TF, Scratch(x.device))
     gate, up = gate_up_TF.double().chunk(2, 1)
@@ -110,13 +110,13 @@ def test_a_dense_network(rounds: bool, count: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("why", "way", "x", "matrix", "dtype"),
     [
-        ("it is forbidden", ManyTokens(TensorParallel()), tokens(), weight(), torch.bfloat16),
-        ("invariant mode", InvariantTokens(TensorParallel()), tokens(), weight(), torch.bfloat16),
-        ("few tokens", ManyTokens(TensorParallel(), rounds=True), tokens(8), weight(), torch.bfloat16),
-        ("other blocks", ManyTokens(TensorParallel(), rounds=True), tokens(), weight(block=(64, 128)), torch.bfloat16),
-        ("a size", ManyTokens(TensorParallel(), rounds=True), tokens(features=576), weight(256, 576), torch.bfloat16),
-        ("fp32", ManyTokens(TensorParallel(), rounds=True), tokens().float(), weight(), torch.float32),
-        ("fp32 results", ManyTokens(TensorParallel(), rounds=True), tokens(), weight(), torch.float32),
+        ("it is forbidden", ManyTokens(Group()), tokens(), weight(), torch.bfloat16),
+        ("invariant mode", InvariantTokens(Group()), tokens(), weight(), torch.bfloat16),
+        ("few tokens", ManyTokens(Group(), rounds=True), tokens(8), weight(), torch.bfloat16),
+        ("other blocks", ManyTokens(Group(), rounds=True), tokens(), weight(block=(64, 128)), torch.bfloat16),
+        ("a size", ManyTokens(Group(), rounds=True), tokens(features=576), weight(256, 576), torch.bfloat16),
+        ("fp32", ManyTokens(Group(), rounds=True), tokens().float(), weight(), torch.float32),
+        ("fp32 results", ManyTokens(Group(), rounds=True), tokens(), weight(), torch.float32),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -129,7 +129,7 @@ def test_activations_stay_as_they_are(why: str, way: ManyTokens, x: Tensor, matr
 
 def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_tokens, "multiplies_rounded", lambda device: False)
-    way, x, matrix = ManyTokens(TensorParallel(), rounds=True), tokens(), weight()
+    way, x, matrix = ManyTokens(Group(), rounds=True), tokens(), weight()
     out = torch.full((TOKENS, 256), torch.nan, dtype=torch.bfloat16)
     way.linear(x, matrix, out, Scratch(x.device))
     assert distance(out, x.double() @ matrix.dequantised(torch.bfloat16).double().t()) < 2**-8
@@ -139,9 +139,7 @@ def ways(
     monkeypatch: pytest.MonkeyPatch, *, invariant: bool = False, rounds: bool = True, form: Format = Format.FP8_BLOCKS
 ) -> Ways:
     monkeypatch.setattr(choice, "is_hopper", lambda device: device.type == "cuda")
-    return Ways(
-        parse_config(V2_LITE_HEADS), TensorParallel(), Formats(others={form}), invariant=invariant, rounds=rounds
-    )
+    return Ways(parse_config(V2_LITE_HEADS), Group(), Formats(others={form}), invariant=invariant, rounds=rounds)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from workers.models.config import ModelConfig
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import ManyTokens
-from workers.parallel.group import TensorParallel
-from workers.weights.part import Part
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
+from workers.weights.part import Part, Shard
 from workers.weights.source import Shape, WeightSource
 
 HIDDEN, WIDTH, EXPERTS = 48, 64, 8
@@ -30,8 +31,8 @@ HIDDEN, WIDTH, EXPERTS = 48, 64, 8
 class Tensors(WeightSource):
     """A checkpoint in memory, as one rank of a group reads it."""
 
-    def __init__(self, tensors: dict[str, Tensor], group: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__(group, dtype, CPU)
+    def __init__(self, tensors: dict[str, Tensor], mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__(mesh, dtype, CPU)
         self.tensors = tensors
         self.read: dict[str, Tensor] = {}
         """How often each number was read."""
@@ -87,21 +88,21 @@ def wanted(tensors: dict[str, Tensor], x_TE: Tensor) -> Tensor:
 def computed(
     tensors: dict[str, Tensor],
     x_TE: Tensor,
-    group: TensorParallel,
+    mesh: Mesh,
     kind: type[ManyTokens] = ManyTokens,
     behind: int | None = None,
     **live: Any,
 ) -> tuple[Tensor, Tensors]:
     """This rank's part of the sum: on an empty residual stream the stream itself, and its norm what is given on.
     `behind`: shared experts kept behind the routed ones, if not all."""
-    source = Tensors(tensors, group, x_TE.dtype)
+    source = Tensors(tensors, mesh, x_TE.dtype)
     shared = tensors.get("shared_experts.up_proj.weight", torch.empty(0)).shape[0] // WIDTH
     experts = MixtureOfExperts(source, "", config(shared))
     units = shared if behind is None else behind
-    assert experts.mixture.gate_up_XFE.shape == (EXPERTS + units, 2 * WIDTH // group.size, HIDDEN)
+    assert experts.mixture.gate_up_XFE.shape == (EXPERTS + units, 2 * WIDTH // mesh.experts.size, HIDDEN)
     sum_TE, out_TE = torch.zeros_like(x_TE), torch.full_like(x_TE, torch.nan)
     norm = AddNorm(sum_TE, torch.linspace(0.5, 2, HIDDEN, dtype=x_TE.dtype), 1e-6)
-    experts(kind(TensorParallel()), x_TE, norm, out_TE, Scratch(CPU), **live)
+    experts(kind(Group()), x_TE, norm, out_TE, Scratch(CPU), **live)
     torch.testing.assert_close(
         out_TE, F.rms_norm(sum_TE.float(), (HIDDEN,), norm.weight_E.float(), 1e-6).to(x_TE.dtype)
     )
@@ -114,7 +115,7 @@ def computed(
 def test_units_are_the_network(shared: int, dtype: torch.dtype, kind: type[ManyTokens]) -> None:
     tensors = checkpoint(shared)
     x_TE = torch.randn(50, HIDDEN).to(dtype)
-    got, want = computed(tensors, x_TE, TensorParallel(), kind)[0], wanted(tensors, x_TE)
+    got, want = computed(tensors, x_TE, Mesh(), kind)[0], wanted(tensors, x_TE)
     error = (got.double() - want).norm(dim=1) / want.norm(dim=1)
     # bf16: activations, at times experts' results, and the sum are rounded to 8 bits; fp32: sums of a hundred terms.
     assert float(error.max()) < (2**-7 if dtype == torch.bfloat16 else 2e-6)
@@ -128,7 +129,7 @@ def test_ranks_shares_add_up_to_the_network(shared: int, size: int) -> None:
     x_TE = torch.randn(50, HIDDEN)
     sum_TE, read = torch.zeros(50, HIDDEN, dtype=torch.float64), dict.fromkeys(tensors, torch.zeros(()))
     for rank in range(size):
-        part_TE, source = computed(tensors, x_TE, TensorParallel(rank, size))
+        part_TE, source = computed(tensors, x_TE, Mesh.of(rank, size))
         sum_TE += part_TE
         read = {name: read[name] + source.read[name] for name in tensors}
     torch.testing.assert_close(sum_TE, wanted(tensors, x_TE), rtol=1e-5, atol=1e-5)
@@ -142,14 +143,15 @@ def test_padding_wakes_no_shared_expert(shared: int) -> None:
     x_TE = torch.randn(6, HIDDEN)
     x_TE[2:4] = torch.nan
     live_R = torch.tensor([1, 0, 1])
-    got, _ = computed(tensors, x_TE, TensorParallel(), live_R=live_R)
+    got, _ = computed(tensors, x_TE, Mesh(), live_R=live_R)
     alive = live_R.repeat_interleave(2) > 0
     assert bool((got[~alive] == 0).all())
     torch.testing.assert_close(got[alive].double(), wanted(tensors, x_TE[alive]), rtol=1e-5, atol=1e-5)
 
 
 def test_a_part_that_does_not_exist_is_refused() -> None:
-    for part in ({"shard": 0, "unit": 2, "units": 2}, {"shard": 0, "unit": -1, "units": 2}, {"unit": 0, "units": 2}):
+    rows = Shard(0, "experts")
+    for part in ({"shard": rows, "unit": 2, "units": 2}, {"shard": rows, "unit": -1, "units": 2}, {"units": 2}):
         with pytest.raises(ValueError, match=r"w: part -?\d of 2 of dimension (0|None) does not exist"):
             Part("w", 4, 3, **part)
 
@@ -166,7 +168,7 @@ def test_shared_experts_of_another_format_are_a_network_of_their_own(
     x_TE = torch.randn(50, HIDDEN)
     sum_TE, read = torch.zeros_like(x_TE), {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     for rank in range(size):
-        part_TE, source = computed(tensors, x_TE, TensorParallel(rank, size), kind, behind=0)
+        part_TE, source = computed(tensors, x_TE, Mesh.of(rank, size), kind, behind=0)
         sum_TE += part_TE
         read = {name: read[name] + source.read[name] for name in tensors}
     torch.testing.assert_close(sum_TE.double(), wanted(tensors, x_TE), rtol=1e-5, atol=1e-5)

@@ -22,7 +22,7 @@ from workers.graphs.capture import CapturedStep
 from workers.models.attention import widened
 from workers.models.choices import Choices, Recorded, Taken
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.protocol.plan import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -66,9 +66,7 @@ def test_mixed_steps_agree_with_the_cpu(kind: str, invariant: bool, fp8_cache: b
     drafts from the GPU's hidden states, each layer of random weights amplifying what is off several times."""
     folder = write_tiny(tmp_path, kind, seed=1)
     how: dict[str, Any] = {"dtype": torch.float32, "max_positions": 512, "invariant": invariant, "fp8_cache": fp8_cache}
-    cuda, cpu = (
-        load_model(folder, group=TensorParallel(), device=device, **how) for device in (torch.device("cuda", 0), CPU)
-    )
+    cuda, cpu = (load_model(folder, group=Group(), device=device, **how) for device in (torch.device("cuda", 0), CPU))
     recorded = Recorded()
     want, sources = passes(cuda, recorded)
     recorded.calls = [(id_TK.cpu(), weight_TK.cpu()) for id_TK, weight_TK in recorded.calls]

@@ -14,7 +14,8 @@ from rounded_latents import latents_rounded
 from tiny_models import VOCAB, add_draft_tables, write_tiny
 
 from workers.families import load_model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (1, 40, 130)]
 OWN = "v3-one-group"
@@ -29,7 +30,7 @@ def written(folder: Path, kind: str) -> Path:
     return folder
 
 
-def generate(folder: Path, group: TensorParallel) -> dict[str, object]:
+def generate(folder: Path, group: Group) -> dict[str, object]:
     """Greedy tokens, and logits and draft logits over a prompt."""
     model = load_fp32(folder, group)
     paged = Paged(model, [PROMPTS[1]])
@@ -41,7 +42,7 @@ def generate(folder: Path, group: TensorParallel) -> dict[str, object]:
     return result
 
 
-def fed(folder: Path, group: TensorParallel) -> dict[str, object]:
+def fed(folder: Path, group: Group) -> dict[str, object]:
     """Logits, and the draft layer's, of a prompt on an FP8 cache, few tokens fed as a decode row; and of the same model
     on a plain one, whose latents are rounded."""
     found: dict[str, object] = {"tokens": []}
@@ -59,7 +60,7 @@ def fed(folder: Path, group: TensorParallel) -> dict[str, object]:
 
 def rank_main(rank: int, size: int, folder: Path, kinds: list[str]) -> None:
     torch.set_num_threads(1)
-    group = TensorParallel.connect(rank, size, f"file://{folder}/rendezvous", CPU, timeout_s=60)
+    group = Group.connect(Mesh.of(rank, size), f"file://{folder}/rendezvous", CPU, timeout_s=60)
     try:
         found = {kind: generate(folder / kind, group) for kind in kinds}
         found["FP8 cache"] = fed(folder / "v3-yarn", group)
@@ -77,7 +78,7 @@ def rank_main(rank: int, size: int, folder: Path, kinds: list[str]) -> None:
     ],
 )
 def test_ranks_agree_with_one(size: int, kinds: list[str], tmp_path: Path) -> None:
-    alone = {kind: generate(written(tmp_path / kind, kind), TensorParallel()) for kind in kinds}
+    alone = {kind: generate(written(tmp_path / kind, kind), Group()) for kind in kinds}
     run_ranks(rank_main, size, size, tmp_path, kinds)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(size)]
     for rank in ranks:
@@ -104,5 +105,5 @@ def test_ranks_agree_with_one(size: int, kinds: list[str], tmp_path: Path) -> No
 )
 def test_sizes_that_do_not_divide_are_named(overrides: dict[str, int], size: int, field: str, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "v3", **overrides)
-    with pytest.raises(ValueError, match=f"^{field} is not divisible by tensor_parallel = {size}"):
-        load_model(folder, group=TensorParallel(0, size), dtype=torch.float32, device=CPU, max_positions=64)
+    with pytest.raises(ValueError, match=f"^{field} is not divisible by the {size} ranks of the axis"):
+        load_model(folder, group=Group(Mesh.of(0, size)), dtype=torch.float32, device=CPU, max_positions=64)

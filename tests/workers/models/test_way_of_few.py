@@ -19,13 +19,14 @@ from workers.families.registry import load_config
 from workers.memory.scratch import Scratch
 from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.many_tokens import DecodeTokens
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.parallel.symmetric import MOST_BYTES
 
 
-def agree(folder: Path, group: TensorParallel | None = None) -> None:
+def agree(folder: Path, group: Group | None = None) -> None:
     """Decode steps of several widths on both ways: hidden states, drafts and caches."""
-    model = load_fp32(folder, group or TensorParallel())
+    model = load_fp32(folder, group or Group())
     way = FewTokens(model.group, dependent=True)
     paged = Paged(model, [random_tokens(151, 0, VOCAB), random_tokens(90, 1, VOCAB), random_tokens(70, 2, VOCAB)])
     prefill = paged.plan([], 1, [(0, 70), (1, 63), (2, 1)])
@@ -105,7 +106,7 @@ class SharedSum:
 
 def rank_main(rank: int, size: int, folder: Path, shared: str) -> None:
     torch.set_num_threads(1)
-    group = TensorParallel.connect(rank, size, f"file://{folder}/rendezvous", CPU, timeout_s=60)
+    group = Group.connect(Mesh.of(rank, size), f"file://{folder}/rendezvous", CPU, timeout_s=60)
     if shared:
         group = dataclasses.replace(group, symmetric=SharedSum(shared == "one shot"))
     try:
@@ -143,8 +144,8 @@ def test_no_pass_on_a_cpu_takes_the_way(tmp_path: Path) -> None:
 )
 def test_unsupported_shapes_are_named(overrides: dict[str, int], ranks: int, word: str, tmp_path: Path) -> None:
     config = load_config(write_tiny(tmp_path, "v3", **overrides))
-    assert word in unsupported(config, ranks)
-    assert bool(word) == bool(unsupported(config, ranks))
+    assert word in unsupported(config, Mesh.of(0, ranks))
+    assert bool(word) == bool(unsupported(config, Mesh.of(0, ranks)))
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,6 @@ def test_experts_that_a_warp_cannot_choose_from_are_named(experts: int, groups: 
     config = load_config(write_tiny(tmp_path, "v3", q_lora_rank=32, qk_rope_head_dim=16))
     rule = dataclasses.replace(config.routing.rule, groups=groups, top_groups=1)
     routing = dataclasses.replace(config.routing, experts=experts, rule=rule)
-    reason = unsupported(dataclasses.replace(config, routing=routing), 1)
+    reason = unsupported(dataclasses.replace(config, routing=routing), Mesh())
     assert word in reason
     assert bool(word) == bool(reason)

@@ -12,7 +12,7 @@ from random_model import decode_step, random_model
 import workers.models.few_tokens as few_tokens
 from tests.support.ptx import Unordered, emulated
 from workers.memory.scratch import Scratch
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 
 pytestmark = pytest.mark.long
 
@@ -32,7 +32,7 @@ def check(lengths: list[int], width: int, heads: int = 2, int4: bool = False, sh
     _, _, wide_cache = decode_step(wide, lengths, width)
     poisoned = torch.full((1 << 20,), 255, dtype=torch.uint8)
     with emulated(consecutive=True, **how) as launches:
-        way = few_tokens.FewTokens(TensorParallel(), dependent=True)
+        way = few_tokens.FewTokens(Group(), dependent=True)
         got = model.segments.forward_on(way, token_T, None, batch, cache, Scratch(CPU, poisoned))
     want = wide.forward(token_T, batch, wide_cache)
     alive = torch.tensor(lengths).repeat_interleave(width) > 0

@@ -21,6 +21,7 @@ from workers.models.choices import Recorded, Taken
 from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.model import Model
 from workers.models.ways import MOST_WITH_INT4, Ways
+from workers.parallel.mesh import Mesh
 
 pytestmark = [
     pytest.mark.gpu,
@@ -153,7 +154,7 @@ def test_drafts_are_as_exact_as_on_the_way_of_many(
     sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 8}
     folder = write_tiny(tmp_path, "v3", seed=3, **sizes)
     model = load_model(folder, group=ALONE, dtype=torch.bfloat16, device=torch.device("cuda"), max_positions=512)
-    assert unsupported(model.config, 1) == ""
+    assert unsupported(model.config, Mesh()) == ""
     assert launches_dependently(model.norm_E.device)
     sequences = [random_tokens(151, seed, VOCAB), random_tokens(90, seed + 9, VOCAB)]
 

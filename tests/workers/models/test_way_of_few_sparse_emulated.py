@@ -20,7 +20,7 @@ from workers.memory.scratch import Scratch
 from workers.models.attention import indexer, short_rows, sparse_rows, sparse_workspaces
 from workers.models.choices import Recorded, Taken
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 
 pytestmark = pytest.mark.long
 
@@ -108,7 +108,7 @@ def check(lengths: list[int], width: int, fp8_cache: bool = False, *, dense: boo
     poisoned = buffer[-buffer.data_ptr() % 256 :]  # a GPU's memory begins with a line
     recorded = Recorded()
     with emulated(consecutive=True, fences=False, **how) as launches:
-        way = few_tokens.FewTokens(TensorParallel(), dependent=True)
+        way = few_tokens.FewTokens(Group(), dependent=True)
         way.choices = recorded
         own = replace(batch, dense=dense)
         got = model.segments.forward_on(way, token_T, None, own, cache, Scratch(CPU, poisoned))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from workers.models import many_tokens
 from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import DecodeTokens, ManyTokens
 from workers.models.token_wise import Gated, Mixture
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.weights.weight import Weight
 
 
@@ -32,7 +32,7 @@ def test_experts_are_launched_dependently_where_the_device_can(able: bool, monke
     mixture = Mixture(parse_config(V2_LITE_HEADS).routing, router_XE, None, gate_up_XFE, down_XEI)
     norm = AddNorm(torch.zeros(2, 16), torch.ones(16), 1e-6)
     choice, out_TE = (id_TK, torch.ones(2, 1)), torch.zeros(2, 16)
-    ManyTokens(TensorParallel()).experts(x_TE, *choice, mixture, norm, out_TE, Scratch(x_TE.device))
+    ManyTokens(Group()).experts(x_TE, *choice, mixture, norm, out_TE, Scratch(x_TE.device))
     assert asked == [able]
 
 
@@ -53,7 +53,7 @@ def test_experts_are_told_whether_they_may_round(
     router_XE, gate_up_XFE, down_XEI = (Weight(torch.zeros(shape)) for shape in ((1, 16), (1, 32, 16), (1, 16, 16)))
     mixture = Mixture(parse_config(V2_LITE_HEADS).routing, router_XE, None, gate_up_XFE, down_XEI)
     norm = AddNorm(torch.zeros(tokens, 16), torch.ones(16), 1e-6)
-    way, choice = ManyTokens(TensorParallel(), rounds=rounds), (id_TK, torch.ones(tokens, 1))
+    way, choice = ManyTokens(Group(), rounds=rounds), (id_TK, torch.ones(tokens, 1))
     way.experts(x_TE, *choice, mixture, norm, torch.zeros(tokens, 16), Scratch(x_TE.device))
     assert asked == [want]
 
@@ -66,8 +66,8 @@ def test_sums_are_left_in_parts_where_nobody_else_needs_them(
 ) -> None:
     """All-reduce needs a sum, and invariant mode has an order of its own."""
     monkeypatch.setattr(many_tokens, "parts_of", lambda tokens, weight_FE: 5)
-    own = kind(TensorParallel())
-    monkeypatch.setattr(own, "group", SimpleNamespace(size=ranks))
+    own = kind(Group())
+    monkeypatch.setattr(own, "group", Group(Mesh.of(0, ranks)))
     assert own.parts(17, Weight(torch.zeros(2, 2))) == want
 
 
@@ -79,16 +79,16 @@ def test_shared_experts_of_their_own_are_summed_over_ranks_with_the_others(
     torch.manual_seed(0)
     sums: list[torch.Tensor] = []
 
-    def doubled(self: TensorParallel, part: torch.Tensor, out: torch.Tensor) -> None:
-        if self.size > 1:
+    def doubled(self: Group, part: torch.Tensor, out: torch.Tensor) -> None:
+        if self.summed.size > 1:
             sums.append(out)
             out.copy_(2 * part)
 
-    def added(self: TensorParallel, part: torch.Tensor, parts: torch.Tensor, out: torch.Tensor) -> None:
+    def added(self: Group, part: torch.Tensor, parts: torch.Tensor, out: torch.Tensor) -> None:
         doubled(self, part, out)
 
-    monkeypatch.setattr(TensorParallel, "all_reduce", doubled)
-    monkeypatch.setattr(TensorParallel, "ordered_sum", added)
+    monkeypatch.setattr(Group, "all_reduce", doubled)
+    monkeypatch.setattr(Group, "ordered_sum", added)
     x_TE, norm_E = torch.randn(3, 16), torch.rand(16) + 0.5
 
     def mixture(factor: float) -> Mixture:
@@ -102,7 +102,7 @@ def test_shared_experts_of_their_own_are_summed_over_ranks_with_the_others(
     found = []
     for ranks, factor in ((1, 2.0), (2, 1.0)):
         norm, out = AddNorm(torch.ones(3, 16), norm_E, 1e-6), torch.empty(3, 16)
-        way(TensorParallel(0, ranks)).add_experts(x_TE, mixture(factor), norm, out, Scratch(x_TE.device), None)
+        way(Group(Mesh.of(0, ranks))).add_experts(x_TE, mixture(factor), norm, out, Scratch(x_TE.device), None)
         found.append((norm.residual_TE, out))
         if ranks == 2:
             assert len(sums) == (1 if way is ManyTokens else 2)

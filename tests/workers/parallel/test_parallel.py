@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from tests.rank_processes import run_ranks
 from workers.channel.ports import free_port
-from workers.parallel.group import PeerLost, TensorParallel
+from workers.parallel.group import Group, PeerLost
+from workers.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
 
 
-def collectives(group: TensorParallel) -> list[Callable[[], Any]]:
+def collectives(group: Group) -> list[Callable[[], Any]]:
     """Of which each waits for every rank: rank 0's broadcast may leave before it is known to be alone."""
     x, sums = torch.zeros(4), torch.zeros(4)
     return [
@@ -32,7 +33,7 @@ def collectives(group: TensorParallel) -> list[Callable[[], Any]]:
 
 
 def deserted_rank(rank: int, folder: Path, timeout_s: float, silent: bool) -> None:
-    group = TensorParallel.connect(rank, 2, f"file://{folder}/rendezvous", CPU, timeout_s)
+    group = Group.connect(Mesh.of(rank, 2), f"file://{folder}/rendezvous", CPU, timeout_s)
     for call in collectives(group):
         call()
     if rank == 0:
@@ -53,7 +54,7 @@ def test_a_rank_that_is_gone_or_silent_is_a_lost_peer(tmp_path: Path, timeout_s:
 
 
 def mistaken_rank(rank: int, folder: Path) -> None:
-    group = TensorParallel.connect(rank, 2, f"file://{folder}/rendezvous", CPU, 30.0)
+    group = Group.connect(Mesh.of(rank, 2), f"file://{folder}/rendezvous", CPU, 30.0)
     group.minimum(torch.zeros(1, dtype=torch.int64))  # so that none ends while the other one still connects
     with pytest.raises(RuntimeError, match="invalid tensor size") as mistake:
         group.all_gather(torch.zeros(4), torch.zeros(2, 3))
@@ -69,7 +70,7 @@ def test_arguments_that_do_not_fit_are_a_mistake(tmp_path: Path) -> None:
 
 def lonely_rank(rank: int, port: int, folder: Path) -> None:
     with pytest.raises(PeerLost):
-        TensorParallel.connect(1, 2, f"tcp://127.0.0.1:{port}", CPU, 0.5)
+        Group.connect(Mesh.of(1, 2), f"tcp://127.0.0.1:{port}", CPU, 0.5)
     (folder / "lost").touch()
 
 
@@ -105,6 +106,6 @@ def test_errors_on_a_gpu(monkeypatch: pytest.MonkeyPatch, error: RuntimeError, l
     monkeypatch.setattr(dist, "all_reduce", fail)
     x = torch.zeros(1)
     with pytest.raises(RuntimeError) as raised:
-        TensorParallel(0, 2).all_reduce(x, x)
+        Group(Mesh.of(0, 2)).all_reduce(x, x)
     assert isinstance(raised.value, PeerLost) is lost
     assert (raised.value.__cause__ if lost else raised.value) is error

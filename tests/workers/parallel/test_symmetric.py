@@ -12,7 +12,8 @@ from torch import multiprocessing
 from kernels.pending_norm import PendingNorm, reference
 from tests.support.ground import untouched
 from workers.parallel import symmetric
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.parallel.symmetric import MOST_BYTES, fits, one_shot_bytes
 
 IN_A_ROW = 50
@@ -120,14 +121,14 @@ def check(got: torch.Tensor, parts: list[torch.Tensor]) -> None:
     assert bool(((got.cpu().double() - exact).abs() <= bound).all())
 
 
-def check_sums(group: TensorParallel, device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def check_sums(group: Group, device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Eager, then twice in a graph, the second sum over the first's result; and the same bits everywhere."""
-    ranks = group.size
+    ranks = group.mesh.world.size
     x, sum = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     part = group.part(sum)
     assert (part.data_ptr() == sum.data_ptr()) == group.sums_by_kernel(sum)
     parts = parts_of(ranks, shape, dtype, seed=shape[0])
-    part.copy_(parts[group.rank])
+    part.copy_(parts[group.mesh.world.rank])
     group.all_reduce(part, sum)
     check(sum, parts)
     everyone = torch.empty(ranks, *shape, dtype=dtype, device=device)
@@ -143,16 +144,16 @@ def check_sums(group: TensorParallel, device: torch.device, shape: tuple[int, in
         group.all_reduce(part, x)
     for replay in range(REPLAYS):
         parts = parts_of(ranks, shape, dtype, seed=100 + replay)
-        x.copy_(parts[group.rank])
+        x.copy_(parts[group.mesh.world.rank])
         graph.replay()
         # The second sum adds the first's result once for every rank: exactly so many times the value.
         check(x / ranks, parts)
     graph.reset()
 
 
-def check_row_of_sums(group: TensorParallel, device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def check_row_of_sums(group: Group, device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Sums one behind the other: none sees a part of its neighbours. Each is the first, scaled by a power of two."""
-    x = parts_of(group.size, shape, dtype, seed=7)[group.rank].to(device)
+    x = parts_of(group.mesh.world.size, shape, dtype, seed=7)[group.mesh.world.rank].to(device)
     scales = [2.0 ** (index % 3) for index in range(IN_A_ROW)]
     sums = [x * scale for scale in scales]
     torch.cuda.synchronize()
@@ -168,12 +169,12 @@ def check_row_of_sums(group: TensorParallel, device: torch.device, shape: tuple[
     graph.reset()
 
 
-def check_both_ways_in_turns(group: TensorParallel, device: torch.device, dtype: torch.dtype) -> None:
+def check_both_ways_in_turns(group: Group, device: torch.device, dtype: torch.dtype) -> None:
     """Sums in one shot and in two, one behind the other, eager and in a graph: they share the memory and the signals,
     but not the number of blocks that signal. On another rank every replay begins late."""
     shapes = [(1, 2048), (1100, 2048), (16, 2048), (515, 2056)] * 3
-    every = [parts_of(group.size, shape, dtype, seed=index) for index, shape in enumerate(shapes)]
-    xs = [parts[group.rank].to(device) for parts in every]
+    every = [parts_of(group.mesh.world.size, shape, dtype, seed=index) for index, shape in enumerate(shapes)]
+    xs = [parts[group.mesh.world.rank].to(device) for parts in every]
     sums = [torch.empty_like(x) for x in xs]
 
     def run() -> None:
@@ -191,7 +192,7 @@ def check_both_ways_in_turns(group: TensorParallel, device: torch.device, dtype:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     for replay in range(REPLAYS):
-        if replay % group.size == group.rank:
+        if replay % group.mesh.world.size == group.mesh.world.rank:
             torch.cuda._sleep(1_000_000)  # cycles, about half a millisecond
         graph.replay()
         replayed = [sum.clone() for sum in sums]
@@ -201,10 +202,10 @@ def check_both_ways_in_turns(group: TensorParallel, device: torch.device, dtype:
     graph.reset()
 
 
-def check_what_else_takes_one_shot(group: TensorParallel, device: torch.device) -> None:
+def check_what_else_takes_one_shot(group: Group, device: torch.device) -> None:
     """Columns side by side, and sums that enter the residual, in turns and in a graph: the same as by way of NCCL."""
     assert group.symmetric is not None
-    plain = TensorParallel(group.rank, group.size)
+    plain = Group(Mesh.of(group.mesh.world.rank, group.mesh.world.size))
     columns = [torch.randn(rows, share, device=device) for rows, share in ((1, 25_600), (3, 1028), (64, 516))]
     shapes = [(1, 2048), (16, 7168), (5, 192)]
     parts = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
@@ -228,7 +229,7 @@ def check_what_else_takes_one_shot(group: TensorParallel, device: torch.device) 
     for replay in range(REPLAYS):
         for x in (*columns, *parts):
             x.normal_()
-        if replay % group.size == group.rank:
+        if replay % group.mesh.world.size == group.mesh.world.rank:
             torch.cuda._sleep(1_000_000)  # cycles, about half a millisecond
         before = [residual.clone() for residual in residuals]
         graph.replay()
@@ -236,7 +237,7 @@ def check_what_else_takes_one_shot(group: TensorParallel, device: torch.device) 
             assert group.symmetric.gathers(x)
             assert torch.equal(found, plain.gather_columns(x, partial(torch.empty, device=device)))
         for part, residual, was, norm, out in zip(parts, residuals, before, norms, outs, strict=True):
-            every = torch.empty(group.size, *part.shape, dtype=part.dtype, device=device)
+            every = torch.empty(group.mesh.world.size, *part.shape, dtype=part.dtype, device=device)
             plain.all_gather(part, every)
             assert torch.allclose(residual, was + every.float().sum(0), rtol=0, atol=1e-4)
             assert torch.equal(residual, group.broadcast(residual.clone()))
@@ -250,7 +251,7 @@ def check_what_else_takes_one_shot(group: TensorParallel, device: torch.device) 
 def rank_main(rank: int, ranks: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = TensorParallel.connect(rank, ranks, f"file://{folder}/rendezvous", device, timeout_s=60)
+    group = Group.connect(Mesh.of(rank, ranks), f"file://{folder}/rendezvous", device, timeout_s=60)
     assert group.symmetric is not None
     for dtype in (torch.bfloat16, torch.float32):
         # In one shot, then in two; 515 rows of 2056 do not make equal shares of whole pieces of 16 bytes.

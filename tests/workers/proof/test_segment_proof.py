@@ -21,7 +21,8 @@ from tests.workers.recorded import no_host_values
 from tests.workers.test_engine import engine
 from workers.config import EngineConfig
 from workers.memory.scratch import Scratch
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.proof import segments
 from workers.proof.endings import prove_endings
 from workers.proof.segments import SegmentProof
@@ -311,7 +312,7 @@ def test_planted_faults_of_endings_are_caught(folder: Path, fault: type[Ending],
 def prove_rank(rank: int, folder: Path, meeting: Path) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    group = TensorParallel.connect(rank, 2, f"file://{meeting}/rendezvous", device, timeout_s=60)
+    group = Group.connect(Mesh.of(rank, 2), f"file://{meeting}/rendezvous", device, timeout_s=60)
     try:
         settings = {"max_rows": 40, "token_budget": 160, "cache_pages": 60, "max_context": 200, "selftest": False}
         config = EngineConfig(model=str(folder), width=2, device="cpu", **settings)

@@ -16,7 +16,8 @@ from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine
 from workers.channel.ports import free_port
 from workers.config import EngineConfig
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.processes.launch import local_engine
 from workers.proof import decode_steps as selftest
 from workers.proof.prove import prove
@@ -93,7 +94,7 @@ def test_progress_is_told_now_and_then(folder: Path, monkeypatch: pytest.MonkeyP
 class TwoRanks:
     """A group whose other rank found these problems."""
 
-    rank, size = 0, 2
+    mesh = Mesh.of(0, 2)
 
     def __init__(self, *other: list[str]) -> None:
         self._other = msgspec.msgpack.encode(other)
@@ -158,7 +159,7 @@ async def test_a_broken_model_is_reported_before_the_fault(broken: Path) -> None
 
 
 def _gather(rank: int, port: int, folder: str) -> None:
-    group = TensorParallel.connect(rank, 2, f"tcp://127.0.0.1:{port}", torch.device("cpu"), 60.0)
+    group = Group.connect(Mesh.of(rank, 2), f"tcp://127.0.0.1:{port}", torch.device("cpu"), 60.0)
     payloads = group.gather_bytes(b"x" * 7 * rank, torch.device("cpu"))
     assert payloads == [b"", b"x" * 7]
     (Path(folder) / str(rank)).touch()
@@ -169,4 +170,4 @@ def _gather(rank: int, port: int, folder: str) -> None:
 def test_bytes_of_any_length_are_gathered(tmp_path: Path) -> None:
     run_ranks(_gather, 2, free_port(), str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
-    assert TensorParallel().gather_bytes(b"alone", torch.device("cpu")) == [b"alone"]
+    assert Group().gather_bytes(b"alone", torch.device("cpu")) == [b"alone"]

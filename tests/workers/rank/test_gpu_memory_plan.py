@@ -23,9 +23,9 @@ START = """
 import json, sys
 import torch
 from workers.config import EngineConfig
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.rank.rank import Rank
-pages = Rank(EngineConfig(**json.loads(sys.argv[1])), TensorParallel(), torch.device("cuda")).ready.pages
+pages = Rank(EngineConfig(**json.loads(sys.argv[1])), Group(), torch.device("cuda")).ready.pages
 print(pages, torch.cuda.get_device_properties(0).total_memory)
 """
 

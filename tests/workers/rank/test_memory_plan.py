@@ -17,7 +17,8 @@ from tiny_models import write_tiny
 
 from workers.config import EngineConfig
 from workers.families import load_model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.rank.cache_room import fp8_cache, longest_request, pages_within, rows_at
 from workers.rank.fitting import smallest_change
 from workers.rank.memory_plan import MemoryPlan, memory_plan
@@ -62,7 +63,7 @@ def test_weights_are_what_a_start_asks_for(
         quantise(tmp_path, form, names)
     asked: list[int] = []
     monkeypatch.setattr("workers.families.loading.check_memory", lambda wanted, *_: asked.append(wanted))
-    model = load_model(tmp_path, group=TensorParallel(0, ranks), dtype=torch.bfloat16, device=CPU, max_positions=64)
+    model = load_model(tmp_path, group=Group(Mesh.of(0, ranks)), dtype=torch.bfloat16, device=CPU, max_positions=64)
     if not files:
         (tmp_path / "model.safetensors").unlink()
     plan = plan_of(tmp_path, tensor_parallel=ranks)

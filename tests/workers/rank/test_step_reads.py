@@ -10,7 +10,7 @@ import torch
 from tests.tiny_models import write_tiny
 from tests.workers.models.oracle import load_oracle
 from workers.families import load_model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.rank.step_reads import step_reads
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("kind", ["v3", "v2-no-q-lora", "glm"])
 def test_all_matrices_but_the_embedding(kind: str, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, kind, seed=3)
-    model = load_model(folder, group=TensorParallel(), dtype=torch.float32, device=CPU, max_positions=64)
+    model = load_model(folder, group=Group(), dtype=torch.float32, device=CPU, max_positions=64)
     reads = step_reads(model, CPU)
     sizes = {
         name: parameter.numel() * 4
@@ -36,7 +36,7 @@ def test_all_matrices_but_the_embedding(kind: str, tmp_path: Path) -> None:
 
 def test_sparse_attention_reads_no_more_latents_for_a_longer_context(tmp_path: Path) -> None:
     model = load_model(
-        write_tiny(tmp_path, "glm5", seed=3), group=TensorParallel(), dtype=torch.float32, device=CPU, max_positions=64
+        write_tiny(tmp_path, "glm5", seed=3), group=Group(), dtype=torch.float32, device=CPU, max_positions=64
     )
     caches = [spec for layer in model.layers for spec in layer.attention.caches[1:]]
     assert step_reads(model, CPU)["step_entry_bytes"] == sum(spec.entry_bytes for spec in caches)

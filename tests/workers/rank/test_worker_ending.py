@@ -23,7 +23,7 @@ from tests.rank_processes import start_method
 from workers.channel.ports import free_port
 from workers.channel.sockets import Addresses, Binding
 from workers.config import EngineConfig
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.processes.launch import _worker_main
 from workers.protocol.messages import Fault, FromWorker, Ready, Shutdown, ToScheduler
 from workers.protocol.plan import StepPlan
@@ -38,7 +38,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """All that `run_worker` uses; its calls are recorded in their order."""
     world = Mock()
     names = ("connect_sender", "connect_receiver", "HeartbeatThread", "check_environment", "pick_device")
-    for name in (*names, "TensorParallel", "Rank", "last_words_have_left"):
+    for name in (*names, "Group", "Rank", "last_words_have_left"):
         monkeypatch.setattr(worker_process, name, getattr(world, name))
     world.pick_device.return_value = world.Rank.return_value.runner.device = torch.device("cpu")
     world.connect_receiver.return_value.receive.return_value = StepPlan(1, 2, 1, (0,))
@@ -58,7 +58,7 @@ def order(world: Mock, *names: str) -> list[str]:
     return [name for name, *_ in world.mock_calls if name in names]
 
 
-GRAPHS, GROUP = "Rank().runner.close", "TensorParallel.close"
+GRAPHS, GROUP = "Rank().runner.close", "Group.close"
 
 
 def test_graphs_are_destroyed_before_the_process_group(world: Mock) -> None:
@@ -66,7 +66,7 @@ def test_graphs_are_destroyed_before_the_process_group(world: Mock) -> None:
     world.connect_receiver.return_value.receive.return_value = Shutdown()
     run()
     assert order(world, GRAPHS, GROUP) == [GRAPHS, GROUP]
-    assert world.TensorParallel.close.call_args == call(abort=False)
+    assert world.Group.close.call_args == call(abort=False)
 
 
 def test_after_an_error_the_cause_leaves_first_and_the_group_last(world: Mock) -> None:
@@ -76,7 +76,7 @@ def test_after_an_error_the_cause_leaves_first_and_the_group_last(world: Mock) -
     assert told[-1] == Fault("rank 1: ValueError: the cause", 1)
     sent, flushed = "connect_sender().close", "last_words_have_left"
     assert order(world, sent, flushed, GRAPHS, GROUP) == [sent, flushed, GRAPHS, GROUP]
-    assert world.TensorParallel.close.call_args == call(abort=True)  # the peers may never come to what is under way
+    assert world.Group.close.call_args == call(abort=True)  # the peers may never come to what is under way
 
 
 @pytest.mark.parametrize("known_to", ["the error", "its cause", "what it was raised after"])
@@ -104,7 +104,7 @@ def test_graphs_of_a_replica_that_never_came_to_be_are_destroyed_too(world: Mock
             raise RuntimeError("the cause") from (error if known_to == "its cause" else None)
 
     world.Rank.side_effect = fail
-    world.TensorParallel.close.side_effect = lambda **_: events.append("group")
+    world.Group.close.side_effect = lambda **_: events.append("group")
     run(RuntimeError)
     assert events == ["graphs", "group"]
 
@@ -134,7 +134,7 @@ def test_a_device_that_was_never_used_is_left_alone(world: Mock, monkeypatch: py
     world.pick_device.return_value = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", Mock(side_effect=AssertionError("a context for nothing")))
-    world.TensorParallel.connect.side_effect = ValueError("the cause")
+    world.Group.connect.side_effect = ValueError("the cause")
     run(ValueError)
     assert order(world, GRAPHS, GROUP) == [GROUP]
 
@@ -145,20 +145,20 @@ LIMIT_S = 1.0
 class PretendedRank:
     """Of a model of one all-reduce a step; rank 1 fails in step 2. `closing` says how its graphs take their end."""
 
-    def __init__(self, folder: Path, closing: str, group: TensorParallel) -> None:
+    def __init__(self, folder: Path, closing: str, group: Group) -> None:
         self.folder, self.closing, self.group = folder, closing, group
-        self.ready = Ready(group.rank, 2, 64, 100, 1, ())
+        self.ready = Ready(group.mesh.world.rank, 2, 64, 100, 1, ())
         self.runner = self
         self.grammars = None
         self.device = torch.device("cpu")
         self.stats = SimpleNamespace(figures=dict)
 
     def launch(self, plan: StepPlan) -> Any:
-        if self.closing == "waits for its peer" and self.group.rank == 0:
+        if self.closing == "waits for its peer" and self.group.mesh.world.rank == 0:
             time.sleep(60)  # alive, and it will never come
         elif plan.step == 1:
             self.sum = dist.all_reduce(torch.zeros(4), async_op=True)
-        elif self.group.rank == 1:
+        elif self.group.mesh.world.rank == 1:
             raise ValueError("the cause")
         return SimpleNamespace(finished=True)
 
@@ -166,7 +166,7 @@ class PretendedRank:
         return self.ready  # something to send
 
     def close(self) -> None:
-        if self.group.rank == 0:
+        if self.group.mesh.world.rank == 0:
             return
         deadline = time.monotonic() + LIMIT_S / 2
         while not (self.folder / "heard").exists() and time.monotonic() < deadline:
@@ -184,7 +184,7 @@ class PretendedRank:
 def rank_process(rank: int, parent: Connection, folder: Path, closing: str) -> None:
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
 
-    def pretended(_config: EngineConfig, group: TensorParallel, *_: Any) -> PretendedRank:
+    def pretended(_config: EngineConfig, group: Group, *_: Any) -> PretendedRank:
         return PretendedRank(folder, closing, group)
 
     setattr(worker_process, "Rank", pretended)  # noqa: B010

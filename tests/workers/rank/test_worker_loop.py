@@ -121,7 +121,7 @@ def served(device: str = "cuda", steps: int = 100, **fields: Any) -> World:
     world = World(torch.device(device), steps, **fields)
     for _ in range(world.ahead):
         world.plan()
-    _serve(cast(Runner, world), cast(Receiver, world), cast(Sender, world), 0)
+    _serve(cast(Runner, world), cast(Receiver, world), cast(Sender, world), samples=True)
     return world
 
 

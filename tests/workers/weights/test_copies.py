@@ -9,7 +9,8 @@ import torch
 from paged import CPU
 from safetensors.torch import save_file
 
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.weights import copies
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.copies import differing
@@ -23,9 +24,9 @@ def found(folder: Path, tensors: dict[str, torch.Tensor], ranks: int = 1) -> lis
     save_file(tensors, folder / "model.safetensors")
     agreed: list[torch.Tensor] = []
     with Checkpoint.open(folder) as checkpoint, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorParallel, "minimum", lambda self, x: agreed.append(x) or x)
+        patch.setattr(Group, "minimum", lambda self, x: agreed.append(x) or x)
         for rank in range(ranks):
-            differing(checkpoint, PAIR, TensorParallel(rank, ranks), CPU)
+            differing(checkpoint, PAIR, Group(Mesh.of(rank, ranks)), CPU)
     return [int(x.min()) for x in agreed]
 
 

@@ -21,7 +21,8 @@ from torch.multiprocessing import ProcessRaisedException
 from tests.rank_processes import run_ranks
 from workers.families import loading
 from workers.families.loading import counted, load_model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.reader import MOST_DEQUANTISED, CheckpointReader
 from workers.weights.stored import INT4_SHAPE, Wanted
@@ -142,7 +143,7 @@ def keep_what_is_read() -> None:
 def loads(rank: int, folder: Path, ranks: int, dtype: torch.dtype, how: str) -> None:
     """In a process of its own: how much memory loading takes."""
     torch.set_num_threads(1)
-    group = TensorParallel(0, ranks)
+    group = Group(Mesh.of(0, ranks))
     loading.check_memory = lambda *_: None  # collective
     threads = 1
     if how == "in the background":

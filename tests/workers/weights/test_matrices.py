@@ -14,10 +14,10 @@ from quantised_checkpoints import WRITERS
 from safetensors.torch import save_file
 
 from kernels.matrix import BlockScaled
-from workers.parallel.group import TensorParallel
+from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint, WeightsError
 from workers.weights.loading_progress import LoadingProgress
-from workers.weights.part import Part, RopeRows
+from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.reader import CheckpointReader
 from workers.weights.source import Census
 from workers.weights.weight import Format, Weight
@@ -27,7 +27,7 @@ FORMATS = {"fp8": Format.FP8_BLOCKS, "int4": Format.INT4_GROUPS, "plain": Format
 
 
 def read(
-    folder: Path, stacks: list[list[Part]], group: TensorParallel, dtype: torch.dtype = torch.float32
+    folder: Path, stacks: list[list[Part]], mesh: Mesh, dtype: torch.dtype = torch.float32
 ) -> tuple[Weight, list[str]]:
     """One matrix, or those of several experts, as a rank loads them after its census; and what the user is told."""
     said: list[str] = []
@@ -36,10 +36,10 @@ def read(
         return source.matrix(*stacks[0]) if len(stacks) == 1 else source.experts(stacks)
 
     with Checkpoint.open(folder) as checkpoint:
-        census = Census(group, dtype, dtype_of=checkpoint.dtype_of)
+        census = Census(mesh, dtype, dtype_of=checkpoint.dtype_of)
         counted = build(census)
         checkpoint.verify(census.wanted, ["other"])
-        with CheckpointReader(checkpoint, group, dtype, CPU, LoadingProgress(census.bytes, None)) as reader:
+        with CheckpointReader(checkpoint, mesh, dtype, CPU, LoadingProgress(census.bytes, None)) as reader:
             reader.tell = said.append  # type: ignore[method-assign]
             weight = build(reader)
             reader.settle()
@@ -67,26 +67,29 @@ def reordered(numbers: np.ndarray, rope: RopeRows) -> np.ndarray:
 
 
 @st.composite
-def parts_of(draw: st.DrawFn, ranks: int, shard: int | None, width: int) -> Part:
+def parts_of(draw: st.DrawFn, ranks: int, shard: Shard | None, width: int) -> Part:
     """A part that `ranks` can share, whose share of the columns is `width` wide."""
     units = draw(st.sampled_from([1, 1, 2, 3])) if shard is not None else 1
     unit = draw(st.integers(0, units - 1))
     share = draw(st.one_of(st.integers(1, 150), st.sampled_from([16, 32, 48, 64, 96, 128, 192, 256])))
     rope, rows, columns = None, share, width
-    if shard == 0:
+    dimension = None if shard is None else shard.dimension
+    if dimension == 0:
         rows *= ranks * units
-    elif shard == 1:
+    elif dimension == 1:
         columns *= ranks * units
-    if units == 1 and shard != 1 and draw(st.integers(0, 3)) == 0:
+    if units == 1 and dimension != 1 and draw(st.integers(0, 3)) == 0:
         head = draw(st.sampled_from([48, 64, 96, 192]))
-        rows = head * draw(st.integers(1, 2)) * (ranks if shard == 0 else 1)
+        rows = head * draw(st.integers(1, 2)) * (ranks if dimension == 0 else 1)
         rope = RopeRows(head, draw(st.sampled_from([16, 32])))
     return Part("", rows, columns, shard=shard, unit=unit, units=units, rope=rope)
 
 
 def matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     ranks = data.draw(st.sampled_from([1, 2, 4]), label="ranks")
-    shard = data.draw(st.sampled_from([None, 0, 1]), label="shard")
+    shard = data.draw(
+        st.sampled_from([None, Shard(0, "heads"), Shard(0, "experts"), Shard(1, "experts")]), label="shard"
+    )
     width = data.draw(
         st.one_of(st.integers(1, 200), st.sampled_from([32, 64, 96, 128, 160, 256])), label="columns of a rank"
     )
@@ -110,13 +113,13 @@ def matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory: pyte
 
     loaded = []
     for rank in range(ranks):
-        group = TensorParallel(rank, ranks)
-        weight, said = read(folder, stacks, group)
+        mesh = Mesh.of(rank, ranks)
+        weight, said = read(folder, stacks, mesh)
         want = []
         for parts in stacks:
             rows = []
             for part in parts:
-                share = meant[part.name][part.index(group)]
+                share = meant[part.name][part.index(mesh)]
                 rows.append(reordered(share, part.rope) if part.rope else share)
             want.append(np.concatenate(rows))
         wanted = torch.from_numpy(np.stack(want) if experts > 1 else want[0])
@@ -160,8 +163,8 @@ def test_many_matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_fac
 )
 def test_blocks_of_published_widths(ranks: int, intermediate: int, block: tuple[int, int]) -> None:
     """Gate above up, of which every rank has a share."""
-    parts = [Part(f"mlp.{half}_proj.weight", intermediate, 7168, shard=0) for half in ("gate", "up")]
-    census = Census(TensorParallel(0, ranks), torch.bfloat16, dtype_of={part.name: "F8_E4M3" for part in parts}.get)
+    parts = [Part(f"mlp.{half}_proj.weight", intermediate, 7168, shard=Shard(0, "experts")) for half in ("gate", "up")]
+    census = Census(Mesh.of(0, ranks), torch.bfloat16, dtype_of={part.name: "F8_E4M3" for part in parts}.get)
     assert census.matrix(*parts).block == block
 
 
@@ -182,13 +185,15 @@ def test_formats_of_invariant_mode_are_those_of_all_numbers_of_ranks(
     kind: str, intermediate: int, ranks: tuple[int, ...], kept: str, block: tuple[int, int] | None
 ) -> None:
     """What the most of 1, 2, 4 and 8 ranks that can share the features have to keep plain is plain on all of them."""
-    down = Part("experts.0.down_proj.weight", 256, intermediate, shard=1)
-    gate_up = [Part(f"experts.0.{half}_proj.weight", intermediate, 256, shard=0) for half in ("gate", "up")]
+    down = Part("experts.0.down_proj.weight", 256, intermediate, shard=Shard(1, "experts"))
+    gate_up = [
+        Part(f"experts.0.{half}_proj.weight", intermediate, 256, shard=Shard(0, "experts")) for half in ("gate", "up")
+    ]
     names = [part.name for part in (down, *gate_up)]
     dtypes = dict.fromkeys(names, kind) if kind == "F8_E4M3" else {f"{name}_packed": kind for name in names}
     for count in ranks:
         said: list[str] = []
-        census = Census(TensorParallel(0, count), torch.bfloat16, dtype_of=dtypes.get, invariant=True)
+        census = Census(Mesh.of(0, count), torch.bfloat16, dtype_of=dtypes.get, invariant=True)
         census.tell = said.append  # type: ignore[method-assign]
         down_XEI = census.experts([[down]])
         gate_up_XFE = census.experts([gate_up])
@@ -210,7 +215,7 @@ def test_plain_tensors_and_rows_of_a_quantized_matrix(kind: str, dtype: torch.dt
     save_file(tensors, tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint, pytest.MonkeyPatch.context() as patch:
         patch.setattr("workers.weights.reader.MOST_DEQUANTISED", 7 * 96)
-        reader = CheckpointReader(checkpoint, TensorParallel(1, 2), dtype, CPU, LoadingProgress(0, None))
+        reader = CheckpointReader(checkpoint, Mesh.of(1, 2), dtype, CPU, LoadingProgress(0, None))
         whole = reader.load("a.weight", 201, 96)
         rows = reader.plain(Part("a.weight", 201, 96, own=slice(101, 201)))
     assert torch.equal(whole, torch.from_numpy(want).to(dtype))
@@ -258,7 +263,7 @@ def test_damaged_tensors_are_named(kind: str, change: dict, words: list[str], tm
     tensors = WRITERS[kind]("a.weight", 200, 160, seed=1)[0] | change
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError) as error:
-        read(tmp_path, [[Part("a.weight", 200, 160)]], TensorParallel())
+        read(tmp_path, [[Part("a.weight", 200, 160)]], Mesh())
     for word in words:
         assert word in str(error.value)
 
@@ -272,9 +277,9 @@ def test_what_is_kept_unquantized_is_told_once(tmp_path: Path) -> None:
         said: list[str] = []
         with Checkpoint.open(tmp_path) as checkpoint:
             told = LoadingProgress(0, said.append)
-            reader = CheckpointReader(checkpoint, TensorParallel(rank, 2), torch.float32, CPU, told)
+            reader = CheckpointReader(checkpoint, Mesh.of(rank, 2), torch.float32, CPU, told)
             for layer in range(3):
-                part = Part(f"model.layers.{layer}.self_attn.q_b_proj.weight", 48, 64, shard=0)
+                part = Part(f"model.layers.{layer}.self_attn.q_b_proj.weight", 48, 64, shard=Shard(0, "heads"))
                 assert reader.matrix(part).format is Format.PLAIN
         notes = [line for line in said if "unquantized" in line]
         words = "self_attn.q_b_proj: on 2 ranks a share's rows begin inside of a 128 x 128 block; kept unquantized"
@@ -284,10 +289,10 @@ def test_what_is_kept_unquantized_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda group: Part("w", 5, 4, shard=0, units=2).index(group),
-        lambda group: Part("w", 6, 4, shard=0, units=2).index(group),
+        lambda mesh: Part("w", 5, 4, shard=Shard(0, "experts"), units=2).index(mesh),
+        lambda mesh: Part("w", 6, 4, shard=Shard(0, "experts"), units=2).index(mesh),
     ],
 )
 def test_parts_that_ranks_cannot_share_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"^w"):
-        wrong(TensorParallel(0, 2))
+        wrong(Mesh.of(0, 2))

@@ -12,7 +12,7 @@ from quantised_checkpoints import INT4_CONFIG, fp8
 from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from workers.parallel.group import TensorParallel
+from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.part import Part
@@ -24,7 +24,7 @@ def load(folder: Path, tensors: dict[str, torch.Tensor], part: Part) -> tuple[We
     """The matrix as it is kept, and as it is dequantized while it is loaded, in fp32."""
     save_file(tensors, folder / "model.safetensors")
     with Checkpoint.open(folder) as checkpoint:
-        reader = CheckpointReader(checkpoint, TensorParallel(), torch.float32, CPU, LoadingProgress(0, None))
+        reader = CheckpointReader(checkpoint, Mesh(), torch.float32, CPU, LoadingProgress(0, None))
         return reader.matrix(part), reader.plain(part)
 
 

@@ -17,7 +17,8 @@ from tiny_models import write_tiny
 from workers.families import load_model
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import WeightsError
 from workers.weights.weight import Format, Weight
 
@@ -66,7 +67,7 @@ def checkpoints(
     return quantised, twin
 
 
-def load(folder: Path, group: TensorParallel, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Model, int]:
+def load(folder: Path, group: Group, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Model, int]:
     """One rank's model, without its neighbours, and the bytes that were asked for before it was loaded."""
     asked: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +116,7 @@ def test_every_tensor_is_that_of_the_plain_twin(
         overrides = overrides | {"n_shared_experts": 1}
     quantised, twin = checkpoints(tmp_path, kind, names, **overrides)
     for rank in range(ranks):
-        group = TensorParallel(rank, ranks)
+        group = Group(Mesh.of(rank, ranks))
         (model, asked), (plain, _) = load(quantised, group, dtype), load(twin, group, dtype)
         got, want = dict(loaded(model)), dict(loaded(plain))
         mixtures = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MixtureOfExperts)]
@@ -141,7 +142,7 @@ def test_indexers_are_published_in_fp8_but_for_their_weights(kind: str, ranks: i
     one product with its weights."""
     quantised, twin = checkpoints(tmp_path, "fp8", FP8_NAMES, kind, **INDEXER, **SPARSE[kind])
     for rank in range(ranks):
-        group = TensorParallel(rank, ranks)
+        group = Group(Mesh.of(rank, ranks))
         (model, asked), (plain, _) = load(quantised, group, torch.float32), load(twin, group, torch.float32)
         got, want = dict(loaded(model)), dict(loaded(plain))
         assert asked == sum(tensor.nbytes for tensor in got.values())
@@ -180,13 +181,13 @@ def test_norms_and_other_vectors_may_not_be_quantized(tmp_path: Path) -> None:
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(WeightsError, match=rf"(?s)unsupported dtype.*{name} is F8_E4M3; supported: BF16, F16"):
-        load(folder, TensorParallel(), torch.float32)
+        load(folder, Group(), torch.float32)
 
 
 def test_all_matrices_may_be_quantized(tmp_path: Path) -> None:
     """Embedding, head, router and the draft layer's first product, too, which nobody publishes so."""
     quantised, twin = checkpoints(tmp_path, "fp8", r"\.weight$", **WIDTHS["whole blocks"])
-    (model, _), (plain, _) = (load(folder, TensorParallel(), torch.float32) for folder in (quantised, twin))
+    (model, _), (plain, _) = (load(folder, Group(), torch.float32) for folder in (quantised, twin))
     assert torch.equal(model.embedding_YE, plain.embedding_YE)
     assert torch.equal(model.head_YE.plain, plain.head_YE.plain)
     assert model.drafter.join_EF.format is Format.FP8_BLOCKS
@@ -200,7 +201,7 @@ def test_the_draft_layer_s_own_embedding_and_head_may_be_stored_in_any_way(form:
     """Beside a model that stores its own otherwise. What they take is asked for before anything is loaded."""
     folder, _ = checkpoints(tmp_path, "fp8", FP8_NAMES)
     tensors = load_file(folder / "model.safetensors")
-    _, before = load(folder, TensorParallel(), torch.float32)
+    _, before = load(folder, Group(), torch.float32)
     meant = []
     for seed, name in enumerate(("embed_tokens", "shared_head.head")):
         written, numbers = WRITERS[form](f"model.layers.2.{name}.weight", 131, 48, seed)
@@ -209,8 +210,8 @@ def test_the_draft_layer_s_own_embedding_and_head_may_be_stored_in_any_way(form:
     save_file(tensors, folder / "model.safetensors")
     for rank, size in ((0, 1), (1, 2)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TensorParallel, "minimum", lambda self, x: x)  # of ranks that see the same
-            model, asked = load(folder, TensorParallel(rank, size), torch.float32)
+            patch.setattr(Group, "minimum", lambda self, x: x)  # of ranks that see the same
+            model, asked = load(folder, Group(Mesh.of(rank, size)), torch.float32)
         share = -(-131 // size)
         torch.testing.assert_close(model.drafter.embedding_YE, meant[0])
         torch.testing.assert_close(model.drafter.head_YE.plain[: 131 - rank * share], meant[1][rank * share :])
@@ -226,12 +227,12 @@ def test_quantized_copies_are_left_on_the_disk(tmp_path: Path) -> None:
         for part in ("", "_scale_inv"):
             tensors[f"model.layers.2.{name}.weight{part}"] = tensors[f"{repeated}.weight{part}"].clone()
     save_file(tensors, folder / "model.safetensors")
-    model, _ = load(folder, TensorParallel(), torch.float32)
+    model, _ = load(folder, Group(), torch.float32)
     assert model.drafter.embedding_YE is model.embedding_YE
     assert model.drafter.head_YE is model.head_YE
     tensors["model.layers.2.shared_head.head.weight_scale_inv"][-1, -1] *= 2
     save_file(tensors, folder / "model.safetensors")
-    model, _ = load(folder, TensorParallel(), torch.float32)
+    model, _ = load(folder, Group(), torch.float32)
     assert model.drafter.embedding_YE is model.embedding_YE
     assert model.drafter.head_YE is not model.head_YE
 
@@ -244,7 +245,7 @@ def test_parts_of_an_embedding_of_its_own_that_are_missing_are_named(tmp_path: P
     save_file(tensors, folder / "model.safetensors")
     problems = r"(?s)missing.*2\.embed_tokens\.weight_scale_inv.*head\.weight is \[7, 48\]"
     with pytest.raises(WeightsError, match=problems):
-        load(folder, TensorParallel(), torch.float32)
+        load(folder, Group(), torch.float32)
 
 
 @pytest.mark.gpu
@@ -255,7 +256,7 @@ def test_parts_of_an_embedding_of_its_own_that_are_missing_are_named(tmp_path: P
 def test_a_gpu_gets_what_a_cpu_gets(widths: str, kind: str, names: str, ranks: int, tmp_path: Path) -> None:
     """Bit for bit, what is dequantized, or reordered, there included."""
     folder, _ = checkpoints(tmp_path, kind, names, **WIDTHS[widths])
-    group = TensorParallel(ranks - 1, ranks)
+    group = Group(Mesh.of(ranks - 1, ranks))
     (ours, _), (theirs, _) = (load(folder, group, torch.bfloat16, device) for device in (torch.device("cuda", 0), CPU))
     got, want = dict(loaded(ours)), dict(loaded(theirs))
     assert got.keys() == want.keys()

@@ -18,14 +18,15 @@ from workers.families import load_model
 from workers.memory.scratch import Scratch
 from workers.models.many_tokens import ManyTokens
 from workers.models.model import Model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.weights import checkpoint, loading_progress, memory_check
 from workers.weights.checkpoint import WeightsError
 
 
 def load(folder: Path, **options: Any) -> Model:
     return load_model(
-        folder, **{"group": TensorParallel(), "dtype": torch.float32, "device": CPU, "max_positions": 64, **options}
+        folder, **{"group": Group(), "dtype": torch.float32, "device": CPU, "max_positions": 64, **options}
     )
 
 
@@ -68,7 +69,7 @@ def test_each_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(checkpoint.Checkpoint, "read", recorded)
     monkeypatch.setattr("workers.families.loading.check_memory", lambda *_: None)  # collective
-    load(folder, group=TensorParallel(1, 2))
+    load(folder, group=Group(Mesh.of(1, 2)))
     full = {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
     assert read.keys() == full.keys()
     for name, shape in read.items():
@@ -98,7 +99,7 @@ def test_a_router_is_kept_as_it_is_stored(stored: torch.dtype, tmp_path: Path) -
     x_TE = torch.randn(50, experts.mixture.router_XE.shape[1]).bfloat16()
     want = load(tmp_path, dtype=torch.float32).layers[1].feed_forward
     assert want.mixture.router_XE.plain.dtype == torch.float32
-    way, memory = ManyTokens(TensorParallel()), Scratch(CPU)
+    way, memory = ManyTokens(Group()), Scratch(CPU)
     ours, theirs = way.route(x_TE, experts.mixture, memory), way.route(x_TE.float(), want.mixture, memory)
     for got, wanted in zip(ours, theirs, strict=True):
         assert torch.equal(got, wanted)

@@ -29,7 +29,7 @@ from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.rope import softmax_scale
 from workers.models.token_wise import N, TokenWise
-from workers.weights.part import Part, RopeRows
+from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.source import WeightSource
 
 
@@ -74,7 +74,7 @@ class LatentAttention:
         inputs: int | None = None,
     ) -> None:
         """`inputs`: features that a token has, where they are not as many as it leaves with, `config.hidden_size`."""
-        count, hidden = config.num_heads // source.group.size, inputs or config.hidden_size
+        count, hidden = config.num_heads // source.mesh.heads.size, inputs or config.hidden_size
         nope, value, latent = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
 
         # First columns: the query's latent or, in models without one, the query itself; then the cached features.
@@ -86,16 +86,20 @@ class LatentAttention:
         rows = config.num_heads * config.qk_head_dim
         if config.q_lora_rank is None:
             self.q_norm_A = self.q_up_QA = None
-            query = Part(f"{prefix}q_proj.weight", rows, hidden, shard=0, rope=query_rope)
+            query = Part(f"{prefix}q_proj.weight", rows, hidden, shard=Shard(0, "heads"), rope=query_rope)
         else:
             query = Part(f"{prefix}q_a_proj.weight", first, hidden)
             self.q_norm_A = source.load(f"{prefix}q_a_layernorm.weight", first)
-            self.q_up_QA = source.matrix(Part(f"{prefix}q_b_proj.weight", rows, first, shard=0, rope=query_rope))
+            self.q_up_QA = source.matrix(
+                Part(f"{prefix}q_b_proj.weight", rows, first, shard=Shard(0, "heads"), rope=query_rope)
+            )
         self.down_FE = source.matrix(query, down)
 
         norm_L = source.load(f"{prefix}kv_a_layernorm.weight", latent)
         # Its heads are taken apart, and its keys' half is used transposed: no stored format can be multiplied so.
-        up = source.plain(Part(f"{prefix}kv_b_proj.weight", config.num_heads * (nope + value), latent, shard=0))
+        up = source.plain(
+            Part(f"{prefix}kv_b_proj.weight", config.num_heads * (nope + value), latent, shard=Shard(0, "heads"))
+        )
         self.heads = Heads(
             count=count,
             nope=nope,
@@ -113,7 +117,7 @@ class LatentAttention:
         self.expands = not invariant
         """Whether prefill rows attend to keys and values that are expanded from latents."""
         self.out_EF = source.matrix(
-            Part(f"{prefix}o_proj.weight", config.hidden_size, config.num_heads * value, shard=1)
+            Part(f"{prefix}o_proj.weight", config.hidden_size, config.num_heads * value, shard=Shard(1, "heads"))
         )
 
     @property
