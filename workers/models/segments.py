@@ -6,6 +6,9 @@ layer i, the last one to the final norm. A segment is a function of tensors: wha
 tokens and replayed for any step that has no more, whatever its rows are. Where the hidden states of few tokens are
 wanted, the last segment runs for those alone (`gather`, then `end`).
 
+The plain forward pass is `deepseek.forward`. A segment holds of its loop the end of one layer, from (11) of
+`deepseek.attention` to (12), and of the next layer the first norm, and `deepseek.attention` down to (9).
+
 Shape legend: T tokens, padding included, N tokens that are wanted, E hidden features, H heads of this rank, V value
 features, O rope features, R rows, C cached features, P pages, K = 64 entries per page.
 """

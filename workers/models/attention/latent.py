@@ -3,6 +3,9 @@
 Decode rows attend in the absorbed form (`decode_rows`), prefill rows in the expanded form (`expanded`) or, in invariant
 mode, in the absorbed form as well (`absorbed_chunks`).
 
+`deepseek.attention` is all of this in the paper's order: `products` holds (1), (6) and (7) without norms of entries and
+without rope, `enter_cache` (1), (3), (8) and the write of the entry, `attend` (2), (4), (5) and (10), `output` (11).
+
 Shape legend: T tokens, E hidden features, H heads of this rank, N / O non-rope / rope features of a query, D = N + O,
 L latent features, C = L + O cached features, V value features, A features of the query's latent, Q = H D, F features of
 the first product, P pages (of `part_TPF`: parts of sums), K = 64 entries per page.

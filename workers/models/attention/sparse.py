@@ -1,5 +1,5 @@
 """Sparse attention (DeepSeek-V3.2, 2025, section 2.1): latent attention whose queries attend to the tokens alone that
-an indexer chooses.
+an indexer chooses. `deepseek_sparse.select` is that choice in plain torch.
 
 The token-wise side also leaves what the indexer scores with. Attention then has four parts: index keys of all rows are
 written, every cached token that a query sees is scored, the best are selected, and the query attends to these in the
