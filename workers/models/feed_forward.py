@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.moe import AddNorm
+from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.token_wise import Gated, Mixture, N, TokenWise

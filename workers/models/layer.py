@@ -1,16 +1,18 @@
 """Layers: latent attention and a feed-forward part (DeepSeek-V2, 2024).
 
-A layer states its own boundaries: `project` and `finish` are token-wise, attention runs between them. `segments` cuts a
-pass there. Both together are the body of the loop in `deepseek.forward`.
+`DecoderLayer.forward` is the whole layer, the body of the loop in `deepseek.forward`. A layer states its own
+boundaries: `project` and `finish` are token-wise, attention runs between them. `segments` cuts a pass there.
 
 Shape legend: T tokens, E hidden features, C cached features, R rows, P pages, K = 64 entries per page.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from kernels.moe import AddNorm
+from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.attention.latent import LatentAttention
 from workers.models.feed_forward import FeedForward
@@ -34,6 +36,25 @@ class DecoderLayer:
         self.eps = eps
         self.attention_norm_E, self.attention = attention_norm_E, attention
         self.feed_forward_norm_E, self.feed_forward = feed_forward_norm_E, feed_forward
+
+    def forward(
+        self,
+        flow: Flow[N],
+        attend: Callable[[], None],
+        cache_slot_T: Tensor,
+        cache_PKC: Tensor,
+        norm: AddNorm,
+        out: N,
+        live_R: Tensor | None,
+        scratch: Scratch,
+    ) -> None:
+        """The whole layer, as passes run that are not cut into segments: `project`, attention of the pass's rows, which
+        `attend` launches, and `finish`. Each of the two token-wise parts has all of `scratch`'s free memory."""
+        with scratch.scope():
+            self.project(flow, cache_slot_T, cache_PKC, scratch)
+        attend()
+        with scratch.scope():
+            self.finish(flow, norm, out, live_R, scratch)
 
     def project(self, flow: Flow[N], cache_slot_T: Tensor, cache_PKC: Tensor, scratch: Scratch) -> None:
         """Token-wise, before attention: `flow.normed`, of `attention_norm_E`, to what attention reads. Holds

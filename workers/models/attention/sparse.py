@@ -117,14 +117,14 @@ class SparseAttention(LatentAttention):
         cache_PKC: Tensor,
         out: Projected,
         scratch: Scratch,
-    ) -> None:
+    ) -> N | None:
         """See `LatentAttention`; the indexer's queries, keys and weights, too."""
-        latent = self.products(way, x, out, scratch)
-        self.enter_cache(rotation_TO, cache_slot_T, cache_PKC, out)
+        latent = super().project(way, x, rotation_TO, cache_slot_T, cache_PKC, out, scratch)
         if self.indexer is not None and out.indexed is not None:
             assert latent is not None
             assert rotation_TO is not None
             self.indexer.project(way, x, latent, rotation_TO, out.indexed, scratch)
+        return latent
 
     def backends(
         self,
