@@ -39,6 +39,7 @@ from kernels.ordered_sum import reference as sum_reference
 from kernels.page import PAGE_TOKENS
 from kernels.pending_norm import PendingNorm
 from kernels.pending_norm import reference as pending_reference
+from kernels.rms_norm import AddNorm
 from kernels.rms_norm import launch as norm_launch
 from kernels.rms_norm import reference as norm_reference
 from kernels.rope_cache import launch as rope_launch
@@ -536,7 +537,7 @@ def combine_norm(sizes: Sizes, tokens: int, device: torch.device) -> Call | None
         # Nothing that it does not read has to be there.
         scratch = moe_schedule.Workspace(t["id"], t["id"], t["id"], t["partial"], t["partial"])
         tensors = (t["out"], t["id"], t["weight"], t["partial"], t["partial"], t["out"])
-        add = moe_launch.AddNorm(t["residual"], t["norm"], EPS)
+        add = AddNorm(t["residual"], t["norm"], EPS)
         moe_launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent).combine_norm(add)
 
     def reference(t: Tensors) -> None:

@@ -17,17 +17,15 @@ from torch import Tensor
 from kernels.hopper import is_hopper, multiprocessors
 from kernels.matrix import Matrix
 from kernels.moe import launch, reference, schedule
-from kernels.moe.launch import AddNorm
 from kernels.moe.pending import PendingExperts
 from kernels.moe.pending import takes as takes_pending
 from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape
 from kernels.private_ground import PrivateGround
-from kernels.rms_norm import add_rms_norm
+from kernels.rms_norm import AddNorm, add_rms_norm
 from kernels.routing_rule import RoutingRule
 
 __all__ = [
-    "AddNorm",
     "ExpertsShape",
     "PendingExperts",
     "add_experts",

@@ -28,6 +28,7 @@ from kernels.moe.schedule import (
     Product,
     Workspace,
 )
+from kernels.rms_norm import AddNorm
 from kernels.rms_norm import launch as rms_norm
 from kernels.routing_rule import RoutingRule
 
@@ -83,15 +84,6 @@ def route(
         num_warps=1,
         **_options(dependent),
     )
-
-
-@dataclass(frozen=True)
-class AddNorm:
-    """What becomes of a sum x: residual += x, in place and rounded to its dtype, then out = rms_norm(residual)."""
-
-    residual_TE: Tensor
-    weight_E: Tensor
-    eps: float
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,20 @@ Shape legend: T tokens, E features, P parts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from kernels.rms_norm import launch, reference
+
+
+@dataclass(frozen=True)
+class AddNorm:
+    """What becomes of a sum x: residual += x, in place and rounded to its dtype, then out = rms_norm(residual)."""
+
+    residual_TE: Tensor
+    weight_E: Tensor
+    eps: float
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, *, eps: float, dependent: bool = False) -> None:

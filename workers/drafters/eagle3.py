@@ -16,8 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.moe import AddNorm
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import AddNorm, rms_norm
 from workers.cache.paged import PagedCache
 from workers.drafters.attention import DraftAttention
 from workers.memory.scratch import Scratch

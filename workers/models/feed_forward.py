@@ -1,7 +1,7 @@
 """The feed-forward part of a layer: a dense SwiGLU network, or routed experts and shared ones.
 
 Every rank holds an equal share of each network's intermediate features, and the output is summed over ranks and added
-to the residual stream, whose norm the next layer reads.
+to the residual stream, whose norm the next layer reads. In plain torch: `deepseek.gated` and `deepseek.experts`.
 
 Shape legend: T tokens, E hidden features, I intermediate features of this rank, F = 2 I (gate, then up), X experts,
 K experts per token (both with the shared ones, where those are stored or chosen), R rows.
@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.moe import AddNorm
+from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.token_wise import Gated, Mixture, N, TokenWise

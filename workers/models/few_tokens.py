@@ -21,9 +21,8 @@ from kernels.few_experts import ChosenExperts
 from kernels.halve import Halved, halve
 from kernels.linear import gated_linear, halved, linear, linear_to_residual, normed_linear
 from kernels.matrix import GroupScaled, Matrix
-from kernels.moe import AddNorm
 from kernels.pending_norm import PIECE, PendingNorm
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import AddNorm, rms_norm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.token_wise import Mixture, TokenWise

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels import moe
 from kernels.linear import grouped_linear, linear
-from kernels.moe import AddNorm
 from kernels.ordered_sum import ordered_sum
+from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.many_tokens import ManyTokens, dependent, plain
 from workers.models.token_wise import Gated, Mixture

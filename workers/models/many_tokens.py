@@ -30,9 +30,8 @@ from kernels.linear import (
     takes_rounded,
 )
 from kernels.matrix import BlockScaled, Matrix
-from kernels.moe import AddNorm
 from kernels.quantise import GROUP, quantise, silu_mul_quantise
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rms_norm import AddNorm, add_rms_norm, rms_norm
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
 from workers.models.token_wise import Gated, Mixture, TokenWise
@@ -91,6 +90,9 @@ class ManyTokens(TokenWise[Tensor]):
 
     def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""
+        if out_TF.dim() == 3:  # of `parts`
+            part_linear(x, weight_FE.plain, out_TF, dependent=dependent(x))
+            return
         with scratch.scope():
             weight = weight_FE.matrix
             if self._rounds_for(weight, out_TF) and x.dtype == torch.bfloat16:
@@ -287,13 +289,6 @@ class DecodeTokens(ManyTokens):
         if self.group.summed.size > 1 or weight_FE.format is not Format.PLAIN:
             return 0
         return parts_of(tokens, weight_FE.plain)
-
-    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
-        """See `TokenWise`."""
-        if out_TF.dim() == 3:
-            part_linear(x, weight_FE.plain, out_TF, dependent=dependent(x))
-        else:
-            super().linear(x, weight_FE, out_TF, scratch)
 
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""

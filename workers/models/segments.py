@@ -6,6 +6,9 @@ layer i, the last one to the final norm. A segment is a function of tensors: wha
 tokens and replayed for any step that has no more, whatever its rows are. Where the hidden states of few tokens are
 wanted, the last segment runs for those alone (`gather`, then `end`).
 
+The plain forward pass is `deepseek.forward`. A segment holds of its loop the end of one layer, from (11) of
+`deepseek.attention` to (12), and of the next layer the first norm, and `deepseek.attention` down to (9).
+
 Shape legend: T tokens, padding included, N tokens that are wanted, E hidden features, H heads of this rank, V value
 features, O rope features, R rows, C cached features, P pages, K = 64 entries per page.
 """
@@ -23,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.moe import AddNorm
 from kernels.repeat import Layers, Repeat
+from kernels.rms_norm import AddNorm
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend
@@ -87,25 +90,38 @@ class Segments:
         )
 
     def run(self, index: int, tensors: PassTensors, cache: PagedCache, scratch: Scratch) -> None:
-        """Segment `index`."""
-        flow, ends = tensors.flow, index == len(self.layers)
-        norm = AddNorm(flow.residual_TE, self._norm_E if ends else self.layers[index].attention_norm_E, self._eps)
+        """Segment `index`, for whoever captures it."""
+        flow, norm = tensors.flow, self._norm(index, tensors.flow)
         with scratch.scope():
-            if ends:
+            if index == len(self.layers):
                 self._end(flow, norm, tensors.out_TE, tensors.live_R, scratch)
-            elif index:
+                return
+            if index:
                 self.layers[index - 1].finish(flow, norm, flow.normed, tensors.live_R, scratch)
             else:
-                if flow.rotation_TO is not None:
-                    torch.index_select(self._rotation_PO, 0, tensors.position_T, out=flow.rotation_TO)
-                entering = self._enter(tensors.token_T, tensors.source_TE, scratch)
-                flow.way.enter(*entering, norm, flow.normed)
-        if not ends:
-            for layer, tap_TE in tensors.taps:
-                if layer == index:
-                    tap_TE.copy_(flow.residual_TE)
-            with scratch.scope():
-                self.layers[index].project(flow, tensors.cache_slot_T, self._caches(index, cache)[0], scratch)
+                self._begin(tensors, norm, scratch)
+        self._tap(index, tensors)
+        with scratch.scope():
+            self.layers[index].project(flow, tensors.cache_slot_T, self._caches(index, cache)[0], scratch)
+
+    def _norm(self, index: int, flow: Flow[Any]) -> AddNorm:
+        """The norm that layer `index` reads; behind the last layer the final one."""
+        weight_E = self._norm_E if index == len(self.layers) else self.layers[index].attention_norm_E
+        return AddNorm(flow.residual_TE, weight_E, self._eps)
+
+    def _begin(self, tensors: PassTensors, norm: AddNorm, scratch: Scratch) -> None:
+        """Fill the residual stream, and take the first norm of it."""
+        flow = tensors.flow
+        if flow.rotation_TO is not None:
+            torch.index_select(self._rotation_PO, 0, tensors.position_T, out=flow.rotation_TO)
+        entering = self._enter(tensors.token_T, tensors.source_TE, scratch)
+        flow.way.enter(*entering, norm, flow.normed)
+
+    @staticmethod
+    def _tap(index: int, tensors: PassTensors) -> None:
+        for layer, tap_TE in tensors.taps:
+            if layer == index:
+                tap_TE.copy_(tensors.flow.residual_TE)
 
     def flow_to_end(self, tokens: int, scratch: Scratch) -> Flow[Any]:
         """Memory for so many tokens that are wanted: what `end` reads, and nothing else of a flow."""
@@ -139,23 +155,11 @@ class Segments:
         cache: PagedCache,
         scratch: Scratch,
         taps: tuple[tuple[int, Tensor], ...] = (),
+        way: TokenWise[Any] | None = None,
     ) -> Tensor:
-        """A whole pass on its fastest way, in memory of `scratch`: final hidden states [T, E]. `source_TE`, `taps`: see
-        `PassTensors`."""
-        way = self.ways.of(batch, self._norm_E.dtype, self._norm_E.device)
-        return self.forward_on(way, token_T, source_TE, batch, cache, scratch, taps)
-
-    def forward_on(
-        self,
-        way: TokenWise[Any],
-        token_T: Tensor,
-        source_TE: Tensor | None,
-        batch: Batch,
-        cache: PagedCache,
-        scratch: Scratch,
-        taps: tuple[tuple[int, Tensor], ...] = (),
-    ) -> Tensor:
-        """The same on a way that is given."""
+        """A whole pass, layer by layer, in memory of `scratch`: final hidden states [T, E]. `source_TE`, `taps`: see
+        `PassTensors`. `way`: without one the fastest."""
+        way = way or self.ways.of(batch, self._norm_E.dtype, self._norm_E.device)
         out_TE = scratch.empty(token_T.shape[0], self._norm_E.shape[0], dtype=self._norm_E.dtype)
         # Of a step of decode rows alone some may be padding: their lengths say which.
         live_R = batch.decode.length_R if batch.decode is not None and batch.prefill is None else None
@@ -164,7 +168,18 @@ class Segments:
             if batch.given_TS is not None or batch.dense:
                 flow = replace(flow, projected=flow.projected.unscored(keys=batch.dense))
             tensors = PassTensors(token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow, taps)
-            self.run_pass(tensors, batch, cache, scratch)
+            attend = _Attention(self, flow, batch, cache, scratch)
+            with scratch.scope():
+                self._begin(tensors, self._norm(0, flow), scratch)
+            out = flow.normed
+            for index, layer in enumerate(self.layers):
+                self._tap(index, tensors)
+                cache_PKC, norm = self._caches(index, cache)[0], self._norm(index + 1, flow)
+                if index + 1 == len(self.layers):
+                    out = way.last(flow.normed, out_TE)
+                where = batch.cache_slot_T, cache_PKC
+                layer.forward(flow, partial(attend, index), *where, norm, out, live_R, scratch)
+            way.leave(norm, out, out_TE)
         return out_TE
 
     def run_pass(
@@ -173,39 +188,20 @@ class Segments:
         batch: Batch,
         cache: PagedCache,
         scratch: Scratch,
-        segment: Callable[[int], None] | None = None,
-        inner: Scratch | None = None,
+        segment: Callable[[int], None],
+        inner: Scratch,
     ) -> None:
-        """The whole pass, without the last segment where `tensors` have no output. `segment` runs a segment of these
-        tensors by its index, `run` if it is None; attention of the rows of `batch`, whose tokens come first, runs
-        between them. The plan of decode rows lives across segments, in `scratch`. Attention's other memory comes
-        from `inner`, which is all the segments' while they run; without one from `scratch`, which they must not use
-        then."""
-        flow = tensors.flow
-        attention = self.layers[0].attention
+        """A whole pass, cut into segments, without the last one where `tensors` have no output. `segment` runs a
+        segment of these tensors by its index, as `run` does or as a graph; attention of the rows of `batch`, whose
+        tokens come first, runs between them. The plan of decode rows lives across segments, in `scratch`. Attention's
+        other memory comes from `inner`, which is all the segments' while they run."""
         with scratch.scope():
-            backends: list[Backend] | None = None
-            repeat = Repeat(self._own(cache))
-
-            def prepare() -> list[Backend]:
-                counted = replace(batch, astray_1=cache.astray_1)
-                planned = attention.plan(counted, scratch).noting(flow.way.choices)
-                with nullcontext() if inner is None else inner.scope():
-                    where = (flow.projected, flow.attended_THV, planned, attention.geometry(batch), self._rotation_PO)
-                    return attention.backends(*where, scratch if inner is None else inner)
-
-            if batch.prefill is None:
-                backends = prepare()
-            for index in range(len(self) if tensors.out_TE is not None else len(self.layers)):
-                if segment is None:
-                    self.run(index, tensors, cache, scratch)
-                else:
-                    segment(index)
-                # Where prefill rows lie takes the host a while: the device has the first segment meanwhile.
-                if backends is None:
-                    backends = prepare()
-                if index < len(self.layers):
-                    repeat(index, partial(self.layers[index].attention.attend, backends, *self._caches(index, cache)))
+            attend = _Attention(self, tensors.flow, batch, cache, scratch, inner)
+            for index in range(len(self.layers)):
+                segment(index)
+                attend(index)
+            if tensors.out_TE is not None:
+                segment(len(self.layers))
 
     def _own(self, cache: PagedCache) -> Layers:
         """What attention of each layer has for itself; the cache is nearly always the one it was the last time."""
@@ -219,3 +215,40 @@ class Segments:
 
     def _caches(self, index: int, cache: PagedCache) -> list[Tensor]:
         return cache.layers[self._caches_of[index]]
+
+
+class _Attention:
+    """Attention of one pass, layer after layer. How its rows attend is found out once. For decode rows alone that is at
+    once, so that their plan is launched in front. Where there are prefill rows it is when the first layer attends,
+    because it takes the host a while, and the device has the first segment meanwhile."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        flow: Flow[Any],
+        batch: Batch,
+        cache: PagedCache,
+        scratch: Scratch,
+        inner: Scratch | None = None,
+    ) -> None:
+        """The plan of decode rows comes from `scratch`, other memory from `inner` if there is one."""
+        self._segments, self._flow, self._batch, self._cache = segments, flow, batch, cache
+        self._scratch, self._inner = scratch, inner
+        self._repeat = Repeat(segments._own(cache))
+        self._backends: list[Backend] | None = self._prepare() if batch.prefill is None else None
+
+    def __call__(self, index: int) -> None:
+        """Attention of layer `index`."""
+        if self._backends is None:
+            self._backends = self._prepare()
+        attention, caches = self._segments.layers[index].attention, self._segments._caches(index, self._cache)
+        self._repeat(index, partial(attention.attend, self._backends, *caches))
+
+    def _prepare(self) -> list[Backend]:
+        flow, attention, inner = self._flow, self._segments.layers[0].attention, self._inner
+        counted = replace(self._batch, astray_1=self._cache.astray_1)
+        planned = attention.plan(counted, self._scratch).noting(flow.way.choices)
+        with nullcontext() if inner is None else inner.scope():
+            rotation_PO, geometry = self._segments._rotation_PO, attention.geometry(self._batch)
+            where = flow.projected, flow.attended_THV, planned, geometry, rotation_PO
+            return attention.backends(*where, self._scratch if inner is None else inner)

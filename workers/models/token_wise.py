@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels import moe
-from kernels.moe import AddNorm
+from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.choices import Choices
 from workers.models.config import Routing

@@ -3,11 +3,13 @@
 For every captured step: slots, page tables, caches and drafts are random, and what no row may touch is poison (see
 `scene`). The step runs eagerly and as a replay from the same state, and both must agree bit for bit in tokens, accepted
 counts, logits, cache writes and slot state, and must have changed nothing else. Against a mistake that both share, the
-logits are compared with those of the same tokens fed as a prefill chunk, which takes another path through attention and
-knows nothing of buckets. Both sides of that comparison run with nothing rounded to FP8: a number that differs a little
-may become another one of FP8, and so logits would differ by a third where nothing is wrong. And the prefill path takes
-the experts that the step has chosen: of many experts some choice turns over on the least difference, and all behind it
-with it. The choices are compared by themselves. So is what indexers have selected, where attention is sparse.
+logits are compared with a reference. On a CPU that is the plain forward pass (`workers.models.deepseek`), which shares
+nothing with the step but weights and cache. On a GPU, and where index keys are cached in INT8, it is the prefill path:
+the same tokens fed as a prefill chunk, which takes another path through attention and knows nothing of buckets. Both
+sides of that comparison run with nothing rounded to FP8: a number that differs a little may become another one of FP8,
+and so logits would differ by a third where nothing is wrong. And the reference takes the experts that the step has
+chosen: of many experts some choice turns over on the least difference, and all behind it with it. The choices are
+compared by themselves. So is what indexers have selected, where attention is sparse.
 
 Where nothing is captured, an eager step is its own candidate: a second run from the same state is what must agree.
 
@@ -29,8 +31,10 @@ from kernels.page import PAGE_TOKENS, pages_for
 from kernels.repeat import nothing_repeated
 from workers.cache.spec import Fp8LatentSpec, IndexSpec, Int8IndexSpec
 from workers.memory.scratch import Scratch
+from workers.models import deepseek
 from workers.models.batch import Batch, PrefillBatch
 from workers.models.choices import Recorded, Taken
+from workers.models.deepseek_parts import PagedTokens
 from workers.models.feed_forward import MixtureOfExperts
 from workers.proof.ground import Ground, pages_to_select
 from workers.proof.masks import RandomMasks
@@ -42,7 +46,7 @@ from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest norm of the difference from the prefill path, as a share of the logits' norm. The two forms of attention
+"""Largest norm of the difference from the reference, as a share of the logits' norm. The two forms of attention
 round differently; a token that sees one entry too many or too few is off by far more."""
 FP8_CACHE = 2
 """Times as large it may be where latents are cached in FP8: one that comes out differently in its last bits may be
@@ -55,7 +59,7 @@ LAYERS = 27
 """Up to so many layers `TOLERANCE` holds; with more it grows in proportion, as the difference does."""
 
 ATTEMPTS = 4
-"""States on which the comparison with the prefill path is tried. Noise carries a row, or a choice of experts, past its
+"""States on which the comparison with the reference is tried. Noise carries a row, or a choice of experts, past its
 bound now and then; a mistake does so to every row in every state."""
 
 LEAST_PREFILLED = 16
@@ -149,8 +153,11 @@ def _seconds(candidate: Candidate, scene: Scene) -> float:
 class SelfTest:
     """Tests candidates on one rank's parts, one after the other."""
 
-    def __init__(self, parts: StepParts, seed: int = 0) -> None:
+    def __init__(self, parts: StepParts, seed: int = 0, *, plain: bool | None = None) -> None:
+        """`plain`: whether the reference is the plain forward pass; None: on a CPU, unless index keys are in INT8."""
         self._parts, self._most_pages = parts, MOST_PAGES[parts.device.type]
+        coded = any(isinstance(spec, Int8IndexSpec) for spec in parts.cache.specs)
+        self._plain = parts.device.type == "cpu" and not coded if plain is None else plain
         self._ground = Ground(parts, seed, parts.state.slots * self._most_pages + pages_to_select(parts) + 1)
 
     @torch.inference_mode()
@@ -235,8 +242,8 @@ class SelfTest:
         )
 
     def _eager(self, candidate: Candidate) -> tuple[Scene, Outcome, float, list[str]]:
-        """A scene at its beginning, what the eager step makes of it, how far that is from the prefill path, and what
-        is wrong with that."""
+        """A scene at its beginning, what the eager step makes of it, how far that is from the reference, and what is
+        wrong with that."""
         step, bound = candidate.step, tolerance(self._parts)
         problems: list[str] = []
         least, most_agreed = torch.inf, 0.0
@@ -253,13 +260,14 @@ class SelfTest:
             scene.restore()
             with ways.nothing_rounded():
                 exact_NV, recorded = self._unrounded(scene, candidate, eager.logits_NV, recorded)
-                error, agreed = self._distance_from_prefill(scene, step.key, exact_NV, recorded)
+                error, agreed = self._distance_from_reference(scene, step.key, exact_NV, recorded)
             scene.restore()
             least, most_agreed = min(least, error), max(most_agreed, agreed)
             if error <= bound and agreed >= AGREED:
                 break
         else:
-            problems += differences(least, most_agreed, bound, "logits", "the prefill path")
+            reference = "the plain forward pass" if self._plain else "the prefill path"
+            problems += differences(least, most_agreed, bound, "logits", reference)
         return scene, eager, least, problems
 
     def _unrounded(
@@ -290,18 +298,37 @@ class SelfTest:
             scene.propose(index, target_RW[:, index], reach_R > index)
             scene.restore()
 
-    def _distance_from_prefill(
+    def _distance_from_reference(
         self, scene: Scene, key: GraphKey, got_NV: Tensor, recorded: Recorded
     ) -> tuple[float, float]:
-        """Relative error of a step's logits from those of the same tokens fed as prefill chunks, which take its
-        experts: the median over rows, of the worst position. And in how many of the choices both agree."""
+        """Relative error of a step's logits from those of the reference, which takes its experts: the median over rows,
+        of the worst position. And in how many of the choices both agree."""
         parts, own, width = self._parts, len(scene.rows), key.width
-        repeats = -(-LEAST_PREFILLED // (own * width))
-        state, slot_R, rows = parts.state.tensors, scene.slot_R.repeat(repeats), [*scene.rows] * repeats
+        taken = Taken(recorded, mixtures(parts), own * width, 0 if key.dense else selecting(parts))
+        state, slot_R = parts.state.tensors, scene.slot_R
         token_RW = torch.cat([state.last_S[slot_R].unsqueeze(1), state.draft_SK[slot_R, : width - 1]], dim=1)
         position_RW = state.length_S[slot_R].unsqueeze(1) + torch.arange(width, device=parts.device)
-        token_T, position_T, slot_T = token_RW.flatten(), position_RW.flatten(), slot_R.repeat_interleave(width)
-        cache_slot_T = parts.state.cache_slots(slot_T, position_T)
+        want_NV = (self._computed if self._plain else self._prefilled)(token_RW, position_RW, scene, taken)
+        error_N = (got_NV[: own * width] - want_NV).norm(dim=-1) / want_NV.norm(dim=-1)
+        # NaN must not pass for small.
+        error_RW = torch.nan_to_num(error_N, nan=torch.inf).view(own, width)
+        # Whether to try another state is one decision for all ranks.
+        return float(parts.group.broadcast(error_RW.median(dim=0).values.max())), shared(parts, taken)
+
+    def _computed(self, token_RW: Tensor, position_RW: Tensor, scene: Scene, taken: Taken) -> Tensor:
+        """Logits of the plain forward pass, [R W, vocabulary]."""
+        parts = self._parts
+        row_T = torch.arange(len(token_RW)).repeat_interleave(token_RW.shape[1])
+        at = PagedTokens(row_T, position_RW.flatten(), parts.state.tensors.page_SP[scene.slot_R])
+        return deepseek.forward(parts.model, token_RW.flatten(), at, parts.cache, taken)
+
+    def _prefilled(self, token_RW: Tensor, position_RW: Tensor, scene: Scene, taken: Taken) -> Tensor:
+        """Logits of the prefill path, [R W, vocabulary]."""
+        parts, (own, width) = self._parts, token_RW.shape
+        repeats = -(-LEAST_PREFILLED // (own * width))
+        slot_R, rows = scene.slot_R.repeat(repeats), [*scene.rows] * repeats
+        token_T, position_T = (each_RW.repeat(repeats, 1).flatten() for each_RW in (token_RW, position_RW))
+        cache_slot_T = parts.state.cache_slots(slot_R.repeat_interleave(width), position_T)
         cache_slot_T[own * width :] = 0  # one of a row's copies is written, the others go to the null page
         counts = (width,) * len(rows)
         batch = Batch(
@@ -309,13 +336,7 @@ class SelfTest:
             position_T=position_T,
             cache_slot_T=cache_slot_T,
             decode=None,
-            prefill=PrefillBatch(tuple(row.start for row in rows), counts, state.page_SP[slot_R]),
+            prefill=PrefillBatch(tuple(row.start for row in rows), counts, parts.state.tensors.page_SP[slot_R]),
         )
-        taken = Taken(recorded, mixtures(parts), own * width, 0 if key.dense else selecting(parts))
         with nothing_repeated(), parts.model.ways.choosing(taken):
-            want_NV = parts.model.logits(parts.model.forward(token_T, batch, parts.cache)[: own * width])
-        error_N = (got_NV[: own * width] - want_NV).norm(dim=-1) / want_NV.norm(dim=-1)
-        # NaN must not pass for small.
-        error_RW = torch.nan_to_num(error_N, nan=torch.inf).view(own, width)
-        # Whether to try another state is one decision for all ranks.
-        return float(parts.group.broadcast(error_RW.median(dim=0).values.max())), shared(parts, taken)
+            return parts.model.logits(parts.model.forward(token_T, batch, parts.cache)[: own * width])

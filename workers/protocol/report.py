@@ -38,7 +38,7 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     accepted: int | None = None
     """Drafts that stood, all rows together."""
     logits_error: float | None = None
-    """Relative norm of the difference from the prefill path, or from the same without padding: the median over rows, of
+    """Relative norm of the difference from the reference, or from the same without padding: the median over rows, of
     the worst position. Of an ending's hidden states, over its tokens."""
     step_time: StepTime | None = None
     """Of a decode step, or of a mixed one with decode rows, on the random rows of its proof."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
 from kernels.moe import launch, schedule
-from kernels.moe.launch import AddNorm
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
+from kernels.rms_norm import AddNorm
 
 WEIGHTS = 1 << 20
 """Between the seeds of a case's tokens and of its weights."""

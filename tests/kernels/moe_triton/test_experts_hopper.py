@@ -5,6 +5,7 @@ import torch
 
 from kernels.moe import launch, schedule
 from kernels.moe.schedule import ExpertsShape, Workspace
+from kernels.rms_norm import AddNorm
 from tests.support.hopper import compile_only, instructions, machine_code, resources
 
 pytestmark = pytest.mark.gate
@@ -33,7 +34,7 @@ def kernels(shape: ExpertsShape) -> list[object]:
         call = launch.ExpertLaunches(x, ids, weight, gate_up, down, out, scratch, shape, tiling, dependent=True)
         call.run()
         if tiling.rows and not shape.groups:
-            call.combine_norm(launch.AddNorm(out, torch.empty(shape.hidden, dtype=shape.dtype), 1e-6))
+            call.combine_norm(AddNorm(out, torch.empty(shape.hidden, dtype=shape.dtype), 1e-6))
     return compiled
 
 

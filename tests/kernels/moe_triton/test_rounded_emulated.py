@@ -9,7 +9,7 @@ from experts_case import Experts
 from rounded_stages import BLOCKS, IN_FP32, Stages, tiled
 
 from kernels.moe import schedule
-from kernels.moe.launch import AddNorm
+from kernels.rms_norm import AddNorm
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
 

@@ -18,8 +18,9 @@ from kernels.linear import parts
 from kernels.linear.parts import Cut
 from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
-from kernels.moe import AddNorm, reference
 from kernels.moe import launch as moe
+from kernels.moe import reference
+from kernels.rms_norm import AddNorm
 from kernels.rms_norm import launch as norms
 from kernels.routing_rule import RoutingRule
 from tests.support.fp8_entries import numbers

@@ -38,7 +38,7 @@ def test_many_rows_agree_with_mixed_steps(rows: int, width: int, lengths: list[i
     written = [layer.clone() for layer in cache.layers]
     for layer, old in zip(cache.layers, before, strict=True):
         layer.copy_(old)
-    want_TE = model.segments.forward_on(model.ways.any, token_T, None, batch, cache, Scratch(device))
+    want_TE = model.segments.forward(token_T, None, batch, cache, Scratch(device), way=model.ways.any)
     slot = batch.cache_slot_T[live_T]
     for old, ours, theirs in zip(before, written, cache.layers, strict=True):
         untouched = torch.ones(old.shape[0] * 64, dtype=torch.bool, device="cuda")

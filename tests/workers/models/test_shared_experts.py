@@ -12,7 +12,7 @@ from paged import CPU
 from random_model import V2_LITE_HEADS
 from torch import Tensor
 
-from kernels.moe import AddNorm
+from kernels.rms_norm import AddNorm
 from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
 from workers.models import feed_forward

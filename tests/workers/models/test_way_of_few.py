@@ -41,7 +41,7 @@ def agree(folder: Path, group: Group | None = None) -> None:
             [t for f in step.feeds for t in paged.rows[f.row].tokens[f.start + 1 : f.start + f.count + 1]]
         )
         scratch = Scratch(CPU)
-        got = model.segments.forward_on(way, tokens, None, batch, paged.cache, scratch)
+        got = model.segments.forward(tokens, None, batch, paged.cache, scratch, way=way)
         written = [layer.clone() for layer in paged.cache.layers]
         hidden = paged.forward(step)
         want = torch.cat([hidden[row] for row in decode])
@@ -50,7 +50,7 @@ def agree(folder: Path, group: Group | None = None) -> None:
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4, equal_nan=True)
         if model.drafter:
             entering = following, want, paged.batch(step, 1)
-            drafted = model.drafter.segments.forward_on(way, *entering, paged.cache, scratch)
+            drafted = model.drafter.segments.forward(*entering, paged.cache, scratch, way=way)
             theirs = paged.draft(step, hidden)
             torch.testing.assert_close(drafted, torch.cat([theirs[row] for row in decode]), atol=2e-4, rtol=1e-4)
 

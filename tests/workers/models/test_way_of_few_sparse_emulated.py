@@ -111,7 +111,7 @@ def check(lengths: list[int], width: int, fp8_cache: bool = False, *, dense: boo
         way = few_tokens.FewTokens(Group(), dependent=True)
         way.choices = recorded
         own = replace(batch, dense=dense)
-        got = model.segments.forward_on(way, token_T, None, own, cache, Scratch(CPU, poisoned))
+        got = model.segments.forward(token_T, None, own, cache, Scratch(CPU, poisoned), way=way)
     taken = Taken(recorded, layers=0, selecting=1)
     with wide.ways.choosing(taken):
         want = wide.forward(token_T, batch, wide_cache)

@@ -55,7 +55,8 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return made
 
 
-def test_steps_are_served_rounded_and_compared_as_they_are(parts: StepParts, products: list[int]) -> None:
+@pytest.mark.parametrize("plain", [True, False])
+def test_steps_are_served_rounded_and_compared_as_they_are(plain: bool, parts: StepParts, products: list[int]) -> None:
     key = BatchLayout(2, 8).graph_key(8, 1)
     step = DecodeStep(parts, key, Scratch(parts.device))
     replays: list[list[int]] = []
@@ -67,7 +68,7 @@ def test_steps_are_served_rounded_and_compared_as_they_are(parts: StepParts, pro
         products.clear()
         return output
 
-    [found] = SelfTest(parts).run([Candidate(step, replay)])
+    [found] = SelfTest(parts, plain=plain).run([Candidate(step, replay)])
     assert found.problems == ()
     assert found.logits_error < MOST
     assert all(min(made) > 0 for made in replays)
@@ -76,13 +77,13 @@ def test_steps_are_served_rounded_and_compared_as_they_are(parts: StepParts, pro
 def test_a_fault_of_both_sides_is_found_in_what_is_not_rounded(
     parts: StepParts, products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prefill path sees half of the context."""
+    """The prefill path, the reference on a GPU, sees half of the context."""
     prefill = decode_steps.PrefillBatch
     monkeypatch.setattr(
         decode_steps, "PrefillBatch", lambda starts, *rest: prefill(tuple(start // 2 for start in starts), *rest)
     )
     step = DecodeStep(parts, BatchLayout(2, 8).graph_key(8, 1), Scratch(parts.device))
-    [found] = SelfTest(parts).run([Candidate(step, step.run)])
+    [found] = SelfTest(parts, plain=False).run([Candidate(step, step.run)])
     assert any("away from the prefill path" in problem for problem in found.problems)
     assert -1 in products
 

@@ -19,6 +19,7 @@ from tests.tiny_models import write_tiny
 from tests.workers.faults import FAULTS, KEY, GroupedBounds, SplitPlans, bucket
 from tests.workers.test_engine import engine
 from workers.memory.scratch import Scratch
+from workers.models import many_tokens
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import Admission, GraphKey
 from workers.protocol.report import BucketReport
@@ -40,10 +41,20 @@ def step_of(parts: StepParts, key: GraphKey) -> DecodeStep:
     return DecodeStep(parts, key, Scratch(parts.device))
 
 
-def report(parts: StepParts, key: GraphKey, replay: Callable[[DecodeStep], StepOutput], seed: int = 0) -> BucketReport:
+def report(
+    parts: StepParts,
+    key: GraphKey,
+    replay: Callable[[DecodeStep], StepOutput],
+    seed: int = 0,
+    plain: bool | None = None,
+) -> BucketReport:
     step = step_of(parts, key)
-    [found] = SelfTest(parts, seed).run([Candidate(step, lambda: replay(step))])
+    [found] = SelfTest(parts, seed, plain=plain).run([Candidate(step, lambda: replay(step))])
     return found
+
+
+REFERENCES = {"the plain forward pass": True, "the prefill path": False}
+"""What logits are compared with on a CPU and on a GPU; whether each is plain."""
 
 
 @pytest.mark.parametrize("width", [1, 2, pytest.param(4, marks=pytest.mark.long)])
@@ -118,13 +129,28 @@ def test_a_split_plan_that_is_not_frozen_passes(folder: Path, monkeypatch: pytes
     assert len(plans.memory.tensors) == 3  # of the target's pass, and of the draft layer's two
 
 
+@pytest.mark.parametrize("reference", REFERENCES)
 def test_bounds_grouped_per_request_are_caught_even_when_eager_has_them_too(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    reference: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = parts_of(folder)
     GroupedBounds()(monkeypatch, parts)
+    problems = report(parts, KEY, lambda step: step.run(), plain=REFERENCES[reference]).problems
+    assert any(f"away from {reference}" in problem for problem in problems)
+
+
+def test_a_mistake_that_all_ways_share_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill path, which computes it as well, cannot tell; the plain forward pass does."""
+    parts, honest = parts_of(folder), many_tokens.silu_mul
+
+    def halved(gate_up_TF: Tensor, act_TI: Tensor, **options: Any) -> None:
+        honest(gate_up_TF, act_TI, **options)
+        act_TI.mul_(0.5)
+
+    monkeypatch.setattr(many_tokens, "silu_mul", halved)
+    assert report(parts, KEY, lambda step: step.run(), plain=False).problems == ()
     problems = report(parts, KEY, lambda step: step.run()).problems
-    assert any("away from the prefill path" in problem for problem in problems)
+    assert any("away from the plain forward pass" in problem for problem in problems)
 
 
 def test_a_page_table_whose_tail_is_not_scrubbed_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,21 +193,22 @@ def feed_with(change: Callable[[Any, Any], None]) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("change", "caught"),
     [
-        pytest.param(lambda length, page: length.add_(1), "away from the prefill path", id="past the length: NaN"),
-        pytest.param(lambda length, page: page.zero_(), "away from the prefill path", id="the null page: NaN"),
+        pytest.param(lambda length, page: length.add_(1), "away from {}", id="past the length: NaN"),
+        pytest.param(lambda length, page: page.zero_(), "away from {}", id="the null page: NaN"),
         pytest.param(
             lambda length, page: length.add_(2 * PAGE_TOKENS), "indexed out of bounds", id="past the pages: a huge id"
         ),
     ],
 )
+@pytest.mark.parametrize("reference", REFERENCES)
 def test_poison_that_is_read_is_caught_even_when_eager_reads_it_too(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None], caught: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None], caught: str, reference: str
 ) -> None:
     parts = parts_of(folder)
     monkeypatch.setattr(decode_state, "feed", feed_with(change))
-    found = report(parts, KEY, lambda step: step.run())
+    found = report(parts, KEY, lambda step: step.run(), plain=REFERENCES[reference])
     assert not found.passed
-    assert any(caught in problem for problem in found.problems)
+    assert any(caught.format(reference) in problem for problem in found.problems)
 
 
 def test_what_both_runs_change_wrongly_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

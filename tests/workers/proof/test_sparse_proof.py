@@ -37,10 +37,10 @@ def parts(tmp_path: Path) -> StepParts:
     return engine(folder, selftest=False, **sizes).runner.parts
 
 
-def decode(parts: StepParts, run: Callable[[DecodeStep], StepOutput]) -> list[BucketReport]:
+def decode(parts: StepParts, run: Callable[[DecodeStep], StepOutput], plain: bool | None = None) -> list[BucketReport]:
     """Of every decode step; `run` is its replay."""
     steps = [DecodeStep(parts, key, Scratch(parts.device)) for key in Ladder(3, 2)]
-    return SelfTest(parts).run([Candidate(step, lambda step=step: run(step)) for step in steps])
+    return SelfTest(parts, plain=plain).run([Candidate(step, lambda step=step: run(step)) for step in steps])
 
 
 def mixed(parts: StepParts) -> list[BucketReport]:
@@ -96,8 +96,11 @@ def test_a_stale_selection_is_caught(what: str, parts: StepParts, monkeypatch: p
     assert all(report.problems for report in reports)
 
 
-def test_selecting_otherwise_than_the_prefill_path_is_caught(parts: StepParts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both runs of a decode step select what is least wanted: what the prefill path takes then, but does not choose."""
+@pytest.mark.parametrize("plain", [True, False])
+def test_selecting_otherwise_than_the_reference_is_caught(
+    plain: bool, parts: StepParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both runs of a decode step select what is least wanted: what the reference takes then, but does not choose."""
     honest = sparse_rows.select_positions
 
     def select(score_TN: Tensor, bound_T: Tensor, selected_TS: Tensor, *rest: Any, **options: Any) -> None:
@@ -106,7 +109,7 @@ def test_selecting_otherwise_than_the_prefill_path_is_caught(parts: StepParts, m
             first_ones(selected_TS, torch.full_like(bound_T, TOP_K // 4).minimum(bound_T))
 
     monkeypatch.setattr(sparse_rows, "select_positions", select)
-    assert any(report.problems for report in decode(parts, lambda step: step.run()))
+    assert any(report.problems for report in decode(parts, lambda step: step.run(), plain))
 
 
 def test_a_small_pool_is_enough(parts: StepParts) -> None:

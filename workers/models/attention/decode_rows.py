@@ -1,5 +1,6 @@
 """The absorbed form over the paged cache, for decode rows: W_UK is applied to the query instead of the cache, W_UV to
-the attended latent, so that all heads attend to the same cache entries (DeepSeek-V2, 2024, section 2.1).
+the attended latent, so that all heads attend to the same cache entries (DeepSeek-V2, 2024, section 2.1). That is the
+loop of `deepseek.attention`; in passes of decode rows alone also the lines (1), (3), (8) and the write of the entry.
 
 Shape legend: T = R * W tokens, H heads of this rank, N / O non-rope / rope features of a query, D = N + O, L latent
 features, C = L + O cached features, V value features, R rows, W width, P pages or parts of a sum, K = 64 entries per

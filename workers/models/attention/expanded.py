@@ -1,5 +1,6 @@
 """The expanded form: keys and values of all heads, which costs fewer products than the absorbed form when many queries
-share them. For prefill rows. Their geometry is made once per pass and read by every layer.
+share them. For prefill rows: the loop of `deepseek.attention`. Their geometry is made once per pass and read by every
+layer.
 
 Cached context is attended to in bounded pieces: its keys and values, expanded from the latent, are many times the
 latent's size and never exist for a whole long context at once. A piece holds as much of every row, side by side, and

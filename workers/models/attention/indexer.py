@@ -1,7 +1,8 @@
 """The indexer of sparse attention (DeepSeek-V3.2, 2025, section 2.1): from a token's hidden state and its query's
 latent to what scores the cached tokens, and to the key by which later tokens score it.
 
-A query t scores a token s with the sum over its heads of weight * relu(q . k). Heads are few and small, so every rank
+It holds the beginning of `deepseek_sparse.select`. A query t scores a token s with the sum over its heads of
+weight * relu(q . k). Heads are few and small, so every rank
 has all of them, and chooses the same tokens.
 
 Shape legend: T tokens, E hidden features, A features of the query's latent, J heads of the indexer, I features of its

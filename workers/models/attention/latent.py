@@ -3,6 +3,9 @@
 Decode rows attend in the absorbed form (`decode_rows`), prefill rows in the expanded form (`expanded`) or, in invariant
 mode, in the absorbed form as well (`absorbed_chunks`).
 
+`deepseek.attention` is all of this in the paper's order: `project` holds (1), (3), (6) to (8) and the write of the
+entry, `attend` (2), (4), (5) and (10), `output` (11).
+
 Shape legend: T tokens, E hidden features, H heads of this rank, N / O non-rope / rope features of a query, D = N + O,
 L latent features, C = L + O cached features, V value features, A features of the query's latent, Q = H D, F features of
 the first product, P pages (of `part_TPF`: parts of sums), K = 64 entries per page.
@@ -16,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.moe import AddNorm
+from kernels.rms_norm import AddNorm
 from kernels.rope_cache import rope_cache
 from workers.cache.spec import CacheSpec, latent_spec
 from workers.memory.scratch import Scratch
@@ -182,26 +185,18 @@ class LatentAttention:
         cache_PKC: Tensor,
         out: Projected,
         scratch: Scratch,
-    ) -> None:
+    ) -> N | None:
         """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache, and
-        expanded to keys and values. In passes of decode rows alone the products alone, and attention does the rest."""
-        self.products(way, x, out, scratch)
-        self.enter_cache(rotation_TO, cache_slot_T, cache_PKC, out)
-
-    def products(self, way: TokenWise[N], x: N, out: Projected, scratch: Scratch) -> N | None:
-        """The first part of `project`; returns the query's latent, normed, where there is one."""
+        expanded to keys and values. In passes of decode rows alone the products alone, and attention does the rest.
+        Returns the query's latent, normed, where there is one."""
+        heads, latent = self.heads, None
         if self.q_norm_A is None or self.q_up_QA is None:
             way.linear(x, self.down_FE, out.down_TF, scratch)
-            return None
-        latent = way.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, out.down_TF, scratch)
-        way.linear(latent, self.q_up_QA, out.q_THD.flatten(1), scratch)
-        return latent
-
-    def enter_cache(self, rotation_TO: Tensor | None, cache_slot_T: Tensor, cache_PKC: Tensor, out: Projected) -> None:
-        """The second part, which passes of decode rows alone leave to attention."""
-        heads = self.heads
+        else:
+            latent = way.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, out.down_TF, scratch)
+            way.linear(latent, self.q_up_QA, out.q_THD.flatten(1), scratch)
         if rotation_TO is None or out.latent_TC is None:
-            return
+            return latent
         rope_cache(
             out.q_THD[..., heads.nope :],
             out.down_TF[:, -heads.latent - heads.rope :],
@@ -214,6 +209,7 @@ class LatentAttention:
         )
         if out.kv_THF is not None:
             heads.expand(out.latent_TC[:, : heads.latent], out.kv_THF.flatten(1))
+        return latent
 
     def allocate_attended(self, tokens: int, scratch: Scratch) -> Tensor:
         """Memory for the output of `attend`, [T, H, V]."""

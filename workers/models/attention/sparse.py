@@ -1,5 +1,5 @@
 """Sparse attention (DeepSeek-V3.2, 2025, section 2.1): latent attention whose queries attend to the tokens alone that
-an indexer chooses.
+an indexer chooses. `deepseek_sparse.select` is that choice in plain torch.
 
 The token-wise side also leaves what the indexer scores with. Attention then has four parts: index keys of all rows are
 written, every cached token that a query sees is scored, the best are selected, and the query attends to these in the
@@ -117,14 +117,14 @@ class SparseAttention(LatentAttention):
         cache_PKC: Tensor,
         out: Projected,
         scratch: Scratch,
-    ) -> None:
+    ) -> N | None:
         """See `LatentAttention`; the indexer's queries, keys and weights, too."""
-        latent = self.products(way, x, out, scratch)
-        self.enter_cache(rotation_TO, cache_slot_T, cache_PKC, out)
+        latent = super().project(way, x, rotation_TO, cache_slot_T, cache_PKC, out, scratch)
         if self.indexer is not None and out.indexed is not None:
             assert latent is not None
             assert rotation_TO is not None
             self.indexer.project(way, x, latent, rotation_TO, out.indexed, scratch)
+        return latent
 
     def backends(
         self,

@@ -1,0 +1,63 @@
+"""What the forward pass that one can read (`workers.models.deepseek`) is made of: products, norms, rope, and the paged
+cache, which it reads row by row.
+
+Shape legend: T tokens, E input features, F output features, O rope features, R rows, P pages, K = 64 entries per page,
+C features or bytes of an entry, S entries of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.page import PAGE_TOKENS, pages_for
+from workers.weights.weight import Weight
+
+
+@dataclass(frozen=True)
+class PagedTokens:
+    """Tokens of any rows, in any order and number. A token's entry lies at its own position."""
+
+    row_T: Tensor
+    """int64: whose page table is a token's."""
+    position_T: Tensor
+    """int64: of a token in its row."""
+    page_RP: Tensor
+    """int32 page tables. What stands in them behind a row's last token is never read."""
+
+    @property
+    def slot_T(self) -> Tensor:
+        """Where in the flattened cache [P * 64] each token's entry is, int64."""
+        page_T = self.page_RP[self.row_T, self.position_T // PAGE_TOKENS].long()
+        return page_T * PAGE_TOKENS + self.position_T % PAGE_TOKENS
+
+    def contexts(self, cache_PKC: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of every row: which tokens are its own, bool [T]; its entries up to the last of these, [S, C]; and which of
+        the entries each of its tokens sees, bool [own tokens, S]: those up to its own."""
+        for row in torch.unique(self.row_T).tolist():
+            own_T = self.row_T == row
+            last = int(self.position_T[own_T].max())
+            page_P = self.page_RP[row, : pages_for(last + 1)]
+            seen_TS = torch.arange(last + 1) <= self.position_T[own_T].unsqueeze(1)
+            yield own_T, cache_PKC[page_P].flatten(0, 1)[: last + 1], seen_TS
+
+
+def linear(x_TE: Tensor, weight_FE: Weight) -> Tensor:
+    """x · weight^T, of a matrix in any format."""
+    return F.linear(x_TE, weight_FE.dequantised(torch.float32))
+
+
+def norm(x_TE: Tensor, weight_E: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMSNorm (Zhang and Sennrich, 2019). Inside attention the models have this epsilon, whatever their config says."""
+    return F.rms_norm(x_TE, weight_E.shape, weight_E.float(), eps)
+
+
+def rope(x_TO: Tensor, turn_TO: Tensor) -> Tensor:
+    """Turn pairs of features (2i, 2i + 1) by the i-th angle, given as (cos, sin) (Su et al., RoFormer, 2021). Where a
+    checkpoint pairs (i, i + half), rows of weights were brought into this order when they were loaded."""
+    pair, turn = (torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) for x in (x_TO, turn_TO))
+    return torch.view_as_real(pair * turn).flatten(-2)
