@@ -9,15 +9,15 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import kernels
-from deploy.api import errors
-from deploy.api.access import AccessLayer
-from deploy.api.deadline import DeadlineLayer
-from deploy.api.front import Front
-from deploy.api.keys import KeyRing
-from deploy.api.live import Live
+from deploy.api.http import errors
+from deploy.api.http.deadline import DeadlineLayer
+from deploy.api.http.middleware import AccessLayer
+from deploy.api.http.openapi import Description
+from deploy.api.limits.front import Front
+from deploy.api.limits.keys import KeyRing
+from deploy.api.openai.routes import build_router, install_gone
 from deploy.api.page import add_page
-from deploy.api.routes import build_router, install_gone
-from deploy.api.schema import Description
+from deploy.api.status import Live
 from deploy.config.api import ApiConfig
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.observability.live import OwnReplica, Replicas
@@ -81,7 +81,7 @@ def create_app(
             expose_headers=("x-request-id", "retry-after", "traceresponse", *RATE_HEADERS),
         )
     if tracing is not None:
-        from deploy.api.tracing import TracingLayer
+        from deploy.api.http.tracing import TracingLayer
 
         app.add_middleware(TracingLayer, tracing=tracing)
     app.add_middleware(AccessLayer, metrics=metrics)  # the outermost: the last one added

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from deploy.api.answers import Answer, DraftTokens, ErrorDetail
+from deploy.api.openai.answers import Answer, DraftTokens, ErrorDetail
 
 
 class MessageError(Answer):

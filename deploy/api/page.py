@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from deploy.api.errors import ApiError
+from deploy.api.http.errors import ApiError
 from deploy.page import INDEX, PageFile, page_files
 
 POLICY: Final = "; ".join(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tiny_tokenizer import tiny
 from tool_templates import GLM, KIMI
 
-from deploy.api.errors import ApiError
-from deploy.api.prompts import parse_generation, render_messages
-from deploy.api.protocol import ROLES, ChatBody
+from deploy.api.http.errors import ApiError
+from deploy.api.job.bodies import ROLES, ChatBody
+from deploy.api.job.prompts import parse_generation, render_messages
 from deploy.config.api import ApiConfig
 from deploy.routing.asks import AskReader
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES

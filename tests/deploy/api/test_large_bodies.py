@@ -16,10 +16,10 @@ from fake_engine import INFO, FakeEngine, say, serving
 from pydantic import BaseModel, ValidationError
 from tiny_tokenizer import tiny
 
-from deploy.api import params
 from deploy.api.app import create_app
-from deploy.api.body import UNCOUNTED
-from deploy.api.protocol import (
+from deploy.api.http.body import UNCOUNTED
+from deploy.api.job import job as params
+from deploy.api.job.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -51,7 +51,7 @@ def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(monkeypatc
     def parse(raw: bytes) -> None:
         raise AssertionError(raw)
 
-    monkeypatch.setattr("deploy.api.prompts.parse_object", parse)
+    monkeypatch.setattr("deploy.api.job.prompts.parse_object", parse)
     engine = FakeEngine(say([30]))
     with serving(create_app(engine, tiny(), LIMITS)) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
         for path, body, setting in TOO_MUCH:

@@ -15,9 +15,9 @@ from fake_engine import INFO, FakeEngine, PushEngine, RequestFailed, out, say, s
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.constraint import requested_grammar
-from deploy.api.errors import ApiError
-from deploy.api.protocol import ChatBody
+from deploy.api.http.errors import ApiError
+from deploy.api.job.bodies import ChatBody
+from deploy.api.job.constraint import requested_grammar
 from deploy.config.api import ApiConfig
 from workers.protocol.grammar import Grammar
 from workers.protocol.messages import Request

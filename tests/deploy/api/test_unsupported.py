@@ -8,10 +8,10 @@ import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
-from deploy.api.errors import ApiError
-from deploy.api.prompts import parse_tokenize
-from deploy.api.protocol import ChatBody, CompletionBody
-from deploy.api.unsupported import UNSUPPORTED, reject_unsupported
+from deploy.api.http.errors import ApiError
+from deploy.api.job.bodies import ChatBody, CompletionBody
+from deploy.api.job.prompts import parse_tokenize
+from deploy.api.job.unsupported import UNSUPPORTED, reject_unsupported
 
 ASKING: list[tuple[str, Any]] = [
     ("web_search_options", {}),

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from deploy.api.messages_chat import parse_messages
-from deploy.api.prompts import render_messages
-from deploy.api.responses_chat import chat_of, messages_of, parse_response
+from deploy.api.anthropic.chat import parse_messages
+from deploy.api.job.prompts import render_messages
+from deploy.api.responses.chat import chat_of, messages_of, parse_response
 from deploy.config.api import ApiConfig
 from deploy.routing.asks import AskReader
 from deploy.text.tokenizer import Tokenizer
