@@ -3,21 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Literal
 
 import orjson
+from pydantic import ConfigDict
 
-from deploy.api.generation.choice import Choice, Piece
+from deploy.api.generation.choice import Choice, DraftTokens, Piece, draft_counts
+from deploy.api.generation.generate import named_event
+from deploy.api.http.openapi import Answer
 from deploy.api.job.job import Job
-from deploy.api.openai.format import draft_counts
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
 
 STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def named_event(value: dict[str, Any]) -> bytes:
-    """A server-sent event with the name that `value` has as its type."""
-    return b"event: " + str(value["type"]).encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
+class ThinkingTokens(DraftTokens):
+    """Of what was generated."""
+
+    thinking_tokens: int
+
+
+class MessageUsage(Answer):
+    """Token counts as Anthropic has them."""
+
+    input_tokens: int
+    """Of the prompt, without those that were cached."""
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    """Of the prompt, those that were cached."""
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+
+
+class TextBlock(Answer):
+    """What the model says."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Answer):
+    """What it thought before."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Literal[""]
+
+
+class ToolUseBlock(Answer):
+    """A call that the client is to make."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageAnswer(Answer):
+    """POST /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(Answer):
+    """One event of its stream, after `data: `; what else it has Anthropic describes."""
+
+    model_config = ConfigDict(extra="allow")
+    own_ending: ClassVar[bool] = True
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+
+
+class MessageTokens(Answer):
+    """POST /v1/messages/count_tokens."""
+
+    input_tokens: int
 
 
 class MessagesFormat:

@@ -1,11 +1,14 @@
-"""One generated sequence on its way to the client: its text, its end, its counts."""
+"""One generated sequence on its way to the client: its text, told apart where that is asked for, its end, and its
+counts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from deploy.api.http.openapi import Answer
 from deploy.api.job.job import Branch, Job
-from deploy.parsing.events import Event
+from deploy.api.job.model import Reading
+from deploy.parsing.events import CallEnd, Event
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import FinishReason, RequestOutput
@@ -146,3 +149,90 @@ class Choice:
             self.drafts_accepted += sum(drafts)
             self.drafts_offered += output.offered
         return text
+
+
+class ParsedChoice(Choice):
+    """Takes the engine's outputs, gives events."""
+
+    __slots__ = ("_calls", "_one_call", "_parser")
+
+    def __init__(self, job: Job, branch: Branch, tokenizer: Tokenizer | None, reading: Reading) -> None:
+        super().__init__(job, branch, tokenizer)
+        self._parser = reading.parser()
+        self._one_call = reading.one_call
+        self._calls = 0
+        """Complete ones."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """See `Choice`."""
+        return "tool_calls" if self._calls and self.finish == "stop" else self.finish
+
+    def feed(self, output: RequestOutput) -> list[Event]:
+        """See `Choice`. Token by token: which ones are reasoning must not depend on how many came at once."""
+        tokens = output.tokens
+        if len(tokens) <= 1:
+            return self._feed_one(output)
+        events: list[Event] = []
+        for place, (token, draft) in enumerate(zip(tokens, output.drafts, strict=True)):
+            last = place == len(tokens) - 1
+            finish, logprobs = output.finish if last else None, output.logprobs[place : place + 1]
+            one = RequestOutput(
+                output.request_id,
+                (token,),
+                finish,
+                logprobs,
+                output.cached_tokens,
+                stood=(draft,),
+                offered=0 if place else output.offered,
+            )
+            events += self._feed_one(one)
+            if self.finish is not None:
+                break
+        return events
+
+    def _feed_one(self, output: RequestOutput) -> list[Event]:
+        parser = self._parser
+        reasoning = parser.reasoning
+        text = super().feed(output)
+        assert isinstance(text, str)
+        events = parser.push(text) if text else []
+        if output.tokens and (reasoning or parser.reasoning):
+            self.reasoning_tokens += 1
+        if self.finish is not None:
+            events += parser.finish()
+        for place, event in enumerate(events):
+            if isinstance(event, CallEnd):
+                self._calls += 1
+                if self._one_call:
+                    self.finish = "stop"
+                    return events[: place + 1]
+        return events
+
+
+def choice_of(job: Job, branch: Branch, tokenizer: Tokenizer | None) -> Choice:
+    """The sequence that a branch of a job becomes."""
+    if job.reading is None:
+        return Choice(job, branch, tokenizer)
+    return ParsedChoice(job, branch, tokenizer, job.reading)
+
+
+class DraftTokens(Answer):
+    """What became of drafts; both counts come when `return_accepted_drafts` asks for them."""
+
+    accepted_prediction_tokens: int = 0
+    """Generated tokens that were drafts which stood."""
+    rejected_prediction_tokens: int = 0
+    """All other drafts that were verified. They are no part of what was generated."""
+
+
+def draft_counts(job: Job, choices: Iterable[Choice]) -> dict[str, int]:
+    """What became of the drafts of all choices, where the job asks for it, under the names that OpenAI has for
+    predictions."""
+    if not job.accepted_drafts:
+        return {}
+    accepted = offered = 0
+    for choice in choices:
+        accepted += choice.drafts_accepted
+        offered += choice.drafts_offered
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": offered - accepted}

@@ -9,25 +9,24 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deploy.api.generation.choice import Choice, Piece, joined
-from deploy.api.generation.parsed_choice import ParsedChoice
+from deploy.api.generation.choice import Choice, Piece, choice_of, joined
 from deploy.api.http.body import ClientDisconnected
-from deploy.api.http.disconnect import CancelOnDisconnect
 from deploy.api.http.errors import ApiError, from_engine
+from deploy.api.http.middleware import CancelOnDisconnect
 from deploy.api.job.job import Branch, Job
-from deploy.api.limits.front import Front
-from deploy.api.limits.meter import Meter
-from deploy.api.openai.format import Format
-from deploy.api.openai.prompt_scores import size_of
+from deploy.api.limits.admission import Admission, Admitted
+from deploy.observability.front_metrics import FrontMetrics
+from deploy.text.lane import Lanes
 from deploy.text.tokenizer import Tokenizer
-from workers.protocol.front import EngineFault, Refused, RequestFailed
+from workers.protocol.front import Engine, EngineFault, Refused, RequestFailed
 from workers.protocol.messages import Request
 
 if TYPE_CHECKING:  # what it needs is there only where spans are asked for
@@ -42,26 +41,79 @@ STREAM_HEADERS = [
 ]
 INTERVALS = 256
 """Intervals between outputs are handed to the metrics this many at a time."""
+ENTRY_BYTES: Final = 64
+"""About what an entry of an answer takes while it is written."""
 
 
-def _choice(job: Job, branch: Branch, tokenizer: Tokenizer | None) -> Choice:
-    if job.reading is None:
-        return Choice(job, branch, tokenizer)
-    return ParsedChoice(job, branch, tokenizer, job.reading)
+def size_of(job: Job) -> int:
+    """About how many bytes of answers the log-probabilities of a job's prompts make."""
+    if job.prompt_logprobs < 0:
+        return 0
+    places = sum(len(job.prompts[branch.prompt].ids) for branch in job.sequences)
+    return places * (2 + job.prompt_logprobs) * ENTRY_BYTES
+
+
+def data_event(payload: bytes) -> bytes:
+    """A server-sent event."""
+    return b"data: " + payload + b"\n\n"
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """A server-sent event with the name that `value` has as its type."""
+    return b"event: " + str(value["type"]).encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
+
+
+class Format(Protocol):
+    """The shapes of one endpoint."""
+
+    def opening(self, choice: Choice) -> bytes | None:
+        """The event that begins a choice's stream, if there is one."""
+
+    def template(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON string of the new text in an ordinary event of choice `index`."""
+
+    def writer(self, index: int) -> Callable[[Piece], bytes]:
+        """Writes an ordinary event of choice `index` where its text is told apart."""
+
+    def chunk(self, choice: Choice, text: Piece) -> bytes:
+        """An event with everything the choice holds; takes its details and its end along."""
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """What ends a stream once all choices have ended."""
+
+    def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
+        """The whole answer, not streamed."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Answers jobs; one per application."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    metrics: FrontMetrics
+    admission: Admission
+    lanes: Lanes
+    """Turns for answers that are long to write."""
+
+    def answer(self, endpoint: str, job: Job, form: Format, arrival: float) -> Generation:
+        """The answer to a request, in the shape of `form`, streamed or whole. `arrival` is `time.perf_counter()` when
+        the request came in."""
+        return (Stream if job.stream else Whole)(self, endpoint, job, form, arrival)
 
 
 class Generation(Response):
     """The answer to one generating request; a subclass says how it is written."""
 
-    def __init__(self, front: Front, endpoint: str, job: Job, form: Format, arrival: float) -> None:
-        """`arrival` is `time.perf_counter()` when the request came in."""
-        self.front, self.endpoint, self.job, self.form, self.arrival = front, endpoint, job, form, arrival
-        self.choices = [_choice(job, branch, front.tokenizer) for branch in job.sequences]
+    def __init__(self, generator: Generator, endpoint: str, job: Job, form: Format, arrival: float) -> None:
+        self.generator, self.endpoint, self.job, self.form, self.arrival = generator, endpoint, job, form, arrival
+        self.choices = [choice_of(job, branch, generator.tokenizer) for branch in job.sequences]
         self.started = False
         """Whether the status line is out."""
         self.first_token_s: float | None = None
         self.trace: RequestTrace | None = None
-        self.meter: Meter | None = None
+        self.admitted = Admitted()
+        """Hears how the sequences go."""
         # What Starlette expects of a response.
         self.status_code = 200
         self.background = None
@@ -74,7 +126,7 @@ class Generation(Response):
             self.trace.stage("front", self.trace.begun, time.time_ns(), {"latentserve.sequences": len(self.choices)})
         try:
             prompt_tokens = sum(len(prompt.ids) for prompt in self.job.prompts)
-            with self.front.running(scope, prompt_tokens, self.choices) as self.meter:
+            with self.generator.admission.running(scope, prompt_tokens, self.choices) as self.admitted:
                 async with CancelOnDisconnect(receive):
                     await self.write(send)
         except ClientDisconnected:
@@ -82,7 +134,8 @@ class Generation(Response):
         except ApiError as error:
             await self._fail(error, scope, receive, send)
         except (EngineFault, Refused, RequestFailed) as error:
-            await self._fail(from_engine(error, self.front.retry_after(len(self.choices))), scope, receive, send)
+            retry_after_s = self.generator.admission.retry_after(len(self.choices))
+            await self._fail(from_engine(error, retry_after_s), scope, receive, send)
         except Exception:
             if not self.started:
                 raise
@@ -127,11 +180,9 @@ class Generation(Response):
 
     async def run(self, choice: Choice, branch: Branch, send: Send) -> None:
         """One sequence: ask the engine, write what comes, leave its stream as soon as the sequence has ended."""
-        metrics, clock = self.front.metrics, time.perf_counter
+        metrics, clock = self.generator.metrics, time.perf_counter
         prompt = self.job.prompts[branch.prompt].ids
-        key = self.front.key
-        place = self.front.keys.place(key, self.job.priority)
-        request = Request(uuid.uuid4().hex, prompt, branch.sampling, *place)
+        request = Request(uuid.uuid4().hex, prompt, branch.sampling, *self.admitted.place(self.job.priority))
         short = self.job.stream and not choice.detailed
         before, after = self.form.template(choice.index) if short and self.job.reading is None else (b"", b"")
         parsed = self.form.writer(choice.index) if short and self.job.reading is not None else None
@@ -141,12 +192,11 @@ class Generation(Response):
         reason = "error"
         first_tokens = 0
         queued: float | None = None
-        outputs, traced = self.front.engine.generate(request), None
+        outputs, traced = self.generator.engine.generate(request), None
         if self.trace is not None:
             outputs = traced = self.trace.sequence(choice.index, outputs)
         metrics.request_started(self.endpoint, len(prompt))
-        if key is not None:
-            metrics.key_started(key.name, len(prompt))
+        self.admitted.started(len(prompt))
         try:
             async for output in outputs:
                 now = clock()
@@ -192,20 +242,18 @@ class Generation(Response):
             )
             if traced is not None:
                 traced.end(reason, len(prompt), choice.cached_tokens, choice.generated)
-            if key is not None:
-                metrics.key_finished(key.name, reason, choice.generated, queued)
+            self.admitted.finished(reason, choice.generated, queued)
 
     def _first(self, now: float) -> None:
-        if self.meter is not None:
-            self.meter.began()
+        self.admitted.began()
         seconds = now - self.arrival
         if self.first_token_s is None:
             self.first_token_s = seconds
-        self.front.metrics.first_token(seconds)
+        self.generator.metrics.first_token(seconds)
 
     async def rendered(self, render: Callable[..., bytes | None], *what: Any) -> bytes | None:
         """`render(*what)`, aside where prompts that are scored make it long."""
-        async with self.front.lanes.turn(size_of(self.job)) as work:
+        async with self.generator.lanes.turn(size_of(self.job)) as work:
             return await work(render, *what)
 
     async def open(self, choice: Choice, send: Send) -> None:
@@ -236,7 +284,7 @@ class Stream(Generation):
     async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
         """See `Generation`."""
         # Ids that are asked for are sent as they come; log-probabilities wait for the text they belong to.
-        ids = choice.token_ids and (self.front.tokenizer is None or (self.job.token_ids and self.job.logprobs < 0))
+        ids = choice.token_ids and (self.generator.tokenizer is None or (self.job.token_ids and self.job.logprobs < 0))
         if text or ids or choice.finish is not None:
             await self._start(send)
             await send({"type": "http.response.body", "body": self.form.chunk(choice, text), "more_body": True})
@@ -245,8 +293,8 @@ class Stream(Generation):
 class Whole(Generation):
     """One JSON object at the end."""
 
-    def __init__(self, front: Front, endpoint: str, job: Job, form: Format, arrival: float) -> None:
-        super().__init__(front, endpoint, job, form, arrival)
+    def __init__(self, generator: Generator, endpoint: str, job: Job, form: Format, arrival: float) -> None:
+        super().__init__(generator, endpoint, job, form, arrival)
         self._pieces: list[list[Piece]] = [[] for _ in self.choices]
 
     async def emit(self, choice: Choice, text: Piece, send: Send) -> None:

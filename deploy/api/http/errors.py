@@ -12,12 +12,9 @@ import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
-from deploy.api.openai.answers import ErrorAnswer
-from deploy.api.other_answers import MessageError
 from workers.protocol.front import EngineFault, Refused, RequestFailed
 
 log = logging.getLogger("latentserve.api")
@@ -50,11 +47,6 @@ for who writes it may not know them."""
 def failure_of(path: str) -> int:
     """Which of `FAILURES` ends the streams of a path."""
     return 1 if of_anthropic(path) else 2 if path == _RESPONSES else 0
-
-
-def error_of(path: str) -> type[BaseModel]:
-    """The shape of a path's errors."""
-    return MessageError if of_anthropic(path) else ErrorAnswer
 
 
 class ApiError(Exception):

@@ -1,15 +1,20 @@
-"""The outermost layer: gives every request an id, counts and logs its answer."""
+"""What surrounds endpoints: layers that give every request an id, count and log its answer and keep the time limit that
+its client sets, and a watch for clients that leave."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import re
 import time
 import uuid
+from types import TracebackType
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.api.http.body import ClientDisconnected
 from deploy.api.http.errors import ApiError
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.observability.logs import FIELDS
@@ -106,3 +111,97 @@ class AccessLayer:
                 **record,
             }
             log.log(level, "request", extra={FIELDS: fields})
+
+
+HEADER = b"x-request-timeout-seconds"
+"""Ray Serve's. It knows the same limit, ends the request without an envelope, and is therefore not waited for."""
+EARLIER = 0.1
+"""Share of the limit by which this layer is earlier than Ray Serve ..."""
+EARLIER_S = 0.1
+"""... and the most of it, in seconds."""
+
+
+class DeadlineLayer:
+    """ASGI middleware: 408 once the time of a request is over, or the same error as the last event of its stream."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the ASGI specification."""
+        limit = limit_of(scope) if scope["type"] == "http" else None
+        if limit is None:
+            await self._app(scope, receive, send)
+            return
+        stream = started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal stream, started
+            if message["type"] == "http.response.start":
+                started, kind = True, dict(message.get("headers", ())).get(b"content-type", b"")
+                stream = kind.startswith(b"text/event-stream")
+            await send(message)
+
+        timer = asyncio.timeout(limit - min(EARLIER * limit, EARLIER_S))
+        try:
+            async with timer:
+                await self._app(scope, receive, noted)
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            error = ApiError(
+                408,
+                f"the request took longer than the {limit:g} s that its header {HEADER.decode()} allows",
+                code="request_timeout",
+            )
+            scope.get("latentserve.log", {})["error"] = error.message
+            if stream:
+                await send({"type": "http.response.body", "body": error.event(scope["path"]), "more_body": False})
+            elif not started:
+                await error.response(scope["path"])(scope, receive, send)
+
+
+def limit_of(scope: Scope) -> float | None:
+    """Seconds that the client gives its request; None without a header that says so."""
+    for name, value in scope["headers"]:
+        if name == HEADER:
+            try:
+                limit = float(value)
+            except ValueError:
+                return None
+            return limit if 0 < limit < math.inf else None
+    return None
+
+
+class CancelOnDisconnect:
+    """`async with CancelOnDisconnect(receive):` cancels the block when the client goes and raises ClientDisconnected.
+
+    The body must have been read. Costs one waiting task per request, nothing per token.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        block = asyncio.current_task()
+        assert block is not None
+        self._block = block
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        self._block.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._watcher is not None
+        self._watcher.cancel()
+        # Ours, unless somebody else (a server that shuts down) asked for it too. A block that ended by itself in the
+        # same turn still has the request to cancel pending: it must not hit what comes next.
+        if self._left and self._block.uncancel() == 0 and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise ClientDisconnected from error

@@ -1,4 +1,5 @@
-"""The bodies that requests may have: OpenAI's fields, and vLLM's extensions to them.
+"""The bodies of requests that generate: OpenAI's fields, and vLLM's extensions to them. Bodies of other APIs become
+chats.
 
 Types are strict (no "5" for 5, no 1 for true), null means that a field was not given, and unknown fields are ignored as
 OpenAI's own servers and clients expect; only fields that would change the answer and are not supported are rejected
@@ -29,6 +30,15 @@ from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, too
 from workers.protocol.plan import MAX_LOGIT_BIAS
 
 INT63: Final = 2**63
+FORMS: Final = (
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structural_tag",
+)
+"""Fields that say what an answer must look like, of which a request has one at most."""
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -176,7 +186,7 @@ class GenerationBody(Body):
     """Say of every token whether it was a draft that stood, as `accepted_drafts`, and in `usage` how many stood and how
     many did not."""
 
-    # What the answer must look like; one of these at most (`deploy.api.job.constraint`).
+    # `FORMS`, which `deploy.api.job.constraint` reads.
     response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
     """{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name", "schema", "strict"}}."""
     guided_json: Annotated[dict[str, Any] | str | None, BeforeValidator(_object_or_text)] = None
@@ -191,6 +201,11 @@ class GenerationBody(Body):
     """xgrammar's structural tag: text that is free but for what stands between certain tags."""
     guided_begin_after: str | None = None
     """A token, such as </think>, up to which the answer is free."""
+
+    @property
+    def constrained(self) -> bool:
+        """Whether there is anything that may constrain the answer."""
+        return any(getattr(self, name) is not None for name in (*FORMS, "guided_begin_after"))
 
 
 _IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -308,25 +323,8 @@ class ChatBody(ChatTemplateFields, GenerationBody):
     max_reasoning_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the reasoning of an answer may have, tags included; it is closed then, and the answer follows."""
 
-
-class TokenizeTextBody(Body):
-    """POST /tokenize of a text."""
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-
-class TokenizeChatBody(ChatTemplateFields):
-    """POST /tokenize of messages."""
-
-    model: str | None = None
-    return_token_strs: bool = False
-
-
-class DetokenizeBody(Body):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: Annotated[list[int], FailFast()]
+    @property
+    def constrained(self) -> bool:
+        """See `GenerationBody`: tools that are, or must be, called do so, too, and bounds of reasoning."""
+        chosen = self.tool_choice not in ("none", "auto")
+        return super().constrained or bool(self.tools) or chosen or self.max_reasoning_tokens is not None

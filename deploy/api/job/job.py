@@ -1,30 +1,34 @@
-"""From a validated body to the sequences the engine is asked for; everything that depends on the model or the settings
-is checked here, before anything is queued."""
+"""From a body to the sequences the engine is asked for; everything that depends on the model or the settings is checked
+here, before anything is queued."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import msgspec
 
-from deploy.api.http.errors import ApiError, invalid
+from deploy.api.http.body import Incoming, parse_object, validate
+from deploy.api.http.errors import invalid
 from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody
-from deploy.api.job.reading import Reading
+from deploy.api.job.constraint import requested_grammar
+from deploy.api.job.model import Reading, ServedModel, too_long
+from deploy.api.job.unsupported import reject_unsupported
+from deploy.api.limits.admission import Admission
 from deploy.config.api import ApiConfig
-from deploy.text.tokenizer import Tokenizer, TooManyTokens
+from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import ModelInfo
 from workers.protocol.grammar import Grammar
 from workers.protocol.plan import SamplingParams
 
 SEED_MASK = 2**63 - 1
+Asked = TypeVar("Asked", bound=GenerationBody)
+
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing logits by it would overflow."""
 DEFAULT_COMPLETION_TOKENS = 16
-TEXT_TOKENS = 2**20
-"""Most tokens of a text that are counted, if the context is not half as long."""
 
 
 @dataclass(frozen=True)
@@ -97,69 +101,11 @@ def derive_seed(seed: int, index: int) -> int:
     return (z ^ (z >> 31)) & SEED_MASK
 
 
-def parse_prompts(value: Any, check_count: Callable[[int], None]) -> list[str] | list[list[int]]:
-    """The field `prompt`: a string, a list of strings, a list of ids, or a list of lists of ids. 400 otherwise.
-
-    `check_count` raises for more prompts than there may be, before they are looked at one by one.
-    """
-    wrong = "prompt: a string, a list of strings, a list of token ids or a list of lists of token ids is expected"
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list):
-        raise invalid(wrong, "prompt", "invalid_type")
-    if not value:
-        raise invalid("prompt: must not be empty", "prompt", "empty_prompt")
-    kinds = set(map(type, value))
-    if kinds == {int}:
-        check_count(1)
-        return [value]
-    if kinds not in ({list}, {str}):
-        raise invalid(wrong, "prompt", "invalid_type")
-    check_count(len(value))
-    if kinds == {list} and not all(set(map(type, ids)) <= {int} for ids in value):
-        raise invalid(wrong, "prompt", "invalid_type")
-    if not all(value):
-        raise invalid("prompt: must not be empty", "prompt", "empty_prompt")
-    return value
-
-
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """400 for an id outside the vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise invalid(f"{param}: token id {wrong} is outside the vocabulary of {vocab_size} ids", param)
-
-
-def too_long(prompt: int, generated: int, info: ModelInfo, param: str, at_least: bool = False) -> ApiError:
-    """400 context_length_exceeded."""
-    least = "at least " if at_least else ""
-    message = (
-        f"this model's maximum context length is {info.max_context} tokens, but {least}{prompt + generated} were "
-        f"requested ({least}{prompt} in the prompt, {generated} to generate)"
-    )
-    return invalid(message, param, "context_length_exceeded")
-
-
-def most_tokens(info: ModelInfo) -> int:
-    """Tokens of a text beyond which it is not encoded: no model could read it."""
-    return max(TEXT_TOKENS, 2 * info.max_context)
-
-
-async def encode(
-    texts: Sequence[str], add_special_tokens: bool, tokenizer: Tokenizer, info: ModelInfo, param: str
-) -> list[tuple[int, ...]]:
-    """Ids of prompt texts. 400 without tokenizing when one cannot fit."""
-    floor = max((len(text) for text in texts), default=0) // tokenizer.longest_token
-    if floor >= info.max_context:
-        raise too_long(floor, 1, info, param, at_least=True)
-    most = most_tokens(info)
-    try:
-        prompts = await tokenizer.encode_all_async(texts, add_special_tokens, most)
-    except TooManyTokens:
-        raise too_long(most, 1, info, param, at_least=True) from None
-    if not all(prompts):
-        raise invalid(f"{param}: no token is left of it", param, "empty_prompt")
-    return [tuple(ids) for ids in prompts]
 
 
 def sampling_params(
@@ -302,3 +248,27 @@ def build_job(
         own_prompt_logprobs=-1 if isinstance(body, ChatBody) or body.prompt_logprobs is None else body.prompt_logprobs,
         silent=wanted == 0,
     )
+
+
+def parse_generation(raw: bytes, kind: type[Asked]) -> Asked:
+    """The body of a generating endpoint; 400 for what is wrong with it."""
+    value = parse_object(raw)
+    body = validate(kind, value)
+    if not value.keys() <= kind.model_fields.keys():
+        reject_unsupported(value)
+    return body
+
+
+async def chat_job(body: ChatBody, incoming: Incoming, model: ServedModel, admission: Admission) -> Job:
+    """What a chat asks of the engine; 400 for what cannot be, 429 where there is no room. Endpoints of other shapes
+    make a chat of their bodies first."""
+    info, tokenizer, config = model.info(), model.tokenizer, model.config
+    check_limits(body, tokenizer, config)
+    admission.check_size(1, body.n)
+    admission.check_room(1)  # before the work of tokenizing; counted exactly when the job starts
+    text = await incoming.work(model.render, body)
+    [ids] = await model.encode([text], body.add_special_tokens, "messages")
+    reading = model.reader.reading(body, text)
+    grammar = await requested_grammar(body, tokenizer, info, reading) if body.constrained else None
+    job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, config, grammar)
+    return replace(job, reading=reading)

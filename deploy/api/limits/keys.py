@@ -14,9 +14,8 @@ from math import inf, isfinite
 
 import msgspec
 
-from deploy.api.generation.choice import Choice
-from deploy.api.limits.buckets import Bucket, Flow, Pace, duration, whole_seconds
-from deploy.api.limits.meter import STEP_TOKENS, Meter, flows
+from deploy.api.limits.admission import Counted, Pace, whole_seconds
+from deploy.api.limits.buckets import STEP_TOKENS, Bucket, Flow, Meter, duration, flows
 from deploy.config.keys import UNNAMED, ApiKey
 from workers.protocol.messages import Charge, Charges
 
@@ -89,7 +88,7 @@ class Key:
         if self._requests is not None:
             self._requests.take(1)
 
-    def start(self, prompt_tokens: int, choices: Sequence[Choice]) -> Meter:
+    def start(self, prompt_tokens: int, choices: Sequence[Counted]) -> Meter:
         """A request that entered begins to run. OverLimit where there is no room for it; then it counts as if it had
         never entered."""
         try:

@@ -3,52 +3,20 @@ for every token; a test holds the one against the other."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from deploy.api.generation.choice import DraftTokens
+from deploy.api.http.openapi import Answer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-
-
-class Answer(BaseModel):
-    """What all answers share: nothing comes that is not described."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-    own_ending: ClassVar[bool] = False
-    """Of an event: the last one of a stream says so itself."""
-    own_failure: ClassVar[bool] = False
-    """Of an event: one of its type ends a stream that failed."""
-
-
-class ErrorDetail(Answer):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    """The field that is wrong."""
-    code: str | None
-
-
-class ErrorAnswer(Answer):
-    """Every answer with an error status, and the last event of a stream that failed."""
-
-    error: ErrorDetail
 
 
 class CachedTokens(Answer):
     """Of the prompt."""
 
     cached_tokens: int
-
-
-class DraftTokens(Answer):
-    """What became of drafts; both counts come when `return_accepted_drafts` asks for them."""
-
-    accepted_prediction_tokens: int = 0
-    """Generated tokens that were drafts which stood."""
-    rejected_prediction_tokens: int = 0
-    """All other drafts that were verified. They are no part of what was generated."""
 
 
 class ReasoningTokens(DraftTokens):
@@ -278,19 +246,3 @@ class ModelList(Answer):
 
     object: Literal["list"]
     data: list[ModelCard]
-
-
-class HealthAnswer(Answer):
-    """GET /health."""
-
-    status: Literal["ok"]
-
-
-class SelfTestAnswer(BaseModel):
-    """GET /selftest, as docs/api.md says."""
-
-    model_config = ConfigDict(extra="allow")
-
-    passed: bool
-    summary: str
-    buckets: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""How choices are written: whole answers, and the events of a stream.
+"""How completions and chats are written in OpenAI's shapes: whole answers, and the events of a stream.
 
 A stream's ordinary event is prebuilt bytes around one JSON string, the new text: nothing else is encoded per token.
 """
@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Final
 
 import orjson
 
-from deploy.api.generation.choice import Choice, Piece
+from deploy.api.generation.choice import Choice, Piece, draft_counts
+from deploy.api.generation.generate import data_event
 from deploy.api.job.job import Job
-from deploy.api.openai.deltas import REASONING, delta_of, message_of
-from deploy.api.openai.prompt_scores import as_vllm, echoed
-from deploy.parsing.events import Content, Reasoning
+from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
 from deploy.text.tokenizer import Tokenizer
-from workers.protocol.plan import TopLogprobs
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
 DONE = b"data: [DONE]\n\n"
-_MARK = "\x00text\x00"
-
-
-def event(payload: bytes) -> bytes:
-    """A server-sent event."""
-    return b"data: " + payload + b"\n\n"
+MARK = "\x00text\x00"
+"""Stands for the text of an event that is built before there is any."""
+REASONING: Final = "reasoning_content"
+"""The field that others, too, answer reasoning in."""
 
 
 def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -48,47 +43,14 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def draft_counts(job: Job, choices: Iterable[Choice]) -> dict[str, int]:
-    """What became of the drafts of all choices, where the job asks for it, under the names that OpenAI has for
-    predictions."""
-    if not job.accepted_drafts:
-        return {}
-    accepted = offered = 0
-    for choice in choices:
-        accepted += choice.drafts_accepted
-        offered += choice.drafts_offered
-    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": offered - accepted}
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """The log-probability as JSON can have it."""
     # The comparison is false for NaN too.
     return logprob if logprob >= LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
-class Format(Protocol):
-    """The shapes of one endpoint."""
-
-    def opening(self, choice: Choice) -> bytes | None:
-        """The event that begins a choice's stream, if there is one."""
-
-    def template(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the JSON string of the new text in an ordinary event of choice `index`."""
-
-    def writer(self, index: int) -> Callable[[Piece], bytes]:
-        """Writes an ordinary event of choice `index` where its text is told apart."""
-
-    def chunk(self, choice: Choice, text: Piece) -> bytes:
-        """An event with everything the choice holds; takes its details and its end along."""
-
-    def closing(self, choices: Sequence[Choice]) -> bytes:
-        """What ends a stream once all choices have ended."""
-
-    def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
-        """The whole answer, not streamed."""
-
-
-class _Base:
-    """What both endpoints share. `request_id` becomes the answer's id, `fingerprint` its own."""
+class AnswerFormat:
+    """What completions and chats share. `request_id` becomes the answer's id, `fingerprint` its own."""
 
     chunk_object = ""
     answer_object = ""
@@ -109,10 +71,10 @@ class _Base:
         body = {**self._head, "object": self.chunk_object, "choices": choices, **more}
         if self._job.include_usage:
             body.setdefault("usage", None)
-        return event(orjson.dumps(body))
+        return data_event(orjson.dumps(body))
 
     def _split(self, choice: dict[str, Any]) -> tuple[bytes, bytes]:
-        head, tail = self._event([choice]).split(orjson.dumps(_MARK))
+        head, tail = self._event([choice]).split(orjson.dumps(MARK))
         return head, tail
 
     def writer(self, index: int) -> Callable[[Piece], bytes]:
@@ -146,100 +108,7 @@ class _Base:
         return raw.decode("utf-8", "replace"), raw
 
 
-class CompletionFormat(_Base):
-    """/v1/completions."""
-
-    chunk_object = answer_object = "text_completion"
-    prefix = "cmpl"
-
-    def __init__(self, job: Job, tokenizer: Tokenizer | None, request_id: str, fingerprint: str) -> None:
-        super().__init__(job, tokenizer, request_id, fingerprint)
-        self._offset = [0] * len(job.sequences)
-        """Characters of each choice's tokens so far (`logprobs.text_offset`)."""
-
-    def _prompt_text(self, choice: Choice) -> str:
-        prompt = self._job.prompts[choice.prompt]
-        if prompt.text is not None:
-            return prompt.text
-        return self._tokenizer.decode(prompt.ids, self._job.skip_special_tokens) if self._tokenizer is not None else ""
-
-    def opening(self, choice: Choice) -> bytes | None:
-        """The prompt, when it is to be echoed."""
-        if not self._job.echo:
-            return None
-        logprobs = self._listed(choice, self._echoed(choice)) if self._job.logprobs >= 0 else None
-        return self._event(
-            [{"index": choice.index, "text": self._prompt_text(choice), **self._open_end, "logprobs": logprobs}]
-        )
-
-    _open_end = {"logprobs": None, "finish_reason": None}  # noqa: RUF012
-
-    def template(self, index: int) -> tuple[bytes, bytes]:
-        """See `Format`."""
-        return self._split({"index": index, "text": _MARK, **self._open_end})
-
-    def _choice(self, choice: Choice, text: Piece, whole: bool = False) -> dict[str, Any]:
-        """`whole`: an answer that has the prompt, too."""
-        logprobs = None
-        if self._job.logprobs >= 0:
-            generated = zip(choice.token_ids, choice.logprobs, strict=False)
-            logprobs = self._listed(choice, chain(self._echoed(choice) if whole else (), generated))
-        head = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
-        return head | self._of_prompt(choice) | self._details(choice)
-
-    def chunk(self, choice: Choice, text: Piece) -> bytes:
-        """See `Format`."""
-        return self._event([self._choice(choice, text)])
-
-    def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
-        """See `Format`."""
-        prompts = [self._prompt_text(choice) if self._job.echo else "" for choice in choices]
-        counts = usage(self._job, choices)
-        bodies = [
-            self._choice(choice, prompt + str(text), whole=True)
-            for choice, prompt, text in zip(choices, prompts, texts, strict=True)
-        ]
-        return self._answer(bodies, counts)
-
-    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
-        """The field that vLLM's clients ask for, where they do."""
-        if (top := self._job.own_prompt_logprobs) < 0 or choice.prompt_scores is None:
-            return {}
-        ids = self._job.prompts[choice.prompt].ids
-        return {"prompt_logprobs": as_vllm(ids, choice.prompt_scores, top, lambda i: self._token(i)[0], _finite)}
-
-    def _echoed(self, choice: Choice) -> Iterable[tuple[int, TopLogprobs | None]]:
-        """The prompt's tokens, where it is echoed."""
-        if not self._job.echo or choice.prompt_scores is None:
-            return ()
-        return echoed(self._job.prompts[choice.prompt].ids, choice.prompt_scores, self._job.logprobs)
-
-    def _listed(self, choice: Choice, entries: Iterable[tuple[int, TopLogprobs | None]]) -> dict[str, Any]:
-        """OpenAI's four lists; the next ones of a choice continue them."""
-        tokens: list[str] = []
-        values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        hidden = self._tokenizer.special_ids if self._tokenizer and self._job.skip_special_tokens else ()
-        for token, logprob in entries:
-            text, _ = self._token(token)
-            tokens.append(text)
-            offsets.append(self._offset[choice.index])
-            # A special token that the text leaves out takes no place in it.
-            self._offset[choice.index] += 0 if token in hidden else len(text)
-            if logprob is None:
-                values.append(None)
-                tops.append(None)
-                continue
-            values.append(_finite(logprob.chosen))
-            ranked = _ranked(token, logprob, self._job.logprobs)
-            # Tokens may share a text (parts of characters do): the most probable one keeps it.
-            top = {self._token(other)[0]: _finite(p) for other, p in reversed(ranked)}
-            tops.append(top if self._job.logprobs > 0 else None)
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-
-class ChatFormat(_Base):
+class ChatFormat(AnswerFormat):
     """/v1/chat/completions."""
 
     chunk_object = "chat.completion.chunk"
@@ -255,11 +124,11 @@ class ChatFormat(_Base):
 
     def template(self, index: int) -> tuple[bytes, bytes]:
         """See `Format`."""
-        return self._split(self._delta(index, {"content": _MARK}))
+        return self._split(self._delta(index, {"content": MARK}))
 
     def writer(self, index: int) -> Callable[[Piece], bytes]:
         """See `Format`."""
-        content, reasoning = (self._split(self._delta(index, {name: _MARK})) for name in ("content", REASONING))
+        content, reasoning = (self._split(self._delta(index, {name: MARK})) for name in ("content", REASONING))
 
         def write(piece: Piece) -> bytes:
             if isinstance(piece, list) and len(piece) == 1:  # the common cases, made short
@@ -296,7 +165,7 @@ class ChatFormat(_Base):
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, raw = self._token(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
     def _logprobs(self, choice: Choice) -> list[dict[str, Any]]:
         top = self._job.logprobs
@@ -317,7 +186,53 @@ def _delta(piece: Piece) -> dict[str, Any]:
     return delta_of(piece)
 
 
-def _ranked(token: int, logprob: TopLogprobs, count: int) -> list[tuple[int, float]]:
-    """The `count` most probable tokens, and the chosen one if it is not among them."""
-    ranked = list(zip(logprob.ids, logprob.logprobs, strict=True))[:count]
-    return ranked if any(other == token for other, _ in ranked) else [*ranked, (token, logprob.chosen)]
+def delta_of(events: Iterable[Event]) -> dict[str, Any]:
+    """The `delta` of an event of a stream. Where a call turns out to be none, the client has begun to hear of it; its
+    text comes as content, too."""
+    texts: dict[str, str] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, Content):
+            texts["content"] = texts.get("content", "") + event.text
+        elif isinstance(event, Reasoning):
+            texts[REASONING] = texts.get(REASONING, "") + event.text
+        elif isinstance(event, CallBegin):
+            calls[event.index] = _call(event)
+        elif isinstance(event, Arguments):
+            call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += event.text
+    return {**texts, "tool_calls": list(calls.values())} if calls else dict(texts)
+
+
+def message_of(events: Iterable[Event]) -> dict[str, Any]:
+    """The `message` of a whole answer. Calls that are not complete are none."""
+    texts: dict[str, list[str]] = {"content": [], REASONING: []}
+    calls: dict[int, dict[str, Any]] = {}
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        if isinstance(event, Content):
+            texts["content"].append(event.text)
+        elif isinstance(event, Reasoning):
+            texts[REASONING].append(event.text)
+        elif isinstance(event, CallBegin):
+            calls[event.index], arguments[event.index] = _call(event), []
+        elif isinstance(event, Arguments):
+            arguments[event.index].append(event.text)
+        elif isinstance(event, CallEnd):
+            calls[event.index]["function"]["arguments"] = "".join(arguments[event.index])
+        elif isinstance(event, CallBroken):
+            del calls[event.index]
+    content = "".join(texts["content"])
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if texts[REASONING]:
+        message[REASONING] = "".join(texts[REASONING])
+    if calls:
+        message["tool_calls"] = [
+            {name: value for name, value in call.items() if name != "index"} for call in calls.values()
+        ]
+    return message
+
+
+def _call(event: CallBegin) -> dict[str, Any]:
+    function = {"name": event.name, "arguments": ""}
+    return {"index": event.index, "id": event.id, "type": "function", "function": function}
