@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens."""
+"""The bodies of Anthropic's Messages API, /v1/messages and /v1/messages/count_tokens, and the chats that they are."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Choice:
 
 
 class ParsedChoice(Choice):
-    """Takes the engine's outputs, gives events."""
+    """A choice whose text is told apart: its pieces are events of reasoning, content and tool calls."""
 
     __slots__ = ("_calls", "_one_call", "_parser")
 

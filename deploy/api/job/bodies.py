@@ -186,7 +186,7 @@ class GenerationBody(Body):
     """Say of every token whether it was a draft that stood, as `accepted_drafts`, and in `usage` how many stood and how
     many did not."""
 
-    # `FORMS`, which `deploy.api.job.constraint` reads.
+    # What the answer must look like; one of these `FORMS` at most (`deploy.api.job.constraint`).
     response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
     """{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name", "schema", "strict"}}."""
     guided_json: Annotated[dict[str, Any] | str | None, BeforeValidator(_object_or_text)] = None

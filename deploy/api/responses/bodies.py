@@ -1,4 +1,4 @@
-"""The body of OpenAI's Responses API: /v1/responses."""
+"""The body of OpenAI's Responses API, /v1/responses, and the chat that it becomes."""
 
 from __future__ import annotations
 

@@ -160,7 +160,8 @@ _PREFIX: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class OutputWriter:
-    """Of one response. A call that breaks off is told of as incomplete, and is none of the output in the end."""
+    """Collects the output of one response, items of reasoning, text and calls, and tells of it in events. A call that
+    breaks off is told of as incomplete, and is none of the output in the end."""
 
     def __init__(self) -> None:
         self.output: list[dict[str, Any]] = []

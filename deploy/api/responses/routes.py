@@ -1,4 +1,5 @@
-"""OpenAI's Responses API: its bodies become chats, its answers are written in their own shape."""
+"""The endpoint of OpenAI's Responses API, and the conversations that are kept for it: bodies become chats, answers are
+written in their own shape."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class _Kept:
 
 
 class ResponseStore:
-    """By the names of responses, which nobody can guess."""
+    """Keeps a few conversations for a while, in the memory of one replica, by the names of responses, which nobody can
+    guess. Later responses go on from them."""
 
     def __init__(self, config: ApiConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` tells the time in seconds."""
