@@ -1,32 +1,63 @@
-"""The application of one replica's front."""
+"""The application of one replica's front: the endpoints, the page at `/` and its files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 import kernels
-from deploy.api import errors
-from deploy.api.access import AccessLayer
-from deploy.api.deadline import DeadlineLayer
-from deploy.api.front import Front
-from deploy.api.keys import KeyRing
-from deploy.api.live import Live
-from deploy.api.page import add_page
-from deploy.api.routes import build_router, install_gone
-from deploy.api.schema import Description
+from deploy.api.anthropic.routes import add_messages
+from deploy.api.generation.generate import Generator
+from deploy.api.http import errors
+from deploy.api.http.body import ClientDisconnected, Intake
+from deploy.api.http.middleware import AccessLayer, DeadlineLayer
+from deploy.api.http.openapi import Endpoints
+from deploy.api.job.model import ServedModel
+from deploy.api.limits.admission import Admission
+from deploy.api.limits.keyed_admission import KeyedAdmission
+from deploy.api.limits.keys import KeyRing
+from deploy.api.openai.routes import add_generation, add_models, add_tokenization
+from deploy.api.responses.routes import add_responses
+from deploy.api.status import add_status
 from deploy.config.api import ApiConfig
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.observability.live import OwnReplica, Replicas
+from deploy.page import INDEX, PageFile, page_files
+from deploy.text.lane import Lanes
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import Engine
 
 if TYPE_CHECKING:
     from deploy.observability.tracing import Tracing
 
+POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+"""Nothing inline, nothing of other servers, no other site's frame: what a model says can never run."""
+HEADERS: Final = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    # Browsers keep the files and ask each time whether they are still these, so an update shows at once.
+    "cache-control": "no-cache",
+}
+GONE = 499
+"""Status of answers that nobody will read (nginx's)."""
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
 )
@@ -49,12 +80,19 @@ def create_app(
     `system_fingerprint` of answers. `replicas`: what `/live` shows; by default this one alone. `keys`: those of the
     settings, which somebody tells what other replicas let them take.
     `tracing`: where spans of requests go; without it there are none.
-    `app.state.front` is the `Front`.
+    `app.state.model` is the `ServedModel`.
     """
     config = config or ApiConfig()
     metrics = metrics or FrontMetrics()
     metrics.watch_engine(lambda: engine.stats)
-    front = Front(engine, tokenizer, config, metrics, numerics or {}, keys)
+    keys = keys if keys is not None else KeyRing(config.api_keys)
+    if keys:
+        admission: Admission = (keyed := KeyedAdmission(engine, config.retry_after_s, keys, metrics))
+        endpoints = Endpoints(keyed.authorize, keyed.enter)
+    else:
+        admission, endpoints = Admission(engine, config.retry_after_s), Endpoints()
+    model = ServedModel(engine, tokenizer, config, numerics or {})
+    intake, generator = Intake(config), Generator(engine, tokenizer, metrics, admission, Lanes())
     app = FastAPI(
         title="latentserve",
         version=kernels.__version__,
@@ -63,14 +101,18 @@ def create_app(
         # (Ray sets one); `FrontMetrics` measures what matters here.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.state.front = front
-    description = Description()
-    app.include_router(build_router(front, Live(front, replicas or OwnReplica(engine)), description))
+    app.state.model = model
+    add_generation(endpoints, intake, model, generator)
+    add_messages(endpoints, intake, model, generator)
+    add_responses(endpoints, intake, model, generator)
+    add_models(endpoints, model)
+    add_tokenization(endpoints, intake, model)
+    add_status(endpoints, engine, model, metrics, replicas or OwnReplica(engine))
+    endpoints.install(app)
     if config.ui:
         add_page(app)
     errors.install(app)
-    install_gone(app)
-    description.install(app)
+    app.add_exception_handler(ClientDisconnected, _gone)
     app.add_middleware(DeadlineLayer)
     if config.cors_origins:
         app.add_middleware(
@@ -81,8 +123,40 @@ def create_app(
             expose_headers=("x-request-id", "retry-after", "traceresponse", *RATE_HEADERS),
         )
     if tracing is not None:
-        from deploy.api.tracing import TracingLayer
+        from deploy.api.http.tracing import TracingLayer
 
         app.add_middleware(TracingLayer, tracing=tracing)
     app.add_middleware(AccessLayer, metrics=metrics)  # the outermost: the last one added
     return app
+
+
+async def _gone(request: HttpRequest, error: Exception) -> Response:
+    """Clients that leave while their body is read are no error."""
+    request.scope.get("latentserve.log", {})["disconnected"] = True
+    return Response(status_code=GONE)
+
+
+def add_page(app: FastAPI) -> None:
+    """Routes `/` and `/page/{name}`; neither asks for an API key, as a browser that opens a page has none to give."""
+    files = page_files()
+
+    async def index(request: HttpRequest) -> Response:
+        """The page."""
+        return _answer(request, files[INDEX])
+
+    async def asset(request: HttpRequest, name: str) -> Response:
+        """A file of the page."""
+        if name not in files or name == INDEX:
+            raise errors.ApiError(404, f"the page has no file {name[:64]!r}", code="unknown_url")
+        return _answer(request, files[name])
+
+    for path, route in (("/", index), ("/page/{name}", asset)):
+        app.add_api_route(path, route, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
+
+
+def _answer(request: HttpRequest, file: PageFile) -> Response:
+    headers = {**HEADERS, "etag": file.etag}
+    known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
+    if file.etag in known:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.content_type, headers=headers)

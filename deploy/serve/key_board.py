@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from deploy.api.keys import KeyRing, Spent
+from deploy.api.limits.keys import KeyRing, Spent
 from deploy.serve.progress import others, store
 from workers.processes.client import EngineClient
 

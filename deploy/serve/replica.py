@@ -12,8 +12,8 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp
 
-from deploy.api.errors import FAILURES, engine_down
-from deploy.api.keys import KeyRing
+from deploy.api.http.errors import FAILURES, engine_down
+from deploy.api.limits.keys import KeyRing
 from deploy.cluster.haproxy import fault_note, note_fault
 from deploy.cluster.replica_ports import listen_at_home
 from deploy.config.application import ServeConfig

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.api.errors import failure_of
+from deploy.api.http.errors import failure_of
 from deploy.routing.arrivals import TICKET_HEADER, Arrivals, Ticket
 from deploy.serve.guardian import Guardian
 from kernels.private_ground import PrivateGround

@@ -4,7 +4,7 @@ prompts."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 MOST_MESSAGES: Final = 8192
@@ -33,6 +33,11 @@ def template_message(role: str, content: str, more: Mapping[str, Any] | None = N
 def joined(texts: list[str]) -> str:
     """The content of a message that came as several parts of text."""
     return "\n".join(texts)
+
+
+def speaks_of_tools(messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether there are calls or their results."""
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
 
 
 def tools_of(value: Any) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Token ids to text, as they come.
+"""Token ids to text, as they come, and stop strings in it.
 
 Byte-level vocabularies (GPT-2's, used by every model served here) map each token to fixed bytes, so a token costs one
 table look-up and an incremental UTF-8 decoder holds back incomplete characters. Other decoders (sentencepiece's, which
@@ -10,6 +10,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+from deploy.text.stop import StopMatcher
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
@@ -87,3 +89,38 @@ class WindowDetokenizer:
         self._base = len(self._ids)
         self._shown = self._backend.decode(self._ids, skip_special_tokens=False)
         return new
+
+
+class TextStream:
+    """Turns the tokens of a sequence into text that may be shown: never part of a character, or of a stop string."""
+
+    __slots__ = ("_flush", "_matcher", "push_unwatched")
+
+    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher | None = None) -> None:
+        self.push_unwatched = detokenizer.push
+        """Text of a token, without looking for stop strings; not to be called once `push` was."""
+        self._flush = detokenizer.flush
+        self._matcher = matcher
+
+    @property
+    def watched(self) -> bool:
+        """Whether there are stop strings: if not, `push_unwatched` does for every token."""
+        return self._matcher is not None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was found: the sequence has ended, the rest of its tokens is to be dropped."""
+        return self._matcher.matched if self._matcher is not None else None
+
+    def push(self, token: int) -> str:
+        """Text that the token makes certain. `stop` may be set after it."""
+        text = self.push_unwatched(token)
+        return self._matcher.feed(text) if self._matcher is not None and text else text
+
+    def finish(self) -> str:
+        """The sequence has ended: what was held back. `stop` may be set after it."""
+        text = self._flush()
+        if self._matcher is None:
+            return text
+        shown = self._matcher.feed(text) if text else ""
+        return shown if self._matcher.matched is not None else shown + self._matcher.flush()

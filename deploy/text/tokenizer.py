@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.text.chat import speaks_of_tools
 from deploy.text.control_tokens import BREAK, ControlTokens
-from deploy.text.detok import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from deploy.text.detok import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
 from deploy.text.errors import ChatTemplateError
 from deploy.text.stop import StopMatcher
-from deploy.text.stream import TextStream
-from deploy.text.tool_template import ToolTemplate, speaks_of_tools
+from deploy.text.tool_template import ToolTemplate
 from workers.vocabulary.folder import load_tokenizer, special_ids
 from workers.vocabulary.spelling import byte_vocabulary
 

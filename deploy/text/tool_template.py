@@ -65,11 +65,6 @@ class ToolTemplate:
         ]
 
 
-def speaks_of_tools(messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether there are calls or their results."""
-    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-
-
 def _as_objects(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     made = []
     for call in calls:

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from pydantic import AfterValidator, create_model
 from tiny_tokenizer import tiny
 
-from deploy.api import body
 from deploy.api.app import create_app
-from deploy.api.body import validate
-from deploy.api.errors import ApiError
-from deploy.api.params import parse_prompts
-from deploy.api.protocol import ChatBody
-from deploy.api.unsupported import UNSUPPORTED as UNSUPPORTED_FIELDS
+from deploy.api.http import body
+from deploy.api.http.body import validate
+from deploy.api.http.errors import ApiError
+from deploy.api.job.bodies import ChatBody
+from deploy.api.job.unsupported import UNSUPPORTED as UNSUPPORTED_FIELDS
+from deploy.api.openai.completions import parse_prompts
 from deploy.config.api import ApiConfig
 from deploy.text.chat import MOST_MESSAGES
 from workers.protocol.messages import EngineStats
@@ -428,7 +428,7 @@ def test_pages_of_other_origins_come_in_where_they_are_named(engine: FakeEngine,
 def test_the_fingerprint_follows_numeric_settings(engine: FakeEngine, changed: dict[str, Any]) -> None:
     before = {"dtype": "float32", "invariant": False}
     prints = [
-        create_app(engine, tiny(), numerics=numerics).state.front.fingerprint
+        create_app(engine, tiny(), numerics=numerics).state.model.fingerprint
         for numerics in (before, dict(reversed(before.items())), before | changed)
     ]
     assert prints[0] == prints[1] != prints[2]

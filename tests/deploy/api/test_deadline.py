@@ -13,9 +13,8 @@ import pytest
 from fake_engine import FakeEngine, PushEngine, out, say, serving
 from tiny_tokenizer import tiny
 
-from deploy.api.access import refuse_websocket
 from deploy.api.app import create_app
-from deploy.api.deadline import HEADER, limit_of
+from deploy.api.http.middleware import HEADER, limit_of, refuse_websocket
 from deploy.config.api import ApiConfig
 
 BASE: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 100}

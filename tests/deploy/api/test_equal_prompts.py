@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ from hypothesis import strategies as st
 from tiny_tokenizer import tiny
 from tool_templates import GLM, KIMI
 
-from deploy.api.errors import ApiError
-from deploy.api.prompts import parse_generation, render_messages
-from deploy.api.protocol import ROLES, ChatBody
+from deploy.api.http.errors import ApiError
+from deploy.api.job.bodies import ROLES, ChatBody
+from deploy.api.job.job import parse_generation
+from deploy.api.job.model import render_messages
 from deploy.config.api import ApiConfig
 from deploy.routing.asks import AskReader
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES
@@ -72,12 +72,11 @@ async def test_a_router_asks_for_the_prompt_that_its_replica_makes(
     control: bool, template: str, body: dict[str, Any]
 ) -> None:
     config = ApiConfig(chat_template=template, control_tokens_in_text=control)
-    front: Any = SimpleNamespace(tokenizer=tiny(), config=config)
     raw = json.dumps(body).encode()
     ask = await AskReader(tiny(), template, control).read(raw)
     try:
         parsed = parse_generation(raw, ChatBody)
-        ids = tiny().encode(render_messages(front, parsed), parsed.add_special_tokens)
+        ids = tiny().encode(render_messages(tiny(), config, parsed), parsed.add_special_tokens)
     except ApiError:
         return
     assert list(ask.keys) == page_keys(ids)

@@ -24,8 +24,9 @@ from pydantic import ValidationError
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.buckets import Bucket, Pace, duration, whole_seconds
-from deploy.api.keys import Key, KeyRing, OverLimit
+from deploy.api.limits.admission import Pace, whole_seconds
+from deploy.api.limits.buckets import Bucket, duration
+from deploy.api.limits.keys import Key, KeyRing, OverLimit
 from deploy.config.api import ApiConfig
 from deploy.config.application import LogConfig
 from deploy.config.keys import ApiKey

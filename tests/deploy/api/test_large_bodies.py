@@ -16,15 +16,11 @@ from fake_engine import INFO, FakeEngine, say, serving
 from pydantic import BaseModel, ValidationError
 from tiny_tokenizer import tiny
 
-from deploy.api import params
 from deploy.api.app import create_app
-from deploy.api.body import UNCOUNTED
-from deploy.api.protocol import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeChatBody,
-)
+from deploy.api.http.body import UNCOUNTED
+from deploy.api.job import model
+from deploy.api.job.bodies import ChatBody, CompletionBody
+from deploy.api.openai.routes import DetokenizeBody, TokenizeChatBody
 from deploy.config.api import ApiConfig
 from deploy.text.chat import MOST_TEMPLATE_VARIABLES
 from workers.protocol.plan import MAX_LOGIT_BIAS
@@ -51,7 +47,8 @@ def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(monkeypatc
     def parse(raw: bytes) -> None:
         raise AssertionError(raw)
 
-    monkeypatch.setattr("deploy.api.prompts.parse_object", parse)
+    for module in ("deploy.api.job.job", "deploy.api.openai.routes"):
+        monkeypatch.setattr(f"{module}.parse_object", parse)
     engine = FakeEngine(say([30]))
     with serving(create_app(engine, tiny(), LIMITS)) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
         for path, body, setting in TOO_MUCH:
@@ -121,7 +118,7 @@ async def post(app: Any, path: str, raw: bytes) -> httpx.Response:
 
 
 async def test_texts_that_no_model_reads_are_not_encoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(params, "TEXT_TOKENS", 1000)
+    monkeypatch.setattr(model, "TEXT_TOKENS", 1000)
     app = create_app(FakeEngine(say([30])), tiny(), ApiConfig())
     for path in ("/tokenize", "/v1/completions"):
         answer = await post(app, path, orjson.dumps({"model": "tiny", "prompt": "東" * 5000}))

@@ -178,7 +178,7 @@ async def test_those_who_ask_at_a_time_share_an_answer(monkeypatch: pytest.Monke
         answers = await asyncio.gather(*(http.get("/live") for _ in range(20)))
         assert {answer.status_code for answer in answers} == {200}
         assert replicas.asked == 1
-        monkeypatch.setattr("deploy.api.live.PERIOD_S", 0.0)
+        monkeypatch.setattr("deploy.api.status.PERIOD_S", 0.0)
         await http.get("/live")
         assert replicas.asked == 2
     assert PERIOD_S == 1.0

@@ -19,8 +19,8 @@ from tiny_tokenizer import tiny
 from tool_templates import GLM
 
 from deploy.api.app import create_app
-from deploy.api.front import OPEN_PATHS
-from deploy.api.protocol import GenerationBody
+from deploy.api.http.openapi import OPEN_PATHS
+from deploy.api.job.bodies import GenerationBody
 from deploy.config.api import ApiConfig
 from workers.protocol.plan import TopLogprobs
 from workers.protocol.report import SelfTestReport

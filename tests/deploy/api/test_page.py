@@ -12,8 +12,7 @@ from fake_engine import FakeEngine, say, serving
 from tiny_tokenizer import tiny
 
 import deploy.page
-from deploy.api.app import create_app
-from deploy.api.page import POLICY
+from deploy.api.app import POLICY, create_app
 from deploy.config.api import ApiConfig
 
 FOLDER = Path(deploy.page.__file__).parent

@@ -23,8 +23,8 @@ from tiny_tokenizer import tiny, with_special
 from tool_templates import DEEPSEEK_V31, GLM, KIMI
 
 from deploy.api.app import create_app
-from deploy.api.response_store import ResponseStore
-from deploy.api.responses_protocol import UNSUPPORTED, ResponsesBody
+from deploy.api.responses.bodies import UNSUPPORTED, ResponsesBody
+from deploy.api.responses.routes import ResponseStore
 from deploy.config.api import ApiConfig
 from deploy.parsing.registry import MARKERS
 from workers.protocol.grammar import Grammar

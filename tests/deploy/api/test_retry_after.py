@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.api.buckets import whole_seconds
-from deploy.api.keys import Key, KeyRing, OverLimit, Spent
-from deploy.api.meter import Meter
+from deploy.api.limits.admission import whole_seconds
+from deploy.api.limits.buckets import Meter
+from deploy.api.limits.keys import Key, KeyRing, OverLimit, Spent
 from deploy.config.keys import ApiKey
 
 

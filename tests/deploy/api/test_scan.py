@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deploy.api.errors import ApiError
-from deploy.api.scan import SLICE, JsonScanner
+from deploy.api.http.body import SLICE, JsonScanner
+from deploy.api.http.errors import ApiError
 from deploy.config.api import ApiConfig
 
 WIDE = ApiConfig(max_json_keys=10**6, max_json_items=10**6, max_json_values=10**7)

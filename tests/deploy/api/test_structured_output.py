@@ -15,9 +15,10 @@ from fake_engine import INFO, FakeEngine, PushEngine, RequestFailed, out, say, s
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.constraint import requested_grammar
-from deploy.api.errors import ApiError
-from deploy.api.protocol import ChatBody
+from deploy.api.http.errors import ApiError
+from deploy.api.job.bodies import FORMS, ChatBody
+from deploy.api.job.constraint import requested_grammar
+from deploy.api.job.model import Reader
 from deploy.config.api import ApiConfig
 from workers.protocol.grammar import Grammar
 from workers.protocol.messages import Request
@@ -160,6 +161,46 @@ async def test_it_does_not_go_with_calls_of_tools() -> None:
         await requested_grammar(ChatBody.model_validate(chat), tiny(), INFO)
     body = ChatBody.model_validate({**chat, "tool_choice": "none"})
     assert await requested_grammar(body, tiny(), INFO) == Grammar("regex", "a")
+
+
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+STRICT = {"type": "function", "function": {**FUNCTION["function"], "strict": True}}
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5, "stop": ["x"], "logprobs": True, "top_logprobs": 2, "parallel_tool_calls": False},
+    {"tool_choice": "none"},
+    {"response_format": {"type": "text"}},
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "nobody knows"}},
+    {"guided_json": {}},
+    {"guided_regex": ""},
+    {"guided_choice": []},
+    {"guided_grammar": ""},
+    {"structural_tag": {}},
+    {"guided_begin_after": ""},
+    {"max_reasoning_tokens": 5},
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"tools": [FUNCTION]},
+    {"tools": [STRICT]},
+    {"tools": [FUNCTION], "tool_choice": "none"},
+    {"tools": [FUNCTION], "guided_regex": "a"},
+]
+
+
+@pytest.mark.parametrize("fields", ASKED)
+async def test_what_is_not_looked_at_constrains_nothing(fields: dict[str, Any]) -> None:
+    """Neither a grammar nor an error is lost where a body says that nothing in it constrains the answer."""
+    body = ChatBody.model_validate({"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields})
+    reading = Reader(tiny(), ApiConfig(tool_parser="deepseek_v3")).reading(body, "")
+    try:
+        found: Any = await requested_grammar(body, tiny(), INFO, reading)
+    except ApiError as error:
+        found = error
+    assert found is None or body.constrained
+    assert set(fields).isdisjoint(FORMS) or body.constrained
+    plain = {"temperature", "stop", "logprobs", "top_logprobs", "parallel_tool_calls"}
+    assert not (set(fields) <= plain and body.constrained)
 
 
 async def valid_answers(width: int, count: int, rows: int) -> list[str]:

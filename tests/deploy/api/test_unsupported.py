@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
-from deploy.api.errors import ApiError
-from deploy.api.prompts import parse_tokenize
-from deploy.api.protocol import ChatBody, CompletionBody
-from deploy.api.unsupported import UNSUPPORTED, reject_unsupported
+from deploy.api.http.errors import ApiError
+from deploy.api.job.bodies import ChatBody, CompletionBody
+from deploy.api.job.job import parse_generation
+from deploy.api.job.unsupported import OF_CHATS, OF_COMPLETIONS, UNSUPPORTED, reject_unsupported
+from deploy.api.openai.routes import parse_tokenize
 
 ASKING: list[tuple[str, Any]] = [
     ("web_search_options", {}),
@@ -93,6 +95,19 @@ def test_every_field_of_the_table_is_refused_unless_it_is_null(name: str) -> Non
         reject_unsupported({name: ["something else"]})
     assert found.value.message.endswith(" is not supported by this server")
     assert name not in ChatBody.model_fields.keys() | CompletionBody.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", [*UNSUPPORTED, *OF_CHATS])
+def test_completions_refuse_what_only_chats_have(name: str) -> None:
+    with pytest.raises(ApiError, match=name):
+        parse_generation(orjson.dumps({"model": "m", "prompt": "x", name: ["something else"]}), CompletionBody)
+
+
+@pytest.mark.parametrize("name", [*UNSUPPORTED, *OF_COMPLETIONS])
+def test_chats_refuse_what_only_completions_have(name: str) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(ApiError, match=name):
+        parse_generation(orjson.dumps({"model": "m", "messages": messages, name: ["something else"]}), ChatBody)
 
 
 @pytest.mark.parametrize("params", [ChatParams, CompletionParams])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import random
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from deploy.api.messages_chat import parse_messages
-from deploy.api.prompts import render_messages
-from deploy.api.responses_chat import chat_of, messages_of, parse_response
+from deploy.api.anthropic.bodies import parse_messages
+from deploy.api.job.model import render_messages
+from deploy.api.responses.bodies import chat_of, messages_of, parse_response
 from deploy.config.api import ApiConfig
 from deploy.routing.asks import AskReader
 from deploy.text.tokenizer import Tokenizer
@@ -50,8 +49,7 @@ def replicas_ids(tokenizer: Tokenizer, path: str, raw: bytes) -> list[int]:
     else:
         body = parse_response(raw)
         chat = chat_of(body, messages_of(body.input))
-    front: Any = SimpleNamespace(tokenizer=tokenizer, config=CONFIG)
-    return tokenizer.encode(render_messages(front, chat), chat.add_special_tokens)
+    return tokenizer.encode(render_messages(tokenizer, CONFIG, chat), chat.add_special_tokens)
 
 
 OTHERS: list[tuple[str, dict[str, Any]]] = [

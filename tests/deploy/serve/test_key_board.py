@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from test_live_board import Store
 
-from deploy.api.keys import Key, KeyRing, OverLimit, Spent
+from deploy.api.limits.keys import Key, KeyRing, OverLimit, Spent
 from deploy.config.keys import ApiKey
 from deploy.serve import key_board, progress
 from deploy.serve.key_board import KeyBoard

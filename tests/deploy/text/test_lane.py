@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from deploy.api.memory import Budget
+from deploy.api.http.body import Budget
 from deploy.text.lane import LARGE_AT_ONCE, MIDDLE, MIDDLE_AT_ONCE, SMALL, Lanes
 
 

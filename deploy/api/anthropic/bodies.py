@@ -1,0 +1,267 @@
+"""The bodies of Anthropic's Messages API, /v1/messages and /v1/messages/count_tokens, and the chats that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, WithJsonSchema
+
+from deploy.api.http.body import parse_object, validate
+from deploy.api.http.errors import ApiError, unsupported
+from deploy.api.job.bodies import Body, ChatBody, TextPart
+from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
+from deploy.text.turns import goes_on, messages_of_turns, thinking_variables
+
+Known = Mapping[str, Mapping[str, type[Any]]]
+"""By the types of blocks the fields that each has, and their types."""
+_TEXTS: Final[Known] = {"text": {"text": str}}
+_OF_ASSISTANT: Final[Known] = {
+    **_TEXTS,
+    "thinking": {"thinking": str},
+    "tool_use": {"id": str, "name": str, "input": dict},
+}
+_OF_USER: Final[Known] = {**_TEXTS, "tool_result": {"tool_use_id": str}}
+_KNOWN: Final = {"user": _OF_USER, "assistant": _OF_ASSISTANT}
+_TYPES: Final[dict[type[Any], str]] = {str: "a string", dict: "an object"}
+
+Blocks = list[dict[str, Any]]
+
+
+_BLOCK: Final = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
+_CONTENT: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK}]}
+
+
+def blocks_of(value: Any, known: Known, where: str) -> Blocks:
+    """Content as blocks, each of a type in `known` with these fields. ValueError, 400 for blocks that nobody reads."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise ValueError("input should be a string or a list of content blocks")
+    for block in value:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if not isinstance(kind, str):
+            raise ValueError("a content block should be an object with a type")
+        if kind not in known:
+            raise unsupported(f"a content block of type {kind[:64]!r} here", where)
+        for name, wanted in known[kind].items():
+            if not isinstance(block.get(name), wanted):
+                raise ValueError(f"a content block of type {kind} should have {_TYPES[wanted]} in its field {name}")
+    return value
+
+
+def _system(value: Any) -> Blocks:
+    return blocks_of(value, _TEXTS, "system")
+
+
+def _turn(value: Any) -> Any:
+    """A message whose content is blocks that its role can have."""
+    role = value.get("role") if isinstance(value, Mapping) else None
+    if not isinstance(role, str) or role not in _KNOWN or "content" not in value:
+        raise ValueError("a message should have a role, user or assistant, and content")
+    blocks = blocks_of(value["content"], _KNOWN[role], "messages")
+    for block in blocks:
+        if block["type"] == "tool_result" and block.get("content") is not None:
+            blocks_of(block["content"], _TEXTS, "messages")
+    return {"role": role, "content": blocks}
+
+
+class Turn(BaseModel):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[list[dict[str, Any]], WithJsonSchema(_CONTENT)]
+    """A string, or blocks: text, tool_result of users; text, thinking, tool_use of assistants."""
+
+
+class ClientTool(Body):
+    """A function that the model may call."""
+
+    type: Annotated[str, WithJsonSchema({"const": "custom"})] = "custom"
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    """The JSON schema of its arguments."""
+    strict: bool | None = None
+    """Arguments are valid for the schema."""
+
+
+def _tools(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MOST_TOOLS:
+        raise ValueError(f"at most {MOST_TOOLS} tools are allowed, not {len(value)}")
+    for tool in value if isinstance(value, list) else ():
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if isinstance(kind, str) and kind != "custom":
+            raise unsupported(f"a tool of type {kind[:64]!r}, which the server would have to run,", "tools")
+    return value
+
+
+class MessagesToolChoice(Body):
+    """What the model is to call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """Of the tool."""
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that it may think, tags included."""
+
+
+class OutputFormat(Body):
+    """What the answer must look like."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """More of that."""
+
+    format: OutputFormat | None = None
+
+
+class MessagesPrompt(Body):
+    """POST /v1/messages/count_tokens; fields of both endpoints."""
+
+    model: str
+    messages: Annotated[list[Annotated[Turn, BeforeValidator(_turn)]], FailFast()] = Field(
+        min_length=1, max_length=MOST_MESSAGES
+    )
+    system: Annotated[Blocks, BeforeValidator(_system, json_schema_input_type=str | list[TextPart])] = Field(
+        default_factory=list
+    )
+    tools: Annotated[list[ClientTool], BeforeValidator(_tools)] = Field(default_factory=list)
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(MessagesPrompt):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] = Field(default_factory=list)
+    stream: bool = False
+    temperature: float = Field(default=1.0, ge=0.0, le=1.0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+
+    # An extension.
+    return_accepted_drafts: bool = False
+    """Say in `usage` how many drafts stood, and how many did not."""
+
+
+UNSUPPORTED: Final = {
+    "container": "a container",
+    "context_management": "context_management",
+    "compaction": "compaction",
+    "mcp_servers": "a server of tools (mcp_servers)",
+    "fallbacks": "another model in place of this one (fallbacks)",
+    "thread": "a thread",
+    "output_format": "output_format; use output_config: this",
+}
+"""Fields that change the answer, by name, and what is not supported."""
+
+
+def reject_unsupported(raw: Mapping[str, Any]) -> None:
+    """400 for what asks for something that this server cannot do."""
+    for name, what in UNSUPPORTED.items():
+        if raw.get(name):
+            raise unsupported(what, name)
+    config = raw.get("output_config")
+    if isinstance(config, Mapping) and config.get("effort"):
+        raise unsupported("effort", "output_config")
+
+
+NAMES: Final = {
+    "response_format": "output_config",
+    "max_reasoning_tokens": "thinking",
+    "guided_begin_after": "output_config",
+    "stop": "stop_sequences",
+}
+"""What fields of chats are called here."""
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Errors about a chat name the fields that the client gave."""
+    try:
+        yield
+    except ApiError as error:
+        error.param = NAMES.get(error.param or "", error.param)
+        raise
+
+
+def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody]:
+    """The body of /v1/messages, and the chat that it is; 400 for what is wrong with it."""
+    value = parse_object(raw)
+    reject_unsupported(value)
+    body = validate(MessagesBody, value)
+    more = {
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "return_accepted_drafts": body.return_accepted_drafts,
+    }
+    return body, _chat_of(body, **more)
+
+
+def parse_prompt(raw: bytes) -> ChatBody:
+    """The same of /v1/messages/count_tokens."""
+    value = parse_object(raw)
+    reject_unsupported(value)
+    return _chat_of(validate(MessagesPrompt, value))
+
+
+def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
+    messages = messages_of_turns(body.system, [(turn.role, turn.content) for turn in body.messages])
+    begun = goes_on(messages)
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "continue_final_message": begun,
+        "add_generation_prompt": not begun,
+        "chat_template_kwargs": thinking_variables(None if body.thinking is None else body.thinking.type),
+        **more,
+    }
+    if body.thinking is not None and body.thinking.type == "enabled":
+        fields["max_reasoning_tokens"] = body.thinking.budget_tokens
+    if body.output_config is not None and (form := body.output_config.format) is not None:
+        schema = {"name": "answer", "schema": form.schema_, "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    with own_names():
+        return validate(ChatBody, fields | _chat_tools(body))
+
+
+def _chat_tools(body: MessagesPrompt) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if body.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in body.tools
+        ]
+    if (choice := body.tool_choice) is not None:
+        kinds: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+        named = {"type": "function", "function": {"name": choice.name or ""}}
+        fields["tool_choice"] = kinds.get(choice.type, named)
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return fields

@@ -1,0 +1,1 @@
+"""From a job to an answer: sequences run, and their text is written as it comes."""

@@ -1,0 +1,313 @@
+"""From a job to an answer: asks the engine for every sequence and writes what comes, streamed or whole.
+
+These are ASGI responses of our own: per output of the engine one dictionary, one joined byte string and one `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deploy.api.generation.choice import Choice, Piece, choice_of, joined
+from deploy.api.http.body import ClientDisconnected
+from deploy.api.http.errors import ApiError, from_engine
+from deploy.api.http.middleware import CancelOnDisconnect
+from deploy.api.job.job import Branch, Job
+from deploy.api.limits.admission import Admission, Admitted
+from deploy.observability.front_metrics import FrontMetrics
+from deploy.text.lane import Lanes
+from deploy.text.tokenizer import Tokenizer
+from workers.protocol.front import Engine, EngineFault, Refused, RequestFailed
+from workers.protocol.messages import Request
+
+if TYPE_CHECKING:  # what it needs is there only where spans are asked for
+    from deploy.observability.tracing import RequestTrace
+
+log = logging.getLogger("latentserve.api")
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+INTERVALS = 256
+"""Intervals between outputs are handed to the metrics this many at a time."""
+ENTRY_BYTES: Final = 64
+"""About what an entry of an answer takes while it is written."""
+
+
+def size_of(job: Job) -> int:
+    """About how many bytes of answers the log-probabilities of a job's prompts make."""
+    if job.prompt_logprobs < 0:
+        return 0
+    places = sum(len(job.prompts[branch.prompt].ids) for branch in job.sequences)
+    return places * (2 + job.prompt_logprobs) * ENTRY_BYTES
+
+
+def data_event(payload: bytes) -> bytes:
+    """A server-sent event."""
+    return b"data: " + payload + b"\n\n"
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """A server-sent event with the name that `value` has as its type."""
+    return b"event: " + str(value["type"]).encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
+
+
+class Format(Protocol):
+    """The shapes of one endpoint."""
+
+    def opening(self, choice: Choice) -> bytes | None:
+        """The event that begins a choice's stream, if there is one."""
+
+    def template(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON string of the new text in an ordinary event of choice `index`."""
+
+    def writer(self, index: int) -> Callable[[Piece], bytes]:
+        """Writes an ordinary event of choice `index` where its text is told apart."""
+
+    def chunk(self, choice: Choice, text: Piece) -> bytes:
+        """An event with everything the choice holds; takes its details and its end along."""
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """What ends a stream once all choices have ended."""
+
+    def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
+        """The whole answer, not streamed."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Answers jobs; one per application."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    metrics: FrontMetrics
+    admission: Admission
+    lanes: Lanes
+    """Turns for answers that are long to write."""
+
+    def answer(self, endpoint: str, job: Job, form: Format, arrival: float) -> Generation:
+        """The answer to a request, in the shape of `form`, streamed or whole. `arrival` is `time.perf_counter()` when
+        the request came in."""
+        return (Stream if job.stream else Whole)(self, endpoint, job, form, arrival)
+
+
+class Generation(Response):
+    """The answer to one generating request; a subclass says how it is written."""
+
+    def __init__(self, generator: Generator, endpoint: str, job: Job, form: Format, arrival: float) -> None:
+        self.generator, self.endpoint, self.job, self.form, self.arrival = generator, endpoint, job, form, arrival
+        self.choices = [choice_of(job, branch, generator.tokenizer) for branch in job.sequences]
+        self.started = False
+        """Whether the status line is out."""
+        self.first_token_s: float | None = None
+        self.trace: RequestTrace | None = None
+        self.admitted = Admitted()
+        """Hears how the sequences go."""
+        # What Starlette expects of a response.
+        self.status_code = 200
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the job and write its answer."""
+        record: dict[str, Any] = scope.setdefault("latentserve.log", {})
+        self.trace = scope.get("latentserve.trace")
+        if self.trace is not None:
+            self.trace.stage("front", self.trace.begun, time.time_ns(), {"latentserve.sequences": len(self.choices)})
+        try:
+            prompt_tokens = sum(len(prompt.ids) for prompt in self.job.prompts)
+            with self.generator.admission.running(scope, prompt_tokens, self.choices) as self.admitted:
+                async with CancelOnDisconnect(receive):
+                    await self.write(send)
+        except ClientDisconnected:
+            record["disconnected"] = True
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+        except (EngineFault, Refused, RequestFailed) as error:
+            retry_after_s = self.generator.admission.retry_after(len(self.choices))
+            await self._fail(from_engine(error, retry_after_s), scope, receive, send)
+        except Exception:
+            if not self.started:
+                raise
+            log.exception("defect while streaming")
+            defect = ApiError(500, "internal error", kind="server_error", code="internal_error")
+            await self._fail(defect, scope, receive, send)
+        finally:
+            record["prompt_tokens"] = sum(len(prompt.ids) for prompt in self.job.prompts)
+            record["completion_tokens"] = sum(choice.generated for choice in self.choices)
+            record["finish"] = ",".join(sorted({choice.finish or "none" for choice in self.choices}))
+            if self.first_token_s is not None:
+                record["first_token_s"] = round(self.first_token_s, 6)
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["latentserve.log"]["error"] = error.message
+        if not self.started:
+            await error.response(scope["path"])(scope, receive, send)
+        else:
+            # The status is out: the stream ends with the error, and without [DONE].
+            await send({"type": "http.response.body", "body": error.event(scope["path"]), "more_body": False})
+
+    async def write(self, send: Send) -> None:
+        """Run every choice and send the answer."""
+        raise NotImplementedError
+
+    async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
+        """New text of a choice, which may have ended; called for its every output that the short way does not cover."""
+        raise NotImplementedError
+
+    async def run_all(self, send: Send) -> None:
+        """Run every choice to its end; the first error ends them all."""
+        if len(self.choices) == 1:
+            # In a task of its own every output resumes this alone, and not all that an application calls before it.
+            await asyncio.create_task(self.run(self.choices[0], self.job.sequences[0], send))
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice, branch in zip(self.choices, self.job.sequences, strict=True):
+                    group.create_task(self.run(choice, branch, send))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def run(self, choice: Choice, branch: Branch, send: Send) -> None:
+        """One sequence: ask the engine, write what comes, leave its stream as soon as the sequence has ended."""
+        metrics, clock = self.generator.metrics, time.perf_counter
+        prompt = self.job.prompts[branch.prompt].ids
+        request = Request(uuid.uuid4().hex, prompt, branch.sampling, *self.admitted.place(self.job.priority))
+        short = self.job.stream and not choice.detailed
+        before, after = self.form.template(choice.index) if short and self.job.reading is None else (b"", b"")
+        parsed = self.form.writer(choice.index) if short and self.job.reading is not None else None
+        body, feed, dumps = "http.response.body", choice.feed, orjson.dumps
+        intervals: list[float] = []
+        first = last = 0.0
+        reason = "error"
+        first_tokens = 0
+        queued: float | None = None
+        outputs, traced = self.generator.engine.generate(request), None
+        if self.trace is not None:
+            outputs = traced = self.trace.sequence(choice.index, outputs)
+        metrics.request_started(self.endpoint, len(prompt))
+        self.admitted.started(len(prompt))
+        try:
+            async for output in outputs:
+                now = clock()
+                text = feed(output)
+                if first:
+                    intervals.append(now - last)
+                    if len(intervals) == INTERVALS:
+                        metrics.token_intervals(intervals)
+                        intervals.clear()
+                else:
+                    first, first_tokens, queued = now, choice.generated, output.queued
+                    self._first(now)
+                    await self.open(choice, send)
+                last = now
+                if short and choice.finish is None:
+                    if text:
+                        raw = before + dumps(text) + after if parsed is None else parsed(text)
+                        await send({"type": body, "body": raw, "more_body": True})
+                else:
+                    await self.emit(choice, text, send)
+                    if choice.finish is not None:
+                        reason = choice.finish
+                        return
+            raise EngineFault("the engine ended a stream without saying why")
+        except asyncio.CancelledError:
+            reason = "cancelled"
+            raise
+        except Refused:
+            reason = "refused"
+            raise
+        finally:
+            if (close := getattr(outputs, "aclose", None)) is not None:
+                await close()
+            metrics.token_intervals(intervals)
+            more = choice.generated - first_tokens if first else 0
+            metrics.request_finished(
+                self.endpoint,
+                reason,
+                clock() - self.arrival,
+                choice.generated,
+                choice.cached_tokens,
+                (last - first) / more if more else None,
+            )
+            if traced is not None:
+                traced.end(reason, len(prompt), choice.cached_tokens, choice.generated)
+            self.admitted.finished(reason, choice.generated, queued)
+
+    def _first(self, now: float) -> None:
+        self.admitted.began()
+        seconds = now - self.arrival
+        if self.first_token_s is None:
+            self.first_token_s = seconds
+        self.generator.metrics.first_token(seconds)
+
+    async def rendered(self, render: Callable[..., bytes | None], *what: Any) -> bytes | None:
+        """`render(*what)`, aside where prompts that are scored make it long."""
+        async with self.generator.lanes.turn(size_of(self.job)) as work:
+            return await work(render, *what)
+
+    async def open(self, choice: Choice, send: Send) -> None:
+        """A choice's first token has come."""
+
+
+class Stream(Generation):
+    """Server-sent events, one HTTP chunk each. The status line waits for the first token, so that whatever goes wrong
+    before it is answered with a status of its own."""
+
+    async def write(self, send: Send) -> None:
+        """See `Generation`."""
+        await self.run_all(send)
+        await self._start(send)
+        await send({"type": "http.response.body", "body": self.form.closing(self.choices), "more_body": False})
+
+    async def _start(self, send: Send) -> None:
+        if not self.started:
+            self.started = True
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+
+    async def open(self, choice: Choice, send: Send) -> None:
+        """See `Generation`."""
+        await self._start(send)
+        if (opening := await self.rendered(self.form.opening, choice)) is not None:
+            await send({"type": "http.response.body", "body": opening, "more_body": True})
+
+    async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
+        """See `Generation`."""
+        # Ids that are asked for are sent as they come; log-probabilities wait for the text they belong to.
+        ids = choice.token_ids and (self.generator.tokenizer is None or (self.job.token_ids and self.job.logprobs < 0))
+        if text or ids or choice.finish is not None:
+            await self._start(send)
+            await send({"type": "http.response.body", "body": self.form.chunk(choice, text), "more_body": True})
+
+
+class Whole(Generation):
+    """One JSON object at the end."""
+
+    def __init__(self, generator: Generator, endpoint: str, job: Job, form: Format, arrival: float) -> None:
+        super().__init__(generator, endpoint, job, form, arrival)
+        self._pieces: list[list[Piece]] = [[] for _ in self.choices]
+
+    async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
+        """See `Generation`."""
+        if text:
+            self._pieces[choice.index].append(text)
+
+    async def write(self, send: Send) -> None:
+        """See `Generation`."""
+        await self.run_all(send)
+        body = await self.rendered(self.form.answer, self.choices, [joined(pieces) for pieces in self._pieces])
+        assert body is not None
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        self.started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})

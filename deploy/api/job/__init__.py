@@ -1,0 +1,1 @@
+"""From a validated body to a job: the sequences that the engine is asked for."""

@@ -1,0 +1,330 @@
+"""The bodies of requests that generate: OpenAI's fields, and vLLM's extensions to them. Bodies of other APIs become
+chats.
+
+Types are strict (no "5" for 5, no 1 for true), null means that a field was not given, and unknown fields are ignored as
+OpenAI's own servers and clients expect; only fields that would change the answer and are not supported are rejected
+(`deploy.api.job.unsupported`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from deploy.api.http.errors import unsupported
+from deploy.api.job.tools import ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, tool_calls_of
+from workers.protocol.plan import MAX_LOGIT_BIAS
+
+INT63: Final = 2**63
+FORMS: Final = (
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structural_tag",
+)
+"""Fields that say what an answer must look like, of which a request has one at most."""
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+class Body(BaseModel):
+    """What all bodies share."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: item for name, item in value.items() if item is not None}
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Every field that may be left out may be null, too."""
+        schema = handler(core)
+        described = handler.resolve_ref_schema(schema)
+        for name, field in described["properties"].items():
+            if name not in described.get("required", ()):
+                described["properties"][name] = _or_null(field)
+        return schema
+
+
+def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
+    outside: JsonSchemaValue = {name: field[name] for name in ("title", "description", "default") if name in field}
+    inside = {name: value for name, value in field.items() if name not in outside}
+    options = inside["anyOf"] if set(inside) == {"anyOf"} else [inside]
+    null = {"type": "null"}
+    return {**outside, "anyOf": [*options, *([] if null in options else [null])]}
+
+
+def _at_most(most: int, what: str) -> Callable[[Any], Any]:
+    """A check that comes before every entry is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"at most {most} {what} are allowed, not {len(value)}")
+        return value
+
+    return check
+
+
+def _one_or_many(value: Any) -> list[str]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError("input should be a string or a list of strings")
+    return items
+
+
+def _object_or_text(value: Any) -> Any:
+    if not isinstance(value, (dict, str)):
+        raise ValueError("input should be an object or a string")
+    return value
+
+
+def _text_of_parts(value: Any) -> str:
+    """A message's content as one text; parts of type text are joined by newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("input should be a string or a list of parts")
+    texts: list[str] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise ValueError("a content part should be an object with a type")
+        if kind != "text":
+            raise unsupported(f"a content part of type {kind[:64]!r}", "messages")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise ValueError("a text part should have a string in its field text")
+        texts.append(text)
+    return joined(texts)
+
+
+class StreamOptions(Body):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+    """Send one more event with the token counts at the end."""
+
+
+_RESPONSE_FORMAT: Final = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"], "type": "string"},
+        "json_schema": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "schema": {"type": "object"},
+                "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            },
+            "required": ["schema"],
+        },
+    },
+    "required": ["type"],
+}
+
+
+class GenerationBody(Body):
+    """Fields of both generating endpoints. Ranges that depend on the model or the settings are checked later."""
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
+    """0 keeps the most probable token."""
+    n: int = Field(default=1, ge=1)
+    seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_at_most(MAX_LOGIT_BIAS, "token ids"))] = Field(
+        default_factory=dict
+    )
+    """Token id (as a string) to bias, -100 ... 100."""
+    stop: Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])] = Field(
+        default_factory=list
+    )
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    # Extensions, as in vLLM.
+    top_k: int = Field(default=0, ge=-1)
+    """0 and -1 keep all."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10.0)
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list, max_length=256)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    """Lower runs first."""
+    return_token_ids: bool = False
+    """Give every choice the ids it generated, as `token_ids`. Streams give them as they come, with the text that is
+    certain by then; where log-probabilities are asked for too, with the text they belong to."""
+    return_accepted_drafts: bool = False
+    """Say of every token whether it was a draft that stood, as `accepted_drafts`, and in `usage` how many stood and how
+    many did not."""
+
+    # What the answer must look like; one of these `FORMS` at most (`deploy.api.job.constraint`).
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
+    """{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name", "schema", "strict"}}."""
+    guided_json: Annotated[dict[str, Any] | str | None, BeforeValidator(_object_or_text)] = None
+    """A JSON schema that the answer is valid for."""
+    guided_regex: str | None = None
+    """A regular expression that the whole answer matches."""
+    guided_choice: list[str] | None = None
+    """Strings of which the answer is one."""
+    guided_grammar: str | None = None
+    """A grammar in EBNF whose rule `root` the answer follows."""
+    structural_tag: Annotated[dict[str, Any] | str | None, BeforeValidator(_object_or_text)] = None
+    """xgrammar's structural tag: text that is free but for what stands between certain tags."""
+    guided_begin_after: str | None = None
+    """A token, such as </think>, up to which the answer is free."""
+
+    @property
+    def constrained(self) -> bool:
+        """Whether there is anything that may constrain the answer."""
+        return any(getattr(self, name) is not None for name in (*FORMS, "guided_begin_after"))
+
+
+_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT: Final = {"type": "string", "minLength": 1}
+_LISTS: Final = [{"type": "array", "items": item, "minItems": 1} for item in (_TEXT, _IDS)]
+_PROMPT: Final = {"anyOf": [_TEXT, _IDS, *_LISTS]}
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    """A string, token ids, or a list of either."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """0, with echo or prompt_logprobs: only tell of the prompt."""
+    echo: bool = False
+    """Put the prompt before the text; with logprobs its tokens, too."""
+    logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    """Tell how probable each token of the prompt was, and the so many most probable ones. As in vLLM."""
+    add_special_tokens: bool = True
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: Annotated[str, WithJsonSchema({"enum": list(ROLES), "type": "string"})]
+    content: Annotated[str, BeforeValidator(_text_of_parts, json_schema_input_type=str | list[TextPart])]
+    """A string, or a list of parts of type text. An assistant's message with tool calls needs none."""
+    reasoning_content: str | None = None
+    """What the assistant thought before it answered."""
+    tool_calls: Annotated[
+        list[dict[str, Any]], BeforeValidator(tool_calls_of, json_schema_input_type=list[ToolCallSpec])
+    ] = Field(default_factory=list)
+    """What the assistant called."""
+    tool_call_id: str | None = None
+    """The call that a tool's message is the result of."""
+    name: Annotated[Any, WithJsonSchema({})] = None
+    """Of the tool; some models' templates write it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_role(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        role = value.get("role")
+        if role == "function" or value.get("function_call"):
+            raise unsupported("function calling (functions); use tools: this", "messages")
+        if isinstance(role, str) and role not in ROLES:
+            raise ValueError(f"unknown role {role[:64]!r}; one of {', '.join(ROLES)} is expected")
+        if role == "tool" and not isinstance(value.get("tool_call_id"), str):
+            raise ValueError("a tool's message should have the id of the call, a string, in its field tool_call_id")
+        if value.get("tool_calls") and role != "assistant":
+            raise ValueError("only an assistant's message can have tool_calls")
+        if value.get("tool_calls") and value.get("content") is None:
+            return {**value, "content": ""}
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Calls of an assistant stand in for content."""
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        described = handler.resolve_ref_schema(schema)
+        described["required"].remove("content")
+        called = {"type": "array", "minItems": 1}
+        described["anyOf"] = [
+            {"required": ["content"]},
+            {"required": ["tool_calls"], "properties": {"role": {"const": "assistant"}, "tool_calls": called}},
+        ]
+        content = described["properties"]["content"]
+        described["properties"]["content"] = _or_null(content)
+        described["anyOf"][0]["properties"] = {"content": {"not": {"type": "null"}}}
+        return schema
+
+
+class ChatTemplateFields(Body):
+    """How messages become a prompt."""
+
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MOST_MESSAGES)
+    add_generation_prompt: bool = True
+    """End the prompt with what opens an assistant message."""
+    continue_final_message: bool = False
+    """Leave the last message open, for the model to go on with."""
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_at_most(MOST_TEMPLATE_VARIABLES, "variables"))] = (
+        Field(default_factory=dict)
+    )
+    """Variables for the chat template."""
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(asked_tools, json_schema_input_type=list[ToolSpec])] = Field(
+        default_factory=list
+    )
+    """What the model may call."""
+    tool_choice: Annotated[ToolChoice, BeforeValidator(check_choice, json_schema_input_type=ToolChoice)] = "auto"
+    """none: the model is not told of tools. auto: it calls them or not. required: it calls at least one. A function: it
+    calls this one."""
+    add_special_tokens: bool = False
+    """Add the begin-of-sequence id and the like once more; templates usually write them."""
+
+
+class ChatBody(ChatTemplateFields, GenerationBody):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """The newer name of `max_tokens`; wins over it."""
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0)
+    parallel_tool_calls: bool = True
+    """false: an answer ends with its first call."""
+    max_reasoning_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the reasoning of an answer may have, tags included; it is closed then, and the answer follows."""
+
+    @property
+    def constrained(self) -> bool:
+        """See `GenerationBody`: tools that are, or must be, called do so, too, and bounds of reasoning."""
+        chosen = self.tool_choice not in ("none", "auto")
+        return super().constrained or bool(self.tools) or chosen or self.max_reasoning_tokens is not None

@@ -1,0 +1,274 @@
+"""From a body to the sequences the engine is asked for; everything that depends on the model or the settings is checked
+here, before anything is queued."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import msgspec
+
+from deploy.api.http.body import Incoming, parse_object, validate
+from deploy.api.http.errors import invalid
+from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody
+from deploy.api.job.constraint import requested_grammar
+from deploy.api.job.model import Reading, ServedModel, too_long
+from deploy.api.job.unsupported import reject_unsupported
+from deploy.api.limits.admission import Admission
+from deploy.config.api import ApiConfig
+from deploy.text.tokenizer import Tokenizer
+from workers.protocol.front import ModelInfo
+from workers.protocol.grammar import Grammar
+from workers.protocol.plan import SamplingParams
+
+SEED_MASK = 2**63 - 1
+Asked = TypeVar("Asked", bound=GenerationBody)
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing logits by it would overflow."""
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request."""
+
+    ids: tuple[int, ...]
+    text: str | None
+    """As the client wrote it; None for a prompt of ids."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One sequence to generate: choice `index` of the answer."""
+
+    index: int
+    prompt: int
+    """Index into the job's prompts."""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that one HTTP request asks of the engine, and how its answer is to be written."""
+
+    model: str
+    """The name that the answer carries."""
+    prompts: tuple[Prompt, ...]
+    sequences: tuple[Branch, ...]
+    priority: int
+    stops: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    """The stop ids that the request itself named."""
+    include_stop: bool
+    """Leave the stop string or stop id in the text."""
+    skip_special_tokens: bool
+    logprobs: int
+    """As in `SamplingParams`."""
+    stream: bool
+    include_usage: bool
+    echo: bool
+    token_ids: bool
+    accepted_drafts: bool
+    prompt_logprobs: int = -1
+    """As in `SamplingParams`."""
+    own_prompt_logprobs: int = -1
+    """As many of them as an answer tells in the field of that name."""
+    silent: bool = False
+    """Nothing is to be generated. The engine is asked for one token, which nobody sees."""
+    reading: Reading | None = None
+    """How reasoning and tool calls are told apart; None: all is content."""
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Special tokens that stand in the text in any case."""
+        return frozenset() if self.reading is None else self.reading.kept
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed of choice `index`, in 0 ... 2^63 - 1; choice 0 has the request's own.
+
+    The others are outputs of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    if index == 0:
+        return seed & SEED_MASK
+    mask = 2**64 - 1
+    z = (seed + index * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) & SEED_MASK
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """400 for an id outside the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise invalid(f"{param}: token id {wrong} is outside the vocabulary of {vocab_size} ids", param)
+
+
+def sampling_params(
+    body: GenerationBody, logprobs: int, info: ModelInfo, grammar: Grammar | None = None
+) -> SamplingParams:
+    """How every sequence of the request is sampled; `max_tokens` and `seed` are still to be set for each."""
+    biases: dict[int, float] = {}
+    for key, bias in body.logit_bias.items():
+        # At most as many digits as any vocabulary needs, and only ASCII ones: int() takes far more.
+        if not (key.isascii() and key.isdigit() and len(key) <= 9):
+            raise invalid(f"logit_bias: {key[:32]!r} is not a token id", "logit_bias")
+        if not -100.0 <= bias <= 100.0:
+            raise invalid(f"logit_bias: the bias {bias} of token {key} is not in -100 ... 100", "logit_bias")
+        biases[int(key)] = bias
+    check_ids(list(biases), info.vocab_size, "logit_bias")
+    check_ids(body.stop_token_ids, info.vocab_size, "stop_token_ids")
+    # A text that is all its grammar asks for has to end.
+    eos = () if body.ignore_eos and (grammar is None or grammar.kind == "free") else info.eos_ids
+    return SamplingParams(
+        max_tokens=1,
+        temperature=body.temperature if body.temperature >= GREEDY_BELOW else 0.0,
+        top_k=min(max(body.top_k, 0), info.vocab_size),
+        top_p=body.top_p,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(sorted(biases.items())),
+        stop_ids=tuple(dict.fromkeys((*eos, *body.stop_token_ids))),
+        min_tokens=body.min_tokens,
+        logprobs=logprobs,
+        grammar=grammar,
+    )
+
+
+def check_limits(body: GenerationBody, tokenizer: Tokenizer | None, config: ApiConfig) -> None:
+    """400 for what the settings do not allow."""
+    if body.n > config.max_n:
+        raise invalid(f"n: must be at most {config.max_n}, not {body.n}", "n")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options: only allowed when stream is true", "stream_options")
+    if len(body.stop) > config.max_stop_strings:
+        raise invalid(f"stop: at most {config.max_stop_strings} strings are allowed, not {len(body.stop)}", "stop")
+    if not all(body.stop):
+        raise invalid("stop: must not hold an empty string", "stop")
+    if any(len(stop) > config.max_stop_chars for stop in body.stop):
+        raise invalid(f"stop: a string is longer than {config.max_stop_chars} characters", "stop")
+    if body.stop and tokenizer is None:
+        raise invalid("stop: this model has no tokenizer; use stop_token_ids", "stop")
+
+
+def requested_logprobs(body: CompletionBody | ChatBody, config: ApiConfig) -> int:
+    """`SamplingParams.logprobs` of a request; 400 when out of range."""
+    if isinstance(body, CompletionBody):
+        field, wanted = "logprobs", -1 if body.logprobs is None else body.logprobs
+    else:
+        field, wanted = "top_logprobs", body.top_logprobs if body.logprobs else -1
+        if body.top_logprobs and not body.logprobs:
+            raise invalid("top_logprobs: only allowed when logprobs is true", "top_logprobs")
+    if wanted > config.max_logprobs:
+        raise invalid(f"{field}: must be at most {config.max_logprobs}, not {wanted}", field)
+    return wanted
+
+
+def check_scores(body: CompletionBody, most: int) -> None:
+    """400 for what a completion cannot ask about its prompt, of which at most `most` ids per place are told."""
+    asked = body.prompt_logprobs
+    if asked is not None and asked > most:
+        raise invalid(f"prompt_logprobs: must be at most {most}, not {asked}", "prompt_logprobs")
+    if asked is not None and body.stream:
+        raise invalid(
+            "prompt_logprobs: not available when stream is true; ask for echo with logprobs, or do not stream",
+            "prompt_logprobs",
+            "conflicting_parameters",
+        )
+    if body.max_tokens == 0 and not body.echo and asked is None:
+        raise invalid(
+            "max_tokens: 0 generates nothing, which is only of use with echo or prompt_logprobs; give at least 1",
+            "max_tokens",
+        )
+
+
+def asked_of_prompt(body: CompletionBody) -> int:
+    """`SamplingParams.prompt_logprobs` of a request."""
+    echoed = -1 if body.logprobs is None or not body.echo else body.logprobs
+    return max(echoed, -1 if body.prompt_logprobs is None else body.prompt_logprobs)
+
+
+def build_job(
+    body: CompletionBody | ChatBody,
+    prompts: Sequence[Prompt],
+    info: ModelInfo,
+    tokenizer: Tokenizer | None,
+    config: ApiConfig,
+    grammar: Grammar | None = None,
+) -> Job:
+    """The sequences of a request, all under one `grammar`; 400 for what the model or the settings do not allow."""
+    chat = isinstance(body, ChatBody)
+    param = "messages" if chat else "prompt"
+    wanted = (body.max_completion_tokens or body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
+    default = config.default_max_tokens or (None if chat else DEFAULT_COMPLETION_TOKENS)
+    logprobs = requested_logprobs(body, config)
+    sampling = sampling_params(body, logprobs, info, grammar)
+    asked = -1
+    if isinstance(body, CompletionBody):
+        check_scores(body, config.max_logprobs)
+        asked = asked_of_prompt(body)
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=asked)
+    drawn = secrets.randbits(63)
+    sequences: list[Branch] = []
+    for number, prompt in enumerate(prompts):
+        check_ids(prompt.ids, info.vocab_size, param)
+        left = info.max_context - len(prompt.ids)
+        if left < (wanted or 1):
+            raise too_long(len(prompt.ids), wanted or 1, info, param)
+        max_tokens = 1 if wanted == 0 else wanted or min(default or left, left)
+        if body.min_tokens > (most := 0 if wanted == 0 else max_tokens):
+            raise invalid(f"min_tokens: {body.min_tokens} is more than the {most} to generate", "min_tokens")
+        for choice in range(body.n):
+            index = number * body.n + choice
+            # Equal prompts of a request without a seed must not give equal samples; with a seed they must.
+            seed = derive_seed(drawn, index) if body.seed is None else derive_seed(body.seed, choice)
+            sequences.append(Branch(index, number, msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)))
+    return Job(
+        model=(config.served_model_names or (info.name,))[0],
+        prompts=tuple(prompts),
+        sequences=tuple(sequences),
+        priority=body.priority,
+        stops=tuple(dict.fromkeys(body.stop)),
+        stop_token_ids=frozenset(body.stop_token_ids),
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        logprobs=logprobs,
+        stream=body.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        echo=body.echo if isinstance(body, CompletionBody) else False,
+        token_ids=body.return_token_ids or tokenizer is None,
+        accepted_drafts=body.return_accepted_drafts,
+        prompt_logprobs=asked,
+        own_prompt_logprobs=-1 if isinstance(body, ChatBody) or body.prompt_logprobs is None else body.prompt_logprobs,
+        silent=wanted == 0,
+    )
+
+
+def parse_generation(raw: bytes, kind: type[Asked]) -> Asked:
+    """The body of a generating endpoint; 400 for what is wrong with it."""
+    value = parse_object(raw)
+    body = validate(kind, value)
+    if not value.keys() <= kind.model_fields.keys():
+        reject_unsupported(value)
+    return body
+
+
+async def chat_job(body: ChatBody, incoming: Incoming, model: ServedModel, admission: Admission) -> Job:
+    """What a chat asks of the engine; 400 for what cannot be, 429 where there is no room. Endpoints of other shapes
+    make a chat of their bodies first."""
+    info, tokenizer, config = model.info(), model.tokenizer, model.config
+    check_limits(body, tokenizer, config)
+    admission.check_size(1, body.n)
+    admission.check_room(1)  # before the work of tokenizing; counted exactly when the job starts
+    text = await incoming.work(model.render, body)
+    [ids] = await model.encode([text], body.add_special_tokens, "messages")
+    reading = model.reader.reading(body, text)
+    grammar = await requested_grammar(body, tokenizer, info, reading) if body.constrained else None
+    job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, config, grammar)
+    return replace(job, reading=reading)

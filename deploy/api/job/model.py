@@ -1,0 +1,217 @@
+"""The model that is served, as requests need it: its names, its tokenizer and chat template, and how its answers are
+read."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, Final
+
+import kernels
+from deploy.api.http.errors import ApiError, engine_down, invalid, model_not_found, unsupported
+from deploy.api.job.bodies import ChatBody, ChatTemplateFields
+from deploy.api.job.tools import shown
+from deploy.config.api import ApiConfig
+from deploy.parsing.assistant import AnswerParser
+from deploy.parsing.reasoning import CLOSE, OPEN, ReasoningFormat, ReasoningParser, Where
+from deploy.parsing.registry import MARKERS, REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_of, tool_parser_of
+from deploy.text.chat import template_message
+from deploy.text.errors import ChatTemplateError, ToolsUnknown
+from deploy.text.tokenizer import Tokenizer, TooManyTokens
+from workers.protocol.front import Engine, ModelInfo
+
+TEXT_TOKENS = 2**20
+"""Most tokens of a text that are counted, if the context is not half as long."""
+
+
+class ServedModel:
+    """One per application."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer | None, config: ApiConfig, numerics: Mapping[str, object]
+    ) -> None:
+        """`numerics`: the engine's settings that decide how it rounds."""
+        self.tokenizer, self.config = tokenizer, config
+        self.reader = Reader(tokenizer, config)
+        self._engine, self._numerics = engine, dict(numerics)
+
+    def info(self) -> ModelInfo:
+        """What the engine says of it; 503 while there is none or no more."""
+        if self._engine.fault is not None:
+            raise engine_down(self._engine.fault)
+        try:
+            return self._engine.info
+        except RuntimeError as error:
+            raise ApiError(503, f"starting: {error}", kind="server_error", code="starting") from None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short hash of what decides which numbers come out: model, version and the engine's numeric settings. 503
+        while there is no model."""
+        parts = [kernels.__version__, self.info().name, sorted(self._numerics.items())]
+        return f"fp_{blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
+
+    def names(self) -> tuple[str, ...]:
+        """Names a request may give."""
+        return self.config.served_model_names or (self.info().name,)
+
+    def check_name(self, name: str | None) -> None:
+        """404 for a model that is not served here."""
+        if name is not None and name not in self.names():
+            raise model_not_found(name)
+
+    def needs_tokenizer(self, param: str, instead: str = "") -> Tokenizer:
+        """The tokenizer; 400 naming `param` where there is none, and what works `instead`."""
+        if self.tokenizer is None:
+            raise invalid(f"{param}: this model has no tokenizer{instead}", param, "no_tokenizer")
+        return self.tokenizer
+
+    def render(self, body: ChatTemplateFields) -> str:
+        """The prompt text of a chat; 400 when there can be none."""
+        tokenizer = self.needs_tokenizer("messages", "; only /v1/completions with token ids works")
+        return render_messages(tokenizer, self.config, body)
+
+    def most_tokens(self) -> int:
+        """Tokens of a text beyond which it is not encoded: no model could read it."""
+        return max(TEXT_TOKENS, 2 * self.info().max_context)
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[tuple[int, ...]]:
+        """Ids of prompt texts. 400 without tokenizing when one cannot fit."""
+        tokenizer, info = self.needs_tokenizer(param), self.info()
+        floor = max((len(text) for text in texts), default=0) // tokenizer.longest_token
+        if floor >= info.max_context:
+            raise too_long(floor, 1, info, param, at_least=True)
+        most = self.most_tokens()
+        try:
+            prompts = await tokenizer.encode_all_async(texts, add_special_tokens, most)
+        except TooManyTokens:
+            raise too_long(most, 1, info, param, at_least=True) from None
+        if not all(prompts):
+            raise invalid(f"{param}: no token is left of it", param, "empty_prompt")
+        return [tuple(ids) for ids in prompts]
+
+    async def tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        """Ids of a text that is no prompt, and may be longer than one; 400 for one that is much longer."""
+        tokenizer, most = self.needs_tokenizer(param), self.most_tokens()
+        try:
+            return await tokenizer.encode_async(text, add_special_tokens, most)
+        except TooManyTokens:
+            part = "them" if param == "messages" else "it"
+            raise invalid(f"{param}: more than {most} tokens; send {part} in parts", param) from None
+
+
+def too_long(prompt: int, generated: int, info: ModelInfo, param: str, at_least: bool = False) -> ApiError:
+    """400 context_length_exceeded."""
+    least = "at least " if at_least else ""
+    message = (
+        f"this model's maximum context length is {info.max_context} tokens, but {least}{prompt + generated} were "
+        f"requested ({least}{prompt} in the prompt, {generated} to generate)"
+    )
+    return invalid(message, param, "context_length_exceeded")
+
+
+def render_messages(tokenizer: Tokenizer, config: ApiConfig, body: ChatTemplateFields) -> str:
+    """The prompt text of a chat; 400 when the messages do not fit the template."""
+    if body.add_generation_prompt and body.continue_final_message:
+        raise invalid(
+            "continue_final_message: set add_generation_prompt to false with it, they exclude each other",
+            "continue_final_message",
+        )
+    try:
+        return tokenizer.render_chat(
+            [template_message(message.role, message.content, message.model_dump()) for message in body.messages],
+            tools=shown(body.tools) if body.tools and body.tool_choice != "none" else (),
+            template=config.chat_template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            extra=body.chat_template_kwargs,
+            control_tokens_in_text=config.control_tokens_in_text,
+        )
+    except ToolsUnknown as error:
+        raise unsupported(str(error), "tools" if body.tools else "messages") from None
+    except ChatTemplateError as error:
+        raise invalid(str(error), "messages") from None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one request are read."""
+
+    parser: Callable[[], AnswerParser]
+    """Makes the parser of one answer."""
+    kept: frozenset[int]
+    """Special tokens that the parser needs to see."""
+    one_call: bool
+    """An answer ends with its first call."""
+    where: Where = "outside"
+    """Whether answers begin with reasoning."""
+    reasoning: ReasoningFormat | None = None
+    """How reasoning is told apart, if it is."""
+    calls: str | None = None
+    """The name of the format of calls, if there may be any."""
+
+
+PLAIN: Final = Reading(lambda: AnswerParser(None, None), frozenset(), one_call=False)
+"""All of an answer is content."""
+
+
+class Reader:
+    """Which parsers the answers of a model are read with. One per application."""
+
+    def __init__(self, tokenizer: Tokenizer | None, config: ApiConfig) -> None:
+        template = "" if tokenizer is None else tokenizer.template_for(config.chat_template, tools=False)
+        with_tools = "" if tokenizer is None else tokenizer.template_for(config.chat_template, tools=True)
+        self.tools = _chosen(config.tool_parser, tool_parser_of(with_tools))
+        self.reasoning = _chosen(config.reasoning_parser, reasoning_parser_of(template))
+        self._kept_of_tools = _kept(tokenizer, MARKERS[self.tools]) if self.tools else frozenset()
+        self._kept_of_reasoning = _kept(tokenizer, (OPEN, CLOSE)) if self.reasoning else frozenset()
+
+    def reading(self, body: ChatBody, prompt: str) -> Reading | None:
+        """How the answers to a chat are read whose prompt is `prompt`; None where all of them is content. 400 for tools
+        whose calls nobody could read."""
+        uses_tools = bool(body.tools) and body.tool_choice != "none"
+        if uses_tools and self.tools is None:
+            raise invalid(
+                "tools: it is not known how this model writes calls; start the server with --tool-parser "
+                f"({', '.join(TOOL_PARSERS)})",
+                "tools",
+            )
+        form = None if self.reasoning is None else REASONING_PARSERS[self.reasoning]
+        if form is None and not uses_tools:
+            return None
+        where: Where = "outside"
+        if form is not None:
+            goes_on = body.continue_final_message
+            where = form.continues(body.messages[-1].content) if goes_on else form.begins(prompt)
+        tools, schemas = self.tools if uses_tools else None, _schemas(body)
+
+        def parser() -> AnswerParser:
+            calls = None if tools is None else TOOL_PARSERS[tools](schemas, _call_id)
+            return AnswerParser(None if form is None else ReasoningParser(form, where), calls)
+
+        kept = (self._kept_of_tools if uses_tools else frozenset()) | self._kept_of_reasoning
+        return Reading(parser, kept, uses_tools and not body.parallel_tool_calls, where, form, tools)
+
+
+def _chosen(setting: str, by_template: str | None) -> str | None:
+    return by_template if setting == "auto" else None if setting == "none" else setting
+
+
+def _kept(tokenizer: Tokenizer | None, markers: tuple[str, ...]) -> frozenset[int]:
+    """The special tokens that markers are made of."""
+    if tokenizer is None:
+        return frozenset()
+    return frozenset(
+        token for token in tokenizer.special_ids if any(tokenizer.token_string(token) in marker for marker in markers)
+    )
+
+
+def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:
+    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in body.tools}
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

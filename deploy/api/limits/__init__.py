@@ -1,0 +1,1 @@
+"""Who may come in and how much: capacity, API keys and their limits."""

@@ -1,0 +1,1 @@
+"""OpenAI's API: completions, chats, models, and vLLM's endpoints for tokens."""

@@ -1,0 +1,212 @@
+"""The body of OpenAI's Responses API, /v1/responses, and the chat that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from deploy.api.http.body import parse_object, validate
+from deploy.api.http.errors import ApiError, unsupported
+from deploy.api.job.bodies import INT63, Body, ChatBody
+from deploy.text.chat import MOST_MESSAGES, joined
+from deploy.text.turns import Messages, messages_of_items, with_instructions
+
+Items = list[dict[str, Any]]
+
+_STRINGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "message": ("role",),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id",),
+    "reasoning": (),
+}
+"""By the types of items the fields of each that must be strings."""
+
+
+def _items(value: Any) -> Items:
+    """The input as items, each of a type that is known. ValueError, 400 for items that nobody reads."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list) or len(value) > MOST_MESSAGES:
+        raise ValueError(f"input should be a string or a list of at most {MOST_MESSAGES} items")
+    items = []
+    for given in value:
+        item = {"type": "message", **given} if isinstance(given, Mapping) else {}
+        kind = item.get("type")
+        if not isinstance(kind, str):
+            raise ValueError("an item should be an object with a type, or with a role and content")
+        if kind not in _STRINGS:
+            raise unsupported(f"an item of type {kind[:64]!r}", "input")
+        for name in _STRINGS[kind]:
+            if not isinstance(item.get(name), str):
+                raise ValueError(f"an item of type {kind} should have a string in its field {name}")
+        items.append(item)
+    return items
+
+
+def _choice(value: Any) -> Any:
+    """The field `tool_choice` as chats have it."""
+    if isinstance(value, Mapping) and value.get("type") == "function":
+        return {"type": "function", "function": {"name": value.get("name")}}
+    if isinstance(value, Mapping):
+        raise unsupported(f"tool_choice of type {str(value.get('type'))[:64]!r}", "tool_choice")
+    return value
+
+
+def _tools(value: Any) -> Any:
+    """The field `tools` as chats have it."""
+    if not isinstance(value, list):
+        raise ValueError("tools should be a list")
+    tools = []
+    for tool in value:
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if not isinstance(kind, str):
+            raise ValueError("a tool should be an object with a type")
+        if kind != "function":
+            raise unsupported(f"a tool of type {kind[:64]!r}, which the server would have to run,", "tools")
+        tools.append({"type": "function", "function": {name: tool[name] for name in tool if name != "type"}})
+    return tools
+
+
+def _form(value: Any) -> Any:
+    """The field `text` as `response_format` of chats."""
+    if not isinstance(value, Mapping):
+        raise ValueError("text should be an object")
+    if value.get("verbosity") not in (None, "medium"):
+        raise unsupported("verbosity", "text")
+    form = value.get("format") or {"type": "text"}
+    if not isinstance(form, Mapping):
+        raise ValueError("text.format should be an object")
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
+
+
+_ANY_OBJECT: Final = {"type": "object"}
+
+
+class ResponsesBody(Body):
+    """POST /v1/responses."""
+
+    model: str
+    input: Annotated[Items, BeforeValidator(_items), WithJsonSchema({"type": ["string", "array"]})]
+    """A string, or items: messages, calls of functions and what they gave, reasoning."""
+    instructions: str | None = None
+    """A system message before all others."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
+    stream: bool = False
+    tools: Annotated[list[Any], BeforeValidator(_tools)] = Field(default_factory=list)
+    """Functions that the model may call."""
+    tool_choice: Annotated[Any, BeforeValidator(_choice)] = "auto"
+    """none, auto, required or a function."""
+    parallel_tool_calls: bool = True
+    text: Annotated[Any, BeforeValidator(_form), WithJsonSchema(_ANY_OBJECT)] = None
+    """What the answer must look like, in `format`."""
+    previous_response_id: str | None = None
+    """A response that this one goes on from, where the server keeps them."""
+    store: bool = True
+    """Keep this response, where the server keeps any."""
+    metadata: dict[str, str] = Field(default_factory=dict)
+    """Comes back as it is."""
+
+    # Extensions.
+    max_reasoning_tokens: int | None = Field(default=None, ge=1)
+    chat_template_kwargs: Annotated[dict[str, Any], WithJsonSchema(_ANY_OBJECT)] = Field(default_factory=dict)
+    seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
+    return_accepted_drafts: bool = False
+    """Say in `usage` how many drafts stood, and how many did not."""
+
+
+UNSUPPORTED: Final[Mapping[str, str]] = {
+    "background": "an answer in the background (background)",
+    "conversation": "a conversation that the server keeps (conversation); use previous_response_id: this",
+    "prompt": "a prompt that the server keeps (prompt)",
+    "context_management": "context_management",
+    "top_logprobs": "top_logprobs",
+    "moderation": "moderation",
+}
+"""Fields that change the answer, by name, and what is not supported."""
+
+
+def reject_unsupported(raw: Mapping[str, Any]) -> None:
+    """400 for what asks for something that this server cannot do."""
+    for name, what in UNSUPPORTED.items():
+        if raw.get(name):
+            raise unsupported(what, name)
+    if raw.get("truncation") not in (None, "disabled"):
+        raise unsupported("prompt truncation (truncation)", "truncation")
+    reasoning = raw.get("reasoning")
+    if isinstance(reasoning, Mapping) and reasoning.get("effort") is not None:
+        switch = "where the model's chat template has a switch for it, set that in chat_template_kwargs"
+        raise unsupported(f"effort of reasoning; {switch}: this field", "reasoning")
+    include = raw.get("include")
+    if isinstance(include, list) and "message.output_text.logprobs" in include:
+        raise unsupported("log-probabilities of a response", "include")
+
+
+NAMES: Final = {
+    "response_format": "text",
+    "guided_begin_after": "text",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+}
+"""What fields of chats are called here."""
+_TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def named_here(error: ApiError) -> ApiError:
+    """An error about a chat, with the field that the client gave."""
+    first, dot, rest = (error.param or "").partition(".")
+    if first in NAMES:
+        error.param = NAMES[first] + dot + rest
+    return error
+
+
+def parse_response(raw: bytes) -> ResponsesBody:
+    """The body of /v1/responses; 400 for what is wrong with it."""
+    value = parse_object(raw)
+    reject_unsupported(value)
+    return validate(ResponsesBody, value)
+
+
+def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
+    """The chat of these messages, that of the body last. 400 for what is no chat."""
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": with_instructions(messages, body.instructions),
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": body.tools,
+        "tool_choice": body.tool_choice,
+        "response_format": body.text,
+    }
+    sampling = ("temperature", "top_p", "seed", "max_reasoning_tokens")
+    same = (*sampling, "stream", "parallel_tool_calls", "return_accepted_drafts")
+    try:
+        more = {name: getattr(body, name) for name in same}
+        return validate(ChatBody, {**fields, **more, "chat_template_kwargs": body.chat_template_kwargs})
+    except ApiError as error:
+        raise named_here(error) from None
+
+
+def messages_of(items: Sequence[dict[str, Any]]) -> Messages:
+    """Items as messages; 400 for content that nobody reads."""
+    return messages_of_items(items, _text)
+
+
+def _text(value: Any) -> str:
+    """Content as one text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ApiError(400, "input: content should be a string or a list of parts", param="input", code="invalid_value")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXTS or not isinstance(part.get("text"), str):
+            raise unsupported(f"a content part of type {str(kind)[:64]!r}", "input")
+        texts.append(part["text"])
+    return joined(texts)

@@ -1,0 +1,243 @@
+"""How answers are written as responses: the whole object, and the numbered events of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final, Literal
+
+import orjson
+from pydantic import ConfigDict
+
+from deploy.api.generation.choice import Choice, Piece, draft_counts
+from deploy.api.generation.generate import named_event
+from deploy.api.http.errors import invalid
+from deploy.api.http.openapi import Answer
+from deploy.api.job.job import Job
+from deploy.api.responses.bodies import ResponsesBody
+from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
+
+
+class ResponseAnswer(Answer):
+    """POST /v1/responses; what else it has OpenAI describes."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    output: list[dict[str, Any]]
+    """Items of type reasoning, message and function_call."""
+    usage: dict[str, Any] | None
+
+
+class ResponseEvent(Answer):
+    """One event of its stream, after `data: `; what else it has OpenAI describes."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int
+    own_ending: ClassVar[bool] = True
+    own_failure: ClassVar[bool] = True
+
+
+class ResponsesFormat:
+    """/v1/responses. See `Format`; of one answer."""
+
+    def __init__(
+        self, job: Job, body: ResponsesBody, name: str, stored: bool, on_end: Callable[[list[dict[str, Any]]], None]
+    ) -> None:
+        """`name`: the response's id. `stored`: whether it can be gone on from. `on_end` gets the output once it is
+        complete. 400 for what of `body` could not be written."""
+        self._job, self._on_end = job, on_end
+        self._items = OutputWriter()
+        self._number = 0
+        """Of the next event."""
+        self._head: dict[str, Any] = {
+            "id": name,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": job.model,
+            "error": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": stored,
+            "temperature": body.temperature,
+            "text": {"format": _flat(body.text, "json_schema") if body.text else {"type": "text"}},
+            "tool_choice": _flat(body.tool_choice, "function"),
+            "tools": [{"parameters": None, "strict": None, **_flat(tool, "function")} for tool in body.tools],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+        }
+        try:
+            orjson.dumps(self._head)
+        except TypeError:
+            raise invalid("tools and text come back with the answer, and one of them is nested too deeply") from None
+
+    def opening(self, choice: Choice) -> bytes | None:
+        """The response before it has output."""
+        begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        return b"".join(self._numbered({"type": f"response.{kind}", "response": begun}) for kind in _BEGINNINGS)
+
+    def template(self, index: int) -> tuple[bytes, bytes]:
+        """See `Format`."""
+        raise NotImplementedError("the text of responses is told apart")
+
+    def writer(self, index: int) -> Callable[[Piece], bytes]:
+        """See `Format`."""
+        return self._written
+
+    def chunk(self, choice: Choice, text: Piece) -> bytes:
+        """See `Format`."""
+        written = self._written(text)
+        if choice.finish is None:
+            return written
+        status = _status(choice)
+        last = b"".join(map(self._numbered, self._items.close(status)))
+        return written + last + self._numbered({"type": f"response.{status}", "response": self._ended(choice)})
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """Nothing more."""
+        return b""
+
+    def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
+        """See `Format`."""
+        [choice], [text] = choices, texts
+        self._written(text)
+        self._items.close(_status(choice))
+        return orjson.dumps(self._ended(choice))
+
+    def _ended(self, choice: Choice) -> dict[str, Any]:
+        output, status = self._items.output, _status(choice)
+        self._on_end(output)
+        prompt = len(self._job.prompts[0].ids)
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": choice.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": choice.generated,
+            "output_tokens_details": {
+                "reasoning_tokens": choice.reasoning_tokens,
+                **draft_counts(self._job, [choice]),
+            },
+            "total_tokens": prompt + choice.generated,
+        }
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {**self._head, "status": status, "incomplete_details": details, "output": output, "usage": usage}
+
+    def _written(self, piece: Piece) -> bytes:
+        events = piece if isinstance(piece, list) else [Content(piece)] if piece else []
+        return b"".join(self._numbered(told) for event in events for told in self._items.take(event))
+
+    def _numbered(self, event: dict[str, Any]) -> bytes:
+        self._number += 1
+        return named_event({**event, "sequence_number": self._number - 1})
+
+
+_BEGINNINGS = ("created", "in_progress")
+
+
+def _status(choice: Choice) -> str:
+    return "incomplete" if choice.finish == "length" else "completed"
+
+
+def _flat(value: Any, inner: str) -> Any:
+    """As the Responses API has it what chats have in an object of its own."""
+    if not isinstance(value, dict) or inner not in value:
+        return value
+    return {"type": value["type"], **value[inner]}
+
+
+Events = list[dict[str, Any]]
+"""By their types and fields, without their numbers."""
+_PARTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}
+_PREFIX: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class OutputWriter:
+    """Collects the output of one response, items of reasoning, text and calls, and tells of it in events. A call that
+    breaks off is told of as incomplete, and is none of the output in the end."""
+
+    def __init__(self) -> None:
+        self.output: list[dict[str, Any]] = []
+        """The items so far."""
+        self._item: dict[str, Any] | None = None
+        """The one that goes on."""
+        self._texts: list[str] = []
+        """Of it."""
+        self._index = -1
+
+    def take(self, event: Event) -> Events:
+        """Add what a parser found; returns the events that tell of it."""
+        if isinstance(event, Content):
+            return self._add_text("message", event.text)
+        if isinstance(event, Reasoning):
+            return self._add_text("reasoning", event.text)
+        if isinstance(event, CallBegin):
+            call = {"call_id": event.id, "name": event.name, "arguments": ""}
+            return self.close() + self._begin("function_call", call)
+        if isinstance(event, Arguments):
+            self._texts.append(event.text)
+            return [self._event("response.function_call_arguments.delta", delta=event.text)]
+        if isinstance(event, CallEnd):
+            return self.close()
+        assert isinstance(event, CallBroken)
+        events = self.close("incomplete")
+        self.output.pop()
+        return events
+
+    def close(self, status: str = "completed") -> Events:
+        """End the item that goes on, if one does."""
+        if (item := self._item) is None:
+            return []
+        text = "".join(self._texts)
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            events = [self._event("response.function_call_arguments.done", arguments=text, name=item["name"])]
+        else:
+            part = _part(item["type"], text)
+            item["content"] = [part]
+            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            done = self._event(f"response.{part['type']}.done", content_index=0, text=text, **more)
+            events = [done, self._event("response.content_part.done", content_index=0, part=part)]
+        events.append(self._event("response.output_item.done", item=dict(item)))
+        self._item = None
+        return events
+
+    def _add_text(self, kind: str, text: str) -> Events:
+        events: Events = []
+        if self._item is None or self._item["type"] != kind:
+            own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            events = self.close() + self._begin(kind, {**own, "content": []})
+            events.append(self._event("response.content_part.added", content_index=0, part=_part(kind, "")))
+        self._texts.append(text)
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        delta = self._event(f"response.{_PARTS[kind]}.delta", content_index=0, delta=text, **more)
+        return [*events, delta]
+
+    def _begin(self, kind: str, fields: dict[str, Any]) -> Events:
+        name = f"{_PREFIX[kind]}_{uuid.uuid4().hex}"
+        self._item = {"id": name, "type": kind, "status": "in_progress", **fields}
+        self._texts = []
+        self._index += 1
+        self.output.append(self._item)
+        added = {"type": "response.output_item.added", "output_index": self._index, "item": dict(self._item)}
+        return [added]
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        assert self._item is not None
+        where = {"output_index": self._index}
+        if kind != "response.output_item.done":
+            where["item_id"] = self._item["id"]
+        return {"type": kind, **where, **fields}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": _PARTS[kind], "text": text}
+    return part | {"annotations": [], "logprobs": []} if kind == "message" else part
