@@ -1,4 +1,4 @@
-"""Mistakes in settings, in plain sentences: what pydantic finds, as people call it who write flags and YAML."""
+"""What ends a command in one line, and mistakes in settings as people call them who write flags and YAML."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+
+
+class UsageMistake(Exception):
+    """The command was called wrongly; the text says what to do instead. Exit code 2."""
+
+
+class CommandFailure(Exception):
+    """The command was right but could not be carried out; the text is the cause. Exit code 1."""
+
 
 _PLAINER = {
     "tuple_type": "Input should be a list",

@@ -31,7 +31,7 @@ ROOMS = {
     "deploy": (
         ("mistakes", "text", "parsing", "page"),
         ("config",),
-        ("cluster",),
+        ("cluster", "loadtest"),
         ("routing",),
         ("observability",),
         ("api",),

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli import load_options, options
-from deploy.cli.console import UsageMistake, reported
+from deploy.cli.console import reported
+from deploy.mistakes import UsageMistake
 
 if TYPE_CHECKING:
-    from deploy.cli.load import LoadSpec
-    from deploy.cli.load_report import Limits
+    from deploy.loadtest.load import LoadSpec
+    from deploy.loadtest.load_report import Limits
 
 EPILOG = options.examples(
     "latentserve bench compare http://127.0.0.1:8000 http://127.0.0.1:9000 --concurrency 16 --requests 64",
@@ -95,9 +96,9 @@ def _run(specs: list[LoadSpec], rounds: int, limits: Limits | None, json_output:
     import json
     from dataclasses import replace
 
-    from deploy.cli.load import LoadRun
-    from deploy.cli.load_ratios import ratios, show_ratios
-    from deploy.cli.load_report import LoadReport
+    from deploy.loadtest.load import LoadRun
+    from deploy.loadtest.load_ratios import ratios, show_ratios
+    from deploy.loadtest.load_report import LoadReport
 
     runs = [LoadRun([], 0.0), LoadRun([], 0.0)]
     for turn in range(rounds):

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli import load_options, options
-from deploy.cli.console import CommandFailure, reported
+from deploy.cli.console import reported
+from deploy.mistakes import CommandFailure
 
 if TYPE_CHECKING:
-    from deploy.cli.load import LoadSpec
-    from deploy.cli.load_report import Limits
+    from deploy.loadtest.load import LoadSpec
+    from deploy.loadtest.load_report import Limits
 
 EPILOG = options.examples(
     "latentserve bench http --url http://127.0.0.1:8000 --concurrency 64 --requests 256",
@@ -69,7 +70,7 @@ def http(
 def _run(spec: LoadSpec, limits: Limits | None, page: Path | None, json_output: bool, quiet: bool) -> None:
     import json
 
-    from deploy.cli.load_report import LoadReport
+    from deploy.loadtest.load_report import LoadReport
 
     run = load_options.load(spec, quiet, watch=page is not None)
     report = LoadReport.of(run, limits)
@@ -81,7 +82,7 @@ def _run(spec: LoadSpec, limits: Limits | None, page: Path | None, json_output: 
         report.show(Console(), spec)
     load_options.check_finished(report, spec.url)
     if page is not None:
-        from deploy.cli.load_page import load_page
+        from deploy.loadtest.load_page import load_page
 
         try:
             page.write_text(load_page(spec, run, report), encoding="utf-8")

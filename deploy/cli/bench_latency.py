@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import CommandFailure, UsageMistake, check_interrupt, int_list, reported, result_stream
+from deploy.cli.console import check_interrupt, int_list, reported, result_stream
+from deploy.mistakes import CommandFailure, UsageMistake
 
 if TYPE_CHECKING:
     from pathlib import Path

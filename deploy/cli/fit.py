@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import FAILURE, UsageMistake, check_interrupt, reported, result_stream
+from deploy.cli.console import FAILURE, check_interrupt, reported, result_stream
+from deploy.mistakes import UsageMistake
 
 if TYPE_CHECKING:
     from workers.config import EngineConfig

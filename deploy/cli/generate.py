@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import UsageMistake, check_interrupt, int_list, read_stdin, reported, result_stream
+from deploy.cli.console import check_interrupt, int_list, read_stdin, reported, result_stream
+from deploy.mistakes import UsageMistake
 
 if TYPE_CHECKING:
     from deploy.cli.generation import Generation

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.cli.console import CommandFailure, UsageMistake
+from deploy.mistakes import CommandFailure, UsageMistake
 
 if TYPE_CHECKING:
-    from deploy.cli.load import LoadRun, LoadSpec
-    from deploy.cli.load_report import Limits, LoadReport
+    from deploy.loadtest.load import LoadRun, LoadSpec
+    from deploy.loadtest.load_report import Limits, LoadReport
 
 Rate = Annotated[
     float | None, typer.Option("--rate", help="Requests (or sessions) a second, Poisson arrivals.", show_default=False)
@@ -78,7 +78,7 @@ def _check_pace(rate: float | None, concurrency: int | None) -> None:
 
 def check_address(url: str, option: str) -> None:
     """UsageMistake for what is no address."""
-    from deploy.cli.sse_client import Target
+    from deploy.loadtest.sse_client import Target
 
     try:
         Target(url)
@@ -98,7 +98,7 @@ def check_page(page: Path | None) -> None:
 
 def limits_of(ttft_ms: float | None, gap_ms: float | None) -> Limits | None:
     """None without any."""
-    from deploy.cli.load_report import Limits
+    from deploy.loadtest.load_report import Limits
 
     return None if ttft_ms is None and gap_ms is None else Limits(ttft_ms, gap_ms)
 
@@ -142,8 +142,8 @@ def spec(url: str, model: str | None, api_key: str | None, what: dict[str, Any])
     """What is sent to an endpoint: `what` is of `sent`. Without a model it is asked for the one that it serves."""
     import asyncio
 
-    from deploy.cli.load import LoadSpec
-    from deploy.cli.served_model import served_model
+    from deploy.loadtest.load import LoadSpec
+    from deploy.loadtest.served_model import served_model
 
     named = model or asyncio.run(served_model(url, api_key, what["timeout_s"]))
     return LoadSpec(url=url, model=named, api_key=api_key, **what)
@@ -156,7 +156,7 @@ def _requests(
     pace = {"rate": rate, "concurrency": concurrency or 1}
     if trace is None:
         return {"requests": requests or 100, "api": "chat" if chat else "completions", **pace}
-    from deploy.cli.sessions import TraceError, read_trace
+    from deploy.loadtest.sessions import TraceError, read_trace
 
     try:
         sessions = read_trace(trace, requests)
@@ -175,7 +175,7 @@ def load(spec: LoadSpec, quiet: bool, name: str = "requests", *, watch: bool = F
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from deploy.cli.load import run_load
+    from deploy.loadtest.load import run_load
 
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal

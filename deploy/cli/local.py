@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from deploy.cli.console import CommandFailure, UsageMistake
-from deploy.mistakes import explain
+from deploy.mistakes import CommandFailure, UsageMistake, explain
 from workers.config import EngineConfig
 from workers.fit import Unfit, check_fit
 from workers.processes.client import EngineClient

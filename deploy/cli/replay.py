@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import FAILURE, CommandFailure, UsageMistake, check_interrupt, reported, result_stream
+from deploy.cli.console import FAILURE, check_interrupt, reported, result_stream
+from deploy.mistakes import CommandFailure, UsageMistake
 
 if TYPE_CHECKING:
     from workers.config import EngineConfig

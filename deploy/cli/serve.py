@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import CommandFailure, UsageMistake, reported
+from deploy.cli.console import reported
+from deploy.mistakes import CommandFailure, UsageMistake
 
 if TYPE_CHECKING:
     from deploy.config.application import ServeConfig

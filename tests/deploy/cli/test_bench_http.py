@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.cli.console import CommandFailure, UsageMistake
-from deploy.cli.load import LoadRun, LoadSpec, RequestRecord, run_load
-from deploy.cli.load_report import LoadReport, percentile
-from deploy.cli.served_model import served_model
-from deploy.cli.sse_client import SseConnection, Target
-from tests.deploy.cli.sse_server import completions, serving
+from deploy.loadtest.load import LoadRun, LoadSpec, RequestRecord, run_load
+from deploy.loadtest.load_report import LoadReport, percentile
+from deploy.loadtest.served_model import served_model
+from deploy.loadtest.sse_client import SseConnection, Target
+from deploy.mistakes import CommandFailure, UsageMistake
+from tests.deploy.loadtest.sse_server import completions, serving
 
 
 def spec(url: str, **fields) -> LoadSpec:

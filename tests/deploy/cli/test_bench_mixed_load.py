@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.cli.sse_server import Exchange, completions, serving
+from tests.deploy.loadtest.sse_server import Exchange, completions, serving
 
 SMALL = "--model m --streams 3 --stream-input 4 --output 500 --input 40 --period 0.05 --seconds 0.1 --settle 0.2"
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.cli.load import LoadSpec, run_load
-from deploy.cli.sessions import TraceError, read_trace
-from tests.deploy.cli.sse_server import serving
+from deploy.loadtest.load import LoadSpec, run_load
+from deploy.loadtest.sessions import TraceError, read_trace
+from tests.deploy.loadtest.sse_server import serving
 
 SHAREGPT = {
     "id": "a",

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from deploy.cli.batch_mix import MixPoint, watched
-from deploy.cli.sessions import Session
-from deploy.cli.sse_client import ConnectionLost, SseClient, Target
+from deploy.loadtest.batch_mix import MixPoint, watched
+from deploy.loadtest.sessions import Session
+from deploy.loadtest.sse_client import ConnectionLost, SseClient, Target
 
 Api = Literal["completions", "chat"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.load import LoadRun, LoadSpec, RequestRecord
+from deploy.loadtest.load import LoadRun, LoadSpec, RequestRecord
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from deploy.api.app import create_app
-from deploy.cli.batch_mix import MixPoint, read
-from deploy.cli.load import LoadSpec, run_load
+from deploy.loadtest.batch_mix import MixPoint, read
+from deploy.loadtest.load import LoadSpec, run_load
 from tests.deploy.api.fake_engine import FakeEngine, out, serving
-from tests.deploy.cli.sse_server import Exchange, completions
-from tests.deploy.cli.sse_server import serving as another
+from tests.deploy.loadtest.sse_server import Exchange, completions
+from tests.deploy.loadtest.sse_server import serving as another
 from workers.protocol.messages import Distribution, EngineStats
 
 
