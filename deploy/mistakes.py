@@ -25,6 +25,8 @@ _PLAINER = {
     "invalid_key": "Names should be text",
 }
 """What pydantic says in Python's terms, in those of a settings file."""
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+"""Mistakes that are told with the number that was given."""
 _NO_NAMES = ("[key]", "[plain]", "[named]")
 """Parts of a mistake's place that no settings file has: pydantic's own, and the kinds of API keys."""
 
@@ -41,6 +43,8 @@ def explain(
     for item in error.errors(include_url=False):
         message = _PLAINER.get(item["type"]) or item["msg"].removeprefix("Value error, ")
         name = ".".join(str(part) for part in item["loc"] if part not in _NO_NAMES)
+        if item["type"] in _OUT_OF_RANGE and not {*item["loc"]} & {*_NO_NAMES}:  # which hold keys, and these are secret
+            message += f", not {item['input']}"
         if item["type"] == "extra_forbidden":
             lines.append(_unknown(name, settings, source))
         else:
