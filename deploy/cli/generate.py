@@ -28,11 +28,12 @@ EPILOG = options.examples(
 
 @options.takes(options.engine("record_plans", "record_prompts"), defaults={"model": "demo"})
 def generate(
-    given: options.Given,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.")] = None,
     prompt_ids: Annotated[
         str | None, typer.Option("--prompt-ids", metavar="3,14,15", help="Token ids to continue; needs no tokenizer.")
     ] = None,
+    *,
+    given: options.Given,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,

@@ -18,6 +18,7 @@ SAMPLING = "Sampling"
 Given = dict[str, Any]
 """Settings that the command line gives, by their dotted names. See `takes`."""
 Command = Callable[..., None]
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
 def takes(
@@ -36,12 +37,12 @@ def takes(
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
             if parameter.name != "given":
-                parameters.append(parameter)
+                parameters.append(parameter.replace(kind=_BY_NAME))
                 continue
             for name, setting in chosen.items():
                 default = words.get(setting.name, setting.default)
                 option = _option(setting, setting.help(names), default, over_file)
-                parameters.append(inspect.Parameter(name, parameter.kind, default=None, annotation=option))
+                parameters.append(inspect.Parameter(name, _BY_NAME, default=None, annotation=option))
 
         @wraps(function)
         def command(**values: Any) -> None:

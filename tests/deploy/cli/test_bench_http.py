@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.loadtest.load import LoadRun, LoadSpec, RequestRecord, run_load
+from deploy.loadtest.load import LoadRun, RequestRecord, run_load
 from deploy.loadtest.load_report import LoadReport, percentile
+from deploy.loadtest.load_spec import LoadSpec
 from deploy.loadtest.served_model import served_model
 from deploy.loadtest.sse_client import SseConnection, Target
 from deploy.mistakes import CommandFailure, UsageMistake
@@ -91,7 +92,7 @@ async def test_tokens_without_text_are_seen_where_their_ids_are_asked_for(api: s
         await exchange.chunk(b"data: [DONE]\n\n")
         await exchange.end()
 
-    report, _, _ = await load(answer, requests=1, api=api, token_ids=True)
+    report, _, _ = await load(answer, requests=1, chat=api == "chat", token_ids=True)
     assert (report.finished, report.events, report.generated_tokens) == (1, 3, 3)
 
 
@@ -112,7 +113,7 @@ async def test_chat_counts_no_role_event():
         await exchange.chunk(b"data: [DONE]\n\n")
         await exchange.end()
 
-    report, _, _ = await load(answer, requests=1, api="chat")
+    report, _, _ = await load(answer, requests=1, chat=True)
     assert (report.finished, report.events, report.generated_tokens) == (1, 2, 2)
 
 
@@ -304,7 +305,7 @@ def test_addresses_that_are_none(url, command):
 
 def test_rate_and_concurrency_exclude_each_other(command):
     assert "not both" in command("bench", "http", "--rate", "1", "--concurrency", "2").err
-    assert "--rate must be positive" in command("bench", "http", "--rate", "0").err
+    assert "--rate: Input should be greater than 0, not 0" in command("bench", "http", "--rate", "0").err
 
 
 def test_a_run_in_which_nothing_finished_fails(command):
