@@ -52,7 +52,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    model: Annotated[str, Flag(metavar="PATH|demo", everywhere=True)]
+    model: Annotated[str, Flag(metavar="PATH|demo", default="demo", everywhere=True)]
     """Folder with config.json and safetensors, or demo: the model shipped with the project."""
     tensor_parallel: Annotated[int, Field(ge=1), Flag(everywhere=True)] = 1
     """Ranks (GPUs) of a replica, which share every layer."""

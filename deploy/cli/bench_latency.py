@@ -29,7 +29,7 @@ _LEAST_CONTEXT = 16384
 """Tokens. Page tables as short as the prompts at hand would measure an engine that nobody runs."""
 
 
-@options.takes(options.engine("token_budget"), defaults={"model": "demo"})
+@options.takes(options.engine("token_budget"))
 def latency(
     given: options.Given,
     batch: Annotated[

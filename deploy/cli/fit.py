@@ -25,9 +25,7 @@ EPILOG = options.examples(
 )
 
 
-@options.takes(
-    options.engine("max_rows", "token_budget", without=("activations", "device")), defaults={"model": "demo"}
-)
+@options.takes(options.engine("max_rows", "token_budget", without=("activations", "device")))
 def fit(
     given: options.Given,
     gpu: Annotated[

@@ -26,7 +26,7 @@ EPILOG = options.examples(
 )
 
 
-@options.takes(options.engine("record_plans", "record_prompts"), defaults={"model": "demo"})
+@options.takes(options.engine("record_plans", "record_prompts"))
 def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.")] = None,
     prompt_ids: Annotated[

@@ -23,7 +23,7 @@ EPILOG = options.examples(
     "latentserve serve --config serve.yaml --port 9000",
 )
 
-_DEFAULTS = {"engine.model": "demo", "engine.tensor_parallel": "1; 2 for the demo model, unless there is one GPU"}
+_DEFAULTS = {"engine.tensor_parallel": "1; 2 for the demo model, unless there is one GPU"}
 """Of the commands whose settings `serve_config` puts together."""
 SETTINGS = [setting for setting in settings_of(ServeConfig) if setting.flag]
 """All that are on the command line."""

@@ -132,14 +132,14 @@ class Setting:
 
     def documented(self) -> tuple[str, str]:
         """A line of a settings file that gives its default, and what is said of it."""
-        leaf = self.name.rpartition(".")[2]
-        default = None if self.field.is_required() else self.field.get_default()
+        default = self.default if self.field.is_required() else self.field.get_default()
         shown = default if isinstance(default, str) else json.dumps(default)
-        allowed = "" if self.flag and self.flag.metavar else f"[{self.value}]"
-        text = self.text.replace("\n", " ").replace("None:", "null:").replace("`", "")
-        meaning = f"null: {self.default}." if default is None and self.flag and self.flag.default else ""
-        words = (f"{self.option}:" if self.flag else "", text, meaning, "" if allowed == "[]" else allowed)
-        return f"{leaf}: {shown}", " ".join(word for word in words if word)
+        first, _, more = self.text.partition("\n")
+        meaning = f"null: {self.default}." if default is None and self.default else ""
+        allowed = "" if self.flag and self.flag.metavar else self.range or "|".join(self.choices)
+        words = (f"{self.option}:" if self.flag else "", first, meaning, more, f"[{allowed}]" if allowed else "")
+        said = " ".join(" ".join(words).split())
+        return f"{self.name.rpartition('.')[2]}: {shown}", said.replace("None:", "null:").replace("`", "")
 
 
 def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
