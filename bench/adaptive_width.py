@@ -42,9 +42,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import synthetic_acceptance
 from streams import LOOK_S, Streams, decoding_streams, tokens_left
 
-from deploy.cli.console import CommandFailure, UsageMistake
 from deploy.cli.latency import PromptSource
 from deploy.cli.local import engine_config, engine_of, settled_stats
+from deploy.mistakes import CommandFailure, UsageMistake
 from workers.config import AUTO_WIDTH
 from workers.processes.client import EngineClient
 from workers.protocol.messages import Request

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mixed_load import Answer, Failed, Load
 
-from deploy.cli.console import CommandFailure, UsageMistake
-from deploy.cli.load_report import Distribution
-from deploy.cli.served_model import served_model
-from deploy.cli.sse_client import SseClient, Target
+from deploy.loadtest.load_report import Distribution
+from deploy.loadtest.served_model import served_model
+from deploy.loadtest.sse_client import SseClient, Target
+from deploy.mistakes import CommandFailure, UsageMistake
 
 REPEATS = 2
 

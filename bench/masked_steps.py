@@ -44,9 +44,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from masks import LISTS, write_vocabulary
 from streams import PATIENCE_S, Streams, decoding_streams, tokens_left
 
-from deploy.cli.console import CommandFailure, UsageMistake
 from deploy.cli.latency import PromptSource
 from deploy.cli.local import engine_config, engine_of, settled_stats
+from deploy.mistakes import CommandFailure, UsageMistake
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.processes.client import EngineClient
 from workers.processes.launch import LocalReplica

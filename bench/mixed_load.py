@@ -41,10 +41,10 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from deploy.cli.console import CommandFailure, UsageMistake
-from deploy.cli.load_report import Distribution, percentile
-from deploy.cli.served_model import served_model
-from deploy.cli.sse_client import ConnectionLost, SseClient, Target
+from deploy.loadtest.load_report import Distribution, percentile
+from deploy.loadtest.served_model import served_model
+from deploy.loadtest.sse_client import ConnectionLost, SseClient, Target
+from deploy.mistakes import CommandFailure, UsageMistake
 
 PATH = "/v1/completions"
 ALONE_S = 2.5

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
-from deploy.cli.console import UsageMistake
 from deploy.cli.local import settled_stats
+from deploy.mistakes import UsageMistake
 from kernels.page import PAGE_TOKENS
 from workers.processes.client import EngineClient
 from workers.protocol.messages import Request

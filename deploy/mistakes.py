@@ -1,4 +1,4 @@
-"""Mistakes in settings, in plain sentences: what pydantic finds, as people call it who write flags and YAML."""
+"""What ends a command in one line, and mistakes in settings as people call them who write flags and YAML."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+
+class UsageMistake(Exception):
+    """The command was called wrongly; the text says what to do instead. Exit code 2."""
+
+
+class CommandFailure(Exception):
+    """The command was right but could not be carried out; the text is the cause. Exit code 1."""
+
+
 _PLAINER = {
     "tuple_type": "Input should be a list",
     "model_type": "Input should hold settings by name",
@@ -16,6 +25,8 @@ _PLAINER = {
     "invalid_key": "Names should be text",
 }
 """What pydantic says in Python's terms, in those of a settings file."""
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+"""Mistakes that are told with the number that was given."""
 _NO_NAMES = ("[key]", "[plain]", "[named]")
 """Parts of a mistake's place that no settings file has: pydantic's own, and the kinds of API keys."""
 
@@ -32,6 +43,8 @@ def explain(
     for item in error.errors(include_url=False):
         message = _PLAINER.get(item["type"]) or item["msg"].removeprefix("Value error, ")
         name = ".".join(str(part) for part in item["loc"] if part not in _NO_NAMES)
+        if item["type"] in _OUT_OF_RANGE and not {*item["loc"]} & {*_NO_NAMES}:  # which hold keys, and these are secret
+            message += f", not {item['input']}"
         if item["type"] == "extra_forbidden":
             lines.append(_unknown(name, settings, source))
         else:

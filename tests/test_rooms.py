@@ -32,7 +32,7 @@ ROOMS = {
     "deploy": (
         ("mistakes", "text", "parsing", "page"),
         ("config",),
-        ("cluster",),
+        ("cluster", "loadtest"),
         ("routing",),
         ("observability",),
         ("api",),

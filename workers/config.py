@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -15,84 +16,130 @@ DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 DEMO_DRAFT_MODEL = DEMO_MODEL.parent / "demo_eagle3"
 
 
-def _absolute(path: str) -> str:
+def _absolute(path: str | None) -> str | None:
     """Processes on a cluster have working folders of their own."""
-    return str(Path(path).expanduser().absolute())
+    return None if path is None else str(Path(path).expanduser().absolute())
+
+
+ENGINE: Final = "Model and engine"
+BUG_REPORTS: Final = "Bug reports"
+"""Headings in the help of commands."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Puts a field of settings on the command line (`deploy.cli.options`).
+
+    All else is said by the field: its type, range and default, its unit by the end of its name (`_s`, `_ms`, `_bytes`),
+    and its help by the first paragraph of the docstring under it. The documentation has the other paragraphs, too.
+    """
+
+    name: str = ""
+    """Such as `--model`. Empty: the field's name, with dashes."""
+    metavar: str = ""
+    """What help shows for the value. Empty: its choices, or its unit or type with the range."""
+    default: str = ""
+    """What holds where the setting is not given, in words. Empty: the field's default speaks for itself."""
+    panel: str | None = ENGINE
+    """Heading under which help lists it. None: among the command's own options."""
+    everywhere: bool = False
+    """Whether all commands that run an engine have it. Otherwise those that name it do, and `serve`, which has all."""
 
 
 class EngineConfig(BaseModel):
-    """What one replica serves and how much it takes on at once."""
+    """What one replica serves and how much it takes on at once.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    A field is the one place where a setting is stated. One with a `Flag` is on the command line as well.
+    """
 
-    model: str
-    """Folder with config.json and safetensors, or `demo` for the model shipped with the project."""
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share every layer."""
-    width: Literal["auto"] | Annotated[int, Field(ge=1, le=8)] = "auto"
-    """Tokens a decode row feeds in one step: 1 + drafts. auto: as many as pay at the time, up to `AUTO_WIDTH`. Ignored
-    (1) without a drafter."""
-    drafter: Literal["auto", "mtp", "eagle3", "ngram", "none"] = "auto"
-    """What drafts. auto: the draft model, if one is given, else the layer for it that the checkpoint has, else nothing.
-    mtp: that layer, without which nothing starts. eagle3: the draft model. ngram: what followed the newest tokens where
-    they stood before in the prompt or the output. none: nothing, which is width 1."""
-    draft_model: str | None = None
-    """Folder of a draft model (EAGLE-3), with config.json and safetensors, or `demo-eagle3` for the one of the demo
-    model."""
-    invariant: bool = False
-    """A request's logits are bitwise the same alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower."""
-    activations: Literal["auto", "bf16"] = "auto"
-    """What products with FP8 weights take. auto: many tokens are rounded to FP8 on GPUs that multiply such numbers, but
-    not in invariant mode. bf16: nothing is rounded but what the checkpoint has rounded."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and cache. auto: bfloat16 on GPUs, float32 on CPU."""
-    kv_cache_dtype: Literal["auto", "bf16", "fp8"] = "auto"
-    """Of cached latents. auto: as `dtype`. bf16: the same, which must be bfloat16. fp8: e4m3 with a scale for every 128
-    features; the roped part of the key as `dtype`; keys of indexers in INT8, with a scale each."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one."""
-    max_rows: Annotated[int, Field(ge=1, le=1024)] = 64
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    model: Annotated[str, Flag(metavar="PATH|demo", default="demo", everywhere=True)]
+    """Folder with config.json and safetensors, or demo: the model shipped with the project."""
+    tensor_parallel: Annotated[int, Field(ge=1), Flag(everywhere=True)] = 1
+    """Ranks (GPUs) of a replica, which share every layer."""
+    width: Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=8)], Flag(everywhere=True)] = "auto"
+    """Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output.
+
+    auto takes 4 at most. Without a drafter the width is 1, whatever is given."""
+    drafter: Annotated[Literal["auto", "mtp", "eagle3", "ngram", "none"], Flag(everywhere=True)] = "auto"
+    """What drafts. auto: the draft model or the checkpoint's own layer. ngram: look-up in the prompt.
+
+    auto drafts with the draft model if one is given, else with the layer, else not at all. mtp: the checkpoint's layer,
+    without which nothing starts. eagle3: the draft model. ngram: what followed the newest tokens where they stood
+    before in the prompt or the output. none: nothing, which is width 1."""
+    draft_model: Annotated[str | None, Flag(metavar="PATH|demo-eagle3", default="none", everywhere=True)] = None
+    """Folder of a draft model (EAGLE-3) for this model, or demo-eagle3: that of the demo model.
+
+    It holds config.json and safetensors."""
+    invariant: Annotated[bool, Flag(everywhere=True)] = False
+    """Bitwise the same logits alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower."""
+    activations: Annotated[Literal["auto", "bf16"], Flag(everywhere=True)] = "auto"
+    """Multiplied with FP8 weights. auto: many tokens are rounded to FP8 where the GPU can. bf16: none are.
+
+    In invariant mode auto rounds none either. What the checkpoint has rounded remains so."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Flag(everywhere=True)] = "auto"
+    """Type of weights and cache. auto: bfloat16 on GPUs, float32 on a CPU."""
+    kv_cache_dtype: Annotated[Literal["auto", "bf16", "fp8"], Flag(everywhere=True)] = "auto"
+    """Type of cached latents. auto: as `dtype`. fp8 holds about 1.75 times the tokens of bf16.
+
+    bf16: as `dtype`, which must be bfloat16. fp8: e4m3 with a scale for every 128 features; the roped part of the key
+    as `dtype`; keys of indexers in INT8, with a scale each."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], Flag(everywhere=True)] = "auto"
+    """What computes. auto: cuda where there is one.
+
+    On a cluster: where one of its nodes has a GPU."""
+    max_rows: Annotated[int, Field(ge=1, le=1024), Flag()] = 64
     """Requests decoded at once (slots)."""
-    token_budget: Annotated[int, Field(ge=1)] = 2048
-    """Most tokens one step feeds, decode and prefill together."""
-    mixed_step_target_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Milliseconds that a step with decode rows and prompts is to take: prompts get as many tokens as fit. None: twice
-    what a step of its decode rows alone takes, or longer where that leaves little for tokens of prompts, if the
-    self-test has measured it, on GPUs; elsewhere, and with 0, prompts get all of `token_budget` that decode rows
-    leave."""
-    max_context: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of prompt and output together; default: the model's max_position_embeddings."""
-    cache_pages: Annotated[int, Field(ge=2)] | None = None
-    """Pages of 64 tokens, the null page included; default: what memory allows (see `memory_fraction`)."""
-    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    token_budget: Annotated[int, Field(ge=1), Flag()] = 2048
+    """Most tokens one step feeds, decode and prefill together.
+
+    At least `max_rows` * `width` + 1; where the width is auto, `max_rows` + 1."""
+    max_context: Annotated[int | None, Field(ge=1), Flag(default="the model's")] = None
+    """Tokens of prompt and output together."""
+    cache_pages: Annotated[int | None, Field(ge=2), Flag(default="what memory allows")] = None
+    """Pages of 64 tokens of latent cache, the null page included."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1), Flag()] = 0.9
     """Share of a GPU's memory that weights, graphs and cache may take together."""
     cpu_cache_bytes: Annotated[int, Field(ge=1)] = 1 << 30
-    """Bytes of latent cache of a rank on CPU, when `cache_pages` is not given."""
+    """Latent cache of a rank on a CPU, where `cache_pages` is not given."""
+    mixed_step_target_ms: Annotated[
+        float | None, Field(ge=0, allow_inf_nan=False), Flag(default="2 x a decode step")
+    ] = None
+    """What a step with streams and prompts is to take; prompts get the tokens that fit. 0: all that are left.
+
+    The default holds on GPUs, where the self-test has measured what a step of decode rows alone takes; it is longer
+    beside few streams, where so little time would leave few tokens for prompts (docs/tune.md). Elsewhere, and with 0,
+    prompts get all of `token_budget` that streams leave."""
+    grammar_compile_timeout_s: Annotated[float, Field(gt=0), Flag("--grammar-compile-timeout")] = 10.0
+    """What structured output may take to compile; a request that takes longer is refused."""
     graphs: bool = True
-    """Capture decode steps, and the token-wise segments of mixed steps, into CUDA graphs (on GPUs; a CPU has none)."""
+    """Capture decode steps, and the token-wise segments of mixed steps, into CUDA graphs (a CPU has none)."""
     selftest: bool = True
     """Prove at start-up that steps compute what they should; a replica that fails it does not serve."""
     selftest_buckets: Literal["auto", "all"] = "auto"
-    """Which steps are proven. auto: every graph; where there are no graphs, the smallest, a middle and the largest
-    eager step."""
+    """Which steps are proven. auto: every graph; without graphs the smallest, a middle and the largest eager step."""
     queue_limit: Annotated[int, Field(ge=0)] = 512
-    """Sequences that may wait beyond `max_rows`; one more is refused (HTTP 429), a request of more than both together
-    for good (HTTP 400)."""
+    """Sequences that may wait beyond `max_rows`; one more is answered 429.
+
+    A request of more sequences than both together is answered 400."""
     prefix_cache: bool = True
     """Reuse the pages of equal prompt prefixes."""
-    record_plans: Annotated[str, AfterValidator(_absolute)] | None = None
-    """File to which every step plan and its result are written, for `latentserve replay`; where it is there already, or
-    a replica starts again, .1, .2, ... follow its name. None: nothing is recorded."""
-    record_prompts: bool = False
-    """Record prompts and generated tokens, too; without it others stand for them."""
+    record_plans: Annotated[
+        str | None, AfterValidator(_absolute), Flag(metavar="FILE", default="none", panel=BUG_REPORTS)
+    ] = None
+    """Write every step plan to a file for `replay`, without what was asked and answered.
+
+    With each plan goes its result. Where the file is there already, or a replica starts again, .1, .2, ... follow its
+    name."""
+    record_prompts: Annotated[bool, Flag(panel=BUG_REPORTS)] = False
+    """Record prompts and answers, too: they can be read."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds a launched step may take before the replica is given up as hung."""
+    """What a launched step may take before the replica is given up as hung."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 3.0
-    """Seconds a process of the replica may be silent before the replica is given up."""
-    grammar_compile_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds that the grammar of a request with structured output may take to compile before it is refused."""
+    """How long a process of the replica may be silent before the replica is given up."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Seconds until every rank has loaded and reports ready."""
+    """Until every rank has loaded and reports ready."""
 
     @model_validator(mode="after")
     def _ranks_make_a_tree(self) -> Self:

@@ -1,4 +1,5 @@
-"""The command `latentserve`. Import-light: what a command needs is imported when it runs."""
+"""The command `latentserve`. Import-light: besides the models of settings, of which options are made, what a command
+needs is imported when it runs."""
 
 from __future__ import annotations
 

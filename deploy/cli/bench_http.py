@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli import load_options, options
-from deploy.cli.console import CommandFailure, reported
+from deploy.cli import bench_load, options
+from deploy.cli.console import reported
+from deploy.mistakes import CommandFailure
 
 if TYPE_CHECKING:
-    from deploy.cli.load import LoadSpec
-    from deploy.cli.load_report import Limits
+    from deploy.loadtest.load_spec import LoadSpec
 
 EPILOG = options.examples(
     "latentserve bench http --url http://127.0.0.1:8000 --concurrency 64 --requests 256",
@@ -21,29 +21,18 @@ EPILOG = options.examples(
 )
 
 
+@options.takes(bench_load.SETTINGS)
 def http(
     url: Annotated[str, typer.Option("--url", help="Of the endpoint.")] = "http://127.0.0.1:8000",
     model: Annotated[
         str | None, typer.Option("--model", help="Name of the served model.", show_default="the one that is served")
     ] = None,
-    rate: load_options.Rate = None,
-    concurrency: load_options.Concurrency = None,
-    requests: load_options.Requests = None,
-    input_tokens: load_options.Input = 256,
-    output: load_options.Output = 128,
-    trace: load_options.Trace = None,
-    chat: load_options.Chat = False,
-    text: load_options.Text = False,
-    vocab: load_options.Vocab = 1000,
-    temperature: load_options.Temperature = 0.0,
-    stop_at_eos: load_options.StopAtEos = False,
-    token_ids: load_options.TokenIds = False,
-    seed: load_options.Seed = 0,
-    warmup: load_options.Warmup = 1,
-    timeout: load_options.Timeout = 600.0,
-    slo_ttft: load_options.MostTtft = None,
-    slo_gap: load_options.MostGap = None,
-    page: load_options.Page = None,
+    *,
+    given: options.Given,
+    page: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with plots there.", show_default=False),
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Sent as bearer token.", show_default=False)
     ] = None,
@@ -56,32 +45,29 @@ def http(
     --slo-ttft or --slo-gap say what is good, and errors by kind. Exit code 1 when no request finished.
     """
     with reported():
-        load_options.check_address(url, "--url")
-        load_options.check_page(page)
-        what = load_options.sent(
-            rate, concurrency, requests, input_tokens, output, trace, chat, text, vocab, temperature, stop_at_eos,
-            token_ids, seed, warmup, timeout,
-        )  # fmt: skip
-        spec = load_options.spec(url, model, api_key, what)
-        _run(spec, load_options.limits_of(slo_ttft, slo_gap), page, json_output, quiet)
+        bench_load.check_address(url, "--url")
+        bench_load.check_page(page)
+        load = bench_load.load_of(given)
+        spec = bench_load.spec_of(load, url, model, api_key)
+        _run(spec, page, json_output, quiet)
 
 
-def _run(spec: LoadSpec, limits: Limits | None, page: Path | None, json_output: bool, quiet: bool) -> None:
+def _run(spec: LoadSpec, page: Path | None, json_output: bool, quiet: bool) -> None:
     import json
 
-    from deploy.cli.load_report import LoadReport
+    from deploy.loadtest.load_report import Limits, LoadReport
 
-    run = load_options.load(spec, quiet, watch=page is not None)
-    report = LoadReport.of(run, limits)
+    run = bench_load.run(spec, quiet, watch=page is not None)
+    report = LoadReport.of(run, Limits.of(spec))
     if json_output:
         typer.echo(json.dumps(report.report(spec)))
     elif report.finished:
         from rich.console import Console
 
         report.show(Console(), spec)
-    load_options.check_finished(report, spec.url)
+    bench_load.check_finished(report, spec.url)
     if page is not None:
-        from deploy.cli.load_page import load_page
+        from deploy.loadtest.load_page import load_page
 
         try:
             page.write_text(load_page(spec, run, report), encoding="utf-8")

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import CommandFailure, UsageMistake, check_interrupt, int_list, reported, result_stream
+from deploy.cli.console import check_interrupt, int_list, reported, result_stream
+from deploy.mistakes import CommandFailure, UsageMistake
+from workers.config import AUTO_WIDTH, ENGINE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,8 +29,9 @@ _LEAST_CONTEXT = 16384
 """Tokens. Page tables as short as the prompts at hand would measure an engine that nobody runs."""
 
 
+@options.takes(options.engine("token_budget"))
 def latency(
-    model: options.Model = "demo",
+    given: options.Given,
     batch: Annotated[
         str, typer.Option("--batch", metavar="1,16", help="Requests at once; several, with commas.")
     ] = "1",
@@ -44,21 +47,7 @@ def latency(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the random prompts.")] = 0,
-    width: options.Width = "auto",
-    drafter: options.Drafter = "auto",
-    draft_model: options.GivenDraftModel = None,
-    tensor_parallel: options.TensorParallel = 1,
-    invariant: options.Invariant = False,
-    activations: options.Activations = "auto",
-    dtype: options.DType = "auto",
-    kv_cache_dtype: options.KvCacheDType = "auto",
-    device: options.Device = "auto",
-    token_budget: Annotated[
-        int | None, typer.Option("--token-budget", min=1, help="Most tokens one step feeds.", show_default="2048")
-    ] = None,
-    eager: Annotated[
-        bool, typer.Option("--eager", help="Without CUDA graphs.", rich_help_panel=options.ENGINE)
-    ] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Without CUDA graphs.", rich_help_panel=ENGINE)] = False,
     json_output: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -71,14 +60,13 @@ def latency(
 
     from deploy.cli.latency import LatencyShape
     from deploy.cli.local import engine_config, tokenizer_of
-    from workers.config import AUTO_WIDTH
 
     with reported():
         batches = int_list(batch, "--batch", least=1)
         lengths = int_list(output, "--output", least=1)
         if len(lengths) != 2 or lengths[0] >= lengths[1]:
             raise UsageMistake(f"--output takes two lengths, the shorter first, such as 33,161; not {output}")
-        base = engine_config(model=model)
+        base = engine_config(model=given.get("model"))
         fixed = None
         if prompt is not None:
             tokenizer = tokenizer_of(base)
@@ -91,20 +79,12 @@ def latency(
             if not fixed:
                 raise UsageMistake("--prompt is empty")
             input_tokens = len(fixed)
+        width = given.get("width", "auto")
         most = AUTO_WIDTH if width == "auto" else width
+        given.setdefault("token_budget", max(base.token_budget, max(batches) * most + 1))
         config = engine_config(
-            model=model,
-            width=width,
-            drafter=drafter,
-            draft_model=draft_model,
-            invariant=invariant,
-            activations=activations,
-            tensor_parallel=tensor_parallel,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            device=device,
+            **given,
             max_rows=max(batches),
-            token_budget=token_budget or max(base.token_budget, max(batches) * most + 1),
             max_context=_context(base.folder, input_tokens + lengths[1]),
             queue_limit=max(batches),
             graphs=not eager,

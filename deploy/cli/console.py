@@ -13,20 +13,14 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
+from deploy.mistakes import CommandFailure, UsageMistake
+
 if TYPE_CHECKING:
     from types import FrameType
 
 FAILURE = 1
 USAGE = 2
 INTERRUPTED = 130
-
-
-class UsageMistake(Exception):
-    """The command was called wrongly; the text says what to do instead. Exit code 2."""
-
-
-class CommandFailure(Exception):
-    """The command was right but could not be carried out; the text is the cause. Exit code 1."""
 
 
 @contextmanager

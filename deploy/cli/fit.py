@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import FAILURE, UsageMistake, check_interrupt, reported, result_stream
+from deploy.cli.console import FAILURE, check_interrupt, reported, result_stream
+from deploy.mistakes import UsageMistake
 
 if TYPE_CHECKING:
     from workers.config import EngineConfig
@@ -24,9 +25,9 @@ EPILOG = options.examples(
 )
 
 
+@options.takes(options.engine("max_rows", "token_budget", without=("activations", "device")))
 def fit(
-    model: options.Model = "demo",
-    tensor_parallel: options.TensorParallel = 1,
+    given: options.Given,
     gpu: Annotated[
         str, typer.Option("--gpu", metavar="h100|h200|80GiB", help="What each rank has, or its memory.")
     ] = "h200",
@@ -34,14 +35,6 @@ def fit(
         int | None,
         typer.Option("--context", min=2, help="Tokens of a request.", show_default="what the model was made for"),
     ] = None,
-    width: options.Width = "auto",
-    drafter: options.Drafter = "auto",
-    draft_model: options.GivenDraftModel = None,
-    invariant: options.Invariant = False,
-    dtype: options.DType = "auto",
-    kv_cache_dtype: options.KvCacheDType = "auto",
-    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Requests decoded at once.")] = 64,
-    token_budget: Annotated[int, typer.Option("--token-budget", min=1, help="Most tokens one step feeds.")] = 2048,
     json_output: options.Json = False,
 ) -> None:
     """Say what a model takes of each GPU's memory, and what is left for the cache.
@@ -53,19 +46,7 @@ def fit(
 
     with reported():
         total = _memory(gpu)
-        config = engine_config(
-            model=model,
-            tensor_parallel=tensor_parallel,
-            max_context=context,
-            width=width,
-            drafter=drafter,
-            draft_model=draft_model,
-            invariant=invariant,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            max_rows=max_rows,
-            token_budget=token_budget,
-        )
+        config = engine_config(**given, max_context=context)
         check_interrupt()
         plans, change = _plans(config, total)
         plan = plans[_asked(config)]

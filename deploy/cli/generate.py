@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import UsageMistake, check_interrupt, int_list, read_stdin, reported, result_stream
+from deploy.cli.console import check_interrupt, int_list, read_stdin, reported, result_stream
+from deploy.mistakes import UsageMistake
 
 if TYPE_CHECKING:
     from deploy.cli.generation import Generation
@@ -25,29 +26,20 @@ EPILOG = options.examples(
 )
 
 
+@options.takes(options.engine("record_plans", "record_prompts"))
 def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.")] = None,
     prompt_ids: Annotated[
         str | None, typer.Option("--prompt-ids", metavar="3,14,15", help="Token ids to continue; needs no tokenizer.")
     ] = None,
-    model: options.Model = "demo",
-    width: options.Width = "auto",
-    drafter: options.Drafter = "auto",
-    draft_model: options.GivenDraftModel = None,
-    tensor_parallel: options.TensorParallel = 1,
-    invariant: options.Invariant = False,
-    activations: options.Activations = "auto",
-    dtype: options.DType = "auto",
-    kv_cache_dtype: options.KvCacheDType = "auto",
-    device: options.Device = "auto",
+    *,
+    given: options.Given,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     seed: options.Seed = None,
     ignore_eos: options.IgnoreEos = False,
-    record_plans: options.RecordPlans = None,
-    record_prompts: options.RecordPrompts = False,
     json_output: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -68,22 +60,8 @@ def generate(
     with reported():
         if (prompt is None) == (prompt_ids is None):
             raise UsageMistake("give either --prompt or --prompt-ids")
-        config = engine_config(
-            model=model,
-            width=width,
-            drafter=drafter,
-            draft_model=draft_model,
-            invariant=invariant,
-            activations=activations,
-            tensor_parallel=tensor_parallel,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            device=device,
-            max_rows=1,
-            record_plans=record_plans,
-            record_prompts=record_prompts,
-        )
-        given = None if prompt_ids is None else int_list(prompt_ids, "--prompt-ids")
+        config = engine_config(**given, max_rows=1)
+        numbers = None if prompt_ids is None else int_list(prompt_ids, "--prompt-ids")
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
@@ -95,7 +73,7 @@ def generate(
         # prompt, ends them.
         with result_stream() as stdout, LocalReplica(config) as replica:
             tokenizer = tokenizer_of(config)
-            ids = given or _encoded(prompt or "", tokenizer, config)
+            ids = numbers or _encoded(prompt or "", tokenizer, config)
             shown = _Shown(tokenizer, None if json_output else stdout)
             request = Request("generate", ids, sampling)
             check_interrupt()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from deploy.cli.console import CommandFailure, UsageMistake
-from deploy.mistakes import explain
+from deploy.config.settings import settings_of
+from deploy.mistakes import CommandFailure, UsageMistake, explain
 from workers.config import EngineConfig
 from workers.fit import Unfit, check_fit
 from workers.processes.client import EngineClient
@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 STATS_TIMEOUT_S = 1.0
 
 
-def engine_config(**flags: Any) -> EngineConfig:
-    """Settings from flags (None: not given); UsageMistake naming the wrong flag, the folder that is no model, or what
-    the model cannot be served with."""
+def engine_config(**given: Any) -> EngineConfig:
+    """Settings that a command line or a command gives (None: not given); of the demo model where there is no other.
+    UsageMistake naming the wrong flag, the folder that is no model, or what the model cannot be served with."""
+    values = {"model": "demo", **{name: value for name, value in given.items() if value is not None}}
+    flags = {setting.name: setting.option for setting in settings_of(EngineConfig)}
     try:
-        config = EngineConfig(**{name: value for name, value in flags.items() if value is not None})
+        config = EngineConfig(**values)
         check_fit(config)
     except ValidationError as error:
-        raise UsageMistake(explain(error, lambda name: "--" + name.replace("_", "-"))) from None
+        raise UsageMistake(explain(error, lambda name: flags.get(name, name))) from None
     except (FileNotFoundError, Unfit) as error:
         raise UsageMistake(str(error)) from None
     return config

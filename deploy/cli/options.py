@@ -1,158 +1,101 @@
-"""Options that several commands share: the same flag means the same everywhere, and the same as in `EngineConfig`."""
+"""Options of commands: those that settings become, and others that several commands share."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
-ENGINE = "Model and engine"
+from deploy.config.settings import Setting, settings_of
+from workers.config import EngineConfig
+
 SAMPLING = "Sampling"
-RECORDING = "Bug reports"
 
-# What options have in both their forms, with a default of their own and, below, as one of a settings file.
-_MODEL: Final[dict[str, Any]] = {
-    "metavar": "PATH|demo",
-    "help": "Folder with config.json and safetensors, or the demo model.",
-    "rich_help_panel": ENGINE,
-}
-_DRAFTER: Final[dict[str, Any]] = {
-    "metavar": "auto|mtp|eagle3|ngram|none",
-    "help": "What drafts. auto: the draft model or the checkpoint's own layer. ngram: look-up in the prompt.",
-    "rich_help_panel": ENGINE,
-}
-_ACTIVATIONS: Final[dict[str, Any]] = {
-    "metavar": "auto|bf16",
-    "help": "Multiplied with FP8 weights. auto: many tokens are rounded to FP8 where the GPU can. bf16: none are.",
-    "rich_help_panel": ENGINE,
-}
-_KV_CACHE_DTYPE: Final[dict[str, Any]] = {
-    "metavar": "auto|bf16|fp8",
-    "help": "Of cached latents. auto: as --dtype. fp8 holds about 1.75 times the tokens of bf16.",
-    "rich_help_panel": ENGINE,
-}
-_DEVICE: Final[dict[str, Any]] = {
-    "metavar": "auto|cpu|cuda",
-    "help": "auto: cuda where there is one.",
-    "rich_help_panel": ENGINE,
-}
-_INVARIANT: Final[dict[str, Any]] = {
-    "help": "Bitwise the same logits alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower.",
-    "rich_help_panel": ENGINE,
-}
-
-Model = Annotated[str, typer.Option("--model", **_MODEL)]
-TensorParallel = Annotated[
-    int, typer.Option("--tensor-parallel", min=1, help="Ranks that share every layer.", rich_help_panel=ENGINE)
-]
-WIDTH_HELP = (
-    "Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output."
-)
+Given = dict[str, Any]
+"""Settings that the command line gives, by their dotted names. See `takes`."""
+Command = Callable[..., None]
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
-def width(text: str | int) -> str | int:
-    """`auto` or 1 ... 8."""
-    if text == "auto" or str(text) in map(str, range(1, 9)):
-        return text if text == "auto" else int(text)
-    raise typer.BadParameter(f"{text!r} is neither auto nor a number from 1 to 8")
+def takes(
+    settings: Iterable[Setting], *, over_file: bool = False, defaults: Mapping[str, str] | None = None
+) -> Callable[[Command], Command]:
+    """Gives a command an option for each of the settings. Its argument `given` gets those that the user gave.
+
+    `over_file`: they replace what a settings file says, so that switches can be switched off, too. `defaults`: what
+    holds without an option, in words, where the command has a default of its own.
+    """
+    chosen = {setting.name.replace(".", "_"): setting for setting in settings}
+    names = {name: each.option for each in chosen.values() for name in (each.name, each.name.rpartition(".")[2])}
+    words = defaults or {}
+
+    def decorate(function: Command) -> Command:
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(function, eval_str=True).parameters.values():
+            if parameter.name != "given":
+                parameters.append(parameter.replace(kind=_BY_NAME))
+                continue
+            for name, setting in chosen.items():
+                default = words.get(setting.name, setting.default)
+                option = _option(setting, setting.help(names), default, over_file)
+                parameters.append(inspect.Parameter(name, _BY_NAME, default=None, annotation=option))
+
+        @wraps(function)
+        def command(**values: Any) -> None:
+            given = {setting.name: values.pop(name) for name, setting in chosen.items()}
+            function(given={name: value for name, value in given.items() if value not in (None, [])}, **values)
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {}  # those of the signature hold
+        return command
+
+    return decorate
 
 
-Width = Annotated[
-    Any,  # `EngineConfig` says which: typer knows no unions
-    typer.Option("--width", metavar="auto|1..8", parser=width, help=WIDTH_HELP, rich_help_panel=ENGINE),
-]
-Drafter = Annotated[str, typer.Option("--drafter", **_DRAFTER)]
-Invariant = Annotated[bool, typer.Option("--invariant", **_INVARIANT)]
-Activations = Annotated[str, typer.Option("--activations", **_ACTIVATIONS)]
-DType = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        metavar="auto|float32|bfloat16|float16",
-        help="Of weights and cache. auto: bfloat16 on GPUs, float32 on CPU.",
-        rich_help_panel=ENGINE,
-    ),
-]
-KvCacheDType = Annotated[str, typer.Option("--kv-cache-dtype", **_KV_CACHE_DTYPE)]
-Device = Annotated[str, typer.Option("--device", **_DEVICE)]
-# The same for commands that take a settings file: None means that the file, or its default, says it.
-GivenModel = Annotated[str | None, typer.Option("--model", **_MODEL, show_default="demo")]
+def engine(*also: str, without: Iterable[str] = ()) -> list[Setting]:
+    """Settings of commands that run an engine: those that all have, and those that are named."""
+    found = [setting for setting in settings_of(EngineConfig) if setting.flag]
+    assert {*also, *without} <= {setting.name for setting in found}
+    return [
+        setting
+        for setting in found
+        if setting.name in also or (setting.flag and setting.flag.everywhere and setting.name not in without)
+    ]
+
+
+def _option(setting: Setting, text: str, default: str, over_file: bool) -> Any:
+    """The type of a command's argument. Bounds are checked where the settings are put together, all at once."""
+    name, kind = setting.option, setting.scalar
+    told: dict[str, Any] = {"help": text.replace("[", r"\["), "rich_help_panel": setting.panel}
+    if kind is bool:
+        default = ""
+        if over_file or setting.field.default:
+            positive = name.removeprefix("--")
+            name, default = f"{name}/--no-{positive}", positive if setting.field.default else f"no-{positive}"
+    elif kind is object:
+        kind, told["parser"] = Any, _parser(setting)
+    if setting.value:
+        told["metavar"] = setting.value
+    return Annotated[list[str] if setting.many else kind, typer.Option(name, show_default=default or False, **told)]
+
+
+def _parser(setting: Setting) -> Callable[[Any], Any]:
+    def read(text: Any) -> Any:
+        try:
+            return setting.read(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return read
+
+
 SettingsFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="Settings as YAML (docs/command-line.md); flags replace them."),
-]
-GivenTensorParallel = Annotated[
-    int | None,
-    typer.Option(
-        "--tensor-parallel",
-        min=1,
-        help="Ranks (GPUs) of each replica.",
-        show_default="1; 2 for the demo model, unless there is one GPU",
-        rich_help_panel=ENGINE,
-    ),
-]
-GivenWidth = Annotated[
-    Any,
-    typer.Option(
-        "--width", metavar="auto|1..8", parser=width, help=WIDTH_HELP, show_default="auto", rich_help_panel=ENGINE
-    ),
-]
-GivenDrafter = Annotated[str | None, typer.Option("--drafter", **_DRAFTER, show_default="auto")]
-GivenDraftModel = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-model",
-        metavar="PATH|demo-eagle3",
-        help="Folder of a draft model (EAGLE-3) for this model, or the demo model's.",
-        show_default="none",
-        rich_help_panel=ENGINE,
-    ),
-]
-GivenInvariant = Annotated[
-    bool | None, typer.Option("--invariant/--no-invariant", **_INVARIANT, show_default="no-invariant")
-]
-GivenActivations = Annotated[str | None, typer.Option("--activations", **_ACTIVATIONS, show_default="auto")]
-GivenDType = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="auto|float32|bfloat16|float16",
-        help="Of weights and cache.",
-        show_default="auto",
-        rich_help_panel=ENGINE,
-    ),
-]
-GivenKvCacheDType = Annotated[str | None, typer.Option("--kv-cache-dtype", **_KV_CACHE_DTYPE, show_default="auto")]
-GivenDevice = Annotated[str | None, typer.Option("--device", **_DEVICE, show_default="auto")]
-GivenMaxRows = Annotated[
-    int | None,
-    typer.Option("--max-rows", help="Requests decoded at once.", show_default="64", rich_help_panel=ENGINE),
-]
-GivenTokenBudget = Annotated[
-    int | None,
-    typer.Option("--token-budget", help="Most tokens one step feeds.", show_default="2048", rich_help_panel=ENGINE),
-]
-GivenMixedStepTarget = Annotated[
-    float | None,
-    typer.Option(
-        "--mixed-step-target-ms",
-        metavar="MS",
-        min=0,
-        help="What a step with streams and prompts is to take; prompts get the tokens that fit. 0: all that are left.",
-        show_default="2 x a decode step",
-        rich_help_panel=ENGINE,
-    ),
-]
-GivenGrammarCompileTimeout = Annotated[
-    float | None,
-    typer.Option(
-        "--grammar-compile-timeout",
-        metavar="SECONDS",
-        help="What structured output may take to compile; a request that takes longer is refused.",
-        show_default="10",
-        rich_help_panel=ENGINE,
-    ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens generated.", rich_help_panel=SAMPLING)]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.", rich_help_panel=SAMPLING)]
@@ -176,21 +119,6 @@ Seed = Annotated[
 IgnoreEos = Annotated[
     bool,
     typer.Option("--ignore-eos", help="Generate on past end-of-sequence tokens.", rich_help_panel=SAMPLING),
-]
-RecordPlans = Annotated[
-    str | None,
-    typer.Option(
-        "--record-plans",
-        metavar="FILE",
-        help="Write every step plan to a file for `replay`, without what was asked and answered.",
-        rich_help_panel=RECORDING,
-    ),
-]
-RecordPrompts = Annotated[
-    bool,
-    typer.Option(
-        "--record-prompts", help="Record prompts and answers, too: they can be read.", rich_help_panel=RECORDING
-    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import FAILURE, CommandFailure, UsageMistake, check_interrupt, reported, result_stream
+from deploy.cli.console import FAILURE, check_interrupt, reported, result_stream
+from deploy.mistakes import CommandFailure, UsageMistake
+from workers.config import ENGINE
 
 if TYPE_CHECKING:
     from workers.config import EngineConfig
@@ -31,7 +33,7 @@ def replay(
             metavar="PATH|demo",
             help="The same model, where it lies in another folder here.",
             show_default="the recorded one",
-            rich_help_panel=options.ENGINE,
+            rich_help_panel=ENGINE,
         ),
     ] = None,
     device: Annotated[
@@ -41,7 +43,7 @@ def replay(
             metavar="auto|cpu|cuda",
             help="auto: cuda where there is one.",
             show_default="the recorded one",
-            rich_help_panel=options.ENGINE,
+            rich_help_panel=ENGINE,
         ),
     ] = None,
     any_version: Annotated[

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from deploy.cli import options
-from deploy.cli.console import FAILURE, CommandFailure, UsageMistake, check_interrupt, reported, result_stream
+from deploy.cli.console import FAILURE, check_interrupt, reported, result_stream
+from deploy.cli.serve import SETTINGS, serve_config, takes
+from deploy.mistakes import CommandFailure, UsageMistake
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,20 +24,13 @@ EPILOG = options.examples(
 )
 
 
+_SETTINGS = {f"engine.{setting.name}" for setting in options.engine("max_rows", "token_budget")}
+
+
+@takes(setting for setting in SETTINGS if setting.name in _SETTINGS)
 def selftest(
-    model: options.GivenModel = None,
+    given: options.Given,
     config: options.SettingsFile = None,
-    tensor_parallel: options.GivenTensorParallel = None,
-    width: options.GivenWidth = None,
-    drafter: options.GivenDrafter = None,
-    draft_model: options.GivenDraftModel = None,
-    invariant: options.GivenInvariant = None,
-    activations: options.GivenActivations = None,
-    dtype: options.GivenDType = None,
-    kv_cache_dtype: options.GivenKvCacheDType = None,
-    device: options.GivenDevice = None,
-    max_rows: options.GivenMaxRows = None,
-    token_budget: options.GivenTokenBudget = None,
     json_output: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -45,27 +40,10 @@ def selftest(
     """
     import asyncio
 
-    from deploy.cli.serve import serve_config
     from workers.fit import Unfit, check_fit
 
     with reported():
-        settings = serve_config(
-            config,
-            {
-                "engine.model": model,
-                "engine.tensor_parallel": tensor_parallel,
-                "engine.width": width,
-                "engine.drafter": drafter,
-                "engine.draft_model": draft_model,
-                "engine.invariant": invariant,
-                "engine.activations": activations,
-                "engine.dtype": dtype,
-                "engine.kv_cache_dtype": kv_cache_dtype,
-                "engine.device": device,
-                "engine.max_rows": max_rows,
-                "engine.token_budget": token_budget,
-            },
-        )
+        settings = serve_config(config, given)
         engine = settings.engine.model_copy(update={"selftest": True, "selftest_buckets": "all"})
         try:
             check_fit(engine)

@@ -3,43 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from deploy.config.keys import AnyKey, check_distinct, with_file
 from deploy.config.otlp import endpoint_problem
-from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
+from workers.config import Flag
+
+ACCESS: Final = "Access"
+"""A heading in the help of commands."""
 
 
 class ApiConfig(BaseModel):
     """What one replica's HTTP front accepts and how it answers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
 
-    served_model_names: tuple[str, ...] = ()
-    """Names requests may give as `model`; the first is the one answers carry. Empty: the engine's own name."""
+    served_model_names: Annotated[
+        tuple[str, ...], Flag("--served-model-name", default="the folder's", panel=ACCESS)
+    ] = ()
+    """Name that clients ask for; further ones are aliases.
+
+    The first is the one that answers carry. Empty: the model's own name."""
     ui: bool = True
-    """Serve the page at `/`, where people try the model and watch it."""
-    api_keys: tuple[AnyKey, ...] = Field(default=(), repr=False)
-    """Any of these as `Authorization: Bearer KEY` is let in; empty: everybody is. `/health`, `/metrics` and the
-    page itself are always open. One with a name may have limits, a priority and a weight."""
-    api_keys_file: Path | None = None
-    """A YAML file with more of them, which is read where the application is started."""
-    otlp_endpoint: str | None = None
-    """Base URL of an OpenTelemetry collector (OTLP over HTTP, `http://127.0.0.1:4318`) for spans of requests. None: no
-    spans, unless OTEL_EXPORTER_OTLP_ENDPOINT has one where the application is started."""
+    """Serve the page at /, where people try the model and watch it. Without it that is answered 404."""
+    api_keys: Annotated[tuple[AnyKey, ...], Flag("--api-key", default="everybody is let in", panel=ACCESS)] = Field(
+        default=(), repr=False
+    )
+    """Let in requests with this bearer token; may be repeated.
+
+    Empty: everybody is let in. `/health`, `/metrics` and the page itself are always open. One with a name may have
+    limits, a priority and a weight: docs/api-keys.md."""
+    api_keys_file: Annotated[Path | None, Flag(default="none", panel=ACCESS)] = None
+    """Keys with names, limits, priorities and weights as YAML (docs/api-keys.md).
+
+    They come on top of `api_keys`. It is read where the application is started."""
+    otlp_endpoint: Annotated[str | None, Flag(metavar="URL", default="$OTEL_EXPORTER_OTLP_ENDPOINT", panel=ACCESS)] = (
+        None
+    )
+    """OpenTelemetry collector for spans of requests, as http://127.0.0.1:4318 (docs/tracing.md).
+
+    That variable is read where the application is started. Where neither says one there are no spans."""
     cors_origins: tuple[str, ...] = ()
-    """Origins (`https://app.example.com`, or `*`) whose pages may call this server from a browser; empty: none."""
+    """Web pages that may call this server from a browser, as https://app.example.com; or "*". Empty: none."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
-    """Largest request body, bytes; larger ones are answered 413 without being kept."""
+    """Largest request body; larger ones are answered 413 without being kept."""
     max_held_bytes: int = Field(default=256 * 1024 * 1024, gt=0)
-    """Bytes of large request bodies (more than 64 KiB) that are held at one time, until their prompts are tokenized;
-    what comes on top is answered 503. One of `max_body_bytes` always fits."""
+    """Most of large request bodies (more than 64 KiB) that is held at one time, until their prompts are tokenized.
+
+    What comes on top is answered 503. One of `max_body_bytes` always fits."""
     body_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds in which a body must arrive; later ones are answered 408, and what was held of them is given back."""
+    """A body that takes longer to arrive is answered 408, and what was held of it is given back."""
     max_json_depth: int = Field(default=1000, gt=0, le=1000)
-    """Most arrays and objects of a body that lie in each other."""
+    """Most arrays and objects of a body that lie in each other; more of this or of the next three is answered 400."""
     max_json_keys: int = Field(default=65_536, gt=0)
     """Most names of fields in all objects of a body."""
     max_json_items: int = Field(default=131_072, gt=0)
@@ -47,39 +64,47 @@ class ApiConfig(BaseModel):
     max_json_values: int = Field(default=1_200_000, gt=0)
     """Most values of a body of any kind. They are mostly token ids: this is more than a context of a million."""
     default_max_tokens: int | None = Field(default=None, gt=0)
-    """Tokens to generate when a request does not say. None: 16 for completions (as OpenAI), what is left of the context
-    for chats."""
+    """Tokens to generate where a request does not say.
+
+    None: 16 for completions (as OpenAI), what is left of the context for chats."""
     retry_after_s: int = Field(default=1, gt=0)
-    """Least seconds a 429 asks the client to wait until sequences have ended; more where they end slowly."""
+    """Least that a 429 asks the client to wait until sequences have ended; more where they end slowly."""
     max_n: int = Field(default=128, gt=0)
     """Largest `n`."""
     max_logprobs: int = Field(default=20, ge=0)
-    """Largest `logprobs` / `top_logprobs`."""
+    """Largest `logprobs` or `top_logprobs`."""
     max_stop_strings: int = Field(default=16, gt=0)
     """Most entries of `stop`."""
     max_stop_chars: int = Field(default=512, gt=0)
     """Most characters of one stop string."""
     chat_template: str | None = None
-    """A Jinja chat template to use instead of the model folder's: the text, or the path of a file that holds it."""
+    """A Jinja chat template to use instead of the model folder's: the text, or the path of a file that holds it.
+
+    None: the model's own."""
     control_tokens_in_text: bool = False
-    """Encode what messages spell like the chat template's control tokens, as `<|user|>`, as these; else as text."""
-    tool_parser: str = "auto"
-    """What reads the tool calls of answers: a name of `deploy.parsing.registry`, none, or auto: as the chat template
-    writes them."""
-    reasoning_parser: str = "auto"
-    """What reads the reasoning of answers: a name of `deploy.parsing.registry`, none (it is content), or auto: as the
-    chat template writes it."""
+    """Encode what messages spell like the chat template's control tokens, as <|user|>, as these; else as text.
+
+    With these a message can forge turns."""
+    tool_parser: Annotated[str, Flag(metavar="auto|none|NAME", default="as the chat template writes them")] = "auto"
+    """What reads tool calls: deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2 or glm.
+
+    auto: as the chat template writes them. none: they stay text."""
+    reasoning_parser: Annotated[str, Flag(metavar="auto|none|NAME", default="as the chat template writes it")] = "auto"
+    """What reads reasoning: deepseek_r1, deepseek_v3, kimi_k2 or glm.
+
+    auto: as the chat template writes it. none: it is content."""
     stored_responses: int = Field(default=0, ge=0)
-    """Responses that each replica keeps for `previous_response_id` of /v1/responses, the newest ones; 0: none. A
-    request is sure to find the one it goes on from only where there is one replica."""
+    """Responses that each replica keeps for `previous_response_id` of /v1/responses, the newest ones; 0: none.
+
+    A request is sure to find the one it goes on from only where there is one replica."""
     stored_response_bytes: int = Field(default=64 * 1024 * 1024, gt=0)
-    """Bytes of conversations that are kept so."""
+    """Most of conversations that are kept so."""
     stored_response_s: float = Field(default=3600.0, gt=0)
-    """Seconds for which a response is kept."""
+    """For how long a response is kept."""
     probe_timeout_s: float = Field(default=5.0, gt=0)
-    """Seconds `/health` waits for its token, or for a step of others."""
+    """How long `/health` waits for its token, or for a step of others."""
     probe_ttl_s: float = Field(default=1.0, ge=0)
-    """Seconds for which `/health` trusts the last good probe (a fault is reported at once all the same)."""
+    """For how long `/health` trusts the last good probe (a fault is reported at once all the same)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,6 +133,8 @@ class ApiConfig(BaseModel):
     @field_validator("tool_parser", "reasoning_parser")
     @classmethod
     def _known_parser(cls, value: str, info: ValidationInfo) -> str:
+        from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS  # help needs no parsers
+
         names = ("auto", "none", *(TOOL_PARSERS if info.field_name == "tool_parser" else REASONING_PARSERS))
         if value not in names:
             raise ValueError(f"{info.field_name} must be one of {', '.join(names)}, not {value!r}")

@@ -3,53 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deploy.config.api import ApiConfig
-from workers.config import EngineConfig
+from workers.config import EngineConfig, Flag
 
 Ingress = Literal["direct", "proxy"]
+
+PLACE: Final = "Where it runs"
+"""A heading in the help of commands."""
 
 
 class RoutingConfig(BaseModel):
     """How a replica is chosen. Costs are in prompt tokens still to be computed (`deploy.routing.policy`)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     row_tokens: Annotated[float, Field(ge=0)] = 32.0
     """What one running or waiting request costs the next one, as prompt tokens."""
     stats_period_s: Annotated[float, Field(gt=0)] = 0.2
-    """Seconds between two reports of a replica's load."""
+    """Between two reports of a replica's load."""
     affinity_bytes: Annotated[int, Field(ge=16384)] = 512 * 1024
-    """Bytes of a request's body the router sees; of a longer one it reads the head and estimates the rest."""
+    """How much of a request's body the router reads for prefix affinity; the rest of a longer one it estimates."""
 
 
 class DrainConfig(BaseModel):
     """How long an ending replica or proxy waits for what it still serves."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     deregister_s: Annotated[float, Field(ge=0)] = 2.0
-    """Seconds an ending replica stays reachable, so that every proxy hears of it first."""
+    """How long an ending replica stays reachable, so that every proxy hears of it first."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that streams of an ending replica may still take. Those of other replicas go on."""
+    """What streams of an ending replica may still take. Those of other replicas go on."""
 
 
 class HealthConfig(BaseModel):
     """How failures that nobody reported are found, and how fast a replica that failed leaves."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     period_s: Annotated[float, Field(gt=0)] = 0.5
-    """Seconds between two health checks of a replica by the Serve controller, which finds a dead one by them."""
+    """Between two health checks of a replica by the Serve controller, which finds a dead one by them."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds until a health check without an answer counts as failed; three in a row replace the replica. A front that
-    hangs for as long, and at least for a second, is ended."""
+    """Until a health check without an answer counts as failed; three in a row replace the replica.
+
+    A front that hangs for as long, and at least for a second, is ended."""
     flush_s: Annotated[float, Field(ge=0)] = 0.25
-    """Seconds between the error event on every stream of a failed replica and its exit."""
+    """Between the error event on every stream of a failed replica and its exit."""
     start_attempts: Annotated[int, Field(ge=1)] = 3
     """Replicas in a row that may fail while starting before the application counts as failed."""
 
@@ -57,9 +61,10 @@ class HealthConfig(BaseModel):
 class LogConfig(BaseModel):
     """Structured logs: one JSON object per line."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least level of what is logged."""
     access: bool = False
     """One line for every HTTP request."""
 
@@ -67,26 +72,31 @@ class LogConfig(BaseModel):
 class ServeConfig(BaseModel):
     """What `latentserve serve --config` and the `args` of a Serve config file hold."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     engine: EngineConfig
     api: ApiConfig = ApiConfig()
     name: str | None = None
-    """The model's own name; default: the folder's. Clients ask for it unless `api.served_model_names` is given."""
-    replicas: Annotated[int, Field(ge=1)] = 1
-    """Engines, each with `engine.tensor_parallel` ranks."""
-    host: str = "127.0.0.1"
+    """The model's own name, which clients ask for unless `api.served_model_names` is given. None: the folder's."""
+    replicas: Annotated[int, Field(ge=1), Flag(panel=PLACE)] = 1
+    """Engines behind the endpoint, each with `engine.tensor_parallel` ranks."""
+    host: Annotated[str, Flag(panel=PLACE)] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for every interface, which several nodes need."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """0 takes a free one."""
-    ingress: Literal["auto", "direct", "proxy"] = "auto"
-    """direct: HAProxy in front of the replicas, whose tokens cross no second hop. proxy: Serve's own proxy. auto:
-    direct wherever an HAProxy binary is found (on a running cluster: where its processes were started for it)."""
+    port: Annotated[int, Field(ge=0, le=65535), Flag(panel=PLACE)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    ingress: Annotated[Literal["auto", "direct", "proxy"], Flag(panel=PLACE)] = "auto"
+    """direct: replicas answer themselves behind HAProxy. proxy: Serve's own. auto: direct where HAProxy is found.
+
+    On a running cluster auto is direct where its processes were started for it."""
     proxies: Literal["every_node", "head"] = "every_node"
-    """Nodes of a cluster that take requests: the head and all that run a replica (behind a load balancer), or the head
-    alone. Each has a router of its own, which learns what the others sent from the replicas' next report."""
-    ray_address: str | None = None
-    """Cluster to join (`auto`, host:port). None: the one RAY_ADDRESS names, else one of its own on this machine."""
+    """Nodes of a cluster that take requests: the head and all that run a replica, or the head alone.
+
+    With every_node a load balancer belongs in front. Each node has a router of its own, which learns what the others
+    sent from the replicas' next report."""
+    ray_address: Annotated[str | None, Flag(metavar="auto|HOST:PORT", default="one of its own", panel=PLACE)] = None
+    """Cluster to join.
+
+    Where it is not given, the one that RAY_ADDRESS names is joined, if it names one."""
     ray_auth: Literal["token", "disabled"] = "token"
     """Whether Ray's own ports ask for a token; for the cluster that `serve` starts by itself."""
     object_store_bytes: Annotated[int, Field(ge=78643200)] = 128 * 1024 * 1024
@@ -96,14 +106,16 @@ class ServeConfig(BaseModel):
     cpus_per_process: Annotated[float, Field(ge=0.0001)] = 1.0
     """Cores reserved for each of a replica's front, scheduler and ranks. Ray knows no less than a ten-thousandth."""
     gpus_per_rank: Annotated[float, Field(ge=0, le=1)] | None = None
-    """GPUs reserved for a rank. None: 1 where the engine runs on GPUs, else 0. Replicas of one rank may share a GPU,
-    with `engine.cache_pages` given; a rank for which none is reserved runs on a CPU."""
+    """GPUs reserved for a rank. None: 1 where the engine runs on GPUs, else 0.
+
+    Less lets replicas of one rank share a GPU, with `engine.cache_pages` given; a rank for which none is reserved runs
+    on a CPU."""
     routing: RoutingConfig = RoutingConfig()
     drain: DrainConfig = DrainConfig()
     health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()
     metrics_period_s: Annotated[float, Field(gt=0)] = 1.0
-    """Seconds between two reports of a replica's figures to Ray's metrics."""
+    """Between two reports of a replica's figures to Ray's metrics."""
 
     @model_validator(mode="after")
     def _host_is_reachable_from_its_proxy(self) -> Self:

@@ -61,3 +61,12 @@ def test_a_name_with_a_letter_left_out_is_recognized(name: str) -> None:
     lines = explain(found.value, settings=ServeConfig, source="y.yaml").splitlines()
     asked = f"{section}.{wrong}".lstrip(".")
     assert f"unknown setting {asked} in y.yaml, did you mean {name}?" in lines
+
+
+def test_a_number_out_of_range_is_told_unless_it_is_among_keys() -> None:
+    keys = [{"key": "secret", "name": "app", "weight": 123456}]
+    with pytest.raises(ValidationError) as found:
+        ServeConfig.model_validate({"engine": {"model": "demo"}, "port": 70000, "api": {"api_keys": keys}})
+    lines = explain(found.value, settings=ServeConfig).splitlines()
+    assert "port: Input should be less than or equal to 65535, not 70000" in lines
+    assert "api.api_keys.0.weight: Input should be less than or equal to 1000" in lines

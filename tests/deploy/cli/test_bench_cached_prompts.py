@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.cli.sse_server import Exchange, completions, serving
+from tests.deploy.loadtest.sse_server import Exchange, completions, serving
 
 pytestmark = pytest.mark.soak
 

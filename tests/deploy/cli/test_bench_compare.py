@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.cli.load import LoadRun, RequestRecord
-from deploy.cli.load_page import MOST_POINTS, counted, cumulative
-from deploy.cli.load_report import Limits, LoadReport
-from tests.deploy.cli.sse_server import Server, completions, serving
+from deploy.loadtest.load import LoadRun, RequestRecord
+from deploy.loadtest.load_page import MOST_POINTS, counted, cumulative
+from deploy.loadtest.load_report import Limits, LoadReport
+from tests.deploy.loadtest.sse_server import Server, completions, serving
 
 
 @contextmanager

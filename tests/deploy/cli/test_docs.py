@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from settings_page import lines, written
 
 from deploy.config.application import ServeConfig
 
@@ -47,6 +48,12 @@ def test_every_setting_is_documented_with_its_default():
     real = dict(settings_of(ServeConfig.model_validate({"engine": {"model": "demo"}}).model_dump(mode="json")))
     assert {name: value for name, value in real.items() if documented.get(name, "undocumented") != value} == {}
     assert documented.keys() - real.keys() == set()
+
+
+def test_what_is_said_of_the_settings_is_what_their_models_say():
+    """`python -m tests.settings_page` writes it."""
+    assert written(PAGE) == PAGE
+    assert all(len(line) <= 130 for line in lines())
 
 
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"#.*?(--[a-z-]+)", PAGE))))

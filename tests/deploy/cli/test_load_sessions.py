@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.cli.load import LoadSpec, run_load
-from deploy.cli.sessions import TraceError, read_trace
-from tests.deploy.cli.sse_server import serving
+from deploy.loadtest.load import run_load
+from deploy.loadtest.load_spec import LoadSpec
+from deploy.loadtest.sessions import TraceError, read_trace
+from tests.deploy.loadtest.sse_server import serving
 
 SHAREGPT = {
     "id": "a",
@@ -94,7 +95,7 @@ async def test_turns_follow_each_other_with_the_answers_that_were_given(tmp_path
 
     sessions = tuple(read_trace(written(tmp_path / "t", [SHAREGPT, MESSAGES], array=False)))
     async with serving(answer) as server:
-        spec = LoadSpec(server.url, "m", 3, 5, 4, api="chat", warmup=0, sessions=sessions)
+        spec = LoadSpec(url=server.url, model="m", input=5, output=4, warmup=0, sessions=sessions)
         run = await run_load(spec, lambda record: None)
     assert [record.error for record in run.records] == [""] * 3
     assert [exchange.path for exchange in server.exchanges] == ["/v1/chat/completions"] * 3
@@ -111,6 +112,6 @@ async def test_a_session_ends_with_its_first_error(tmp_path: Path) -> None:
     sessions = tuple(read_trace(written(tmp_path / "t", [SHAREGPT, MESSAGES], array=False)))
     async with serving(answer) as server:
         run = await run_load(
-            LoadSpec(server.url, "m", 3, 5, 4, api="chat", warmup=0, sessions=sessions), lambda r: None
+            LoadSpec(url=server.url, model="m", input=5, output=4, warmup=0, sessions=sessions), lambda r: None
         )
     assert [record.error for record in run.records] == ["HTTP 429"] * 2

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deploy.cli.console import CommandFailure
+from deploy.mistakes import CommandFailure
 from workers.protocol.report import BucketReport, SelfTestReport
 
 GOOD = BucketReport("decode", "64 x 3", 0.5, drafts=2, rows=63, accepted=71, logits_error=3e-3)

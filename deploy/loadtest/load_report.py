@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.load import LoadRun, LoadSpec, RequestRecord
+from deploy.loadtest.load import LoadRun, RequestRecord
+from deploy.loadtest.load_spec import Load, LoadSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,6 +64,12 @@ class Limits:
     """Most milliseconds until the first token."""
     gap_ms: float | None = None
     """Most milliseconds between two events of its stream, every one of them."""
+
+    @staticmethod
+    def of(load: Load) -> Limits | None:
+        """None for a load without any."""
+        given = load.slo_ttft_ms, load.slo_gap_ms
+        return None if given == (None, None) else Limits(*given)
 
     def kept(self, record: RequestRecord) -> bool:
         """Whether a finished request was served so."""
@@ -161,7 +168,7 @@ class LoadReport:
             "url": spec.url,
             "model": spec.model,
             "rate": spec.rate,
-            "concurrency": None if spec.rate is not None else spec.concurrency,
+            "concurrency": None if spec.rate is not None else spec.in_flight,
             "sessions": len(spec.sessions) or None,
             "input": None if spec.sessions else spec.input,
             "output": spec.output,
@@ -211,7 +218,7 @@ class LoadReport:
 def what_is_sent(spec: LoadSpec) -> str:
     """For people."""
     things = "sessions" if spec.sessions else "requests"
-    pace = f"{spec.rate:g} {things}/s" if spec.rate is not None else f"concurrency {spec.concurrency}"
+    pace = f"{spec.rate:g} {things}/s" if spec.rate is not None else f"concurrency {spec.in_flight}"
     if spec.sessions:
         return f"{pace}, {len(spec.sessions)} sessions of {spec.total} turns"
     return f"{pace}, {spec.input} tokens in, {spec.output} out"

@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from deploy.api.app import create_app
-from deploy.cli.batch_mix import MixPoint, read
-from deploy.cli.load import LoadSpec, run_load
+from deploy.loadtest.batch_mix import MixPoint, read
+from deploy.loadtest.load import run_load
+from deploy.loadtest.load_spec import LoadSpec
 from tests.deploy.api.fake_engine import FakeEngine, out, serving
-from tests.deploy.cli.sse_server import Exchange, completions
-from tests.deploy.cli.sse_server import serving as another
+from tests.deploy.loadtest.sse_server import Exchange, completions
+from tests.deploy.loadtest.sse_server import serving as another
 from workers.protocol.messages import Distribution, EngineStats
 
 
@@ -39,7 +40,9 @@ def slowly(request):  # type: ignore[no-untyped-def]
 
 async def test_steps_are_told_while_there_is_load() -> None:
     with serving(create_app(Busy(slowly), None)) as port:
-        spec = LoadSpec(f"http://127.0.0.1:{port}/v1", "tiny", 1, 4, 1, vocab=500, warmup=0)
+        spec = LoadSpec(
+            url=f"http://127.0.0.1:{port}/v1", model="tiny", requests=1, input=4, output=1, vocab=500, warmup=0
+        )
         run = await run_load(spec, lambda record: None, watch=True)
         unwatched = await run_load(spec, lambda record: None)
     assert [record.error for record in run.records] == [""]
@@ -59,7 +62,7 @@ async def test_of_other_endpoints_nothing_is_known() -> None:
             await completions(exchange)
 
     async with another(answer) as server:
-        spec = LoadSpec(server.url, "m", 2, 4, 2, warmup=0)
+        spec = LoadSpec(url=server.url, model="m", requests=2, input=4, output=2, warmup=0)
         run = await run_load(spec, lambda record: None, watch=True)
     assert (len(run.records), run.mix) == (2, ())
 

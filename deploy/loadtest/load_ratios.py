@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from deploy.cli.load import LoadSpec
-from deploy.cli.load_report import PERCENTILES, TITLES, LoadReport, what_is_sent
+from deploy.loadtest.load_report import PERCENTILES, TITLES, LoadReport, what_is_sent
+from deploy.loadtest.load_spec import LoadSpec
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,95 +10,14 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from deploy.cli.batch_mix import MixPoint, watched
-from deploy.cli.sessions import Session
-from deploy.cli.sse_client import ConnectionLost, SseClient, Target
-
-Api = Literal["completions", "chat"]
-
-WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work number night point home water room"
-)
-
-
-@dataclass(frozen=True)
-class LoadSpec:
-    """What is sent."""
-
-    url: str
-    model: str
-    requests: int
-    input: int
-    """Prompt tokens of every request (words, where the prompt is text)."""
-    output: int
-    """Tokens asked for."""
-    rate: float | None = None
-    """Requests a second, Poisson arrivals; None: closed loop."""
-    concurrency: int = 1
-    """Requests in flight in a closed loop."""
-    api: Api = "completions"
-    text: bool = False
-    """Send words instead of token ids. Chat always does."""
-    vocab: int = 1000
-    """Token ids are drawn below this."""
-    temperature: float = 0.0
-    ignore_eos: bool = True
-    token_ids: bool = False
-    """Ask for the ids of tokens, which come when the tokens do, with a text or without."""
-    seed: int = 0
-    timeout_s: float = 600.0
-    """Seconds until one request is given up."""
-    api_key: str | None = None
-    warmup: int = 1
-    """Requests sent and waited for before the clock starts."""
-    sessions: tuple[Session, ...] = ()
-    """Sent in place of random prompts, all of them, as chats; `rate` and `concurrency` are then those of sessions."""
-
-    @property
-    def total(self) -> int:
-        """Requests of a run in which none fails."""
-        return sum(map(len, self.sessions)) if self.sessions else self.requests
-
-    @property
-    def path(self) -> str:
-        """Below the base URL."""
-        return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
-
-    def body(self, index: int) -> bytes:
-        """The JSON of request `index`: a function of the seed and the index."""
-        rng = random.Random(f"{self.seed}-{index}")
-        prompt: str | list[int]
-        if self.text or self.api == "chat":
-            prompt = " ".join(rng.choices(WORDS.split(), k=self.input))
-        else:
-            prompt = [rng.randrange(min(10, self.vocab - 1), self.vocab) for _ in range(self.input)]
-        if self.api == "chat":
-            return self._asking({"messages": [{"role": "user", "content": prompt}]}, self.output)
-        return self._asking({"prompt": prompt}, self.output)
-
-    def chat(self, messages: list[dict[str, str]], output: int | None) -> bytes:
-        """The JSON of a turn of a session."""
-        return self._asking({"messages": messages}, output or self.output)
-
-    def _asking(self, what: dict[str, Any], output: int) -> bytes:
-        asked: dict[str, Any] = {
-            "model": self.model,
-            **what,
-            "max_tokens": output,
-            "temperature": self.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self.ignore_eos:
-            asked["ignore_eos"] = True
-        if self.token_ids:
-            asked["return_token_ids"] = True
-        return json.dumps(asked).encode()
+from deploy.loadtest.batch_mix import MixPoint, watched
+from deploy.loadtest.load_spec import LoadSpec
+from deploy.loadtest.sessions import Session
+from deploy.loadtest.sse_client import ConnectionLost, SseClient, Target
 
 
 @dataclass
@@ -258,7 +177,7 @@ async def run_load(spec: LoadSpec, done: Callable[[RequestRecord], None], *, wat
         async with watched(spec.url, spec.api_key, mix) if watch else nullcontext():
             begin = time.perf_counter()
             if spec.rate is None:
-                await _closed_loop(spec.concurrency, iter(jobs))
+                await _closed_loop(spec.in_flight, iter(jobs))
             else:
                 await _open_loop(spec.rate, spec.seed, jobs)
             duration = time.perf_counter() - begin
@@ -277,14 +196,14 @@ def _jobs(spec: LoadSpec, one: Callable[[bytes], Coroutine[Any, Any, tuple[Reque
         messages: list[dict[str, str]] = []
         for turn in session:
             messages += turn.messages
-            record, answer = await one(spec.chat(messages, turn.output))
+            record, answer = await one(spec.session_turn(messages, turn.output))
             if record.error:
                 return  # whoever gets no answer does not go on
             messages.append({"role": "assistant", "content": answer})
 
     if spec.sessions:
         return [partial(turns, session) for session in spec.sessions]
-    return [partial(alone, spec.body(index)) for index in range(spec.requests)]
+    return [partial(alone, spec.body(index)) for index in range(spec.total)]
 
 
 async def _closed_loop(concurrency: int, jobs: Iterator[Job]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
-from deploy.cli.console import CommandFailure, UsageMistake
-from deploy.cli.sse_client import ConnectionLost, SseClient, Target
+from deploy.loadtest.sse_client import ConnectionLost, SseClient, Target
+from deploy.mistakes import CommandFailure, UsageMistake
 
 PATH = "/v1/models"
 LIMIT_S = 30.0

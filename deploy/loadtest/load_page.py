@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-from deploy.cli.batch_mix import MixPoint
-from deploy.cli.load import LoadRun, LoadSpec, RequestRecord
-from deploy.cli.load_report import PERCENTILES, TITLES, LoadReport, what_is_sent
+from deploy.loadtest.batch_mix import MixPoint
+from deploy.loadtest.load import LoadRun, RequestRecord
+from deploy.loadtest.load_report import PERCENTILES, TITLES, LoadReport, what_is_sent
+from deploy.loadtest.load_spec import LoadSpec
 
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 40

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from deploy.cli.sse_client import ConnectionLost, SseClient, Target
+from deploy.loadtest.sse_client import ConnectionLost, SseClient, Target
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
