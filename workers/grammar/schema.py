@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from workers.grammar.regex import (
@@ -47,6 +48,8 @@ _LENGTHS: Final = frozenset(("minLength", "maxLength"))
 _WHOLE: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Keywords that xgrammar takes for all that a schema says."""
 _DEFINITIONS: Final = ("$defs", "definitions")
+_OF_NAMES: Final = ("properties", *_DEFINITIONS)
+"""Keywords whose value is an object of schemas by name, whatever the names are."""
 
 
 class SchemaError(ValueError):
@@ -96,12 +99,16 @@ def with_own_patterns(
             return {**kept, "pattern": expression}
         if within_text or _LENGTHS.isdisjoint(schema):
             return {**kept, "pattern": rules(node) + _MAKE_RULES}
-    return {
-        name: value
-        if name in ("enum", "const", "examples", "default")
-        else with_own_patterns(value, within_text=within_text, never=never, quick=quick)
-        for name, value in schema.items()
-    }
+
+    def within(name: str, value: Any) -> Any:
+        if name in ("enum", "const", "examples", "default"):
+            return value
+        if name in _OF_NAMES and isinstance(value, dict):  # these names are none of keywords
+            return {key: own(item) for key, item in value.items()}
+        return own(value)
+
+    own = partial(with_own_patterns, within_text=within_text, never=never, quick=quick)
+    return {name: within(name, value) for name, value in schema.items()}
 
 
 def form_as_text(schema: Any, never: str) -> str | None:

@@ -261,3 +261,24 @@ def test_whatever_is_written_is_valid(schema: Any, strict: bool, seed: int) -> N
     for _ in range(4):
         if (text := write(grammar, rng)) is not None:
             validator.validate(json.loads(text))
+
+
+NAMED_AS_KEYWORDS: dict[str, Any] = {
+    "type": "object",
+    "properties": {name: {**STR, "pattern": "^(ab*)?$"} for name in ("default", "enum", "examples", "const")},
+    "required": ["default", "enum", "examples", "const"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["alone", "within a tag"])
+def test_properties_may_have_the_names_of_keywords(within: bool) -> None:
+    """What they allow is enforced like that of others."""
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": NAMED_AS_KEYWORDS}}
+    grammar = Grammar(
+        *(("structural_tag", json.dumps(tag)) if within else ("json_schema", json.dumps(NAMED_AS_KEYWORDS)))
+    )
+    good = dict.fromkeys(NAMED_AS_KEYWORDS["required"], "abb")
+    assert takes(grammar, json.dumps(good))
+    for name in good:
+        assert not takes(grammar, json.dumps({**good, name: "bb"})), name
