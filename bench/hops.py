@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from deploy.api.app import create_app
 from deploy.text.tokenizer import Tokenizer
 from workers.config import EngineConfig
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Group
 from workers.processes.client import EngineClient
 from workers.processes.scheduler_process import SchedulerProcess, scheduler_config
 from workers.protocol.messages import Request
@@ -93,7 +93,7 @@ class Trip:
 def decode_step(model: str) -> Trip:
     """The trip of a decode step of one row."""
     config = EngineConfig(model=model, device="cpu", width=2, max_rows=2, cache_pages=20, selftest=False)
-    replica = Rank(config, TensorParallel(), torch.device("cpu"))
+    replica = Rank(config, Group(), torch.device("cpu"))
     scheduler = Scheduler(scheduler_config(config, replica.ready))
     assert scheduler.add(Request("one", (1, 2, 3), SamplingParams(20, temperature=0.0))) is None
     for _ in range(4):  # the prompt, and what happens once

@@ -1,4 +1,4 @@
-"""Where kernels may be launched dependently: docs/design.md says by which rules."""
+"""Where kernels may be launched dependently: docs/internals/kernels.md states the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dequantisation in Triton: a tile of rows and features per program."""
+"""Dequantization in Triton: a tile of rows and features per program."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

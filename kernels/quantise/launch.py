@@ -1,4 +1,4 @@
-"""Launches the quantisation of activations. Allocates nothing and waits for nothing, so it may be captured into a CUDA
+"""Launches the quantization of activations. Allocates nothing and waits for nothing, so it may be captured into a CUDA
 graph.
 
 `dependent` launches with programmatic dependent launch (compute capability 9.0 and above). It is always safe.

@@ -47,7 +47,7 @@ class InvariantTokens(ManyTokens):
     def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`."""
         with scratch.scope():
-            # Also of what is dequantised in the launch before: this product reads its weights after its wait.
+            # Also of what is dequantized in the launch before: this product reads its weights after its wait.
             linear(x, plain(weight_FE, x.dtype, scratch), out_TF, invariant=True, dependent=dependent(x))
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:

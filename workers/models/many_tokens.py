@@ -98,7 +98,7 @@ class ManyTokens(TokenWise[Tensor]):
             if self._rounds_for(weight, out_TF) and x.dtype == torch.bfloat16:
                 self._rounded_linear(quantise, x, weight, out_TF, scratch)
             else:
-                # A matrix that is dequantised in the launch before must not be read early.
+                # A matrix that is dequantized in the launch before must not be read early.
                 early = isinstance(weight, Tensor) and dependent(x)
                 linear(x, plain(weight_FE, x.dtype, scratch), out_TF, dependent=early)
 

@@ -20,7 +20,7 @@ from workers.weights.upload import Uploader
 from workers.weights.weight import Format, Weight
 
 MOST_DEQUANTISED: Final = 1 << 20
-"""Numbers that a thread dequantises at once: what that takes on a device is little, however many threads there are."""
+"""Numbers that a thread dequantizes at once: what that takes on a device is little, however many threads there are."""
 
 
 class CheckpointReader(WeightSource):
@@ -47,7 +47,7 @@ class CheckpointReader(WeightSource):
         self._put(into, partial(self.checkpoint.read, self.stored(name), index))
 
     def fill_matrix(self, into: Weight, part: Part) -> None:
-        """Reads only what this rank has; dequantises on the device of `into` what that has as plain numbers."""
+        """Reads only what this rank has; dequantizes on the device of `into` what that has as plain numbers."""
         stored = self.stored_format(part.name)
         if stored is Format.PLAIN:
             super().fill_matrix(into, part)

@@ -16,8 +16,8 @@ DOCS = ROOT / "docs"
 PAGE = (DOCS / "command-line.md").read_text()
 NAMES = ("serve", "generate", "fit", "selftest", "replay", "bench latency", "bench http", "bench compare")
 PAGES = {
-    path.name: re.sub(r"\\\n\s*", " ", path.read_text())  # a command of several lines as one
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+    str(path.relative_to(ROOT)): re.sub(r"\\\n\s*", " ", path.read_text())  # a command of several lines as one
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
 }
 COMMANDS = sorted(
     {found for text in PAGES.values() for found in re.findall(r"latentserve ((?:bench )?[a-z]+)\b([^`\n|]*)", text)}

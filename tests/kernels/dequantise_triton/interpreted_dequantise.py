@@ -1,4 +1,4 @@
-"""Dequantisation in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_dequantise_interpreted.py."""
+"""Dequantization in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_dequantise_interpreted.py."""
 
 from tests.support import bounds, interpreter
 

@@ -1,4 +1,4 @@
-"""Dequantisation on a GPU."""
+"""Dequantization on a GPU."""
 
 import dequantise_case as case
 import pytest

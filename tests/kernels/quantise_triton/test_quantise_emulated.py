@@ -1,4 +1,4 @@
-"""The quantisation of activations as it was compiled, between dependent launches, under drawn schedules."""
+"""The quantization of activations as it was compiled, between dependent launches, under drawn schedules."""
 
 import pytest
 import torch

@@ -104,7 +104,7 @@ def test_published_models_take_what_the_documentation_says(name: str, gib: float
 def test_graphs_are_estimated_a_little_above_what_was_measured(
     rows: int, budget: int, measured: int, tmp_path: Path
 ) -> None:
-    """DeepSeek-V2-Lite on an H200, in MiB: docs/design.md has the figures."""
+    """DeepSeek-V2-Lite on an H200, in MiB: docs/internals/mixed-steps.md has the figures."""
     lite = {"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27}
     lite |= {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "vocab_size": 102400}
     (tmp_path / "config.json").write_text(json.dumps({**V2_LITE_HEADS, **lite, "first_k_dense_replace": 1}))

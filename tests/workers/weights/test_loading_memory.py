@@ -157,7 +157,7 @@ def loads(rank: int, folder: Path, ranks: int, dtype: torch.dtype, how: str) -> 
     torch.ones(1 << 20).to(torch.float8_e4m3fn).float().sum()  # what torch keeps for itself
     with Watch() as watch:
         model = load_model(folder, group=group, dtype=dtype, device=CPU, max_positions=64)
-    # A thread has two buffers, and while it dequantises numbers, scales and products, in fp32, and what it stores.
+    # A thread has two buffers, and while it dequantizes numbers, scales and products, in fp32, and what it stores.
     work = threads * (2 * MIB + 16 * MOST_DEQUANTISED)
     expert = 3 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"] * dtype.itemsize
     assert len(model.layers) == SIZES["num_hidden_layers"]
