@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.gpu_files import needs_gpu_by_name
 from workers.processes import launch
 
 
@@ -15,11 +16,6 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def needs_gpu_by_name(file: Path) -> bool:
-    """Whether a file's name says that all its tests need a GPU; `test_lanes.py` holds files to that."""
-    return file.name.endswith("_gpu.py") or file.name.startswith("test_gpu_")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

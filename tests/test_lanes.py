@@ -8,7 +8,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import needs_gpu_by_name
+
+from tests.support.gpu_files import needs_gpu_by_name
 
 MAKEFILE = (Path(__file__).resolve().parent.parent / "Makefile").read_text()
 LANES = re.findall(r'pytest .*?-m "?([a-z ]+?)"?(?= -n| \$)', MAKEFILE)

@@ -1,0 +1,8 @@
+"""Which test files need a GPU, by their names."""
+
+from pathlib import Path
+
+
+def needs_gpu_by_name(file: Path) -> bool:
+    """Whether a file's name says that all its tests need a GPU; `test_lanes.py` holds files to that."""
+    return file.name.endswith("_gpu.py") or file.name.startswith("test_gpu_")
