@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partialmethod
 from itertools import count
 from typing import Any
 
@@ -92,6 +93,9 @@ def pretend(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     patch.setattr(Scratch, "empty", lambda self, *shape, dtype: empty(self, *shape, dtype=dtype).zero_())
     patch.setattr(Scratch, "fill", lambda self, byte: None)
     patch.setitem(decode_steps.MOST_PAGES, "cpu", decode_steps.MOST_PAGES["cuda"])
+    # On a GPU the self-test's reference is the prefill path.
+    init = decode_steps.SelfTest.__init__
+    patch.setattr(decode_steps.SelfTest, "__init__", partialmethod(init, plain=False))
     for name, value in {"mem_get_info": (0, 0), "synchronize": None, "empty_cache": None}.items():
         patch.setattr(torch.cuda, name, lambda *args, value=value: value)
 
