@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, Final
 
 import torch
+from typing_extensions import override
 
 from kernels.private_ground import PrivateGround
 
@@ -72,6 +73,7 @@ class _Builders(Executor):
         self.key = ""
         """Of the kernel that is submitted next."""
 
+    @override
     def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         self._done.kernels += 1
         future: Future[Any] = Future()
@@ -97,6 +99,7 @@ class _Builders(Executor):
         else:
             future.set_result(kernel)
 
+    @override
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from typing_extensions import override
+
 from kernels.private_ground import PrivateGround
 
 WATCHING: Final = PrivateGround(
@@ -37,6 +39,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     nothing is compiled by torch.
     """
 
+    @override
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False

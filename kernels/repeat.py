@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 from triton import JITFunction
+from typing_extensions import override
 
 from kernels.launcher import STREAM
 from kernels.launcher import direct as _direct
@@ -246,6 +247,7 @@ class _Operations(OperatorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._noted, self._layers = noted, layers
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from deploy.loadtest.load import LoadRun, RequestRecord
 from deploy.loadtest.load_spec import Load, LoadSpec
 
@@ -79,6 +81,7 @@ class Limits:
             self.gap_ms is None or gap * 1e3 <= self.gap_ms
         )
 
+    @override
     def __str__(self) -> str:
         first = [f"first token within {self.ttft_ms:g} ms"] if self.ttft_ms is not None else []
         gaps = [f"no gap above {self.gap_ms:g} ms"] if self.gap_ms is not None else []

@@ -14,6 +14,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+from typing_extensions import override
 
 EventHandler = Callable[[bytes, float], None]
 """Gets the data of one event and its arrival (perf_counter seconds)."""
@@ -101,10 +102,12 @@ class SseConnection(asyncio.Protocol):
 
     # asyncio.Protocol
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
+    @override
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
         self.heard = True
@@ -114,6 +117,7 @@ class SseConnection(asyncio.Protocol):
             self._finish(ConnectionLost(f"not HTTP: {error}"))
             self.close()
 
+    @override
     def connection_lost(self, error: Exception | None) -> None:
         """See asyncio. An event stream may end with its connection: whether it is whole, its last event says."""
         self.reusable = False

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+from typing_extensions import override
 
 from workers.protocol.messages import STEP_BUCKETS, EngineStats
 
@@ -91,6 +92,7 @@ class _EngineCollector(Collector):
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
 
+    @override
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
         for name, text in GAUGES.items():
@@ -133,6 +135,7 @@ class _Intervals(Collector):
             counts[bisect_left(bounds, value)] += 1
         self._total += sum(values)
 
+    @override
     def collect(self) -> Iterable[Metric]:
         histogram = HistogramMetricFamily(self._name, self._text)
         histogram.add_metric((), cumulative(self._bounds, self._counts), self._total)

@@ -9,6 +9,7 @@ import sys
 from typing import Any, TextIO
 
 import orjson
+from typing_extensions import override
 
 from deploy.config.application import LogConfig
 
@@ -21,6 +22,7 @@ LOGGERS = ("latentserve", "deploy", "workers")
 class JsonFormatter(logging.Formatter):
     """time, level, logger, message, then the record's fields; a traceback as `exception`."""
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line of JSON."""
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)

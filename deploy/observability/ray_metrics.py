@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ray.serve.metrics import Counter, Gauge, Histogram
+from typing_extensions import override
 
 from deploy.observability.front_metrics import (
     ACCEPTANCE,
@@ -72,22 +73,22 @@ class RayFrontMetrics(FrontMetrics):
         self._ray_key_queue = Histogram(*KEY_QUEUE[:2], boundaries=list(QUEUE_BUCKETS), tag_keys=KEY_QUEUE[2])
         self._by_key: dict[str, int] = {}
 
+    @override
     def request_started(self, endpoint: str, prompt_tokens: int) -> None:
-        """See `FrontMetrics`."""
         super().request_started(endpoint, prompt_tokens)
         self._arrivals.sequence_started(prompt_tokens)
         self._sequences += 1
 
+    @override
     def first_token(self, seconds: float) -> None:
-        """See `FrontMetrics`."""
         super().first_token(seconds)
         self._arrivals.first_token()
         self._ray_first.observe(seconds)
 
+    @override
     def request_finished(
         self, endpoint: str, reason: str, seconds: float, generated: int, cached: int, per_token: float | None
     ) -> None:
-        """See `FrontMetrics`."""
         super().request_finished(endpoint, reason, seconds, generated, cached, per_token)
         self._arrivals.sequence_finished()
         self._sequences -= 1
@@ -96,14 +97,14 @@ class RayFrontMetrics(FrontMetrics):
         if per_token is not None:
             self._ray_per_token.observe(per_token)
 
+    @override
     def key_started(self, key: str, prompt_tokens: int) -> None:
-        """See `FrontMetrics`."""
         super().key_started(key, prompt_tokens)
         self._by_key[key] = self._by_key.get(key, 0) + 1
         self._ray_key_prompt.inc(prompt_tokens, {"key": key})
 
+    @override
     def key_finished(self, key: str, reason: str, generated: int, queued: float | None) -> None:
-        """See `FrontMetrics`."""
         super().key_finished(key, reason, generated, queued)
         self._by_key[key] -= 1
         self._ray_key_requests.inc(1, {"key": key, "reason": reason})
@@ -111,13 +112,13 @@ class RayFrontMetrics(FrontMetrics):
         if queued is not None:
             self._ray_key_queue.observe(queued, {"key": key})
 
+    @override
     def key_limited(self, key: str, limit: str) -> None:
-        """See `FrontMetrics`."""
         super().key_limited(key, limit)
         self._ray_key_limited.inc(1, {"key": key, "limit": limit})
 
+    @override
     def http_response(self, path: str, status: int) -> None:
-        """See `FrontMetrics`."""
         super().http_response(path, status)
         self._ray_responses.inc(1, {"path": path, "status": str(status)})
 

@@ -8,6 +8,8 @@ ARGUMENTS
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.json_calls import JsonCalls
 from deploy.parsing.parser import MOST_NAME, is_name
@@ -24,16 +26,19 @@ class DeepSeekV3Calls(JsonCalls):
     markers = (section_begin, section_end, call_begin, call_end, separator)
     between = "\n"
 
+    @override
     @classmethod
     def one_call(cls, tool: AllowedTool) -> Tag:
         """A call, as `grammar_for` has it."""
         head = (text(f"{cls.call_begin}function{cls.separator}"), name_of(tool), text("\n```json\n"))
         return sequence(*head, json_object(tool), text(f"\n```{cls.call_end}"))
 
+    @override
     def head(self, text: str) -> tuple[str, str] | None:
         """The kind of tool; there is one kind. The name follows."""
         return ("", "") if text.strip() == "function" else None
 
+    @override
     def _before(self) -> bool:
         return super()._before() if self._call[1] else self._name()
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from deploy.parsing.call_grammar import (
     AllowedTool,
     Tag,
@@ -71,6 +73,7 @@ class DeepSeekV32Calls(TaggedCalls):
         head = (text(_INVOKE), name_of(tool), text('">\n'))
         return sequence(*head, *written, text(f"{_INVOKE_END}\n"))
 
+    @override
     def _marker(self, marker: str) -> None:
         if marker in _BEGIN:
             self._state = self._section
@@ -103,6 +106,7 @@ class DeepSeekV32Calls(TaggedCalls):
         self._begin_call(name)
         return True
 
+    @override
     def _next(self) -> bool:
         self._skip_space()
         tag = self._in_call.at(self._rest)
@@ -127,6 +131,7 @@ class DeepSeekV32Calls(TaggedCalls):
         self._begin_argument(head["key"], _TYPES[head["string"]])
         return True
 
+    @override
     def _give_up(self, more: str = "") -> bool:
         if self._state == self._section and self._calls and not "".join(self._raw).strip():
             self._raw = []  # blanks between calls

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from deploy.parsing.call_grammar import (
     AllowedTool,
     Tag,
@@ -59,6 +61,7 @@ class GlmCalls(TaggedCalls):
         written = arguments(tool, cls.value_end, write, says=False)
         return sequence(name_of(tool), _BREAK, *written, text(_END))
 
+    @override
     def _marker(self, marker: str) -> None:
         self._state = self._in_name
 
@@ -76,6 +79,7 @@ class GlmCalls(TaggedCalls):
         self._begin_call(name)
         return True
 
+    @override
     def _next(self) -> bool:
         self._skip_space()
         tag = self._tags.at(self._rest)

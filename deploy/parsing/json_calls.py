@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
+from typing_extensions import override
+
 from deploy.parsing.call_grammar import (
     AllowedTool,
     Tag,
@@ -75,6 +77,7 @@ class JsonCalls(CallParser):
         name = text.strip()
         return (self._make_id(), name) if is_name(name) else None
 
+    @override
     def _marker(self, marker: str) -> None:
         if marker == self.call_begin:
             self._state = self._head
@@ -167,6 +170,7 @@ class JsonCalls(CallParser):
         self._state = self._section if marker is not None else self._content
         return True
 
+    @override
     def _give_up(self, more: str = "") -> bool:
         after_call = self._state == self._behind or (self._state == self._section and self._calls)
         if after_call and more and (self._inside.begun(more) or not more.strip("` \t\r\n")):

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 
+from typing_extensions import override
+
 from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.json_calls import JsonCalls
 from deploy.parsing.parser import is_name
@@ -28,6 +30,7 @@ class KimiK2Calls(JsonCalls):
     separator = "<|tool_call_argument_begin|>"
     markers = (section_begin, section_end, call_begin, call_end, separator)
 
+    @override
     @classmethod
     def one_call(cls, tool: AllowedTool) -> Tag:
         """A call, as `grammar_for` has it."""
@@ -35,6 +38,7 @@ class KimiK2Calls(JsonCalls):
         head = (text(f"{cls.call_begin}functions."), name_of(tool), text(":"), number, text(cls.separator))
         return sequence(*head, json_object(tool), text(cls.call_end))
 
+    @override
     def head(self, text: str) -> tuple[str, str] | None:
         """The id, and the name in it."""
         call_id = text.strip()

@@ -9,6 +9,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
+from typing_extensions import override
 
 from deploy.text.chat import template_message
 from deploy.text.errors import ChatTemplateError
@@ -30,6 +31,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
+    @override
     def parse(self, parser: Parser) -> list[Node]:
         """See jinja2."""
         next(parser.stream)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.index_entry import SCALE_BYTES, parts
 from kernels.index_entry import encode as encode_keys
@@ -67,22 +68,24 @@ class LatentSpec(CacheSpec):
     """Features: kv_lora_rank + qk_rope_head_dim."""
     dtype: torch.dtype
 
+    @override
     @property
     def entry_bytes(self) -> int:
-        """See `CacheSpec`."""
         return self.width * self.dtype.itemsize
 
+    @override
     def allocate(self, pages: int, device: torch.device) -> Tensor:
         """[pages, 64, width], zeros."""
         return torch.zeros(pages, PAGE_TOKENS, self.width, dtype=self.dtype, device=device)
 
+    @override
     def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
         """About as large as normed latents are."""
         content_PKC = torch.empty(pages, PAGE_TOKENS, self.width, dtype=self.dtype, device=device)
         return content_PKC.uniform_(-1.7, 1.7, generator=generator)
 
+    @override
     def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
-        """See `CacheSpec`."""
         content.masked_fill_(chosen_PK.unsqueeze(-1), torch.nan)
 
 
@@ -102,20 +105,23 @@ class Fp8LatentSpec(CacheSpec):
     dtype: torch.dtype
     """Of the model."""
 
+    @override
     @property
     def entry_bytes(self) -> int:
-        """See `CacheSpec`."""
         return fp8_entry(self.latent, self.rope, self.dtype).size
 
+    @override
     def allocate(self, pages: int, device: torch.device) -> Tensor:
         """[pages, 64, bytes] of uint8, zeros, which are entries of zeros."""
         return torch.zeros(pages, PAGE_TOKENS, self.entry_bytes, dtype=torch.uint8, device=device)
 
+    @override
     def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
         """The entries of such latents as `LatentSpec` draws."""
         plain = LatentSpec(self.latent + self.rope, self.dtype).random(pages, device, generator)
         return encode(plain.flatten(0, 1), self.latent).view(pages, PAGE_TOKENS, -1)
 
+    @override
     def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
         """NaN in the scales and in the roped part: bytes of which no bit is 0."""
         scales = fp8_entry(self.latent, self.rope, self.dtype).scales
@@ -132,15 +138,17 @@ class Int8IndexSpec(CacheSpec):
     dtype: torch.dtype
     """Of the model."""
 
+    @override
     @property
     def entry_bytes(self) -> int:
-        """See `CacheSpec`."""
         return self.width + SCALE_BYTES
 
+    @override
     def allocate(self, pages: int, device: torch.device) -> Tensor:
         """[pages, 64, bytes] of uint8, zeros, which are keys of zeros."""
         return torch.zeros(pages, PAGE_TOKENS, self.entry_bytes, dtype=torch.uint8, device=device)
 
+    @override
     def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
         """Such keys as `IndexSpec` draws."""
         content = self.allocate(pages, device)
@@ -150,20 +158,21 @@ class Int8IndexSpec(CacheSpec):
         scale_PK.copy_(scale_T.view(scale_PK.shape))
         return content
 
+    @override
     def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
         """NaN in scales; a code that no key has in keys."""
         code_PKD, scale_PK = parts(content)
         code_PKD.masked_fill_(chosen_PK.unsqueeze(-1), -128)
         scale_PK.masked_fill_(chosen_PK, torch.nan)
 
+    @override
     def bits(self, content: Tensor) -> Tensor:
-        """See `CacheSpec`."""
         code_PKD, scale_PK = parts(content)
         scale_PKB = scale_PK.contiguous().view(torch.uint8).view(*scale_PK.shape, SCALE_BYTES)
         return torch.cat([code_PKD.view(torch.uint8), scale_PKB], -1)
 
+    @override
     def entry_bits(self, cache: Tensor, entry_E: Tensor) -> Tensor:
-        """See `CacheSpec`."""
         code_PKD, scale_PK = parts(cache)
         where = entry_E // PAGE_TOKENS, entry_E % PAGE_TOKENS
         return torch.cat([code_PKD.view(torch.uint8)[where], scale_PK[where].unsqueeze(1).view(torch.uint8)], 1)

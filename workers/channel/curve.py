@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 import zmq
+from typing_extensions import override
 from zmq.auth.thread import ThreadAuthenticator
 
 _DOMAIN = "latentserve"
@@ -25,6 +26,7 @@ class ClientKeys(msgspec.Struct, frozen=True):
     secret: bytes
     """Secret key of those who connect."""
 
+    @override
     def __repr__(self) -> str:
         return "ClientKeys(...)"
 

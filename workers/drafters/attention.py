@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.grouped_attention import attend, rope_store, tiles
 from workers.cache.spec import CacheSpec, LatentSpec
@@ -52,6 +53,7 @@ class DraftLatentAttention(DraftAttention):
         self._attention = attention
         self.cache, self.out_EF = attention.cache, attention.out_EF
 
+    @override
     def __call__(
         self,
         way: ManyTokens,
@@ -61,7 +63,6 @@ class DraftLatentAttention(DraftAttention):
         cache_PKC: Tensor,
         scratch: Scratch,
     ) -> Tensor:
-        """See `DraftAttention`."""
         attention, tokens = self._attention, x_TF.shape[0]
         attended_THV = attention.allocate_attended(tokens, scratch)
         projected = attention.allocate_projected(way, tokens, scratch)
@@ -96,6 +97,7 @@ class GroupedAttention(DraftAttention):
         self.out_EF = source.matrix(Part(f"{prefix}o_proj.weight", hidden, heads * features, shard=Shard(1, "heads")))
         self.cache = KeyValueSpec(2 * self.key_heads * features, source.dtype)
 
+    @override
     def __call__(
         self,
         way: ManyTokens,
@@ -105,7 +107,6 @@ class GroupedAttention(DraftAttention):
         cache_PKC: Tensor,
         scratch: Scratch,
     ) -> Tensor:
-        """See `DraftAttention`."""
         tokens, layout, first = x_TF.shape[0], batch.layout, batch.first
         qkv_TQ = scratch.empty(tokens, self.qkv_QF.shape[0], dtype=x_TF.dtype)
         way.linear(x_TF, self.qkv_QF, qkv_TQ, scratch)

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.rms_norm import AddNorm, rms_norm
 from workers.cache.paged import PagedCache
@@ -79,10 +80,11 @@ class Eagle3(Drafter):
         self.head_DE = load_head(source, "lm_head.weight", sizes.draft_vocab, hidden)
         self.target_id_D = target_id_D
 
+    @override
     def catch_up(
         self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None
     ) -> Tensor:
-        """See `Drafter`. `hidden_TE` is what it taps, [T, F]."""
+        """`hidden_TE` is what it taps, [T, F]."""
         scratch = scratch or Scratch(token_T.device)
         out_TE = scratch.empty(token_T.shape[0], self.norm_E.shape[0], dtype=self.norm_E.dtype)
         with scratch.scope():
@@ -97,10 +99,11 @@ class Eagle3(Drafter):
             self._pass(token_T, joined_TE, out_TE, batch, cache, scratch)
         return out_TE
 
+    @override
     def draft(
         self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
     ) -> None:
-        """See `Drafter`. A pass of one token per row leads from each draft to the next."""
+        """A pass of one token per row leads from each draft to the next."""
         assert hidden_RE is not None
         for index in range(drafts):
             token_R = rows.choose(partial(self.logits, hidden_RE, scratch), index)

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.rms_norm import rms_norm
 from workers.cache.paged import PagedCache
@@ -50,20 +51,21 @@ class Mtp(Drafter):
             self._join, model.ways, [layer], self.norm_E, model.rotation_PO, config.rms_norm_eps, len(model.cache)
         )
 
+    @override
     def catch_up(
         self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None
     ) -> Tensor:
-        """See `Drafter`."""
         return self.segments.forward(token_T, hidden_TE, batch, cache, scratch or Scratch(token_T.device))
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
         """Logits of its hidden states, fp32 [N, V]: of the token behind theirs."""
         return self.model.logits(hidden_NE, scratch, self.head_YE)
 
+    @override
     def draft(
         self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
     ) -> None:
-        """See `Drafter`. A pass of one token per row leads from each draft to the next."""
+        """A pass of one token per row leads from each draft to the next."""
         assert hidden_RE is not None
         for index in range(drafts):
             token_R = rows.choose(partial(self.logits, hidden_RE, scratch), index)

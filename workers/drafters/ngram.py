@@ -4,6 +4,7 @@ output. No weights, no cache: see `kernels.ngram`."""
 from __future__ import annotations
 
 from torch import Tensor, int64
+from typing_extensions import override
 
 from kernels.ngram import blocks, propose
 from workers.cache.paged import PagedCache
@@ -16,10 +17,10 @@ class Ngram(Drafter):
 
     reads_tokens = True
 
+    @override
     def draft(
         self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
     ) -> None:
-        """See `Drafter`."""
         if not drafts:
             return
         state, slot_R = rows.state, rows.slot_R

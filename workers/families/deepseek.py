@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from typing_extensions import override
+
 from kernels.routing_rule import RoutingRule
 from workers.families.family import Family
 from workers.families.fields import Fields
@@ -15,8 +17,8 @@ from workers.quantization import unsupported_quantization
 class _Deepseek(Family):
     """What V2 and V3 have in common."""
 
+    @override
     def read(self, fields: Fields) -> ModelConfig:
-        """See `Family`."""
         _refuse_unsupported(fields)
         if not self.sparse and fields.values.get("index_topk") is not None:
             raise fields.unsupported(f"index_topk ({fields.text('model_type')})", fields.values["index_topk"], (None,))
@@ -75,8 +77,8 @@ class DeepseekV2(_Deepseek):
 
     bias = False
 
+    @override
     def read(self, fields: Fields) -> ModelConfig:
-        """See `Family`."""
         config = super().read(fields)
         if config.draft_layers:
             raise ConfigError(
@@ -85,8 +87,8 @@ class DeepseekV2(_Deepseek):
             )
         return config
 
+    @override
     def rule(self, fields: Fields) -> RoutingRule:
-        """See `_Deepseek`."""
         grouped = _only(fields, "topk_method", "greedy", "group_limited_greedy") != "greedy"
         _only(fields, "scoring_func", "softmax")
         if fields.flag("norm_topk_prob", False):
@@ -100,6 +102,7 @@ class DeepseekV2(_Deepseek):
             scale=fields.number("routed_scaling_factor", 1.0),
         )
 
+    @override
     def interleaved(self, fields: Fields) -> bool:
         """The published code knows nothing else."""
         return True
@@ -110,8 +113,8 @@ class DeepseekV3(_Deepseek):
 
     bias = True
 
+    @override
     def rule(self, fields: Fields) -> RoutingRule:
-        """See `_Deepseek`."""
         _only(fields, "topk_method", "noaux_tc")
         _only(fields, "scoring_func", "sigmoid")
         return RoutingRule(
@@ -122,6 +125,7 @@ class DeepseekV3(_Deepseek):
             scale=fields.number("routed_scaling_factor", 1.0),
         )
 
+    @override
     def interleaved(self, fields: Fields) -> bool:
         """transformers lets the config say otherwise."""
         return fields.flag("rope_interleave", True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from workers.families.deepseek import DeepseekV3
 from workers.families.fields import Fields
 from workers.models.config import ConfigError, ModelConfig
@@ -10,8 +12,8 @@ from workers.models.config import ConfigError, ModelConfig
 class Glm4MoeLite(DeepseekV3):
     """`mlp_layer_types` may say which layers are dense; some fields have other defaults."""
 
+    @override
     def read(self, fields: Fields) -> ModelConfig:
-        """See `Family`."""
         defaults = {"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "n_shared_experts": 1}
         given = {name: value for name, value in fields.values.items() if value is not None}
         if fields.number("partial_rotary_factor", 1.0) != 1.0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from typing_extensions import override
+
 from workers.families.deepseek import DeepseekV3
 from workers.families.fields import Fields
 from workers.models.config import ConfigError, ModelConfig
@@ -17,8 +19,8 @@ _TEXT_TYPES: Final = ("kimi_k2", "deepseek_v3")
 class KimiK25(DeepseekV3):
     """The fields of the text part are in `text_config`, and its tensors' names begin with `language_model.`."""
 
+    @override
     def read(self, fields: Fields) -> ModelConfig:
-        """See `Family`."""
         if said := unsupported_quantization(fields.values):
             raise ConfigError(f"config.json: {said}")
         given = fields.values.get("text_config")
@@ -32,10 +34,10 @@ class KimiK25(DeepseekV3):
         text.values["model_type"] = kind
         return replace(super().read(text), model_type=fields.text("model_type"))
 
+    @override
     def tensor(self, name: str) -> str:
-        """See `Family`."""
         return f"language_model.{name}"
 
+    @override
     def ignored(self, config: ModelConfig) -> list[str]:
-        """See `Family`."""
         return [*super().ignored(config), r"^vision_tower\.", r"^mm_projector\."]

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
+from typing_extensions import override
+
 from workers.families.deepseek import DeepseekV3
 from workers.families.fields import Fields
 from workers.families.glm import dense_layers
@@ -31,8 +33,8 @@ class DeepseekV32(DeepseekV3):
     }
     """Of fields that a config.json may leave away: those of transformers."""
 
+    @override
     def read(self, fields: Fields) -> ModelConfig:
-        """See `Family`."""
         given = {name: value for name, value in fields.values.items() if value is not None}
         if given.get("q_lora_rank") is None:
             raise ConfigError(
@@ -83,6 +85,7 @@ class GlmMoeDsa(DeepseekV32):
         "index_n_heads": 32,
     }
 
+    @override
     def shared(self, fields: Fields) -> tuple[bool, ...]:
         """See `Indexing`: as `indexer_types` lists it, as a pattern has it, or every so many layers one is full."""
         layers = fields.count("num_hidden_layers")

@@ -9,6 +9,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     import xgrammar as xgr
 
@@ -20,6 +22,7 @@ _UNUSED = "transformers"
 class _NamesAlone(ModuleType):
     """Has an empty class of every name."""
 
+    @override
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)

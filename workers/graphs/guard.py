@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 import triton
+from typing_extensions import override
 
 from kernels import repeat
 from kernels.operators import OperatorMode
@@ -71,6 +72,7 @@ class _OnDeviceAlone(OperatorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == self._device_type:

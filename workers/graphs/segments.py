@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
+from typing_extensions import override
 
 from workers.graphs.record import record
 from workers.memory.scratch import Scratch
@@ -26,6 +27,7 @@ class CapturedEnding(Ending):
         super().__init__(parts, tokens, inner)
         self._graph, _ = record(parts.device, super().run)
 
+    @override
     def run(self) -> None:
         """Replay it."""
         self._graph.replay()
@@ -55,10 +57,12 @@ class CapturedStage(Stage):
         """How many there are, endings aside."""
         return sum(map(len, self._graphs))
 
+    @override
     def run_segment(self, which: int, index: int) -> None:
         """Replay segment `index` of a pass."""
         self._graphs[which][index].replay()
 
+    @override
     def ending(self, key: TokenKey) -> Ending:
         """That of all stages; an eager one for more tokens than steps sample, which prompts that are scored end for."""
         return self._endings.get(key) or super().ending(key)

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 class Choices(ABC):
@@ -41,16 +42,16 @@ class Recorded(Choices):
         self.calls: list[tuple[Tensor, Tensor]] = []
         self.selected: list[Tensor] = []
 
+    @override
     def select(self, selected_TS: Tensor, bound_T: Tensor) -> None:
-        """See `Choices`."""
         self.selected.append(selected_TS.clone())
 
+    @override
     def settle(self, id_TK: Tensor, weight_TK: Tensor) -> None:
-        """See `Choices`."""
         self.calls.append((id_TK.clone(), weight_TK.clone()))
 
+    @override
     def note(self, place_TX: Tensor, weight_TK: Tensor) -> None:
-        """See `Choices`."""
         id_TK = torch.full(weight_TK.shape, -1, dtype=torch.int64, device=weight_TK.device)
         token_Y, expert_Y = (place_TX >= 0).nonzero(as_tuple=True)
         id_TK[token_Y, place_TX[token_Y, expert_Y].long()] = expert_Y
@@ -73,8 +74,8 @@ class Taken(Choices):
         """The share of a pass's own choices that were recorded, too: of the layer where it is least, 1 without one."""
         return float(torch.stack(self._agreed).min()) if self._agreed else 1.0
 
+    @override
     def settle(self, id_TK: Tensor, weight_TK: Tensor) -> None:
-        """See `Choices`."""
         at, tokens = self._at, id_TK.shape[0]
         self._at += 1
         if at >= min(self._layers, len(self._recorded.calls)) or not tokens:
@@ -87,12 +88,13 @@ class Taken(Choices):
         id_TK.copy_(theirs_TK)
         weight_TK.copy_(weights_TK)
 
+    @override
     def note(self, place_TX: Tensor, weight_TK: Tensor) -> None:
-        """See `Choices`."""
         self._at += 1
 
+    @override
     def select(self, selected_TS: Tensor, bound_T: Tensor) -> None:
-        """See `Choices`. What is not selected has to agree as well, of nearly all there would else always be most. How
+        """What is not selected has to agree as well, of nearly all there would else always be most. How
         many positions are, and that they lie below the bound, rounding does not change: else nothing agrees."""
         at = self._selected
         self._selected += 1

@@ -15,6 +15,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels import few_experts, moe, pending_norm
 from kernels.few_experts import ChosenExperts
@@ -67,46 +68,48 @@ class FewTokens(TokenWise[PendingNorm]):
         """`dependent`: programmatic dependent launch, which the device must be able to do."""
         self.group, self._dependent = group, dependent
 
+    @override
     def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
         """See `TokenWise`: fp32."""
         return scratch.empty(tokens, hidden, dtype=torch.float32)
 
+    @override
     def allocate_normed(
         self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch
     ) -> PendingNorm:
-        """See `TokenWise`."""
         return PendingNorm.empty(tokens, hidden, eps, dtype, scratch.empty)
 
+    @override
     def enter(self, rows_YE: Tensor, id_T: Tensor | None, norm: AddNorm, out: PendingNorm) -> None:
-        """See `TokenWise`."""
         pending_norm.enter(rows_YE, id_T, norm.residual_TE, norm.weight_E, out, dependent=self._dependent)
 
+    @override
     def linear(self, x: PendingNorm, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
-        """See `TokenWise`."""
         normed_linear(x, weight_FE.matrix, out_TF, dependent=self._dependent)
 
+    @override
     def narrow_linear(self, x: PendingNorm, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """See `TokenWise`: as router logits, by a program for every row or two."""
         few_experts.router(x, weight_FE.plain, out_TF, dependent=self._dependent)
 
+    @override
     def latent_linear(
         self, x: PendingNorm, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
     ) -> PendingNorm:
-        """See `TokenWise`."""
         tokens, features = out_TF.shape[0], norm_A.shape[0]
         square_TP = scratch.empty(tokens, features // PIECE, dtype=torch.float32)
         latent = PendingNorm(out_TF[:, :features], square_TP, eps)
         normed_linear(x, weight_FE.matrix, out_TF, norm_A=norm_A, next=latent, dependent=self._dependent)
         return latent
 
+    @override
     def gated(self, x: PendingNorm, gate_up_FE: Weight, scratch: Scratch) -> Tensor:
-        """See `TokenWise`."""
         act_TI = scratch.empty(x.x_TE.shape[0], gate_up_FE.shape[0] // 2, dtype=x.x_TE.dtype)
         gated_linear(x, gate_up_FE.matrix, act_TI, dependent=self._dependent)
         return act_TI
 
+    @override
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: PendingNorm, scratch: Scratch) -> None:
-        """See `TokenWise`."""
         rows = self._rows(x_TF, weight_EF.matrix, scratch)
         if self.group.summed.size == 1:
             into = norm.residual_TE, norm.weight_E, out
@@ -116,10 +119,10 @@ class FewTokens(TokenWise[PendingNorm]):
         linear(rows, weight_EF.matrix, part_TE, dependent=self._dependent)
         self._reduce(part_TE, sum_TE, norm, out)
 
+    @override
     def add_experts(
         self, x: PendingNorm, mixture: Mixture, norm: AddNorm, out: PendingNorm, scratch: Scratch, live_R: Tensor | None
     ) -> None:
-        """See `TokenWise`."""
         assert live_R is not None  # of decode rows alone some may be padding
         routing, tokens, dependent = mixture.routing, x.x_TE.shape[0], self._dependent
         if isinstance(mixture.gate_up_XFE.matrix, GroupScaled):
@@ -176,12 +179,12 @@ class FewTokens(TokenWise[PendingNorm]):
         few_experts.router(x, mixture.router_XE.plain, logit_TX, dependent=self._dependent)
         return logit_TX
 
+    @override
     def last(self, normed: PendingNorm, out_TE: Tensor) -> PendingNorm:
-        """See `TokenWise`."""
         return normed
 
+    @override
     def leave(self, norm: AddNorm, last: PendingNorm, out_TE: Tensor) -> None:
-        """See `TokenWise`."""
         rms_norm(norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=self._dependent)
 
     def _rows(self, x_TF: Tensor, weight: Matrix, scratch: Scratch) -> Tensor | Halved:

@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels import moe
 from kernels.linear import grouped_linear, linear
@@ -44,30 +45,32 @@ class InvariantTokens(ManyTokens):
             )
         super().__init__(group)
 
+    @override
     def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
-        """See `TokenWise`."""
         with scratch.scope():
             # Also of what is dequantized in the launch before: this product reads its weights after its wait.
             linear(x, plain(weight_FE, x.dtype, scratch), out_TF, invariant=True, dependent=dependent(x))
 
+    @override
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
-        """See `ManyTokens`."""
         logit_TX = scratch.empty(x_TE.shape[0], weight_XE.shape[0], dtype=torch.float32)
         self.linear(x_TE, weight_XE, logit_TX, scratch)
         return logit_TX
 
+    @override
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
-        """See `TokenWise`."""
         with scratch.scope():
             part_TGE = self._parts(x_TF.shape[0], self._groups(x_TF.shape[1]), out.shape[1], scratch)
             grouped_linear(x_TF, plain(weight_EF, x_TF.dtype, scratch), part_TGE)
             self._sum(part_TGE, out, scratch)
         self.add_norm(out, norm, out)
 
+    @override
     def shared_experts(self, x: Tensor, shared: Gated, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
-        """See `ManyTokens`. They have a sum over ranks of their own, in its order."""
+        """They have a sum over ranks of their own, in its order."""
         self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm, out, scratch)
 
+    @override
     def experts(
         self,
         x_TE: Tensor,

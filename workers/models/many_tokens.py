@@ -12,6 +12,7 @@ from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels import moe
 from kernels.dependent import launches_dependently
@@ -73,23 +74,23 @@ class ManyTokens(TokenWise[Tensor]):
         """`rounds`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such weights."""
         self.group, self.rounds = group, rounds
 
+    @override
     def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-        """See `TokenWise`."""
         return scratch.empty(tokens, hidden, dtype=dtype)
 
+    @override
     def allocate_normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> Tensor:
-        """See `TokenWise`."""
         return scratch.empty(tokens, hidden, dtype=dtype)
 
+    @override
     def enter(self, rows_YE: Tensor, id_T: Tensor | None, norm: AddNorm, out: Tensor) -> None:
-        """See `TokenWise`."""
         norm.residual_TE.zero_()
         if id_T is not None:
             torch.index_select(rows_YE, 0, id_T, out=out)
         self.add_norm(rows_YE if id_T is None else out, norm, out)
 
+    @override
     def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
-        """See `TokenWise`."""
         if out_TF.dim() == 3:  # of `parts`
             part_linear(x, weight_FE.plain, out_TF, dependent=dependent(x))
             return
@@ -136,17 +137,17 @@ class ManyTokens(TokenWise[Tensor]):
         if rows > tokens:
             out_TF.copy_(out_RF[:tokens])
 
+    @override
     def latent_linear(
         self, x: Tensor, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
     ) -> Tensor:
-        """See `TokenWise`."""
         self.linear(x, weight_FE, out_TF, scratch)
         out_TA = scratch.empty(x.shape[0], norm_A.shape[0], dtype=x.dtype)
         rms_norm(out_TF[:, : norm_A.shape[0]], norm_A, out_TA, eps=eps, dependent=dependent(x))
         return out_TA
 
+    @override
     def gated(self, x: Tensor, gate_up_FE: Weight, scratch: Scratch) -> Tensor:
-        """See `TokenWise`."""
         tokens, features = x.shape[0], gate_up_FE.shape[0]
         gate_up_TF = scratch.empty(tokens, features, dtype=x.dtype)
         self.linear(x, gate_up_FE, gate_up_TF, scratch)
@@ -154,17 +155,18 @@ class ManyTokens(TokenWise[Tensor]):
         silu_mul(gate_up_TF, act_TI, dependent=dependent(x))
         return act_TI
 
+    @override
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
-        """See `TokenWise`."""
         part_TE = self.group.part(out)
         self.linear(x_TF, weight_EF, part_TE, scratch)
         self.group.all_reduce(part_TE, out)
         self.add_norm(out, norm, out)
 
+    @override
     def add_gated(
         self, x: Tensor, gate_up_FE: Weight, down_EI: Weight, norm: AddNorm, out: Tensor, scratch: Scratch
     ) -> None:
-        """See `TokenWise`. Where `down` takes activations in FP8, the gate rounds them at once."""
+        """Where `down` takes activations in FP8, the gate rounds them at once."""
         part_TE, down = self.group.part(out), down_EI.matrix
         if x.dtype != torch.bfloat16 or not self._rounds_for(down, part_TE):
             super().add_gated(x, gate_up_FE, down_EI, norm, out, scratch)
@@ -183,10 +185,10 @@ class ManyTokens(TokenWise[Tensor]):
         early = dependent(x_TE) and (self.group.summed.size == 1 or self.group.sums_by_kernel(x_TE))
         add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=early)
 
+    @override
     def add_experts(
         self, x: Tensor, mixture: Mixture, norm: AddNorm, out: Tensor, scratch: Scratch, live_R: Tensor | None
     ) -> None:
-        """See `TokenWise`."""
         own_TE = None if mixture.shared is None else self.shared_experts(x, mixture.shared, norm, out, scratch)
         id_TK, weight_TK = self.route(x, mixture, scratch, live_R)
         self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch, own_TE)
@@ -270,10 +272,11 @@ class ManyTokens(TokenWise[Tensor]):
             self.group.all_reduce(part_TE, out_TE)
             self.add_norm(out_TE, norm, out_TE)
 
+    @override
     def last(self, normed: Tensor, out_TE: Tensor) -> Tensor:
-        """See `TokenWise`."""
         return out_TE
 
+    @override
     def leave(self, norm: AddNorm, last: Tensor, out_TE: Tensor) -> None:
         """It is there already."""
 
@@ -284,14 +287,15 @@ class DecodeTokens(ManyTokens):
 
     decode_alone = True
 
+    @override
     def parts(self, tokens: int, weight_FE: Weight) -> int:
-        """See `TokenWise`. A sum over ranks needs whole sums."""
+        """A sum over ranks needs whole sums."""
         if self.group.summed.size > 1 or weight_FE.format is not Format.PLAIN:
             return 0
         return parts_of(tokens, weight_FE.plain)
 
+    @override
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
-        """See `TokenWise`."""
         tokens, hidden = out.shape
         parts = self.parts(tokens, weight_EF)
         if not parts:

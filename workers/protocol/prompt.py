@@ -14,6 +14,8 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import overload
 
+from typing_extensions import override
+
 from kernels.page import PAGE_TOKENS
 
 TOKEN_BYTES = 4
@@ -87,6 +89,7 @@ class Prompt(Sequence[int]):
         swapped.byteswap()
         return memoryview(swapped)
 
+    @override
     def __len__(self) -> int:
         return self.length
 
@@ -94,8 +97,10 @@ class Prompt(Sequence[int]):
     def __getitem__(self, index: int) -> int: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    @override
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
         return tuple(self._ids[index]) if isinstance(index, slice) else self._ids[index]
 
+    @override
     def __iter__(self) -> Iterator[int]:
         return iter(self._ids)

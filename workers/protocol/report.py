@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 
 class StepTime(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +49,7 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
         """Nothing differed."""
         return not self.problems
 
+    @override
     def __str__(self) -> str:
         drafts = f", {self.drafts} drafts" if self.drafts is not None else ""
         return f"{self.kind} {self.bucket}{drafts}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
+from typing_extensions import override
 
 from workers.config import EngineConfig
 from workers.parallel.group import Group
@@ -26,6 +27,7 @@ class Difference:
     recorded: tuple[int, ...]
     replayed: tuple[int, ...]
 
+    @override
     def __str__(self) -> str:
         return f"step {self.step}, {self.row}: recorded {_named(self.recorded)}, replayed {_named(self.replayed)}"
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.matrix import GROUP
 from workers.weights.checkpoint import Checkpoint, WeightsError
@@ -65,8 +66,9 @@ class QuantisedPart(ABC):
 class Fp8Part(QuantisedPart):
     """Of a matrix in e4m3, a scale for each block."""
 
+    @override
     def data(self) -> Tensor:
-        """See `QuantisedPart`. NaN, which kernels take for a number, is an error."""
+        """NaN, which kernels take for a number, is an error."""
         data = self.checkpoint.read(self.name, (self.rows, self.columns))
         byte = data.view(torch.uint8)
         # There are two: one is the largest byte without a sign, the other the largest with one. So looking for them is
@@ -75,8 +77,9 @@ class Fp8Part(QuantisedPart):
             raise WeightsError(f"{self.name} holds NaN; weights are numbers. Is the download complete?")
         return data
 
+    @override
     def scales(self, block: tuple[int, int] | None) -> Tensor:
-        """See `QuantisedPart`. Those of blocks smaller than the published ones are repeated."""
+        """Those of blocks smaller than the published ones are repeated."""
         assert block is not None
         published = self._published()
         for dim, (part, side) in enumerate(zip((self.rows, self.columns), block, strict=True)):
@@ -84,12 +87,12 @@ class Fp8Part(QuantisedPart):
             published = published.index_select(dim, firsts // BLOCK - part.start // BLOCK)
         return published.float()
 
+    @override
     def covering(self) -> tuple[Tensor, Tensor]:
-        """See `QuantisedPart`."""
         return self.data(), self._published()
 
+    @override
     def numbers(self, data: Tensor, scales: Tensor) -> Tensor:
-        """See `QuantisedPart`."""
         row_N, column_K = (
             torch.arange(part.start, part.stop, device=data.device) // BLOCK - part.start // BLOCK
             for part in (self.rows, self.columns)
@@ -105,12 +108,13 @@ class Fp8Part(QuantisedPart):
 class Int4Part(QuantisedPart):
     """Of a matrix in INT4, a scale for each group of input features."""
 
+    @override
     def data(self) -> Tensor:
-        """See `QuantisedPart`. The words are little-endian, so that their bytes are in order."""
+        """The words are little-endian, so that their bytes are in order."""
         return self._words(slice(self.columns.start // WORD, -(-self.columns.stop // WORD)))
 
+    @override
     def scales(self, block: tuple[int, int] | None) -> Tensor:
-        """See `QuantisedPart`."""
         groups = slice(self.columns.start // GROUP, -(-self.columns.stop // GROUP))
         scales = self._scales(self.name + INT4_SCALES, (self.rows, groups))
         if scales.numel() and float(scales.abs().max()) >= INT4_SCALES_END:
@@ -120,13 +124,14 @@ class Int4Part(QuantisedPart):
             )
         return scales
 
+    @override
     def covering(self) -> tuple[Tensor, Tensor]:
-        """See `QuantisedPart`. Whole groups, as far as there are words."""
+        """Whole groups, as far as there are words."""
         begin = self.columns.start // GROUP * (GROUP // WORD)
         return self._words(slice(begin, -(-self.columns.stop // WORD))), self.scales(None)
 
+    @override
     def numbers(self, data: Tensor, scales: Tensor) -> Tensor:
-        """See `QuantisedPart`."""
         begin = self.columns.start % GROUP
         return int4_groups(data, scales)[:, begin : begin + self.columns.stop - self.columns.start]
 

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
@@ -42,10 +43,12 @@ class CheckpointReader(WeightSource):
         self._progress = progress
         self._uploader = Uploader(device, release=checkpoint.release) if device.type == "cuda" else None
 
+    @override
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
         """Reads only `index`; converts to the dtype and device of `into`."""
         self._put(into, partial(self.checkpoint.read, self.stored(name), index))
 
+    @override
     def fill_matrix(self, into: Weight, part: Part) -> None:
         """Reads only what this rank has; dequantizes on the device of `into` what that has as plain numbers."""
         stored = self.stored_format(part.name)
@@ -76,8 +79,8 @@ class CheckpointReader(WeightSource):
             self._uploader.fill(into, read)
         self._progress.add(into.nbytes)
 
+    @override
     def settle(self) -> None:
-        """See `WeightSource`."""
         if self._uploader is not None:
             self._uploader.settle()
 
@@ -88,10 +91,11 @@ class CheckpointReader(WeightSource):
         if self._uploader is not None:
             self._uploader.close()
 
+    @override
     def progress(self, text: str) -> None:
         """Passes the line on, with how far loading is."""
         self._progress.at(text)
 
+    @override
     def tell(self, text: str) -> None:
-        """See `WeightSource`."""
         self._progress.note(text)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.matrix import GROUP
 from workers.parallel.mesh import Mesh
@@ -175,20 +176,24 @@ class Census(WeightSource):
         self.bytes = 0
         """Of this rank's share, scales included."""
 
+    @override
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Counts the bytes."""
         tensor = super().empty(*shape, dtype=dtype)
         self.bytes += tensor.nbytes
         return tensor
 
+    @override
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
         """Notes the name and the shape."""
         self.wanted[self.stored(name)] = Wanted(shape)
 
+    @override
     def fill_matrix(self, into: Weight, part: Part) -> None:
         """Notes the tensors that the matrix consists of."""
         self.wanted |= tensors_of(self.stored(part.name), self.stored_format(part.name), *part.shape)
 
+    @override
     def progress(self, text: str) -> None:
         """Says nothing."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from typing_extensions import override
+
 from deploy.api.http.openapi import Answer
 from deploy.api.job.job import Branch, Job
 from deploy.api.job.model import Reading
@@ -163,13 +165,14 @@ class ParsedChoice(Choice):
         self._calls = 0
         """Complete ones."""
 
+    @override
     @property
     def finish_reason(self) -> str | None:
-        """See `Choice`."""
         return "tool_calls" if self._calls and self.finish == "stop" else self.finish
 
+    @override
     def feed(self, output: RequestOutput) -> list[Event]:
-        """See `Choice`. Token by token: which ones are reasoning must not depend on how many came at once."""
+        """Token by token: which ones are reasoning must not depend on how many came at once."""
         tokens = output.tokens
         if len(tokens) <= 1:
             return self._feed_one(output)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from deploy.api.generation.choice import Choice, Piece, choice_of, joined
 from deploy.api.http.body import ClientDisconnected
@@ -118,6 +119,7 @@ class Generation(Response):
         self.status_code = 200
         self.background = None
 
+    @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job and write its answer."""
         record: dict[str, Any] = scope.setdefault("latentserve.log", {})
@@ -264,8 +266,8 @@ class Stream(Generation):
     """Server-sent events, one HTTP chunk each. The status line waits for the first token, so that whatever goes wrong
     before it is answered with a status of its own."""
 
+    @override
     async def write(self, send: Send) -> None:
-        """See `Generation`."""
         await self.run_all(send)
         await self._start(send)
         await send({"type": "http.response.body", "body": self.form.closing(self.choices), "more_body": False})
@@ -275,14 +277,14 @@ class Stream(Generation):
             self.started = True
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
 
+    @override
     async def open(self, choice: Choice, send: Send) -> None:
-        """See `Generation`."""
         await self._start(send)
         if (opening := await self.rendered(self.form.opening, choice)) is not None:
             await send({"type": "http.response.body", "body": opening, "more_body": True})
 
+    @override
     async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
-        """See `Generation`."""
         # Ids that are asked for are sent as they come; log-probabilities wait for the text they belong to.
         ids = choice.token_ids and (self.generator.tokenizer is None or (self.job.token_ids and self.job.logprobs < 0))
         if text or ids or choice.finish is not None:
@@ -297,13 +299,13 @@ class Whole(Generation):
         super().__init__(generator, endpoint, job, form, arrival)
         self._pieces: list[list[Piece]] = [[] for _ in self.choices]
 
+    @override
     async def emit(self, choice: Choice, text: Piece, send: Send) -> None:
-        """See `Generation`."""
         if text:
             self._pieces[choice.index].append(text)
 
+    @override
     async def write(self, send: Send) -> None:
-        """See `Generation`."""
         await self.run_all(send)
         body = await self.rendered(self.form.answer, self.choices, [joined(pieces) for pieces in self._pieces])
         assert body is not None

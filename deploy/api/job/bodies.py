@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+from typing_extensions import override
 
 from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
@@ -56,6 +57,7 @@ class Body(BaseModel):
             return {name: item for name, item in value.items() if item is not None}
         return value
 
+    @override
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Every field that may be left out may be null, too."""
@@ -271,6 +273,7 @@ class Message(Body):
             return {**value, "content": ""}
         return value
 
+    @override
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Calls of an assistant stand in for content."""
@@ -323,6 +326,7 @@ class ChatBody(ChatTemplateFields, GenerationBody):
     max_reasoning_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the reasoning of an answer may have, tags included; it is closed then, and the answer follows."""
 
+    @override
     @property
     def constrained(self) -> bool:
         """See `GenerationBody`: tools that are, or must be, called do so, too, and bounds of reasoning."""

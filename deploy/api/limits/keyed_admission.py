@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import Scope
+from typing_extensions import override
 
 from deploy.api.http.errors import ApiError, invalid, over_limit
 from deploy.api.limits.admission import Admission, Admitted, Counted, whole_seconds
@@ -23,20 +24,20 @@ class KeyedRequest(Admitted):
     def __init__(self, keys: KeyRing, key: Key, meter: Meter, metrics: FrontMetrics) -> None:
         self._keys, self._key, self._meter, self._metrics = keys, key, meter, metrics
 
+    @override
     def place(self, priority: int) -> tuple[int, str, float]:
-        """See `Admitted`."""
         return self._keys.place(self._key, priority)
 
+    @override
     def started(self, prompt_tokens: int) -> None:
-        """See `Admitted`."""
         self._metrics.key_started(self._key.name, prompt_tokens)
 
+    @override
     def began(self) -> None:
-        """See `Admitted`."""
         self._meter.began()
 
+    @override
     def finished(self, reason: str, generated: int, queued: float | None) -> None:
-        """See `Admitted`."""
         self._metrics.key_finished(self._key.name, reason, generated, queued)
 
 
@@ -77,9 +78,9 @@ class KeyedAdmission(Admission):
             with self._limits_of(key, request.scope):
                 key.enter()
 
+    @override
     @contextmanager
     def running(self, scope: Scope, prompt_tokens: int, sequences: Sequence[Counted]) -> Iterator[Admitted]:
-        """See `Admission`."""
         if (key := self._asking.get()) is None:
             with super().running(scope, prompt_tokens, sequences) as admitted:
                 yield admitted
@@ -96,6 +97,7 @@ class KeyedAdmission(Admission):
         finally:
             key.end(meter)
 
+    @override
     def _others_make_room(self, sequences: int) -> bool:
         """Where other keys have more than their share of the room the scheduler makes some."""
         key = self._asking.get()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import orjson
+from typing_extensions import override
 
 from deploy.api.generation.choice import Choice, Piece, draft_counts
 from deploy.api.generation.generate import data_event
@@ -126,8 +127,8 @@ class ChatFormat(AnswerFormat):
         """See `Format`."""
         return self._split(self._delta(index, {"content": MARK}))
 
+    @override
     def writer(self, index: int) -> Callable[[Piece], bytes]:
-        """See `Format`."""
         content, reasoning = (self._split(self._delta(index, {name: MARK})) for name in ("content", REASONING))
 
         def write(piece: Piece) -> bytes:

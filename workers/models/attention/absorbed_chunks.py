@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.mla_decode import INVARIANT_UNIT
 from kernels.page import PAGE_TOKENS, pages_for
@@ -152,8 +153,8 @@ class AbsorbedChunks(Backend):
         )
         return AbsorbedChunks(chunks, q_THD, q_UHD, rows, workspace, out_UHV, out_THV)
 
+    @override
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
-        """See `Backend`."""
         torch.index_select(self.q_THD, 0, self.chunks.token_U, out=self.q_UHD)
         for part in self.parts:
             # One workspace for all parts, so each is planned when its turn comes.

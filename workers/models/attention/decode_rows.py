@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.dependent import launches_dependently
 from kernels.head_linear import absorb as absorb_roped
@@ -122,8 +123,8 @@ class DecodeRows(Backend):
     memory: DecodeMemory
     out_THV: Tensor
 
+    @override
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
-        """See `Backend`."""
         memory, entering, workspace = self.memory, self.entering, self.rows.workspace
         attended_THL, invariant = memory.attended_RWHL.flatten(0, 1), heads.invariant
         # Where attention begins with a kernel of ours, that one lets the next start as `early` asks. In invariant mode

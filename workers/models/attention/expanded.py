@@ -23,6 +23,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.gather_context import gather_context
 from kernels.merge_attention import merge_attention
@@ -185,8 +186,8 @@ class ExpandedChunks(Backend):
         own = keys(latent_TC, kv_THF, geometry.cu_q_B1, geometry.max_q, sums[0])
         return ExpandedChunks(geometry, q_THD, own, tuple(context), out_THV)
 
+    @override
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
-        """See `Backend`."""
         own, context = self.own, self.context
         self._attend(heads, own, causal=True)
         for piece in context:
@@ -198,8 +199,8 @@ class ExpandedChunks(Backend):
             into_THV = self.out_THV if piece is context[-1] else own.out_THV
             merge_attention(own.out_THV, own.lse_TH, keys.out_THV, keys.lse_TH, into_THV, own.lse_TH)
 
+    @override
     def rehearse(self, heads: Heads) -> None:
-        """See `Backend`."""
         for piece in self.context:
             for count in range(EXPANDED, piece.latent_XL.shape[0] + 1, EXPANDED):
                 heads.expand(piece.latent_XL[:count], piece.kv_XF[:count])

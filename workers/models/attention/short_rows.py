@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.dependent import launches_dependently
 from kernels.sparse import write_index_keys
@@ -29,6 +30,6 @@ class ShortRows(Backend):
         dependent = self.rows.entering is not None and launches_dependently(self.key_TI.device)
         write_index_keys(self.key_TI, self.cache_slot_T, index_PKI, dependent=dependent)
 
+    @override
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
-        """See `Backend`."""
         self.rows.attend(heads, cache_PKC)

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.spec import CacheSpec
@@ -70,16 +71,18 @@ class SparseAttention(LatentAttention):
             }
             self.indexer = Indexer(source, f"{prefix}indexer.", config.indexing, **sizes, int8=fp8_cache)
 
+    @override
     @property
     def caches(self) -> Sequence[CacheSpec]:
         """Latents, then index keys where it has an indexer."""
         return (self.cache,) if self.indexer is None else (self.cache, self.indexer.cache)
 
+    @override
     @property
     def kind(self) -> tuple[object, ...]:
-        """See `LatentAttention`."""
         return type(self), self.indexer is None
 
+    @override
     def plan(self, batch: Batch, scratch: Scratch) -> Batch:
         """`batch` with room for the selection, for this layer and those behind it. A dense one is planned as that of
         `LatentAttention` is, for rows of so few pages."""
@@ -88,8 +91,8 @@ class SparseAttention(LatentAttention):
             return super().plan(replace(batch, decode=replace(rows, page_RP=page_RP)), scratch)
         return replace(batch, selection=selection(batch, self.indexing.top_k, scratch))
 
+    @override
     def geometry(self, batch: Batch) -> SparseGeometry | None:
-        """See `LatentAttention`."""
         prefill = batch.prefill
         if prefill is None or not prefill.count:
             return None
@@ -97,17 +100,18 @@ class SparseAttention(LatentAttention):
         widening = Widening.of(prefill) if may_widen(self.heads, prefill.page_NP.device) else None
         return SparseGeometry(prefill.page_NP[:, : pages_for(longest)], widening)
 
+    @override
     def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
-        """See `LatentAttention`."""
         widening = Widening.largest(tokens, rows, pages, device) if may_widen(self.heads, device) else None
         return [SparseGeometry(torch.zeros(rows, pages, dtype=torch.int32, device=device), widening, largest=True)]
 
+    @override
     def allocate_projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
-        """See `LatentAttention`."""
         projected = super().allocate_projected(way, tokens, scratch)
         dtype, int8 = self.heads.norm_L.dtype, self.heads.fp8_cache
         return replace(projected, indexed=Indexed.empty(self.indexing, tokens, dtype, scratch, int8=int8))
 
+    @override
     def project(
         self,
         way: TokenWise[N],
@@ -126,6 +130,7 @@ class SparseAttention(LatentAttention):
             self.indexer.project(way, x, latent, rotation_TO, out.indexed, scratch)
         return latent
 
+    @override
     def backends(
         self,
         projected: Projected,
@@ -135,7 +140,6 @@ class SparseAttention(LatentAttention):
         rotation_PO: Tensor,
         scratch: Scratch,
     ) -> list[Backend]:
-        """See `LatentAttention`."""
         if batch.dense:
             assert projected.indexed is not None
             dense = super().backends(projected, out_THV, batch, None, rotation_PO, scratch)
@@ -181,12 +185,13 @@ class SparseAttention(LatentAttention):
         sizes = decode, layout.width, prefill, scores, self.indexing.top_k, batch.position_T.device
         scratch.empty(spare(self.heads, *sizes), dtype=torch.uint8)
 
+    @override
     def tensors(self, *caches: Tensor) -> tuple[Tensor, ...]:
-        """See `LatentAttention`."""
         return (*super().tensors(*caches), *caches[1:])
 
+    @override
     def attend(self, backends: Sequence[Backend], *caches: Tensor) -> None:
-        """See `LatentAttention`. Every key of the step is in the cache before the first is scored."""
+        """Every key of the step is in the cache before the first is scored."""
         for backend in backends:
             if isinstance(backend, ShortRows):
                 # Keys first: dense attention reads early, which it may directly behind what absorbs its queries alone.

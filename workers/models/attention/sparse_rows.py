@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.dependent import launches_dependently
 from kernels.head_linear import head_linear
@@ -255,6 +256,7 @@ class SparseRows(Backend):
         if where.choices is not None:
             where.choices.select(where.selected_TS, where.bound_T)
 
+    @override
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         """See `Backend`: to what is selected, of queries that have entered. IndexError on a CPU where that is outside
         of the cache."""
