@@ -349,7 +349,7 @@ def be_of_another_type(model: Path) -> tuple[str, dict[str, Any]]:
 
 
 def ask_for_too_much_memory(model: Path) -> tuple[str, dict[str, Any]]:
-    return "rank .: .*memory", {"cache_pages": 10**9}
+    return "rank .: .*memory", {"cache_pages": 10**8}
 
 
 @pytest.mark.parametrize(

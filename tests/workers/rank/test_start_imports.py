@@ -83,6 +83,7 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_a_rank_does_not_import_torchs_compiler() -> None:
     assert run(PROGRAM, "cpu", *HEAVY) == "[]"
 

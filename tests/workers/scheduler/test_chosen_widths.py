@@ -131,7 +131,7 @@ def mean_ratios(factor: Factor, growth: float = 0.0) -> dict[tuple[int, float], 
     ("factor", "growth"),
     [
         pytest.param(as_it_is, 0.0, marks=pytest.mark.long),
-        pytest.param(anything, 0.0, marks=pytest.mark.long),
+        pytest.param(anything, 0.0, marks=pytest.mark.soak),
         pytest.param(anything, 0.02, marks=pytest.mark.long),
         pytest.param(wide_looks_cheap, 0.02, marks=pytest.mark.long),
         (narrow_looks_cheap, 0.0),

@@ -20,6 +20,7 @@ def test_another_process_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     assert "transformers" not in sys.modules
 
 
+@pytest.mark.long
 def test_what_is_wrong_with_a_folder_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     assert text_of_tokens_beside(tmp_path) is None
