@@ -238,6 +238,7 @@ def test_keys_that_short_rows_do_not_write_are_missed(
     assert got != want
 
 
+@pytest.mark.long
 def test_preempted_and_cached_rows_are_as_short_as_their_pages(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def slowly(request):  # type: ignore[no-untyped-def]
     yield out(7, finish="length")
 
 
+@pytest.mark.long
 async def test_steps_are_told_while_there_is_load() -> None:
     with serving(create_app(Busy(slowly), None)) as port:
         spec = LoadSpec(f"http://127.0.0.1:{port}/v1", "tiny", 1, 4, 1, vocab=500, warmup=0)

@@ -256,7 +256,7 @@ def tells_and_dies(settings: EngineConfig, sockets: Path, parent: Connection) ->
 @pytest.mark.parametrize(
     ("main", "failing", "cause"),
     [
-        ("_scheduler_main", dies, "the scheduler ended while it started"),
+        pytest.param("_scheduler_main", dies, "the scheduler ended while it started", marks=pytest.mark.long),
         pytest.param("_scheduler_main", tells_and_dies, "scheduler exited with code 3", marks=pytest.mark.long),
         pytest.param("_worker_main", one_rank_dies, "rank 1 exited with code 3", marks=pytest.mark.long),
         pytest.param(

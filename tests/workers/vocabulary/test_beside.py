@@ -12,6 +12,7 @@ from workers.vocabulary.beside import text_of_tokens_beside
 from workers.vocabulary.folder import text_of_tokens
 
 
+@pytest.mark.long
 def test_another_process_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = EngineConfig(model="demo").folder
     here = text_of_tokens(folder)
