@@ -36,10 +36,11 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 # The files of the longer lane that take a minute or more, the longest first. They begin before the others: one that begins
 # at the end leaves a core without work.
-LONGEST := $(addprefix tests/, workers/model_based/test_model_based.py workers/graphs/test_compiled_ahead.py \
-  e2e/test_two_nodes.py kernels/mla_decode_triton/test_mla_decode_emulated.py deploy/api/test_structured_output.py \
-  e2e/test_rolling_update.py deploy/api/test_api_fuzz.py e2e/test_compare_endpoints.py \
-  workers/parallel/test_rank_features.py kernels/few_tokens/test_few_tokens_interpreted.py e2e/test_busy_cluster.py)
+LONGEST := $(addprefix tests/, kernels/mla_decode_triton/test_mla_decode_emulated.py \
+  kernels/sparse_triton/test_sparse_emulated.py kernels/moe_triton/test_int4_grouped_emulated.py e2e/test_two_nodes.py \
+  workers/parallel/test_rank_features.py workers/model_based/test_model_based.py workers/graphs/test_compiled_ahead.py \
+  deploy/api/test_structured_output.py e2e/test_rolling_update.py e2e/test_direct.py e2e/test_compare_endpoints.py \
+  kernels/few_tokens/test_few_tokens_interpreted.py e2e/test_busy_cluster.py)
 
 # What shows in minutes that a change is sound. Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
@@ -54,9 +55,9 @@ test-long: $(READY)
 # Registers, spills, shared memory and instructions of every kernel at the sizes of published models: compilation alone.
 # The plugin fails the run if a kernel was left out.
 gates: $(READY)
-	$(BIN)/python -m pytest -p tests.gated -m gate -n 2 $(call marked,gate)
+	$(BIN)/python -m pytest -p tests.gated -m "gate and not soak" -n 2 $(call marked,gate)
 
-# Soaks from fixed seeds, and the tests of the programs under bench: not part of what a change must pass.
+# Cases whose settings meet in other cases, more seeds, the programs under bench: not part of what a change must pass.
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak $(SIDE_BY_SIDE) $(call marked,soak)
 

@@ -17,10 +17,10 @@ MARKS = ("alone", "long", "gate", "soak")
 
 
 @pytest.mark.parametrize(
-    "marked", [each for each in product((False, True), repeat=4) if not any(each[2:]) or sum(each) == 1]
+    "marked", [each for each in product((False, True), repeat=4) if not any(each[2:]) or not any(each[:2])]
 )
 def test_a_test_with_these_marks_runs_once(marked: tuple[bool, ...]) -> None:
-    """A test of the compile gate has no other mark, and neither has a soak."""
+    """Tests of the compile gate may soak; neither these nor others that soak have another mark."""
     assert len(LANES) == 6
     marks = dict(zip(MARKS, marked, strict=True))
     assert sum(eval(lane, {}, marks) for lane in LANES) == 1

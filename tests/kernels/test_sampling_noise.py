@@ -58,6 +58,7 @@ def test_published_vectors(counter, key, expected):
     assert tuple(int(word) for word in philox_4x32(tensor(*counter), tensor(*key))) == expected
 
 
+@pytest.mark.long
 def test_triton_computes_the_same_words(tmp_path):
     cases = [(0, 0), (7, 5), (-3, 129), (0x7123456789ABCDEF, 2**31 + 3), (-(2**63), 2**32 - 1)]
     script = TRITON_WORDS.replace("CASES", repr(cases))

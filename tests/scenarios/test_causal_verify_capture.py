@@ -70,7 +70,8 @@ class Lengths:
     ("drafter", "rows"),
     [
         ("eagle3", 2),
-        *(pytest.param("eagle3", rows, marks=pytest.mark.long) for rows in (1, 3, 4, 5, 6, 7, 8)),
+        *(pytest.param("eagle3", rows, marks=pytest.mark.long) for rows in (1, 5, 8)),
+        *(pytest.param("eagle3", rows, marks=pytest.mark.soak) for rows in (3, 4, 6, 7)),
         ("mtp", 3),
         *(pytest.param("mtp", rows, marks=pytest.mark.long) for rows in (1, 8)),
         ("ngram", 5),

@@ -37,13 +37,12 @@ def test_a_crowd_gets_the_same_tokens_at_every_width(folder: Path, width: int) -
     assert serve(run, crowd(24, VOCAB, seed=1)) == narrow(folder)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
 def test_a_crowd_at_width_1_is_served(folder: Path, seed: int) -> None:
     serve(engine(folder, width=1), crowd(60, VOCAB, seed))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("period", [2, 7])
+@pytest.mark.parametrize("period", [pytest.param(2, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.soak)])
 def test_a_crowd_gets_the_same_tokens_whatever_widths_follow_each_other(folder: Path, period: int) -> None:
     """Wider and narrower steps, on slots that were drafted for by others. The second crowd comes when nobody decodes,
     so that its first prompts end in a step of their own."""

@@ -47,8 +47,9 @@ def plain(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[i
     return engine(width=1, prefix_cache=False).generate(prompts, params)
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "width", [pytest.param(w, marks=pytest.mark.long if w == 4 else pytest.mark.soak) for w in (2, 3, 4)]
+)
 def test_greedy_output_is_that_of_width_1(
     prompts: list[list[int]], params: list[SamplingParams], plain: list[list[int]], width: int
 ) -> None:

@@ -82,8 +82,9 @@ def test_requests_that_fill_the_context(folder: Path, width: int, context: int, 
         assert done[str(name)].tokens == expected(folder, prompt, most - len(prompt))
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "width", [pytest.param(w, marks=pytest.mark.long if w == 3 else pytest.mark.soak) for w in (2, 3, 4)]
+)
 def test_drafts_prefix_hits_and_preemptions_change_no_greedy_token(folder: Path, width: int) -> None:
     shared = random_prompts(1, 1, seed=8)[0] + random_prompts(1, 300, seed=9)[0][:140]
     prompts = [shared + tail if i % 3 == 0 else tail for i, tail in enumerate(random_prompts(100, 90, seed=10))]

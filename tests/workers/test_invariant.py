@@ -92,7 +92,9 @@ def test_sparse_attention_selects_the_same_in_any_batch(tmp_path: Path) -> None:
     assert crowded.scheduler.stats().step_seconds["mixed"].count > 0
 
 
-@pytest.mark.parametrize("kind", ["v3-yarn", pytest.param("demo", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("v3-yarn", marks=pytest.mark.long), pytest.param("demo", marks=pytest.mark.soak)]
+)
 def test_preemptions_and_prefix_hits_on_generated_pages_change_no_bit(kind: str, folders: dict[str, Path]) -> None:
     params = SamplingParams(70, temperature=0.0, logprobs=3)
     long = [(prompt[-45:], params) for prompt, _ in jobs(kind)[:4]]

@@ -146,6 +146,7 @@ def test_in_invariant_mode_no_bit_depends_on_chunks_widths_and_neighbours(kind: 
     assert bits(2, 96, prompts) == alone
 
 
+@pytest.mark.long
 async def test_two_ranks(folder: Path) -> None:
     """In processes of their own; what comes is packed all the way."""
     prompts = [prompt_of(count, count) for count in (1, 60, 140)]

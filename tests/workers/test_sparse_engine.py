@@ -52,9 +52,17 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(tokens, temperature=0.0)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", SPARSE_KINDS)
-@pytest.mark.parametrize("width", [1, 4, "auto"])
+@pytest.mark.parametrize(
+    ("width", "kind"),
+    [
+        pytest.param(1, "v32", marks=pytest.mark.long),
+        pytest.param(4, "glm5", marks=pytest.mark.long),
+        pytest.param("auto", "v32", marks=pytest.mark.long),
+        pytest.param(1, "glm5", marks=pytest.mark.soak),
+        pytest.param(4, "v32", marks=pytest.mark.soak),
+        pytest.param("auto", "glm5", marks=pytest.mark.soak),
+    ],
+)
 def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(
     kind: str, width: int | str, folders: dict[str, Path]
 ) -> None:

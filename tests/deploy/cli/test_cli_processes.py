@@ -120,6 +120,7 @@ def session_of(leader: int) -> list[psutil.Process]:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_tokenizer_that_cannot_be_read_is_said_before_the_engine_is_up(tmp_path):
     model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     (model / "tokenizer.json").write_text("{}")

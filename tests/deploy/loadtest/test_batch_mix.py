@@ -38,6 +38,7 @@ def slowly(request):  # type: ignore[no-untyped-def]
     yield out(7, finish="length")
 
 
+@pytest.mark.long
 async def test_steps_are_told_while_there_is_load() -> None:
     with serving(create_app(Busy(slowly), None)) as port:
         spec = LoadSpec(

@@ -97,10 +97,17 @@ def test_broken_calls_are_never_a_failure(name: str) -> None:
         check_broken(name, seed)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", FORMATS)
-def test_very_many_broken_calls(name: str) -> None:
-    for seed in range(1000, 21_000):
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(1000, 4000), marks=pytest.mark.long),
+        pytest.param(range(4000, 21_000), marks=pytest.mark.soak),
+    ],
+    ids=["3,000", "17,000 more"],
+)
+def test_very_many_broken_calls(name: str, seeds: range) -> None:
+    for seed in seeds:
         check_broken(name, seed)
 
 

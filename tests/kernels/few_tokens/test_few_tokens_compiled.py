@@ -62,7 +62,11 @@ MODELS = {
     "demo": Model(192, 8, 96, 64, 16, 32, 32, 640, 128, 1, 8, 2, K2_ROUTING, 4096),
 }  # fmt: skip
 V3 = Model(7168, 128, 1536, 512, 64, 128, 128, 18432, 2048, 1, 256, 8, V3_ROUTING, 129280)
-CASES = [("v2-lite", tokens) for tokens in (1, 2, 4, 8)] + [("v3 on 8 ranks", 8)] + [(name, 16) for name in MODELS]
+CASES = [
+    *(pytest.param("v2-lite", tokens, marks=pytest.mark.soak if tokens in (2, 4) else ()) for tokens in (1, 2, 4, 8)),
+    ("v3 on 8 ranks", 8),
+    *((name, 16) for name in MODELS),
+]
 """Most kernels are the same for 1 to 8 tokens, and all for 9 to 16, which need the most."""
 
 
@@ -251,7 +255,7 @@ def test_fp8_gates_of_wider_models(hidden: int, tokens: int, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
-@pytest.mark.parametrize("name", ["v3", "v3 on 8 ranks", "k2 on 8 ranks"])
+@pytest.mark.parametrize("name", ["v3", "v3 on 8 ranks", pytest.param("k2 on 8 ranks", marks=pytest.mark.soak)])
 def test_fp8_weights_that_the_copy_engine_fetches(name: str, tokens: int) -> None:
     m = V3 if name == "v3" else MODELS[name]
     x, after = (PendingNorm.empty(tokens, m.hidden, 1e-6, BF16, empty) for _ in range(2))

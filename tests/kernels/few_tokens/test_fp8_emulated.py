@@ -16,6 +16,8 @@ from tests.support.ptx import emulated
 CPU = cases.Place(torch.device("cpu"), dependent=True)
 BLOCKS = (128, 128)
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

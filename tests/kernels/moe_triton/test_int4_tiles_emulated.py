@@ -84,6 +84,7 @@ def test_a_pair_does_not_depend_on_its_tile() -> None:
             assert torch.equal(part.run(tiled(part)), out[-tokens:])
 
 
+@pytest.mark.long
 def test_what_it_does_not_take() -> None:
     for wrong in (
         case(1),

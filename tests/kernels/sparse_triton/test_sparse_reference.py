@@ -71,8 +71,16 @@ def test_keys_and_queries_in_int8_that_are_not_finite_are_seen_in_their_own_scor
     assert score[1, :70].isnan().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("context", "least"), [(16384, 0.99), pytest.param(131072, 0.985, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("context", "least", "kind"),
+    [
+        *((16384, 0.99, kind) for kind in KINDS),
+        *(
+            pytest.param(131072, 0.985, kind, marks=pytest.mark.long if kind == "heavy tails" else pytest.mark.soak)
+            for kind in KINDS
+        ),
+    ],
+)
 def test_recall_of_an_index_in_int8(context: int, least: float, kind: str) -> None:
     """The more there are to select from, the closer lie the scores of the last one that is and of the first that is
     not."""

@@ -66,6 +66,7 @@ def test_spills_and_register_limits_are_caught() -> None:
         resources(compiled[0]).check(registers=16)
 
 
+@pytest.mark.long
 def test_too_much_shared_memory_is_caught() -> None:
     x = torch.ones(256, 256)
     with compile_only() as compiled:

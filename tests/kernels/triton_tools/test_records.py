@@ -122,6 +122,7 @@ def test_every_constant_counts_for_what_is_kept() -> None:
     assert compiled(Cut(*CUTS[0])) is compiled(CUTS[0])
 
 
+@pytest.mark.long
 def test_other_processes_find_what_one_has_compiled() -> None:
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
     program = f"import sys; sys.path[:0] = {paths}; import test_records as t; print(t.compiled(t.CUTS[0]).hash)"

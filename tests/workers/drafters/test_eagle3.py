@@ -219,8 +219,10 @@ def logits_of_ranks(folder: Path, root: Path, group: Group) -> dict[str, torch.T
     return found
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "size",  # two ranks draft in tests/workers/parallel/test_rank_features.py, too
+    [pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.long)],
+)
 def test_ranks_agree_with_one(folder: Path, drafts_of: dict[str, Path], size: int) -> None:
     root = drafts_of["gqa"].parent
     alone = logits_of_ranks(folder, root, Group())

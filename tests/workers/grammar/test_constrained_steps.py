@@ -201,8 +201,9 @@ def test_planted_faults_show(
     assert tokens != want
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "width", [pytest.param(w, marks=pytest.mark.long if w in (1, 8) else pytest.mark.soak) for w in (1, 2, 3, 4, 8)]
+)
 def test_a_larger_crowd_is_the_same_at_every_width(folder: Path, width: int) -> None:
     asked = jobs(16, seed=5, most=250)
     assert served(engine(folder, width=width), asked) == one_after_the_other(folder, asked)

@@ -304,6 +304,7 @@ def test_an_automaton_follows_it(pattern: str) -> None:
     assert "Regex(" in str(build(Grammar("json_schema", json.dumps(schema)), quick=True))
 
 
+@pytest.mark.long
 def test_what_a_hostile_client_sends_is_answered_soon() -> None:
     """No schema makes the reader recurse without end, and none has more automata tried than a few."""
     with pytest.raises(GrammarError, match="nested more than 48 levels deep"):

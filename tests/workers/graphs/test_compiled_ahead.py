@@ -3,6 +3,7 @@ compiles anew, on a CPU that passes for a Hopper GPU; tests/workers/test_gpu_eng
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,16 +159,20 @@ def settings(model: str, width: int | str, **others: Any) -> EngineConfig:
     return EngineConfig(model=model, device="cpu", width=width, **{**defaults, **others})
 
 
-@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "invariant"])
+DEMO_CASES = itertools.product((1, "auto"), (None, 540, 70), (False, True))
+"""Widths; contexts of any length, of just two pieces, of just two pages; and whether in invariant mode."""
+DEMO_LANES: dict[tuple[Any, ...], Any] = {
+    (1, None, False): (),
+    ("auto", 540, False): pytest.mark.long,
+    (1, 540, True): pytest.mark.long,
+}
+"""Every variant that any case of this file launches, one outside of `make soak` launches, too."""
+
+
 @pytest.mark.parametrize(
-    "context",
-    [
-        pytest.param(None, id=""),
-        pytest.param(540, marks=pytest.mark.long, id="just two pieces of context"),
-        pytest.param(70, marks=pytest.mark.long, id="just two pages"),
-    ],
+    ("width", "context", "invariant"),
+    [pytest.param(*case, marks=DEMO_LANES.get(case, pytest.mark.soak)) for case in DEMO_CASES],
 )
-@pytest.mark.parametrize("width", [1, pytest.param("auto", marks=pytest.mark.long)])
 def test_the_demo_compiles_nothing_late(
     width: int | str, context: int | None, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,9 +180,14 @@ def test_the_demo_compiles_nothing_late(
     assert late(Start(monkeypatch, config), 96, seed=3) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
-@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize(
+    ("width", "invariant"),
+    [
+        pytest.param(width, invariant, marks=pytest.mark.soak if width == 1 else pytest.mark.long)
+        for width in (1, 3)
+        for invariant in (False, True)
+    ],
+)
 def test_published_heads_compile_nothing_late(
     width: int, invariant: bool, published: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,8 +196,14 @@ def test_published_heads_compile_nothing_late(
     assert late(Start(monkeypatch, config), 300, seed=3) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("width", "activations"), [(1, "auto"), (3, "auto"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("width", "activations"),
+    [
+        pytest.param(1, "auto", marks=pytest.mark.long),
+        pytest.param(3, "bf16", marks=pytest.mark.long),
+        pytest.param(3, "auto", marks=pytest.mark.soak),
+    ],
+)
 def test_weights_in_fp8_compile_nothing_late(
     width: int, activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,8 +239,7 @@ def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.
     assert "attend_wide" not in launched
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("cache", "shared", "heads"),
     [("auto", [], 32), ("fp8", ["full", "shared", "shared"], 32), ("fp8", ["full", "shared", "shared"], 64)],
@@ -290,12 +305,11 @@ def together(rank: int, width: int | str, invariant: bool) -> list[list[tuple[An
         return stages
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "invariant"),
     [
-        (2, False),
-        pytest.param(1, False, marks=pytest.mark.long),
+        pytest.param(2, False, marks=pytest.mark.long),
+        pytest.param(1, False, marks=pytest.mark.soak),
         pytest.param("auto", True, marks=pytest.mark.long),
     ],
 )

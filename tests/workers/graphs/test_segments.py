@@ -165,9 +165,15 @@ def test_a_selection_in_memory_of_segments_is_seen(tmp_path: Path, monkeypatch: 
         assert run.generate(prompts, greedy(8)) != expected
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("width", "invariant"),
+    [
+        pytest.param(2, False, marks=pytest.mark.long),
+        pytest.param(1, True, marks=pytest.mark.long),
+        pytest.param(1, False, marks=pytest.mark.soak),
+        pytest.param(2, True, marks=pytest.mark.soak),
+    ],
+)
 def test_stages_of_all_buckets_share_their_endings(
     folder: Path, width: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,8 +68,10 @@ SPARSE = [("v32", {}), ("glm5", SHARED), ("v32", {"index_topk": 128}), ("glm5", 
 """Queries attend to 16 tokens of up to 200; or to two pages, and steps of rows that have no more are dense."""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "config"), SPARSE)
+@pytest.mark.parametrize(
+    ("kind", "config"),  # in the longer lane both kinds of models, and both numbers of tokens that are selected
+    [pytest.param(*case, marks=pytest.mark.long if n in (0, 3) else pytest.mark.soak) for n, case in enumerate(SPARSE)],
+)
 def test_sparse_attention_under_random_schedules(
     kind: str, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,8 +53,10 @@ def rank_main(rank: int, size: int, folder: Path, wanted: dict[str, tuple[Path, 
         group.close()
 
 
-@pytest.mark.long  # one model on two ranks is in `make test`: tests/workers/parallel/test_rank_features.py
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize(
+    "size",  # models of every feature are compared on two ranks in tests/workers/parallel/test_rank_features.py
+    [pytest.param(size, marks=pytest.mark.soak if size == 2 else pytest.mark.long) for size in (2, 4, 8)],
+)
 def test_ranks_give_the_bits_of_one(size: int, tmp_path: Path) -> None:
     wanted = {name: case for name, case in cases(tmp_path).items() if size < 8 or name.startswith("demo")}
     alone = {name: outputs(path, Group(), dtype) for name, (path, dtype) in wanted.items()}

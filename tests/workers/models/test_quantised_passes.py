@@ -88,8 +88,10 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
         group.close()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "size",  # two ranks serve quantized weights in tests/workers/parallel/test_rank_features.py
+    [pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.long)],
+)
 def test_ranks_agree_with_the_plain_checkpoint(size: int, tmp_path: Path) -> None:
     """Whose shares begin in the middle of blocks, or outside of any. Drafts included."""
     want = {}

@@ -72,8 +72,8 @@ def rank_main(rank: int, size: int, folder: Path, kinds: list[str]) -> None:
 @pytest.mark.parametrize(
     ("size", "kinds"),
     [
-        pytest.param(2, ["v3-yarn", "glm5", OWN], id="2-quick"),
-        pytest.param(2, KINDS, marks=pytest.mark.long, id="2"),
+        pytest.param(2, ["v3-yarn", "glm5", OWN], marks=pytest.mark.long, id="2-quick"),
+        pytest.param(2, KINDS, marks=pytest.mark.soak, id="2"),
         pytest.param(4, KINDS, marks=pytest.mark.long, id="4"),
     ],
 )

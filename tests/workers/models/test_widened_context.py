@@ -115,6 +115,7 @@ def test_logits_are_those_over_the_cache(kind: str, queries: int, monkeypatch: p
     assert check(model, MIXED) == [count * PAGE_TOKENS for count in pages for _ in range(layers)]
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_logits_of_drawn_steps(data: st.DataObject) -> None:

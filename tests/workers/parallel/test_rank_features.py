@@ -17,7 +17,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-QUICK = ("masks, MTP",)
+SOAKED = ("FP8 weights", "V3.2", "masks, no drafts")
+"""Others show this, too: FP8 weights beside an FP8 cache, V3.2 beside an FP8 cache, masks beside drafters."""
 
 
 def compare(name: str, root: Path, device: str, **settings: Any) -> None:
@@ -27,7 +28,9 @@ def compare(name: str, root: Path, device: str, **settings: Any) -> None:
     assert stood > 0 or not drafting, "no draft stood, so none was tried beside masks"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in FEATURES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.soak if n in SOAKED else pytest.mark.long) for n in FEATURES]
+)
 def test_two_ranks_give_the_bits_of_one(name: str, root: Path) -> None:
     compare(name, root, "cpu", tensor_parallel=2)
 

@@ -34,6 +34,7 @@ def config(folder: Path, file: Path) -> EngineConfig:
     )
 
 
+@pytest.mark.long
 async def test_what_ranks_were_told_can_be_run_again(folder: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     async with local_engine(config(folder, tmp_path / "plans"), lines.append) as client:

@@ -256,7 +256,7 @@ def tells_and_dies(settings: EngineConfig, sockets: Path, parent: Connection) ->
 @pytest.mark.parametrize(
     ("main", "failing", "cause"),
     [
-        ("_scheduler_main", dies, "the scheduler ended while it started"),
+        pytest.param("_scheduler_main", dies, "the scheduler ended while it started", marks=pytest.mark.long),
         pytest.param("_scheduler_main", tells_and_dies, "scheduler exited with code 3", marks=pytest.mark.long),
         pytest.param("_worker_main", one_rank_dies, "rank 1 exited with code 3", marks=pytest.mark.long),
         pytest.param(
@@ -349,7 +349,7 @@ def be_of_another_type(model: Path) -> tuple[str, dict[str, Any]]:
 
 
 def ask_for_too_much_memory(model: Path) -> tuple[str, dict[str, Any]]:
-    return "rank .: .*memory", {"cache_pages": 10**9}
+    return "rank .: .*memory", {"cache_pages": 10**8}
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ class Mark:
         return 1e3 * (later.at - self.at)
 
 
+@pytest.mark.long
 def test_steps_with_decode_rows_are_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each from the beginning of its scene; so what is timed leaves no trace in what is compared."""
     monkeypatch.setattr(segments, "timed_runs", lambda device: 3)

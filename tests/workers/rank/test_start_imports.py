@@ -83,6 +83,7 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_a_rank_does_not_import_torchs_compiler() -> None:
     assert run(PROGRAM, "cpu", *HEAVY) == "[]"
 
@@ -93,6 +94,7 @@ def test_a_rank_with_grammars_does_not_either() -> None:
     assert run(CONSTRAINED, *HEAVY) == "[]"
 
 
+@pytest.mark.long
 def test_what_a_rank_imports_is_not_searched_for_garbage_and_all_else_is() -> None:
     imports, searched, found = run(COLLECTIONS).splitlines()
     assert imports == "0 0 True True"

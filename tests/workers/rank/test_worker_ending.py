@@ -225,7 +225,13 @@ def receive(binding: Binding, kind: type) -> Any:
 
 @pytest.mark.parametrize(
     "closing",
-    ["closes", "raises", pytest.param("hangs", marks=pytest.mark.long), "hangs with the lock", "waits for its peer"],
+    [
+        pytest.param("closes", marks=pytest.mark.long),
+        "raises",
+        pytest.param("hangs", marks=pytest.mark.long),
+        "hangs with the lock",
+        "waits for its peer",
+    ],
 )
 def test_a_rank_that_failed_tells_why_and_ends(tmp_path: Path, closing: str) -> None:
     with two_ranks(tmp_path, closing) as (binding, ranks):

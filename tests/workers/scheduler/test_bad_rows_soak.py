@@ -51,7 +51,7 @@ def soak(seed: int, mishap: float) -> tuple[Replica, set[str]]:
     return replica, poisoned
 
 
-@pytest.mark.parametrize("seeds", [range(12, 28), pytest.param(range(48), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("seeds", [range(12, 28), pytest.param(range(48), marks=pytest.mark.soak)], ids=str)
 def test_bad_prompts_end_alone(seeds: range) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:
@@ -72,7 +72,7 @@ def test_bad_prompts_end_alone(seeds: range) -> None:
     assert min(seen.values()) >= 5, seen
 
 
-@pytest.mark.parametrize("seeds", [range(9, 20), pytest.param(range(28), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("seeds", [range(9, 20), pytest.param(range(28), marks=pytest.mark.soak)], ids=str)
 def test_memory_that_fails_for_a_moment_costs_a_request_at_most(seeds: range) -> None:
     """Who had read what it left gets its own tokens all the same."""
     seen: Counter[str] = Counter()

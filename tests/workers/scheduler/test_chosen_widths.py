@@ -131,10 +131,10 @@ def mean_ratios(factor: Factor, growth: float = 0.0) -> dict[tuple[int, float], 
     ("factor", "growth"),
     [
         pytest.param(as_it_is, 0.0, marks=pytest.mark.long),
-        pytest.param(anything, 0.0, marks=pytest.mark.long),
+        pytest.param(anything, 0.0, marks=pytest.mark.soak),
         pytest.param(anything, 0.02, marks=pytest.mark.long),
         pytest.param(wide_looks_cheap, 0.02, marks=pytest.mark.long),
-        (narrow_looks_cheap, 0.0),
+        pytest.param(narrow_looks_cheap, 0.0, marks=pytest.mark.long),
     ],
 )
 def test_the_best_width_is_found_whatever_the_self_test_found(factor: Factor, growth: float) -> None:

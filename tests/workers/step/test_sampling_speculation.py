@@ -1,5 +1,6 @@
 """Speculation changes no answer: the same tokens where a seed fixes them, the same distribution over seeds."""
 
+import itertools
 import math
 from functools import cache
 
@@ -82,8 +83,14 @@ QUICK = (
 
 
 def sources_and_widths(sources, widths):
-    cases = [(source, width) for source in sources for width in widths]
-    return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in cases]
+    """All cases. The longer lane has the least and the greatest width of each source; others soak."""
+
+    def mark(source, width):
+        if (source, width) in QUICK:
+            return ()
+        return pytest.mark.long if width in (widths[0], widths[-1]) else pytest.mark.soak
+
+    return [pytest.param(*case, marks=mark(*case)) for case in itertools.product(sources, widths)]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from workers.vocabulary.beside import text_of_tokens_beside
 from workers.vocabulary.folder import text_of_tokens
 
 
+@pytest.mark.long
 def test_another_process_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = EngineConfig(model="demo").folder
     here = text_of_tokens(folder)
@@ -20,6 +21,7 @@ def test_another_process_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     assert "transformers" not in sys.modules
 
 
+@pytest.mark.long
 def test_what_is_wrong_with_a_folder_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     assert text_of_tokens_beside(tmp_path) is None
