@@ -119,8 +119,11 @@ class Block:
                 run(self, warp)
                 continue
             most -= 1
-            instruction = self.program.code[at]
             warp.go(lanes, at + 1)
+            if lanes is ALL and (single := self.runs.single(at)) is not None:
+                single(self, warp)
+                continue
+            instruction = self.program.code[at]
             step = Step(self, warp, instruction, at, lanes)
             try:
                 if instruction.guard:

@@ -25,6 +25,8 @@ MOST = 24
 """Instructions of a run. A turn that ends within a run takes its beginning one by one, so runs are short."""
 WORTH = 2
 """A run is compiled when it is executed for this time."""
+WORTH_SINGLE = 30
+"""And one of its instructions by itself, as turns that end within the run execute it, for this time."""
 
 _ENDS = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier.try_wait")
 """What decides where, whether or when the warp goes on."""
@@ -41,6 +43,8 @@ class Runs:
         """How many instructions the run has that begins at a place; 0 where none does."""
         self._executed = [0] * len(program.code)
         self._functions: list[Function | None] = [None] * len(program.code)
+        self._single_executed = [0] * len(program.code)
+        self._singles: list[Function | None] = [None] * len(program.code)
 
     def function(self, at: int) -> Function | None:
         """What executes the run that begins at a place, unless it is not worth it yet."""
@@ -48,7 +52,17 @@ class Runs:
         if found is None:
             self._executed[at] += 1
             if self._executed[at] >= WORTH:
-                found = self._functions[at] = _Writer(self, at).function()
+                found = self._functions[at] = _Writer(self, at, self.length[at]).function()
+        return found
+
+    def single(self, at: int) -> Function | None:
+        """What executes the one instruction at a place, of those that a run may have, if a line is known for it."""
+        found = self._singles[at]
+        if found is None and self._single_executed[at] >= 0:
+            self._single_executed[at] += 1
+            if self._single_executed[at] >= WORTH_SINGLE:
+                found = None if _is_end(self.code[at]) else _Writer(self, at, 1).function(calls=False)
+                self._singles[at], self._single_executed[at] = found, -1
         return found
 
 
@@ -80,16 +94,17 @@ class _Writer:
     which may write any.
     """
 
-    def __init__(self, runs: Runs, at: int) -> None:
-        self.runs, self.at = runs, at
+    def __init__(self, runs: Runs, at: int, length: int) -> None:
+        self.runs, self.at, self.length = runs, at, length
         self.lines: list[str] = []
         self.given: dict[str, Any] = {"ALL": ALL, "Step": Step, "all_of": all_of, "Fault": AssertionError}
         self._known: dict[tuple[str, Type], str] = {}
+        self._types: dict[str, Type] = {}  # what registers of inline assembly hold
         self._names = 0
 
-    def function(self) -> Function:
-        """Compile it."""
-        for at in range(self.at, self.at + self.runs.length[self.at]):
+    def function(self, calls: bool = True) -> Function | None:
+        """Compile it; nothing if it would be no more than a call that may not be."""
+        for at in range(self.at, self.at + self.length):
             instruction, written = self.runs.code[at], len(self.lines)
             known = dict(self._known)
             try:
@@ -99,6 +114,8 @@ class _Writer:
             except _Unknown:
                 self._known = known
                 del self.lines[written:]
+                if not calls:
+                    return None
                 self._call(at, instruction)
         body = "\n  ".join(self.lines)
         source = f"def run(block, warp):\n at = {self.at}\n R = warp.registers\n try:\n  {body}\n"
@@ -109,6 +126,7 @@ class _Writer:
 
     def _call(self, at: int, instruction: Instruction) -> None:
         self._known.clear()
+        self._types.clear()
         execute, known = self._give(self.runs.execute[at]), self._give(instruction)
         self.lines.append(f"at = {at}")
         step = f"step = Step(block, warp, {known}, {at}, ALL)"
@@ -151,7 +169,7 @@ class _Writer:
     def _read(self, name: str, kind: Type) -> str:
         if name[0] == "!":
             return f"~{self.read(name[1:], kind)}"
-        own = register_type(name)
+        own = register_type(name) or self._types.get(name)
         if own is None:
             try:
                 return self._give(constant(name, kind))
@@ -173,7 +191,9 @@ class _Writer:
         if name == "_":
             return
         own = register_type(name)
-        if own is None or (own is np.bool_) != (kind is np.bool_):
+        if own is None:
+            own = self._types[name] = kind if kind is np.bool_ else BITS[size(kind)]
+        if (own is np.bool_) != (kind is np.bool_):
             raise _Unknown
         if own is not kind:
             same = size(own) == size(kind)
@@ -187,7 +207,7 @@ class _Writer:
     def _write(self, instruction: Instruction) -> None:
         parts, operands = instruction.parts, instruction.operands
         line = _LINES.get(parts[0])
-        kind = TYPES.get(parts[-1])
+        kind = TYPES.get(parts[-1]) or {"e4m3x2": np.uint16}.get(parts[-1])
         if line is None or kind is None:
             raise _Unknown
         line(self, parts, operands, kind)
@@ -216,7 +236,7 @@ def _plain(parts: tuple[str, ...], to: str, kind: Type) -> Type:
         raise _Unknown
     if kind is np.float32 or kind is np.bool_:
         return kind
-    if register_type(to) is not BITS[size(kind)]:
+    if register_type(to) not in (BITS[size(kind)], None):
         raise _Unknown
     return BITS[size(kind)]
 
@@ -236,6 +256,9 @@ def _not(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: 
 
 @_line("neg abs ex2 lg2 sqrt rcp")
 def _one(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
+    if parts[0] == "abs" and parts[-1] == "bf16":
+        run.write(operands[0], f"{run.read(operands[1], kind)} & {run._give(np.uint16(0x7FFF))}", kind)
+        return
     if kind is not np.float32:
         raise _Unknown
     run.write(operands[0], f"{run._give(arithmetic.ONE[parts[0]])}({run.read(operands[1], kind)})", kind)
@@ -271,7 +294,7 @@ def _fma(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: 
 
 @_line("min max")
 def _extreme(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
-    if "relu" in parts or parts[-1] in ("bf16", "bf16x2", "f16", "f16x2"):
+    if "relu" in parts or parts[-1] in ("bf16x2", "f16x2"):
         raise _Unknown
     a, b = (run.read(name, kind) for name in operands[1:3])
     run.write(operands[0], f"{run._give(arithmetic.extreme(parts, kind))}({a}, {b})", kind)
@@ -301,6 +324,11 @@ def _shift(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind
 @_line("setp")
 def _compare(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
     """Without what tells of NaN: in the others it makes the result false, as in numpy, but for "not equal"."""
+    if parts[1] == "nan" and kind is np.float32 and len(parts) == 3:
+        a, b = (run.read(name, kind) for name in operands[1:3])
+        found = f"{a} != {a}" if operands[1] == operands[2] else f"({a} != {a}) | ({b} != {b})"
+        run.write(operands[0], found, np.bool_)
+        return
     if parts[1] not in arithmetic.COMPARE or (parts[1] == "ne" and _is_float(kind)) or kind is np.bool_:
         raise _Unknown
     if parts[-1] in ("bf16", "bf16x2", "f16x2"):
@@ -322,6 +350,14 @@ def _select(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kin
 @_line("cvt")
 def _convert(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
     to, of = parts[-2], parts[-1]
+    if to == "e4m3x2":  # the first operand is the upper half here, too
+        high, low = run.read(operands[1], kind), run.read(operands[2], kind)
+        run.write(operands[0], f"{run._give(arithmetic.pair_of_bytes)}({low}, {high})", np.uint16)
+        return
+    if of == "e4m3x2":
+        table, index = run._give(arithmetic.halves_of_bytes()), run.read(operands[1], np.uint16)
+        run.write(operands[0], f"{table}[{index}]", np.uint32)
+        return
     if to in ("bf16x2", "f16x2"):  # the first operand is the upper half
         high, low = run.read(operands[1], kind), run.read(operands[2], kind)
         halves = run._give(_bf16_pair if to == "bf16x2" else _f16_pair)
@@ -388,6 +424,31 @@ def _extract(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], ki
     position, length = (run.read(name, np.uint32) for name in operands[2:])
     given = f"{word}, {position}, {length}, {bits}, {np.dtype(kind).kind == 'i'}"
     run.write(operands[0], f"{run._give(arithmetic.extracted)}({given})", np.int32 if bits == 32 else np.int64)
+
+
+@_line("prmt")
+def _permute(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
+    """Chosen by a number, whose digits take bytes and not signs of bytes."""
+    if len(parts) > 2 or register_type(operands[3]) is not None:
+        raise _Unknown
+    try:
+        choice = int(constant(operands[3], np.uint32)[0])
+    except ValueError:
+        raise _Unknown from None
+    if choice & 0x8888:
+        raise _Unknown
+    bytes = [choice >> 4 * i & 7 for i in range(4)]
+    a, b = (run.read(name, np.uint32) for name in operands[1:3])
+    pieces = []
+    for source, first in ((a, 0), (b, 4)):
+        # Bytes that move by the same distance move together.
+        for by in range(-3, 4):
+            here = [i for i, byte in enumerate(bytes) if first <= byte < first + 4 and byte - first - i == by]
+            mask = sum(0xFF << 8 * i for i in here)
+            if mask:
+                moved = f"{source} {'>>' if by > 0 else '<<'} {run._give(np.uint32(8 * abs(by)))}" if by else source
+                pieces.append(f"({moved} & {run._give(np.uint32(mask))})")
+    run.write(operands[0], " | ".join(pieces), np.uint32)
 
 
 @_line("shfl")

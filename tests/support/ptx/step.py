@@ -108,6 +108,8 @@ class Warp:
 class Step:
     """One instruction on those lanes of a warp that execute it."""
 
+    __slots__ = ("at", "block", "instruction", "lanes", "operands", "parts", "warp")
+
     def __init__(self, block: Block, warp: Warp, instruction: Instruction, at: int, lanes: Lanes) -> None:
         self.block, self.warp, self.instruction, self.at, self.lanes = block, warp, instruction, at, lanes
         self.parts, self.operands = instruction.parts, instruction.operands
