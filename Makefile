@@ -57,7 +57,7 @@ test-long: $(READY)
 gates: $(READY)
 	$(BIN)/python -m pytest -p tests.gated -m "gate and not soak" -n 2 $(call marked,gate)
 
-# Cases whose settings meet in other cases, more seeds, the programs under bench: not part of what a change must pass.
+# Cases whose settings occur in other cases, too, more seeds, the programs under bench: not part of what a change must pass.
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak $(SIDE_BY_SIDE) $(call marked,soak)
 
