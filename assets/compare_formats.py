@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""What FP8 and INT4 cost the demo model: loss on held-out text, and how many drafts stand; see docs/demo-model.md.
+"""What FP8 and INT4 cost the demo model: loss on held-out text, and how many drafts are accepted; see
+docs/demo-model.md.
 
 python assets/compare_formats.py --prompts 16 --new 64
 """
@@ -12,7 +13,7 @@ import torch
 from training import corpus
 from training.eagle import load_eagle
 from training.evaluate import evenly_chosen, load, speculate
-from training.quantise import FORMATS, quantise
+from training.quantize import FORMATS, quantize
 from training.train import held_out_losses
 
 ASSETS = Path(__file__).resolve().parent
@@ -25,7 +26,7 @@ def compare(folder: Path, prompts: int, new: int, tokens: int | None = None) -> 
     plain = None
     for form in ("bf16", *FORMATS):
         if form != "bf16":
-            quantise(ASSETS / "demo", folder / form, form)
+            quantize(ASSETS / "demo", folder / form, form)
         model, tokenizer = load(ASSETS / "demo" if form == "bf16" else folder / form, torch.device("cpu"))
         documents = corpus.encode_documents(tokenizer, list(corpus.collect().held_out.values()))
         stream = torch.tensor([token for document in documents for token in document])

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Trains an EAGLE-3 draft model for the demo model, and measures how many of its drafts stand; see docs/demo-model.md.
+"""Trains an EAGLE-3 draft model for the demo model, and measures how many of its drafts are accepted; see
+docs/demo-model.md.
 
 python assets/train_eagle.py --out assets/demo_eagle3 --minutes 22
 python assets/train_eagle.py --out assets/demo_eagle3 --evaluate

@@ -1,4 +1,4 @@
-"""Says what `--width auto` loses against the best fixed width, for drafts that stand as often as is said here.
+"""Says what `--width auto` loses against the best fixed width, for drafts that are accepted as often as is said here.
 
     python bench/generated.py v3-slice DIR
     python bench/adaptive_width.py --model DIR                        # on a GPU: batch 1, 8, 32, 64
@@ -16,11 +16,12 @@ Tokens are sampled at temperature 1, and drafts are random. Of text that repeats
 would wake fewer experts, and texts of different widths repeat themselves differently.
 
 A line per batch and probability: tokens a second of every width and of auto, what auto reaches of the best, and the
-widths that it took meanwhile. Then what speculation gives a single stream whose drafts stand four times out of five, so
-that a step yields 1.8 tokens: its time per token, over 1.8ths of a step that feeds two rows and drafts nothing.
+widths that it took meanwhile. Then what speculation gives a single stream whose drafts are accepted four times out of
+five, so that a step yields 1.8 tokens: its time per token, over 1.8ths of a step that feeds two rows and drafts
+nothing.
 
-Exit status 1 where auto reaches less than `--bound` of the best, or of width 1, or where drafts stood more or less
-often than they were made to.
+Exit status 1 where auto reaches less than `--bound` of the best, or of width 1, or where drafts were accepted more or
+less often than they were made to.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from workers.protocol.plan import SamplingParams
 HOOKS = Path(__file__).resolve().parent / "replica_hooks"
 VARIABLE = "LATENTSERVE_BENCH_ACCEPTANCE"
 ASIDE = 5.0
-"""Standard deviations that the share of drafts that stand may be from what it was made to be."""
+"""Standard deviations that the share of drafts that are accepted may be from what it was made to be."""
 YIELD = 0.8
 """The probability at which a step of width 2 yields 1.8 tokens."""
 
@@ -66,7 +67,7 @@ class Point:
     """Tokens a second of all streams."""
     offered: int
     """Drafts that were verified."""
-    stood: int
+    accepted: int
     widths: Counter[int]
     """How often each was seen."""
 
@@ -165,16 +166,16 @@ async def engine_points(
 
 def told(width: int | str, batch: int, probability: float | None, found: Point) -> None:
     """A line of progress."""
-    stood = f"{found.stood} of {found.offered}"
+    accepted = f"{found.accepted} of {found.offered}"
     print(
-        f"width {width}, batch {batch}, {probability}: {found.speed:.1f} tok/s, stood {stood}",
+        f"width {width}, batch {batch}, {probability}: {found.speed:.1f} tok/s, stood {accepted}",
         file=sys.stderr,
         flush=True,
     )
 
 
 def expected(width: int, probability: float) -> float:
-    """The share of drafts that stand, of those that a step of this width verifies."""
+    """The share of drafts that are accepted, of those that a step of this width verifies."""
     return sum(probability**place for place in range(1, width)) / (width - 1)
 
 
@@ -200,15 +201,15 @@ def verdict(found: dict[int | str, dict[tuple[int, float | None], Point]], given
             )
             if min(ratio, alone) < given.bound:
                 wrong.append(
-                    f"batch {batch}, drafts that stand with {probability}: auto reaches {ratio:.3f} of the best"
+                    f"batch {batch}, drafts that are accepted with {probability}: auto reaches {ratio:.3f} of the best"
                 )
             for w in fixed[1:]:
                 one, wanted = found[w][batch, probability], expected(w, probability)
                 # A row's drafts stand or fall together at worst: no more than one independent trial per step.
                 spread = 0.5 * ((w - 1) / max(1, one.offered)) ** 0.5
-                if abs(one.stood - wanted * one.offered) > ASIDE * spread * one.offered:
+                if abs(one.accepted - wanted * one.offered) > ASIDE * spread * one.offered:
                     wrong.append(
-                        f"batch {batch}, width {w}: {one.stood} of {one.offered} drafts stood, not {wanted:.3f}"
+                        f"batch {batch}, width {w}: {one.accepted} of {one.offered} drafts accepted, not {wanted:.3f}"
                     )
     two, step = found[2][1, YIELD].speed, 2 / found[1][2, YIELD].speed
     print(

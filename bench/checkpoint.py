@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "assets"))
 
 from shapes import SHAPES
-from training.quantise import FP8_CONFIG, INT4_CONFIG
+from training.quantize import FP8_CONFIG, INT4_CONFIG
 
 from workers.families.loading import counted
 from workers.families.registry import parse_config
@@ -40,7 +40,7 @@ from workers.weights.weight import Format
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-QUANTISED: dict[Format, dict[str, Any]] = {
+QUANTIZED: dict[Format, dict[str, Any]] = {
     Format.PLAIN: {},
     Format.FP8_BLOCKS: {"quantization_config": FP8_CONFIG},
     Format.INT4_GROUPS: {"quantization_config": INT4_CONFIG},
@@ -53,8 +53,8 @@ def wanted(values: dict[str, Any]) -> dict[str, Wanted]:
     config, group = parse_config(values), Group()
     dtype_of = assumed_dtypes(values.get("quantization_config", {}).get("quant_method"))
     draft_layer = config.draft_layers > 0
-    _, census = counted(config, group, torch.bfloat16, dtype_of, draft_layer=draft_layer, invariant=False)
-    return {name: Wanted(tensor.shape, (_dtype(name, tensor),)) for name, tensor in sorted(census.wanted.items())}
+    _, dry_run = counted(config, group, torch.bfloat16, dtype_of, draft_layer=draft_layer, invariant=False)
+    return {name: Wanted(tensor.shape, (_dtype(name, tensor),)) for name, tensor in sorted(dry_run.wanted.items())}
 
 
 def _dtype(name: str, tensor: Wanted) -> str:
@@ -117,7 +117,7 @@ def by_layer(tensors: dict[str, Wanted]) -> Iterator[dict[str, Wanted]]:
 
 def write_folder(values: dict[str, Any], form: Format, folder: Path, device: torch.device) -> int:
     """Write all of it; the bytes of its weights."""
-    values = {**values, "torch_dtype": "bfloat16", **QUANTISED[form]}
+    values = {**values, "torch_dtype": "bfloat16", **QUANTIZED[form]}
     folder.mkdir(parents=True, exist_ok=True)
     for name in TEXT:
         shutil.copy(ROOT / "assets" / "demo" / name, folder)

@@ -12,7 +12,7 @@ verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, a slice of 
     python bench/decode_step.py --shape glm-flash     # GLM-4.7-Flash, whole
     python bench/decode_step.py --timeline            # in place of the tables: each kernel's share of a replay
 
-One line per number of rows: the way of few tokens, that of many beside it, and the time in which the bytes can be
+One line per number of rows: the small-batch path, the general path beside it, and the time in which the bytes can be
 read. Then every kernel of the path alone: its launches of one step, in order, in a graph without the others; its share
 is of the bytes of weights it streams at 4.2 TB/s, the read bandwidth of an H200. Weights are normal(0, 0.02), norms 1,
 so that routing is that of random tokens; a draft layer, where there is one, is as random.
@@ -69,7 +69,7 @@ def replayed(case: Case) -> list[float]:
 
 @contextmanager
 def plain_layers() -> Iterator[None]:
-    """Within this context no pass takes the way of few tokens."""
+    """Within this context no pass takes the small-batch path."""
     takes = Ways.takes_few
     Ways.takes_few = lambda self, batch, dtype, device: False
     try:

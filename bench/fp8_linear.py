@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from timing import microseconds
 from verdict import error
 
-from kernels.dequantise import dequantise
-from kernels.linear import PIECE, multiplies_rounded, rounded_linear, rounded_pieces, takes_rounded
+from kernels.dequantize import dequantize
+from kernels.linear import PIECE, fits_w8a8, supports_w8a8, w8a8_linear, w8a8_pieces
 from kernels.matrix import BlockScaled
 from kernels.moe import launch, schedule
 from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
-from kernels.quantise import GROUP, quantise
+from kernels.quantize import GROUP, quantize
 
 TOKENS, SHAPES = "4096,8192", "7168x2048,7168x16384,4096x7168,2112x7168,24576x1536"
 PUBLISHED = {(4096, 7168, 2048), (4096, 7168, 16384), (8192, 4096, 7168)}
@@ -63,27 +63,27 @@ def dense(tokens: int, rows: int, features: int) -> None:
     want = x.float() @ weight.float().t()
 
     def round_up() -> None:
-        quantise(x, number, scale.t())
+        quantize(x, number, scale.t())
 
     def product() -> None:
-        rounded_linear(number, scale.t(), weight, out)
+        w8a8_linear(number, scale.t(), weight, out)
 
-    def rounded() -> None:
+    def w8a8() -> None:
         round_up()
         product()
 
-    def dequantised() -> None:
-        dequantise(weight, wide)
+    def dequantized() -> None:
+        dequantize(weight, wide)
         torch.mm(x, wide.t(), out=out)
 
-    dequantised()
+    dequantized()
     texts = [f"{tokens:6} {rows:6} {features:6} {error(out, want):9.1e}"]
-    ways: list[Callable[[], object]] = [dequantised, lambda: torch.mm(x, wide.t(), out=out)]
+    ways: list[Callable[[], object]] = [dequantized, lambda: torch.mm(x, wide.t(), out=out)]
     here = torch.device(CUDA.type, torch.cuda.current_device())
-    if multiplies_rounded(here) and takes_rounded(weight) and tokens % PIECE == 0:
-        rounded()
+    if supports_w8a8(here) and fits_w8a8(weight) and tokens % PIECE == 0:
+        w8a8()
         texts.append(f"{error(out, want):9.1e}")
-        ways = [product, rounded, *ways]
+        ways = [product, w8a8, *ways]
     else:
         texts.append(f"{'-':>9}")
         texts += [f"{'-':>19}"] * 2
@@ -92,21 +92,21 @@ def dense(tokens: int, rows: int, features: int) -> None:
         texts.append(f"{time:8.1f} us {2e-6 * tokens * rows * features / time:6.0f} T")
     time = microseconds([round_up])
     print(*texts, f"{time:6.1f} us to round, {3e-3 * x.numel() / time:5.0f} GB/s", flush=True)
-    if rounded_pieces(tokens, weight) is not None:
+    if w8a8_pieces(tokens, weight) is not None:
         few(number, scale.t(), weight, out, want)
 
 
 def few(number: Tensor, scale: Tensor, weight: BlockScaled, out: Tensor, want: Tensor) -> None:
     """A line of products whose weights come from memory."""
     rows, features = weight.shape
-    pieces = torch.empty(rounded_pieces(len(out), weight) or (), device=CUDA)
+    pieces = torch.empty(w8a8_pieces(len(out), weight) or (), device=CUDA)
     copies = [weight] + [
         BlockScaled(weight.data.clone(), weight.scales) for _ in range(OUT_OF_CACHE // weight.data.numel())
     ]
     texts = []
     for name, memory in (("torch", None), ("ours", pieces)):
         ways = [
-            partial(rounded_linear, number, scale, copy, out, pieces=memory, dependent=memory is not None)
+            partial(w8a8_linear, number, scale, copy, out, pieces=memory, dependent=memory is not None)
             for copy in copies
         ]
         ways[0]()
@@ -127,12 +127,12 @@ def grouped(each: int, experts: int, hidden: int, intermediate: int) -> None:
     weight = torch.ones(tokens, 1, device=CUDA)
     plain = tuple(torch.stack([all_[i].float().bfloat16() for i in range(experts)]) for all_ in (gate_up, down))
     tilings: dict[str, tuple[ExpertTiling, tuple[BlockScaled | Tensor, ...]]] = {
-        "rounded": (schedule.rounded(shape, programs, how), (gate_up, down)),
+        "w8a8": (schedule.w8a8(shape, programs, how), (gate_up, down)),
         "widened": (schedule.tiling(shape, how), (gate_up, down)),
         "bf16": (schedule.grouped(shape, programs), plain),
     }
     want: Tensor | None = None
-    for name in ("bf16", "widened", "rounded"):
+    for name in ("bf16", "widened", "w8a8"):
         tiling, both = tilings[name]
         buffer, out = torch.empty(Workspace.bytes(shape, tiling), dtype=torch.uint8, device=CUDA), torch.empty_like(x)
         scratch = Workspace.over(buffer, shape, tiling)
@@ -142,8 +142,8 @@ def grouped(each: int, experts: int, hidden: int, intermediate: int) -> None:
         texts = [f"{name:10} {experts} x {each} tokens, {hidden} and {intermediate} features {error(out, want):9.1e}"]
         whole = microseconds([call.run])
         call.run()
-        if tiling.rounded:
-            call.quantise()  # the tokens lay where the results are now
+        if tiling.w8a8:
+            call.quantize()  # the tokens lay where the results are now
         for part, flops in ((call.gate_up, 4), (call.down, 2)):
             time = microseconds([part])
             teraflops = flops * 1e-6 * tokens * hidden * intermediate / time

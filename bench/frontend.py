@@ -82,7 +82,7 @@ class NullEngine:
                     del self._streams[mailbox]
             await asyncio.sleep(self.pace_s)
 
-    async def probe(self) -> None:
+    async def health_check(self) -> None:
         """See `workers.protocol.front.Engine`."""
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint import QUANTISED, ROOT, TEXT, numbers
+from checkpoint import QUANTIZED, ROOT, TEXT, numbers
 from shapes import SHAPES, V3
 
 from workers.weights.assumed import assumed_dtypes
@@ -171,7 +171,7 @@ def write_folder(values: dict[str, Any], form: Format, folder: Path, seed: int =
     folder.mkdir(parents=True, exist_ok=True)
     for name in TEXT:
         shutil.copy(ROOT / "assets" / "demo" / name, folder)
-    values = {**values, "torch_dtype": "bfloat16", **QUANTISED[form]}
+    values = {**values, "torch_dtype": "bfloat16", **QUANTIZED[form]}
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     (folder / MARK).write_text(json.dumps({"seed": seed, "size": size}) + "\n", encoding="utf-8")
 

@@ -127,7 +127,7 @@ class Rows:
     def __init__(self, compiled: Compiled, texts: list[list[int]], vocab: int, width: int, accepted: float) -> None:
         self._texts, self._vocab, self._width, self._accepted = texts, vocab, width, accepted
         self._rng = random.Random(1)
-        self.rows = ConstrainedRows(vocab, (EOS,), lambda ticket: compiled)
+        self.rows = ConstrainedRows(vocab, (EOS,), lambda grammar_id: compiled)
         self.masks = StepMasks(len(texts) * width, vocab, torch.device("cpu"))
         self._slots = list(range(len(texts)))
         self._layout = BatchLayout(width, len(texts))
@@ -161,19 +161,19 @@ class Rows:
         for slot, drafts in enumerate(self._drafts):
             self.rows.drafted(slot, drafts)
         self.masks.clear()
-        stuck = self.rows.fill(self._layout, self._slots, self._slots, self.masks)
-        assert not stuck
+        dead_ends = self.rows.fill(self._layout, self._slots, self._slots, self.masks)
+        assert not dead_ends
         self.filled += self.masks._used
 
     def verify(self) -> None:
         """What the target chooses now."""
         for slot, drafts in enumerate(self._drafts):
             place, text = self._place[slot], self._texts[slot]
-            stood = 0
-            while stood < len(drafts) and drafts[stood] == text[place + stood]:
-                stood += 1
-            self._gained[slot] = tuple(text[place : place + stood + 1])
-            self._place[slot] += stood + 1
+            accepted = 0
+            while accepted < len(drafts) and drafts[accepted] == text[place + accepted]:
+                accepted += 1
+            self._gained[slot] = tuple(text[place : place + accepted + 1])
+            self._place[slot] += accepted + 1
 
 
 def measure(rows: Rows, steps: int) -> str:
@@ -212,7 +212,7 @@ def main() -> None:
         table, _ = read
         ids = {token: index for index, token in enumerate(table)}
         words = [token.decode() for token in table[1500:] if token[:1] == b" " and token[1:].isalpha()]
-        compiler = Compiler(Path(made), arguments.vocab, (EOS,), lambda ticket, error: None)
+        compiler = Compiler(Path(made), arguments.vocab, (EOS,), lambda grammar_id, error: None)
         print(
             "ms a step".ljust(12) + "".join(f"{name:>12}" for name in ("median", "p99", "all threads", "own", "masks"))
         )

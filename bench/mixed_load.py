@@ -11,9 +11,9 @@ for `--settle` seconds, long prompts follow one another for `--seconds`, whether
 When the last one has been answered, the streams are stopped.
 
 An event is stamped when it arrives. A gap is the time between two events of one stream, and an event may carry several
-tokens where drafts stand. The streams ask for `return_token_ids`: then each event says how many tokens it has, and one
-comes for every step, also where the text is not certain yet. An endpoint that does not know the field is believed to
-send one token per event, and the table says so.
+tokens where drafts are accepted. The streams ask for `return_token_ids`: then each event says how many tokens it has,
+and one comes for every step, also where the text is not certain yet. An endpoint that does not know the field is
+believed to send one token per event, and the table says so.
 
 Printed are the gaps of decode alone, in the last seconds before the first long prompt, and of those beside the long
 prompts; the tokens a second that the streams got; how long the long prompts waited for their first token; and the 99th

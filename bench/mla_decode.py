@@ -152,7 +152,7 @@ def run_tiling(shape: DecodeShape, tiling: DecodeTiling, layers: list[dict[str, 
     """Microseconds of attention and merge with this tiling."""
     size = Workspace.bytes(shape, tiling, torch.bfloat16)
     workspace = Workspace.over(torch.empty(size, dtype=torch.uint8, device="cuda"), shape, tiling, torch.bfloat16)
-    launch.plan(layers[0]["length"], layers[0]["table"], workspace)
+    launch.schedule(layers[0]["length"], layers[0]["table"], workspace)
 
     def run(layer: int) -> None:
         x = layers[layer]
@@ -195,7 +195,7 @@ def plan_time(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
     buffer = torch.empty(Workspace.bytes(shape, tiling, torch.bfloat16), dtype=torch.uint8, device="cuda")
     workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
     return microseconds(
-        lambda _: launch.plan(layers[0]["length"], layers[0]["table"], workspace, dependent=True), 64, 500.0
+        lambda _: launch.schedule(layers[0]["length"], layers[0]["table"], workspace, dependent=True), 64, 500.0
     )
 
 

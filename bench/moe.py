@@ -51,7 +51,7 @@ MODELS = {
 """Experts of a token, experts, hidden and intermediate features, and how many of the experts are every token's.
 "v3+shared/8" is what one of 8 ranks has."""
 ROUTINGS = 8
-MOST_ROUNDED = 2**-4
+MOST_ERROR_W8A8 = 2**-4
 """Error of activations in FP8: they are rounded twice, each time by about a fortieth of a vector's norm."""
 
 
@@ -71,12 +71,12 @@ class Problem:
         """Experts that get a token, on average over the routings."""
         return sum(len(id.unique()) for id in self.ids) / len(self.ids)
 
-    def floor(self, part: float = 3.0, rounded: bool = False) -> float:
+    def floor(self, part: float = 3.0, w8a8: bool = False) -> float:
         """Microseconds no kernel can beat on one H200; `part` of an expert's three matrices."""
         shape = self.shape
         size = part * shape.hidden * shape.intermediate
         width = 0.5 + 2 / GROUP if isinstance(self.gate_up, GroupScaled) else self.gate_up_data.element_size()
-        return max(width * size * self.active / 4.2e6, 2 * size * shape.pairs / (1580e6 if rounded else 790e6))
+        return max(width * size * self.active / 4.2e6, 2 * size * shape.pairs / (1580e6 if w8a8 else 790e6))
 
     @property
     def gate_up_data(self) -> torch.Tensor:
@@ -119,7 +119,7 @@ def problem(shape: ExpertsShape, gate_up: Matrix, down: Matrix) -> Problem:
 
 def name_of(tiling: ExpertTiling) -> str:
     """Its rows, starred when it is Hopper's own kernels, with an 8 when activations are in FP8."""
-    return f"{tiling.rows}{'*' if tiling.programs else ''}{'8' if tiling.rounded else ''}"
+    return f"{tiling.rows}{'*' if tiling.programs else ''}{'8' if tiling.w8a8 else ''}"
 
 
 def error_of(case: Problem, tiling: ExpertTiling) -> float:
@@ -139,8 +139,8 @@ def line(case: Problem, tiling: ExpertTiling) -> tuple[str, float, float]:
     for call in calls[:1]:
         call.run()
         # The tokens lay where the results are now.
-        if tiling.rounded:
-            call.quantise()
+        if tiling.w8a8:
+            call.quantize()
         if tiling.rearranged:
             call.rearrange()
     singly = ("gate_up", "down") if tiling.programs else ("gate_up_singly", "down_singly")
@@ -150,7 +150,7 @@ def line(case: Problem, tiling: ExpertTiling) -> tuple[str, float, float]:
     turns = calls if tiling.rows == 0 else calls[:1]
     parts = {name: microseconds([getattr(call, name) for call in turns], 2000.0) for name in names}
     gate_up, down, *rest = parts.values()
-    all_floor, gate_up_floor, down_floor = (case.floor(part, tiling.rounded) for part in (3.0, 2.0, 1.0))
+    all_floor, gate_up_floor, down_floor = (case.floor(part, tiling.w8a8) for part in (3.0, 2.0, 1.0))
     flops = 6 * case.shape.pairs * case.shape.hidden * case.shape.intermediate
     extra = " ".join(f"{part:7.1f}" for part in rest) or f"{'-':>7} {'-':>7}"
     text = (
@@ -253,8 +253,11 @@ def main() -> None:
     torch.manual_seed(0)
     *sizes, shared = MODELS[arguments.model]
     counts = map(int, arguments.tokens.split(","))
-    rounds = arguments.activations == "fp8"
-    shapes = [ExpertsShape(count, *sizes, groups=arguments.groups, shared=shared, rounds=rounds) for count in counts]
+    quantize_activations = arguments.activations == "fp8"
+    shapes = [
+        ExpertsShape(count, *sizes, groups=arguments.groups, shared=shared, quantize_activations=quantize_activations)
+        for count in counts
+    ]
     if arguments.sweep and arguments.format != "bf16":
         parser.error("--sweep tries tiles of weights in bf16")
     tries = variants(Path(arguments.sweep).read_text()) if arguments.sweep else []
@@ -276,7 +279,7 @@ def main() -> None:
             text, time, wrong_by = line(case, tiling)
             print(text, flush=True)
             # The verdict knows one bound; activations in FP8 have another one.
-            results[name_of(tiling)] = time, wrong_by * (MOST_ERROR / MOST_ROUNDED if tiling.rounded else 1)
+            results[name_of(tiling)] = time, wrong_by * (MOST_ERROR / MOST_ERROR_W8A8 if tiling.w8a8 else 1)
         right = all(wrong_by <= MOST_ERROR for _, wrong_by in results.values())
         all_right &= right
         if len(results) > 1 or not right:
@@ -302,8 +305,8 @@ def tilings(shape: ExpertsShape, how: tuple[Stored, Stored]) -> list[ExpertTilin
             found.append(schedule.int4_grouped(shape, programs, how))
     elif how == (PLAIN, PLAIN) and shape.tokens >= 256:
         found.append(schedule.grouped(shape, programs))
-    elif how != (PLAIN, PLAIN) and shape.tokens >= 16 and shape.rounds and shape.for_rounded:
-        found.append(schedule.rounded(shape, programs, how))
+    elif how != (PLAIN, PLAIN) and shape.tokens >= 16 and shape.quantize_activations and shape.suits_w8a8:
+        found.append(schedule.w8a8(shape, programs, how))
     return found
 
 

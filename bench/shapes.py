@@ -254,7 +254,7 @@ def model_of(
         max_positions=config.max_positions,
         draft_layer=width > 1,
         invariant=False,
-        rounds=True,
+        quantize_activations=True,
         fp8_cache=fp8_cache,
     )
 

@@ -101,7 +101,7 @@ def load(folder: Path, ranks: int, device: torch.device, dtype: torch.dtype) -> 
             dtype=dtype,
             device=device,
             max_positions=CONTEXT + room(2) + PAGE_TOKENS,
-            rounds=True,
+            quantize_activations=True,
             progress=lambda text: print(f"  {text}", flush=True),
         )
 
@@ -122,7 +122,7 @@ def wanted_bytes(plan: MemoryPlan, rows: int) -> tuple[float, float]:
     return plan.weights, (rows * pages + 1) * plan.page_bytes
 
 
-def check_room(plan: MemoryPlan, rows: int, free: int) -> str:
+def check_capacity(plan: MemoryPlan, rows: int, free: int) -> str:
     """What to say where a GPU with so many free bytes is too small; empty where it is not."""
     weights, cache = wanted_bytes(plan, rows)
     if weights + cache + AROUND <= free:
@@ -181,7 +181,7 @@ def main() -> None:
         folder = Path(made)
         write_folder(values_of(given.shape, given.layers), GENERATED[given.shape][1], folder, given.seed)
         plan = planned(folder, given.ranks, max(rows))
-        if said := check_room(plan, max(rows), torch.cuda.mem_get_info()[0]):
+        if said := check_capacity(plan, max(rows), torch.cuda.mem_get_info()[0]):
             sys.exit(said)
         print(
             f"LOWER BOUND, WITHOUT COMMUNICATION: rank 0's share of {given.ranks} of {given.shape}, "

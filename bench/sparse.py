@@ -214,7 +214,7 @@ def dense(problem: Problem, layer: Layer) -> float:
     buffer = empty(Workspace.bytes(shape, tiling, torch.bfloat16), dtype=torch.uint8)
     workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
     length = torch.full((p.rows,), p.context, dtype=torch.int32, device="cuda")
-    dense_launch.plan(length, layer.page, workspace)
+    dense_launch.schedule(length, layer.page, workspace)
     q = layer.q.view(p.rows, p.width, p.heads, -1)
     out, lse = layer.out.view(*q.shape[:3], -1), layer.lse.view(q.shape[:3])
 

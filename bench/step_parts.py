@@ -48,23 +48,23 @@ from shapes import BANDWIDTH, OPERATIONS, V2_LITE, Case, Tokens, Work, model_of,
 from kernels.linear import MOST_STREAMED
 from workers.graphs.capture import CapturedStep
 from workers.graphs.record import no_garbage_collection
-from workers.graphs.segments import CapturedEnding, CapturedStage
+from workers.graphs.segments import CapturedStage, CapturedTail
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan
-from workers.step.ladder import TokenLadder
+from workers.step.buckets import TokenBuckets
 from workers.step.mixed import MixedStep
 from workers.step.stage import Stage
 
 REPEATS, TABLES = 20, 5
 """Steps that are timed whole, and by parts."""
 BUDGETS = (2048, 8192, 16384)
-"""Token budgets: the smallest that holds the step is taken, and its ladder of buckets."""
+"""Token budgets: the smallest that holds the step is taken, and its buckets."""
 MOST_KERNELS = 30
 
 
 class Only:
-    """Stands where a replica's runner has its ladders of graphs: one stage, or one decode step."""
+    """Stands where a replica's runner has its captured graphs: one stage, or one decode step."""
 
     def __init__(self, stage: Stage | None = None, step: CapturedStep | None = None) -> None:
         self._stage, self._step = stage, step
@@ -157,7 +157,7 @@ def beside(
         )
 
     layout = plan(1).layout
-    key = TokenLadder(budget_of(layout.tokens)).key(layout)
+    key = TokenBuckets(budget_of(layout.tokens)).key(layout)
     kinds = [Scratch(case.device) for _ in range(2)]
     step, example = MixedStep(case.parts), plan(1)
     step.run(example, Stage(case.parts, key.tokens, *kinds))
@@ -168,9 +168,9 @@ def beside(
 
     with no_garbage_collection():
         # The step's own alone: of the others nothing has run, and a capture would have to compile them.
-        ending = TokenLadder(key.tokens).key(BatchLayout(1, layout.sampled_rows))
-        endings = {ending: CapturedEnding(case.parts, ending.tokens, scratch()[1])}
-        stage = CapturedStage(case.parts, key.tokens, *scratch(), endings)
+        tail = TokenBuckets(key.tokens).key(BatchLayout(1, layout.sampled_rows))
+        tails = {tail: CapturedTail(case.parts, tail.tokens, scratch()[1])}
+        stage = CapturedStage(case.parts, key.tokens, *scratch(), tails)
     plain = Stage(case.parts, key.tokens, *scratch())
     return Measured(
         f"{title}: {layout.tokens} tokens in a bucket of {key.tokens}",

@@ -1,11 +1,11 @@
-"""Drafts that stand with a probability that a benchmark chooses. Random weights accept no draft, and real ones as many
-as they like.
+"""Drafts that are accepted with a probability that a benchmark chooses. Random weights accept no draft, and real ones
+as many as they like.
 
 A file holds the probability, as a float of 4 bytes; below 0 nothing is changed. Processes of replicas read it that
 have `bench/replica_hooks` on their PYTHONPATH and the file's name in their environment. In them, before the drafts that
-stand are counted, the target's token at every place becomes the draft there, or another token, as a number drawn for
-the place says. So a draft stands with that probability where those before it do. It can be changed while replicas run,
-graphs included: a kernel inside them reads it from the host's memory.
+are accepted are counted, the target's token at every place becomes the draft there, or another token, as a number drawn
+for the place says. So a draft is accepted with that probability where those before it do. It can be changed while
+replicas run, graphs included: a kernel inside them reads it from the host's memory.
 
 The drafts that steps make become random tokens meanwhile. A drafter's own would be accepted as often, and then the text
 would repeat itself: the wider the steps, the fewer experts of a mixture would such text wake.
@@ -34,7 +34,7 @@ PERIOD_S = 0.02
 
 
 def write(file: Path, probability: float) -> None:
-    """From a moment on, drafts stand with this probability; `OFF`: as ever."""
+    """From a moment on, drafts are accepted with this probability; `OFF`: as ever."""
     file.write_bytes(struct.pack("<f", probability))
 
 

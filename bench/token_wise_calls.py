@@ -387,7 +387,7 @@ def merge_up(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
             "out": sizes.zeros(tokens, sizes.heads, sizes.value),
         }
         lse = torch.zeros(tokens, 1, sizes.heads)
-        attention_launch.plan(length, pages, workspace(t))
+        attention_launch.schedule(length, pages, workspace(t))
         inputs = (t["q"], t["cache"], pages, length)
         attention_launch.attend(*inputs, t["attended"], lse, workspace(t), scale=scale)
         return t
@@ -605,7 +605,7 @@ def feed(sizes: Sizes, rows: int, width: int) -> Call:
 
 
 def advance(sizes: Sizes, rows: int, width: int) -> Call:
-    """What a decode step leaves for the next; no draft stands, so that rows move on by one token per call."""
+    """What a decode step leaves for the next; no draft is accepted, so that rows move on by one token per call."""
 
     def make() -> Tensors:
         t = _rows(sizes, rows, width)
@@ -649,12 +649,12 @@ def feed_draft(sizes: Sizes, rows: int, width: int) -> Call | None:
 
 
 def accept(sizes: Sizes, rows: int, width: int) -> Call:
-    """How many drafts stand, between `feed` and `advance`."""
+    """How many drafts are accepted, between `feed` and `advance`."""
 
     def make() -> Tensors:
         target = torch.randint(sizes.vocab, (rows, width))
-        stands = torch.rand(rows, width) < 0.7
-        fed = torch.where(stands, target, torch.randint(sizes.vocab, (rows, width))).roll(1, 1)
+        accepted = torch.rand(rows, width) < 0.7
+        fed = torch.where(accepted, target, torch.randint(sizes.vocab, (rows, width))).roll(1, 1)
         faults = {name: torch.zeros(1).long() for name in ("fault", "faults")}
         return faults | {"target": target, "fed": fed, "accepted": torch.zeros(rows).long()}
 

@@ -25,9 +25,9 @@ from typing import Any, Final
 import torch
 from typing_extensions import override
 
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 
-_GROUND: Final = PrivateGround(
+_PRIVATE: Final = PrivateApi(
     "triton",
     (
         "triton.AsyncCompileMode(executor, ignore_errors)",
@@ -109,7 +109,7 @@ ALL: Final = Share()
 
 def possible() -> bool:
     """Whether this Triton can compile ahead; a line is logged where it cannot."""
-    return _GROUND.there()
+    return _PRIVATE.there()
 
 
 @contextmanager
@@ -119,9 +119,9 @@ def compile_ahead(device: torch.device, threads: int, share: Share = ALL) -> Ite
     of this process, where others compile the same kernels beside it.
 
     For the whole process, so nobody else may launch anything meanwhile. What launches would have written is what it
-    was: with memory of zeros, say, all indices are valid. PrivateGroundGone where it is not `possible`.
+    was: with memory of zeros, say, all indices are valid. PrivateApiGone where it is not `possible`.
     """
-    _GROUND.require()
+    _PRIVATE.require()
     from triton import AsyncCompileMode
     from triton.runtime import build
     from triton.runtime.jit import JITCallable, JITFunction

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
-from kernels.private_ground import PrivateGround, lacking
+from kernels.private_api import PrivateApi, lacking
 
-_INSIDE: Final = PrivateGround(
+_INSIDE: Final = PrivateApi(
     "triton",
     (
         "triton.backends.nvidia.driver._BASE_ARGS_FORMAT",

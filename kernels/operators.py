@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 
-WATCHING: Final = PrivateGround(
+WATCHING: Final = PrivateApi(
     "torch",
     ("torch.utils._python_dispatch.TorchDispatchMode",),
     "operators are not watched, so an allocation while a graph is captured is not noticed, and every layer launches "

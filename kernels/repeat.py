@@ -26,10 +26,10 @@ from typing_extensions import override
 from kernels.launcher import STREAM
 from kernels.launcher import direct as _direct
 from kernels.operators import WATCHING, OperatorMode
-from kernels.private_ground import PrivateGround, lacking
+from kernels.private_api import PrivateApi, lacking
 
 _THEMSELVES: Final = "every layer launches its kernels for itself, which takes the host several times as long"
-_LAUNCHES: Final = PrivateGround(
+_LAUNCHES: Final = PrivateApi(
     "triton",
     (
         "triton.JITFunction.run(grid, warmup)",
@@ -39,10 +39,10 @@ _LAUNCHES: Final = PrivateGround(
     ),
     _THEMSELVES,
 )
-_OPERATORS: Final = PrivateGround(
+_OPERATORS: Final = PrivateApi(
     "torch", ("torch.ops.aten.add.Tensor._schema.is_mutable", "torch.ops.aten.add.Tensor.is_view"), _THEMSELVES
 )
-_STREAMS: Final = PrivateGround(
+_STREAMS: Final = PrivateApi(
     "torch", ("torch._C._cuda_getCurrentRawStream",), "the stream is asked for through objects, which takes longer"
 )
 _RUN: Final[Any] = getattr(JITFunction, "run", None)

@@ -18,7 +18,7 @@ SAYS_THE_SETTING = {
     "workers/config.py": "makes the mesh of it",
     "workers/fit.py": "tells the user which values work",
     "workers/rank/fitting.py": "proposes another value",
-    "deploy/serve/room.py": "tells the user what its value takes",
+    "deploy/serve/capacity.py": "tells the user what its value takes",
     "deploy/cli/fit.py": "prints it",
 }
 """Files that may read the setting `tensor_parallel`, and why: all others ask a mesh what they mean by it."""

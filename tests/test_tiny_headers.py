@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from tiny_models import KINDS, SPARSE_KINDS, write_tiny, write_tiny_headers
 
-from tests.quantised_checkpoints import FP8_NAMES, INT4_NAMES, quantise, quantise_headers
+from tests.quantized_checkpoints import FP8_NAMES, INT4_NAMES, quantize, quantize_headers
 
 
 def header(folder: Path) -> dict[str, tuple[str, list[int]]]:
@@ -26,7 +26,7 @@ def test_only_the_numbers_are_missing(kind: str, form: str | None, tmp_path: Pat
     write_tiny_headers(bare, kind, hidden_size=136)
     if form:
         names = FP8_NAMES if form == "fp8" else INT4_NAMES
-        quantise(whole, form, names)
-        quantise_headers(bare, form, names)
+        quantize(whole, form, names)
+        quantize_headers(bare, form, names)
     assert header(bare) == header(whole)
     assert json.loads((bare / "config.json").read_text()) == json.loads((whole / "config.json").read_text())

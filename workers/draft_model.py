@@ -25,7 +25,7 @@ def flattened(draft: dict[str, Any]) -> dict[str, Any]:
     return {"norm_before_residual": True, **layer, **own}
 
 
-def taps_of(draft: dict[str, Any], layers: int) -> tuple[int, ...]:
+def aux_hidden_state_layers_of(draft: dict[str, Any], layers: int) -> tuple[int, ...]:
     """The layers of the model whose input, the residual stream in front of them, the draft model reads.
 
     `eagle_config` (SpecForge, SGLang) names layers by whose output is read; `eagle_aux_hidden_state_layer_ids` beside
@@ -56,13 +56,13 @@ def misfits(draft: dict[str, Any], target: dict[str, Any], mesh: Mesh) -> list[s
         found.append(f"num_hidden_layers = {draft['num_hidden_layers']} of the draft model; supported: 1")
     if type(layers) is int:
         try:
-            taps = taps_of(draft, layers)
+            aux_hidden_state_layers = aux_hidden_state_layers_of(draft, layers)
         except ValueError as error:
             found.append(str(error))
         else:
-            if len(taps) != 3 or not all(0 <= tap < layers for tap in taps):
+            if len(aux_hidden_state_layers) != 3 or not all(0 <= layer < layers for layer in aux_hidden_state_layers):
                 found.append(
-                    f"its hidden states come from the inputs of layers {', '.join(map(str, taps))} "
+                    f"its hidden states come from the inputs of layers {', '.join(map(str, aux_hidden_state_layers))} "
                     f"(eagle_aux_hidden_state_layer_ids), which must be three of 0 to {layers - 1}"
                 )
     for name, axis in (GROUPED if draft.get("kv_lora_rank") is None else LATENT).items():

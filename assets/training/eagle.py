@@ -22,7 +22,7 @@ from training.generate import continued
 from training.model import MLP, DemoModel, KeyValue, RMSNorm
 from training.train import TrainOptions, batches, rows_of
 
-TAPS = (1, 2, 3)
+AUX_HIDDEN_STATE_LAYERS = (1, 2, 3)
 """Layers of the trunk whose input is read."""
 WRITTEN_AT_ONCE, TEMPERATURES = 128, (0.0, 0.7, 1.0)
 """Rows, and temperatures, of texts that the trunk writes."""
@@ -106,7 +106,7 @@ class Eagle(nn.Module):
         the last hidden state that it reads."""
         super().__init__()
         hidden, eps = trunk.config.hidden_size, trunk.config.rms_norm_eps
-        self.fc = nn.Linear(len(TAPS) * hidden, hidden, bias=False)
+        self.fc = nn.Linear(len(AUX_HIDDEN_STATE_LAYERS) * hidden, hidden, bias=False)
         self.midlayer = EagleLayer(hidden, eps)
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, len(ids_D), bias=False)
@@ -131,14 +131,14 @@ class WithEagle(nn.Module):
         return self.model.lm_head(hidden)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def tapped(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """The trunk's final hidden states, and those that the draft model taps, [B, T, 3 D]."""
+    def aux_hidden(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The trunk's final hidden states, and the auxiliary hidden states that the draft model reads, [B, T, 3 D]."""
         found: list[Tensor] = []
 
         def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             found.append(inputs[0])
 
-        hooks = [self.model.layers[tap].register_forward_pre_hook(keep) for tap in TAPS]
+        hooks = [self.model.layers[layer].register_forward_pre_hook(keep) for layer in AUX_HIDDEN_STATE_LAYERS]
         hidden_BTD = self.model.trunk(ids_BT)
         for hook in hooks:
             hook.remove()
@@ -146,8 +146,8 @@ class WithEagle(nn.Module):
 
     def states(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         """See `DemoModel`."""
-        hidden_BTD, tapped_BTF = self.tapped(ids_BT)
-        return hidden_BTD, self.eagle.fc(tapped_BTF)
+        hidden_BTD, aux_hidden_BTF = self.aux_hidden(ids_BT)
+        return hidden_BTD, self.eagle.fc(aux_hidden_BTF)
 
     def draft(self, next_ids_BT: Tensor, hidden_BTD: Tensor, earlier: list[KeyValue]) -> tuple[Tensor, KeyValue]:
         """See `DemoModel`; the hidden state is a residual stream."""
@@ -169,12 +169,12 @@ class WithEagle(nn.Module):
         """Mean cross-entropy of `drafts` unrolled drafts to the trunk's distribution, and the share of each draft that
         is the trunk's most probable token."""
         T = ids_BT.shape[1]
-        hidden_BTD, tapped_BTF = self.tapped(ids_BT)
+        hidden_BTD, aux_hidden_BTF = self.aux_hidden(ids_BT)
         with torch.no_grad():
             teacher_BTW = self.lm_head(hidden_BTD).float().softmax(-1)
             wanted_BT, teacher_BTD = teacher_BTW.argmax(-1), teacher_BTW[..., self.eagle.ids_D]
-        hidden_BTD = self.eagle.fc(tapped_BTF)
-        # A draft counts only where those before it stood; the factor is the paper's code's.
+        hidden_BTD = self.eagle.fc(aux_hidden_BTF)
+        # A draft counts only where those before it were accepted; the factor is the paper's code's.
         weights = [0.8**step for step in range(drafts)]
         total, shares, earlier = hidden_BTD.new_zeros(()), [], []
         for step in range(drafts):
@@ -280,7 +280,7 @@ def save(model: WithEagle, folder: Path) -> None:
         "rope_theta": config.rope_theta,
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": False,
-        "eagle_aux_hidden_state_layer_ids": list(TAPS),
+        "eagle_aux_hidden_state_layer_ids": list(AUX_HIDDEN_STATE_LAYERS),
         "torch_dtype": "bfloat16",
     }
     tensors = {name: tensor.detach().cpu().bfloat16() for name, tensor in model.eagle.state_dict().items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 from training import corpus
 from training.eagle import WithEagle
 from training.model import DemoModel, ModelConfig, load_tensors
-from training.quantise import plain_tensors
+from training.quantize import plain_tensors
 from training.train import held_out_losses
 
 SAMPLE_PROMPTS = (
@@ -45,12 +45,12 @@ class Acceptance:
     """Counts of one run of speculative decoding."""
 
     steps: int  # verify steps of all rows
-    accepted: tuple[int, ...]  # steps in which draft 1, 2, ... stood
+    accepted: tuple[int, ...]  # steps in which draft 1, 2, ... was accepted
     repeated: float  # share of new tokens that end an 8-gram the row has already had: high where output loops
 
     @property
     def shares(self) -> list[float]:
-        """Share of steps in which draft 1, 2, ... stood."""
+        """Share of steps in which draft 1, 2, ... was accepted."""
         return [count / self.steps for count in self.accepted]
 
     @property
@@ -115,7 +115,7 @@ def speculate(
             draft_hidden_BTD[rows, column_B + 1] = out_BTD[rows, column_B]
         hidden_BTD, source_BTD = model.states(ids_BT)
 
-        stands_B = torch.ones(B, dtype=torch.bool, device=device)
+        accepted_B = torch.ones(B, dtype=torch.bool, device=device)
         count_B = torch.zeros(B, dtype=torch.long, device=device)
         added_B = torch.zeros(B, dtype=torch.long, device=device)
         for s in range(drafts + 1):
@@ -128,11 +128,11 @@ def speculate(
                 # Where p and q agree the residual is empty, and is never drawn from.
                 rest_BW = torch.where(residual_BW.sum(-1, keepdim=True) > 0, residual_BW, p_BW)
             else:
-                keep_B, rest_BW = torch.zeros_like(stands_B), p_BW
-            ends_B = stands_B & ~keep_B
+                keep_B, rest_BW = torch.zeros_like(accepted_B), p_BW
+            ends_B = accepted_B & ~keep_B
             added_B = torch.where(ends_B, _draw(rest_BW, generator), added_B)
-            stands_B &= keep_B
-            count_B += stands_B
+            accepted_B &= keep_B
+            count_B += accepted_B
         # An accepted eos ends the row: what stands after it is not counted.
         for s in range(drafts):
             is_eos_B = (ids_BT[rows, length_B + s] == corpus.EOS_ID) & (count_B > s)

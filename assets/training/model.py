@@ -322,8 +322,8 @@ class DemoModel(nn.Module):
     def losses(self, ids_BT: Tensor, targets_BT: Tensor, drafts: int) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy of the trunk, and the mean over `drafts` draft steps of theirs, in nats a token.
 
-        Drafts are unrolled on their own hidden states and learn the trunk's distribution, not the text: a draft
-        stands when trunk and draft agree.
+        Drafts are unrolled on their own hidden states and learn the trunk's distribution, not the text: a draft is
+        accepted when trunk and draft agree.
         """
         T = ids_BT.shape[1]
         hidden_BTD = self.trunk(ids_BT)

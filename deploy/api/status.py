@@ -149,15 +149,15 @@ class Probe:
         its turn, a step of others that ends says as much: it went through every rank, too, be it a chunk of a long
         prompt or tokens.
 
-        Callers share one probe at a time; a good one holds for `probe_ttl_s`.
+        Callers share one health check at a time; a good one holds for `probe_ttl_s`.
         """
         self._model.info()
         if time.monotonic() - self._probed < self._config.probe_ttl_s:
             return
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._run_probe())
+            self._probe = asyncio.create_task(self._run_health_check())
         try:
-            # Shielded: one caller that leaves must not end the probe of the others.
+            # Shielded: one caller that leaves must not end the health check of the others.
             await asyncio.shield(self._probe)
         except (EngineFault, RequestFailed) as error:
             raise engine_down(self._engine.fault or str(error)) from None
@@ -166,9 +166,9 @@ class Probe:
             raise engine_down(cause) from None
         self._model.info()
 
-    async def _run_probe(self) -> None:
+    async def _run_health_check(self) -> None:
         known = self._engine.stats.steps
-        probe = asyncio.ensure_future(self._engine.probe())
+        probe = asyncio.ensure_future(self._engine.health_check())
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 while self._engine.stats.steps == known and not await self._answered(probe):
@@ -182,7 +182,7 @@ class Probe:
 
     @staticmethod
     async def _answered(probe: asyncio.Future[None]) -> bool:
-        """Whether the probe's token has come, after a while in which it or new figures may. EngineFault."""
+        """Whether the health check's token has come, after a while in which it or new figures may. EngineFault."""
         if not probe.done():
             await asyncio.wait({probe}, timeout=FIGURES_PERIOD_S)
         if not probe.done():

@@ -93,7 +93,7 @@ def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Cha
 
 
 def _lines(config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change: Change | None) -> list[str]:
-    from workers.rank.cache_room import in_words
+    from workers.rank.cache_budget import in_words
 
     def gib(size: int) -> str:
         return f"{size / 2**30:9.2f} GiB"

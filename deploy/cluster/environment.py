@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from deploy.cluster.haproxy import find_binary, install, unknown_template
 from deploy.config.application import Ingress, ServeConfig
 from deploy.mistakes import explain
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 from workers.environment import EnvironmentProblem
 
 PROCESS_ENVIRONMENT = {
@@ -32,7 +32,7 @@ PROCESS_ENVIRONMENT = {
 }
 """What a rank's process needs. Where its node does not have it already, the process asks for it and starts later."""
 
-_TEMPLATE: Final = PrivateGround(
+_TEMPLATE: Final = PrivateApi(
     "ray", (), "Ray Serve's own proxy stands in front in place of HAProxy, which passes on many times its tokens"
 )
 

@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 
-_SHOWN: Final = PrivateGround(
+_SHOWN: Final = PrivateApi(
     "ray",
     ("ray._private.worker.print_to_stdstream(data, ignore_prefix)",),
     "the terminal shows all that Ray tells of processes that end, the harmless included",
 )
 _HARMLESS = (
-    # Of every process of a replica that failed or was ended; the board names the cause.
+    # Of every process of a replica that failed or was ended; the status store names the cause.
     "A worker died or was killed while executing a task",
     # The controller ends itself when Serve is shut down, or is ended where that takes it too long.
     "Task ServeController.graceful_shutdown failed",

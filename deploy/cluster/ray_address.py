@@ -12,25 +12,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 from workers.environment import EnvironmentProblem
 
 KNOCK_TIMEOUT_S = 10.0
 
-_ALONE: Final = PrivateGround(
+_ALONE: Final = PrivateApi(
     "ray",
     ("ray._private.ray_constants.ENABLE_RAY_CLUSTER",),
     "Ray listens where other machines reach it, and nothing but its token keeps them out",
 )
-_SETTINGS: Final = PrivateGround(
+_SETTINGS: Final = PrivateApi(
     "ray", (), "Ray cannot be told to listen on 127.0.0.1 alone, nor where to show its figures"
 )
-_ADDRESS: Final = PrivateGround(
+_ADDRESS: Final = PrivateApi(
     "ray",
     ("ray._private.services.canonicalize_bootstrap_address_or_die",),
     "an address is not tried before Ray does, which takes minutes where nobody listens",
 )
-_LOGS: Final = PrivateGround(
+_LOGS: Final = PrivateApi(
     "ray",
     ("ray._private.worker._global_node.get_logs_dir_path",),
     "the logs are named by the link to those of the Ray that was started last on this machine",

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import ray
 
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 
-_PORTS: Final = PrivateGround(
+_PORTS: Final = PrivateApi(
     "ray",
     (
         "ray._common.network_utils.build_address",

@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.cluster import keeper
-from deploy.cluster.keeper import Keeper
-from kernels.private_ground import PrivateGround
+from deploy.cluster import cleanup_process
+from deploy.cluster.cleanup_process import CleanupProcess
+from kernels.private_api import PrivateApi
 
-_DAEMONS: Final = PrivateGround(
+_DAEMONS: Final = PrivateApi(
     "ray",
     ("ray._private.services.ConsolePopen",),
     "Ray's daemons stay in this command's process group: a signal to the group ends them, and every stream, at once; "
@@ -49,12 +49,12 @@ class Sessions:
         self._missing: list[subprocess.Popen[bytes]] = []
         self._closing = self._broken = False
         self._folder: Path | None = None
-        self._keeper: Keeper | None = None
+        self._cleanup: CleanupProcess | None = None
         self._lock = threading.Lock()
 
     def keep(self, folder: Path) -> None:
         """Remove `folder` with the last process, even if this one is killed."""
-        self._folder, self._keeper = folder, Keeper(folder)
+        self._folder, self._cleanup = folder, CleanupProcess(folder)
 
     @contextmanager
     def of_their_own(self) -> Iterator[None]:
@@ -69,8 +69,8 @@ class Sessions:
         def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
             process: subprocess.Popen[bytes] = popen(*arguments, **options, start_new_session=True)
             self._daemons.append(process)
-            assert self._keeper is not None
-            self._keeper.add(process.pid)
+            assert self._cleanup is not None
+            self._cleanup.add(process.pid)
             return process
 
         services.ConsolePopen = start
@@ -105,12 +105,12 @@ class Sessions:
         """Wait a moment for every process to end, kill those that have not, remove the folder."""
         with self._lock:
             self._closing = True
-            keeper.end({daemon.pid for daemon in self._daemons}, LEAVE_S, LIMIT_S)
+            cleanup_process.end({daemon.pid for daemon in self._daemons}, LEAVE_S, LIMIT_S)
             self._daemons.clear()
-            if self._folder is not None and self._keeper is not None:
-                keeper.remove(self._folder)
-                self._keeper.close()
-            self._folder = self._keeper = None
+            if self._folder is not None and self._cleanup is not None:
+                cleanup_process.remove(self._folder)
+                self._cleanup.close()
+            self._folder = self._cleanup = None
 
 
 def _is_needed(daemon: subprocess.Popen[bytes]) -> bool:

@@ -104,7 +104,7 @@ class ApiConfig(BaseModel):
     probe_timeout_s: float = Field(default=5.0, gt=0)
     """How long `/health` waits for its token, or for a step of others."""
     probe_ttl_s: float = Field(default=1.0, ge=0)
-    """For how long `/health` trusts the last good probe (a fault is reported at once all the same)."""
+    """For how long `/health` trusts the last good health check (a fault is reported at once all the same)."""
 
     @model_validator(mode="before")
     @classmethod

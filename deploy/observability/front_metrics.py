@@ -32,18 +32,18 @@ GAUGES: dict[str, str] = {
     "queue_limit": "Requests that may wait beyond them.",
     "width": "Tokens that a decode row feeds in one step, as it pays at present: one more than it has drafts.",
 }
-ACCEPTANCE = ("acceptance", "How probable it is that a draft stands where those before it do.", "position")
+ACCEPTANCE = ("acceptance", "How probable it is that a draft is accepted where those before it are.", "position")
 """A gauge with a value for each draft of a row: its name, what it is, and its label."""
 COUNTERS: dict[str, str] = {
     "prompt_tokens": "Prompt tokens of admitted requests.",
     "generated_tokens": "Tokens generated.",
     "cached_tokens": "Prompt tokens served from the prefix cache.",
     "drafts_offered": "Draft tokens verified.",
-    "drafts_accepted": "Draft tokens that stood.",
+    "drafts_accepted": "Draft tokens that were accepted.",
     "decode_fed": "Tokens that steps of decode rows alone fed, drafts included.",
     "decode_context": "Tokens that their rows had before them, summed over steps.",
     "preemptions": "Requests put back to the queue because pages ran out.",
-    "acceptance_falls": "How often half as many first drafts stood as before.",
+    "acceptance_falls": "How often half as many first drafts were accepted as before.",
     "bad_rows": "Rows whose logits were not finite: their requests failed, or were computed again.",
 }
 HISTOGRAMS: dict[str, str] = {

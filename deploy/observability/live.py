@@ -64,9 +64,9 @@ class ReplicaFigures(_Shown):
     width: int
     """Tokens that a decode row feeds in one step, as it pays at present: one more than it has drafts."""
     acceptance: list[float]
-    """By position of the draft, how probable it is that it stands where those before it do."""
+    """By position of the draft, how probable it is that it is accepted where those before it are."""
     acceptance_falls: int
-    """How often since the start half as many first drafts stood as before."""
+    """How often since the start half as many first drafts were accepted as before."""
     window_s: float
     """Seconds over which what follows is taken; 0 when nobody has looked before."""
     generated_tokens_per_s: float | None

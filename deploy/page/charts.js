@@ -26,7 +26,7 @@ const CHARTS = [
     "decode's floor": (figures) => milli(figures.steps.decode?.floor_seconds) } },
   { title: "Pages in use", form: whole, top: (figures) => figures.pages_total, series: {
     used: (figures) => figures.pages_total - figures.pages_free } },
-  { title: "Drafts that stood", form: share, top: () => 1, series: { share: (figures) => figures.drafts_accepted } },
+  { title: "Drafts that were accepted", form: share, top: () => 1, series: { share: (figures) => figures.drafts_accepted } },
   { title: "Steps from graphs", form: share, top: () => 1, series: {
     share: (figures) => (figures.without_graphs ? null : figures.graph_hit_rate) },
     none: (figures) => (figures.without_graphs ? "no graphs on this device" : "") },

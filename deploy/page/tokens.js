@@ -1,4 +1,4 @@
-// Tokens of an event: their text, how likely they were, and whether they were drafts that stood.
+// Tokens of an event: their text, how likely they were, and whether they were drafts that were accepted.
 
 export function tokensOf(choice) {
   // Of a choice of /v1/chat/completions or /v1/completions: [{text, logprob, top: [{text, logprob}], drafted}].

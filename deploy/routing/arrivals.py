@@ -3,8 +3,8 @@
 The scheduler's figures come a few times a second and lag behind what the front has taken in: reading, parsing and
 tokenizing a burst takes longer than routing it. So the front counts every request itself, from its arrival to the end
 of its answer; of the scheduler's figures only its progress with long prompts is used. Every routed request carries a
-ticket (router, number, tokens, sequences), and a report says which tickets it includes, so that a router counts what it
-sent either as sent or as reported, never twice.
+routing record (router, sequence number, tokens, sequences), and a report says which sequence numbers it includes, so
+that a router counts what it sent either as sent or as reported, never twice.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 from deploy.routing.policy import Load
 from workers.protocol.messages import EngineStats
 
-TICKET_HEADER = "x-serve-router-ticket"
+ROUTING_HEADER = "x-serve-router-ticket"
 """HAProxy drops client-supplied headers of this prefix."""
-_TICKET = re.compile(r"([0-9A-Za-z]{1,32})/([0-9]{1,15})/([0-9]{1,12})/([0-9]{1,4})")
+_ROUTING_RECORD = re.compile(r"([0-9A-Za-z]{1,32})/([0-9]{1,15})/([0-9]{1,12})/([0-9]{1,4})")
 """Anybody may write one where no HAProxy stands in front: digits of other scripts, or a thousand of them, make none."""
 RECENT_S = 0.5
 """Seconds after which a request's tokens are in the scheduler's figures."""
@@ -30,7 +30,7 @@ ROUTERS_KEPT = 64
 
 
 @dataclass(frozen=True)
-class Ticket:
+class RoutingRecord:
     """What a router says about a request it sends."""
 
     router: str
@@ -43,10 +43,10 @@ class Ticket:
         return f"{self.router}/{self.number}/{self.tokens}/{self.rows}"
 
     @staticmethod
-    def parse(value: str) -> Ticket | None:
+    def parse(value: str) -> RoutingRecord | None:
         """From a header value; None when it is not one."""
-        found = _TICKET.fullmatch(value)
-        return None if found is None else Ticket(found[1], *map(int, found.groups()[1:]))
+        found = _ROUTING_RECORD.fullmatch(value)
+        return None if found is None else RoutingRecord(found[1], *map(int, found.groups()[1:]))
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class Arrival:
 
 
 class Arrivals:
-    """Every request between its arrival and its end, and the tickets seen."""
+    """Every request between its arrival and its end, and the sequence numbers seen."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -74,14 +74,14 @@ class Arrivals:
         self._present: set[Arrival] = set()
         self._current: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
 
-    def arrive(self, ticket: Ticket | None) -> Arrival:
+    def arrive(self, routing_record: RoutingRecord | None) -> Arrival:
         """A request came in. What its task and its children tell next is about it, until `leave`."""
-        if ticket is None:
+        if routing_record is None:
             arrival = Arrival(self._clock(), False, 0, 0, 0)
         else:
-            arrival = Arrival(self._clock(), True, ticket.rows, ticket.rows, ticket.tokens)
-            self._seen[ticket.router] = max(ticket.number, self._seen.get(ticket.router, 0))
-            self._seen.move_to_end(ticket.router)
+            arrival = Arrival(self._clock(), True, routing_record.rows, routing_record.rows, routing_record.tokens)
+            self._seen[routing_record.router] = max(routing_record.number, self._seen.get(routing_record.router, 0))
+            self._seen.move_to_end(routing_record.router)
             if len(self._seen) > ROUTERS_KEPT:
                 self._seen.popitem(last=False)
         self._present.add(arrival)

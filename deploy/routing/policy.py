@@ -19,13 +19,13 @@ REMEMBER_S = 10.0
 FORGET_S = 5.0
 """Seconds after which something sent counts as known to the replica, whatever it reports."""
 TRANSIT_S = 0.05
-"""Seconds within which a sent request reaches its replica, where tickets cannot tell."""
+"""Seconds within which a sent request reaches its replica, where sequence numbers cannot tell."""
 
 R = TypeVar("R", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Ask:
+class RequestFeatures:
     """What the router knows of one request."""
 
     tokens: int
@@ -53,7 +53,7 @@ class Load:
     keys: frozenset[int] = frozenset()
     """Page hashes in its prefix cache."""
     seen: Mapping[str, int] = field(default_factory=dict)
-    """Highest ticket received, by router: what these figures already include."""
+    """Highest sequence number received, by router: what these figures already include."""
     at: float = 0.0
     """When they were taken, Unix time in seconds."""
 
@@ -62,7 +62,7 @@ class Load:
 class Sent:
     """One request this router sent."""
 
-    ticket: int
+    sequence_number: int
     at: float
     tokens: int
     """Prompt tokens it makes the replica compute."""
@@ -76,14 +76,14 @@ class _Account:
     recent: OrderedDict[int, float] = field(default_factory=OrderedDict)
 
 
-def cached_tokens(ask: Ask, keys: frozenset[int] | Mapping[int, float]) -> int:
+def cached_tokens(features: RequestFeatures, keys: frozenset[int] | Mapping[int, float]) -> int:
     """Tokens of the prompt whose pages are among `keys`. The hashes are chained: one page vouches for those before it.
 
     The last prompt token is computed in any case.
     """
-    for index in range(len(ask.keys) - 1, -1, -1):
-        if ask.keys[index] in keys:
-            return min((index + 1) * PAGE_TOKENS, ask.tokens - 1)
+    for index in range(len(features.keys) - 1, -1, -1):
+        if features.keys[index] in keys:
+            return min((index + 1) * PAGE_TOKENS, features.tokens - 1)
     return 0
 
 
@@ -96,19 +96,19 @@ class Cost:
     tokens: float
 
 
-class Ledger(Generic[R]):
+class InFlightAccounting(Generic[R]):
     """Keeps account of what this router sent to each replica that the replica's report cannot include yet."""
 
     def __init__(self, router: str, row_tokens: float) -> None:
-        """`router`: the name under which replicas report this router's tickets."""
+        """`router`: the name under which replicas report this router's sequence numbers."""
         self.router, self.row_tokens = router, row_tokens
         self._accounts: dict[R, _Account] = {}
-        self._ticket = 0
+        self._sequence_number = 0
 
     @property
     def sent(self) -> int:
         """Requests recorded so far."""
-        return self._ticket
+        return self._sequence_number
 
     def keep(self, replicas: Sequence[R]) -> None:
         """Forget every other replica."""
@@ -116,45 +116,50 @@ class Ledger(Generic[R]):
         for gone in set(self._accounts) - wanted:
             del self._accounts[gone]
 
-    def cost(self, replica: R, load: Load, ask: Ask, now: float) -> Cost:
-        """Cost of `ask` on `replica`, in prompt tokens."""
+    def cost(self, replica: R, load: Load, features: RequestFeatures, now: float) -> Cost:
+        """Cost of `features` on `replica`, in prompt tokens."""
         account = self._accounts.setdefault(replica, _Account())
         self._settle(account, load, now)
-        cached = max(cached_tokens(ask, load.keys), cached_tokens(ask, account.recent))
+        cached = max(cached_tokens(features, load.keys), cached_tokens(features, account.recent))
         queued = load.backlog + sum(sent.tokens for sent in account.sent)
         rows = load.rows + sum(sent.rows for sent in account.sent)
         crowded = False
         if load.pages_free is not None:
             left = load.pages_free - sum(sent.pages for sent in account.sent)
-            crowded = pages_for(ask.tokens - cached) > left
-        return Cost(crowded, queued + ask.tokens - cached + self.row_tokens * rows)
+            crowded = pages_for(features.tokens - cached) > left
+        return Cost(crowded, queued + features.tokens - cached + self.row_tokens * rows)
 
-    def record(self, replica: R, load: Load, ask: Ask, now: float) -> tuple[int, int]:
-        """Note that `ask` goes to `replica`; returns the number of its ticket, and the tokens it will compute there."""
+    def record(self, replica: R, load: Load, features: RequestFeatures, now: float) -> tuple[int, int]:
+        """Note that `features` goes to `replica`; returns its sequence number, and the tokens it will compute there."""
         account = self._accounts.setdefault(replica, _Account())
-        cached = max(cached_tokens(ask, load.keys), cached_tokens(ask, account.recent))
-        self._ticket += 1
-        computed = ask.tokens - cached
-        account.sent.append(Sent(self._ticket, now, computed, pages_for(computed), ask.rows))
-        for key in ask.keys:
+        cached = max(cached_tokens(features, load.keys), cached_tokens(features, account.recent))
+        self._sequence_number += 1
+        computed = features.tokens - cached
+        account.sent.append(Sent(self._sequence_number, now, computed, pages_for(computed), features.rows))
+        for key in features.keys:
             account.recent[key] = now
             account.recent.move_to_end(key)
-        return self._ticket, computed
+        return self._sequence_number, computed
 
     def _settle(self, account: _Account, load: Load, now: float) -> None:
         seen = load.seen.get(self.router)
         account.sent = [
             sent
             for sent in account.sent
-            if now - sent.at < FORGET_S and (sent.ticket > seen if seen is not None else sent.at + TRANSIT_S > load.at)
+            if now - sent.at < FORGET_S
+            and (sent.sequence_number > seen if seen is not None else sent.at + TRANSIT_S > load.at)
         ]
         while account.recent and now - next(iter(account.recent.values())) > REMEMBER_S:
             account.recent.popitem(last=False)
 
 
-def choose(ledger: Ledger[R], loads: Mapping[R, Load], ask: Ask, now: float) -> list[R]:
+def choose(
+    accounting: InFlightAccounting[R], loads: Mapping[R, Load], features: RequestFeatures, now: float
+) -> list[R]:
     """Replicas from the cheapest to the dearest; equal ones take turns."""
     names = list(loads)
-    turn = ledger.sent % max(len(names), 1)
-    costs = {replica: ledger.cost(replica, loads[replica], ask, now) for replica in names[turn:] + names[:turn]}
+    turn = accounting.sent % max(len(names), 1)
+    costs = {
+        replica: accounting.cost(replica, loads[replica], features, now) for replica in names[turn:] + names[:turn]
+    }
     return sorted(costs, key=lambda replica: costs[replica])

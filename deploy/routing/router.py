@@ -1,4 +1,5 @@
-"""Which replica serves a request: the policy Ray Serve asks (`LoadRouter`), and the deployment HAProxy asks (`Picker`).
+"""Which replica serves a request: the policy Ray Serve asks (`LoadRouter`), and the deployment HAProxy asks
+(`IngressRouter`).
 
 All arithmetic is in `deploy.routing.policy`.
 
@@ -23,13 +24,13 @@ from starlette.types import Receive, Scope, Send
 
 from deploy.cluster.replica_ports import listen_at_home
 from deploy.config.application import ServeConfig
-from deploy.routing.arrivals import TICKET_HEADER, Ticket, load_from_report
-from deploy.routing.asks import BYTES_PER_TOKEN, AskReader
-from deploy.routing.policy import Ask, Ledger, Load, choose
+from deploy.routing.arrivals import ROUTING_HEADER, RoutingRecord, load_from_report
+from deploy.routing.policy import InFlightAccounting, Load, RequestFeatures, choose
+from deploy.routing.request_features import BYTES_PER_TOKEN, FeatureReader
 from deploy.text.tokenizer import Tokenizer
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 
-ASKED_BY_HAPROXY: Final = PrivateGround(
+ASKED_BY_HAPROXY: Final = PrivateApi(
     "ray",
     (
         "ray.serve.Application._with_ingress_request_router",
@@ -40,37 +41,40 @@ ASKED_BY_HAPROXY: Final = PrivateGround(
     ),
     "HAProxy shares requests among replicas without a look at their load, nor at whose pages hold a prompt's beginning",
 )
-"""What a `Picker` needs, and who attaches it."""
+"""What a `IngressRouter` needs, and who attaches it."""
 
 PICK_TIMEOUT_S = 0.5
 """Seconds to wait for a replica where there is none; HAProxy would wait longer, and the client with it."""
 
 
 class LoadRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
-    """Ranks replicas by `deploy.routing.policy`. Runs where requests are handed out: a `Picker`, or Serve's proxy."""
+    """Ranks replicas by `deploy.routing.policy`. Runs where requests are handed out: a `IngressRouter`, or Serve's
+    proxy."""
 
     def initialize_state(self, row_tokens: float) -> None:
         """Called by Serve with the `request_router_kwargs`."""
-        self.ledger: Ledger[ReplicaID] = Ledger(uuid.uuid4().hex[:12], row_tokens)
+        self.accounting: InFlightAccounting[ReplicaID] = InFlightAccounting(uuid.uuid4().hex[:12], row_tokens)
         self._reports: dict[ReplicaID, tuple[dict[str, Any], Load]] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """One replica per rank: within a rank Serve would go by its own count of requests."""
-        ask = _ask_of(pending_request)
+        features = _features_of(pending_request)
         now = time.time()
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
-        self.ledger.keep(list(replicas))
+        self.accounting.keep(list(replicas))
         self._reports = {key: value for key, value in self._reports.items() if key in replicas}
         loads = {key: self._load(key, replica.routing_stats or {}) for key, replica in replicas.items()}
-        order = choose(self.ledger, loads, ask, now)
+        order = choose(self.accounting, loads, features, now)
         if order and pending_request is not None:
             # What was sent counts at once: a burst arrives faster than any report.
-            number, tokens = self.ledger.record(order[0], loads[order[0]], ask, now)
+            number, tokens = self.accounting.record(order[0], loads[order[0]], features, now)
             receipt = pending_request.kwargs.get("receipt")
             if isinstance(receipt, dict):
-                receipt["ticket"] = Ticket(self.ledger.router, number, tokens, ask.rows).header()
+                receipt["routing_record"] = RoutingRecord(
+                    self.accounting.router, number, tokens, features.rows
+                ).header()
         return [[replicas[key]] for key in order]
 
     def _load(self, key: ReplicaID, report: dict[str, Any]) -> Load:
@@ -80,28 +84,28 @@ class LoadRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         return known[1]
 
 
-def _ask_of(pending: PendingRequest | None) -> Ask:
-    """The `ask` a `Picker` gives; behind Serve's proxy only the length of the body is known."""
+def _features_of(pending: PendingRequest | None) -> RequestFeatures:
+    """The `features` a `IngressRouter` gives; behind Serve's proxy only the length of the body is known."""
     if pending is None:
-        return Ask(0)
-    ask = pending.kwargs.get("ask")
-    if isinstance(ask, Ask):
-        return ask
+        return RequestFeatures(0)
+    features = pending.kwargs.get("features")
+    if isinstance(features, RequestFeatures):
+        return features
     for argument in pending.args:
         scope = getattr(argument, "asgi_scope", None)
         for name, value in (scope or {}).get("headers", ()):
             if bytes(name).lower() == b"content-length" and (length := _length(bytes(value))) is not None:
-                return Ask(length // BYTES_PER_TOKEN)
-    return Ask(0)
+                return RequestFeatures(length // BYTES_PER_TOKEN)
+    return RequestFeatures(0)
 
 
-class Picker:
+class IngressRouter:
     """The deployment HAProxy asks for every POST: `/internal/route` names the replica that gets it."""
 
     def __init__(self, engine: DeploymentHandle, config: ServeConfig) -> None:
         listen_at_home()
         tokenizer = Tokenizer.load(config.engine.folder)
-        self._reader = AskReader(tokenizer, config.api.chat_template, config.api.control_tokens_in_text)
+        self._reader = FeatureReader(tokenizer, config.api.chat_template, config.api.control_tokens_in_text)
         self._engine = engine
         self._engine._init()
 
@@ -121,16 +125,16 @@ class Picker:
             await _reply(send, 404, b"{}")
             return
         body = await _body(receive)
-        ask = await self._reader.read(body, _full_length(scope))
+        features = await self._reader.read(body, _full_length(scope))
         receipt: dict[str, str] = {}
-        picking = self._engine.choose_replica(ask=ask, receipt=receipt, _reserve=False)
+        picking = self._engine.choose_replica(features=features, receipt=receipt, _reserve=False)
         try:
             async with asyncio.timeout(PICK_TIMEOUT_S), picking as selection:
                 replica = selection._replica.replica_id.to_full_id_str()
         except (TimeoutError, DeploymentUnavailableError):
             await _reply(send, 503, b"{}")  # HAProxy has its own words for this
             return
-        payload = {"replica_id": replica, "request_headers": {TICKET_HEADER: receipt.get("ticket", "")}}
+        payload = {"replica_id": replica, "request_headers": {ROUTING_HEADER: receipt.get("routing_record", "")}}
         await _reply(send, 200, msgspec.json.encode(payload))
 
 
@@ -169,5 +173,5 @@ async def _reply(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-picker_class = serve.ingress()(Picker)
-"""`Picker` as Serve deploys it."""
+ingress_router_class = serve.ingress()(IngressRouter)
+"""`IngressRouter` as Serve deploys it."""

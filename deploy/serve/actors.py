@@ -34,7 +34,7 @@ FRONT_BUNDLE = 0
 
 
 @dataclass(frozen=True, order=True)
-class Seat:
+class Placement:
     """Where a worker actor runs."""
 
     node: str
@@ -48,9 +48,9 @@ class Seat:
     pid: int
 
 
-def seat_order(seats: Sequence[Seat], home: str) -> list[int]:
-    """Indices of `seats` in rank order: ranks of one node are neighbours, the front's node first."""
-    return sorted(range(len(seats)), key=lambda i: (seats[i].node != home, seats[i]))
+def placement_order(placements: Sequence[Placement], home: str) -> list[int]:
+    """Indices of `placements` in rank order: ranks of one node are neighbours, the front's node first."""
+    return sorted(range(len(placements)), key=lambda i: (placements[i].node != home, placements[i]))
 
 
 def device_index(assigned: Sequence[str], visible: str | None) -> int:
@@ -101,13 +101,13 @@ class WorkerActor:
 
         load_libraries()
 
-    def seat(self, bundle: int) -> Seat:
+    def placement(self, bundle: int) -> Placement:
         """Where this actor found itself."""
         context = ray.get_runtime_context()
         assigned = context.get_accelerator_ids().get("GPU", [])
         device = device_index(assigned, os.environ.get("CUDA_VISIBLE_DEVICES"))
         ip = ray.util.get_node_ip_address()
-        return Seat(context.get_node_id(), device, bundle, ip, free_port(ip), os.getpid())
+        return Placement(context.get_node_id(), device, bundle, ip, free_port(ip), os.getpid())
 
     def run(self, config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str, device: int) -> None:
         """Run step plans until told to stop; raises the cause of an end."""
@@ -133,7 +133,7 @@ class ReplicaProcesses:
         self._local_pids: list[int] = []
         self._addresses: Addresses | None = None
         self._rendezvous = ""
-        self.seats: list[Seat] = []
+        self.placements: list[Placement] = []
         """In rank order."""
 
     async def start(self) -> Addresses:
@@ -145,20 +145,20 @@ class ReplicaProcesses:
             self._actor(self.worker_class, FRONT_BUNDLE + 1 + rank, self._gpus).remote(self._log, self._labels)
             for rank in range(self._config.mesh().world.size)
         ]
-        finding = [actor.seat.remote(FRONT_BUNDLE + 1 + rank) for rank, actor in enumerate(actors)]
+        finding = [actor.placement.remote(FRONT_BUNDLE + 1 + rank) for rank, actor in enumerate(actors)]
         for actor in actors:
             actor.load_libraries.remote()
-        seats = await asyncio.gather(*finding)
-        order = seat_order(seats, home)
-        self.seats = [seats[i] for i in order]
+        placements = await asyncio.gather(*finding)
+        order = placement_order(placements, home)
+        self.placements = [placements[i] for i in order]
         self._workers = [actors[i] for i in order]
-        one_node = all(seat.node == home for seat in seats)
+        one_node = all(placement.node == home for placement in placements)
         host = None if one_node else ray.util.get_node_ip_address()
         addresses: Addresses
         addresses, scheduler_pid = await self._scheduler.bind.remote(self._config, host)
-        self._local_pids = [scheduler_pid, *(seat.pid for seat in seats if seat.node == home)]
+        self._local_pids = [scheduler_pid, *(placement.pid for placement in placements if placement.node == home)]
         self._addresses = addresses
-        self._rendezvous = f"tcp://{'127.0.0.1' if one_node else self.seats[0].ip}:{self.seats[0].port}"
+        self._rendezvous = f"tcp://{'127.0.0.1' if one_node else self.placements[0].ip}:{self.placements[0].port}"
         return addresses
 
     @property
@@ -182,8 +182,8 @@ class ReplicaProcesses:
     def run(self, addresses: Addresses, on_end: Callable[[str, bool], None]) -> None:
         """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself."""
         refs = {"scheduler": self._scheduler.run.remote()}
-        for rank, (worker, seat) in enumerate(zip(self._workers, self.seats, strict=True)):
-            refs[f"rank {rank}"] = worker.run.remote(self._config, rank, addresses, self._rendezvous, seat.device)
+        for rank, (worker, placement) in enumerate(zip(self._workers, self.placements, strict=True)):
+            refs[f"rank {rank}"] = worker.run.remote(self._config, rank, addresses, self._rendezvous, placement.device)
         self._watchers = [asyncio.ensure_future(self._watch(name, ref, on_end)) for name, ref in refs.items()]
 
     @staticmethod

@@ -74,8 +74,8 @@ class Running:
     """An application that serves."""
 
     def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
+        from deploy.serve.capacity import WaitingReplicas
         from deploy.serve.progress import ProgressReader
-        from deploy.serve.room import WaitingReplicas
 
         self.config, self._connection = config, connection
         self._reader, self._waiting = ProgressReader(APPLICATION), WaitingReplicas(APPLICATION, config)
@@ -155,7 +155,7 @@ def launch(
         if not connection.own:
             _check_entrance(config, say)
         running = Running(config, connection)
-        _check_room(config, connection, say)
+        _check_capacity(config, connection, say)
         there_before = _enter(config)
         _deploy(running, engine_class)
         _wait(running, say)
@@ -239,10 +239,10 @@ def _check_entrance(config: ServeConfig, say: Say) -> None:
         say(f"replacing the application {APPLICATION} that runs there")
 
 
-def _check_room(config: ServeConfig, connection: RayConnection, say: Say) -> None:
+def _check_capacity(config: ServeConfig, connection: RayConnection, say: Say) -> None:
     """A Ray of our own never grows: StartFailed when it is too small. To another nodes may come, so Serve waits."""
     from deploy.serve.application import settled
-    from deploy.serve.room import shortage
+    from deploy.serve.capacity import shortage
 
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     here = "this machine" if hidden is None else f"this machine with CUDA_VISIBLE_DEVICES = {hidden}"

@@ -18,12 +18,12 @@ from ray.serve.schema import LoggingConfig
 
 from deploy.config.application import Ingress, ServeConfig
 from deploy.config.otlp import VARIABLE, endpoint_of, endpoint_problem
-from deploy.routing.router import ASKED_BY_HAPROXY, LoadRouter, picker_class
+from deploy.routing.router import ASKED_BY_HAPROXY, LoadRouter, ingress_router_class
 from deploy.serve.replica import replica_class
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 from workers.environment import EnvironmentProblem
 
-_HA_PROXY: Final = PrivateGround(
+_HA_PROXY: Final = PrivateApi(
     "ray",
     ("ray.serve._private.constants.RAY_SERVE_ENABLE_HA_PROXY",),
     "whether HAProxy stands in front is taken from this process's environment",
@@ -133,7 +133,7 @@ def build_application(config: ServeConfig, engine_class: type = replica_class) -
     if not routed:
         return engine
     router = serve.deployment(
-        picker_class,
+        ingress_router_class,
         name=ROUTER,
         max_ongoing_requests=ONGOING_REQUESTS,
         max_surge_percent=100,  # it takes no resources: the next one starts before the last one ends

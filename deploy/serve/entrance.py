@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 
-_CLIENT: Final = PrivateGround(
+_CLIENT: Final = PrivateApi(
     "ray",
     ("ray.serve.context._get_global_client(raise_if_no_controller_running)",),
     "a Ray Serve that listens elsewhere already is not noticed, and the start waits for an answer that never comes",
 )
-_DELETION: Final = PrivateGround(
+_DELETION: Final = PrivateApi(
     "ray",
     ("ray.serve.delete(_blocking)",),
     "the end of the application is waited for by Ray Serve, without a limit of our own",

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import msgspec
 
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 
-_STORE: Final = PrivateGround(
+_STORE: Final = PrivateApi(
     "ray",
     tuple(f"ray.experimental.internal_kv._internal_kv_{verb}" for verb in ("del", "get", "list", "put")),
     "a start says nothing of its replicas' progress and little of why they fail, which Ray's logs of them do; "
@@ -41,7 +41,7 @@ class Report(msgspec.Struct):
     """Another start would end the same."""
 
 
-class Board:
+class StatusStore:
     """The report of one replica, written by it."""
 
     def __init__(self, application: str, replica: str) -> None:

@@ -21,10 +21,10 @@ from deploy.observability import logs
 from deploy.observability.ray_metrics import RayEngineMetrics, RayFrontMetrics
 from deploy.routing.arrivals import Arrivals, load_to_report
 from deploy.serve.actors import ReplicaProcesses
-from deploy.serve.guardian import BEAT_S, Guardian
-from deploy.serve.key_board import KeyBoard
-from deploy.serve.live_board import LiveBoard
-from deploy.serve.progress import Board
+from deploy.serve.key_status_store import KeyStatusStore
+from deploy.serve.live_status_store import LiveStatusStore
+from deploy.serve.progress import StatusStore
+from deploy.serve.stream_watchdog import BEAT_S, StreamWatchdog
 from deploy.serve.under_serve import UnderServe
 from deploy.text.template import check_template
 from deploy.text.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class EngineReplica:
     """
 
     processes_class: type[ReplicaProcesses] = ReplicaProcesses
-    key_board: KeyBoard | None = None
+    key_status_store: KeyStatusStore | None = None
     tracing: Tracing | None = None
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -88,14 +88,14 @@ class EngineReplica:
         group = ray.util.get_current_placement_group()
         if group is None:
             raise RuntimeError("the engine deployment needs a placement group; build it with deploy.serve.app")
-        self.board = Board(context.app_name, self.name)
-        self.live = LiveBoard(context.app_name, self.name)
+        self.status_store = StatusStore(context.app_name, self.name)
+        self.live = LiveStatusStore(context.app_name, self.name)
         self.arrivals = Arrivals()
         self.keys = KeyRing(config.api.api_keys)
-        self.key_board = KeyBoard(context.app_name, self.name, self.keys) if self.keys.named else None
+        self.key_status_store = KeyStatusStore(context.app_name, self.name, self.keys) if self.keys.named else None
         self.tracing = _tracing_to(config.api.otlp_endpoint, self.name)
         self.client: EngineClient | None = None
-        self.guardian: Guardian | None = None
+        self.watchdog: StreamWatchdog | None = None
         self._reporter: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._serving = False
@@ -105,43 +105,43 @@ class EngineReplica:
             self.client = await self._bring_up()
         except Exception as error:
             cause = str(error) or type(error).__name__
-            # Last the board: who reads there that it is hopeless may end this process at once.
+            # Last the status store: who reads there that it is hopeless may end this process at once.
             self.processes.kill()
             note_fault(cause)
             self.live.failed(cause)
-            self.board.fail(cause, isinstance(error, EngineFault) and error.lasting)
+            self.status_store.fail(cause, isinstance(error, EngineFault) and error.lasting)
             raise RuntimeError(cause) from error
         last_words = [engine_down(FRONT_DIED).event(path) for path in FAILURES]
         silence_s = config.health.timeout_s
-        self.guardian = Guardian(last_words, self.processes.folder, fault_note(FRONT_DIED), silence_s)
-        self._beating = asyncio.ensure_future(self._beat(self.guardian))
+        self.watchdog = StreamWatchdog(last_words, self.processes.folder, fault_note(FRONT_DIED), silence_s)
+        self._beating = asyncio.ensure_future(self._beat(self.watchdog))
         # What was loaded stays: to look through all of it for garbage again and again takes 0.1 s each time, for which
         # no stream goes on.
         gc.collect()
         gc.freeze()
         self._serving = True
         self.live.serving(self.client)
-        if self.key_board is not None:
-            self.key_board.serving(self.client)
+        if self.key_status_store is not None:
+            self.key_status_store.serving(self.client)
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
-        self.board.say("serving")
-        seats = [f"{seat.ip} device {seat.device}" for seat in self.processes.seats]
-        logger.info("serving", extra={logs.FIELDS: {"ranks": seats}})
+        self.status_store.say("serving")
+        placements = [f"{placement.ip} device {placement.device}" for placement in self.processes.placements]
+        logger.info("serving", extra={logs.FIELDS: {"ranks": placements}})
 
     async def _bring_up(self) -> EngineClient:
         config = self.config
-        self.board.say(f"starting {config.engine.mesh().world.size} ranks of {config.model_name}")
+        self.status_store.say(f"starting {config.engine.mesh().world.size} ranks of {config.model_name}")
         addresses = await self.processes.start()
-        if (nodes := len({seat.node for seat in self.processes.seats})) > 1:
-            self.board.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
+        if (nodes := len({placement.node for placement in self.processes.placements})) > 1:
+            self.status_store.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
         client = EngineClient(config.engine, addresses, config.model_name)
-        client.on_progress.append(self.board.say)
+        client.on_progress.append(self.status_store.say)
         client.on_fault.append(self._failed)
         self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
         self.tokenizer = await asyncio.to_thread(read_tokenizer, config)
         await client.ready(config.engine.start_timeout_s)
-        await client.probe()
+        await client.health_check()
         self.metrics = RayFrontMetrics(self.arrivals)
         self._reporter = asyncio.ensure_future(self._report(client))
         return client
@@ -158,7 +158,7 @@ class EngineReplica:
         try:
             logger.error("engine failed", extra={logs.FIELDS: {"cause": cause}})
             self.live.failed(cause)
-            self.board.fail(cause)
+            self.status_store.fail(cause)
             if self._forgetting is not None:  # the last replica's fault: this one's has just taken its place
                 self._forgetting.cancel()
             note_fault(cause)
@@ -176,9 +176,9 @@ class EngineReplica:
             await asyncio.sleep(self.config.metrics_period_s)
 
     @staticmethod
-    async def _beat(guardian: Guardian) -> None:
+    async def _beat(watchdog: StreamWatchdog) -> None:
         while True:
-            guardian.beat()
+            watchdog.beat()
             await asyncio.sleep(BEAT_S)
 
     def front(self, client: EngineClient) -> ASGIApp:
@@ -193,7 +193,7 @@ class EngineReplica:
         """What Serve mounts, called once the constructor is through."""
         client = self.client
         assert client is not None
-        return UnderServe(self.front(client), self.name, self.arrivals, self.guardian)
+        return UnderServe(self.front(client), self.name, self.arrivals, self.watchdog)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve; routers find it with the replica."""
@@ -211,12 +211,12 @@ class EngineReplica:
             if task is not None:
                 task.cancel()
         self._serving = False
-        if self.guardian is not None:
-            self.guardian.close()
+        if self.watchdog is not None:
+            self.watchdog.close()
         self.processes.kill()
         self.live.close()
-        if self.key_board is not None:
-            self.key_board.close()
+        if self.key_status_store is not None:
+            self.key_status_store.close()
         if self.tracing is not None:
             self.tracing.close()
 

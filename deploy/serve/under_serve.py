@@ -1,4 +1,4 @@
-"""The layer between Ray Serve and a replica's front: routers' tickets in, one request id out, streams under guard.
+"""The layer between Ray Serve and a replica's front: routers' records in, one request id out, streams under guard.
 
 Written for Ray 2.60.0 and the uvicorn in it: how a connection is found is private to both. Where it cannot be found a
 line is logged, and its streams go without a guard.
@@ -11,14 +11,14 @@ from typing import Any, Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.api.http.errors import failure_of
-from deploy.routing.arrivals import TICKET_HEADER, Arrivals, Ticket
-from deploy.serve.guardian import Guardian
-from kernels.private_ground import PrivateGround
+from deploy.routing.arrivals import ROUTING_HEADER, Arrivals, RoutingRecord
+from deploy.serve.stream_watchdog import StreamWatchdog
+from kernels.private_api import PrivateApi
 
 REPLICA_HEADER = "x-latentserve-replica"
 """Of every answer: which replica gave it, as logs and metrics name it."""
-_TICKET = TICKET_HEADER.encode()
-_CONNECTION: Final = PrivateGround(
+_ROUTING_RECORD = ROUTING_HEADER.encode()
+_CONNECTION: Final = PrivateApi(
     "ray",
     (),
     "streams are not guarded: where their front dies they end without an error event",
@@ -28,9 +28,9 @@ _CONNECTION: Final = PrivateGround(
 class UnderServe:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, replica: str, arrivals: Arrivals, guardian: Guardian | None) -> None:
+    def __init__(self, app: ASGIApp, replica: str, arrivals: Arrivals, watchdog: StreamWatchdog | None) -> None:
         """`replica`: its name, which every answer carries."""
-        self._app, self._arrivals, self._guardian = app, arrivals, guardian
+        self._app, self._arrivals, self._watchdog = app, arrivals, watchdog
         self._replica = (REPLICA_HEADER.encode(), replica.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,7 +38,7 @@ class UnderServe:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arrival = self._arrivals.arrive(_ticket_of(scope))
+        arrival = self._arrivals.arrive(_routing_record_of(scope))
         held: int | None = None
 
         async def watched(message: Message) -> None:
@@ -47,8 +47,8 @@ class UnderServe:
                 # Serve adds the request id itself; two of them would reach clients as one wrong one.
                 headers = [header for header in message.get("headers", ()) if header[0] != b"x-request-id"]
                 await send({**message, "headers": [*headers, self._replica]})
-                if self._guardian is not None and _is_stream(headers) and (fd := connection_of(receive)) is not None:
-                    held = self._guardian.hold(fd, failure_of(scope["path"]))
+                if self._watchdog is not None and _is_stream(headers) and (fd := connection_of(receive)) is not None:
+                    held = self._watchdog.hold(fd, failure_of(scope["path"]))
                 return
             await send(message)
 
@@ -56,14 +56,14 @@ class UnderServe:
             await self._app(scope, receive, watched)
         finally:
             self._arrivals.leave(arrival)
-            if self._guardian is not None:
-                self._guardian.release(held)
+            if self._watchdog is not None:
+                self._watchdog.release(held)
 
 
-def _ticket_of(scope: Scope) -> Ticket | None:
+def _routing_record_of(scope: Scope) -> RoutingRecord | None:
     for name, value in scope["headers"]:
-        if name == _TICKET:
-            return Ticket.parse(value.decode("latin-1"))
+        if name == _ROUTING_RECORD:
+            return RoutingRecord.parse(value.decode("latin-1"))
     return None
 
 

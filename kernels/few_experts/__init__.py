@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kernels.few_experts import launch, reference
 from kernels.few_experts.launch import choosable
-from kernels.halve import Halved, halve
-from kernels.linear import halved
+from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
+from kernels.linear import takes_fp16_scaled
 from kernels.matrix import Matrix
 from kernels.pending_norm.pieces import PendingNorm
 from kernels.routing_rule import RoutingRule
@@ -111,10 +111,10 @@ def experts(
     stored, _, intermediate = down_XEI.shape
     act_YI = empty(tokens * (chosen + stored - choice.experts), intermediate, dtype=x.x_TE.dtype)
     launch.gate_up(x, choice, gate_up_XFE, act_YI, dependent=dependent)
-    act: Tensor | Halved = act_YI
-    if halved(tokens, down_XEI):
-        act = Halved.empty(act_YI, empty)
-        halve(act_YI, act, dependent=dependent)
+    act: Tensor | Fp16Scaled = act_YI
+    if takes_fp16_scaled(tokens, down_XEI):
+        act = Fp16Scaled.empty(act_YI, empty)
+        to_fp16_scaled(act_YI, act, dependent=dependent)
     if isinstance(out, PendingNorm):
         launch.down(act, choice, down_XEI, out.x_TE, residual_TE, norm_E, out.square_TP, dependent=dependent)
     else:

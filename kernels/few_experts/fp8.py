@@ -1,8 +1,8 @@
 """The experts of a few tokens in FP8 on Hopper: as `stream`, with weights as `kernels.linear.fp8` fetches and
 multiplies them.
 
-`gate_up` keeps all tokens in shared memory, halved; `down` takes the activations halved already. For short experts
-there is `fp8_short`.
+`gate_up` keeps all tokens in shared memory, in scaled fp16; `down` takes the activations in scaled fp16 already. For
+short experts there is `fp8_short`.
 """
 
 # ruff: noqa: E741, RUF005
@@ -191,7 +191,7 @@ def down(
     STORED: gl.constexpr, SIZE: gl.constexpr, CHOICES: gl.constexpr, SUM: gl.constexpr, STREAMS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Sum over every unit's activations, which are halved; added to the residual, or stored. Grid: E / 16.
+    """Sum over every unit's activations, which are in scaled fp16; added to the residual, or stored. Grid: E / 16.
 
     The choice and the first stages' weights are read before the wait: `gate_up` lets what comes after start only
     when the choice is there.

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from kernels.few_experts.records import Choices, Sum
-from kernels.halve import Halved
+from kernels.fp16_scaled import Fp16Scaled
 from kernels.hopper import multiprocessors
 from kernels.linear.fp8_launch import BLOCK, box, kept_stages, ring_of, warps_of
 from kernels.linear.launch import pieces
@@ -83,7 +83,7 @@ def down_ring(tokens: int, intermediate: int) -> tuple[int, int]:
 
 
 def down(
-    act: Halved,
+    act: Fp16Scaled,
     choice: ChosenExperts,
     shared: int,
     weight_XEI: BlockScaled,
@@ -97,7 +97,7 @@ def down(
     """See `kernels.few_experts.experts`: the second half."""
     from kernels.few_experts import fp8, fp8_short
 
-    (tokens, features), intermediate = out_TE.shape, act.half_TF.shape[1]
+    (tokens, features), intermediate = out_TE.shape, act.fp16_TF.shape[1]
     data, scales, how = stored(weight_XEI)
     grid = (triton.cdiv(features, ROWS),)
     behind = (
@@ -124,7 +124,7 @@ def down(
     }
     if short(intermediate):
         ring = ring_of(tokens, intermediate // BLOCK, SHORT_STAGES, dependent)
-        fp8_short.down_short[grid](act.half_TF, act.unit_T, data, *behind, **constants, **ring)
+        fp8_short.down_short[grid](act.fp16_TF, act.unit_T, data, *behind, **constants, **ring)
         return
     warps, stages = down_ring(tokens, intermediate)
     weights = box(
@@ -134,4 +134,4 @@ def down(
         [1, warps, ROWS, BLOCK],
     )
     ring = ring_of(tokens, warps, stages, dependent)
-    fp8.down[grid](act.half_TF, act.unit_T, weights, *behind, **constants, **ring)
+    fp8.down[grid](act.fp16_TF, act.unit_T, weights, *behind, **constants, **ring)

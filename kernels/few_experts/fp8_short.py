@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kernels.few_experts.fp8 import copy_unit, down_scales
 from kernels.few_experts.stream import choice_ranks, copy_unit_weights, expert_of
-from kernels.linear.fp8 import COLUMNS, WIDTH, no_sums, to_half, token_memory, token_tile
+from kernels.linear.fp8 import COLUMNS, WIDTH, no_sums, to_fp16, token_memory, token_tile
 from kernels.linear.ring import weights_ring
 from kernels.linear.stream import (
     ROWS,
@@ -137,7 +137,7 @@ def down_short(
         parts = ()
         for i in gl.static_range(_AT_ONCE):
             at = gl.where(stage + i >= STAGES, stage + i - STAGES, stage + i)
-            tile = to_half(w_s.index(at).load(left))
+            tile = to_fp16(w_s.index(at).load(left))
             parts = parts + (mma_v2(tile, token_tile(x_s.index(at), WARPS, TOKENS), no_sums(WARPS)),)
         gl.thread_barrier()
         for i in gl.static_range(_AT_ONCE):

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.few_experts import choice as choice_kernel
 from kernels.few_experts import fp8_launch, kernel, stream
 from kernels.few_experts.records import Choices, Sum
-from kernels.halve import Halved
+from kernels.fp16_scaled import Fp16Scaled
 from kernels.hopper import multiprocessors
 from kernels.linear.fp8_even_launch import even, fp8_even
 from kernels.linear.fp8_launch import kept
@@ -172,7 +172,7 @@ def gate_up(
 
 
 def down(
-    act_YI: Tensor | Halved,
+    act_YI: Tensor | Fp16Scaled,
     choice: ChosenExperts,
     weight_XEI: Matrix,
     out_TE: Tensor,
@@ -182,12 +182,13 @@ def down(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.few_experts.experts`: the second half, of activations that are halved where `halved` says so."""
+    """See `kernels.few_experts.experts`: the second half, of activations that are in scaled fp16 where
+    `takes_fp16_scaled` says so."""
     tokens, features = out_TE.shape
-    if isinstance(act_YI, Halved):
+    if isinstance(act_YI, Fp16Scaled):
         assert isinstance(weight_XEI, BlockScaled)
         into = out_TE, residual_TE, norm_E, square_TP
-        shared = _shared(choice, weight_XEI, act_YI.half_TF)
+        shared = _shared(choice, weight_XEI, act_YI.fp16_TF)
         fp8_launch.down(act_YI, choice, shared, weight_XEI, *into, dependent=dependent)
         return
     intermediate = act_YI.shape[1]

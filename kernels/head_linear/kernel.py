@@ -10,10 +10,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.latent_entry import store_entry
-from kernels.mla_decode.schedule import ROW_FIELDS, WORKER_FIELDS
+from kernels.mla_decode.schedule import CTA_FIELDS, ROW_FIELDS
 from kernels.parts import sum_of_parts
 
-_WORKER = tl.constexpr(WORKER_FIELDS)
+_CTA = tl.constexpr(CTA_FIELDS)
 _ROW = tl.constexpr(ROW_FIELDS)
 
 
@@ -232,7 +232,7 @@ def absorb(
         tl.store(at, x, mask=mask, eviction_policy="evict_last")
 
 
-@triton.jit(do_not_specialize=["tokens", "workers"])
+@triton.jit(do_not_specialize=["tokens", "ctas"])
 def merge_tile(
     partial,
     partial_lse,
@@ -241,7 +241,7 @@ def merge_tile(
     weight,
     out,
     tokens,
-    workers,
+    ctas,
     SIZES: tl.constexpr,
     WEIGHT: tl.constexpr,
     OUT_TOKEN: tl.constexpr,
@@ -269,7 +269,7 @@ def merge_tile(
     k = tl.arange(0, BLOCK_K)
     row = (first + m // PIECES) // SIZES.width
     inside = first + m // PIECES < tokens
-    about = plan + workers * _WORKER + row * _ROW
+    about = plan + ctas * _CTA + row * _ROW
     slot = tl.load(about, mask=inside, other=0)
     later = tl.load(about + 1, mask=inside, other=0)
     pieces = tl.load(about + 2, mask=inside, other=0)

@@ -198,10 +198,10 @@ def merge_up(
         workspace.partial_SQL,
         workspace.partial_lse_SQ,
         attended_RWHL,
-        workspace.plan,
+        workspace.metadata,
         weight_HVL,
         out_THV,
-        workspace.tiling.workers,
+        workspace.tiling.ctas,
         STORED=PLAIN,
         SIZES=Attended(width=shape.width, heads=heads, latent=latent, value_features=value),
         WEIGHT=_matrices(weight_HVL),
@@ -227,7 +227,7 @@ def _merge_tiles(
     # As many pieces as a row has where rows are about equally long; a product has 64 rows, as wgmma wants it. All rows
     # up to a power of two have the kernel of that many, so that no number of them compiles one under load.
     most = triton.next_power_of_2(shape.rows)
-    share = workspace.tiling.workers / most
+    share = workspace.tiling.ctas / most
     pieces = 1 if share <= 1 else min(16, triton.next_power_of_2(max(2, int(share))))
     rows, columns = 32 if wide else 64, 64
     products = triton.cdiv(most * shape.width * pieces, rows) * heads
@@ -241,11 +241,11 @@ def _merge_tiles(
         workspace.partial_SQL,
         workspace.partial_lse_SQ,
         attended_RWHL,
-        workspace.plan,
+        workspace.metadata,
         weight_HVL,
         out_THV,
         tokens,
-        workspace.tiling.workers,
+        workspace.tiling.ctas,
         SIZES=Attended(width=shape.width, heads=heads, latent=latent, value_features=value),
         WEIGHT=_matrices(weight_HVL),
         OUT_TOKEN=out_THV.stride(0),

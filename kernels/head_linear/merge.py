@@ -27,16 +27,16 @@ from kernels.linear.stream import (
     weight_rows_layout,
     weight_tiles,
 )
-from kernels.mla_decode.schedule import ROW_FIELDS, WORKER_FIELDS
+from kernels.mla_decode.schedule import CTA_FIELDS, ROW_FIELDS
 
 _ROWS = gl.constexpr(ROWS)
-_WORKER = gl.constexpr(WORKER_FIELDS)
+_CTA = gl.constexpr(CTA_FIELDS)
 _ROW = gl.constexpr(ROW_FIELDS)
 
 
-@gluon.jit(do_not_specialize=["workers"])
+@gluon.jit(do_not_specialize=["ctas"])
 def merge_up(
-    partial, partial_lse, attended, plan, weight, out, workers,
+    partial, partial_lse, attended, plan, weight, out, ctas,
     STORED: gl.constexpr, SIZES: gl.constexpr, WEIGHT: gl.constexpr, OUT_TOKEN: gl.constexpr, COLUMNS: gl.constexpr,
     WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def merge_up(
     row = program % BLOCKS * _ROWS + gl.arange(0, _ROWS, weight_rows_layout(WARPS, 8))
     at = head.to(gl.int64) * WEIGHT.head + gl.minimum(row, VALUE - 1).to(gl.int64) * WEIGHT.row
     tiles = weight_tiles(weight, at, 0, LATENT, WIDTH, WARPS, CHUNKS, STORED)
-    about = plan + workers * _WORKER + token // SIZES.width * _ROW
+    about = plan + ctas * _CTA + token // SIZES.width * _ROW
     slot = gl.load(about)
     later = gl.load(about + 1)
     pieces = gl.load(about + 2)

@@ -9,20 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.halve import Halved
+from kernels.fp16_scaled import Fp16Scaled
 from kernels.hopper import is_hopper, multiprocessors
 from kernels.linear import fp8_even_launch, fp8_launch, launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
-from kernels.linear.rounded import (
-    PIECE,
-    multiplies_rounded,
-    padded_scales,
-    rounded_linear,
-    rounded_pieces,
-    takes_rounded,
-)
 from kernels.linear.stream import ROWS
+from kernels.linear.w8a8 import (
+    PIECE,
+    fits_w8a8,
+    padded_scales,
+    supports_w8a8,
+    w8a8_linear,
+    w8a8_pieces,
+)
 from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm.pieces import PendingNorm
 
@@ -30,41 +30,41 @@ __all__ = [
     "MOST_STREAMED",
     "PIECE",
     "ROWS",
+    "fits_w8a8",
     "gated_linear",
     "grouped_linear",
-    "halved",
     "linear",
     "linear_to_residual",
-    "multiplies_rounded",
     "normed_linear",
     "padded_scales",
     "part_linear",
     "parts_of",
-    "rounded_linear",
-    "rounded_pieces",
-    "takes_rounded",
+    "supports_w8a8",
+    "takes_fp16_scaled",
+    "w8a8_linear",
+    "w8a8_pieces",
 ]
 
 
-def halved(tokens: int, weight: Matrix) -> bool:
-    """Whether `linear` and `linear_to_residual`, and `few_experts`, take so many tokens halved for this matrix (these
-    experts): on Hopper, for FP8 weights whose input features are whole blocks of 128, where no kernel makes fp16 of
-    them as it multiplies them."""
+def takes_fp16_scaled(tokens: int, weight: Matrix) -> bool:
+    """Whether `linear` and `linear_to_residual`, and `few_experts`, take so many tokens in scaled fp16 for this matrix
+    (these experts): on Hopper, for FP8 weights whose input features are whole blocks of 128, where no kernel makes fp16
+    of them as it multiplies them."""
     alone = fp8_launch.whole(tokens, weight) or fp8_even_launch.even(tokens, weight)
     return fp8_launch.fetched(tokens, weight) and not alone
 
 
 def linear(
-    x_TE: Tensor | Halved, weight_FE: Matrix, out_TF: Tensor, *, invariant: bool = False, dependent: bool = False
+    x_TE: Tensor | Fp16Scaled, weight_FE: Matrix, out_TF: Tensor, *, invariant: bool = False, dependent: bool = False
 ) -> None:
     """out = x · weight^T, summed in fp32 and rounded once to the dtype of `out_TF`.
 
     A plain `weight_FE` has the dtype of `x_TE`; FP8 weights are for at most MOST_STREAMED tokens. `out_TF` has the
     dtype of `x_TE`, or fp32. The last dimension of each is contiguous, rows may be strided. `out_TF` overlaps neither
     input. `invariant`: a token's result is bitwise the same in any call. `dependent`: programmatic dependent launch
-    where there is a kernel of ours, see `launch`. `x_TE` is halved where `halved` says so.
+    where there is a kernel of ours, see `launch`. `x_TE` is in scaled fp16 where `takes_fp16_scaled` says so.
     """
-    if isinstance(x_TE, Halved):
+    if isinstance(x_TE, Fp16Scaled):
         fp8_launch.fp8_linear(x_TE, _blocks(x_TE, weight_FE), out_TF, dependent=dependent)
     elif not isinstance(weight_FE, Tensor):
         _check_few(x_TE, weight_FE)
@@ -168,7 +168,7 @@ def normed_linear(
 
 
 def linear_to_residual(
-    x_TE: Tensor | Halved,
+    x_TE: Tensor | Fp16Scaled,
     weight_FE: Matrix,
     residual_TF: Tensor,
     norm_F: Tensor,
@@ -177,8 +177,8 @@ def linear_to_residual(
     dependent: bool = False,
 ) -> None:
     """residual (fp32) += x · weight^T, in place and not rounded before; `out` = its pending norm of weight `norm_F`.
-    `x_TE` is halved where `halved` says so."""
-    if isinstance(x_TE, Halved):
+    `x_TE` is in scaled fp16 where `takes_fp16_scaled` says so."""
+    if isinstance(x_TE, Fp16Scaled):
         weight = _blocks(x_TE, weight_FE)
         fp8_launch.fp8_linear(
             x_TE, weight, out.x_TE, residual_TF=residual_TF, norm=norm_F, next=out, dependent=dependent
@@ -217,10 +217,10 @@ def gated_linear(
         reference.gated_linear(x, weight_FE, out_TI)
 
 
-def _blocks(x: Halved, weight: Matrix) -> BlockScaled:
-    """The weight, as what halved rows are multiplied with."""
-    if not isinstance(weight, BlockScaled) or not fp8_launch.fetched(x.half_TF.shape[0], weight):
-        raise ValueError(f"{x.half_TF.shape[0]} halved rows are not for this matrix: {tuple(weight.shape)}")
+def _blocks(x: Fp16Scaled, weight: Matrix) -> BlockScaled:
+    """The weight, as what rows in scaled fp16 are multiplied with."""
+    if not isinstance(weight, BlockScaled) or not fp8_launch.fetched(x.fp16_TF.shape[0], weight):
+        raise ValueError(f"{x.fp16_TF.shape[0]} halved rows are not for this matrix: {tuple(weight.shape)}")
     return weight
 
 

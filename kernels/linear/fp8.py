@@ -2,7 +2,7 @@
 
 The copy engine fetches weights into a ring of stages in shared memory: 16 rows of 128 features for every warp, which
 it alone multiplies (mma.sync). One instruction makes fp16 of two FP8 numbers, which is exact; tokens come in fp16 as
-well, with a power of two each (`kernels.halve`), so nothing is rounded but what the checkpoint has rounded. 128
+well, with a power of two each (`kernels.fp16_scaled`), so nothing is rounded but what the checkpoint has rounded. 128
 features are also a block of the weights' scales, by which a warp's sums are multiplied in fp32. Only sums of whole rows
 meet, at the end, in a fixed order: a token's result depends on neither the number of tokens nor its place among them.
 
@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels.halve.kernel import unit_of
+from kernels.fp16_scaled.kernel import unit_of
 from kernels.linear.stream import (
     RESIDUAL,
     ROWS,
@@ -54,7 +54,7 @@ BOXES = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, 
 _TILES = gl.constexpr(BOXES[3])
 _GATE_UP = gl.constexpr(BOXES[4])
 
-_TO_HALF = gl.constexpr(
+_TO_FP16 = gl.constexpr(
     """
     {
     .reg .b16 low, high;
@@ -67,9 +67,9 @@ _TO_HALF = gl.constexpr(
 
 
 @gluon.jit
-def to_half(tile):
+def to_fp16(tile):
     """A tile of FP8 weights in fp16, without their scales."""
-    return gl.inline_asm_elementwise(_TO_HALF, "=r,=r,r", [tile], dtype=gl.float16, is_pure=True, pack=4)
+    return gl.inline_asm_elementwise(_TO_FP16, "=r,=r,r", [tile], dtype=gl.float16, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -106,7 +106,7 @@ def weight_ring(
 def weight_tile(stage_s, WARPS: gl.constexpr):
     """A stage that has arrived as the left operand, in fp16: [WARPS, 16, 128]."""
     left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), 16)
-    return to_half(stage_s.reshape([WARPS, _ROWS, _WIDTH]).load(left))
+    return to_fp16(stage_s.reshape([WARPS, _ROWS, _WIDTH]).load(left))
 
 
 @gluon.jit
@@ -213,7 +213,8 @@ def load_tokens(
 
 @gluon.jit
 def keep_tokens(x_s, tiles, CHUNKS: gl.constexpr):
-    """Tokens, as `load_tokens` gives them, halved into shared memory; their units [TOKENS]. No barrier behind."""
+    """Tokens, as `load_tokens` gives them, into shared memory in scaled fp16; their units [TOKENS]. No barrier
+    behind."""
     most = gl.abs(tiles[0].to(gl.float32))
     for chunk in gl.static_range(1, CHUNKS):
         most = gl.maximum(most, gl.abs(tiles[chunk].to(gl.float32)))
@@ -245,7 +246,7 @@ def load_columns(x, at, live, chunk, K: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def halve_columns(tile, WARPS: gl.constexpr):
+def fp16_scaled_columns(tile, WARPS: gl.constexpr):
     """What `load_columns` gave, in fp16, and the unit of every warp's 128 features of every token, [WARPS, 8]."""
     value = tile.to(gl.float32)
     unit, inverse = unit_of(gl.max(gl.abs(value), 1))
@@ -255,7 +256,8 @@ def halve_columns(tile, WARPS: gl.constexpr):
 
 @gluon.jit
 def copy_tokens(tile_s, x, at, live, chunk, K: gl.constexpr, WARPS: gl.constexpr):
-    """Start copying a chunk of the halved tokens at the offsets `at`; zeros where not `live` and past the features."""
+    """Start copying a chunk of the tokens in scaled fp16 at the offsets `at`; zeros where not `live` and past the
+    features."""
     feature = features_of(chunk, WARPS)
     inside = live[None, :, None] & (feature < K)
     # Copies of 16 bytes go past L1, where a dependent launch may find lines older than the kernel before.
@@ -295,7 +297,8 @@ def fp8_linear(
     STORED: gl.constexpr, SIZE: gl.constexpr, STRIDES: gl.constexpr, EPILOGUE: gl.constexpr, STREAMS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """y = x · weight^T for some halved tokens, whose units are `unit`; they stream beside the weights. Grid: rows / 16.
+    """y = x · weight^T for some tokens in scaled fp16, whose units are `unit`; they stream beside the weights. Grid:
+    rows / 16.
 
     EPILOGUE.kind: STORE or RESIDUAL of `stream`.
     """
@@ -374,7 +377,7 @@ def fp8_gate_up(
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """out = silu(gate · x) * (up · x) of tokens that are still to be divided by their root mean square; they stay in
-    shared memory, halved. A block is 8 of the I columns; a program takes every grid-th."""
+    shared memory, in scaled fp16. A block is 8 of the I columns; a program takes every grid-th."""
     I: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features
     TOKENS: gl.constexpr = STREAMS.tokens

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.halve.kernel import unit_of
+from kernels.fp16_scaled.kernel import unit_of
 from kernels.linear.fp8 import BOXES, COLUMNS, WIDTH, barriers, fetch, next_stage, no_sums, scales_layout, weight_tile
 from kernels.linear.stream import (
     RESIDUAL,
@@ -83,7 +83,7 @@ def token_features(x, rank, chunk, K: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def halve_features(tile, WARPS: gl.constexpr):
+def fp16_scaled_features(tile, WARPS: gl.constexpr):
     """These features in fp16, and the unit of each warp's."""
     value = tile.to(gl.float32)
     unit, inverse = unit_of(gl.max(gl.max(gl.abs(value), 2), 1))
@@ -200,7 +200,7 @@ def fp8_even(
         later_tile = token_features(x, next_rank, after, K, WARPS)
         later_low = row_scales(scale, experts[1], first, after, E, WARPS, STORED)
         later_high = row_scales(scale, experts[1], first + PER * _BLOCK - 1, after, E, WARPS, STORED)
-        half, unit = halve_features(tile, WARPS)
+        half, unit = fp16_scaled_features(tile, WARPS)
         low = low * unit[:, None]
         high = high * unit[:, None]
         for block in gl.static_range(PER):

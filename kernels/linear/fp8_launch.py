@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.halve import Halved
+from kernels.fp16_scaled import Fp16Scaled
 from kernels.hopper import is_hopper, multiprocessors
 from kernels.linear import stream
 from kernels.linear.launch import options, pieces
@@ -131,7 +131,7 @@ def box(data: Tensor, shape: list[int], strides: list[int], block: list[int]) ->
 
 
 def fp8_linear(
-    x: Halved,
+    x: Fp16Scaled,
     weight_FE: BlockScaled,
     out_TF: Tensor,
     *,
@@ -143,11 +143,11 @@ def fp8_linear(
     """One product with few tokens, stored or added to a residual: as `kernels.linear.launch.stream_linear`."""
     from kernels.linear import fp8
 
-    (tokens, features), rows = x.half_TF.shape, weight_FE.shape[0]
+    (tokens, features), rows = x.fp16_TF.shape, weight_FE.shape[0]
     square = out_TF if next is None else next.square_TP
     warps, stages = (warps_of(features, 4), 6) if tokens == 1 else (warps_of(features, 8), 3)
     fp8.fp8_linear[(triton.cdiv(rows, stream.ROWS),)](
-        x.half_TF,
+        x.fp16_TF,
         x.unit_T,
         box(weight_FE.data, [features // BLOCK, rows, BLOCK], [BLOCK, features, 1], [warps, stream.ROWS, BLOCK]),
         weight_FE.scales,
@@ -159,7 +159,7 @@ def fp8_linear(
         STORED=stored(weight_FE)[2],
         SIZE=Size(rows, features),
         STRIDES=Strides(
-            x.half_TF.stride(0),
+            x.fp16_TF.stride(0),
             features,
             out_TF.stride(0),
             residual=0 if residual_TF is None else residual_TF.stride(0),

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.halve.kernel import unit_of
+from kernels.fp16_scaled.kernel import unit_of
 from kernels.linear.fp8 import (
     COLUMNS,
     WIDTH,
@@ -28,7 +28,7 @@ from kernels.linear.fp8 import (
     columns_layout,
     features_of,
     fetch,
-    halve_columns,
+    fp16_scaled_columns,
     load_columns,
     mean_root,
     no_sums,
@@ -77,7 +77,7 @@ def load_token(x, K: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def halve_tiles(tiles, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+def fp16_scaled_tiles(tiles, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
     """The token in fp16 and the units of its blocks, [WARPS, 1] a tile, in shared memory, with a barrier behind."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     half_s = token_memory(1, WARPS, CHUNKS)
@@ -96,7 +96,7 @@ def products_of_one(
     x, w_s, full, scales, K: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """Products of the only token, each warp's share of them."""
-    half_s, unit_s = halve_tiles(load_token(x, K, CHUNKS, WARPS), CHUNKS, WARPS)
+    half_s, unit_s = fp16_scaled_tiles(load_token(x, K, CHUNKS, WARPS), CHUNKS, WARPS)
     total = no_sums(WARPS)
     for begin in gl.static_range(0, CHUNKS, _GROUP):
         # Products that do not wait for each other; their sums are added in order.
@@ -126,7 +126,7 @@ def products_of_few(
         parts = ()
         units = ()
         for chunk in gl.static_range(begin, min(begin + _GROUP_OF_FEW, CHUNKS)):
-            half, unit = halve_columns(tiles[chunk], WARPS)
+            half, unit = fp16_scaled_columns(tiles[chunk], WARPS)
             mbarrier.wait(full.index(chunk), 0)
             parts = parts + (mma_v2(weight_tile(w_s.index(chunk), WARPS), half, no_sums(WARPS)),)
             units = units + (unit,)

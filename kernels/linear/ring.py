@@ -37,8 +37,8 @@ def weights_ring(weight, WIDTH: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.co
     """Shared memory for STAGES tiles of weights. Eight lanes read 64 bytes of two rows: of different banks."""
     # Rows of 64 bytes are of different banks anyway, rows of 128 bytes begin at the same one.
     phases: gl.constexpr = 1 if WIDTH * 8 // STORED.piece <= 32 else 2
-    halves: gl.constexpr = gl.SwizzledSharedLayout(4 * STORED.piece, 1, phases, [2, 1, 0])
-    return gl.allocate_shared_memory(weight.dtype.element_ty, [STAGES, WARPS, _ROWS, WIDTH], halves)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(4 * STORED.piece, 1, phases, [2, 1, 0])
+    return gl.allocate_shared_memory(weight.dtype.element_ty, [STAGES, WARPS, _ROWS, WIDTH], layout)
 
 
 @gluon.jit

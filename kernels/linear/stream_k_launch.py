@@ -1,5 +1,5 @@
-"""Launches the products of up to 64 rounded activations with weights in FP8 on Hopper. Allocates nothing and waits for
-nothing, so it may be captured into a CUDA graph.
+"""Launches the products of up to 64 FP8 (W8A8) activations with weights in FP8 on Hopper. Allocates nothing and waits
+for nothing, so it may be captured into a CUDA graph.
 
 `dependent` launches with programmatic dependent launch, as elsewhere.
 """

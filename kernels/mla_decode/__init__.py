@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kernels.hopper import is_hopper, multiprocessors
 from kernels.mla_decode import launch, reference
-from kernels.mla_decode.schedule import INVARIANT_UNIT, DecodeShape, Workspace, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import INVARIANT_SPLIT, DecodeShape, Workspace, hopper_tiling, portable_tiling
 
-__all__ = ["INVARIANT_UNIT", "DecodeShape", "Workspace", "mla_decode", "plan_decode"]
+__all__ = ["INVARIANT_SPLIT", "DecodeShape", "Workspace", "mla_decode", "schedule_decode"]
 
 
-def plan_decode(
+def schedule_decode(
     shape: DecodeShape,
     length_R: Tensor,
     page_RP: Tensor,
@@ -39,7 +39,7 @@ def plan_decode(
     choose = hopper_tiling if is_hopper(device) and dtype == torch.bfloat16 else portable_tiling
     tiling = choose(shape, multiprocessors(device), fp8=fp8)
     workspace = Workspace.over(empty(Workspace.bytes(shape, tiling, dtype)), shape, tiling, dtype)
-    launch.plan(length_R, page_RP, workspace, first=first)
+    launch.schedule(length_R, page_RP, workspace, first=first)
     return workspace
 
 
@@ -64,7 +64,7 @@ def mla_decode(
       (L = `out_RWHL`.shape[-1]).
     - `page_RP`, `length_R`: int32 on the device. Token j of a row sees entries first <= i < length - (W - 1 - j), so
       drafts do not see the drafts after them. Length 0 marks a padded row.
-    - `workspace`: of `plan_decode` for the same lengths and tables; without one plain torch computes, and waits for
+    - `workspace`: of `schedule_decode` for the same lengths and tables; without one plain torch computes, and waits for
       the device.
     - `invariant`: a token's result is bitwise the same in any call. A workspace is planned for it, or not.
     - `out_RWHL`: dtype of the caller's choice; `lse_RWH`: fp32, natural logarithm of the sum of exp(scale * q · k).

@@ -18,7 +18,8 @@ The four scales of an entry are multiplied into the sums of its scores, in fp32.
 power of two, the entry's unit, times a ratio below 2 for each group of features. The unit goes into the weight before
 the online softmax finds its maximum, so that weights in fp16 cannot leave its range, whatever the scales are; the sum
 of weights takes it out again. The ratio is multiplied into the weights, which are few beside the values: each group of
-features has weights of its own. Query vectors are divided by a power of two each, as those of `kernels.halve` are.
+features has weights of its own. Query vectors are divided by a power of two each, as those of `kernels.fp16_scaled`
+are.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -35,7 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.mla_decode.fp8_groups import WORKER, next_stage, scoring_group, summing_group
+from kernels.mla_decode.fp8_groups import CTA, next_stage, scoring_group, summing_group
 from kernels.mla_decode.fp8_tile import (
     CODES,
     GROUP,
@@ -82,12 +83,12 @@ def fetch(
     boxes, table, table_stride, share, fetched, messages,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warp: the tiles of every row of the worker's share."""
+    """The fetching warp: the tiles of every row of the CTA's share."""
     EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
     BYTES: gl.constexpr = (
         GROUPS * boxes.pairs.block_type.nbytes + boxes.rope.block_type.nbytes + boxes.scales.block_type.nbytes
     )
-    record = share.plan + share.worker * WORKER
+    record = share.metadata + share.cta * CTA
     row = gl.load(record)
     at = gl.load(record + 1)
     left = gl.load(record + 2)
@@ -172,11 +173,11 @@ def fp8_memory(BLOCK: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr
 
 
 @gluon.jit
-def fp8_worker(
+def fp8_cta(
     q, boxes, table, table_stride, share,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """One worker's `Share`: its units of one or several rows, for one block of query vectors. Waits, and lets the
+    """One CTA's `Share`: its units of one or several rows, for one block of query vectors. Waits, and lets the
     kernel after start, where `OVERLAP.early`."""
     BLOCK: gl.constexpr = TILE_OF.queries
     fetched, queries, exchanged, messages = fp8_memory(BLOCK, OVERLAP.stages, 1)
@@ -194,21 +195,21 @@ def fp8_worker(
 
 @gluon.jit(do_not_specialize=_INTS)
 def attend_fp8(
-    q, pairs, rope, scales, table, length, out, lse, partial, partial_lse, plan, scale, first,
+    q, pairs, rope, scales, table, length, out, lse, partial, partial_lse, metadata, scale, first,
     table_stride, queries, drafts, heads, blocks,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """As `kernel.attend`, of FP8 entries of 512 latent features and 64 roped ones in bfloat16, without invariant mode;
-    four warps, the others come on top. Grid: workers times blocks.
+    four warps, the others come on top. Grid: CTAs times blocks.
 
     `pairs`, `rope`, `scales`: TMA descriptors of the cache, see `fp8_boxes`.
     """
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
-    workers = gl.num_programs(0) // blocks
+    ctas = gl.num_programs(0) // blocks
     share = share_of(
-        length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, blocks
+        length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
     )
     boxes = Boxes(pairs=pairs, rope=rope, scales=scales)
-    fp8_worker(q, boxes, table, table_stride, share, ENTRY, SPLIT, TILE_OF, OVERLAP)
+    fp8_cta(q, boxes, table, table_stride, share, ENTRY, SPLIT, TILE_OF, OVERLAP)

@@ -29,10 +29,10 @@ from kernels.mla_decode.fp8_tile import (
 from kernels.mla_decode.fp8_values import add_values, store_pairs, without_outside
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.schedule import WORKER_FIELDS
+from kernels.mla_decode.schedule import CTA_FIELDS
 from kernels.mla_decode.wide_tile import next_share
 
-WORKER = gl.constexpr(WORKER_FIELDS)
+CTA = gl.constexpr(CTA_FIELDS)
 
 
 @gluon.jit
@@ -75,7 +75,7 @@ def scoring_group(
     """Scores every tile, and hands its weights to the other groups."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
-    record = share.plan + share.worker * WORKER
+    record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
     at = gl.load(record + 1, cache_modifier=".cg")
     left = gl.load(record + 2, cache_modifier=".cg")
@@ -132,7 +132,7 @@ def scoring_group(
             if (begin == 0) & (end == units):
                 gl.store(share.lse + row.to(gl.int64) * share.queries + m, log * LN2, mask=inside)
             else:
-                slot_out = gl.where(begin == 0, share.workers + share.worker, share.worker).to(gl.int64)
+                slot_out = gl.where(begin == 0, share.ctas + share.cta, share.cta).to(gl.int64)
                 gl.store(share.partial_lse + slot_out * share.queries + m, log, mask=inside)
         left -= take
         at = gl.where(done, 0, at + take)
@@ -141,15 +141,15 @@ def scoring_group(
 
 @gluon.jit
 def summing_group(
-    share, fetched, exchanged, messages, HALF: gl.constexpr,
+    share, fetched, exchanged, messages, WHICH_HALF: gl.constexpr,
     BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Sums the values of two groups of features: the first two, or the last (`HALF` 0 or 1)."""
+    """Sums the values of two groups of features: the first two, or the last (`WHICH_HALF` 0 or 1)."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
-    OWN: gl.constexpr = 2 * HALF
+    OWN: gl.constexpr = 2 * WHICH_HALF
     SLOTS: gl.constexpr = slots_of(BLOCK)
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
-    record = share.plan + share.worker * WORKER
+    record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
     at = gl.load(record + 1, cache_modifier=".cg")
     left = gl.load(record + 2, cache_modifier=".cg")
@@ -179,7 +179,7 @@ def summing_group(
                     gl.thread_barrier()
                 shrink = exchanged.shrink.index(slot).load(per_query)[None, :]
                 sums = (even0 * shrink, odd0 * shrink, even1 * shrink, odd1 * shrink)
-                even0, odd0, even1, odd1 = add_values(sums, fetched, exchanged, stage, slot, HALF, BLOCK)
+                even0, odd0, even1, odd1 = add_values(sums, fetched, exchanged, stage, slot, WHICH_HALF, BLOCK)
                 gl.thread_barrier()
                 mbarrier.arrive(messages.weights_empty.index(slot), count=1)
                 mbarrier.arrive(messages.empty.index(stage), count=1)
@@ -187,7 +187,7 @@ def summing_group(
                 tiles += 1
             mbarrier.wait(messages.factor_full, rows & 1)
             whole = (begin == 0) & (end == units)
-            slot_out = gl.where(begin == 0, share.workers + share.worker, share.worker)
+            slot_out = gl.where(begin == 0, share.ctas + share.cta, share.cta)
             to = gl.where(whole, share.out, share.partial)
             to += gl.where(whole, row, slot_out).to(gl.int64) * share.queries * LATENT
             store_pairs(to, even0, odd0, exchanged.factor, share, OWN * GROUP, BLOCK)

@@ -20,7 +20,7 @@ from kernels.mla_decode.fp8_tile import (
     ROPE,
     TILE,
     code_sums_layout,
-    halves,
+    column_halves,
     load_scales,
     sums_layout,
 )
@@ -100,7 +100,7 @@ def begin_scores(queries, fetched, stage, BLOCK: gl.constexpr):
 @gluon.jit
 def _scaled(sums, scale, BLOCK: gl.constexpr):
     """Both parts of the products of one group of features, times the scale of each entry."""
-    high, low = halves(sums)
+    high, low = column_halves(sums)
     SUMS: gl.constexpr = sums_layout(BLOCK)
     high = gl.convert_layout(high, SUMS, assert_trivial=True)
     low = gl.convert_layout(low, SUMS, assert_trivial=True)

@@ -110,7 +110,7 @@ def weights_layout(BLOCK):
 
 
 @gluon.jit
-def halves(x):
+def column_halves(x):
     """The first half of columns, and the second, which a thread has both."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from kernels.mla_decode.fp8_tile import GROUPS, LATENT, PAIRS, TILE, halves, sums_layout
+from kernels.mla_decode.fp8_tile import GROUPS, LATENT, PAIRS, TILE, column_halves, sums_layout
 from kernels.mla_decode.narrow_tile import unknown_zero
 
 # A pair of one entry, then of the next: the even features of both, and the odd ones.
@@ -30,7 +30,7 @@ _VALUES = gl.constexpr(
 
 
 @gluon.jit
-def values_in_half(pair):
+def values_in_fp16(pair):
     """Pairs of e4m3, of neighbouring entries, in fp16: the even features, and the odd ones."""
     return gl.inline_asm_elementwise(_VALUES, "=r,=r,r", [pair], dtype=(gl.float16, gl.float16), is_pure=True, pack=2)
 
@@ -46,7 +46,7 @@ def without_outside(latent_s, low, first, tokens):
 
 
 @gluon.jit
-def add_values(sums, fetched, exchanged, stage, slot, HALF: gl.constexpr, BLOCK: gl.constexpr):
+def add_values(sums, fetched, exchanged, stage, slot, WHICH_HALF: gl.constexpr, BLOCK: gl.constexpr):
     """`sums`, [P, M] of the even features of two groups and of the odd ones, and the products of their values with
     weights. While products run, the next entries become fp16."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
@@ -57,9 +57,9 @@ def add_values(sums, fetched, exchanged, stage, slot, HALF: gl.constexpr, BLOCK:
     finished = ()
     before = ()
     for part in gl.static_range(2 * PARTS):
-        g = 2 * HALF + part // PARTS
+        g = 2 * WHICH_HALF + part // PARTS
         latent_s = fetched.latent.index(stage * GROUPS + g).slice(part % PARTS * ENTRIES, ENTRIES, dim=0)
-        even, odd = values_in_half(latent_s.permute((1, 0)).load(LEFT))
+        even, odd = values_in_fp16(latent_s.permute((1, 0)).load(LEFT))
         right = exchanged.weights.index(slot * GROUPS + g).slice(part % PARTS * ENTRIES, ENTRIES, dim=0)
         if part == PARTS:
             finished = even_sums, odd_sums
@@ -90,7 +90,7 @@ def store_pairs(to, even, odd, factor_s, share, OFFSET: gl.constexpr, BLOCK: gl.
 @gluon.jit
 def _store_32(to, even, odd, factor_s, share, FIRST: gl.constexpr, OFFSET: gl.constexpr, BLOCK: gl.constexpr):
     """Those of 32 query vectors, from number FIRST of the block on."""
-    evens, odds = halves(even), halves(odd)
+    evens, odds = column_halves(even), column_halves(odd)
     for i in gl.static_range(2):
         _store_16(to, evens[i], odds[i], factor_s, share, FIRST + 16 * i, OFFSET, BLOCK)
 

@@ -6,7 +6,7 @@ base 2.
 
 Memory rules: page ids become int64 before they are multiplied; the page table is never read past a row's last page;
 cache entries outside a row's bounds are loaded as zero, because 0 x NaN is NaN. Three kernels, none with atomics:
-`plan_splits` deals the units of all rows to the workers; `attend` writes a row's output, or a piece of it; `merge`
+`schedule_splits` deals the KV blocks of all rows to the CTAs; `attend` writes a row's output, or a piece of it; `merge`
 adds a row's pieces up in order and writes the rows nobody works on.
 """
 
@@ -19,17 +19,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.latent_entry import load_keys, load_latents
-from kernels.mla_decode.schedule import MERGED_FIELD, PARTS_FIELD, ROW_FIELDS, WORKER_FIELDS
+from kernels.mla_decode.schedule import CTA_FIELDS, MERGED_FIELD, PARTS_FIELD, ROW_FIELDS
 
 _MASKED = tl.constexpr(-1.0e33)
 _LOWEST = tl.constexpr(-1.0e30)
 """Start of the running maximum: far above `_MASKED`, so that exp2(masked - lowest) is 0, and below every real score."""
-_WORKER = tl.constexpr(WORKER_FIELDS)
+_CTA = tl.constexpr(CTA_FIELDS)
 _ROW = tl.constexpr(ROW_FIELDS)
 _MERGED = tl.constexpr(MERGED_FIELD)
 _LN2 = tl.constexpr(0.6931471805599453)
 _PARTS = tl.constexpr(PARTS_FIELD)
-_INTS = ["rows", "workers", "first", "table_stride", "short", "parts", "queries", "drafts", "heads", "blocks"]
+_INTS = ["rows", "ctas", "first", "table_stride", "short", "parts", "queries", "drafts", "heads", "blocks"]
 
 
 @triton.jit
@@ -42,12 +42,12 @@ def _features(rows, COUNT: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_INTS)
-def plan_splits(
+def schedule_splits(
     length,
     table,
-    plan,
+    metadata,
     rows,
-    workers,
+    ctas,
     first,
     table_stride,
     short,
@@ -55,14 +55,14 @@ def plan_splits(
     SPLIT: tl.constexpr,
     LEAST: tl.constexpr,
     ROWS: tl.constexpr,
-    WORKERS: tl.constexpr,
+    CTAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program writes the records of `WORKERS` programs of the attention; the first one also lists the rows to
+    """Each program writes the records of `CTAS` programs of the attention; the first one also lists the rows to
     merge and where their pieces will lie.
 
-    A worker has one record, unless no row has more than `short` tokens: then `parts` in turn, one for each narrow
-    block, and as many workers fewer share the rows.
+    A CTA has one record, unless no row has more than `short` tokens: then `parts` in turn, one for each narrow
+    block, and as many CTAs fewer share the rows.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -73,28 +73,28 @@ def plan_splits(
     span = tl.where(units > 0, units + SPLIT.row_cost, 0)
     total = tl.sum(span, 0)
     parts = tl.where(tl.max(tokens, 0) <= short, parts, 1)
-    row_workers = workers // parts
-    share = tl.maximum(tl.cdiv(total, row_workers), LEAST)
+    row_ctas = ctas // parts
+    share = tl.maximum(tl.cdiv(total, row_ctas), LEAST)
     room = span
     if not SPLIT.invariant:
         # Shares that start where a row starts save partial results. When all rows are about equally long, slightly
         # larger shares make every row a whole number of shares, or every share a whole number of rows.
         longest = tl.max(span, 0)
         used = tl.sum((span > 0).to(tl.int32), 0)
-        part = tl.maximum(tl.cdiv(longest, tl.maximum(row_workers // tl.maximum(used, 1), 1)), LEAST)
-        several = tl.cdiv(used, row_workers)
-        aligned = tl.where(used > row_workers, longest * several, part)
-        padded = tl.where(used > row_workers, tl.where(span > 0, longest, 0), tl.cdiv(span, part) * part)
-        if (aligned * 16 <= share * 17) & (tl.sum(padded, 0) <= aligned * row_workers):
+        part = tl.maximum(tl.cdiv(longest, tl.maximum(row_ctas // tl.maximum(used, 1), 1)), LEAST)
+        several = tl.cdiv(used, row_ctas)
+        aligned = tl.where(used > row_ctas, longest * several, part)
+        padded = tl.where(used > row_ctas, tl.where(span > 0, longest, 0), tl.cdiv(span, part) * part)
+        if (aligned * 16 <= share * 17) & (tl.sum(padded, 0) <= aligned * row_ctas):
             share = aligned
             room = padded
     end = tl.cumsum(room, 0)
     begin = end - room
 
-    index = tl.program_id(0) * WORKERS + tl.arange(0, WORKERS)
+    index = tl.program_id(0) * CTAS + tl.arange(0, CTAS)
     position = index // parts * share
     ended = (end[None, :] <= position[:, None]) & (row < rows)[None, :]
-    mine = tl.sum(ended.to(tl.int32), 1)  # the first row that ends after the worker's position
+    mine = tl.sum(ended.to(tl.int32), 1)  # the first row that ends after the CTA's position
     here = row[None, :] == mine[:, None]
     offset = position - tl.sum(tl.where(here, begin[None, :], 0), 1)
     overlap = tl.minimum((begin + span)[None, :], (position + share)[:, None]) - tl.maximum(
@@ -104,10 +104,10 @@ def plan_splits(
     unit = tl.maximum(offset - SPLIT.row_cost, 0) + first // SPLIT.unit
     tokens_here = tl.sum(tl.where(here, tokens[None, :], 0), 1)
     entry = tl.minimum((unit * SPLIT.unit) // SPLIT.page, tl.maximum(tl.cdiv(tokens_here, SPLIT.page) - 1, 0))
-    alive = (index < workers) & (left > 0)
+    alive = (index < ctas) & (left > 0)
     page = tl.load(table + mine.to(tl.int64) * table_stride + entry, mask=alive, other=0)
-    record = plan + index * _WORKER
-    inside = index < workers
+    record = metadata + index * _CTA
+    inside = index < ctas
     tl.store(record, mine, mask=inside)
     tl.store(record + 1, offset, mask=inside)
     tl.store(record + 2, left, mask=inside)
@@ -124,16 +124,16 @@ def plan_splits(
         else:
             head = (begin + SPLIT.row_cost) // share
             pieces = tl.where(units > 0, (begin + tl.maximum(span, 1) - 1) // share - head + 1, 0)
-            slot = workers + head
+            slot = ctas + head
             later = head + 1
-        about = plan + workers * _WORKER + row * _ROW
+        about = metadata + ctas * _CTA + row * _ROW
         tl.store(about, slot, mask=row < rows)
         tl.store(about + 1, later, mask=row < rows)
         tl.store(about + 2, pieces, mask=row < rows)
         listed = (row < rows) & (pieces != 1)
         rank = tl.cumsum(listed.to(tl.int32), 0)
-        tl.store(plan + _MERGED, tl.max(rank, 0))
-        tl.store(plan + workers * _WORKER + (rank - 1) * _ROW + 3, row, mask=listed)
+        tl.store(metadata + _MERGED, tl.max(rank, 0))
+        tl.store(metadata + ctas * _CTA + (rank - 1) * _ROW + 3, row, mask=listed)
 
 
 @triton.jit(do_not_specialize=_INTS)
@@ -146,7 +146,7 @@ def attend(
     lse,
     partial,
     partial_lse,
-    plan,
+    metadata,
     scale,
     first,
     table_stride,
@@ -154,14 +154,14 @@ def attend(
     drafts,
     heads,
     blocks,
-    workers,
+    ctas,
     FEATURES: tl.constexpr,
     ENTRY: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One worker: its units of one or several rows, for one block of queries. `scale` includes log2(e), `drafts` is
+    """One CTA: its KV blocks of one or several rows, for one block of queries. `scale` includes log2(e), `drafts` is
     the tokens of a row less one."""
     BLOCK: tl.constexpr = TILE.queries
     TOKENS: tl.constexpr = TILE.tokens
@@ -169,7 +169,7 @@ def attend(
     LATENT_LANES: tl.constexpr = FEATURES.latent_lanes
     VECTOR: tl.constexpr = LATENT + FEATURES.rope
     APART: tl.constexpr = ENTRY.size if ENTRY.fp8 else VECTOR
-    worker = tl.program_id(0) // blocks
+    cta = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     if DEPENDENT:
         gdc_wait()
@@ -182,10 +182,10 @@ def attend(
     has_latent = _features(inside, LATENT, LATENT_LANES)
     has_rope = _features(inside, FEATURES.rope, FEATURES.rope_lanes)
     back = drafts - m // heads  # tokens of the row after this one
-    row = tl.load(plan + worker * _WORKER)
-    at = tl.load(plan + worker * _WORKER + 1)
-    left = tl.load(plan + worker * _WORKER + 2)
-    position = tl.load(plan + worker * _WORKER + 3)
+    row = tl.load(metadata + cta * _CTA)
+    at = tl.load(metadata + cta * _CTA + 1)
+    left = tl.load(metadata + cta * _CTA + 2)
+    position = tl.load(metadata + cta * _CTA + 3)
     while left > 0:
         tokens = tl.load(length + row)
         units = tl.where(tokens > first, tl.cdiv(tokens, SPLIT.unit) - first // SPLIT.unit, 0)
@@ -238,7 +238,7 @@ def attend(
                 tl.store(out + vector * LATENT + c[None, :], sum_latent.to(out.dtype.element_ty), mask=has_latent)
                 tl.store(lse + row.to(tl.int64) * queries + m, log * _LN2, mask=inside)
             else:
-                slot = tl.where(begin == 0, workers + worker, worker)
+                slot = tl.where(begin == 0, ctas + cta, cta)
                 if SPLIT.invariant:
                     slot = position
                 piece = (slot.to(tl.int64) * queries + m)[:, None]
@@ -258,11 +258,11 @@ def attend(
 def merge(
     partial,
     partial_lse,
-    plan,
+    metadata,
     out,
     lse,
     queries,
-    workers,
+    ctas,
     LATENT: tl.constexpr,
     COLUMNS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -273,8 +273,8 @@ def merge(
     columns."""
     # The plan is older than the attention, which let this kernel start only after its own wait (of its two kernels the
     # one that works did): no need to wait for it.
-    count = tl.load(plan + _MERGED)
-    rows = plan + workers * _WORKER
+    count = tl.load(metadata + _MERGED)
+    rows = metadata + ctas * _CTA
     row = tl.load(rows + tl.program_id(0) * _ROW + 3, mask=tl.program_id(0) < count, other=0)
     slot = tl.load(rows + row * _ROW)
     later = tl.load(rows + row * _ROW + 1)

@@ -25,16 +25,18 @@ from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace
 from kernels.page import PAGE_TOKENS
 
 
-def plan(length_R: Tensor, page_RP: Tensor, workspace: Workspace, *, first: int = 0, dependent: bool = False) -> None:
-    """Deal the rows' cache to the workers. Valid for every layer of a step: until a length or a page table changes."""
+def schedule(
+    length_R: Tensor, page_RP: Tensor, workspace: Workspace, *, first: int = 0, dependent: bool = False
+) -> None:
+    """Deal the rows' cache to the CTAs. Valid for every layer of a step: until a length or a page table changes."""
     shape, tiling = workspace.shape, workspace.tiling
-    workers = 32 if shape.rows <= 128 else 8
-    kernel.plan_splits[(triton.cdiv(tiling.workers, workers),)](
+    ctas = 32 if shape.rows <= 128 else 8
+    kernel.schedule_splits[(triton.cdiv(tiling.ctas, ctas),)](
         length_R,
         page_RP,
-        workspace.plan,
+        workspace.metadata,
         shape.rows,
-        tiling.workers,
+        tiling.ctas,
         first,
         page_RP.stride(0),
         tiling.short,
@@ -42,7 +44,7 @@ def plan(length_R: Tensor, page_RP: Tensor, workspace: Workspace, *, first: int 
         SPLIT=_split(shape, tiling),
         LEAST=tiling.least,
         ROWS=max(16, triton.next_power_of_2(shape.rows)),
-        WORKERS=workers,
+        CTAS=ctas,
         DEPENDENT=dependent,
         num_warps=4,
         **_options(dependent),
@@ -67,7 +69,7 @@ def attend(
     one kernel, or two of which the plan says which works."""
     shape, tiling = workspace.shape, workspace.tiling
     _check(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, shape)
-    where = (page_RP, length_R, out_RWHL, lse_RWH, workspace.partial_SQL, workspace.partial_lse_SQ, workspace.plan)
+    where = (page_RP, length_R, out_RWHL, lse_RWH, workspace.partial_SQL, workspace.partial_lse_SQ, workspace.metadata)
     numbers = (
         scale * math.log2(math.e),
         first,
@@ -78,10 +80,10 @@ def attend(
     )
     entry = entry_of(cache_PKC, shape.latent, shape.rope, q_RWHC.dtype)
     common: dict[str, Any] = {"SPLIT": _split(shape, tiling), "num_warps": tiling.warps, **_options(dependent)}
-    grid = (tiling.workers * tiling.blocks(shape),)
+    grid = (tiling.ctas * tiling.blocks(shape),)
     ways = tiling.ways()
     for way in ways:
-        blocks_and_workers = (way.blocks(shape), way.workers)
+        blocks_and_ctas = (way.blocks(shape), way.ctas)
         tile = Tile(queries=way.block, tokens=way.tile)
         overlap = Overlap(
             stages=way.stages, dependent=dependent, early=early, either=tiling.blocks(shape) if len(ways) > 1 else 0
@@ -92,7 +94,7 @@ def attend(
                 cache_PKC,
                 *where,
                 *numbers,
-                *blocks_and_workers,
+                *blocks_and_ctas,
                 FEATURES=_features(shape, q_RWHC.dtype),
                 ENTRY=entry,
                 TILE=tile,
@@ -108,7 +110,7 @@ def attend(
                 cache_PKC,
                 *where,
                 *numbers,
-                *blocks_and_workers,
+                *blocks_and_ctas,
                 ENTRY=entry,
                 TILE=tile,
                 OVERLAP=overlap,
@@ -139,7 +141,7 @@ def attend(
                 fp8_boxes(cache_PKC)[1],
                 *where,
                 *numbers,
-                *blocks_and_workers,
+                *blocks_and_ctas,
                 ENTRY=entry,
                 OVERLAP=overlap,
                 **common,
@@ -153,7 +155,7 @@ def attend(
                 *boxes(cache_PKC),
                 *where,
                 *numbers,
-                *blocks_and_workers,
+                *blocks_and_ctas,
                 OVERLAP=overlap,
                 **common,
             )
@@ -162,16 +164,16 @@ def attend(
 def merge(out_RWHL: Tensor, lse_RWH: Tensor, workspace: Workspace, *, dependent: bool = False) -> None:
     """Add up the pieces of the split rows, and write the rows that have none."""
     shape, tiling = workspace.shape, workspace.tiling
-    most = shape.rows if shape.invariant else min(shape.rows, tiling.workers + 1)  # more can only be padded rows
+    most = shape.rows if shape.invariant else min(shape.rows, tiling.ctas + 1)  # more can only be padded rows
     grid = (most, triton.cdiv(shape.queries, tiling.merge_queries), shape.latent // tiling.merge_columns)
     kernel.merge[grid](
         workspace.partial_SQL,
         workspace.partial_lse_SQ,
-        workspace.plan,
+        workspace.metadata,
         out_RWHL,
         lse_RWH,
         shape.queries,
-        tiling.workers,
+        tiling.ctas,
         LATENT=shape.latent,
         COLUMNS=tiling.merge_columns,
         PIECES=tiling.merge_pieces,

@@ -2,8 +2,8 @@
 memory, and by latency in small batches.
 
 The portable kernel waits three times in a row: for the query, for a page id, for the cache. Here every copy of the
-first tiles is under way before the first wait; page id and length of a worker's first tile come with its plan record.
-Where a worker goes on with another row, that row's query and first tile are under way before this one's last product.
+first tiles is under way before the first wait; page id and length of a CTA's first tile come with its plan record.
+Where a CTA goes on with another row, that row's query and first tile are under way before this one's last product.
 With programmatic dependent launch (`early`) the first cache tiles are even requested before the kernel before has
 finished, as far as that kernel cannot have written them. Products use mma.sync: 16 query vectors are too few for
 wgmma.
@@ -32,14 +32,14 @@ from kernels.mla_decode.narrow_tile import (
     whole_rows,
 )
 from kernels.mla_decode.records import Share
-from kernels.mla_decode.schedule import PARTS_FIELD, WORKER_FIELDS
+from kernels.mla_decode.schedule import CTA_FIELDS, PARTS_FIELD
 
 _MASKED = gl.constexpr(-1.0e33)
 _LOWEST = gl.constexpr(-1.0e30)
-_WORKER = gl.constexpr(WORKER_FIELDS)
+_CTA = gl.constexpr(CTA_FIELDS)
 _PARTS = gl.constexpr(PARTS_FIELD)
 _LN2 = gl.constexpr(0.6931471805599453)
-_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
+_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "ctas"]
 
 
 @gluon.jit
@@ -66,12 +66,12 @@ def hand_on():
 
 
 @gluon.jit
-def narrow_worker(
+def narrow_cta(
     q, cache, table, table_stride, record, share,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """One worker's `Share`, whose record in the plan is at `record`: its units of one or several rows, for one block of
-    queries. Waits, and lets the kernel after start, where `OVERLAP.early`."""
+    """One CTA's `Share`, whose record in the tile scheduler metadata is at `record`: its KV blocks of one or several
+    rows, for one block of queries. Waits, and lets the kernel after start, where `OVERLAP.early`."""
     BLOCK: gl.constexpr = TILE.queries
     TOKENS: gl.constexpr = TILE.tokens
     PAGE: gl.constexpr = SPLIT.page
@@ -92,8 +92,8 @@ def narrow_worker(
     tiles, queries, shared = rings(STAGES, TOKENS, BLOCK, ENTRY)
     m = share.block * BLOCK + gl.arange(0, BLOCK, per_query)
     n = gl.arange(0, TOKENS, per_column)
-    lowest_unit = first // SPLIT.unit
-    lowest_tile = lowest_unit * SPLIT.unit // TOKENS
+    lowest_split = first // SPLIT.unit
+    lowest_tile = lowest_split * SPLIT.unit // TOKENS
     slot = 0  # of this row's first tile
     own = 0  # which of the two places has this row's query
     ahead = left < 0  # whether the row before has asked for both
@@ -102,15 +102,15 @@ def narrow_worker(
             wait_for_kernel_before()
             let_kernel_after_start()
     while left > 0:
-        units = gl.where(tokens > first, (tokens + SPLIT.unit - 1) // SPLIT.unit - lowest_unit, 0)
+        units = gl.where(tokens > first, (tokens + SPLIT.unit - 1) // SPLIT.unit - lowest_split, 0)
         span = gl.where(units > 0, units + SPLIT.row_cost, 0)
         take = gl.minimum(left, span - at)
         begin = gl.maximum(at - SPLIT.row_cost, 0)
         end = at + take - SPLIT.row_cost
         pages = table + row.to(gl.int64) * table_stride
         last = gl.maximum(tokens - 1, 0) // PAGE
-        start = (lowest_unit + begin) * SPLIT.unit // TOKENS
-        stop = (gl.minimum((lowest_unit + end) * SPLIT.unit, tokens) + TOKENS - 1) // TOKENS
+        start = (lowest_split + begin) * SPLIT.unit // TOKENS
+        stop = (gl.minimum((lowest_split + end) * SPLIT.unit, tokens) + TOKENS - 1) // TOKENS
         stop = gl.where(end > begin, stop, start)
 
         # What the kernel before may have written is asked for after it has finished: the row's newest entries and the
@@ -200,14 +200,14 @@ def narrow_worker(
                 gl.store(to, rows.to(share.out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
                 gl.store(share.lse + base + m, log * _LN2, mask=m < share.queries)
             else:
-                base = gl.where(begin == 0, share.workers + share.worker, share.worker).to(gl.int64) * share.queries
+                base = gl.where(begin == 0, share.ctas + share.cta, share.cta).to(gl.int64) * share.queries
                 to = share.partial + base * LATENT + at_out
                 gl.store(to, rows.to(share.partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
                 gl.store(share.partial_lse + base + m, log, mask=m < share.queries)
         ahead = follows & (stop - start >= AHEAD) & (stop > start)
         slot = (slot + stop - start) % STAGES
         own = 1 - own
-        # If anything is left the row is finished: a worker's share ends inside its last row.
+        # If anything is left the row is finished: a CTA's share ends inside its last row.
         left -= take
         row += 1
         at = at * 0
@@ -225,7 +225,7 @@ def attend_narrow(
     lse,
     partial,
     partial_lse,
-    plan,
+    metadata,
     scale,
     first,
     table_stride,
@@ -233,7 +233,7 @@ def attend_narrow(
     drafts,
     heads,
     blocks,
-    workers,
+    ctas,
     ENTRY: gl.constexpr,
     SPLIT: gl.constexpr,
     TILE: gl.constexpr,
@@ -241,14 +241,14 @@ def attend_narrow(
 ):
     """As `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16, or FP8 entries of
     them (`narrow_fp8`). `OVERLAP.either`: works if the plan says that the row is short."""
-    worker = gl.program_id(0) // blocks
+    cta = gl.program_id(0) // blocks
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
-    record = plan + worker * _WORKER
+    record = metadata + cta * _CTA
     works = True
     if OVERLAP.either:
-        record = plan + gl.program_id(0) // OVERLAP.either * _WORKER
+        record = metadata + gl.program_id(0) // OVERLAP.either * _CTA
         works = gl.load(record + _PARTS) > 1
     if works:
         share = Share(
@@ -257,17 +257,17 @@ def attend_narrow(
             lse=lse,
             partial=partial,
             partial_lse=partial_lse,
-            plan=plan,
+            metadata=metadata,
             scale=scale,
             first=first,
             queries=queries,
             drafts=drafts,
             heads=heads,
-            workers=workers,
-            worker=worker,
+            ctas=ctas,
+            cta=cta,
             block=gl.program_id(0) % blocks,
         )
-        narrow_worker(q, cache, table, table_stride, record, share, ENTRY, SPLIT, TILE, OVERLAP)
+        narrow_cta(q, cache, table, table_stride, record, share, ENTRY, SPLIT, TILE, OVERLAP)
     else:
         if OVERLAP.dependent and OVERLAP.early:
             hand_on()

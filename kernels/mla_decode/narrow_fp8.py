@@ -175,10 +175,10 @@ def copy_fp8_query(vectors, latent_s, rope_s, begin, count, BLOCK: gl.constexpr)
 def take_apart(latent_s, BLOCK: gl.constexpr):
     """Let the even features of every group of query vectors come before all odd ones, 2^60 times larger. They must be
     there for all warps, and are again behind another barrier."""
-    HALF: gl.constexpr = _PAIRS // 2
+    HALF_PAIRS: gl.constexpr = _PAIRS // 2
     by_part: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [gl.num_warps(), 1, 1], [2, 1, 0])
     query = latent_s.load(by_part)
-    even, odd = gl.split(gl.reshape(query, [2 * _GROUPS, BLOCK, HALF, 2]))
+    even, odd = gl.split(gl.reshape(query, [2 * _GROUPS, BLOCK, HALF_PAIRS, 2]))
     gl.thread_barrier()
     latent_s.slice(0, _GROUPS, dim=0).store(_joined(even, BLOCK))
     latent_s.slice(_GROUPS, _GROUPS, dim=0).store(_joined(odd, BLOCK))

@@ -20,16 +20,16 @@ class Features(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How the rows' cache is counted when workers share it. The plan and the attention of a step have the same."""
+    """How the rows' cache is counted when CTAs share it. The plan and the attention of a step have the same."""
 
     unit: int
-    """Cache tokens of a unit."""
+    """Cache tokens of a KV block."""
     page: int
     """Cache tokens of a page."""
     row_cost: int
     """Units that starting a row is counted as."""
     invariant: bool
-    """Whether every unit is a piece of its own."""
+    """Whether every KV block is a piece of its own."""
 
 
 class Tile(NamedTuple):
@@ -56,7 +56,7 @@ class Overlap(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a worker is to do, for one block of query vectors: values of a running kernel, most of them the launch's."""
+    """What a CTA is to do, for one block of query vectors: values of a running kernel, most of them the launch's."""
 
     length: Any
     """Tokens of every row, in memory."""
@@ -66,7 +66,7 @@ class Share(NamedTuple):
     partial: Any
     partial_lse: Any
     """Where results of pieces go, slot by slot."""
-    plan: Any
+    metadata: Any
     scale: Any
     """Of the scores; log2(e) is in it."""
     first: Any
@@ -76,9 +76,9 @@ class Share(NamedTuple):
     drafts: Any
     """Tokens of a row less one."""
     heads: Any
-    workers: Any
+    ctas: Any
     """As many as share the rows."""
-    worker: Any
+    cta: Any
     """Which of them this is."""
     block: Any
     """Which of a row's blocks of query vectors."""

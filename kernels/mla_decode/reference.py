@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels import steady
+from kernels import deterministic_math
 from kernels.latent_entry import entries as latent_entries
 from kernels.linear import reference as linear
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
@@ -126,7 +126,7 @@ def invariant_mla_decode(
         unseen_XS = (entry_S < first) | (entry_S >= bound_X.unsqueeze(1))
         score_XS = (score_XS * scale).masked_fill(unseen_XS, -torch.inf)
         top_X = score_XS.amax(-1)
-        weight_XS = steady.exp(score_XS - top_X.masked_fill(top_X == -torch.inf, 0.0).unsqueeze(1))
+        weight_XS = deterministic_math.exp(score_XS - top_X.masked_fill(top_X == -torch.inf, 0.0).unsqueeze(1))
         weight_XPK = weight_XS.view(queries, pages, PAGE_TOKENS)
         value_PKL = cache_SC[:, :latent].view(pages, PAGE_TOKENS, latent)
         total_X = torch.zeros(queries, dtype=compute)
@@ -140,4 +140,4 @@ def invariant_mla_decode(
                 total_X += page_X
                 sum_XL += part_XL
         out_RWHL[row] = (sum_XL / total_X.masked_fill(total_X == 0, 1.0).unsqueeze(1)).view(width, heads, latent)
-        lse_RWH[row] = (top_X + steady.log(total_X)).view(width, heads)
+        lse_RWH[row] = (top_X + deterministic_math.log(total_X)).view(width, heads)

@@ -1,10 +1,10 @@
-"""How one decode launch is cut up: the static tiling, the buffers it needs, and the rule that splits rows over workers.
+"""How one decode launch is cut up: the static tiling, the buffers it needs, and the rule that splits rows over CTAs.
 
-The cache of every row is counted in *units* (`DecodeTiling.unit` tokens). All rows' units, laid end to end, are
-dealt to a fixed number of *workers* in equal contiguous shares, so a captured graph has a fixed grid while lengths
-change freely: the dealing is done on the device by `kernel.plan_splits`. A row that crosses workers leaves one partial
-result per piece, which the merge adds up in order. In invariant mode every unit is a piece of its own, at an absolute
-position, so that a row's result depends on nothing but the row.
+The cache of every row is counted in *KV blocks* (`DecodeTiling.unit` tokens). All rows' KV blocks, laid end to end, are
+dealt to a fixed number of *CTAs* in equal contiguous shares, so a captured graph has a fixed grid while lengths
+change freely: the dealing is done on the device by `kernel.schedule_splits`. A row that crosses CTAs leaves one partial
+result per piece, which the merge adds up in order. In invariant mode every KV block is a piece of its own, at an
+absolute position, so that a row's result depends on nothing but the row.
 
 The kernels for many query vectors on FP8 entries need a private part of Gluon, of Triton 3.6. Without it a line is
 logged, and those for few stand in for them.
@@ -18,23 +18,23 @@ from typing import Final
 import torch
 
 from kernels.page import PAGE_TOKENS
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 
-REINTERPRETED: Final = PrivateGround(
+REINTERPRETED: Final = PrivateApi(
     "triton",
     ("triton.experimental.gluon.language.shared_memory_descriptor._reinterpret",),
     "attention to FP8 entries goes without the kernels for many query vectors, and may take three times as long",
 )
-WORKER_FIELDS = 8
-"""int32 per worker in the plan: row, position in the row, units, flat position, first page, row's length; the seventh
-is `MERGED_FIELD`, the eighth `PARTS_FIELD`."""
+CTA_FIELDS = 8
+"""int32 per CTA in the tile scheduler metadata: row, position in the row, KV blocks, flat position, first page, row's
+length; the seventh is `MERGED_FIELD`, the eighth `PARTS_FIELD`."""
 ROW_FIELDS = 4
-"""int32 per row in the plan, after those of the workers: slot of its first piece, slot of its second, pieces; the
-fourth of record i is the i-th row to merge, one of several pieces or of none."""
+"""int32 per row in the tile scheduler metadata, after those of the CTAs: slot of its first piece, slot of its second,
+pieces; the fourth of record i is the i-th row to merge, one of several pieces or of none."""
 MERGED_FIELD = 6
-"""Where the first worker's record holds how many rows there are to merge."""
+"""Where the first CTA's record holds how many rows there are to merge."""
 PARTS_FIELD = 7
-"""Where every record holds how many there are of each worker: 1, and for a short row as many as it has narrow blocks in
+"""Where every record holds how many there are of each CTA: 1, and for a short row as many as it has narrow blocks in
 each of its blocks."""
 NARROW_BLOCK = 16
 """Query vectors a program of the narrow kernel holds."""
@@ -108,13 +108,13 @@ class DecodeTiling:
     tile: int
     """Cache tokens a program works on at a time."""
     unit: int
-    """Cache tokens of one scheduling unit, a multiple of `tile`."""
-    workers: int
+    """Cache tokens of one scheduling KV block, a multiple of `tile`."""
+    ctas: int
     """Programs that share the rows, for each block of queries."""
     row_cost: int
     """Units that starting a row is counted as."""
     least: int
-    """Fewest units a worker is given, so that partial results stay cheap beside the cache they stand for."""
+    """Fewest KV blocks a CTA is given, so that partial results stay cheap beside the cache they stand for."""
     warps: int
     stages: int
     """Tiles in flight; in wide blocks, how many tiles ahead the L2 cache is told of (0: not at all)."""
@@ -126,7 +126,7 @@ class DecodeTiling:
     """Pieces a merge program loads at once."""
     merge_warps: int
     short: int = -1
-    """On the path "either": tokens up to which a row is short, taken in narrow blocks by as many workers fewer."""
+    """On the path "either": tokens up to which a row is short, taken in narrow blocks by as many CTAs fewer."""
 
     def __post_init__(self) -> None:
         if self.unit % self.tile:
@@ -157,10 +157,10 @@ class DecodeTiling:
         """Partial results the workspace must hold at the worst lengths."""
         if shape.invariant:
             return shape.rows * -(-shape.pages * PAGE_TOKENS // self.unit)
-        return 2 * self.workers
+        return 2 * self.ctas
 
 
-INVARIANT_UNIT = 512
+INVARIANT_SPLIT = 512
 """Tokens of a piece in invariant mode, whatever the lengths and the page table."""
 
 
@@ -233,18 +233,18 @@ def wide_fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
 def _tiling(
     shape: DecodeShape, path: str, programs: int, *, block: int, tile: int, warps: int, stages: int
 ) -> DecodeTiling:
-    """Complete a tiling: as many workers as keep all programs resident at once, and a merge that suits them."""
-    workers = max(1, programs // -(-shape.queries // block))
+    """Complete a tiling: as many CTAs as keep all programs resident at once, and a merge that suits them."""
+    ctas = max(1, programs // -(-shape.queries // block))
     unit, row_cost = PAGE_TOKENS, 1
     if shape.invariant:  # nothing may depend on the rows there are
-        unit, row_cost = INVARIANT_UNIT, 0
+        unit, row_cost = INVARIANT_SPLIT, 0
         pieces, queries, columns, merge_warps = 16, 1, 128, 1
     else:
         # Programs of one warp have the least latency, but there should not be many. A thread holds 64 elements, or
         # 128 when a row has about 64 pieces, where whole lines of memory matter more.
-        pieces = min(128, max(4, _power_of_2(2 * workers // (3 * shape.rows))))
+        pieces = min(128, max(4, _power_of_2(2 * ctas // (3 * shape.rows))))
         columns = {128: 32, 64: 64}.get(pieces, 2048 // pieces)
-        programs = min(shape.rows, workers + 1) * shape.queries * shape.latent // columns
+        programs = min(shape.rows, ctas + 1) * shape.queries * shape.latent // columns
         queries = min(4, _power_of_2(programs // 1024)) if pieces <= 4 else 1
         merge_warps = 2 if pieces == 128 else queries
         if shape.rows == 1:
@@ -254,7 +254,7 @@ def _tiling(
         block=block,
         tile=tile,
         unit=unit,
-        workers=workers,
+        ctas=ctas,
         row_cost=row_cost,
         least=1,
         warps=warps,
@@ -277,8 +277,8 @@ class Workspace:
 
     shape: DecodeShape
     tiling: DecodeTiling
-    plan: torch.Tensor
-    """int32 [workers * WORKER_FIELDS + rows * ROW_FIELDS]."""
+    metadata: torch.Tensor
+    """int32 [CTAs * CTA_FIELDS + rows * ROW_FIELDS]."""
     partial_SQL: torch.Tensor
     """Normalised partial outputs in the cache's dtype, S = `DecodeTiling.slots`."""
     partial_lse_SQ: torch.Tensor
@@ -303,13 +303,13 @@ class Workspace:
         for part, size in _parts(shape, tiling, dtype):
             views.append(buffer[offset : offset + size].view(part))
             offset += size
-        plan, partial, partial_lse = views
+        metadata, partial, partial_lse = views
         slots, queries = tiling.slots(shape), shape.queries
         used = slots * queries
         return Workspace(
             shape,
             tiling,
-            plan,
+            metadata,
             partial[: used * shape.latent].view(slots, queries, shape.latent),
             partial_lse[:used].view(slots, queries),
         )
@@ -317,10 +317,10 @@ class Workspace:
 
 def _parts(shape: DecodeShape, tiling: DecodeTiling, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
     """(dtype, bytes) of plan, partial outputs and partial sums, each padded to 256 bytes."""
-    plan = 4 * (tiling.workers * WORKER_FIELDS + shape.rows * ROW_FIELDS)
+    metadata = 4 * (tiling.ctas * CTA_FIELDS + shape.rows * ROW_FIELDS)
     vectors = tiling.slots(shape) * shape.queries
     sizes = (
-        (torch.int32, plan),
+        (torch.int32, metadata),
         (dtype, vectors * shape.latent * dtype.itemsize),
         (torch.float32, vectors * 4),
     )

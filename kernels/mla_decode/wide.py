@@ -33,11 +33,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.mla_decode.narrow import hand_on, let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.schedule import PARTS_FIELD, WORKER_FIELDS
+from kernels.mla_decode.schedule import CTA_FIELDS, PARTS_FIELD
 from kernels.mla_decode.wide_groups import left_group, right_group
 from kernels.mla_decode.wide_tile import (
     BLOCK,
-    HALF,
+    HALF_LATENT,
     ROPE,
     TILE,
     TILED,
@@ -49,8 +49,8 @@ from kernels.mla_decode.wide_tile import (
     share_of,
 )
 
-_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
-WORKER = gl.constexpr(WORKER_FIELDS)
+_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "ctas"]
+CTA = gl.constexpr(CTA_FIELDS)
 _PARTS = gl.constexpr(PARTS_FIELD)
 
 
@@ -86,11 +86,11 @@ def into_l2(cache, page, BYTES: gl.constexpr):
 
 @gluon.jit
 def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
-    """The fetching warp: the tiles and the queries of every row of the worker's share."""
+    """The fetching warp: the tiles and the queries of every row of the CTA's share."""
     EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
     PREFETCH: gl.constexpr = OVERLAP.stages
-    BYTES: gl.constexpr = TILE * (2 * HALF + ROPE) * 2
-    record = share.plan + share.worker * WORKER
+    BYTES: gl.constexpr = TILE * (2 * HALF_LATENT + ROPE) * 2
+    record = share.metadata + share.cta * CTA
     row = gl.load(record)
     at = gl.load(record + 1)
     left = gl.load(record + 2)
@@ -132,10 +132,10 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
                     ring.full.index(2 + buffer), boxes.kv_half.block_type.nbytes + boxes.kv_rope.block_type.nbytes
                 )
                 tma.async_copy_global_to_shared(
-                    boxes.kv_half, [entry, HALF], ring.full.index(2 + buffer), fetched.kv.index(2 + buffer)
+                    boxes.kv_half, [entry, HALF_LATENT], ring.full.index(2 + buffer), fetched.kv.index(2 + buffer)
                 )
                 tma.async_copy_global_to_shared(
-                    boxes.kv_rope, [entry, 2 * HALF], ring.full.index(2 + buffer), fetched.rope.index(buffer)
+                    boxes.kv_rope, [entry, 2 * HALF_LATENT], ring.full.index(2 + buffer), fetched.rope.index(buffer)
                 )
                 page = next_page
                 tiles += 1
@@ -146,9 +146,11 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
                     mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
                     mbarrier.expect(ring.q_full, 2 * boxes.q_half.block_type.nbytes + boxes.q_rope.block_type.nbytes)
                     tma.async_copy_global_to_shared(boxes.q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-                    tma.async_copy_global_to_shared(boxes.q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
                     tma.async_copy_global_to_shared(
-                        boxes.q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0)
+                        boxes.q_half, [vector, HALF_LATENT], ring.q_full, fetched.q.index(1)
+                    )
+                    tma.async_copy_global_to_shared(
+                        boxes.q_rope, [vector, 2 * HALF_LATENT], ring.q_full, fetched.q_rope.index(0)
                     )
                     rows += 1
         left -= take
@@ -162,9 +164,9 @@ def wide_memory(ARRIVALS: gl.constexpr):
     fetches arrives ARRIVALS times when a part of a tile is there."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fetched = Fetched(
-        q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED),
+        q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF_LATENT], TILED),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, ROPE], TILED),
-        kv=gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF], TILED),
+        kv=gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF_LATENT], TILED),
         rope=gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], TILED),
     )
     exchanged = Exchanged(
@@ -197,8 +199,8 @@ def wide_memory(ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def wide_worker(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
-    """One worker's `Share`: its units of one or several rows, for one block of 64 queries. Waits, and lets the kernel
+def wide_cta(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
+    """One CTA's `Share`: its KV blocks of one or several rows, for one block of 64 queries. Waits, and lets the kernel
     after start, where `OVERLAP.early`."""
     fetched, exchanged, ring, messages = wide_memory(1)
     # In a tuple that has a name Gluon makes values of the running kernel of these constants. The groups' registers were
@@ -220,8 +222,8 @@ def wide_worker(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, O
 
 @gluon.jit(do_not_specialize=_INTS)
 def attend_wide(
-    cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
-    table_stride, queries, drafts, heads, blocks, workers, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+    cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, metadata, scale, first,
+    table_stride, queries, drafts, heads, blocks, ctas, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """As `kernel.attend`, for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
 
@@ -233,13 +235,13 @@ def attend_wide(
         let_kernel_after_start()
     works = True
     if OVERLAP.either:
-        works = gl.load(plan + gl.program_id(0) // blocks * WORKER + _PARTS) == 1
+        works = gl.load(metadata + gl.program_id(0) // blocks * CTA + _PARTS) == 1
     if works:
         share = share_of(
-            length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, blocks
+            length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
         )
         boxes = Boxes(q_half=q_half, q_rope=q_rope, kv_half=kv_half, kv_rope=kv_rope)
-        wide_worker(cache, boxes, table, table_stride, share, SPLIT, OVERLAP)
+        wide_cta(cache, boxes, table, table_stride, share, SPLIT, OVERLAP)
     else:
         if OVERLAP.dependent and OVERLAP.early:
             hand_on()

@@ -15,12 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.wide import WORKER, into_l2, wide_memory
+from kernels.mla_decode.wide import CTA, into_l2, wide_memory
 from kernels.mla_decode.wide_groups import left_group, right_group
-from kernels.mla_decode.wide_tile import BLOCK, HALF, TILE, next_share, share_of
+from kernels.mla_decode.wide_tile import BLOCK, HALF_LATENT, TILE, next_share, share_of
 from kernels.mla_decode.widen import PIECE, QUARTERS, ROWS, first_pieces, widen_half
 
-_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "workers"]
+_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "ctas"]
 
 
 @gluon.jit
@@ -38,12 +38,12 @@ def fetch(
     cache, q_half, q_rope, rope, table, table_stride, share, fetched, ring,
     SIDE: gl.constexpr, ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """The four warps that fetch one side of every row of the worker's share: of the tiles the left half (SIDE 0) or the
+    """The four warps that fetch one side of every row of the CTA's share: of the tiles the left half (SIDE 0) or the
     right one with the roped features (1). Those of the left side fetch the queries, too."""
     EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
     PREFETCH: gl.constexpr = OVERLAP.stages
     BYTES: gl.constexpr = TILE * ENTRY.size
-    record = share.plan + share.worker * WORKER
+    record = share.metadata + share.cta * CTA
     row = gl.load(record)
     at = gl.load(record + 1)
     left = gl.load(record + 2)
@@ -76,8 +76,8 @@ def fetch(
                 mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
                 mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
                 tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-                tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
-                tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
+                tma.async_copy_global_to_shared(q_half, [vector, HALF_LATENT], ring.q_full, fetched.q.index(1))
+                tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF_LATENT], ring.q_full, fetched.q_rope.index(0))
                 rows += 1
             for tile in range(start, stop):
                 if SIDE == 0:
@@ -105,8 +105,8 @@ def fetch(
 
 @gluon.jit(do_not_specialize=_INTS)
 def attend_wide_fp8(
-    cache, q_half, q_rope, rope, table, length, out, lse, partial, partial_lse, plan, scale, first,
-    table_stride, queries, drafts, heads, blocks, workers,
+    cache, q_half, q_rope, rope, table, length, out, lse, partial, partial_lse, metadata, scale, first,
+    table_stride, queries, drafts, heads, blocks, ctas,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """As `kernel.attend`, of FP8 entries of 512 latent features and 64 roped ones in bfloat16; four warps, the others
@@ -117,7 +117,7 @@ def attend_wide_fp8(
     # Not negative, which the compiler is to know: it would keep the sign in a register for every division.
     first &= 0x7FFFFFFF
     share = share_of(
-        length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, blocks
+        length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
     )
     fetched, exchanged, ring, messages = wide_memory(2)
     group = (

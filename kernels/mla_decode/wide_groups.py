@@ -15,10 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
-from kernels.mla_decode.schedule import WORKER_FIELDS
+from kernels.mla_decode.schedule import CTA_FIELDS
 from kernels.mla_decode.wide_tile import (
     BLOCK,
-    HALF,
+    HALF_LATENT,
     LOWEST,
     SCORES,
     TILE,
@@ -34,7 +34,7 @@ from kernels.mla_decode.wide_tile import (
     without_outside,
 )
 
-WORKER = gl.constexpr(WORKER_FIELDS)
+CTA = gl.constexpr(CTA_FIELDS)
 
 
 @gluon.jit
@@ -45,7 +45,7 @@ def left_group(
     """The group that scores a row's first tile, its third and so on, and sums the left half of the values. Its last
     arguments but one are fields of `Split` and `Overlap`; STORED: see `until_there`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
-    record = share.plan + share.worker * WORKER
+    record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
     at = gl.load(record + 1, cache_modifier=".cg")
     left = gl.load(record + 2, cache_modifier=".cg")
@@ -66,7 +66,7 @@ def left_group(
             sure = tokens - share.drafts
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(STORED))
+            sums = gl.zeros([BLOCK, HALF_LATENT], gl.float32, output_layout(STORED))
             mbarrier.wait(ring.q_full, rows & 1)
             for tile in range(start, stop, 2):
                 buffer = tiles & 1
@@ -148,7 +148,7 @@ def right_group(
     """The group that scores a row's second tile, its fourth and so on, and sums the right half of the values. Its last
     arguments but one are fields of `Split` and `Overlap`; STORED: see `until_there`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
-    record = share.plan + share.worker * WORKER
+    record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
     at = gl.load(record + 1, cache_modifier=".cg")
     left = gl.load(record + 2, cache_modifier=".cg")
@@ -168,7 +168,7 @@ def right_group(
             sure = tokens - share.drafts
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(STORED))
+            sums = gl.zeros([BLOCK, HALF_LATENT], gl.float32, output_layout(STORED))
             mbarrier.wait(ring.q_full, rows & 1)
             for tile in range(start, stop, 2):
                 low = tile * TILE

@@ -21,7 +21,7 @@ BLOCK = gl.constexpr(64)
 """Query vectors a program holds."""
 TILE = gl.constexpr(64)
 """Cache tokens of a tile: a page."""
-HALF = gl.constexpr(256)
+HALF_LATENT = gl.constexpr(256)
 """Latent columns of a group."""
 ROPE = gl.constexpr(64)
 LOWEST = gl.constexpr(-1.0e30)
@@ -87,29 +87,29 @@ class Messages(NamedTuple):
 
 
 @gluon.jit
-def share_of(length, out, lse, partial, partial_lse, plan, scale, first, queries, drafts, heads, workers, blocks):
-    """The `Share` of a program: a worker has as many programs as a row has blocks of query vectors."""
+def share_of(length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks):
+    """The `Share` of a program: a CTA has as many programs as a row has blocks of query vectors."""
     return Share(
         length=length,
         out=out,
         lse=lse,
         partial=partial,
         partial_lse=partial_lse,
-        plan=plan,
+        metadata=metadata,
         scale=scale,
         first=first,
         queries=queries,
         drafts=drafts,
         heads=heads,
-        workers=workers,
-        worker=gl.program_id(0) // blocks,
+        ctas=ctas,
+        cta=gl.program_id(0) // blocks,
         block=gl.program_id(0) % blocks,
     )
 
 
 @gluon.jit
 def next_share(tokens, at, left, first, unit, row_cost, invariant):
-    """What a worker does next in a row of `tokens`: (units taken, first unit, end, units of the row, first tile,
+    """What a CTA does next in a row of `tokens`: (units taken, first unit, end, units of the row, first tile,
     end)."""
     lowest = first // unit
     units = gl.where(tokens > first, (tokens + unit - 1) // unit - lowest, 0)
@@ -215,20 +215,23 @@ def store_half(
     zero = unknown_zero()
     m = share.block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, rows_of)) + zero
     r = share.block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES)) + zero
-    at_out = m[:, None] * (2 * HALF) + (HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(0, rows_of)))[None, :]
+    at_out = (
+        m[:, None] * (2 * HALF_LATENT)
+        + (HALF_INDEX * HALF_LATENT + gl.arange(0, HALF_LATENT, gl.SliceLayout(0, rows_of)))[None, :]
+    )
     inside = (m < share.queries)[:, None]
     if whole:
         base = row.to(gl.int64) * share.queries
-        to = share.out + base * (2 * HALF) + at_out
+        to = share.out + base * (2 * HALF_LATENT) + at_out
         gl.store(to, result.to(share.out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
         if HALF_INDEX == 0:
             gl.store(share.lse + base + r, log * LN2, mask=r < share.queries)
     else:
-        slot = gl.where(at_start, share.workers + share.worker, share.worker)
+        slot = gl.where(at_start, share.ctas + share.cta, share.cta)
         if invariant:
             slot = position
         base = slot.to(gl.int64) * share.queries
-        to = share.partial + base * (2 * HALF) + at_out
+        to = share.partial + base * (2 * HALF_LATENT) + at_out
         gl.store(to, result.to(share.partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
         if HALF_INDEX == 0:
             gl.store(share.partial_lse + base + r, log, mask=r < share.queries)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.latent_entry import GROUP
-from kernels.mla_decode.wide_tile import HALF, TILE
+from kernels.mla_decode.wide_tile import HALF_LATENT, TILE
 
 ROWS = gl.constexpr(16)
 """Entries of a piece."""
@@ -95,7 +95,7 @@ def first_pieces(cache, numbers, SIDE: gl.constexpr, ENTRY: gl.constexpr):
 @gluon.jit
 def put_piece(own, to, INDEX: gl.constexpr):
     """Write a loaded piece to its place in a half of a tile."""
-    part = to._reinterpret(gl.int32, [TILE, HALF // 2], PLACE)
+    part = to._reinterpret(gl.int32, [TILE, HALF_LATENT // 2], PLACE)
     part = part.slice(INDEX // 2 * ROWS, ROWS, dim=0).slice(INDEX % 2 * 2 * WORDS, 2 * WORDS, dim=1)
     part.store(widened(own[0], own[1]))
 
@@ -105,7 +105,7 @@ def widen_half(
     cache, loaded, numbers, following, fetched, ring, tiles,
     SIDE: gl.constexpr, ENTRY: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    """Write one half of a worker's tile number `tiles`, of the entries with `numbers`, to its place once that is free,
+    """Write one half of a CTA's tile number `tiles`, of the entries with `numbers`, to its place once that is free,
     and tell when it is complete. `loaded`: its first pieces. Returns those of the next tile, whose entries are
     `following`.
 

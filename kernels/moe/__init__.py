@@ -21,7 +21,7 @@ from kernels.moe.pending import PendingExperts
 from kernels.moe.pending import takes as takes_pending
 from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 from kernels.rms_norm import AddNorm, add_rms_norm
 from kernels.routing_rule import RoutingRule
 
@@ -37,7 +37,7 @@ __all__ = [
     "workspace_bytes",
 ]
 
-_REINTERPRETED: Final = PrivateGround(
+_REINTERPRETED: Final = PrivateApi(
     "triton",
     ("triton.experimental.gluon.language.shared_memory_descriptor._reinterpret",),
     "the experts of many tokens, and all with INT4 weights, go without Hopper's own kernels, which are faster by up to "
@@ -87,7 +87,7 @@ def experts(
     shared: int = 0,
     add_norm: AddNorm | None = None,
     workspace: Tensor | None = None,
-    rounds: bool = False,
+    quantize_activations: bool = False,
     dependent: bool = False,
 ) -> None:
     """out[t] = sum over k of weight[t, k] * down[id] · (silu(gate[id] · x[t]) * (up[id] · x[t])).
@@ -108,9 +108,9 @@ def experts(
       `kernels.rms_norm.add_rms_norm` of the sum. The residual shares no memory with anything else.
     - `workspace` (GPU): a uint8 tensor of `workspace_bytes` bytes that needs no initialisation; without one the call
       allocates it.
-    - `rounds`: whether a Hopper GPU may round the inputs of both products to FP8 where it multiplies many tokens in
-      bf16 with FP8 weights in blocks of 128 x 128: with a scale for each token, or pair, and 128 features, as
-      `kernels.quantise` says. Sums of 128 products are then scaled and added up in fp32.
+    - `quantize_activations`: whether a Hopper GPU may round the inputs of both products to FP8 where it multiplies many
+      tokens in bf16 with FP8 weights in blocks of 128 x 128: with a scale for each token, or pair, and 128 features, as
+      `kernels.quantize` says. Sums of 128 products are then scaled and added up in fp32.
     - `dependent` (GPU): programmatic dependent launch, see `launch`.
 
     Source: DeepSeekMoE (Dai et al., 2024); grouped products over sorted tokens: MegaBlocks (Gale et al., 2022).
@@ -120,7 +120,7 @@ def experts(
         if add_norm is not None:
             add_rms_norm(out_TE, add_norm.residual_TE, add_norm.weight_E, out_TE, eps=add_norm.eps)
         return
-    shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared, rounds=rounds)
+    shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared, quantize_activations=quantize_activations)
     _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE), shape, workspace, dependent, add_norm)
 
 
@@ -164,15 +164,23 @@ def _launch(
 
 
 def experts_shape(
-    x_TE: Tensor, id_TK: Tensor, down_XEI: Matrix, *, groups: int = 0, shared: int = 0, rounds: bool = False
+    x_TE: Tensor,
+    id_TK: Tensor,
+    down_XEI: Matrix,
+    *,
+    groups: int = 0,
+    shared: int = 0,
+    quantize_activations: bool = False,
 ) -> ExpertsShape:
-    """The sizes of a call of `experts` with so many shared ones, or of `add_experts` with so many groups. `rounds`:
-    whether it may round its inputs, for which it needs no more memory."""
+    """The sizes of a call of `experts` with so many shared ones, or of `add_experts` with so many groups.
+    `quantize_activations`: whether it may round its inputs, for which it needs no more memory."""
     experts, hidden, intermediate = down_XEI.shape
     tokens, chosen, dtype = x_TE.shape[0], id_TK.shape[1], x_TE.dtype
     aligned = x_TE.data_ptr() % 16 == 0 and x_TE.stride(0) % 8 == 0
     hopper = hopper_programs(x_TE.device) if aligned else 0
-    return ExpertsShape(tokens, chosen, experts, hidden, intermediate, dtype, groups, shared, hopper, rounds)
+    return ExpertsShape(
+        tokens, chosen, experts, hidden, intermediate, dtype, groups, shared, hopper, quantize_activations
+    )
 
 
 def hopper_programs(device: torch.device) -> int:

@@ -53,7 +53,7 @@ from kernels.linear.hopper import STEP, TILED
 
 ROWS = gl.constexpr(128)
 """Pairs of a tile."""
-HALF = gl.constexpr(64)
+HALF_TILE = gl.constexpr(64)
 """Pairs of a multiplying partition."""
 LEAD = gl.constexpr(8)
 """So many stages before the end of an item a program claims its next."""
@@ -167,15 +167,17 @@ def fetch_sorted(
     while block >= 0:
         announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
         turn += 1
-        both = pairs > HALF
+        both = pairs > HALF_TILE
         for i in range(steps):
             stage = step % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(bar, 2 * weight_box.block_type.nbytes + 2 * act_box.block_type.nbytes, pred=both)
-            mbarrier.expect(bar, 2 * weight_box.block_type.nbytes + act_box.block_type.nbytes, pred=pairs <= HALF)
+            mbarrier.expect(bar, 2 * weight_box.block_type.nbytes + act_box.block_type.nbytes, pred=pairs <= HALF_TILE)
             tma.async_copy_global_to_shared(act_box, [first, i * STEP], bar, a_s.index(2 * stage))
-            tma.async_copy_global_to_shared(act_box, [first + HALF, i * STEP], bar, a_s.index(2 * stage + 1), pred=both)
+            tma.async_copy_global_to_shared(
+                act_box, [first + HALF_TILE, i * STEP], bar, a_s.index(2 * stage + 1), pred=both
+            )
             fetch_weights(weight_box, expert, block, i * STEP, bar, b_s, stage, False, FEATURES, WIDTH)
             step += 1
             if i == claimed_at:
@@ -282,18 +284,18 @@ def multiply(
     )
     lanes: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     steps: gl.constexpr = (K + STEP - 1) // STEP
-    m = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, lanes))
+    m = WHICH * HALF_TILE + gl.arange(0, HALF_TILE, gl.SliceLayout(1, lanes))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, lanes))
     words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     step = 0
     turn = 0
     first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
     while block >= 0:
-        if pairs > WHICH * HALF:
+        if pairs > WHICH * HALF_TILE:
             row = first + m
             if not GATE:
                 row = gl.load(sorted_pair + row, mask=m < pairs, other=0)
-            sums = gl.zeros([HALF, 2 * WIDTH], gl.float32, layout)
+            sums = gl.zeros([HALF_TILE, 2 * WIDTH], gl.float32, layout)
             for i in range(steps):
                 stage = step % STAGES
                 mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -307,7 +309,7 @@ def multiply(
             sums = warpgroup_mma_wait(0, deps=(sums,))
             gl.thread_barrier()
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-            left, right = sums.reshape([HALF, 2, WIDTH]).permute((0, 2, 1)).split()
+            left, right = sums.reshape([HALF_TILE, 2, WIDTH]).permute((0, 2, 1)).split()
             if GATE:
                 value = left * (1 / (1 + gl.exp(-left))) * right
                 value = gl.convert_layout(value.to(out.dtype.element_ty), lanes)
@@ -353,15 +355,15 @@ def product(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     gl.thread_barrier()
-    a_halves = a_s._reinterpret(dtype, [2 * STAGES, HALF, STEP], TILED)
+    a_half_tiles = a_s._reinterpret(dtype, [2 * STAGES, HALF_TILE, STEP], TILED)
     b_pairs = b_s._reinterpret(dtype, [STAGES, 2 * WIDTH, STEP], TILED)
     # The tuples stand in the calls: in a variable their constants would become run-time values.
     if GATE:
         gl.warp_specialize(
             [
-                (multiply, (sorted_pair, out, a_halves, b_pairs, work_s, full, empty, announced,
+                (multiply, (sorted_pair, out, a_half_tiles, b_pairs, work_s, full, empty, announced,
                             0, GATE, K, FEATURES, WIDTH, STAGES)),
-                (multiply, (sorted_pair, out, a_halves, b_pairs, work_s, full, empty, announced,
+                (multiply, (sorted_pair, out, a_half_tiles, b_pairs, work_s, full, empty, announced,
                             1, GATE, K, FEATURES, WIDTH, STAGES)),
                 (fetch_gathered, (x, weight_box, sorted_pair, table, a_s, b_s, work_s, full, empty, announced,
                                   X_STRIDE, COLUMNS, K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
@@ -372,11 +374,11 @@ def product(
     else:
         gl.warp_specialize(
             [
-                (multiply, (sorted_pair, out, a_halves, b_pairs, work_s, full, empty, announced,
+                (multiply, (sorted_pair, out, a_half_tiles, b_pairs, work_s, full, empty, announced,
                             0, GATE, K, FEATURES, WIDTH, STAGES)),
-                (multiply, (sorted_pair, out, a_halves, b_pairs, work_s, full, empty, announced,
+                (multiply, (sorted_pair, out, a_half_tiles, b_pairs, work_s, full, empty, announced,
                             1, GATE, K, FEATURES, WIDTH, STAGES)),
-                (fetch_sorted, (act_box, weight_box, table, a_halves, b_s, work_s, full, empty, announced,
+                (fetch_sorted, (act_box, weight_box, table, a_half_tiles, b_s, work_s, full, empty, announced,
                                 K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
             ],
             [4, 1],

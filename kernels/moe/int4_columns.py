@@ -6,8 +6,8 @@ every warp has its own 16 rows. So no warp waits for another but where the input
 
 One logical operation takes two numbers of a word that are 16 bits apart, a number and the one four later, into the
 mantissas of two fp16 numbers; less an offset, and times the group's scale in fp16, they are exact: a scale has 8 bits,
-a number less 8 has 3. Inputs are in fp16 as well, divided by a power of two (`kernels.halve`). So nothing is rounded
-but what the checkpoint has rounded. Scales of 32 and more would be infinite in fp16; the loader refuses them.
+a number less 8 has 3. Inputs are in fp16 as well, divided by a power of two (`kernels.fp16_scaled`). So nothing is
+rounded but what the checkpoint has rounded. Scales of 32 and more would be infinite in fp16; the loader refuses them.
 
 The columns of a tile of the tensor cores are pairs of a token and an expert, PAIRS of them; where these are fewer than
 eight, the columns repeat them.
@@ -38,7 +38,7 @@ _COLUMNS = gl.constexpr(COLUMNS)
 _GROUP = gl.constexpr(GROUP)
 _SCALE = gl.constexpr(SCALE)
 
-_TO_HALVES = gl.constexpr(
+_TO_FP16_PAIRS = gl.constexpr(
     """
     {
     .reg .b32 word, bits, place, sixteenth, offset;
@@ -145,7 +145,7 @@ def left_operand(words, scale, WARPS: gl.constexpr):
     half = (scale.to(gl.float32) * _SCALE).to(gl.float16)
     half, words = gl.broadcast(half[:, :, :, None], words)
     a, b, c, d = gl.inline_asm_elementwise(
-        _TO_HALVES, "=r,=r,=r,=r,r,r", [words, half], dtype=kinds, is_pure=True, pack=2
+        _TO_FP16_PAIRS, "=r,=r,=r,=r,r,r", [words, half], dtype=kinds, is_pure=True, pack=2
     )  # fmt: skip
     both = gl.join(gl.join(a, c), gl.join(b, d)).reshape(16 * WARPS, 2, 4, 4, 2, 4)
     both = both.permute((0, 1, 3, 5, 2, 4)).reshape(16 * WARPS, _STEP)
@@ -185,6 +185,6 @@ def multiplied(
 
 
 @gluon.jit
-def halves(total, WARPS: gl.constexpr):
+def row_halves(total, WARPS: gl.constexpr):
     """Of every warp's 16 rows the first eight, and the others."""
     return gl.split(total.reshape(WARPS, 2, 8, _COLUMNS).permute((0, 2, 3, 1)))

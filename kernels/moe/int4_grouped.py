@@ -56,7 +56,7 @@ from kernels.moe.hopper import announce, announcement, claim, report_full, store
 
 STEP = gl.constexpr(128)
 """Input features of a stage."""
-HALF = gl.constexpr(64)
+HALF_TILE = gl.constexpr(64)
 """Of an order of their own, and of a swizzled row."""
 BLOCK = gl.constexpr(128)
 """Weight rows that come at a time."""
@@ -168,7 +168,7 @@ def fetch(
     lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, lanes))
-    column = gl.arange(0, HALF, gl.SliceLayout(0, lanes))
+    column = gl.arange(0, HALF_TILE, gl.SliceLayout(0, lanes))
     lag: gl.constexpr = STAGES - 2
     steps: gl.constexpr = K // STEP
     claimed_at: gl.constexpr = max(steps - LEAD, 0)
@@ -208,7 +208,7 @@ def fetch(
             _fetch_rows(w_box, s_box, second, i, bar, w_s, s_s, 2 * stage + 1)
             for half in gl.static_range(2):
                 async_copy.async_copy_global_to_shared(
-                    x_s.index(2 * stage + half), source + i * STEP + half * HALF, mask=inside, cache_modifier=".cg"
+                    x_s.index(2 * stage + half), source + i * STEP + half * HALF_TILE, mask=inside, cache_modifier=".cg"
                 )
             async_copy.commit_group()
             if step >= lag:
@@ -255,7 +255,7 @@ def _weights(words, scale, WIDTH: gl.constexpr):
     )  # fmt: skip
     # [row, quarter, two of four, one, the other two of four, eighth], see `place`.
     both = gl.join(gl.join(a, c), gl.join(b, d)).reshape([CHUNK, 4, 2, 2, 2, 2])
-    both = both.permute((0, 2, 4, 5, 1, 3)).reshape([CHUNK, HALF])
+    both = both.permute((0, 2, 4, 5, 1, 3)).reshape([CHUNK, HALF_TILE])
     return gl.convert_layout(both, left, assert_trivial=True)
 
 
@@ -374,7 +374,7 @@ def _narrow_item(
 
 @gluon.jit
 def multiply(
-    sorted_pair, out, x_s, x_halves, w_s, s_s, work_s, full, empty, announced, turns,
+    sorted_pair, out, x_s, x_half_tiles, w_s, s_s, work_s, full, empty, announced, turns,
     WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A multiplying partition: the first chunk of weight rows of either block, or the second."""
@@ -391,7 +391,7 @@ def multiply(
             )  # fmt: skip
         else:
             step = _narrow_item(
-                sorted_pair, out, x_halves, w_s, s_s, full, empty, step, turns, first, pairs, block,
+                sorted_pair, out, x_half_tiles, w_s, s_s, full, empty, step, turns, first, pairs, block,
                 WHICH, GATE, FEATURES, ROWS // 2, STAGES,
             )  # fmt: skip
         turn += 1
@@ -413,7 +413,7 @@ def product(
     `w_box` and `s_box`: descriptors of the experts' rows, laid end to end, and of their scales. FEATURES: of the output
     (GATE: of gate, and as many of up).
     """
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, HALF], TILED)
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, HALF_TILE], TILED)
     w_s = gl.allocate_shared_memory(gl.int16, [2 * STAGES, BLOCK, STEP // 4], WORDS)
     s_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, BLOCK, FETCHED], SCALES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -427,15 +427,15 @@ def product(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     gl.thread_barrier()
-    x_halves = x_s._reinterpret(gl.bfloat16, [4 * STAGES, ROWS // 2, HALF], TILED)
+    x_half_tiles = x_s._reinterpret(gl.bfloat16, [4 * STAGES, ROWS // 2, HALF_TILE], TILED)
     w_chunks = w_s._reinterpret(gl.int16, [4 * STAGES, CHUNK, STEP // 4], WORDS)
     s_chunks = s_s._reinterpret(gl.bfloat16, [4 * STAGES, CHUNK, FETCHED], SCALES)
     # The tuples stand in the calls: in a variable their constants would become run-time values.
     gl.warp_specialize(
         [
-            (multiply, (sorted_pair, out, x_s, x_halves, w_chunks, s_chunks, work_s, full, empty, announced, turns,
+            (multiply, (sorted_pair, out, x_s, x_half_tiles, w_chunks, s_chunks, work_s, full, empty, announced, turns,
                         0, GATE, FEATURES, ROWS, STAGES)),
-            (multiply, (sorted_pair, out, x_s, x_halves, w_chunks, s_chunks, work_s, full, empty, announced, turns,
+            (multiply, (sorted_pair, out, x_s, x_half_tiles, w_chunks, s_chunks, work_s, full, empty, announced, turns,
                         1, GATE, FEATURES, ROWS, STAGES)),
             (fetch, (x, w_box, s_box, sorted_pair, table, x_s, w_s, s_s, work_s, full, empty, announced,
                      GATE, COLUMNS, K, FEATURES, BLOCKS, GROUP, ROWS, STAGES)),

@@ -1,9 +1,9 @@
 """The experts of one token with INT4 weights in groups of 32, on Hopper: bound by the time in which the weights are
 read.
 
-Inputs are halved by every program while its first weights are on their way, and change rarely: a program takes the
-pieces of work (an expert of the token, block of features) in a row. The token is in every column of the tensor cores'
-tile. All else is in `int4_columns`.
+Inputs are in scaled fp16 by every program while its first weights are on their way, and change rarely: a program takes
+the pieces of work (an expert of the token, block of features) in a row. The token is in every column of the tensor
+cores' tile. All else is in `int4_columns`.
 
 The token of gate and up may be a pending norm's; the sum of its squares is read and the division done with the unit of
 its halves.
@@ -19,17 +19,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.halve.kernel import unit_of
+from kernels.fp16_scaled.kernel import unit_of
 from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
 from kernels.moe.int4_columns import (
     COLUMNS,
     SCALE,
     STEP,
     asked,
-    halves,
     left_to_divide,
     multiplied,
     products_layout,
+    row_halves,
     weights_at,
 )
 
@@ -129,9 +129,9 @@ def product(
         total = total * (unit / _SCALE)
         to = out + pair * FEATURES + piece % BLOCKS * WIDTH
         if GATE:
-            gate, up = halves(total, _WARPS)
-            where, _ = halves((r // 16 * 8 + r % 8)[:, None] + 0 * n[None, :], _WARPS)
-            kept, _ = halves(((r >= 0)[:, None] & (n == 0)[None, :] & valid).to(gl.int32), _WARPS)
+            gate, up = row_halves(total, _WARPS)
+            where, _ = row_halves((r // 16 * 8 + r % 8)[:, None] + 0 * n[None, :], _WARPS)
+            kept, _ = row_halves(((r >= 0)[:, None] & (n == 0)[None, :] & valid).to(gl.int32), _WARPS)
             value = gate / (1 + gl.exp(-gate)) * up
             gl.store(to + where, value.to(out.dtype.element_ty), mask=kept > 0, eviction_policy="evict_last")
         else:

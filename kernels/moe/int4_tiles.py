@@ -19,17 +19,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.halve.kernel import unit_of
+from kernels.fp16_scaled.kernel import unit_of
 from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
 from kernels.moe.int4_columns import (
     COLUMNS,
     SCALE,
     STEP,
     asked,
-    halves,
     left_to_divide,
     multiplied,
     products_layout,
+    row_halves,
     weights_at,
 )
 
@@ -158,10 +158,10 @@ def product(
         here = n < gl.minimum(pairs, PAIRS)
         feature = piece % BLOCKS * WIDTH
         if GATE:
-            gate, up = halves(total, WARPS)
+            gate, up = row_halves(total, WARPS)
             to = (first + n)[None, :] * FEATURES + feature + (r // 16 * 8 + r % 8)[:, None]
-            where, _ = halves(to, WARPS)
-            kept, _ = halves(((r >= 0)[:, None] & here[None, :]).to(gl.int32), WARPS)
+            where, _ = row_halves(to, WARPS)
+            kept, _ = row_halves(((r >= 0)[:, None] & here[None, :]).to(gl.int32), WARPS)
             value = gate / (1 + gl.exp(-gate)) * up
             gl.store(out + where, value.to(out.dtype.element_ty), mask=kept > 0, eviction_policy="evict_last")
         else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.matrix import BlockScaled, GroupScaled, Matrix
-from kernels.moe import kernel, rounded_launch, routing, scaled_launch, single, sorting
+from kernels.moe import kernel, routing, scaled_launch, single, sorting, w8a8_launch
 from kernels.moe.schedule import (
     FEW,
     FEW_EXPERTS,
@@ -123,8 +123,8 @@ class ExpertLaunches:
         else:
             if self.tiling.rows:
                 self.sort()
-            if self.tiling.rounded:
-                self.quantise()
+            if self.tiling.w8a8:
+                self.quantize()
             if self.tiling.rearranged:
                 self.rearrange()
             self.gate_up()
@@ -189,9 +189,9 @@ class ExpertLaunches:
             **sizes,
         )
 
-    def quantise(self) -> None:
+    def quantize(self) -> None:
         """Round the tokens to FP8."""
-        rounded_launch.quantise(self.x_TE, self.scratch, self.shape)
+        w8a8_launch.quantize(self.x_TE, self.scratch, self.shape)
 
     def rearrange(self) -> None:
         """Bring the tokens' features into the order of Hopper's kernels for many tokens with INT4 weights."""
@@ -200,8 +200,8 @@ class ExpertLaunches:
     def gate_up(self) -> None:
         """Gate and up of the sorted pairs."""
         product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
-        if self.tiling.rounded and isinstance(self.gate_up_XFE, BlockScaled):
-            rounded_launch.gate_up(self.gate_up_XFE, scratch, shape, self.tiling)
+        if self.tiling.w8a8 and isinstance(self.gate_up_XFE, BlockScaled):
+            w8a8_launch.gate_up(self.gate_up_XFE, scratch, shape, self.tiling)
             return
         if not self.tiling.rows and isinstance(self.gate_up_XFE, GroupScaled):
             call = (shape, self.tiling, self._dependent)
@@ -239,8 +239,8 @@ class ExpertLaunches:
     def down(self) -> None:
         """Down of the sorted pairs."""
         product, shape, scratch = self.tiling.down, self.shape, self.scratch
-        if self.tiling.rounded and isinstance(self.down_XEI, BlockScaled):
-            rounded_launch.down(self.down_XEI, scratch, shape, self.tiling)
+        if self.tiling.w8a8 and isinstance(self.down_XEI, BlockScaled):
+            w8a8_launch.down(self.down_XEI, scratch, shape, self.tiling)
             return
         if not self.tiling.rows and isinstance(self.down_XEI, GroupScaled):
             call = (shape, self.tiling, self._dependent)

@@ -1,4 +1,4 @@
-"""The experts of a few tokens with INT4 weights between pending norms, on Hopper: what the way of few tokens launches.
+"""The experts of a few tokens with INT4 weights between pending norms, on Hopper: what the small-batch path launches.
 
 The tokens' division by their root mean square is done by gate and up, and the sum over a token's experts is spread over
 programs for some features each, which leave the next norm pending. The shared experts may stand between the choice and

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import steady
+from kernels import deterministic_math
 from kernels.linear import grouped_linear, linear
 from kernels.matrix import Matrix
 from kernels.routing_rule import RoutingRule
@@ -27,10 +27,10 @@ def route(
     tokens, experts = logit_TX.shape
     count = id_TK.shape[1] - shared
     if rule.scoring == "softmax":
-        power_TX = steady.exp(logit_TX - logit_TX.amax(-1, keepdim=True))
+        power_TX = deterministic_math.exp(logit_TX - logit_TX.amax(-1, keepdim=True))
         score_TX = power_TX / power_TX.sum(-1, keepdim=True)
     else:
-        score_TX = steady.sigmoid(logit_TX)
+        score_TX = deterministic_math.sigmoid(logit_TX)
     choice_TX = score_TX if bias_X is None else score_TX + bias_X
     if rule.groups > 1:
         member_TGX = choice_TX.view(choice_TX.shape[0], rule.groups, -1)
@@ -122,7 +122,7 @@ def add_experts(
         linear(x_TE[token_Y].to(compute), gate_up_FE.to(compute), gate_up_YF, invariant=True)
         gate_YI, up_YI = gate_up_YF.chunk(2, dim=-1)
         part_YGE = torch.empty(len(token_Y), *sum_TGE.shape[1:], dtype=compute)
-        grouped_linear((steady.silu(gate_YI) * up_YI).to(x_TE.dtype), down_EI, part_YGE)
+        grouped_linear((deterministic_math.silu(gate_YI) * up_YI).to(x_TE.dtype), down_EI, part_YGE)
         part_TKGE[token_Y, column_Y] = part_YGE * weight_TK[token_Y, column_Y, None, None]
     for part_TGE in part_TKGE.unbind(1):
         sum_TGE += part_TGE

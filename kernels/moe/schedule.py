@@ -39,7 +39,7 @@ FEWEST_OF_64: Final = 12
 """Tokens that an expert has on average, at least, in Triton's tiles of 64 pairs; fewer have tiles of 16."""
 MOST_OF_64: Final = 56
 """Tokens that an expert may have on average in tiles of 64 pairs."""
-ROUNDED_BLOCK: Final = 128
+W8A8_BLOCK: Final = 128
 """Features that share a scale then, of activations and, in either direction, of weights."""
 
 
@@ -63,8 +63,8 @@ class ExpertsShape:
     """The last so many experts are every token's, and among its `chosen`."""
     hopper: int = 0
     """Multiprocessors of the GPU, if it is a Hopper and its own kernels may read the tokens; otherwise 0."""
-    rounds: bool = False
-    """Whether activations may be rounded to FP8 where the weights of both products are FP8."""
+    quantize_activations: bool = False
+    """Whether activations may be quantized to FP8 where the weights of both products are FP8."""
 
     def __post_init__(self) -> None:
         if not (0 < self.chosen <= MOST_CHOSEN and 0 < self.experts <= MOST_EXPERTS):
@@ -104,10 +104,10 @@ class ExpertsShape:
         return self.dtype.itemsize == 2 and self.hidden >= 64 and self.intermediate >= 32 and not self.groups
 
     @property
-    def for_rounded(self) -> bool:
+    def suits_w8a8(self) -> bool:
         """Whether the kernels for activations in FP8 take these sizes: whole blocks, of `down` two at least."""
-        whole = self.hidden % ROUNDED_BLOCK == 0 and self.intermediate % ROUNDED_BLOCK == 0
-        return whole and self.hidden >= 2 * ROUNDED_BLOCK and self.dtype == torch.bfloat16 and not self.groups
+        whole = self.hidden % W8A8_BLOCK == 0 and self.intermediate % W8A8_BLOCK == 0
+        return whole and self.hidden >= 2 * W8A8_BLOCK and self.dtype == torch.bfloat16 and not self.groups
 
     @property
     def for_int4_alone(self) -> bool:
@@ -170,13 +170,13 @@ class ExpertTiling:
     """Dtype of a pair's result, before weighting: that of the call, so that fewer bytes are written and read between
     weights; fp32 where groups are summed apart."""
     programs: int = 0
-    """Of Hopper's own kernels (`hopper`, `rounded`, `int4_grouped`), which go through all tiles, one for each
+    """Of Hopper's own kernels (`hopper`, `w8a8`, `int4_grouped`), which go through all tiles, one for each
     multiprocessor; of those for few tokens with INT4 weights the multiprocessors, each of which has several; 0: the
     Triton kernels."""
     spread: bool = False
     """Those spread the work of shared experts evenly among that of the others."""
-    rounded: bool = False
-    """Those are the ones for activations in FP8 (`rounded`)."""
+    w8a8: bool = False
+    """Those are the ones for activations in FP8 (`w8a8`)."""
     stored: tuple[Stored, Stored] = (PLAIN, PLAIN)
     """How the weights of either product are stored."""
 
@@ -220,8 +220,8 @@ SCALED_IN_GROUPS = (Product(64, 64, 4, 4, tma=True), Product(64, 64, 4, 4, tma=T
 def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) -> ExpertTiling:
     """The tiles for a call: as tall as a routed expert's tokens are many on average, so that weights are streamed once.
     A shared expert, which has all tokens, fills as many tiles as it takes. Hopper has kernels of its own for the
-    tallest with plain weights, for FP8 where activations may be rounded, and for INT4. Whether they take a call or not,
-    and however the weights of `gate_up` and of `down` are stored, its memory is the same.
+    tallest with plain weights, for FP8 where activations may be quantized, and for INT4. Whether they take a call or
+    not, and however the weights of `gate_up` and of `down` are stored, its memory is the same.
 
     Sums of groups have one tile for every number of tokens, and keep what the order of a sum could round.
     """
@@ -245,8 +245,8 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
     many = mean > MOST_INT4_MEAN
     if many and shape.hopper and shape.for_int4_grouped and all(how.format == "int4" for how in stored):
         return int4_grouped(shape, shape.hopper, stored)
-    if rows and shape.rounds and shape.hopper and shape.for_rounded and all(map(in_whole_blocks, stored)):
-        return rounded(shape, shape.hopper, stored)
+    if rows and shape.quantize_activations and shape.hopper and shape.suits_w8a8 and all(map(in_whole_blocks, stored)):
+        return w8a8(shape, shape.hopper, stored)
     if rows == 128 and shape.hopper and shape.for_hopper and stored == (PLAIN, PLAIN):
         return grouped(shape, shape.hopper)
     gate_up, down = of(PRODUCTS[rows], SCALED[rows])
@@ -273,15 +273,15 @@ def grouped(shape: ExpertsShape, programs: int) -> ExpertTiling:
 
 def in_whole_blocks(stored: Stored) -> bool:
     """Whether weights are FP8 with a scale for every 128 x 128."""
-    return (stored.format, stored.rows, stored.features) == ("fp8", ROUNDED_BLOCK, ROUNDED_BLOCK)
+    return (stored.format, stored.rows, stored.features) == ("fp8", W8A8_BLOCK, W8A8_BLOCK)
 
 
-def rounded(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
+def w8a8(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
     """The tiles of Hopper's kernels for activations in FP8; a program for each multiprocessor, as in `grouped`."""
-    if not shape.for_rounded or not all(map(in_whole_blocks, stored)):
+    if not shape.suits_w8a8 or not all(map(in_whole_blocks, stored)):
         raise ValueError(f"activations in FP8 take bf16 and weights in whole blocks of 128 x 128, in one sum: {shape}")
     products = Product(128, 128, 4, 4, 4, tma=True), Product(256, 128, 4, 4, 4, tma=True)
-    return ExpertTiling(128, *products, shape.dtype, programs, shape.mean <= 128, rounded=True, stored=stored)
+    return ExpertTiling(128, *products, shape.dtype, programs, shape.mean <= 128, w8a8=True, stored=stored)
 
 
 def int4_alone(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, Stored]) -> ExpertTiling:

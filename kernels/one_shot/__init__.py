@@ -27,7 +27,7 @@ from kernels.pending_norm.pieces import PendingNorm
 
 __all__ = ["MOST_BYTES", "PIECE_BYTES", "Inbox", "one_shot_add", "one_shot_gather", "one_shot_sum"]
 
-HALVES: Final = 2
+BUFFERS: Final = 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Inbox:
     @staticmethod
     def nbytes(ranks: int) -> int:
         """Of so many ranks' inboxes, each."""
-        return HALVES * ranks * MOST_BYTES
+        return BUFFERS * ranks * MOST_BYTES
 
     @staticmethod
     def of(own: Tensor, addresses: list[int], rank: int) -> Inbox:

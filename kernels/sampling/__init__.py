@@ -51,7 +51,7 @@ def sample_rows(
     features: Feature,
     workspace: SampleWorkspace | None = None,
     *,
-    bad_N: torch.Tensor | None = None,
+    nonfinite_N: torch.Tensor | None = None,
     dependent: bool = False,
 ) -> None:
     """`sample_tokens` for the logits rows of a step, without a tensor for what follows from their order.
@@ -61,17 +61,29 @@ def sample_rows(
     `launch`.
     """
     assert token_N.shape == logits_NV.shape[:1] == (rows.logits_rows,)
-    assert bad_N is None or bad_N.shape == token_N.shape
+    assert nonfinite_N is None or nonfinite_N.shape == token_N.shape
     assert not features & Feature.PENALTIES or tables.seen_SV.shape[1] == logits_NV.shape[1]
     if not logits_NV.is_cuda:
         slot_N, position_N, draft_NX, window_N = rows.expanded()
         reference.sample(
-            logits_NV, slot_N, position_N, tables, token_N, fault_1, features, draft_NX, window_N, bad_N, rows.masks
+            logits_NV,
+            slot_N,
+            position_N,
+            tables,
+            token_N,
+            fault_1,
+            features,
+            draft_NX,
+            window_N,
+            nonfinite_N,
+            rows.masks,
         )
         return
     if workspace is None or workspace.peak_NP.shape[0] != rows.logits_rows:
         raise ValueError("sampling on a GPU needs a workspace for as many rows: SampleWorkspace.allocate")
-    launch.sample(logits_NV, rows, tables, token_N, fault_1, features, workspace, bad_N=bad_N, dependent=dependent)
+    launch.sample(
+        logits_NV, rows, tables, token_N, fault_1, features, workspace, nonfinite_N=nonfinite_N, dependent=dependent
+    )
 
 
 def sample_tokens(
@@ -86,7 +98,7 @@ def sample_tokens(
     window_N: torch.Tensor | None = None,
     workspace: SampleWorkspace | None = None,
     *,
-    bad_N: torch.Tensor | None = None,
+    nonfinite_N: torch.Tensor | None = None,
     masks: TokenMasks | None = None,
 ) -> None:
     """Write the token of every row to `token_N` (int64 [N]).
@@ -100,11 +112,12 @@ def sample_tokens(
 
     A row without a finite maximum (NaN or +inf anywhere, allowed or not, or every id masked) is bad: it gets token 0,
     so that nothing is indexed out of bounds, and such a token means nothing. The caller has to look which rows those
-    are: `bad_N` (int64 [N]) gets 1 for them and 0 for the others. Without it each adds 1 to `fault_1` (int64 [1]).
+    are: `nonfinite_N` (int64 [N]) gets 1 for them and 0 for the others. Without it each adds 1 to `fault_1` (int64
+    [1]).
     """
     assert (draft_NX is None) == (window_N is None)
     rows = SampledRows(slot_N, position_N, draft=draft_NX, window_N=window_N, masks=masks)
-    sample_rows(logits_NV, rows, tables, token_N, fault_1, features, workspace, bad_N=bad_N)
+    sample_rows(logits_NV, rows, tables, token_N, fault_1, features, workspace, nonfinite_N=nonfinite_N)
 
 
 def count_tokens(

@@ -30,7 +30,7 @@ def sample(
     features: Feature,
     workspace: SampleWorkspace,
     *,
-    bad_N: Tensor | None = None,
+    nonfinite_N: Tensor | None = None,
     dependent: bool = False,
 ) -> None:
     """See `kernels.sampling.sample_rows`."""
@@ -130,7 +130,7 @@ def sample(
         workspace.score_NP,
         workspace.score_id_NP,
         token_N,
-        fault_1 if bad_N is None else bad_N,
+        fault_1 if nonfinite_N is None else nonfinite_N,
         decode_tokens,
         nobody,
         parts,
@@ -138,7 +138,7 @@ def sample(
         PEAKS=blocks,
         LANES=max(peaks.lanes, triton.next_power_of_2(parts)),
         NOISE=bool(features & Feature.NOISE),
-        NAMED=bad_N is not None,
+        NAMED=nonfinite_N is not None,
         DEPENDENT=dependent,
         num_warps=1,
         **_options(dependent),

@@ -34,7 +34,7 @@ def sample(
     features: Feature,
     draft_NX: torch.Tensor | None,
     window_N: torch.Tensor | None,
-    bad_N: torch.Tensor | None = None,
+    nonfinite_N: torch.Tensor | None = None,
     masks: TokenMasks | None = None,
 ) -> None:
     """See the launcher, `kernels.sampling.sample_tokens`."""
@@ -60,10 +60,10 @@ def sample(
     # NaN anywhere in a row makes its maximum NaN.
     owned_N, sound_N = _owned(slot_N, tables), peak_N.isfinite()
     token_N.copy_(torch.where(owned_N & sound_N, best_N, 0))
-    if bad_N is None:
+    if nonfinite_N is None:
         fault_1.add_((owned_N & ~sound_N).sum())
     else:
-        bad_N.copy_(owned_N & ~sound_N)
+        nonfinite_N.copy_(owned_N & ~sound_N)
 
 
 def _scores_of_kept(

@@ -86,10 +86,10 @@ def places_of(position, table, own, rows, columns, pages, table_stride, fault, c
     there = (position >= 0) & (position < columns * _PAGE) & known
     at_page = table + tl.where(known, own, 0).to(tl.int64) * table_stride + position // _PAGE
     page = tl.load(at_page, mask=there, other=0)
-    astray = (page < 0) | (page >= pages)
-    outside = (position != -1) & (astray | (there == 0))
+    out_of_bounds = (page < 0) | (page >= pages)
+    outside = (position != -1) & (out_of_bounds | (there == 0))
     tl.atomic_add(fault + position * 0, 1, mask=outside & counting, sem="relaxed")
-    return tl.where(there & (astray == 0), page * _PAGE + position % _PAGE, -1)
+    return tl.where(there & (out_of_bounds == 0), page * _PAGE + position % _PAGE, -1)
 
 
 @triton.jit

@@ -144,7 +144,7 @@ def _attend_on_hopper(
         workspace.place_BTS,
         workspace.length_T,
         workspace.pieces_T,
-        workspace.plan,
+        workspace.metadata,
         fault_1,
         tokens,
         *page_RP.shape,
@@ -162,7 +162,7 @@ def _attend_on_hopper(
         **pdl(dependent),
     )
     told = (workspace.place_BTS, workspace.length_T, out_THL, lse_TH)
-    memory = (workspace.partial_GTHL, workspace.partial_lse_GTH, workspace.plan)
+    memory = (workspace.partial_GTHL, workspace.partial_lse_GTH, workspace.metadata)
     blocks = triton.cdiv(heads, tiling.block)
     common: dict[str, Any] = {
         "SELECTED": selected,
@@ -217,7 +217,7 @@ def invariant_sparse_decode(
         tiling = invariant_tiling(shape, cache_PKC, q_THC.dtype)
         decode = Workspace.over(workspace.decode, shape, tiling, q_THC.dtype)
         q, out, lse = (x[part].unsqueeze(1) for x in (q_THC, out_THL, lse_TH))
-        dense.plan(own[2], own[1], decode)
+        dense.schedule(own[2], own[1], decode)
         dense.attend(q, *own, out, lse, decode, scale=scale)
         dense.merge(out, lse, decode)
 

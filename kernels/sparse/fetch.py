@@ -13,7 +13,7 @@ from kernels.mla_decode.wide_tile import TILE, share_of
 
 THREADS = gl.constexpr(128)
 """That fetch; as many arrivals make a tile complete."""
-HALF = gl.constexpr(TILE.value // 2)
+HALF_TILE = gl.constexpr(TILE.value // 2)
 """Entries of half a tile."""
 
 
@@ -31,10 +31,10 @@ def single_layout(width):
 
 
 @gluon.jit
-def share_of_part(length, out, lse, partial, partial_lse, plan, scale, heads, blocks):
+def share_of_part(length, out, lse, partial, partial_lse, metadata, scale, heads, blocks):
     """The `Share` of a program: a block of heads of one part of a token's entries, as `places.find_places` has
-    planned. Each part has one place for its results, the worker's own, and no query vector belongs to a draft."""
-    return share_of(length, out, lse, partial, partial_lse, plan, scale, 0, heads, 0, heads, 0, blocks)
+    planned. Each part has one place for its results, the CTA's own, and no query vector belongs to a draft."""
+    return share_of(length, out, lse, partial, partial_lse, metadata, scale, 0, heads, 0, heads, 0, blocks)
 
 
 @gluon.jit

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.mla_decode.schedule import WORKER_FIELDS
+from kernels.mla_decode.schedule import CTA_FIELDS
 from kernels.page import PAGE_TOKENS
 from kernels.sparse.attention import places_of
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
-_WORKER = tl.constexpr(WORKER_FIELDS)
+_CTA = tl.constexpr(CTA_FIELDS)
 
 
 @triton.jit(
@@ -22,7 +22,7 @@ _WORKER = tl.constexpr(WORKER_FIELDS)
     do_not_specialize_on_alignment=["table", "row", "fault"],
 )
 def find_places(
-    selected, table, row, out, lse, place, length, pieces, plan, fault,
+    selected, table, row, out, lse, place, length, pieces, metadata, fault,
     tokens, rows, columns, pages, table_stride, results, heads,
     SELECTED: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, ZEROS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -30,9 +30,9 @@ def find_places(
     """Programs of one token. LANES and PART_LANES: SELECTED and PARTS, padded to powers of two.
 
     `place`: in the flattened cache, of the entries that are there, in their order; `length`: how many they are.
-    `pieces`: programs that have some of them, PARTS at most. `plan`: records as those of `kernels.mla_decode`, in which
-    a row is a token; those of a token's parts are `tokens` records apart. The results of a token without entries are
-    written here; they are `results` numbers. ZEROS are written at a time.
+    `pieces`: programs that have some of them, PARTS at most. `metadata`: records as those of `kernels.mla_decode`, in
+    which a row is a token; those of a token's parts are `tokens` records apart. The results of a token without entries
+    are written here; they are `results` numbers. ZEROS are written at a time.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -52,7 +52,7 @@ def find_places(
     units = tl.cdiv(count, _PAGE)
     each = tl.maximum(tl.cdiv(units, PARTS), 1)
     begin = tl.minimum(part * each, units)
-    record = plan + (part * tokens + token) * _WORKER
+    record = metadata + (part * tokens + token) * _CTA
     tl.store(record, (part * 0 + token).to(tl.int32), mask=part < PARTS)
     tl.store(record + 1, begin, mask=part < PARTS)
     tl.store(record + 2, tl.minimum(each, units - begin), mask=part < PARTS)

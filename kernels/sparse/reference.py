@@ -182,6 +182,6 @@ def _places(cache_PKC: Tensor, page_RP: Tensor, row_T: Tensor, selected_TS: Tens
     there_TS = (position_TS >= 0) & ~wrong_TS
     row_T1 = row_T.long().unsqueeze(1).masked_fill(outside_T1, 0)
     page_TS = page_RP[row_T1, (position_TS // PAGE_TOKENS).where(there_TS, 0)].long()
-    astray_TS = there_TS & ((page_TS < 0) | (page_TS >= len(cache_PKC)))
-    fault_1 += wrong_TS.sum() + astray_TS.sum()
-    return (page_TS * PAGE_TOKENS + position_TS % PAGE_TOKENS).where(there_TS & ~astray_TS, -1)
+    out_of_bounds_TS = there_TS & ((page_TS < 0) | (page_TS >= len(cache_PKC)))
+    fault_1 += wrong_TS.sum() + out_of_bounds_TS.sum()
+    return (page_TS * PAGE_TOKENS + position_TS % PAGE_TOKENS).where(there_TS & ~out_of_bounds_TS, -1)

@@ -165,9 +165,9 @@ def score_pages(
             factor = page_scales(scale, page, pages, INDEXER)
             for n in range(begin, end):
                 following = tl.load(mine + tl.minimum(n + 1, used - 1))
-                astray = (page < 0) | (page >= pages)
-                tl.atomic_add(fault, 1, mask=astray, sem="relaxed")
-                at = tl.where(astray, 0, page).to(tl.int64)
+                out_of_bounds = (page < 0) | (page >= pages)
+                tl.atomic_add(fault, 1, mask=out_of_bounds, sem="relaxed")
+                at = tl.where(out_of_bounds, 0, page).to(tl.int64)
                 entry = index + at * INDEXER.page + k[:, None] * INDEXER.features + d[None, :]
                 if INDEXER.features == FEATURES:
                     y = tl.load(entry)
@@ -185,7 +185,7 @@ def score_pages(
                 sums = tl.sum(tl.reshape(dot * w[None, :], [_PAGE, LANES, HEADS]), 2)
                 if INDEXER.int8:
                     sums = sums * factor[:, None]
-                sums = tl.where(astray, float("-inf"), sums)
+                sums = tl.where(out_of_bounds, float("-inf"), sums)
                 seen = alike[None, :] & ((n * _PAGE + k)[:, None] < sees[None, :])
                 tl.store(at_score + n * _PAGE, sums, mask=seen)
                 # A page ahead, and here, where the next page is known.

@@ -147,15 +147,15 @@ def tile_of(row, bound, tokens, width, tiles, rows, scores, GROUPS: gl.constexpr
     count = gl.minimum(gl.minimum(tile // tiles * width + width, tokens) - first, TOKENS)
     of_row = ()
     of_bound = ()
-    astray = count * 0
+    out_of_bounds = count * 0
     for token in gl.static_range(TOKENS):
         own = gl.load(row + first + token, mask=token < count, other=0)
         sees = gl.load(bound + first + token, mask=token < count, other=0)
         wrong = (sees != 0) & ((own < 0) | (own >= rows) | (sees < 0) | (sees > scores))
-        astray += wrong.to(gl.int32)
+        out_of_bounds += wrong.to(gl.int32)
         of_row = of_row + (own,)  # noqa: RUF005 - Gluon knows no stars
         of_bound = of_bound + (gl.where(wrong, 0, sees),)  # noqa: RUF005
-    return Tile(first=first, count=count, row=of_row, sees=of_bound), astray
+    return Tile(first=first, count=count, row=of_row, sees=of_bound), out_of_bounds
 
 
 @gluon.jit
@@ -182,9 +182,9 @@ def fetch(boxes, table, tile, pages, table_stride, fault, ring, GROUPS: gl.const
         page_3 = gl.load(mine + gl.minimum(begin + 3, last), mask=longest > 0, other=0)
         for n in range(begin, end):
             page_4 = gl.load(mine + gl.minimum(n + 4, last))
-            astray = (page_0 < 0) | (page_0 >= pages)
-            gl.atomic_add(fault, 1, mask=astray, sem="relaxed")
-            page = gl.where(astray, 0, page_0)
+            out_of_bounds = (page_0 < 0) | (page_0 >= pages)
+            gl.atomic_add(fault, 1, mask=out_of_bounds, sem="relaxed")
+            page = gl.where(out_of_bounds, 0, page_0)
             full = ring.full.index(stage)
             mbarrier.wait(ring.empty.index(stage), phase)
             mbarrier.expect(full, key_box.block_type.nbytes + scale_box.block_type.nbytes)
@@ -230,7 +230,7 @@ def score_group(
         page = gl.load(mine + gl.minimum(first, gl.maximum(used - 1, 0)), mask=longest > 0, other=0)
         for n in range(first, end, STEP):
             following = gl.load(mine + gl.minimum(n + STEP, used - 1))
-            astray = (page < 0) | (page >= pages)
+            out_of_bounds = (page < 0) | (page >= pages)
             at = seen_pages + (n - begin)
             stage = at % GROUPS.stages
             mbarrier.wait(ring.full.index(stage), at // GROUPS.stages & 1)
@@ -253,7 +253,7 @@ def score_group(
                 sees = gl.where(tile.row[FIRST + one] == own, tile.sees[FIRST + one], 0)
                 seen = gl.where(token == one, sees, seen)
             sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, OWN))[:, None]
-            sums = gl.where(astray, float("-inf"), sums)
+            sums = gl.where(out_of_bounds, float("-inf"), sums)
             to = score + (tile.first + FIRST + token).to(gl.int64)[None, :] * score_stride + k[:, None]
             gl.store(to, sums, mask=k[:, None] < seen[None, :])
             page = following
@@ -300,8 +300,8 @@ def score_pages_hopper(
         mbarrier.init(ring.empty.index(stage), count=OWN)
     fence_async_shared()
     gl.thread_barrier()
-    tile, astray = tile_of(row, bound, tokens, width, tiles, rows, scores, GROUPS)
-    gl.atomic_add(fault, astray.to(gl.int64), mask=(astray > 0) & (gl.program_id(0) == 0), sem="relaxed")
+    tile, out_of_bounds = tile_of(row, bound, tokens, width, tiles, rows, scores, GROUPS)
+    gl.atomic_add(fault, out_of_bounds.to(gl.int64), mask=(out_of_bounds > 0) & (gl.program_id(0) == 0), sem="relaxed")
     boxes = q_box, key_box, scale_box
     if GROUPS.groups == 3:
         gl.warp_specialize(

@@ -9,10 +9,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.mla_decode.fp8 import fp8_memory
-from kernels.mla_decode.fp8_groups import WORKER, next_stage, scoring_group, summing_group
+from kernels.mla_decode.fp8_groups import CTA, next_stage, scoring_group, summing_group
 from kernels.mla_decode.fp8_tile import GROUPS, PAIRS, TILE
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
-from kernels.sparse.fetch import HALF, THREADS, copy_columns, places_of, rows_layout, share_of_part, single_layout, tell
+from kernels.sparse.fetch import (
+    HALF_TILE,
+    THREADS,
+    copy_columns,
+    places_of,
+    rows_layout,
+    share_of_part,
+    single_layout,
+    tell,
+)
 
 
 @gluon.jit
@@ -20,34 +29,36 @@ def fetch(cache, place, share, fetched, messages, SELECTED: gl.constexpr, ENTRY:
     """The fetching warps: the tiles of the program's part of a token's entries."""
     LATENTS: gl.constexpr = rows_layout(8)
     ALONE: gl.constexpr = single_layout(4)
-    record = share.plan + share.worker * WORKER
+    record = share.metadata + share.cta * CTA
     token = gl.load(record, cache_modifier=".cg").to(gl.int64)
     start = gl.load(record + 1, cache_modifier=".cg")
     stop = start + gl.load(record + 2, cache_modifier=".cg")
     if stop > start:
         count = gl.load(share.length + token, cache_modifier=".cg")
         mine = place + token * SELECTED
-        at = places_of(mine, start * TILE, count, HALF, LATENTS)
-        alone = places_of(mine, start * TILE, count, HALF, ALONE)
+        at = places_of(mine, start * TILE, count, HALF_TILE, LATENTS)
+        alone = places_of(mine, start * TILE, count, HALF_TILE, ALONE)
         stage = 0
         phase = 1
         for tile in range(start, stop):
             mbarrier.wait(messages.empty.index(stage), phase)
             # Half a tile at a time: addresses of all would take too many registers.
-            for i in gl.static_range(TILE // HALF):
+            for i in gl.static_range(TILE // HALF_TILE):
                 entry = cache + at.to(gl.int64) * ENTRY.size
                 scales = cache + alone.to(gl.int64) * ENTRY.size
-                following = tile * TILE + (i + 1) * HALF
-                at = places_of(mine, following, count, HALF, LATENTS)
-                alone = places_of(mine, following, count, HALF, ALONE)
+                following = tile * TILE + (i + 1) * HALF_TILE
+                at = places_of(mine, following, count, HALF_TILE, LATENTS)
+                alone = places_of(mine, following, count, HALF_TILE, ALONE)
                 pairs = entry.to(gl.pointer_type(gl.int16), bitcast=True)
                 for g in gl.static_range(GROUPS):
-                    latent = fetched.latent.index(stage * GROUPS + g).slice(i * HALF, HALF, dim=0)
+                    latent = fetched.latent.index(stage * GROUPS + g).slice(i * HALF_TILE, HALF_TILE, dim=0)
                     copy_columns(pairs, g * PAIRS, latent, LATENTS)
                 roped = entry.to(gl.pointer_type(gl.bfloat16), bitcast=True)
-                copy_columns(roped, ENTRY.rope // 2, fetched.rope.index(stage).slice(i * HALF, HALF, dim=0), LATENTS)
+                copy_columns(
+                    roped, ENTRY.rope // 2, fetched.rope.index(stage).slice(i * HALF_TILE, HALF_TILE, dim=0), LATENTS
+                )
                 factors = scales.to(gl.pointer_type(gl.float32), bitcast=True)
-                to = fetched.scales.index(stage).slice(i * HALF, HALF, dim=0)
+                to = fetched.scales.index(stage).slice(i * HALF_TILE, HALF_TILE, dim=0)
                 copy_columns(factors, ENTRY.scales // 4, to, ALONE)
             tell(messages.full.index(stage))
             stage, phase = next_stage(stage, phase, OVERLAP.stages)
@@ -55,7 +66,7 @@ def fetch(cache, place, share, fetched, messages, SELECTED: gl.constexpr, ENTRY:
 
 @gluon.jit(do_not_specialize=["heads", "blocks"])
 def attend_selected_fp8(
-    q, cache, place, length, out, lse, partial, partial_lse, plan, scale, heads, blocks,
+    q, cache, place, length, out, lse, partial, partial_lse, metadata, scale, heads, blocks,
     SELECTED: gl.constexpr, ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of heads times parts times tokens; four warps, the others come on top. What `places.find_places` has
@@ -63,7 +74,7 @@ def attend_selected_fp8(
     if OVERLAP.dependent:
         wait_for_kernel_before()
         let_kernel_after_start()
-    share = share_of_part(length, out, lse, partial, partial_lse, plan, scale, heads, blocks)
+    share = share_of_part(length, out, lse, partial, partial_lse, metadata, scale, heads, blocks)
     BLOCK: gl.constexpr = TILE_OF.queries
     fetched, queries, exchanged, messages = fp8_memory(BLOCK, OVERLAP.stages, THREADS)
     gl.warp_specialize(

@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.wide import wide_memory
-from kernels.mla_decode.wide_groups import WORKER, left_group, right_group
-from kernels.mla_decode.wide_tile import BLOCK, HALF, ROPE, TILE
+from kernels.mla_decode.wide_groups import CTA, left_group, right_group
+from kernels.mla_decode.wide_tile import BLOCK, HALF_LATENT, ROPE, TILE
 from kernels.sparse.fetch import THREADS, copy_columns, places_of, rows_layout, share_of_part, tell
 
 _SLICE = gl.constexpr(64)
@@ -22,9 +22,9 @@ _SLICE = gl.constexpr(64)
 def fetch(cache, q_half, q_rope, place, share, fetched, ring, SELECTED: gl.constexpr):
     """The fetching warps: the queries, and the tiles of the program's part of a token's entries. To tell the L2 cache
     of them earlier, as is done of FP8 entries, takes longer here."""
-    VECTOR: gl.constexpr = 2 * HALF + ROPE
+    VECTOR: gl.constexpr = 2 * HALF_LATENT + ROPE
     LATENTS: gl.constexpr = rows_layout(8)
-    record = share.plan + share.worker * WORKER
+    record = share.metadata + share.cta * CTA
     token = gl.load(record, cache_modifier=".cg")
     start = gl.load(record + 1, cache_modifier=".cg")
     stop = start + gl.load(record + 2, cache_modifier=".cg")
@@ -32,8 +32,8 @@ def fetch(cache, q_half, q_rope, place, share, fetched, ring, SELECTED: gl.const
         vector = token * share.queries + share.block * BLOCK
         mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
         tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-        tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
-        tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
+        tma.async_copy_global_to_shared(q_half, [vector, HALF_LATENT], ring.q_full, fetched.q.index(1))
+        tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF_LATENT], ring.q_full, fetched.q_rope.index(0))
         count = gl.load(share.length + token, cache_modifier=".cg")
         mine = place + token.to(gl.int64) * SELECTED
         at = places_of(mine, start * TILE, count, TILE, LATENTS)
@@ -45,20 +45,20 @@ def fetch(cache, q_half, q_rope, place, share, fetched, ring, SELECTED: gl.const
             phase = ((tiles >> 1) & 1) ^ 1
             mbarrier.wait(ring.empty.index(buffer), phase)
             left = fetched.kv.index(buffer)
-            for i in gl.static_range(HALF // _SLICE):
+            for i in gl.static_range(HALF_LATENT // _SLICE):
                 copy_columns(entry, i * _SLICE, left.slice(i * _SLICE, _SLICE, dim=1), LATENTS)
             tell(ring.full.index(buffer))
             mbarrier.wait(ring.empty.index(2 + buffer), phase)
             right = fetched.kv.index(2 + buffer)
-            for i in gl.static_range(HALF // _SLICE):
-                copy_columns(entry, HALF + i * _SLICE, right.slice(i * _SLICE, _SLICE, dim=1), LATENTS)
-            copy_columns(entry, 2 * HALF, fetched.rope.index(buffer), LATENTS)
+            for i in gl.static_range(HALF_LATENT // _SLICE):
+                copy_columns(entry, HALF_LATENT + i * _SLICE, right.slice(i * _SLICE, _SLICE, dim=1), LATENTS)
+            copy_columns(entry, 2 * HALF_LATENT, fetched.rope.index(buffer), LATENTS)
             tell(ring.full.index(2 + buffer))
 
 
 @gluon.jit(do_not_specialize=["heads", "blocks"])
 def attend_selected(
-    q_half, q_rope, cache, place, length, out, lse, partial, partial_lse, plan, scale, heads, blocks,
+    q_half, q_rope, cache, place, length, out, lse, partial, partial_lse, metadata, scale, heads, blocks,
     SELECTED: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of heads times parts times tokens; four warps, the others come on top. What `places.find_places` has
@@ -66,7 +66,7 @@ def attend_selected(
     if OVERLAP.dependent:
         wait_for_kernel_before()
         let_kernel_after_start()
-    share = share_of_part(length, out, lse, partial, partial_lse, plan, scale, heads, blocks)
+    share = share_of_part(length, out, lse, partial, partial_lse, metadata, scale, heads, blocks)
     fetched, exchanged, ring, messages = wide_memory(THREADS)
     group = (
         share, fetched, exchanged, ring, messages,

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.wide import wide_memory
-from kernels.mla_decode.wide_groups import WORKER, left_group, right_group
-from kernels.mla_decode.wide_tile import BLOCK, HALF, TILE
+from kernels.mla_decode.wide_groups import CTA, left_group, right_group
+from kernels.mla_decode.wide_tile import BLOCK, HALF_LATENT, TILE
 from kernels.mla_decode.widen import PIECE, QUARTERS, ROWS, first_pieces, widen_half
 from kernels.sparse.fetch import copy_columns, places_of, rows_layout, share_of_part
 
@@ -68,7 +68,7 @@ def fetch(
     0) or the right one with the roped features (1). Those of the left side fetch the queries, too, and tell the L2
     cache of the tile after the next."""
     KEYS: gl.constexpr = rows_layout(8)
-    record = share.plan + share.worker * WORKER
+    record = share.metadata + share.cta * CTA
     token = gl.load(record, cache_modifier=".cg")
     start = gl.load(record + 1, cache_modifier=".cg")
     tiles = gl.load(record + 2, cache_modifier=".cg")
@@ -87,8 +87,8 @@ def fetch(
             vector = token * share.queries + share.block * BLOCK
             mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
             tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-            tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
-            tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
+            tma.async_copy_global_to_shared(q_half, [vector, HALF_LATENT], ring.q_full, fetched.q.index(1))
+            tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF_LATENT], ring.q_full, fetched.q_rope.index(0))
         for tile in range(tiles):
             if SIDE == 0:
                 asked = places_of(mine, (tile + 2) * TILE, count, TILE, LINES)
@@ -110,14 +110,14 @@ def fetch(
 
 @gluon.jit(do_not_specialize=["heads", "blocks"])
 def attend_selected_wide_fp8(
-    q_half, q_rope, cache, place, length, out, lse, partial, partial_lse, plan, scale, heads, blocks,
+    q_half, q_rope, cache, place, length, out, lse, partial, partial_lse, metadata, scale, heads, blocks,
     SELECTED: gl.constexpr, ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """As `selected_wide.attend_selected`, of FP8 entries."""
     if OVERLAP.dependent:
         wait_for_kernel_before()
         let_kernel_after_start()
-    share = share_of_part(length, out, lse, partial, partial_lse, plan, scale, heads, blocks)
+    share = share_of_part(length, out, lse, partial, partial_lse, metadata, scale, heads, blocks)
     fetched, exchanged, ring, messages = wide_memory(1)
     group = (
         share, fetched, exchanged, ring, messages,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kernels.hopper import is_hopper, multiprocessors
 from kernels.mla_decode.schedule import (
+    CTA_FIELDS,
     FP8_RINGS,
     REINTERPRETED,
-    WORKER_FIELDS,
     DecodeShape,
     DecodeTiling,
     Workspace,
@@ -150,8 +150,8 @@ class SparseWorkspace:
     """int32, on Hopper: how many entries are there."""
     pieces_T: Tensor
     """int32, on Hopper: parts that have any."""
-    plan: Tensor
-    """int32, on Hopper: `WORKER_FIELDS` for every part of every token, see `kernels.sparse.places`."""
+    metadata: Tensor
+    """int32, on Hopper: `CTA_FIELDS` for every part of every token, see `kernels.sparse.places`."""
 
     @staticmethod
     def allocate(
@@ -178,7 +178,7 @@ class SparseWorkspace:
         parts = -(-selected // tiling.part)
         shared = parts if parts > 1 else 0
         blocks = -(-heads // tiling.block) if tiling.path == "triton" else 1
-        planned = 0 if tiling.path == "triton" else parts * tokens * WORKER_FIELDS
+        planned = 0 if tiling.path == "triton" else parts * tokens * CTA_FIELDS
         return SparseWorkspace(
             tiling=tiling,
             partial_GTHL=empty(shared, tokens, heads, latent, dtype=dtype),
@@ -186,7 +186,7 @@ class SparseWorkspace:
             place_BTS=empty(blocks, tokens, selected, dtype=torch.int32),
             length_T=length_T,
             pieces_T=empty(tokens, dtype=torch.int32),
-            plan=empty(planned, dtype=torch.int32),
+            metadata=empty(planned, dtype=torch.int32),
         )
 
 

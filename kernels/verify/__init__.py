@@ -1,4 +1,4 @@
-"""Verification of drafts: how many of a decode row's drafts stand.
+"""Verification of drafts: how many of a decode row's drafts are accepted.
 
 A decode row feeds its last token and X drafts, and the target model's token is sampled at each of the W = X + 1
 positions. Draft i stands if all drafts before it do and it equals the target token at its position, the token that
@@ -29,11 +29,12 @@ def accept_drafts(
     *,
     dependent: bool = False,
 ) -> None:
-    """Write the number of leading drafts that stand, 0 ... X, to `accepted_D` (int64 [D]).
+    """Write the number of leading drafts that are accepted, 0 ... X, to `accepted_D` (int64 [D]).
 
-    `target_DW`, `draft_DX`: int64 token ids. An id that is no token (below 0, or not below `vocab`) never stands, even
-    if both sides agree on it, and with `vocab` given adds 1 to `fault_1` (int64 [1]) wherever it occurs. `faults_1`
-    (int64 [1], goes with `fault_1`): what `fault_1` is then. `dependent`: programmatic dependent launch, see `launch`.
+    `target_DW`, `draft_DX`: int64 token ids. An id that is no token (below 0, or not below `vocab`) is never accepted,
+    even if both sides agree on it, and with `vocab` given adds 1 to `fault_1` (int64 [1]) wherever it occurs.
+    `faults_1` (int64 [1], goes with `fault_1`): what `fault_1` is then. `dependent`: programmatic dependent launch, see
+    `launch`.
     """
     rows, width = target_DW.shape
     assert draft_DX.shape == (rows, width - 1)

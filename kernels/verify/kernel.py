@@ -42,8 +42,8 @@ def accept(
     at_target, at_draft = target + place * target_stride + lane, draft + place * draft_stride + lane
     chosen = tl.load(at_target, mask=live & (lane <= DRAFTS), other=0, cache_modifier=".cg")
     drafted = tl.load(at_draft, mask=live & (lane < DRAFTS), other=0, cache_modifier=".cg")
-    stands = (drafted == chosen) & (drafted >= 0) & (drafted < vocab)
-    number = tl.min(tl.where(stands & (lane < DRAFTS), DRAFTS, tl.minimum(lane, DRAFTS)), 1)
+    matches = (drafted == chosen) & (drafted >= 0) & (drafted < vocab)
+    number = tl.min(tl.where(matches & (lane < DRAFTS), DRAFTS, tl.minimum(lane, DRAFTS)), 1)
     tl.store(accepted + row, number.to(tl.int64), mask=row < rows)
     if CHECKED:
         if TOLD:

@@ -15,12 +15,12 @@ def accept(
 ) -> None:
     """See the launcher, `kernels.verify.accept_drafts`."""
     before_DX = target_DW[:, :-1]
-    standing_DX = (draft_DX == before_DX) & (draft_DX >= 0)
+    accepted_DX = (draft_DX == before_DX) & (draft_DX >= 0)
     if vocab is not None:
-        standing_DX &= draft_DX < vocab
+        accepted_DX &= draft_DX < vocab
         if fault_1 is not None:
             tokens = torch.cat((target_DW, draft_DX), dim=1)
             fault_1.add_(((tokens < 0) | (tokens >= vocab)).sum())
             if faults_1 is not None:
                 faults_1.copy_(fault_1)
-    accepted_D.copy_(standing_DX.to(torch.int64).cumprod(dim=1).sum(dim=1))
+    accepted_D.copy_(accepted_DX.to(torch.int64).cumprod(dim=1).sum(dim=1))

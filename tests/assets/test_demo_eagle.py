@@ -20,7 +20,7 @@ ASSETS = DEMO_MODEL.parent
 sys.path.insert(0, str(ASSETS))  # the script's own modules, found as `python assets/train_eagle.py` finds them
 
 from training.corpus import EOS_ID  # noqa: E402
-from training.eagle import TAPS, load_eagle  # noqa: E402
+from training.eagle import AUX_HIDDEN_STATE_LAYERS, load_eagle  # noqa: E402
 from training.evaluate import load  # noqa: E402
 from training.generate import continued  # noqa: E402
 
@@ -33,7 +33,9 @@ def tokens() -> list[int]:
 
 def test_folder_is_small() -> None:
     assert sum(file.stat().st_size for file in DEMO_DRAFT_MODEL.iterdir()) <= 4e6
-    assert json.loads((DEMO_DRAFT_MODEL / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == list(TAPS)
+    assert json.loads((DEMO_DRAFT_MODEL / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == list(
+        AUX_HIDDEN_STATE_LAYERS
+    )
 
 
 @torch.no_grad()
@@ -44,14 +46,14 @@ def test_what_is_trained_is_what_the_paper_has(tokens: list[int]) -> None:
     plain = PlainEagle3(DEMO_DRAFT_MODEL, trunk.embed_tokens.weight)
     plain.w = {name: t.float() if t.is_floating_point() else t for name, t in plain.w.items()}
     ids = torch.tensor([tokens])
-    _, tapped = model.tapped(ids[:, :-1])
-    want, _ = plain.drafts(tapped[0], tokens, 1)
-    residual, _ = model.draft(ids[:, 1:], model.eagle.fc(tapped), [])
+    _, aux_hidden = model.aux_hidden(ids[:, :-1])
+    want, _ = plain.drafts(aux_hidden[0], tokens, 1)
+    residual, _ = model.draft(ids[:, 1:], model.eagle.fc(aux_hidden), [])
     torch.testing.assert_close(model.draft_logits(residual)[0], want, atol=1e-3, rtol=1e-4)
 
 
 def test_it_drafts_for_the_demo_model(tokens: list[int]) -> None:
-    """More than a guess would have stood, and no token changes."""
+    """More than a guess would have been accepted, and no token changes."""
     found = {}
     for draft in (None, "demo-eagle3"):
         settings = {"width": 3 if draft else 1, "max_rows": 2, "token_budget": 64, "max_context": 400}

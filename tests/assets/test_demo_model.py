@@ -159,7 +159,7 @@ def count_calls(module: torch.nn.Module, run: Callable[[], Any]) -> tuple[Any, i
 def test_first_draft_is_that_of_transformers(
     random_model: tuple[DemoModel, Path], prompt_BT: Tensor, shipped: bool
 ) -> None:
-    """Same text in the same number of verify steps: so the same drafts stood."""
+    """Same text in the same number of verify steps: so the same drafts were accepted."""
     folder = DEMO if shipped else random_model[1]
     reference = load_in_transformers(folder, torch.float32)
     new = 48

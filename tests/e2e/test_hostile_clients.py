@@ -55,7 +55,7 @@ async def test_nobody_notices_and_nothing_is_left(server: Server) -> None:
     ways: list[Callable[[], Awaitable[None]]] = [habits.reads_to_the_end] * 4 + [habits.leaves] * 4
     ways += [habits.leaves_in_the_middle_of_its_body, habits.stops_reading_for_a_while, habits.talks_nonsense]
     front = psutil.Process(server.pids("ray::ServeReplica:latentserve:engine")[0])
-    held = [front, *front.children()]  # its guardian
+    held = [front, *front.children()]  # its watchdog
 
     async def ask(http: httpx.AsyncClient, body: dict) -> list[str]:
         request = {"model": "demo", "priority": -1, **body}

@@ -54,10 +54,10 @@ def run(q: Tensor, cache: Tensor, table: Tensor, lengths: list[int], scale: floa
     length = torch.tensor(lengths, dtype=torch.int32)
     reference.mla_decode(q, cache, table, length, out, lse, scale, first)
     # The invariant way, which the tests of its bits cover too, must pass whatever this one does.
-    steady_out, steady_lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
-    reference.invariant_mla_decode(q, cache, table, length, steady_out, steady_lse, scale, first)
-    torch.testing.assert_close(steady_out, out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(steady_lse, lse, atol=1e-5, rtol=1e-5)
+    deterministic_out, deterministic_lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+    reference.invariant_mla_decode(q, cache, table, length, deterministic_out, deterministic_lse, scale, first)
+    torch.testing.assert_close(deterministic_out, out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(deterministic_lse, lse, atol=1e-5, rtol=1e-5)
     return out, lse
 
 

@@ -22,11 +22,11 @@ from kernels import ahead, moe, operators, repeat
 from kernels.mla_decode import schedule as decode_schedule
 from kernels.mla_decode.schedule import DecodeShape, hopper_tiling
 from kernels.moe import schedule
-from kernels.private_ground import PrivateGroundGone
+from kernels.private_api import PrivateApiGone
 from kernels.repeat import Layers, Repeat
 from kernels.sparse import workspace as sparse_workspace
 from kernels.sparse.workspace import SparseWorkspace
-from tests.support.ground import untouched
+from tests.support.private_apis import untouched
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,7 +121,7 @@ def test_without_a_part_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatc
         [line] = lines
         assert name in line
         assert "when they are first launched" in line
-        refused = pytest.raises(PrivateGroundGone, match=f"{name}.*pip install 'triton>=3.6,<3.7'")
+        refused = pytest.raises(PrivateApiGone, match=f"{name}.*pip install 'triton>=3.6,<3.7'")
         with refused, ahead.compile_ahead(torch.device("cpu"), threads=1):
             raise AssertionError("something was launched")
 

@@ -22,7 +22,7 @@ from kernels import launcher as launchers
 from kernels import repeat
 from kernels.mla_prefill.hopper import box
 from kernels.repeat import Layers, Repeat, nothing_repeated
-from tests.support.ground import untouched
+from tests.support.private_apis import untouched
 
 STREAM = 77
 

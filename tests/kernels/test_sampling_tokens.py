@@ -117,7 +117,7 @@ def test_the_filters_see_each_other_in_order():
     assert our_keeps(logits, 1.0, 0, 0.81, 0.0).tolist() == [[True, True, True, False, False]]
 
 
-def test_ties_stand_or_fall_together():
+def test_ties_are_kept_or_cut_together():
     logits = torch.tensor([[1.0, 3.0, 1.0, 2.0, 1.0]])
     assert our_keeps(logits, 1.0, 3, 1.0, 0.0).all()
     assert our_keeps(logits, 1.0, 2, 1.0, 0.0).tolist() == [[False, True, False, True, False]]

@@ -35,7 +35,7 @@ def test_leading_matches(data, width, rows):
 
 @pytest.mark.parametrize("bad", [-1, -(2**40), 50, 2**31 - 1])
 @pytest.mark.parametrize("both", [False, True])
-def test_an_id_that_is_no_token_never_stands(bad, both):
+def test_an_id_that_is_no_token_is_never_accepted(bad, both):
     target = torch.tensor([[4, 5, 6, 7], [4, 5, 6, 7]])
     draft = target[:, :3].clone()
     draft[1, 1] = bad
@@ -47,7 +47,7 @@ def test_an_id_that_is_no_token_never_stands(bad, both):
     assert int(fault) == int(faults) == 8 + both
 
 
-def test_negative_ids_never_stand_without_a_vocabulary_either():
+def test_negative_ids_are_never_accepted_without_a_vocabulary_either():
     target = torch.tensor([[-1, -1, 3]])
     accepted = torch.zeros(1, dtype=torch.int64)
     accept_drafts(target, target[:, :2], accepted)

@@ -25,8 +25,8 @@ from workers.config import EngineConfig
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import BatchLayout, GraphKey, SamplingParams, StepPlan
+from workers.step.buckets import TokenBuckets
 from workers.step.decode import DecodeStep
-from workers.step.ladder import TokenLadder
 from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Stage
 
@@ -67,17 +67,17 @@ class StandInGraphs:
 
     @torch.inference_mode()
     def __init__(self, parts: StepParts, token_budget: int, stats: GraphStats) -> None:
-        self.ladder, self.token_ladder = parts.ladder(parts.state.slots), TokenLadder(token_budget)
+        self.buckets, self.token_buckets = parts.buckets(parts.state.slots), TokenBuckets(token_budget)
         self._parts, self._stats = parts, stats
         self._steps: dict[GraphKey, DecodeStep] = {}
         self.replayed: Counter[GraphKey] = Counter()
-        for key in self.ladder:
+        for key in self.buckets:
             self._steps[key] = DecodeStep(parts, key, Scratch(parts.device))
             self._steps[key].run()
 
     def captured(self, plan: StepPlan, *, dense: bool) -> StandIn | None:
         """As there."""
-        key = self.ladder.key(plan.layout, plan.drafts, dense=dense)
+        key = self.buckets.key(plan.layout, plan.drafts, dense=dense)
         if key is None:
             self._stats.eager[f"width {plan.width}, {plan.drafts} drafts"] += 1
             return None
@@ -90,7 +90,7 @@ class StandInGraphs:
     def stage(self, layout: BatchLayout) -> Stage:
         """As there."""
         self._stats.mixed_steps += 1
-        tokens = self.token_ladder.key(layout).tokens
+        tokens = self.token_buckets.key(layout).tokens
         return Stage(self._parts, tokens, Scratch(self._parts.device), Scratch(self._parts.device))
 
 

@@ -21,7 +21,7 @@ from tests.workers.harness import InlineEngine
 from workers.models.attention.expanded import ExpandedChunks
 from workers.protocol.plan import GraphKey, StepPlan
 from workers.rank.runner import Runner
-from workers.step.ladder import Ladder
+from workers.step.buckets import DecodeBuckets
 from workers.step.parts import StepOutput
 
 PLACES = places(pytest.mark.gpu)
@@ -91,10 +91,10 @@ def test_a_key_of_dispatch_that_no_capture_has_is_counted(folder: Path, monkeypa
     expected = alone(folder, "cpu", *JOBS)
     run = replica(folder, ("cpu", True), width=3)
 
-    def other(ladder: Ladder, layout: Any, drafts: int, *, dense: bool) -> GraphKey | None:
+    def other(buckets: DecodeBuckets, layout: Any, drafts: int, *, dense: bool) -> GraphKey | None:
         return None
 
-    monkeypatch.setattr(Ladder, "key", other)
+    monkeypatch.setattr(DecodeBuckets, "key", other)
     assert serve(run, greedy_jobs(*JOBS)) == expected
     assert run.runner.stats.replays == 0
     assert run.runner.stats.eager == {"width 3, 2 drafts": decode_steps(run)}

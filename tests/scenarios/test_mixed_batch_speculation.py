@@ -323,13 +323,13 @@ def test_a_wrong_step_changes_an_answer(folder: Path, monkeypatch: pytest.Monkey
 
 def prompts_first(patch: pytest.MonkeyPatch) -> None:
     """Decode rows wait while anybody has a prompt."""
-    honest = Scheduler._plan_decode
+    honest = Scheduler._schedule_decode
 
-    def plan_decode(scheduler: Scheduler, width: int, grants: Any) -> Any:
+    def schedule_decode(scheduler: Scheduler, width: int, grants: Any) -> Any:
         rows = scheduler._rows
         return ([], False) if rows.prefilling or len(rows.queue) else honest(scheduler, width, grants)
 
-    patch.setattr(Scheduler, "_plan_decode", plan_decode)
+    patch.setattr(Scheduler, "_schedule_decode", schedule_decode)
 
 
 def one_token_in_mixed_steps(patch: pytest.MonkeyPatch) -> None:
@@ -393,7 +393,7 @@ def bound_one_by_one(folder: Path) -> dict[str, list[int]]:
 
 
 def bound(folder: Path, patch: pytest.MonkeyPatch) -> InlineEngine:
-    """Serve them together, with drafts that mostly stand."""
+    """Serve them together, with drafts that are mostly accepted."""
     run = crowded(folder, ("cpu", False))
     good_drafts(patch, run, bound_one_by_one(folder))
     serve(run, bound_jobs(), "abcde")
@@ -437,11 +437,11 @@ def masks_in_another_order(patch: pytest.MonkeyPatch) -> None:
     fill = ConstrainedRows.fill
 
     def filled(rows: ConstrainedRows, layout: BatchLayout, slots: Any, constrained: Any, masks: Any) -> Any:
-        stuck = fill(rows, layout, slots, constrained, masks)
+        dead_ends = fill(rows, layout, slots, constrained, masks)
         if layout.prefill_tokens:
             index_N = masks._index_N[: layout.logits_rows]
             index_N[:] = torch.from_numpy(index_N.copy()).roll(layout.logits_rows - layout.decode_tokens).numpy()
-        return stuck
+        return dead_ends
 
     patch.setattr(ConstrainedRows, "fill", filled)
 

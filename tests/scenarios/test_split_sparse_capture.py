@@ -25,7 +25,7 @@ from kernels import sparse as kernels_sparse
 from tests.scenarios.served import Fault, Place, alone, greedy_jobs, named, poison_null_page, replica, serve
 from tests.tiny_models import write_tiny
 from tests.workers.faults import Memory, frozen, lengths_off, one_token
-from workers.cache.paged import AstrayFault
+from workers.cache.paged import OutOfBoundsFault
 from workers.families import load_model
 from workers.memory.scratch import Scratch
 from workers.models.attention import sparse, sparse_rows
@@ -215,20 +215,20 @@ def test_a_wrong_split_does_not_serve(folder: Path, monkeypatch: pytest.MonkeyPa
     assert tokens != expected
 
 
-def tables_astray(patch: pytest.MonkeyPatch, *, clamped: bool) -> None:
+def tables_out_of_bounds(patch: pytest.MonkeyPatch, *, clamped: bool) -> None:
     """Page tables name a page that does not exist, by the time that attention reads them; and whoever reads them may
     clamp what they say."""
 
     def plant(name: str, place: int) -> None:
         honest = getattr(kernels_sparse, name)
 
-        def astray(*args: Any, **options: Any) -> None:
+        def out_of_bounds(*args: Any, **options: Any) -> None:
             cache_PKE, page_RP = args[place - 1], args[place].clone()
             page_RP[:, 0] = len(cache_PKE) + 3
             page_RP = page_RP.clamp(0, len(cache_PKE) - 1) if clamped else page_RP
             honest(*args[:place], page_RP, *args[place + 1 :], **options)
 
-        patch.setattr(sparse_rows, name, astray)
+        patch.setattr(sparse_rows, name, out_of_bounds)
 
     plant("index_scores", 3)
     plant("sparse_decode", 2)
@@ -238,27 +238,27 @@ def test_indices_outside_of_the_cache_end_a_step(folder: Path, monkeypatch: pyte
     """On a GPU they are counted. Where they were clamped, wrong answers would be served."""
     expected, jobs = alone(folder, "cpu", *JOBS), greedy_jobs(*JOBS)
     with monkeypatch.context() as patch:
-        tables_astray(patch, clamped=False)
+        tables_out_of_bounds(patch, clamped=False)
         run = replica(folder, ("cpu", False))
         with pytest.raises(IndexError, match="outside the cache"):
             serve(run, jobs)
-    tables_astray(monkeypatch, clamped=True)
+    tables_out_of_bounds(monkeypatch, clamped=True)
     assert serve(replica(folder, ("cpu", False)), jobs) != expected
 
 
 def test_what_a_gpu_counts_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There nothing raises where it happens. The counter outlives a step, and whoever collects one, or proves one,
     reads it: never within a capture."""
-    monkeypatch.setattr(sparse_rows, "refuse_astray", lambda fault_1: None)
+    monkeypatch.setattr(sparse_rows, "refuse_out_of_bounds", lambda fault_1: None)
     sound = replica(folder, ("cpu", False))
     serve(sound, greedy_jobs(*JOBS))
-    assert not int(sound.runner.parts.cache.astray_1)
-    tables_astray(monkeypatch, clamped=False)
+    assert not int(sound.runner.parts.cache.out_of_bounds_count_1)
+    tables_out_of_bounds(monkeypatch, clamped=False)
     parts = replica(folder, ("cpu", False)).runner.parts
     step = DecodeStep(parts, BatchLayout(parts.width, 1).graph_key(1, 0), Scratch(parts.device))
     [found] = SelfTest(parts).run([Candidate(step, step.run)])
     assert "attention met rows, positions or pages outside of the cache" in found.problems
-    with pytest.raises(AstrayFault, match="outside the cache"):
+    with pytest.raises(OutOfBoundsFault, match="outside the cache"):
         serve(replica(folder, ("cpu", False)), greedy_jobs(*JOBS))
 
 

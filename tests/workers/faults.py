@@ -29,7 +29,7 @@ from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import GraphKey
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import DRAFT, Ending, Stage
+from workers.step.stage import DRAFT, Stage, Tail
 
 Fault = Callable[[pytest.MonkeyPatch, StepParts], None]
 """Replaces what is at fault, for as long as the patch lasts."""
@@ -139,17 +139,17 @@ class SplitPlans:
             self._plant_reference(patch)
 
     def _plant(self, patch: pytest.MonkeyPatch) -> None:
-        honest = decode_rows.plan_decode
+        honest = decode_rows.schedule_decode
 
         def plan(shape: Any, length_R: Tensor, *rest: Any, first: int, **options: Any) -> Any:
             workspace = honest(shape, length_R, *rest, first=first, **options)
             assert workspace is not None
-            made = self.memory((shape, first), lambda: workspace.plan.clone())
+            made = self.memory((shape, first), lambda: workspace.metadata.clone())
             if self.frozen:
-                _write(workspace.plan, made)
+                _write(workspace.metadata, made)
             return workspace
 
-        patch.setattr(decode_rows, "plan_decode", plan)
+        patch.setattr(decode_rows, "schedule_decode", plan)
 
     def _plant_reference(self, patch: pytest.MonkeyPatch) -> None:
         """The reference plans nothing, so something that could be stale is put beside it."""
@@ -184,7 +184,7 @@ class GroupedBounds:
 
     def _plant(self, patch: pytest.MonkeyPatch) -> None:
         """The kernels count bounds from a row's last token, so every token becomes a row, of the row's length."""
-        launch, honest_plan = mla_decode.launch, decode_rows.plan_decode
+        launch, honest_plan = mla_decode.launch, decode_rows.schedule_decode
         honest_attend, honest_merge = launch.attend, launch.merge
         grouped: dict[int, tuple[Any, Tensor, Tensor]] = {}
 
@@ -210,7 +210,7 @@ class GroupedBounds:
         def merge(out: Any, lse: Any, workspace: Any, **options: Any) -> None:
             honest_merge(*_alone(out, lse), workspace, **options)
 
-        patch.setattr(decode_rows, "plan_decode", plan)
+        patch.setattr(decode_rows, "schedule_decode", plan)
         patch.setattr(launch, "attend", attend)
         patch.setattr(launch, "merge", merge)
 
@@ -429,7 +429,7 @@ SEGMENT_FAULTS: dict[type[Stage], str] = {
 """Of mixed steps, and what the proof must say of every bucket."""
 
 
-class StaleEnding(Ending):
+class StaleTail(Tail):
     """The last layer ends with what attention gave the tokens of the run before."""
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
@@ -445,7 +445,7 @@ class StaleEnding(Ending):
         _write(self._before_NHV, self._now_NHV)
 
 
-class GatheredOnce(Ending):
+class GatheredOnce(Tail):
     """The gathers are in the graph, of a flow that lies where the capture's did."""
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
@@ -459,7 +459,7 @@ class GatheredOnce(Ending):
         super().run()
 
 
-class KeptResidual(Ending):
+class KeptResidual(Tail):
     """Something of the residual of the run before is still there."""
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
@@ -472,12 +472,12 @@ class KeptResidual(Ending):
         _write(self._before_NE, self.flow.residual_TE)
 
 
-ENDING_FAULTS: tuple[type[Ending], ...] = (StaleEnding, GatheredOnce, KeptResidual)
+TAIL_FAULTS: tuple[type[Tail], ...] = (StaleTail, GatheredOnce, KeptResidual)
 """Of mixed steps' last pass."""
 
 T = TypeVar("T")
 
 
 def captured_with(base: type[T], fault: type[Any]) -> type[T]:
-    """A stage that captures, or records, its segments as `base` does, with the fault in them; or an ending."""
+    """A stage that captures, or records, its segments as `base` does, with the fault in them; or a logits-only tail."""
     return type(f"{base.__name__}With{fault.__name__}", (base, fault), {})

@@ -1,5 +1,5 @@
 """A drafter that knows what requests will say, so that windows are accepted to every length. A model of random weights
-by itself drafts hardly a token that stands."""
+by itself drafts hardly a token that is accepted."""
 
 from __future__ import annotations
 

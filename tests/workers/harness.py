@@ -72,8 +72,8 @@ class InlineEngine:
         """Have a grammar compiled, wait for it, and tell the scheduler."""
         assert self.replica.grammars is not None
         self.replica.grammars.heed(work)
-        ticket, error = self._compiled.get(timeout=60)
-        self.deliver(self.scheduler.grammar_ready(GrammarReady(ticket, error)))
+        grammar_id, error = self._compiled.get(timeout=60)
+        self.deliver(self.scheduler.grammar_ready(GrammarReady(grammar_id, error)))
 
     def deliver(self, outputs: tuple[RequestOutput, ...]) -> None:
         for output in outputs:

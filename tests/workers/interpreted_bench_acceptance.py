@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from synthetic_acceptance import Agreement  # noqa: E402
 
 
-def test_drafts_stand_as_often_as_is_said() -> None:
+def test_drafts_are_accepted_as_often_as_is_said() -> None:
     agreement = Agreement(case.nowhere())
     case.check(agreement, agreement.launch)
     assert agreement._count.item() == 76

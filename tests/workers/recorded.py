@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels import steady
+from kernels import deterministic_math
 from kernels.linear import grouped_linear, linear
 from kernels.moe import reference as moe_reference
 
@@ -36,7 +36,7 @@ def add_experts_of_all(
         linear(x_TE.to(compute), gate_up_FE.to(compute), gate_up_TF, invariant=True)
         gate_TI, up_TI = gate_up_TF.chunk(2, dim=-1)
         part_TGE = torch.empty(tokens, *sum_TGE.shape[1:], dtype=compute)
-        grouped_linear((steady.silu(gate_TI) * up_TI).to(x_TE.dtype), down_EI, part_TGE)
+        grouped_linear((deterministic_math.silu(gate_TI) * up_TI).to(x_TE.dtype), down_EI, part_TGE)
         weighed_TKGE = part_TGE.unsqueeze(1) * weight_TK[..., None, None]
         part_TKGE = weighed_TKGE.where((id_TK == expert)[..., None, None], part_TKGE)
     for part_TGE in part_TKGE.unbind(1):

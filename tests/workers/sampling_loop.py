@@ -78,7 +78,7 @@ class Loop:
         self.tokens: list[list[int]] = [[] for _ in params]
         self.offered = self.accepted = 0
         self.first_drafts: list[tuple[int, int, bool]] = []
-        """(token before, first draft, whether it stood) of every row and step."""
+        """(token before, first draft, whether it was accepted) of every row and step."""
 
     def run(self, count: int, width: int) -> list[list[int]]:
         """The first `count` tokens of every slot."""
@@ -111,8 +111,8 @@ class Loop:
         for slot, (row, accepted) in enumerate(zip(emitted_SW.tolist(), accepted_S.tolist(), strict=True)):
             self.tokens[slot] += row[: accepted + 1]
         if width > 1:
-            stood_S = (accepted_S > 0).tolist()
-            self.first_drafts += zip(self.last_S.tolist(), draft_SX[:, 0].tolist(), stood_S, strict=True)
+            first_accepted_S = (accepted_S > 0).tolist()
+            self.first_drafts += zip(self.last_S.tolist(), draft_SX[:, 0].tolist(), first_accepted_S, strict=True)
         self.offered += draft_SX.numel()
         self.accepted += int(accepted_S.sum())
         self.last_S = emitted_SW.gather(1, accepted_S.unsqueeze(1)).squeeze(1)

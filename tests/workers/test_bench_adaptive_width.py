@@ -30,7 +30,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return adaptive_width
 
 
-def test_drafts_stand_as_often_as_is_said(bench: ModuleType) -> None:
+def test_drafts_are_accepted_as_often_as_is_said(bench: ModuleType) -> None:
     torch.manual_seed(0)
     agreement = bench.synthetic_acceptance.Agreement(case.nowhere())
     case.check(agreement, agreement.reference)
@@ -77,16 +77,16 @@ def test_steps_follow_the_file(bench: ModuleType, tmp_path: Path) -> None:
         counts.append(int((target_DW[:, :-1] == draft_DX).sum()))
 
     accept = synthetic.Agreement(file).before(plain)
-    for probability, stand in ((1.0, 3), (0.0, 0), (1.0, 3)):
+    for probability, accepted in ((1.0, 3), (0.0, 0), (1.0, 3)):
         synthetic.write(file, probability)
         deadline = time.monotonic() + 10
-        while not counts or counts[-1] != stand:
+        while not counts or counts[-1] != accepted:
             assert time.monotonic() < deadline, counts
             accept(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[7, 2, 9]]), torch.zeros(1), case.VOCAB, None, None)
             time.sleep(0.01)
 
 
-def test_only_processes_that_are_told_change_what_stands(bench: ModuleType) -> None:
+def test_only_processes_that_are_told_change_what_is_accepted(bench: ModuleType) -> None:
     code = (
         "from workers.step import decode, mixed, parts; "
         "print(mixed.accept_drafts.__name__, decode.accept_drafts.__name__, parts.StepParts.draft.__qualname__)"
@@ -104,13 +104,13 @@ def test_only_processes_that_are_told_change_what_stands(bench: ModuleType) -> N
     assert said == [["accept", "accept", drafts[0]], ["accept_drafts", "accept_drafts", drafts[1]]]
 
 
-def found(bench: ModuleType, auto: float, stood: int = 600) -> dict[object, object]:
-    def point(speed: float, offered: int = 0, stood: int = 0) -> object:
-        return bench.Point(speed, offered, stood, Counter({2: 3, 1: 1}))
+def found(bench: ModuleType, auto: float, accepted: int = 600) -> dict[object, object]:
+    def point(speed: float, offered: int = 0, accepted: int = 0) -> object:
+        return bench.Point(speed, offered, accepted, Counter({2: 3, 1: 1}))
 
     return {
         1: {(4, None): point(100.0), (2, bench.YIELD): point(200.0)},
-        2: {(4, 0.6): point(130.0, 1000, stood), (1, bench.YIELD): point(150.0)},
+        2: {(4, 0.6): point(130.0, 1000, accepted), (1, bench.YIELD): point(150.0)},
         3: {(4, 0.6): point(120.0, 2000, 960)},
         4: {(4, 0.6): point(110.0, 3000, 1176)},
         "auto": {(4, 0.6): point(auto, 1000, 600)},
@@ -118,18 +118,18 @@ def found(bench: ModuleType, auto: float, stood: int = 600) -> dict[object, obje
 
 
 @pytest.mark.parametrize(
-    ("auto", "stood", "status", "said"),
+    ("auto", "accepted", "status", "said"),
     [
         (127.0, 600, 0, ""),
         (126.0, 600, 1, "auto reaches 0.969 of the best"),
-        (130.0, 700, 1, "700 of 1000 drafts stood"),
+        (130.0, 700, 1, "700 of 1000 drafts accepted"),
     ],
 )
 def test_the_verdict(
-    bench: ModuleType, auto: float, stood: int, status: int, said: str, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType, auto: float, accepted: int, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = Namespace(batch=[4], acceptance=[0.6], bound=0.97, json=None)
-    assert bench.verdict(found(bench, auto, stood), given) == status
+    assert bench.verdict(found(bench, auto, accepted), given) == status
     printed = capsys.readouterr().out
     assert said in printed
     assert "1: 25%, 2: 75%" in printed

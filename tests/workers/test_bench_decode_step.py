@@ -45,7 +45,7 @@ def test_a_slice_of_v3_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, network = model.layers[1].attention, model.layers[1].feed_forward
     matrices = (attention.down_FE, attention.q_up_QA, attention.out_EF, *vars(network.mixture).values())
     assert [w.format is form for w in matrices if isinstance(w, shapes.Weight)] == [True, True, True, False, True, True]
-    assert network.mixture.gate_up_XFE.dequantised(torch.float32).std() == pytest.approx(0.02, rel=0.1)
+    assert network.mixture.gate_up_XFE.dequantized(torch.float32).std() == pytest.approx(0.02, rel=0.1)
     case = bench.Case(model, 2, 1, 100, room=8)
     case.step(Scratch(torch.device("cpu"))).run()
 
@@ -90,7 +90,7 @@ def test_a_slice_of_k2_has_experts_in_int4(monkeypatch: pytest.MonkeyPatch) -> N
     experts, others = (mixture.gate_up_XFE, mixture.down_XEI), (attention.out_EF, shared.gate_up_FE, shared.down_EI)
     assert {weight.format for weight in experts} == {form}
     assert form not in {weight.format for weight in others}
-    assert mixture.gate_up_XFE.dequantised(torch.float32).std() == pytest.approx(0.02, rel=0.1)
+    assert mixture.gate_up_XFE.dequantized(torch.float32).std() == pytest.approx(0.02, rel=0.1)
     assert mixture.routing.shared_experts == 0
     case = bench.Case(model, 2, 1, 100, room=8)
     case.step(Scratch(torch.device("cpu"))).run()

@@ -94,7 +94,9 @@ def test_the_share_is_what_a_rank_loads_from_files(
     write_files(tmp_path, generated.Numbers(3, 1 << 19))
     monkeypatch.setattr(Group, "minimum", lambda self, x: x)  # the other ranks are not there
     group, most = Group(Mesh.of(0, ranks)), ours.max_positions
-    files = load_model(tmp_path, group=group, dtype=torch.float32, device=CPU, max_positions=most, rounds=True)
+    files = load_model(
+        tmp_path, group=group, dtype=torch.float32, device=CPU, max_positions=most, quantize_activations=True
+    )
     found, wanted = dict(tensors(ours)), dict(tensors(files))
     assert {path: (x.shape, x.dtype) for path, x in found.items()} == {p: (x.shape, x.dtype) for p, x in wanted.items()}
     assert all(torch.equal(x.float(), wanted[path].float()) for path, x in found.items())
@@ -124,8 +126,8 @@ def test_a_step_of_a_share_runs(bench, tmp_path: Path) -> None:
         near, far = (target_work(model, Tokens.decode(2, width, n, 4))[ATTENTION].bytes for n in (64, 128))
         assert far - near == 4 * 2 * 64 * (128 + 16) * 4  # a rank caches all of a latent
     weights, cache = bench.wanted_bytes(plan, 4)
-    assert bench.check_room(plan, 4, int(weights + cache + bench.AROUND)) == ""
-    assert "too small" in bench.check_room(plan, 4, int(weights + cache + bench.AROUND) - 1)
+    assert bench.check_capacity(plan, 4, int(weights + cache + bench.AROUND)) == ""
+    assert "too small" in bench.check_capacity(plan, 4, int(weights + cache + bench.AROUND) - 1)
 
 
 def test_numbers_depend_on_seed_and_name_alone(bench) -> None:

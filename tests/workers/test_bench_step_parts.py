@@ -19,7 +19,7 @@ from workers.memory.scratch import Scratch
 from workers.protocol.plan import TokenKey
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Ending, Stage
+from workers.step.stage import Stage, Tail
 
 pytestmark = pytest.mark.soak
 
@@ -49,32 +49,32 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             return self.step.run()
 
     ran: set[int] = set()
-    run_ending = Ending.run
+    run_tail = Tail.run
 
-    def run(self: Ending) -> None:
+    def run(self: Tail) -> None:
         ran.add(self.tokens)
-        run_ending(self)
+        run_tail(self)
 
-    class EagerEnding(Ending):
+    class EagerTail(Tail):
         def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
             super().__init__(parts, tokens, inner)
             assert tokens in ran, "a capture refuses what never ran for real"
 
     class EagerStage(Stage):
         def __init__(
-            self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch, endings: Mapping[TokenKey, Ending]
+            self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch, tails: Mapping[TokenKey, Tail]
         ) -> None:
             super().__init__(parts, tokens, scratch, inner)
-            self._endings = endings
+            self._tails = tails
 
-        def ending(self, key: TokenKey) -> Ending:
-            return self._endings[key]
+        def tail(self, key: TokenKey) -> Tail:
+            return self._tails[key]
 
-    monkeypatch.setattr(Ending, "run", run)
+    monkeypatch.setattr(Tail, "run", run)
     monkeypatch.setattr(parts, "event", Event)
     monkeypatch.setattr(parts, "hold", lambda ms: None)
     monkeypatch.setattr(parts, "wait", lambda: None)
-    monkeypatch.setattr(step_parts, "CapturedEnding", EagerEnding)
+    monkeypatch.setattr(step_parts, "CapturedTail", EagerTail)
     monkeypatch.setattr(step_parts, "CapturedStage", EagerStage)
     monkeypatch.setattr(step_parts, "CapturedStep", EagerStep)
     return step_parts

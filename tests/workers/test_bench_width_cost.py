@@ -69,11 +69,11 @@ def test_a_step_ends_with_its_decision(bench: ModuleType, model: Any) -> None:
     tensors = pair.state.tensors
     step = pair.step(3, Scratch(CPU))
     pair.fill(step)
-    for standing in (0, 1, 2):
+    for accepted in (0, 1, 2):
         output = step.run()
         assert torch.equal(output.decided_N[:3], output.logits_NV.argmax(1))
-        assert output.decided_N[3:].tolist() == [standing, 0, 0, 0, 0]
-        tensors.draft_SK[0, standing : standing + 1] = output.decided_N[standing : standing + 1]
+        assert output.decided_N[3:].tolist() == [accepted, 0, 0, 0, 0]
+        tensors.draft_SK[0, accepted : accepted + 1] = output.decided_N[accepted : accepted + 1]
 
 
 @torch.inference_mode()

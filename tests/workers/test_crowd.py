@@ -12,7 +12,7 @@ from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.crowd import crowd, of_all_widths, serve
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.step.ladder import Ladder
+from workers.step.buckets import DecodeBuckets
 
 
 @pytest.fixture(scope="module")
@@ -50,4 +50,4 @@ def test_a_crowd_gets_the_same_tokens_whatever_widths_follow_each_other(folder: 
     for _ in range(2):
         assert serve(run, crowd(24, VOCAB, seed=1)) == narrow(folder)
     assert {plan.width for plan in run.plans} == {1, 2, 3, 4}
-    assert {(plan.width, plan.drafts) for plan in run.plans} <= set(Ladder(9, 4, adaptive=True).modes())
+    assert {(plan.width, plan.drafts) for plan in run.plans} <= set(DecodeBuckets(9, 4, adaptive=True).modes())

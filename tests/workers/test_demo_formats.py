@@ -17,10 +17,10 @@ from workers.families import load_model
 from workers.weights.weight import Format
 
 ASSETS = DEMO_MODEL.parent
-sys.path.insert(0, str(ASSETS))  # as `python assets/quantise_demo.py` finds the script's own modules
+sys.path.insert(0, str(ASSETS))  # as `python assets/quantize_demo.py` finds the script's own modules
 
 from training import corpus  # noqa: E402
-from training.quantise import quantise  # noqa: E402
+from training.quantize import quantize  # noqa: E402
 
 TOKENS, TEXTS = 400, 10
 
@@ -55,7 +55,7 @@ def loss(folder: Path, invariant: bool = False, fp8_cache: bool = False) -> tupl
 def test_quantized_weights_cost_little(form: str, stored: Format, share: float, tmp_path: Path) -> None:
     """At most so much of the loss in bf16, which is that of a model that has learnt the text."""
     assert len(held_out()) >= 4
-    quantise(DEMO_MODEL, tmp_path, form)
+    quantize(DEMO_MODEL, tmp_path, form)
     got, formats = loss(tmp_path)
     want, _ = loss(DEMO_MODEL)
     assert want < 3

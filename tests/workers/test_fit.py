@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quantised_checkpoints import FP8_CONFIG, INT4_CONFIG
+from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG
 
 from workers.config import EngineConfig
 from workers.families.registry import load_config

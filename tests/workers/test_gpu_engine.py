@@ -19,11 +19,11 @@ from tests.captured import same_bits
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.proof.decode_steps import Candidate, SelfTest
-from workers.proof.endings import prove_endings
 from workers.proof.segments import SegmentProof
+from workers.proof.tails import prove_tails
 from workers.protocol.plan import SamplingParams
 from workers.rank.runner import Runner
-from workers.step.ladder import row_buckets
+from workers.step.buckets import row_buckets
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -101,7 +101,7 @@ def test_every_graph_passes_the_self_test(width: int, kv_cache_dtype: str, dtype
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_captured_ending_computes_what_eager_computes(dtype: str, width: int, invariant: bool) -> None:
+def test_every_captured_tail_computes_what_eager_computes(dtype: str, width: int, invariant: bool) -> None:
     run = engine(
         "cuda",
         width=width,
@@ -115,7 +115,7 @@ def test_every_captured_ending_computes_what_eager_computes(dtype: str, width: i
     graphs = run.runner.graphs
     assert graphs is not None
     for seed in range(4):
-        reports = prove_endings(run.runner.parts, graphs.endings(), seed=seed)
+        reports = prove_tails(run.runner.parts, graphs.tails(), seed=seed)
         assert [(r.bucket, r.problems) for r in reports] == [(f"{tokens} tokens", ()) for tokens in (48, 32, 16)]
 
 
@@ -134,9 +134,9 @@ def test_a_pool_of_two_pages_is_enough_for_a_capture(width: int) -> None:
     graphs = runner.capture()
     for captured in graphs.all():
         captured.replay()
-    for ending in graphs.endings():
-        ending.fill(0)
-        ending.run()
+    for tail in graphs.tails():
+        tail.fill(0)
+        tail.run()
     for stage in graphs.stages():
         stage.clear()
         for which in range(len(stage.segments)):
@@ -145,7 +145,7 @@ def test_a_pool_of_two_pages_is_enough_for_a_capture(width: int) -> None:
     assert all(layer[[0, 1, 3, 4, 5]].isnan().all() for layer in around)
     assert not parts.state.tensors.length_S.any()
     reports = SelfTest(parts).run([Candidate(c.step, c.replay) for c in graphs.all()])
-    reports += SegmentProof(parts).run(graphs.stages()) + prove_endings(parts, graphs.endings())
+    reports += SegmentProof(parts).run(graphs.stages()) + prove_tails(parts, graphs.tails())
     assert [(str(r), r.problems) for r in reports if not r.passed] == []
     assert all(layer[[0, 1, 4, 5]].isnan().all() for layer in around)
 
@@ -217,15 +217,15 @@ def test_twenty_replays_are_bitwise_equal(width: int) -> None:
     assert graphs is not None
     proof = SelfTest(run.runner.parts)
     for captured in graphs.all():
-        step, scene = captured.step, proof.scene(captured.step.key)
-        live, count = len(scene.rows) * step.key.width, step.layout.logits_rows
+        step, fixture = captured.step, proof.step_fixture(captured.step.key)
+        live, count = len(fixture.rows) * step.key.width, step.layout.logits_rows
         step.slot_R.fill_(-1)
-        step.slot_R[: len(scene.rows)] = scene.slot_R
+        step.slot_R[: len(fixture.rows)] = fixture.slot_R
         first: list[torch.Tensor] = []
         for _ in range(20):
-            left = scene.outcome(captured.replay())
-            scene.restore()
-            accepted_R = left.decided_N[count : count + len(scene.rows)]
+            left = fixture.outcome(captured.replay())
+            fixture.restore()
+            accepted_R = left.decided_N[count : count + len(fixture.rows)]
             now = [left.decided_N[:live], accepted_R, left.logits_NV[:live], *left.slots, *left.own]
             first = first or now
             assert all(same_bits(a, b) for a, b in zip(first, now, strict=True)), step.key
@@ -235,7 +235,7 @@ def test_twenty_replays_are_bitwise_equal(width: int) -> None:
 
 @pytest.mark.parametrize(("width", "drafter", "max_rows"), [(1, None, 8), (3, None, 8), (3, "ngram", 40)])
 def test_log_probabilities_of_prompts_are_those_of_the_cpu(width: int, drafter: str | None, max_rows: int) -> None:
-    """In pieces for which there is a captured ending, and for which there is none."""
+    """In pieces for which there is a captured tail, and for which there is none."""
     more = {} if drafter is None else {"drafter": drafter}
     asking = [SamplingParams(4, temperature=0.0, prompt_logprobs=3 if i % 3 else -1) for i in range(12)]
     found = []

@@ -29,8 +29,8 @@ from workers.proof.decode_steps import SelfTest
 from workers.proof.prove import prove
 from workers.protocol.messages import Request
 from workers.protocol.plan import Admission, BatchLayout, PageGrant
+from workers.step.buckets import MOST_DENSE_ROWS
 from workers.step.decode import DecodeStep
-from workers.step.ladder import MOST_DENSE_ROWS
 from workers.step.parts import StepOutput, StepParts
 
 TOP_K = 128
@@ -120,18 +120,18 @@ def test_a_dense_step_leaves_what_a_sparse_one_does(
     parts = run.runner.parts
     for seed in range(3):
         with torch.inference_mode():
-            scene = SelfTest(parts, seed).scene(BatchLayout(3, rows).graph_key(rows, 2, dense=True))
+            fixture = SelfTest(parts, seed).fixture(BatchLayout(3, rows).graph_key(rows, 2, dense=True))
             left = []
             for dense in (True, False):
                 step = DecodeStep(parts, BatchLayout(3, rows).graph_key(rows, 2, dense=dense), Scratch(parts.device))
-                step.slot_R[: len(scene.rows)] = scene.slot_R
-                outcome = scene.outcome(step.run())
-                drafted = parts.state.tensors.draft_SK[scene.slot_R].clone()
+                step.slot_R[: len(fixture.rows)] = fixture.slot_R
+                outcome = fixture.outcome(step.run())
+                drafted = parts.state.tensors.draft_SK[fixture.slot_R].clone()
                 entries = [parts.cache.layers[layer].clone() for layer in range(len(parts.cache.layers))]
                 left.append((outcome, drafted, entries))
-                scene.restore()
+                fixture.restore()
         (ours, our_drafts, our_layers), (theirs, their_drafts, their_layers) = left
-        live = sum(row.logits_rows for row in scene.rows)
+        live = sum(row.logits_rows for row in fixture.rows)
         assert torch.equal(ours.decided_N, theirs.decided_N)
         torch.testing.assert_close(ours.logits_NV[:live], theirs.logits_NV[:live], atol=1e-4, rtol=1e-4)
         assert torch.equal(our_drafts, their_drafts)
@@ -310,7 +310,7 @@ def test_who_has_no_dense_steps(settings: dict[str, Any], folders: dict[str, Pat
     parts = engine(folder, **settings).runner.parts
     parts.state.admit([Admission(0, greedy(1))])
     parts.state.grant([PageGrant(0, 0, (1,))])
-    assert not any(key.dense for key in parts.ladder(4))
+    assert not any(key.dense for key in parts.buckets(4))
     assert not parts.all_short([0])
     with pytest.raises(ValueError, match="never attends densely"):
         DecodeStep(parts, BatchLayout(1, 1).graph_key(1, 0, dense=True), Scratch(parts.device))

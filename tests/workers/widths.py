@@ -12,7 +12,7 @@ def restless(scheduler: Scheduler, next_width: Callable[[], int]) -> None:
     speculation = scheduler._speculation
 
     def settle(rows: int) -> None:
-        speculation._best, speculation._probe = next_width(), 0
+        speculation._best, speculation._exploring = next_width(), 0
 
     speculation._unknown = 0
     speculation._settle = settle  # type: ignore[method-assign]

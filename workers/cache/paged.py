@@ -15,7 +15,7 @@ from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
 
 
-class AstrayFault(RuntimeError):
+class OutOfBoundsFault(RuntimeError):
     """Kernels have met indices that lie outside of the cache: what they computed is void."""
 
     def __init__(self, count: int) -> None:
@@ -32,11 +32,13 @@ class PagedCache:
     layers: list[Tensor]
     """Each as its spec allocates it."""
     specs: Sequence[CacheSpec]
-    astray_1: Tensor = field(init=False)
+    out_of_bounds_count_1: Tensor = field(init=False)
     """int64: so many rows, positions and pages have kernels found outside of what they point into, and not followed."""
 
     def __post_init__(self) -> None:
-        self.astray_1 = torch.zeros(1, dtype=torch.int64, device=self.layers[0].device if self.layers else "cpu")
+        self.out_of_bounds_count_1 = torch.zeros(
+            1, dtype=torch.int64, device=self.layers[0].device if self.layers else "cpu"
+        )
 
     @staticmethod
     def allocate(specs: Sequence[CacheSpec], pages: int, device: torch.device) -> PagedCache:
@@ -48,7 +50,7 @@ class PagedCache:
         """Pages of every layer, the null page included."""
         return self.layers[0].shape[0]
 
-    def scrub(self, pages: Sequence[int]) -> None:
+    def zero_fill(self, pages: Sequence[int]) -> None:
         """Fill these pages of every layer with zeros."""
         if pages:
             page_P = on_device(pages, torch.int64, self.layers[0].device)

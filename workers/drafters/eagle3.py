@@ -4,7 +4,7 @@ model at the position before it, then beside its own.
 Its vocabulary may be a part of the model's. Its logits are brought to the model's ids, -inf at the others, before
 anything is chosen: so the noise that it shares with the model, and penalties, biases and the like, mean the same ids.
 
-Shape legend: T tokens, R rows, N rows of logits, E hidden features, F = 3 E that are tapped, B = 2 E, V vocabulary, D
+Shape legend: T tokens, R rows, N rows of logits, E hidden features, F = 3 E auxiliary ones, B = 2 E, V vocabulary, D
 draft vocabulary (of this rank where it is loaded), Y rows of the embedding, P positions, O roped features.
 """
 
@@ -37,11 +37,11 @@ class Eagle3Sizes:
     intermediate: int
     draft_vocab: int
     eps: float
-    taps: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...]
     norm_before_residual: bool
     """Whether the residual stream begins with the normed hidden state."""
-    tap_norms: bool
-    """Whether each of the tapped hidden states is normed on its own before they are joined, as EAGLE-3.1 does."""
+    aux_hidden_norms: bool
+    """Whether each of the auxiliary hidden states is normed on its own before they are joined, as EAGLE-3.1 does."""
     norm_output: bool
     """Whether the next draft reads the normed residual stream, as EAGLE-3.1's does."""
     own_embedding: bool
@@ -64,10 +64,11 @@ class Eagle3(Drafter):
         """`target_id_D`: the model's id of each of the draft vocabulary's, int64; None: they are the same."""
         hidden = model.config.hidden_size
         self.model, self.sizes, self.attention, self.rotation_PO = model, sizes, attention, rotation_PO
-        self.taps, self.cache = sizes.taps, [attention.cache]
-        self.join_EF = source.matrix(Part("fc.weight", hidden, len(sizes.taps) * hidden))
-        self.tap_norms = [
-            source.load(f"fc_norm.{index}.weight", hidden) for index in range(len(sizes.taps) if sizes.tap_norms else 0)
+        self.aux_hidden_state_layers, self.cache = sizes.aux_hidden_state_layers, [attention.cache]
+        self.join_EF = source.matrix(Part("fc.weight", hidden, len(sizes.aux_hidden_state_layers) * hidden))
+        self.aux_hidden_norms = [
+            source.load(f"fc_norm.{index}.weight", hidden)
+            for index in range(len(sizes.aux_hidden_state_layers) if sizes.aux_hidden_norms else 0)
         ]
         self.embedding_YE = model.embedding_YE
         if sizes.own_embedding:
@@ -84,16 +85,16 @@ class Eagle3(Drafter):
     def catch_up(
         self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None
     ) -> Tensor:
-        """`hidden_TE` is what it taps, [T, F]."""
+        """`hidden_TE` has the auxiliary hidden states, [T, F]."""
         scratch = scratch or Scratch(token_T.device)
         out_TE = scratch.empty(token_T.shape[0], self.norm_E.shape[0], dtype=self.norm_E.dtype)
         with scratch.scope():
             joined_TE = scratch.empty(*out_TE.shape, dtype=out_TE.dtype)
-            if self.tap_norms:
-                tapped_TF, hidden_TF = hidden_TE, scratch.empty(*hidden_TE.shape, dtype=hidden_TE.dtype)
-                for index, norm_E in enumerate(self.tap_norms):
+            if self.aux_hidden_norms:
+                aux_hidden_TF, hidden_TF = hidden_TE, scratch.empty(*hidden_TE.shape, dtype=hidden_TE.dtype)
+                for index, norm_E in enumerate(self.aux_hidden_norms):
                     part = slice(index * norm_E.shape[0], (index + 1) * norm_E.shape[0])
-                    rms_norm(tapped_TF[:, part], norm_E, hidden_TF[:, part], eps=self.sizes.eps)
+                    rms_norm(aux_hidden_TF[:, part], norm_E, hidden_TF[:, part], eps=self.sizes.eps)
                 hidden_TE = hidden_TF
             self.model.ways.any.linear(hidden_TE, self.join_EF, joined_TE, scratch)
             self._pass(token_T, joined_TE, out_TE, batch, cache, scratch)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from workers.draft_model import flattened, misfits, taps_of
+from workers.draft_model import aux_hidden_state_layers_of, flattened, misfits
 from workers.families.fields import Fields
 from workers.families.rope import read_rope
 from workers.models.config import ConfigError, ModelConfig, Rope
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from workers.drafters.eagle3 import Eagle3
     from workers.models.model import Model
     from workers.weights.checkpoint import Checkpoint
-    from workers.weights.source import Census, WeightSource
+    from workers.weights.source import DryRun, WeightSource
 
 _LAYER: Final = "midlayer."
 _OTHER_LAYER: Final = "layers.0."
@@ -37,9 +37,9 @@ class Eagle3Config:
     intermediate: int
     draft_vocab: int
     eps: float
-    taps: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...]
     norm_before_residual: bool
-    tap_norms: bool
+    aux_hidden_norms: bool
     norm_output: bool
     rope: Rope
     heads: int
@@ -93,9 +93,9 @@ def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh) -> Eagle3Co
         intermediate=fields.count("intermediate_size"),
         draft_vocab=fields.count("draft_vocab_size", fields.count("vocab_size")),
         eps=fields.number("rms_norm_eps", 1e-6),
-        taps=taps_of(values, target.num_layers),
+        aux_hidden_state_layers=aux_hidden_state_layers_of(values, target.num_layers),
         norm_before_residual=fields.flag("norm_before_residual", False),
-        tap_norms=fields.flag("fc_norm", False) or fields.flag("use_aux_norm", False),
+        aux_hidden_norms=fields.flag("fc_norm", False) or fields.flag("use_aux_norm", False),
         norm_output=fields.flag("norm_output", False),
         rope=rope,
         heads=heads,
@@ -136,11 +136,11 @@ def load_eagle3(
 
     device, dtype = model.norm_E.device, model.norm_E.dtype
     with Checkpoint.open(config.folder) as checkpoint:
-        _, census = _counted(config, model, checkpoint, fp8_cache=fp8_cache)
-        checkpoint.verify(census.wanted, _IGNORED)
-        check_memory(census.bytes, model.group, device)
+        _, dry_run = _counted(config, model, checkpoint, fp8_cache=fp8_cache)
+        checkpoint.verify(dry_run.wanted, _IGNORED)
+        check_memory(dry_run.bytes, model.group, device)
         target_id_D = _target_ids(config, model.config.vocab_size, checkpoint)
-        told = LoadingProgress(census.bytes, progress)
+        told = LoadingProgress(dry_run.bytes, progress)
         with CheckpointReader(checkpoint, model.group.mesh, dtype, device, told, _stored(checkpoint)) as reader:
             reader.progress("draft model")
             drafter = _build(config, reader, model, checkpoint, target_id_D, fp8_cache=fp8_cache)
@@ -149,20 +149,20 @@ def load_eagle3(
         return drafter
 
 
-def counted_eagle3(config: Eagle3Config, model: Model, *, fp8_cache: bool) -> tuple[Eagle3, Census]:
-    """The draft model without memory, for a `model` that has none either, and the census of what it wants. The files
-    must be there."""
+def counted_eagle3(config: Eagle3Config, model: Model, *, fp8_cache: bool) -> tuple[Eagle3, DryRun]:
+    """The draft model without memory, for a `model` that has none either, and the dry run that says what it wants. The
+    files must be there."""
     from workers.weights.checkpoint import Checkpoint
 
     with Checkpoint.open(config.folder) as checkpoint:
         return _counted(config, model, checkpoint, fp8_cache=fp8_cache)
 
 
-def _counted(config: Eagle3Config, model: Model, checkpoint: Checkpoint, *, fp8_cache: bool) -> tuple[Eagle3, Census]:
-    from workers.weights.source import Census
+def _counted(config: Eagle3Config, model: Model, checkpoint: Checkpoint, *, fp8_cache: bool) -> tuple[Eagle3, DryRun]:
+    from workers.weights.source import DryRun
 
-    census = Census(model.group.mesh, model.norm_E.dtype, _stored(checkpoint), checkpoint.dtype_of)
-    return _build(config, census, model, checkpoint, None, fp8_cache=fp8_cache), census
+    dry_run = DryRun(model.group.mesh, model.norm_E.dtype, _stored(checkpoint), checkpoint.dtype_of)
+    return _build(config, dry_run, model, checkpoint, None, fp8_cache=fp8_cache), dry_run
 
 
 def _stored(checkpoint: Checkpoint) -> Callable[[str], str]:
@@ -202,9 +202,9 @@ def _build(
         intermediate=config.intermediate,
         draft_vocab=config.draft_vocab,
         eps=config.eps,
-        taps=config.taps,
+        aux_hidden_state_layers=config.aux_hidden_state_layers,
         norm_before_residual=config.norm_before_residual,
-        tap_norms=config.tap_norms,
+        aux_hidden_norms=config.aux_hidden_norms,
         norm_output=config.norm_output,
         own_embedding=checkpoint.has_any("embed_tokens."),
     )

@@ -47,16 +47,16 @@ class Family(ABC):
         max_positions: int,
         draft_layer: bool,
         invariant: bool,
-        rounds: bool = False,
+        quantize_activations: bool = False,
         fp8_cache: bool = False,
     ) -> Model:
         """The whole model on one rank, and with `draft_layer` the drafter that its checkpoint has. `group`: by which
-        it reaches the other ranks of the source's mesh. `rounds`: see `Ways`."""
+        it reaches the other ranks of the source's mesh. `quantize_activations`: see `Ways`."""
         from workers.drafters.mtp import Mtp
         from workers.models.model import Model
         from workers.models.ways import Ways
 
-        ways = Ways(config, group, source.formats, invariant=invariant, rounds=rounds)
+        ways = Ways(config, group, source.formats, invariant=invariant, quantize_activations=quantize_activations)
         layer = partial(self.layer, source, config, invariant=invariant, fp8_cache=fp8_cache)
         model = Model(source, config, ways, layer, max_positions)
         if draft_layer:

@@ -19,7 +19,7 @@ from workers.weights.copies import differing
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.memory_check import check_memory
 from workers.weights.reader import CheckpointReader
-from workers.weights.source import Census
+from workers.weights.source import DryRun
 
 
 def load_model(
@@ -32,7 +32,7 @@ def load_model(
     progress: Callable[[str], None] | None = None,
     draft_layer: bool = True,
     invariant: bool = False,
-    rounds: bool = False,
+    quantize_activations: bool = False,
     fp8_cache: bool = False,
 ) -> Model:
     """Load this rank's share of the model in `folder`. Collective: call it on every rank of `group`.
@@ -41,8 +41,9 @@ def load_model(
     gets a line every few seconds, and one where a matrix cannot be kept as it is stored. Without `draft_layer`, a
     multi-token-prediction layer in the checkpoint is left on the disk; a checkpoint may also lack the one its config
     declares. Its embedding and head are loaded where they are not those of the model. `invariant`: a token's logits are
-    bitwise the same in any batch and on 1, 2, 4 or 8 ranks. `rounds`: outside of that mode many tokens may be rounded
-    to FP8 where weights are stored so, on GPUs that multiply such numbers. `fp8_cache`: its caches have FP8 entries.
+    bitwise the same in any batch and on 1, 2, 4 or 8 ranks. `quantize_activations`: outside of that mode many tokens
+    may be rounded to FP8 where weights are stored so, on GPUs that multiply such numbers. `fp8_cache`: its caches have
+    FP8 entries.
 
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
@@ -52,12 +53,12 @@ def load_model(
     with Checkpoint.open(folder) as checkpoint:
         draft_layer = draft_layer and has_draft_layer(config, checkpoint.has_any)
         own = differing(checkpoint, _copies(family, config), group, device) if draft_layer else frozenset()
-        _, census = counted(
+        _, dry_run = counted(
             config, group, dtype, checkpoint.dtype_of, draft_layer=draft_layer, invariant=invariant, own=own
         )
-        checkpoint.verify(census.wanted, _ignored(family, config, draft_layer))
-        check_memory(census.bytes, group, device)
-        told = LoadingProgress(census.bytes, progress)
+        checkpoint.verify(dry_run.wanted, _ignored(family, config, draft_layer))
+        check_memory(dry_run.bytes, group, device)
+        told = LoadingProgress(dry_run.bytes, progress)
         if own and group.mesh.world.first:
             told.note(
                 f"the draft layer has weights of its own where others repeat the model's: {', '.join(sorted(own))}"
@@ -70,7 +71,7 @@ def load_model(
                 max_positions=max_positions,
                 draft_layer=draft_layer,
                 invariant=invariant,
-                rounds=rounds,
+                quantize_activations=quantize_activations,
                 fp8_cache=fp8_cache,
             )
             reader.settle()
@@ -88,17 +89,17 @@ def counted(
     invariant: bool,
     fp8_cache: bool = False,
     own: Container[str] = (),
-) -> tuple[Model, Census]:
-    """This rank's share of a model without memory, and the census of what it wants of a checkpoint whose tensors have
-    these dtypes and that has these matrices of its `own` (see `WeightSource`). ValueError for sizes that ranks cannot
-    share."""
+) -> tuple[Model, DryRun]:
+    """This rank's share of a model without memory, and the dry run that says what it wants of a checkpoint whose
+    tensors have these dtypes and that has these matrices of its `own` (see `WeightSource`). ValueError for sizes that
+    ranks cannot share."""
     _check_shares(config, group.mesh)
     family = FAMILIES[config.model_type]
-    census = Census(group.mesh, dtype, family.tensor, dtype_of, invariant, own)
+    dry_run = DryRun(group.mesh, dtype, family.tensor, dtype_of, invariant, own)
     model = family.model(
-        census, config, group, max_positions=0, draft_layer=draft_layer, invariant=invariant, fp8_cache=fp8_cache
+        dry_run, config, group, max_positions=0, draft_layer=draft_layer, invariant=invariant, fp8_cache=fp8_cache
     )
-    return model, census
+    return model, dry_run
 
 
 def _check_shares(config: ModelConfig, mesh: Mesh) -> None:

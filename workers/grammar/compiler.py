@@ -56,8 +56,9 @@ class Compiler:
     def __init__(
         self, folder: Path, vocab: int, eos_ids: tuple[int, ...], on_ready: Callable[[int, str], None]
     ) -> None:
-        """`folder`: of the model, for its tokenizer. `on_ready` is told, mostly in some other thread, of every ticket,
-        and why its grammar cannot be used, if it cannot. Nothing is read, and no thread begun, before it is needed."""
+        """`folder`: of the model, for its tokenizer. `on_ready` is told, mostly in some other thread, of every grammar
+        id, and why its grammar cannot be used, if it cannot. Nothing is read, and no thread begun, before it is
+        needed."""
         self._folder, self._vocab, self._eos_ids, self._on_ready = folder, vocab, eos_ids, on_ready
         self._asked: queue.SimpleQueue[tuple[int, Grammar] | None] = queue.SimpleQueue()
         self._ready: dict[int, Compiled] = {}
@@ -75,15 +76,15 @@ class Compiler:
     def heed(self, message: CompileGrammar | ForgetGrammar) -> None:
         """Do what the scheduler says."""
         if isinstance(message, CompileGrammar):
-            self.ask(message.ticket, message.grammar)
+            self.ask(message.grammar_id, message.grammar)
         else:
-            self.forget(message.ticket)
+            self.forget(message.grammar_id)
 
-    def ask(self, ticket: int, grammar: Grammar) -> None:
+    def ask(self, grammar_id: int, grammar: Grammar) -> None:
         """Have a grammar compiled; one of any text is ready at once."""
         if grammar.kind == "free":
-            self._ready[ticket] = Compiled(grammar, None)
-            self._on_ready(ticket, "")
+            self._ready[grammar_id] = Compiled(grammar, None)
+            self._on_ready(grammar_id, "")
             return
         if not self._threads:
             # Daemons: a compilation cannot be ended, and must not keep the process from ending.
@@ -92,17 +93,17 @@ class Compiler:
             ]
             for thread in self._threads:
                 thread.start()
-        self._asked.put((ticket, grammar))
+        self._asked.put((grammar_id, grammar))
 
-    def forget(self, ticket: int) -> None:
+    def forget(self, grammar_id: int) -> None:
         """Nobody will ask for it any more, ready or not."""
         with self._lock:
-            if self._ready.pop(ticket, None) is None:
-                self._forgotten.add(ticket)
+            if self._ready.pop(grammar_id, None) is None:
+                self._forgotten.add(grammar_id)
 
-    def ready(self, ticket: int) -> Compiled:
+    def ready(self, grammar_id: int) -> Compiled:
         """A grammar that is ready; KeyError for another one."""
-        return self._ready[ticket]
+        return self._ready[grammar_id]
 
     def close(self) -> None:
         """Compile no more; what is under way goes on until the process ends."""
@@ -123,10 +124,10 @@ class Compiler:
 
     def _work(self) -> None:
         while (asked := self._asked.get()) is not None:
-            ticket, grammar = asked
+            grammar_id, grammar = asked
             with self._lock:
-                if ticket in self._forgotten:
-                    self._forgotten.discard(ticket)
+                if grammar_id in self._forgotten:
+                    self._forgotten.discard(grammar_id)
                     continue
             error = ""
             try:
@@ -138,11 +139,11 @@ class Compiler:
                 error = f"it cannot be compiled: {wrong}"
             else:
                 with self._lock:
-                    if ticket not in self._forgotten:
-                        self._ready[ticket] = compiled
+                    if grammar_id not in self._forgotten:
+                        self._ready[grammar_id] = compiled
             with self._lock:
-                self._forgotten.discard(ticket)
-            self._on_ready(ticket, error)
+                self._forgotten.discard(grammar_id)
+            self._on_ready(grammar_id, error)
 
     def _open(self) -> None:
         """Have the compilers of ordinary grammars ready: for text, and for JSON."""

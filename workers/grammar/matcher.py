@@ -93,9 +93,9 @@ class RequestMatcher:
                 self._lose(self._generated - 1)
         return len(tokens) if self._lost_at is None else min(max(self._lost_at - before, 0), len(tokens))
 
-    def _lose(self, stand: int) -> None:
-        if self._lost_at is None or stand < self._lost_at:
-            self._lost_at = stand
+    def _lose(self, kept: int) -> None:
+        if self._lost_at is None or kept < self._lost_at:
+            self._lost_at = kept
 
     def fill(self, drafts: Sequence[int], masks: Sequence[Bits]) -> tuple[int, bool]:
         """Fill the mask of the next token, then of the one behind each draft, as long as the drafts before it are
@@ -107,11 +107,11 @@ class RequestMatcher:
         computing = _Computing()
         kept = self._generated, self._tail, self._phase, self._halfway, self._opened
         accepted = filled = 0
-        stuck = False
+        dead_end = False
         for place, bits_B in enumerate(masks):
             filled += 1
             if not self._fill(bits_B, computing):
-                stuck = True
+                dead_end = True
                 break
             if self.lost or place == len(drafts) or not _allows(bits_B, drafts[place], self._vocab):
                 break
@@ -120,7 +120,7 @@ class RequestMatcher:
             self._matcher.rollback(accepted)
         self._generated, self._tail, self._phase, self._halfway, self._opened = kept
         self.slow = time.perf_counter() - computing.begun > SLOW_S
-        return filled, stuck
+        return filled, dead_end
 
     def _accept(self, token: int, computing: _Computing) -> bool:
         """Whether xgrammar took it, and can take it back."""

@@ -22,7 +22,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 from workers.grammar.automaton import Branching, same_texts, same_texts_beside, work
 from workers.grammar.library import xgr
 from workers.grammar.regex import Node, unrolled
@@ -41,7 +41,7 @@ compiles."""
 LITTLE_WORK: Final = 100
 """The same, of one that is looked at here, which takes 10 ms."""
 VERSION: Final = "v16"
-_GROUND: Final = PrivateGround(
+_PRIVATE: Final = PrivateApi(
     "xgrammar", ("xgrammar.Grammar.serialize_json",), "masks of regular expressions and of limited strings take longer"
 )
 
@@ -73,7 +73,7 @@ def grammar_of(expression: str, in_json: bool = False) -> xgr.Grammar:
 def _read(expression: str, in_json: bool) -> Branching | None:
     """What xgrammar makes of it; None, with a logged line, where grammars are kept in another form."""
     if (found := xgr.get_serialization_version()) != VERSION:
-        _GROUND.lost(f"form of grammars {VERSION}, but {found}")
+        _PRIVATE.lost(f"form of grammars {VERSION}, but {found}")
         return None
     # A grammar is made ready when it is compiled, which for two tokens takes no time.
     ready = _compiler().compile_grammar(grammar_of(expression, in_json)).grammar

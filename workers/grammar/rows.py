@@ -39,7 +39,7 @@ class ConstrainedRows:
     """The matchers of all slots whose requests have a grammar."""
 
     def __init__(self, vocab: int, eos_ids: Sequence[int], ready: Callable[[int], Compiled]) -> None:
-        """`ready`: the compiled grammar of a ticket."""
+        """`ready`: the compiled grammar of a grammar id."""
         self._vocab, self._eos_ids, self._ready = vocab, tuple(eos_ids), ready
         self._matcher_of: dict[int, RequestMatcher] = {}
         self._drafts_of: dict[int, tuple[int, ...]] = {}
@@ -61,13 +61,13 @@ class ConstrainedRows:
     ) -> dict[int, int]:
         """Fill the masks of a step. `slots`: of its sampled rows, in their order. Returns the positions, by sampled
         row, at which no token is allowed; from there on the row has no mask."""
-        stuck: dict[int, int] = {}
+        dead_ends: dict[int, int] = {}
         of_grammars = frozenset(constrained)
 
         def keep(row: int, rows: Sequence[int], filled: int, nothing: bool) -> None:
             if nothing:
                 filled -= 1
-                stuck[row] = filled
+                dead_ends[row] = filled
             for n in reversed(rows[filled:]):
                 masks.give_back(n)
 
@@ -85,7 +85,7 @@ class ConstrainedRows:
             keep(row, wanted, *matcher.fill(drafts, take(masks, wanted)))
         for row, wanted, future in beside:
             keep(row, wanted, *future.result())
-        return stuck
+        return dead_ends
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -103,9 +103,9 @@ class ConstrainedRows:
         for row, (slot, gained) in enumerate(zip(slots, tokens, strict=True)):
             if slot in of_grammars:
                 matcher = self._matcher_of[slot]
-                stand = matcher.accept(gained)
+                kept = matcher.accept(gained)
                 if matcher.lost:
-                    lost[row] = stand
+                    lost[row] = kept
         return lost
 
     def drafted(self, slot: int, drafts: Sequence[int]) -> None:

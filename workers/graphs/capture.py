@@ -13,14 +13,14 @@ import torch
 from kernels import ahead
 from kernels.ahead import Compiled, Share, compile_ahead
 from kernels.sampling import TokenMasks
+from workers.graphs.mixed_warm_up import warm_up_mixed_steps, warm_up_segments
 from workers.graphs.record import no_garbage_collection, record
-from workers.graphs.rehearsal import rehearse, rehearse_segments
-from workers.graphs.segments import CapturedEnding, CapturedStage
+from workers.graphs.segments import CapturedStage, CapturedTail
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, TokenKey
+from workers.step.buckets import TokenBuckets
 from workers.step.decode import DecodeStep
-from workers.step.ladder import TokenLadder
 from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Stage
 
@@ -46,18 +46,19 @@ class CapturedStep:
         self._graph.reset()
 
 
-class CapturedHalves:
-    """A decode step as two graphs, between which masks are filled: the target's pass, and all that follows from it."""
+class CapturedSplitStep:
+    """A decode step split into a forward graph (the target's pass) and a sampling graph (all that follows from it);
+    masks are filled between them."""
 
     def __init__(
         self, step: DecodeStep, target: torch.cuda.CUDAGraph, rest: torch.cuda.CUDAGraph, output: StepOutput
     ) -> None:
-        """See `capture_halves`."""
+        """See `capture_split_steps`."""
         self.step, self._target, self._rest, self.output = step, target, rest, output
 
     def replay(self, masks: Callable[[], TokenMasks | None]) -> StepOutput:
-        """Run the step for the slots in `step.slot_R`. `masks` is called when the first half is launched, and puts the
-        masks where they were captured; it may wait."""
+        """Run the step for the slots in `step.slot_R`. `masks` is called when the forward graph is launched, and puts
+        the masks where they were captured; it may wait."""
         self._target.replay()
         masks()
         self._rest.replay()
@@ -70,21 +71,21 @@ class CapturedHalves:
         self._rest.reset()
 
 
-def capture_halves(
+def capture_split_steps(
     parts: StepParts, keys: Sequence[GraphKey], scratch: Scratch, masks: TokenMasks | None
-) -> list[CapturedHalves]:
-    """Captures steps in two halves at once, as `CapturedStep` does. They differ by their drafts alone, so the first
-    half is one graph for all. `masks`: where they will be, on ranks that sample."""
+) -> list[CapturedSplitStep]:
+    """Captures split steps, both graphs of each at once, as `CapturedStep` does. They differ by their drafts alone, so
+    the forward graph is one for all. `masks`: where they will be, on ranks that sample."""
     first = DecodeStep(parts, keys[0], scratch)
     first.slot_R.fill_(-1)
-    captured: list[CapturedHalves] = []
+    captured: list[CapturedSplitStep] = []
     with first.memory():
         target, passed = record(parts.device, first.target)
         for key in keys:
             step = first if key == keys[0] else first.drafting(key.drafts)
             with step.memory():
                 rest, output = record(parts.device, partial(step.rest, passed, masks))
-            captured.append(CapturedHalves(step, target, rest, output))
+            captured.append(CapturedSplitStep(step, target, rest, output))
     return captured
 
 
@@ -100,7 +101,7 @@ class Warmed:
     scratch: int
     """Bytes for decode steps, and for what mixed steps hand on."""
     inner: int
-    """Bytes for what the segments and endings of mixed steps, or attention between them, need on their way."""
+    """Bytes for what the segments and tails of mixed steps, or attention between them, need on their way."""
     graphs: int
 
     @property
@@ -125,19 +126,19 @@ def compile_steps(
     if not ahead.possible():
         return Compiled()
     few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
-    model, keys = few.model, list(parts.ladder(max_rows))
+    model, keys = few.model, list(parts.buckets(max_rows))
     world = parts.group.mesh.world
     with compile_ahead(parts.device, threads, Share(world.rank, world.size)) as compiled:
         for key in keys:
             DecodeStep(few, key, scratch).run()
-        for key in parts.ladder(max_rows).halves():
+        for key in parts.buckets(max_rows).split_keys():
             DecodeStep(few, key, scratch).run(lambda: masks)
-        rehearse(Stage(few, token_budget, scratch, scratch.another()), masks)
-        if proof and model.ways.rounds(token_budget, model.norm_E.dtype, parts.device):
-            with model.ways.nothing_rounded():
+        warm_up_mixed_steps(Stage(few, token_budget, scratch, scratch.another()), masks)
+        if proof and model.ways.quantizes_activations(token_budget, model.norm_E.dtype, parts.device):
+            with model.ways.without_w8a8():
                 for key in keys:
                     DecodeStep(few, key, scratch).run()
-                rehearse_segments(Stage(few, token_budget, scratch, scratch.another()))
+                warm_up_segments(Stage(few, token_budget, scratch, scratch.another()))
     return compiled
 
 
@@ -146,25 +147,25 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int, masks: TokenMask
     """Launch for real what steps of all shapes launch, and measure how much memory they need. The rows are padding, so
     that only the null page is touched and no state changes."""
     device, few = parts.device, _shallow(parts)
-    keys = list(parts.ladder(max_rows))
+    keys = list(parts.buckets(max_rows))
     scratch, inner = Scratch(device), Scratch(device)
     # All share scratch memory. Fewer tokens may need more: of some numbers of them products are left in parts.
     for key in keys:
         DecodeStep(few, key, scratch).run()
-    for key in parts.ladder(max_rows).halves():
+    for key in parts.buckets(max_rows).split_keys():
         DecodeStep(few, key, scratch).run(lambda: masks)
-    rehearse(Stage(few, token_budget, scratch, inner), masks)
+    warm_up_mixed_steps(Stage(few, token_budget, scratch, inner), masks)
     return Warmed(scratch.peak, inner.peak, count_graphs(parts, max_rows, token_budget))
 
 
 def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:
     """How many graphs a capture will make."""
-    ladder = TokenLadder(token_budget)
-    segments = sum(map(len, parts.passes)) - 1  # the last one's are the endings
-    rows = parts.ladder(max_rows)
-    halves = len(list(rows.halves())) + len(rows.first_halves())
-    steps, endings = len(list(rows)) + halves, len(list(ladder.endings(parts.most_ended(max_rows))))
-    return steps + segments * len(list(ladder)) + endings
+    buckets = TokenBuckets(token_budget)
+    segments = sum(map(len, parts.passes)) - 1  # the last one's are the tails
+    rows = parts.buckets(max_rows)
+    split = len(list(rows.split_keys())) + len(rows.forward_graph_keys())
+    steps, tails = len(list(rows)) + split, len(list(buckets.tails(parts.most_tail_tokens(max_rows))))
+    return steps + segments * len(list(buckets)) + tails
 
 
 def _shallow(parts: StepParts) -> StepParts:
@@ -172,7 +173,7 @@ def _shallow(parts: StepParts) -> StepParts:
 
 
 class GraphRunner:
-    """The captured ladders of one rank."""
+    """The captured graphs of one rank, one a bucket."""
 
     def __init__(
         self,
@@ -184,16 +185,16 @@ class GraphRunner:
         *,
         masks: TokenMasks | None = None,
     ) -> None:
-        """Captures every key of both ladders, largest first. What happens is counted in `stats`. `masks`: where those
-        of rows with a grammar will be, on ranks that sample."""
-        self.ladder = parts.ladder(max_rows)
-        self.token_ladder = TokenLadder(token_budget)
+        """Captures every key of decode and token buckets, largest first. What happens is counted in `stats`. `masks`:
+        where those of rows with a grammar will be, on ranks that sample."""
+        self.buckets = parts.buckets(max_rows)
+        self.token_buckets = TokenBuckets(token_budget)
         self.stats = stats
         self._parts = parts
         self._masks = masks
         self._graphs: dict[GraphKey, CapturedStep] = {}
-        self._halves: dict[GraphKey, CapturedHalves] = {}
-        self._endings: dict[TokenKey, CapturedEnding] = {}
+        self._split_steps: dict[GraphKey, CapturedSplitStep] = {}
+        self._tails: dict[TokenKey, CapturedTail] = {}
         self._stages: dict[TokenKey, CapturedStage] = {}
         self._capture(progress)
 
@@ -201,23 +202,23 @@ class GraphRunner:
     def _capture(self, progress: Callable[[str], None] | None) -> None:
         begin, device = time.perf_counter(), self._parts.device
         free, _ = torch.cuda.mem_get_info(device)
-        keys = list(self.ladder)
-        warmed = warm_up(self._parts, self.ladder.max_rows, self.token_ladder.budget, self._masks)
+        keys = list(self.buckets)
+        warmed = warm_up(self._parts, self.buckets.max_rows, self.token_buckets.budget, self._masks)
         buffer, inner_buffer = (
             torch.empty(size, dtype=torch.uint8, device=device) for size in (warmed.scratch, warmed.inner)
         )
         with no_garbage_collection():
             for key in keys:
                 self._graphs[key] = CapturedStep(DecodeStep(self._parts, key, Scratch(device, buffer)))
-            for alike in self.ladder.first_halves():
-                halves = capture_halves(self._parts, alike, Scratch(device, buffer), self._masks)
-                self._halves |= zip(alike, halves, strict=True)
-            for ending_key in self.token_ladder.endings(self._parts.most_ended(self.ladder.max_rows)):
+            for alike in self.buckets.forward_graph_keys():
+                split = capture_split_steps(self._parts, alike, Scratch(device, buffer), self._masks)
+                self._split_steps |= zip(alike, split, strict=True)
+            for tail_key in self.token_buckets.tails(self._parts.most_tail_tokens(self.buckets.max_rows)):
                 inner = Scratch(device, inner_buffer)
-                self._endings[ending_key] = CapturedEnding(self._parts, ending_key.tokens, inner)
-            for token_key in self.token_ladder:
+                self._tails[tail_key] = CapturedTail(self._parts, tail_key.tokens, inner)
+            for token_key in self.token_buckets:
                 scratch, inner = Scratch(device, buffer), Scratch(device, inner_buffer)
-                stage = CapturedStage(self._parts, token_key.tokens, scratch, inner, self._endings)
+                stage = CapturedStage(self._parts, token_key.tokens, scratch, inner, self._tails)
                 self._stages[token_key] = stage
         torch.cuda.synchronize(device)
         after, _ = torch.cuda.mem_get_info(device)
@@ -227,14 +228,14 @@ class GraphRunner:
         if progress is not None:
             segments = sum(stage.graphs for stage in self._stages.values())
             progress(
-                f"captured {len(keys)} decode steps, {len(self._halves)} in two halves, {segments} segments of "
+                f"captured {len(keys)} decode steps, {len(self._split_steps)} in two halves, {segments} segments of "
                 f"{len(self._stages)} token buckets and "
-                f"{len(self._endings)} endings in {stats.capture_seconds:.1f} s, {stats.bytes / 2**20:.0f} MiB"
+                f"{len(self._tails)} endings in {stats.capture_seconds:.1f} s, {stats.bytes / 2**20:.0f} MiB"
             )
 
     def stage(self, layout: BatchLayout) -> CapturedStage:
         """Where a mixed step of this layout runs; ValueError when it exceeds the token budget."""
-        key = self.token_ladder.key(layout)
+        key = self.token_buckets.key(layout)
         self.stats.mixed_steps += 1
         self.stats.tokens += layout.tokens
         self.stats.padded_tokens += key.tokens - layout.tokens
@@ -242,22 +243,22 @@ class GraphRunner:
 
     def captured(self, plan: StepPlan, *, dense: bool) -> CapturedStep | None:
         """The graph for a plan of decode rows alone, its slots filled in; None, with the reason counted, when there is
-        none. `dense`: see `Ladder.key`."""
-        key = self.ladder.key(plan.layout, plan.drafts, dense=dense)
+        none. `dense`: see `DecodeBuckets.key`."""
+        key = self.buckets.key(plan.layout, plan.drafts, dense=dense)
         if key is None:
             self.stats.eager[f"width {plan.width}, {plan.drafts} drafts"] += 1
             return None
         self._take(self._graphs[key].step, plan)
         return self._graphs[key]
 
-    def halves(self, plan: StepPlan) -> CapturedHalves | None:
+    def split_step(self, plan: StepPlan) -> CapturedSplitStep | None:
         """The same for a plan with rows that have a grammar."""
-        key = self.ladder.halves_key(plan.layout, plan.drafts)
+        key = self.buckets.split_key(plan.layout, plan.drafts)
         if key is None:
             self.stats.eager[f"width {plan.width}, {plan.drafts} drafts, masks"] += 1
             return None
-        self._take(self._halves[key].step, plan)
-        return self._halves[key]
+        self._take(self._split_steps[key].step, plan)
+        return self._split_steps[key]
 
     def _take(self, step: DecodeStep, plan: StepPlan) -> None:
         """Fill a plan's slots in, and count the step."""
@@ -268,36 +269,36 @@ class GraphRunner:
         slots = [*plan.decode_slots, *[-1] * padding]
         step.slot_R.copy_(torch.tensor(slots, dtype=torch.int64).pin_memory(), non_blocking=True)
 
-    def all_halves(self) -> list[CapturedHalves]:
-        """Every step that was captured in two halves, in ladder order."""
-        return list(self._halves.values())
+    def split_steps(self) -> list[CapturedSplitStep]:
+        """Every step that was captured as a forward graph and a sampling graph, in the order of the buckets."""
+        return list(self._split_steps.values())
 
     def all(self) -> list[CapturedStep]:
-        """Every captured step, in ladder order."""
+        """Every captured step, in the order of the buckets."""
         return list(self._graphs.values())
 
     def stages(self) -> list[CapturedStage]:
-        """The captured segments of every token bucket, in ladder order."""
+        """The captured segments of every token bucket, in the order of the buckets."""
         return list(self._stages.values())
 
-    def endings(self) -> list[CapturedEnding]:
-        """The captured endings, which all token buckets share, in ladder order."""
-        return list(self._endings.values())
+    def tails(self) -> list[CapturedTail]:
+        """The captured tails, which all token buckets share, in the order of the buckets."""
+        return list(self._tails.values())
 
     @property
     def count(self) -> int:
         """Graphs there are."""
         return (
             len(self._graphs)
-            + len(self._halves)
-            + len(self.ladder.first_halves())
-            + len(self._endings)
+            + len(self._split_steps)
+            + len(self.buckets.forward_graph_keys())
+            + len(self._tails)
             + sum(stage.graphs for stage in self._stages.values())
         )
 
     def close(self) -> None:
         """Destroy the graphs. Before the process group, or its last collectives wait for ever."""
-        for ladder in (self._graphs, self._halves, self._stages, self._endings):
-            for captured in ladder.values():
+        for buckets in (self._graphs, self._split_steps, self._stages, self._tails):
+            for captured in buckets.values():
                 captured.drop()
-            ladder.clear()
+            buckets.clear()

@@ -9,7 +9,7 @@ import torch
 
 from kernels import moe
 from workers.graphs.capture import Warmed, count_graphs
-from workers.graphs.rehearsal import reserve_attention, reserve_decode
+from workers.graphs.mixed_warm_up import reserve_attention, reserve_decode
 from workers.memory.scratch import Scratch
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
@@ -29,19 +29,19 @@ def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     scratch, inner, decode = (Scratch(parts.device) for _ in range(3))
     reserve_attention(Stage(parts, token_budget, scratch, inner))  # of a long context it may need most
     reserve_decode(parts, max_rows, decode)
-    tokens, dequantised = max_rows * parts.width, _dequantised_bytes(parts.model)
+    tokens, dequantized = max_rows * parts.width, _dequantized_bytes(parts.model)
 
     def beside(tokens: int, scored: int) -> int:
         """What segments of so many tokens take, and the logits of some of them."""
         feed_forward = int(BESIDE_EXPERTS * _feed_forward_bytes(parts.model, tokens))
-        return feed_forward + scored * parts.model.config.vocab_size * torch.float32.itemsize + dequantised
+        return feed_forward + scored * parts.model.config.vocab_size * torch.float32.itemsize + dequantized
 
     mixed = beside(token_budget, max(tokens, at_once(max_rows)))
     graphs = count_graphs(parts, max_rows, token_budget)
     return Warmed(max(scratch.peak, decode.peak + beside(tokens, tokens)), max(inner.peak, mixed), graphs)
 
 
-def _dequantised_bytes(model: Model) -> int:
+def _dequantized_bytes(model: Model) -> int:
     """Of the largest matrix that many tokens need in the model's dtype and that is stored in another one."""
     weights = [
         weight

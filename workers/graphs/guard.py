@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from kernels import repeat
 from kernels.operators import OperatorMode
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 
-_HOOK: Final = PrivateGround(
+_HOOK: Final = PrivateApi(
     "triton",
     ("triton.knobs.runtime.jit_cache_hook",),
     "a kernel that is compiled while a graph is captured is not noticed; where that breaks the capture, CUDA says less",

@@ -1,7 +1,7 @@
-"""The token-wise segments of mixed steps as graphs, a set of them for every token bucket, and endings for all buckets.
+"""The token-wise segments of mixed steps as graphs, a set of them for every token bucket, and tails for all buckets.
 
-Attention and all else that depends on rows runs eagerly between the segments. An ending lies at the same place whatever
-the bucket is, so one graph per number of tokens that are wanted serves them all.
+Attention and all else that depends on rows runs eagerly between the segments. A logits-only tail lies at the same place
+whatever the bucket is, so one graph per number of tokens that are wanted serves them all.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from workers.graphs.record import record
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import TokenKey
 from workers.step.parts import StepParts
-from workers.step.stage import Ending, Stage
+from workers.step.stage import Stage, Tail
 
 
-class CapturedEnding(Ending):
-    """An ending that is a graph, replayed for the stages of all buckets."""
+class CapturedTail(Tail):
+    """A logits-only tail that is a graph, replayed for the stages of all buckets."""
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
-        """Captures at once. `inner` is this ending's alone, out of the buffer that the stages' inner memory is."""
+        """Captures at once. `inner` is this tail's alone, out of the buffer that the stages' inner memory is."""
         super().__init__(parts, tokens, inner)
         self._graph, _ = record(parts.device, super().run)
 
@@ -41,11 +41,11 @@ class CapturedStage(Stage):
     """A stage whose segments are graphs, replayed. They hold no state from one step to the next."""
 
     def __init__(
-        self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch, endings: Mapping[TokenKey, Ending]
+        self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch, tails: Mapping[TokenKey, Tail]
     ) -> None:
-        """Captures its segments at once, on padding alone; `endings` are all stages'."""
+        """Captures its segments at once, on padding alone; `tails` are all stages'."""
         super().__init__(parts, tokens, scratch, inner)
-        self._endings = endings
+        self._tails = tails
         self.clear()
         self._graphs: list[list[torch.cuda.CUDAGraph]] = []
         for which in range(len(self.segments)):
@@ -54,7 +54,7 @@ class CapturedStage(Stage):
 
     @property
     def graphs(self) -> int:
-        """How many there are, endings aside."""
+        """How many there are, tails aside."""
         return sum(map(len, self._graphs))
 
     @override
@@ -63,9 +63,9 @@ class CapturedStage(Stage):
         self._graphs[which][index].replay()
 
     @override
-    def ending(self, key: TokenKey) -> Ending:
+    def tail(self, key: TokenKey) -> Tail:
         """That of all stages; an eager one for more tokens than steps sample, which prompts that are scored end for."""
-        return self._endings.get(key) or super().ending(key)
+        return self._tails.get(key) or super().tail(key)
 
     def drop(self) -> None:
         """Destroy the graphs; their process group must still live."""

@@ -83,7 +83,7 @@ class Batch:
     dense: bool = False
     """Whether decode rows alone, none of which has more entries than sparse attention selects, attend to them densely:
     they would attend to all of them."""
-    astray_1: torch.Tensor | None = None
+    out_of_bounds_count_1: torch.Tensor | None = None
     """See `PagedCache`."""
     selection: Selection | None = None
     """Of a model with sparse attention, which makes it once per pass."""

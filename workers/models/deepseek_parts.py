@@ -48,7 +48,7 @@ class PagedTokens:
 
 def linear(x_TE: Tensor, weight_FE: Weight) -> Tensor:
     """x · weight^T, of a matrix in any format."""
-    return F.linear(x_TE, weight_FE.dequantised(torch.float32))
+    return F.linear(x_TE, weight_FE.dequantized(torch.float32))
 
 
 def norm(x_TE: Tensor, weight_E: Tensor, eps: float = 1e-6) -> Tensor:

@@ -50,7 +50,7 @@ class Drafter(ABC):
     segments: Segments | None = None
     """Of its pass over the tokens of a step, behind the model's, where it has one that reads the model's final hidden
     states of all of them."""
-    taps: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     """Layers of the model: it reads the residual stream that enters each of them, side by side, [T, E for each], in
     place of the model's final hidden states. A layer may be there twice."""
     keeps = 0
@@ -65,9 +65,9 @@ class Drafter(ABC):
         """Take tokens into its cache; returns its hidden states, [T, E], of which `draft` wants those of the newest
         tokens. None of a drafter without a cache.
 
-        Token i of `token_T` stands one position after the one whose hidden state (the model's, or what it taps) is row
-        i of `hidden_TE`. `batch` has that later position's cache index, and `first` = 1. Memory comes from `scratch`,
-        or is fresh where there is none.
+        Token i of `token_T` stands one position after the one whose hidden state (the model's, or the auxiliary hidden
+        states that it reads) is row i of `hidden_TE`. `batch` has that later position's cache index, and `first` = 1.
+        Memory comes from `scratch`, or is fresh where there is none.
         """
         return None
 

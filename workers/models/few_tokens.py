@@ -1,6 +1,6 @@
-"""The way of few tokens: as few, and as early, kernels as there can be.
+"""The small-batch path: as few, and as early, kernels as there can be.
 
-What it computes is what the way of many tokens does; what differs is where kernels begin and end. Norms are pending
+What it computes is what the general path does; what differs is where kernels begin and end. Norms are pending
 between kernels (`kernels.pending_norm`), the residual stream is fp32, every weight matrix is streamed once by kernels
 that begin with it before their predecessor has finished (programmatic dependent launch). Between ranks, sums go through
 all-reduces, and the kernel after one is launched plainly.
@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from kernels import few_experts, moe, pending_norm
 from kernels.few_experts import ChosenExperts
-from kernels.halve import Halved, halve
-from kernels.linear import gated_linear, halved, linear, linear_to_residual, normed_linear
+from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
+from kernels.linear import gated_linear, linear, linear_to_residual, normed_linear, takes_fp16_scaled
 from kernels.matrix import GroupScaled, Matrix
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import AddNorm, rms_norm
@@ -187,12 +187,12 @@ class FewTokens(TokenWise[PendingNorm]):
     def leave(self, norm: AddNorm, last: PendingNorm, out_TE: Tensor) -> None:
         rms_norm(norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=self._dependent)
 
-    def _rows(self, x_TF: Tensor, weight: Matrix, scratch: Scratch) -> Tensor | Halved:
+    def _rows(self, x_TF: Tensor, weight: Matrix, scratch: Scratch) -> Tensor | Fp16Scaled:
         """The tokens as products with this matrix take them."""
-        if not halved(x_TF.shape[0], weight):
+        if not takes_fp16_scaled(x_TF.shape[0], weight):
             return x_TF
-        rows = Halved.empty(x_TF, scratch.empty)
-        halve(x_TF, rows, dependent=self._dependent)
+        rows = Fp16Scaled.empty(x_TF, scratch.empty)
+        to_fp16_scaled(x_TF, rows, dependent=self._dependent)
         return rows
 
     def _sum(self, out: PendingNorm, scratch: Scratch) -> tuple[Tensor, Tensor]:

@@ -49,5 +49,5 @@ class PassTensors:
     out_TE: Tensor | None
     """Hidden states after the final norm; None where `gather` and `end` take the last segment's place."""
     flow: Flow[Any]
-    taps: tuple[tuple[int, Tensor], ...] = ()
+    aux_hidden: tuple[tuple[int, Tensor], ...] = ()
     """Layers, and where the residual stream that enters each is copied to, [T, E]."""

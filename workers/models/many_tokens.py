@@ -1,4 +1,4 @@
-"""The way of many tokens: every product in the way that is fastest for their number, norms between them.
+"""The general path: every product in the way that is fastest for their number, norms between them.
 
 Shape legend: T tokens, R tokens and padding, E hidden features, F output features, I intermediate features of this
 rank, X experts, K experts per token (both with the shared ones, where those are stored or chosen), P parts of a sum, A
@@ -16,22 +16,22 @@ from typing_extensions import override
 
 from kernels import moe
 from kernels.dependent import launches_dependently
-from kernels.dequantise import dequantise
+from kernels.dequantize import dequantize
 from kernels.linear import (
     MOST_STREAMED,
     PIECE,
+    fits_w8a8,
     grouped_linear,
     linear,
-    multiplies_rounded,
     padded_scales,
     part_linear,
     parts_of,
-    rounded_linear,
-    rounded_pieces,
-    takes_rounded,
+    supports_w8a8,
+    w8a8_linear,
+    w8a8_pieces,
 )
 from kernels.matrix import BlockScaled, Matrix
-from kernels.quantise import GROUP, quantise, silu_mul_quantise
+from kernels.quantize import GROUP, quantize, silu_mul_quantize
 from kernels.rms_norm import AddNorm, add_rms_norm, rms_norm
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
@@ -43,11 +43,11 @@ MOST_DEPENDENT: Final = 512
 """Most tokens whose kernels of ours are launched dependently."""
 ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
-FEWEST_ROUNDED: Final = 9
-"""Fewest tokens that are rounded to FP8 for products with FP8 weights, where that is allowed: the fewest behind the way
-of few (`MOST_FP8` of `ways`), so that no number of tokens between has kernels of its own. Of 12 tokens to dequantize
-first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on one H200)."""
-FEWEST_ROUNDED_EXPERTS: Final = 9
+MIN_TOKENS_W8A8: Final = 9
+"""Fewest tokens that are rounded to FP8 for products with FP8 weights, where that is allowed: the fewest behind the
+small-batch path (`MOST_FP8` of `ways`), so that no number of tokens between has kernels of its own. Of 12 tokens to
+dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on one H200)."""
+MIN_TOKENS_W8A8_EXPERTS: Final = 9
 """The same for products with experts. Of 32 tokens of DeepSeek-V3 experts that widen their weights take 1.05 times as
 long, of 384 1.6 times, of 2048 three times (`bench/moe.py --model v3+shared --format fp8` on one H200)."""
 
@@ -58,7 +58,7 @@ def plain(weight_FE: Weight, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     if isinstance(matrix, Tensor):
         return matrix
     out_FE = scratch.empty(*matrix.shape, dtype=dtype)
-    dequantise(matrix, out_FE)
+    dequantize(matrix, out_FE)
     return out_FE
 
 
@@ -70,9 +70,10 @@ def dependent(x_TE: Tensor) -> bool:
 class ManyTokens(TokenWise[Tensor]):
     """For any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream."""
 
-    def __init__(self, group: Group, *, rounds: bool = False) -> None:
-        """`rounds`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such weights."""
-        self.group, self.rounds = group, rounds
+    def __init__(self, group: Group, *, quantize_activations: bool = False) -> None:
+        """`quantize_activations`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such
+        weights."""
+        self.group, self.quantize_activations = group, quantize_activations
 
     @override
     def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
@@ -96,27 +97,27 @@ class ManyTokens(TokenWise[Tensor]):
             return
         with scratch.scope():
             weight = weight_FE.matrix
-            if self._rounds_for(weight, out_TF) and x.dtype == torch.bfloat16:
-                self._rounded_linear(quantise, x, weight, out_TF, scratch)
+            if self._quantizes_for(weight, out_TF) and x.dtype == torch.bfloat16:
+                self._w8a8_linear(quantize, x, weight, out_TF, scratch)
             else:
                 # A matrix that is dequantized in the launch before must not be read early.
                 early = isinstance(weight, Tensor) and dependent(x)
                 linear(x, plain(weight_FE, x.dtype, scratch), out_TF, dependent=early)
 
-    def _rounds_for(self, weight: Matrix, out_TF: Tensor) -> TypeGuard[BlockScaled]:
+    def _quantizes_for(self, weight: Matrix, out_TF: Tensor) -> TypeGuard[BlockScaled]:
         """Whether a product with a matrix takes activations in FP8."""
         return (
-            self.rounds
+            self.quantize_activations
             and isinstance(weight, BlockScaled)
-            and out_TF.shape[0] >= FEWEST_ROUNDED
+            and out_TF.shape[0] >= MIN_TOKENS_W8A8
             and out_TF.dtype == torch.bfloat16
             and out_TF.is_contiguous()
-            and multiplies_rounded(out_TF.device)
-            and takes_rounded(weight)
+            and supports_w8a8(out_TF.device)
+            and fits_w8a8(weight)
         )
 
     @staticmethod
-    def _rounded_linear(
+    def _w8a8_linear(
         rounding: Callable[..., None], x: Tensor, weight_FE: BlockScaled, out_TF: Tensor, scratch: Scratch
     ) -> None:
         """out = what `rounding` makes of `x` · weight^T. Rows behind the last token hold whatever is there."""
@@ -125,15 +126,15 @@ class ManyTokens(TokenWise[Tensor]):
         number_RE = scratch.empty(rows, features, dtype=torch.float8_e4m3fn)
         scale_RG = scratch.empty(features // GROUP, rows, dtype=torch.float32).t()
         rounding(x, number_RE[:tokens], scale_RG[:tokens], dependent=dependent(x))
-        pieces = rounded_pieces(tokens, weight_FE)
+        pieces = w8a8_pieces(tokens, weight_FE)
         if pieces is not None:
             piece_PBT = scratch.empty(*pieces, dtype=torch.float32)
-            rounded_linear(number_RE, scale_RG, weight_FE, out_TF, pieces=piece_PBT, dependent=dependent(x))
+            w8a8_linear(number_RE, scale_RG, weight_FE, out_TF, pieces=piece_PBT, dependent=dependent(x))
             return
         sizes = padded_scales(weight_FE)
         padded = None if sizes is None else scratch.empty(*sizes, dtype=torch.float32)
         out_RF = out_TF if rows == tokens else scratch.empty(rows, outputs, dtype=out_TF.dtype)
-        rounded_linear(number_RE, scale_RG, weight_FE, out_RF, padded)
+        w8a8_linear(number_RE, scale_RG, weight_FE, out_RF, padded)
         if rows > tokens:
             out_TF.copy_(out_RF[:tokens])
 
@@ -168,13 +169,13 @@ class ManyTokens(TokenWise[Tensor]):
     ) -> None:
         """Where `down` takes activations in FP8, the gate rounds them at once."""
         part_TE, down = self.group.part(out), down_EI.matrix
-        if x.dtype != torch.bfloat16 or not self._rounds_for(down, part_TE):
+        if x.dtype != torch.bfloat16 or not self._quantizes_for(down, part_TE):
             super().add_gated(x, gate_up_FE, down_EI, norm, out, scratch)
             return
         with scratch.scope():
             gate_up_TF = scratch.empty(x.shape[0], gate_up_FE.shape[0], dtype=x.dtype)
             self.linear(x, gate_up_FE, gate_up_TF, scratch)
-            self._rounded_linear(silu_mul_quantise, gate_up_TF, down, part_TE, scratch)
+            self._w8a8_linear(silu_mul_quantize, gate_up_TF, down, part_TE, scratch)
         self.group.all_reduce(part_TE, out)
         self.add_norm(out, norm, out)
 
@@ -262,7 +263,7 @@ class ManyTokens(TokenWise[Tensor]):
             shared=shared,
             add_norm=norm if alone else None,
             workspace=workspace,
-            rounds=self.rounds and x_TE.shape[0] >= FEWEST_ROUNDED_EXPERTS,
+            quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
             dependent=launches_dependently(x_TE.device),
         )

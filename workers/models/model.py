@@ -87,12 +87,12 @@ class Model:
         head_YE[: rows.stop - rows.start].copy_(self.embedding_YE[rows])
         return Weight(head_YE)
 
-    def taps(self, tapped_TF: Tensor | None) -> tuple[tuple[int, Tensor], ...]:
-        """`tapped_TF`, [T, E for each of the drafter's taps], by them."""
-        if tapped_TF is None or self.drafter is None:
+    def aux_hidden(self, aux_hidden_TF: Tensor | None) -> tuple[tuple[int, Tensor], ...]:
+        """`aux_hidden_TF`, [T, E for each of the drafter's auxiliary layers], by them."""
+        if aux_hidden_TF is None or self.drafter is None:
             return ()
-        parts = tapped_TF.view(len(tapped_TF), -1, self.config.hidden_size).unbind(1)
-        return tuple(zip(self.drafter.taps, parts, strict=True))
+        parts = aux_hidden_TF.view(len(aux_hidden_TF), -1, self.config.hidden_size).unbind(1)
+        return tuple(zip(self.drafter.aux_hidden_state_layers, parts, strict=True))
 
     def forward(
         self,
@@ -100,16 +100,16 @@ class Model:
         batch: Batch,
         cache: PagedCache,
         scratch: Scratch | None = None,
-        tapped_TF: Tensor | None = None,
+        aux_hidden_TF: Tensor | None = None,
     ) -> Tensor:
         """Hidden state of every token after the final norm, [T, E]; writes the tokens' latents to the cache, and, side
-        by side to `tapped_TF` if there is one, the hidden states that the drafter taps.
+        by side to `aux_hidden_TF` if there is one, the auxiliary hidden states that the drafter reads.
 
         `token_T`: int64 ids below the vocabulary size. `batch.position_T` must lie below `max_positions`. All memory
         comes from `scratch` (here and below: fresh memory when there is none), except for the prefill rows' geometry.
         """
         scratch = scratch or Scratch(token_T.device)
-        return self.segments.forward(token_T, None, batch, cache, scratch, self.taps(tapped_TF))
+        return self.segments.forward(token_T, None, batch, cache, scratch, self.aux_hidden(aux_hidden_TF))
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None, head_YE: Weight | None = None) -> Tensor:
         """Logits of final-norm hidden states, fp32 [N, Y]. `head_YE`: this rank's rows of another head than its own."""

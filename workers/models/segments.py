@@ -119,9 +119,9 @@ class Segments:
 
     @staticmethod
     def _tap(index: int, tensors: PassTensors) -> None:
-        for layer, tap_TE in tensors.taps:
+        for layer, aux_hidden_TE in tensors.aux_hidden:
             if layer == index:
-                tap_TE.copy_(tensors.flow.residual_TE)
+                aux_hidden_TE.copy_(tensors.flow.residual_TE)
 
     def flow_to_end(self, tokens: int, scratch: Scratch) -> Flow[Any]:
         """Memory for so many tokens that are wanted: what `end` reads, and nothing else of a flow."""
@@ -154,11 +154,11 @@ class Segments:
         batch: Batch,
         cache: PagedCache,
         scratch: Scratch,
-        taps: tuple[tuple[int, Tensor], ...] = (),
+        aux_hidden: tuple[tuple[int, Tensor], ...] = (),
         way: TokenWise[Any] | None = None,
     ) -> Tensor:
-        """A whole pass, layer by layer, in memory of `scratch`: final hidden states [T, E]. `source_TE`, `taps`: see
-        `PassTensors`. `way`: without one the fastest."""
+        """A whole pass, layer by layer, in memory of `scratch`: final hidden states [T, E]. `source_TE`, `aux_hidden`:
+        see `PassTensors`. `way`: without one the fastest."""
         way = way or self.ways.of(batch, self._norm_E.dtype, self._norm_E.device)
         out_TE = scratch.empty(token_T.shape[0], self._norm_E.shape[0], dtype=self._norm_E.dtype)
         # Of a step of decode rows alone some may be padding: their lengths say which.
@@ -167,7 +167,9 @@ class Segments:
             flow = self.flow(token_T.shape[0], scratch, way)
             if batch.given_TS is not None or batch.dense:
                 flow = replace(flow, projected=flow.projected.unscored(keys=batch.dense))
-            tensors = PassTensors(token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow, taps)
+            tensors = PassTensors(
+                token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow, aux_hidden
+            )
             attend = _Attention(self, flow, batch, cache, scratch)
             with scratch.scope():
                 self._begin(tensors, self._norm(0, flow), scratch)
@@ -246,7 +248,7 @@ class _Attention:
 
     def _prepare(self) -> list[Backend]:
         flow, attention, inner = self._flow, self._segments.layers[0].attention, self._inner
-        counted = replace(self._batch, astray_1=self._cache.astray_1)
+        counted = replace(self._batch, out_of_bounds_count_1=self._cache.out_of_bounds_count_1)
         planned = attention.plan(counted, self._scratch).noting(flow.way.choices)
         with nullcontext() if inner is None else inner.scope():
             rotation_PO, geometry = self._segments._rotation_PO, attention.geometry(self._batch)

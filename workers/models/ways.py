@@ -17,17 +17,17 @@ from workers.models.choices import Choices
 from workers.models.config import ModelConfig
 from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.invariant import InvariantTokens
-from workers.models.many_tokens import FEWEST_ROUNDED, FEWEST_ROUNDED_EXPERTS, DecodeTokens, ManyTokens
+from workers.models.many_tokens import MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS, DecodeTokens, ManyTokens
 from workers.models.token_wise import TokenWise
 from workers.parallel.group import Group
 from workers.weights.weight import Format, Formats
 
 MOST_FP8: Final = 8
-"""Most tokens of the way of few in a model with FP8 weights: its kernels' tiles have 8 columns, and with more tokens
-the way of many is faster (`bench/decode_step.py --shape v3-slice`)."""
+"""Most tokens of the small-batch path in a model with FP8 weights: its kernels' tiles have 8 columns, and with more
+tokens the general path is faster (`bench/decode_step.py --shape v3-slice`)."""
 
 MOST_WITH_INT4: Final = 8
-"""Most tokens of the way of few in a model with INT4 experts: of 16 the way of many is no slower
+"""Most tokens of the small-batch path in a model with INT4 experts: of 16 the general path is no slower
 (`bench/decode_step.py --shape k2-slice`)."""
 
 
@@ -41,19 +41,24 @@ class Ways:
         formats: Formats | None = None,
         *,
         invariant: bool,
-        rounds: bool = False,
+        quantize_activations: bool = False,
     ) -> None:
-        """`formats`: without them all matrices are plain. `rounds`: whether many tokens may be rounded to FP8 where
-        weights are stored so; invariant mode never does."""
+        """`formats`: without them all matrices are plain. `quantize_activations`: whether many tokens may be rounded to
+        FP8 where weights are stored so; invariant mode never does."""
         self.invariant = invariant
         """Whether a token's bits are the same in any batch, at any width and on any number of ranks."""
-        self.any: ManyTokens = InvariantTokens(group) if invariant else ManyTokens(group, rounds=rounds)
+        self.any: ManyTokens = (
+            InvariantTokens(group) if invariant else ManyTokens(group, quantize_activations=quantize_activations)
+        )
         """The way that any pass may take."""
         self.group = group
         """By which passes reach the other ranks."""
         self._config, self._formats = config, formats or Formats()
-        self._rounds = rounds and not invariant
-        self._decode, self._few = DecodeTokens(group, rounds=rounds), FewTokens(group, dependent=True)
+        self._quantize_activations = quantize_activations and not invariant
+        self._decode, self._few = (
+            DecodeTokens(group, quantize_activations=quantize_activations),
+            FewTokens(group, dependent=True),
+        )
 
     def of(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> TokenWise[Any]:
         """The fastest way for a pass with these rows, of a model in `dtype`. In invariant mode there is one."""
@@ -61,29 +66,29 @@ class Ways:
             return self.any
         return self._few if self.takes_few(batch, dtype, device) else self._decode
 
-    def rounds(self, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
+    def quantizes_activations(self, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether some products of a pass of up to so many tokens may take activations that are rounded to FP8."""
         return (
-            self._rounds
-            and tokens >= min(FEWEST_ROUNDED, FEWEST_ROUNDED_EXPERTS)
+            self._quantize_activations
+            and tokens >= min(MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS)
             and Format.FP8_BLOCKS in self._formats
             and dtype == torch.bfloat16
             and is_hopper(device)
         )
 
     @contextmanager
-    def nothing_rounded(self) -> Iterator[None]:
+    def without_w8a8(self) -> Iterator[None]:
         """Within this context no pass rounds activations to FP8: for those who compare passes that would round other
         numbers. What is dequantized then needs memory of the pass's scratch."""
         ways = (self.any, self._decode)
-        before = [way.rounds for way in ways]
+        before = [way.quantize_activations for way in ways]
         for way in ways:
-            way.rounds = False
+            way.quantize_activations = False
         try:
             yield
         finally:
-            for way, rounds in zip(ways, before, strict=True):
-                way.rounds = rounds
+            for way, quantize_activations in zip(ways, before, strict=True):
+                way.quantize_activations = quantize_activations
 
     @contextmanager
     def choosing(self, choices: Choices) -> Iterator[None]:
@@ -98,7 +103,7 @@ class Ways:
                 way.choices = None
 
     def takes_few(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether a pass of decode rows alone takes the way of few tokens."""
+        """Whether a pass of decode rows alone takes the small-batch path."""
         return (
             0 < batch.layout.tokens <= (MOST_FP8 if Format.FP8_BLOCKS in self._formats else MOST_STREAMED)
             and dtype == torch.bfloat16
@@ -108,8 +113,8 @@ class Ways:
         )
 
     def _takes_int4(self, tokens: int, device: torch.device) -> bool:
-        """Whether so few tokens take the way of few in a model some of whose matrices are in INT4: if all its experts'
-        are, and no others."""
+        """Whether so few tokens take the small-batch path in a model some of whose matrices are in INT4: if all its
+        experts' are, and no others."""
         stored, config, routing = self._formats, self._config, self._config.routing
         if tokens > MOST_WITH_INT4 or stored.experts != {Format.INT4_GROUPS} or Format.INT4_GROUPS in stored.others:
             return False

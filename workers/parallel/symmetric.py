@@ -24,7 +24,7 @@ import torch.distributed as dist
 from kernels.dependent import launches_dependently
 from kernels.one_shot import PIECE_BYTES, Inbox, one_shot_add, one_shot_gather, one_shot_sum
 from kernels.pending_norm import PendingNorm
-from kernels.private_ground import PrivateGround
+from kernels.private_api import PrivateApi
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _TWO_SHOT_RANKS = (2, 4, 8)
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
-_GROUND: Final = PrivateGround(
+_PRIVATE: Final = PrivateApi(
     "torch",
     (
         "torch.distributed._symmetric_memory.empty",
@@ -74,7 +74,7 @@ class SymmetricSum:
         in two shots. RuntimeError where the GPUs cannot map each other's memory, or torch has no way to."""
         # Its set-up is the one part of symmetric memory that can fail for the whole host, and nothing here needs it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        _GROUND.require()
+        _PRIVATE.require()
         import torch.distributed._symmetric_memory as symmetric_memory
 
         world = dist.group.WORLD

@@ -106,7 +106,7 @@ class EngineClient:
         if self.fault is None and charges.items:
             self._requests.send(charges)
 
-    async def probe(self) -> None:
+    async def health_check(self) -> None:
         """One real token through every rank; EngineFault when it does not come."""
         request = Request(f"probe-{uuid.uuid4().hex}", (0,), SamplingParams(max_tokens=1, temperature=0.0), priority=-1)
         stream = self.generate(request)
@@ -189,7 +189,7 @@ class EngineClient:
         if item.refused:
             mailbox.fail(Refused(item.refused, overloaded=item.overloaded, unavailable=item.unavailable))
         elif item.failed:
-            mailbox.fail(RequestFailed(item.failed, item.stuck))
+            mailbox.fail(RequestFailed(item.failed, item.dead_end))
         else:
             mailbox.put(item)
         if item.refused or item.failed or item.finish is not None:

@@ -1,8 +1,8 @@
-"""What the front has sent, taken in a little in every turn of the scheduler's loop.
+"""What the front has sent, taken in a little in every iteration of the scheduler's loop.
 
 Looking at a prompt's ids and hashing its pages takes time that grows with the prompt. Requests that come together,
-however many and however long, must not keep the loop from planning steps: what one turn does not take in waits here, in
-order. Where requests name API keys the keys take turns, so that one which floods keeps no other's out.
+however many and however long, must not keep the loop from planning steps: what one iteration does not take in waits
+here, in order. Where requests name API keys the keys take turns, so that one which floods keeps no other's out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from workers.channel.sockets import Receiver
 from workers.protocol.messages import Cancel, Charges, Request, Requests, Shutdown
 from workers.protocol.prompt import TOKEN_BYTES
 
-TURN_TOKENS = 100_000
-"""Prompt tokens that one turn takes in before it stops: a few milliseconds of work. A prompt is never divided, and
+ITERATION_TOKENS = 100_000
+"""Prompt tokens that one iteration takes in before it stops: a few milliseconds of work. A prompt is never divided, and
 counts once for all who share it."""
 READ_BYTES = 8 << 20
-"""Bytes that one turn takes off the socket before it stops, which only copies them."""
+"""Bytes that one iteration takes off the socket before it stops, which only copies them."""
 REQUEST_TOKENS = 250
 """What a request itself, or any other message, counts in tokens."""
 
@@ -37,13 +37,13 @@ class Inbox:
         """Requests that were received and not taken in."""
         return len(self._waiting)
 
-    def turn(self) -> list[Request | Cancel | Charges | Shutdown]:
-        """What this turn of the loop takes in. What ends something does not wait behind what begins something: a
+    def take(self) -> list[Request | Cancel | Charges | Shutdown]:
+        """What this iteration of the loop takes in. What ends something does not wait behind what begins something: a
         `Shutdown` comes at once, and so does a `Cancel`. Of a request that still waits here a `Cancel` leaves nothing,
         not even an output: whoever cancels does not listen any more."""
         taken = self._read()
         spent = 0
-        while self._waiting and spent < TURN_TOKENS:
+        while self._waiting and spent < ITERATION_TOKENS:
             request = self._next()
             taken.append(request)
             spent += self._cost(request)

@@ -16,7 +16,7 @@ def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         finish=outputs[-1].finish,
         logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
         cached_tokens=max(output.cached_tokens for output in outputs),
-        stood=tuple(draft for output in outputs for draft in output.drafts),
+        accepted=tuple(draft for output in outputs for draft in output.drafts),
         prompt=outputs[0].prompt,
         queued=max(output.queued for output in outputs),
         offered=sum(output.offered for output in outputs),

@@ -16,9 +16,9 @@ Group = tuple[int, int, str, SamplingParams]
 
 
 class Outbox:
-    """Collects the requests of one turn of the event loop and sends those that differ in their ids and seeds alone, as
-    the choices of a request do, as one message: their prompts are one object. Packing a prompt takes a millisecond for
-    some hundred thousand tokens, so the loop turns between two prompts."""
+    """Collects the requests of one iteration of the event loop and sends those that differ in their ids and seeds
+    alone, as the choices of a request do, as one message: their prompts are one object. Packing a prompt takes a
+    millisecond for some hundred thousand tokens, so the loop turns between two prompts."""
 
     def __init__(self, sender: Sender, refuse: Callable[[Request, str], None]) -> None:
         """In the running event loop. `refuse` is told of a request that cannot be sent, and why."""

@@ -15,21 +15,22 @@ PULSE_PERIOD_S = 0.1
 
 
 class Pulse:
-    """Tells ranks and front a few times a second that the scheduler lives, also while a turn of its loop takes long. It
-    vouches for a loop that turns: once one turn takes longer than any may, it falls silent, and what is silent is given
-    up as if it were dead."""
+    """Tells ranks and front a few times a second that the scheduler lives, also while an iteration of its loop takes
+    long. It vouches for a loop that turns: once one iteration takes longer than any may, it falls silent, and what is
+    silent is given up as if it were dead."""
 
-    def __init__(self, sender: Sender, turn_s: float) -> None:
-        """Begins at once. `sender` is the thread's alone until `close`. `turn_s`: seconds that a turn may take."""
-        self._sender, self._turn_s = sender, turn_s
-        self._turned = time.monotonic()
+    def __init__(self, sender: Sender, iteration_s: float) -> None:
+        """Begins at once. `sender` is the thread's alone until `close`. `iteration_s`: seconds that an iteration may
+        take."""
+        self._sender, self._iteration_s = sender, iteration_s
+        self._iteration_begun = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
         self._thread.start()
 
-    def turned(self) -> None:
-        """The loop begins another turn."""
-        self._turned = time.monotonic()
+    def begin_iteration(self) -> None:
+        """The loop begins another iteration."""
+        self._iteration_begun = time.monotonic()
 
     def close(self) -> None:
         """Fall silent, and leave the sender to whoever closes it."""
@@ -39,10 +40,10 @@ class Pulse:
     def _beat(self) -> None:
         told = False
         while not self._stop.is_set():
-            if time.monotonic() - self._turned < self._turn_s:
+            if time.monotonic() - self._iteration_begun < self._iteration_s:
                 self._sender.send(Heartbeat(-1))
                 told = False
             elif not told:
-                logger.error("the scheduler's loop has not turned for %.1f s; it is given up", self._turn_s)
+                logger.error("the scheduler's loop has not turned for %.1f s; it is given up", self._iteration_s)
                 told = True
             self._stop.wait(PULSE_PERIOD_S)

@@ -37,16 +37,17 @@ from workers.protocol.plan import StepResult
 from workers.protocol.recording import Recorder
 from workers.protocol.report import SelfTestReport
 from workers.scheduler import Scheduler, SchedulerConfig, Unsound
-from workers.step.ladder import token_buckets
+from workers.step.buckets import token_buckets
 
 logger = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.1
 POLL_MS = 50
 FIRST_CAUSE_WAIT_S = 0.2
-TURN_TIMEOUTS = 3
-"""A turn of the loop may take so many times `heartbeat_timeout_s`. None comes near that by itself: what a turn takes in
-is bounded (`workers.processes.inbox`), and so is what it plans. But a machine may be busy with other things."""
+ITERATION_TIMEOUTS = 3
+"""An iteration of the loop may take so many times `heartbeat_timeout_s`. None comes near that by itself: what an
+iteration takes in is bounded (`workers.processes.inbox`), and so is what it plans. But a machine may be busy with other
+things."""
 
 
 class EngineFailed(RuntimeError):
@@ -74,7 +75,7 @@ class SchedulerProcess:
 
     def run(self) -> None:
         """Serve until a Shutdown arrives. On a failure tells the front the first cause, then raises EngineFailed."""
-        pulse = Pulse(self._binding.pulse, TURN_TIMEOUTS * self._config.heartbeat_timeout_s)
+        pulse = Pulse(self._binding.pulse, ITERATION_TIMEOUTS * self._config.heartbeat_timeout_s)
         try:
             scheduler = self._start(pulse)
             if scheduler is not None:
@@ -112,7 +113,7 @@ class SchedulerProcess:
         ready: dict[int, Ready] = {}
         deadline = time.monotonic() + config.start_timeout_s
         while len(ready) < self._ranks:
-            pulse.turned()
+            pulse.begin_iteration()
             message = self._binding.results.receive(timeout_ms=POLL_MS)
             match message:
                 case Ready():
@@ -160,13 +161,13 @@ class SchedulerProcess:
         stats_due = 0.0
         while True:
             poller.poll(0 if inbox.waiting else POLL_MS)
-            pulse.turned()
+            pulse.begin_iteration()
             items: list[RequestOutput] = []
             while (message := results.receive(timeout_ms=0)) is not None:
                 items += self._from_worker(scheduler, message)
-            # Here, where all that ranks have said is heard: a turn may have taken longer than they may be silent.
+            # Here, where all that ranks have said is heard: an iteration may have taken longer than they may be silent.
             self._watch(time.monotonic())
-            for asked in inbox.turn():
+            for asked in inbox.take():
                 match asked:
                     case Request():
                         if (refusal := scheduler.add(asked)) is not None:

@@ -1,15 +1,15 @@
 """The proof that a replay computes what eager computes, on random state with poisoned padding.
 
 For every captured step: slots, page tables, caches and drafts are random, and what no row may touch is poison (see
-`scene`). The step runs eagerly and as a replay from the same state, and both must agree bit for bit in tokens, accepted
-counts, logits, cache writes and slot state, and must have changed nothing else. Against a mistake that both share, the
-logits are compared with a reference. On a CPU that is the plain forward pass (`workers.models.deepseek`), which shares
-nothing with the step but weights and cache. On a GPU, and where index keys are cached in INT8, it is the prefill path:
-the same tokens fed as a prefill chunk, which takes another path through attention and knows nothing of buckets. Both
-sides of that comparison run with nothing rounded to FP8: a number that differs a little may become another one of FP8,
-and so logits would differ by a third where nothing is wrong. And the reference takes the experts that the step has
-chosen: of many experts some choice turns over on the least difference, and all behind it with it. The choices are
-compared by themselves. So is what indexers have selected, where attention is sparse.
+`fixture`). The step runs eagerly and as a replay from the same state, and both must agree bit for bit in tokens,
+accepted counts, logits, cache writes and slot state, and must have changed nothing else. Against a mistake that both
+share, the logits are compared with a reference. On a CPU that is the plain forward pass (`workers.models.deepseek`),
+which shares nothing with the step but weights and cache. On a GPU, and where index keys are cached in INT8, it is the
+prefill path: the same tokens fed as a prefill chunk, which takes another path through attention and knows nothing of
+buckets. Both sides of that comparison run with nothing rounded to FP8: a number that differs a little may become
+another one of FP8, and so logits would differ by a third where nothing is wrong. And the reference takes the experts
+that the step has chosen: of many experts some choice turns over on the least difference, and all behind it with it. The
+choices are compared by themselves. So is what indexers have selected, where attention is sparse.
 
 Where nothing is captured, an eager step is its own candidate: a second run from the same state is what must agree.
 
@@ -36,10 +36,10 @@ from workers.models.batch import Batch, PrefillBatch
 from workers.models.choices import Recorded, Taken
 from workers.models.deepseek_parts import PagedTokens
 from workers.models.feed_forward import MixtureOfExperts
-from workers.proof.ground import Ground, pages_to_select
+from workers.proof.fixture_pool import FixturePool, pages_to_select
 from workers.proof.masks import RandomMasks
 from workers.proof.rows import Row
-from workers.proof.scene import Outcome, Scene
+from workers.proof.step_fixture import Outcome, StepFixture
 from workers.protocol.plan import BatchLayout, GraphKey
 from workers.protocol.report import BucketReport, StepTime
 from workers.step.decode import DecodeStep
@@ -82,10 +82,10 @@ def tolerance(parts: StepParts) -> float:
     return coarse * TOLERANCE[parts.model.norm_E.dtype] * max(1.0, layers / LAYERS)
 
 
-def rounds(parts: StepParts, tokens: int) -> bool:
+def quantizes_activations(parts: StepParts, tokens: int) -> bool:
     """Whether an eager pass of so many tokens may compute something else than with nothing rounded to FP8."""
     model = parts.model
-    return model.ways.rounds(tokens, model.norm_E.dtype, parts.device)
+    return model.ways.quantizes_activations(tokens, model.norm_E.dtype, parts.device)
 
 
 def mixtures(parts: StepParts) -> int:
@@ -120,7 +120,7 @@ class Candidate:
     step: DecodeStep
     replay: Callable[[], StepOutput]
     masks: RandomMasks | None = None
-    """What both sample under, where the step is one in two halves; `replay` puts them in place itself."""
+    """What both sample under, where the step is split; `replay` puts them in place itself."""
 
     def eager(self, step: DecodeStep) -> StepOutput:
         """Run a step of the same shape eagerly, under the same masks."""
@@ -133,8 +133,9 @@ def timed_runs(device: torch.device) -> int:
     return TIMED if device.type == "cuda" else 0
 
 
-def _seconds(candidate: Candidate, scene: Scene) -> float:
-    """What a replay takes: the least of some; 0 where none is timed. The scene is at its beginning, and is so again."""
+def _seconds(candidate: Candidate, fixture: StepFixture) -> float:
+    """What a replay takes: the least of some; 0 where none is timed. The fixture is at its beginning, and is so
+    again."""
     device = candidate.step.parts.device
     if not timed_runs(device):
         return 0.0
@@ -146,7 +147,7 @@ def _seconds(candidate: Candidate, scene: Scene) -> float:
         end.record()
         torch.cuda.synchronize(device)
         times.append(1e-3 * begin.elapsed_time(end))
-        scene.restore()
+        fixture.restore()
     return min(times)
 
 
@@ -158,11 +159,11 @@ class SelfTest:
         self._parts, self._most_pages = parts, MOST_PAGES[parts.device.type]
         coded = any(isinstance(spec, Int8IndexSpec) for spec in parts.cache.specs)
         self._plain = parts.device.type == "cpu" and not coded if plain is None else plain
-        self._ground = Ground(parts, seed, parts.state.slots * self._most_pages + pages_to_select(parts) + 1)
+        self._fixture_pool = FixturePool(parts, seed, parts.state.slots * self._most_pages + pages_to_select(parts) + 1)
 
     @torch.inference_mode()
     def run(self, candidates: Sequence[Candidate], progress: Callable[[str], None] | None = None) -> list[BucketReport]:
-        """One report per candidate, in order. Slots and cache are scrubbed afterwards."""
+        """One report per candidate, in order. Slots and cache are zero_filled afterwards."""
         reports: list[BucketReport] = []
         said = time.perf_counter()
         try:
@@ -172,21 +173,21 @@ class SelfTest:
                     said = time.perf_counter()
                     progress(f"self-test: {len(reports)} of {len(candidates)}")
         finally:
-            self._ground.scrub()
+            self._fixture_pool.clear()
         return reports
 
-    def scene(self, key: GraphKey) -> Scene:
+    def fixture(self, key: GraphKey) -> StepFixture:
         """New random rows for a bucket, written to slots and cache."""
-        former, free = self._ground.pages()
-        return self._ground.scene(self._rows(key, free), former)
+        former, free = self._fixture_pool.pages()
+        return self._fixture_pool.fixture(self._rows(key, free), former)
 
     def _rows(self, key: GraphKey, free: Sequence[int]) -> list[Row]:
         """As many live rows as slots and pages allow, one short of the bucket at times, with random lengths: short
         ones, those around a page's end, and long ones. Where attention is sparse the first is so long that it does
         not attend to everything, unless the step's is dense: there all rows are as short as that asks for."""
-        state, width, number = self._parts.state, self._parts.width, self._ground.number
+        state, width, number = self._parts.state, self._parts.width, self._fixture_pool.number
         overshoot = 2 * width
-        slots = self._ground.order(state.slots)
+        slots = self._fixture_pool.order(state.slots)
         longest = min(state.pages_per_row * PAGE_TOKENS, self._parts.model.max_positions) - overshoot
         if key.dense:
             longest = min(longest, self._parts.dense_pages * PAGE_TOKENS - overshoot)
@@ -200,7 +201,7 @@ class SelfTest:
             beyond = 0
             if not rows:
                 # A dense one's last page is nearly full.
-                beyond = longest - number(0, width) if key.dense else self._ground.beyond_selection(longest)
+                beyond = longest - number(0, width) if key.dense else self._fixture_pool.beyond_selection(longest)
             if beyond and pages_for(beyond + overshoot) <= len(free):
                 length = beyond
             need = pages_for(length + overshoot)
@@ -218,13 +219,13 @@ class SelfTest:
         rows, accepted, step_seconds, error = None, None, 0.0, torch.inf
         problems: list[str] = []
         try:
-            scene, eager, error, problems = self._eager(candidate)
+            fixture, eager, error, problems = self._eager(candidate)
             # A step's time is that of any rows.
             timed = candidate.masks is None and not key.dense
-            step_seconds = _seconds(candidate, scene) if timed else 0.0
-            replay = scene.outcome(candidate.replay())
-            problems += scene.problems(eager, replay)
-            rows = len(scene.rows)
+            step_seconds = _seconds(candidate, fixture) if timed else 0.0
+            replay = fixture.outcome(candidate.replay())
+            problems += fixture.problems(eager, replay)
+            rows = len(fixture.rows)
             accepted = int(eager.decided_N[eager.layout.accepted_slice][:rows].sum())
         except IndexError as oops:
             # A CPU notices what would read or write anywhere on a GPU.
@@ -241,92 +242,92 @@ class SelfTest:
             step_time=StepTime(key.rows, key.width, step_seconds) if step_seconds else None,
         )
 
-    def _eager(self, candidate: Candidate) -> tuple[Scene, Outcome, float, list[str]]:
-        """A scene at its beginning, what the eager step makes of it, how far that is from the reference, and what is
+    def _eager(self, candidate: Candidate) -> tuple[StepFixture, Outcome, float, list[str]]:
+        """A fixture at its beginning, what the eager step makes of it, how far that is from the reference, and what is
         wrong with that."""
         step, bound = candidate.step, tolerance(self._parts)
         problems: list[str] = []
         least, most_agreed = torch.inf, 0.0
         for _ in range(ATTEMPTS):
-            scene = self.scene(step.key)
+            fixture = self.fixture(step.key)
             if candidate.masks is not None:
                 candidate.masks.draw(step.layout.logits_rows)
             step.slot_R.fill_(-1)
-            step.slot_R[: len(scene.rows)] = scene.slot_R
-            self._plausible_drafts(candidate, scene)
+            step.slot_R[: len(fixture.rows)] = fixture.slot_R
+            self._plausible_drafts(candidate, fixture)
             ways, recorded = self._parts.model.ways, Recorded()
             with nothing_repeated(), ways.choosing(recorded):  # what is repeated is the graph's, and to be proven
-                eager = scene.outcome(candidate.eager(step))
-            scene.restore()
-            with ways.nothing_rounded():
-                exact_NV, recorded = self._unrounded(scene, candidate, eager.logits_NV, recorded)
-                error, agreed = self._distance_from_reference(scene, step.key, exact_NV, recorded)
-            scene.restore()
+                eager = fixture.outcome(candidate.eager(step))
+            fixture.restore()
+            with ways.without_w8a8():
+                exact_NV, recorded = self._without_w8a8(fixture, candidate, eager.logits_NV, recorded)
+                error, agreed = self._distance_from_reference(fixture, step.key, exact_NV, recorded)
+            fixture.restore()
             least, most_agreed = min(least, error), max(most_agreed, agreed)
             if error <= bound and agreed >= AGREED:
                 break
         else:
             reference = "the plain forward pass" if self._plain else "the prefill path"
             problems += differences(least, most_agreed, bound, "logits", reference)
-        return scene, eager, least, problems
+        return fixture, eager, least, problems
 
-    def _unrounded(
-        self, scene: Scene, candidate: Candidate, eager_NV: Tensor, recorded: Recorded
+    def _without_w8a8(
+        self, fixture: StepFixture, candidate: Candidate, eager_NV: Tensor, recorded: Recorded
     ) -> tuple[Tensor, Recorded]:
         """Logits of the eager step with nothing rounded, in fresh memory, and its choices of experts; those that it has
-        where it rounds nothing. The scene is at its beginning, and is so again."""
+        where it rounds nothing. The fixture is at its beginning, and is so again."""
         step = candidate.step
-        if not rounds(self._parts, step.key.rows * step.key.width):
+        if not quantizes_activations(self._parts, step.key.rows * step.key.width):
             return eager_NV, recorded
         again, recorded = DecodeStep(self._parts, step.key, Scratch(self._parts.device)), Recorded()
         again.slot_R.copy_(step.slot_R)
         with nothing_repeated(), self._parts.model.ways.choosing(recorded):
             logits_NV = candidate.eager(again).logits_NV
-        scene.restore()
+        fixture.restore()
         assert logits_NV is not None
         return logits_NV, recorded
 
-    def _plausible_drafts(self, candidate: Candidate, scene: Scene) -> None:
+    def _plausible_drafts(self, candidate: Candidate, fixture: StepFixture) -> None:
         """Let some drafts be what the target will choose, so that acceptance is tested at every count. The replay
         says what that is, because it is fast; a wrong one fails whatever it is fed."""
         step, width = candidate.step, candidate.step.key.width
-        reach_R = torch.tensor([self._ground.number(0, width - 1) for _ in scene.rows])
+        reach_R = torch.tensor([self._fixture_pool.number(0, width - 1) for _ in fixture.rows])
         reach, reach_R = int(reach_R.max()), reach_R.to(self._parts.device)
         for index in range(reach):
             output = candidate.replay()
-            target_RW = output.decided_N[step.layout.target_slice].view(-1, width)[: len(scene.rows)]
-            scene.propose(index, target_RW[:, index], reach_R > index)
-            scene.restore()
+            target_RW = output.decided_N[step.layout.target_slice].view(-1, width)[: len(fixture.rows)]
+            fixture.propose(index, target_RW[:, index], reach_R > index)
+            fixture.restore()
 
     def _distance_from_reference(
-        self, scene: Scene, key: GraphKey, got_NV: Tensor, recorded: Recorded
+        self, fixture: StepFixture, key: GraphKey, got_NV: Tensor, recorded: Recorded
     ) -> tuple[float, float]:
         """Relative error of a step's logits from those of the reference, which takes its experts: the median over rows,
         of the worst position. And in how many of the choices both agree."""
-        parts, own, width = self._parts, len(scene.rows), key.width
+        parts, own, width = self._parts, len(fixture.rows), key.width
         taken = Taken(recorded, mixtures(parts), own * width, 0 if key.dense else selecting(parts))
-        state, slot_R = parts.state.tensors, scene.slot_R
+        state, slot_R = parts.state.tensors, fixture.slot_R
         token_RW = torch.cat([state.last_S[slot_R].unsqueeze(1), state.draft_SK[slot_R, : width - 1]], dim=1)
         position_RW = state.length_S[slot_R].unsqueeze(1) + torch.arange(width, device=parts.device)
-        want_NV = (self._computed if self._plain else self._prefilled)(token_RW, position_RW, scene, taken)
+        want_NV = (self._computed if self._plain else self._prefilled)(token_RW, position_RW, fixture, taken)
         error_N = (got_NV[: own * width] - want_NV).norm(dim=-1) / want_NV.norm(dim=-1)
         # NaN must not pass for small.
         error_RW = torch.nan_to_num(error_N, nan=torch.inf).view(own, width)
         # Whether to try another state is one decision for all ranks.
         return float(parts.group.broadcast(error_RW.median(dim=0).values.max())), shared(parts, taken)
 
-    def _computed(self, token_RW: Tensor, position_RW: Tensor, scene: Scene, taken: Taken) -> Tensor:
+    def _computed(self, token_RW: Tensor, position_RW: Tensor, fixture: StepFixture, taken: Taken) -> Tensor:
         """Logits of the plain forward pass, [R W, vocabulary]."""
         parts = self._parts
         row_T = torch.arange(len(token_RW)).repeat_interleave(token_RW.shape[1])
-        at = PagedTokens(row_T, position_RW.flatten(), parts.state.tensors.page_SP[scene.slot_R])
+        at = PagedTokens(row_T, position_RW.flatten(), parts.state.tensors.page_SP[fixture.slot_R])
         return deepseek.forward(parts.model, token_RW.flatten(), at, parts.cache, taken)
 
-    def _prefilled(self, token_RW: Tensor, position_RW: Tensor, scene: Scene, taken: Taken) -> Tensor:
+    def _prefilled(self, token_RW: Tensor, position_RW: Tensor, fixture: StepFixture, taken: Taken) -> Tensor:
         """Logits of the prefill path, [R W, vocabulary]."""
         parts, (own, width) = self._parts, token_RW.shape
         repeats = -(-LEAST_PREFILLED // (own * width))
-        slot_R, rows = scene.slot_R.repeat(repeats), [*scene.rows] * repeats
+        slot_R, rows = fixture.slot_R.repeat(repeats), [*fixture.rows] * repeats
         token_T, position_T = (each_RW.repeat(repeats, 1).flatten() for each_RW in (token_RW, position_RW))
         cache_slot_T = parts.state.cache_slots(slot_R.repeat_interleave(width), position_T)
         cache_slot_T[own * width :] = 0  # one of a row's copies is written, the others go to the null page

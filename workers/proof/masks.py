@@ -1,4 +1,4 @@
-"""Masks that nobody asked for, which steps in two halves are proven under."""
+"""Masks that nobody asked for, which split steps are proven under."""
 
 from __future__ import annotations
 

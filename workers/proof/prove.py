@@ -12,9 +12,9 @@ import torch
 from workers.graphs.capture import GraphRunner
 from workers.memory.scratch import Scratch
 from workers.proof.decode_steps import Candidate, SelfTest
-from workers.proof.endings import prove_endings
 from workers.proof.masks import RandomMasks
 from workers.proof.segments import SegmentProof
+from workers.proof.tails import prove_tails
 from workers.protocol.report import BucketReport, SelfTestReport
 from workers.step.decode import DecodeStep
 from workers.step.masks import StepMasks
@@ -28,29 +28,33 @@ def prove(
     progress: Callable[[str], None] | None = None,
     masks: StepMasks | None = None,
 ) -> SelfTestReport:
-    """Test every graph, the segments of a token bucket together; without `graphs` eager steps of the ladder, of which
-    `every_bucket` asks for all. All ranks do it together, and all return what any of them found. `masks`: where those
-    of steps in two halves were captured, on rank 0."""
+    """Test every graph, the segments of a token bucket together; without `graphs` eager steps of the decode buckets, of
+    which `every_bucket` asks for all. All ranks do it together, and all return what any of them found. `masks`: where
+    those of split steps were captured, on rank 0."""
     began, begin = time.time(), time.perf_counter()
     eager, left_out = "", 0
     if graphs is not None:
         candidates = [Candidate(captured.step, captured.replay) for captured in graphs.all()]
         drawn = RandomMasks(masks)
         candidates += [
-            Candidate(halves.step, partial(halves.replay, drawn.in_place), drawn) for halves in graphs.all_halves()
+            Candidate(split.step, partial(split.replay, drawn.in_place), drawn) for split in graphs.split_steps()
         ]
     else:
         eager = "no CUDA graphs on this device" if parts.device.type == "cpu" else "CUDA graphs are switched off"
-        ladder = list(parts.ladder(parts.state.slots))
-        keys = ladder if every_bucket else list(dict.fromkeys([ladder[0], ladder[len(ladder) // 2], ladder[-1]]))
-        left_out = len(ladder) - len(keys)
+        graph_keys = list(parts.buckets(parts.state.slots))
+        keys = (
+            graph_keys
+            if every_bucket
+            else list(dict.fromkeys([graph_keys[0], graph_keys[len(graph_keys) // 2], graph_keys[-1]]))
+        )
+        left_out = len(graph_keys) - len(keys)
         scratch = Scratch(parts.device)
         steps = [DecodeStep(parts, key, scratch) for key in keys]
         candidates = [Candidate(step, step.run) for step in steps]
     found = SelfTest(parts).run(candidates, progress)
     if graphs is not None:
         found += SegmentProof(parts).run(graphs.stages(), progress)
-        found += prove_endings(parts, graphs.endings(), progress)
+        found += prove_tails(parts, graphs.tails(), progress)
         # The memory of eager steps, which serving does not need.
         torch.cuda.empty_cache()
     buckets = _of_all_ranks(found, parts)

@@ -1,12 +1,12 @@
 """The proof that replayed segments compute what eager ones compute: a random mixed step in every token bucket.
 
 Decode rows, chunks that end their prompt, chunks that do not, with cached context and suppressed writes, fill the
-bucket all but a few tokens, as far as pages allow, on random state with poison in what no row may touch (see `scene`).
-The step runs eagerly in fresh memory of the bucket's size, and as a replay in memory that was poison before. Both must
-agree bit for bit in tokens, accepted counts, logits, cache writes and slot state, and must have changed nothing else.
-Against a mistake that both share, the logits are compared with those of the same step without padding, both with
-nothing rounded to FP8 (see `decode_steps`). Where attention is sparse some row of a step is so long that it does not
-attend to everything, if pages allow.
+bucket all but a few tokens, as far as pages allow, on random state with poison in what no row may touch (see
+`fixture`). The step runs eagerly in fresh memory of the bucket's size, and as a replay in memory that was poison
+before. Both must agree bit for bit in tokens, accepted counts, logits, cache writes and slot state, and must have
+changed nothing else. Against a mistake that both share, the logits are compared with those of the same step without
+padding, both with nothing rounded to FP8 (see `decode_steps`). Where attention is sparse some row of a step is so long
+that it does not attend to everything, if pages allow.
 
 Run before a replica serves: it overwrites slots and cache. All ranks run it together, from equal seeds.
 
@@ -30,15 +30,15 @@ from workers.proof.decode_steps import (
     ATTEMPTS,
     differences,
     mixtures,
-    rounds,
+    quantizes_activations,
     selecting,
     shared,
     timed_runs,
     tolerance,
 )
-from workers.proof.ground import Ground, pages_to_select
+from workers.proof.fixture_pool import FixturePool, pages_to_select
 from workers.proof.rows import Row
-from workers.proof.scene import Outcome, Scene
+from workers.proof.step_fixture import Outcome, StepFixture
 from workers.protocol.plan import PrefillRow, StepPlan
 from workers.protocol.report import BucketReport, StepTime
 from workers.step.mixed import MixedStep
@@ -59,36 +59,36 @@ class SegmentProof:
 
     @torch.inference_mode()
     def run(self, stages: Sequence[Stage], progress: Callable[[str], None] | None = None) -> list[BucketReport]:
-        """One report per stage, in order. Slots and cache are scrubbed afterwards."""
+        """One report per stage, in order. Slots and cache are zero_filled afterwards."""
         reports: list[BucketReport] = []
-        ground = self._ground(max((stage.tokens for stage in stages), default=0))
+        fixture_pool = self._fixture_pool(max((stage.tokens for stage in stages), default=0))
         try:
             for stage in stages:
-                reports.append(self._bucket(stage, ground))
+                reports.append(self._bucket(stage, fixture_pool))
                 if progress is not None and not reports[-1].passed:
                     progress(f"self-test: {reports[-1]}: {'; '.join(reports[-1].problems)}")
         finally:
-            ground.scrub()
+            fixture_pool.clear()
         return reports
 
-    def _ground(self, tokens: int) -> Ground:
+    def _fixture_pool(self, tokens: int) -> FixturePool:
         """With pages for any step of up to so many tokens."""
         context = pages_for(MOST_CONTEXT + 2 * self._parts.width) + 1
         pages = pages_for(tokens) + self._parts.state.slots * context + pages_to_select(self._parts) + 1
-        return Ground(self._parts, self._seed, pages)
+        return FixturePool(self._parts, self._seed, pages)
 
-    def _bucket(self, stage: Stage, ground: Ground) -> BucketReport:
+    def _bucket(self, stage: Stage, fixture_pool: FixturePool) -> BucketReport:
         begin, parts = time.perf_counter(), self._parts
         bound, least, most_agreed = tolerance(parts), torch.inf, 0.0
         problems: list[str] = []
         for _ in range(ATTEMPTS):
-            former, free = ground.pages()
-            plan, rows = self._plan(stage.tokens, ground, free)
-            scene = ground.scene(rows, former)
+            former, free = fixture_pool.pages()
+            plan, rows = self._plan(stage.tokens, fixture_pool, free)
+            fixture = fixture_pool.fixture(rows, former)
             try:
-                eager, error, agreed = self._eager(scene, plan, stage.tokens)
+                eager, error, agreed = self._eager(fixture, plan, stage.tokens)
                 stage.fill(POISON)
-                problems += scene.problems(eager, scene.outcome(self._run(plan, stage)))
+                problems += fixture.problems(eager, fixture.outcome(self._run(plan, stage)))
             except IndexError as oops:
                 # A CPU notices what would read or write anywhere on a GPU.
                 problems.append(f"indexed out of bounds: {oops}")
@@ -100,7 +100,7 @@ class SegmentProof:
             problems += differences(least, most_agreed, bound, "logits", "the step without padding")
         # Whatever is wrong: all ranks run the same steps.
         decode_rows, prompt_tokens = len(plan.decode_slots), sum(len(row.tokens) for row in plan.prefill)
-        took = self._seconds(scene, plan, stage) if decode_rows else 0.0
+        took = self._seconds(fixture, plan, stage) if decode_rows else 0.0
         return BucketReport(
             kind="mixed",
             bucket=f"{stage.tokens} tokens",
@@ -112,44 +112,44 @@ class SegmentProof:
             step_time=StepTime(decode_rows, plan.width, took, prompt_tokens) if took else None,
         )
 
-    def _seconds(self, scene: Scene, plan: StepPlan, stage: Stage) -> float:
+    def _seconds(self, fixture: StepFixture, plan: StepPlan, stage: Stage) -> float:
         """What the device takes for the step while the host is ahead of it, as a replica's is: the least of some; 0
-        where none is timed. The scene is at its beginning afterwards."""
+        where none is timed. The fixture is at its beginning afterwards."""
         device = self._parts.device
         if not (timed := timed_runs(device)):
             return 0.0
         marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(timed + 1)]  # type: ignore[no-untyped-call]
         for begin, end in marks:
-            scene.restore()
+            fixture.restore()
             begin.record()
             self._run(plan, stage)
             end.record()
         torch.cuda.synchronize(device)
-        scene.restore()
+        fixture.restore()
         # While the first one ran the others were launched.
         return min(1e-3 * float(begin.elapsed_time(end)) for begin, end in marks[1:])
 
-    def _eager(self, scene: Scene, plan: StepPlan, bucket: int) -> tuple[Outcome, float, float]:
-        """What the eager step makes of a scene, which is at its beginning again; how far its logits are from those of
+    def _eager(self, fixture: StepFixture, plan: StepPlan, bucket: int) -> tuple[Outcome, float, float]:
+        """What the eager step makes of a fixture, which is at its beginning again; how far its logits are from those of
         the same step without padding, which takes its experts: the median over rows; and in how many of the choices
         both agree."""
         ways, recorded = self._parts.model.ways, Recorded()
         with nothing_repeated():  # what is repeated is to be proven
             with ways.choosing(recorded):
-                eager = scene.outcome(self._run(plan, self._fresh(bucket)))
-            scene.restore()
-            with ways.nothing_rounded():
+                eager = fixture.outcome(self._run(plan, self._fresh(bucket)))
+            fixture.restore()
+            with ways.without_w8a8():
                 padded_NV: Tensor | None = eager.logits_NV
-                if rounds(self._parts, bucket):
+                if quantizes_activations(self._parts, bucket):
                     recorded = Recorded()
                     with ways.choosing(recorded):
                         padded_NV = self._run(plan, self._fresh(bucket)).logits_NV
-                    scene.restore()
+                    fixture.restore()
                 kinds = bool(plan.decode_slots) + bool(plan.prefill)
                 taken = Taken(recorded, mixtures(self._parts), selecting=kinds * selecting(self._parts))
                 with ways.choosing(taken):
                     exact_NV = self._run(plan, self._fresh(plan.layout.tokens)).logits_NV
-            scene.restore()
+            fixture.restore()
         assert padded_NV is not None
         assert exact_NV is not None
         error_N = (padded_NV - exact_NV).norm(dim=-1) / exact_NV.norm(dim=-1)
@@ -164,13 +164,13 @@ class SegmentProof:
         device = self._parts.device
         return Stage(self._parts, tokens, Scratch(device), Scratch(device))
 
-    def _plan(self, bucket: int, ground: Ground, free: list[int]) -> tuple[StepPlan, list[Row]]:
+    def _plan(self, bucket: int, fixture_pool: FixturePool, free: list[int]) -> tuple[StepPlan, list[Row]]:
         """A step of nearly `bucket` tokens, fewer where slots, pages or positions do not suffice. It takes its pages
         from `free`."""
-        parts, width, number = self._parts, self._parts.width, ground.number
+        parts, width, number = self._parts, self._parts.width, fixture_pool.number
         drafts = width - 1
         longest = min(parts.model.max_positions, parts.state.pages_per_row * PAGE_TOKENS) - 2 * width
-        slots = ground.order(parts.state.slots)
+        slots = fixture_pool.order(parts.state.slots)
         left = bucket - number(0, bucket // 16)
         rows: list[Row] = []
         prefill: list[PrefillRow] = []
@@ -185,7 +185,7 @@ class SegmentProof:
 
         for _ in range(number(0, min(MOST_DECODE_ROWS, parts.state.slots - 1, (left - 1) // width))):
             length = number(1, min(MOST_CONTEXT, longest - width))
-            beyond = 0 if rows else ground.beyond_selection(longest - width)
+            beyond = 0 if rows else fixture_pool.beyond_selection(longest - width)
             if beyond and pages_for(beyond + 3 * width) < len(free):
                 length = beyond
             # A page is left for the prefill row that every mixed step has.
@@ -195,7 +195,7 @@ class SegmentProof:
         decode = tuple(row.slot for row in rows)
         while left > 0 and slots and free:
             start = number(0, 1) * number(0, min(MOST_CONTEXT, longest - 1))
-            beyond = 0 if prefill else ground.beyond_selection(longest - 1)
+            beyond = 0 if prefill else fixture_pool.beyond_selection(longest - 1)
             if beyond and (not rows or number(0, 1)):
                 start = beyond
             room = min(longest, len(free) * PAGE_TOKENS - 2 * width)
@@ -208,7 +208,7 @@ class SegmentProof:
             final = not prefill or bool(number(0, 1))
             suppressed = min(number(0, 1), start)
             row = take(start, start + suppressed, start + count, int(final))
-            tokens = tuple(ground.numbers(count, parts.model.config.vocab_size))
+            tokens = tuple(fixture_pool.numbers(count, parts.model.config.vocab_size))
             prefill.append(PrefillRow(row.slot, start, tokens, row.cached, final, -1 if final else 1))
             left -= count
         if not prefill:

@@ -55,9 +55,9 @@ class Refused(Exception):
 class RequestFailed(Exception):
     """The model could not compute this request; the replica goes on. The text is for whoever sent it."""
 
-    def __init__(self, reason: str, stuck: bool = False) -> None:
+    def __init__(self, reason: str, dead_end: bool = False) -> None:
         super().__init__(reason)
-        self.stuck = stuck
+        self.dead_end = dead_end
         """Its own grammar allowed no token."""
 
 
@@ -87,5 +87,5 @@ class Engine(Protocol):
         `RequestFailed`.
         """
 
-    async def probe(self) -> None:
+    async def health_check(self) -> None:
         """Send a real token through every rank; raises `EngineFault`."""

@@ -40,22 +40,22 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompileGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To rank 0: make this grammar ready. Admissions name it by its ticket."""
+    """To rank 0: make this grammar ready. Admissions name it by its grammar id."""
 
-    ticket: int
+    grammar_id: int
     """Counts from 1."""
     grammar: Grammar
 
 
 class ForgetGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To rank 0: no live request has this grammar, and none will be admitted with this ticket."""
+    """To rank 0: no live request has this grammar, and none will be admitted with this grammar id."""
 
-    ticket: int
+    grammar_id: int
 
 
 class GrammarReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """From rank 0: a grammar can be admitted, or cannot be used."""
 
-    ticket: int
+    grammar_id: int
     error: str = ""
     """Why it cannot be used; for whoever sent it."""

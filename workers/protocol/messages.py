@@ -105,12 +105,13 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """It was refused only because too many wait already."""
     failed: str = ""
     """Why the request ends without an answer, or in the middle of one, though the replica goes on."""
-    stuck: bool = False
+    dead_end: bool = False
     """It failed because its own grammar allowed no token."""
     unavailable: bool = False
     """It was refused because this replica cannot do for now what others may do."""
-    stood: tuple[bool, ...] = ()
-    """Which tokens were drafts that stood, where outputs were merged or taken apart; empty: all but the last."""
+    accepted: tuple[bool, ...] = ()
+    """Which tokens were drafts that were accepted, where outputs were merged or taken apart; empty: all but the
+    last."""
     prompt: Scores | None = None
     """How probable the prompt's tokens from the second on were (given with the first output, where it is asked for)."""
 
@@ -121,9 +122,9 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def drafts(self) -> tuple[bool, ...]:
-        """For each token whether it was a draft that stood. A step ends with a token of the model's own; where the end
-        of the sequence cut it off, the last one that is left counts as that."""
-        return self.stood or tuple(place < len(self.tokens) - 1 for place in range(len(self.tokens)))
+        """For each token whether it was a draft that was accepted. A step ends with a token of the model's own; where
+        the end of the sequence cut it off, the last one that is left counts as that."""
+        return self.accepted or tuple(place < len(self.tokens) - 1 for place in range(len(self.tokens)))
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -194,9 +195,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     width: int = 1
     """Tokens that a decode row feeds in one step, as it pays at present."""
     acceptance: tuple[float, ...] = ()
-    """By position of the draft, how probable it is that it stands where those before it do."""
+    """By position of the draft, how probable it is that it is accepted where those before it are."""
     acceptance_falls: int = 0
-    """How often half as many drafts stood as before."""
+    """How often half as many drafts were accepted as before."""
     worker: Figures = {}
     """Of rank 0, half a second old at the most."""
     prefix_keys: tuple[int, ...] = ()

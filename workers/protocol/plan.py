@@ -60,7 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """A request takes a slot. Its page-table row is scrubbed to the null page before the same plan's grants apply."""
+    """A request takes a slot. Its page-table row is zero_filled to the null page before the same plan's grants
+    apply."""
 
     slot: int
     sampling: SamplingParams
@@ -70,7 +71,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     """Prompt and generated tokens, only when the request has penalties: their counts live on the device. Of a request
     with a grammar alone the generated tokens: its state is a function of them."""
     grammar: int = 0
-    """Ticket of the request's grammar (`CompileGrammar`), which `sampling` does not repeat; 0 without one."""
+    """Id of the request's grammar (`CompileGrammar`), which `sampling` does not repeat; 0 without one."""
     tokens: bytes = b""
     """The same as `pack_tokens` packs them, only for a drafter that reads rows' tokens on the device: chunks bring
     those alone that are computed, not those of pages that others have filled."""
@@ -123,8 +124,8 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prefill: tuple[PrefillRow, ...] = ()
     admissions: tuple[Admission, ...] = ()
     grants: tuple[PageGrant, ...] = ()
-    scrub: tuple[int, ...] = ()
-    """Pages to fill with zeros before anything else: a bad row has written them, and others get them now."""
+    zero_fill: tuple[int, ...] = ()
+    """Pages to fill with zeros before anything else: a non-finite row has written them, and others get them now."""
     logprobs: int = -1
     """The most any row of this step asks for (see `SamplingParams.logprobs`)."""
     constrained: tuple[int, ...] = ()
@@ -156,14 +157,14 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     step: int
     tokens: tuple[tuple[int, ...], ...]
     """For each sampled row the tokens it gained: 1 + accepted for a decode row, 1 for a final prefill row, none for a
-    bad one, and fewer, perhaps none, for one that is stuck."""
+    non-finite one, and fewer, perhaps none, at a grammar's dead end."""
     duration: float
     """Seconds the step took on rank 0."""
     logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
     """Parallel to `tokens` when the plan asked for them, else empty. A row that did not ask has none."""
-    bad: tuple[int, ...] = ()
+    nonfinite: tuple[int, ...] = ()
     """Sampled rows whose logits were no finite numbers where a token was to come from."""
-    stuck: tuple[int, ...] = ()
+    dead_ends: tuple[int, ...] = ()
     """Sampled rows whose grammar allowed no token where one was to come from; they gain those before it."""
     scores: tuple[Scores, ...] = ()
     """Of every prefill row that scores, in plan order."""
@@ -254,14 +255,14 @@ class BatchLayout:
         return slice(self.logits_rows, self.logits_rows + self.decode_rows)
 
     @property
-    def bad_slice(self) -> slice:
+    def nonfinite_slice(self) -> slice:
         """1 in a decision for every logits row without a finite maximum, whose token means nothing; 0 for others."""
         return slice(self.logits_rows + self.decode_rows, self.decision_size - 1)
 
     @property
     def fault_slice(self) -> slice:
         """All that is 0 in the decision of a step without any fault."""
-        return slice(self.bad_slice.start, self.decision_size)
+        return slice(self.nonfinite_slice.start, self.decision_size)
 
     def decode_slice(self, row: int) -> slice:
         """Token range of decode row `row`; in a decision, too."""

@@ -25,8 +25,8 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     """The verdict on one graph, or on one eager step where there are no graphs."""
 
     kind: str
-    """What it is: a `decode` step, a `dense` one of short rows where attention is sparse else, a `masked` one in two
-    halves, a `mixed` step, or the `ending` of mixed steps."""
+    """What it is: a `decode` step, a `dense` one of short rows where attention is sparse else, a `masked` one that is
+    split, a `mixed` step, or the `tail` of mixed steps."""
     bucket: str
     """Its shape, such as `16 x 3`: rows x tokens of a row."""
     seconds: float
@@ -35,12 +35,12 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     drafts: int | None = None
     """Drafts it makes for the next step; None where that says nothing, here and below."""
     rows: int | None = None
-    """Rows, or tokens of an ending, that were live; the others were padding."""
+    """Rows, or tokens of a logits-only tail, that were live; the others were padding."""
     accepted: int | None = None
-    """Drafts that stood, all rows together."""
+    """Drafts that were accepted, all rows together."""
     logits_error: float | None = None
     """Relative norm of the difference from the reference, or from the same without padding: the median over rows, of
-    the worst position. Of an ending's hidden states, over its tokens."""
+    the worst position. Of a tail's hidden states, over its tokens."""
     step_time: StepTime | None = None
     """Of a decode step, or of a mixed one with decode rows, on the random rows of its proof."""
 

@@ -1,7 +1,7 @@
 """What a start with some settings would take of a GPU's memory, computed without one and without reading weights.
 
-The parts are counted by what a start itself uses: the weights by a census of the files' headers, the cache by the specs
-of its layers. Only the graphs' share is estimated, since a start measures it.
+The parts are counted by what a start itself uses: the weights by a dry run over the files' headers, the cache by the
+specs of its layers. Only the graphs' share is estimated, since a start measures it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.families.loading import counted, has_draft_layer
 from workers.families.registry import load_config
 from workers.graphs.estimate import estimate
 from workers.parallel.group import Group
-from workers.rank.cache_room import fp8_cache, gpu_room, longest_request, pages_within, rows_at
+from workers.rank.cache_budget import fp8_cache, gpu_cache_budget, longest_request, pages_within, rows_at
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
@@ -85,7 +85,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     group, meta = Group(config.mesh()), torch.device("meta")
     with _dtypes(config) as (dtype_of, has_any):
         drafts = config.wants_draft_layer and has_draft_layer(model_config, has_any)
-        model, census = counted(
+        model, dry_run = counted(
             model_config,
             group,
             dtype,
@@ -95,7 +95,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
             fp8_cache=fp8_cache(config, dtype),
         )
         from_files = has_any is not None
-    weights, roped = census.bytes, model_config.qk_rope_head_dim
+    weights, roped = dry_run.bytes, model_config.qk_rope_head_dim
     if (draft_folder := config.draft_folder) is not None:
         eagle3 = read_eagle3(draft_folder, model_config, group.mesh)
         model.drafter, own = counted_eagle3(eagle3, model, fp8_cache=fp8_cache(config, dtype))
@@ -115,7 +115,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     rope = max_entries_per_row(context, config.most_width) * roped * torch.float32.itemsize
     rest = _bytes_of(sampling) + _bytes_of(state) + rope
     page_bytes = sum(spec.page_bytes for spec in model.caches)
-    room = gpu_room(total - DRIVER_BYTES - weights - rest, total, graphs, config.memory_fraction)
+    room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest, total, graphs, config.memory_fraction)
     pages = config.cache_pages or pages_within(max(0, room), page_bytes, config.max_rows, context, width)
     if room < pages * page_bytes:
         pages = 0

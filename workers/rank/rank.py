@@ -24,7 +24,7 @@ from workers.parallel.group import Group
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport, StepTime
-from workers.rank.cache_room import fp8_cache, gpu_room, in_words, longest_request, pages_within, rows_at
+from workers.rank.cache_budget import fp8_cache, gpu_cache_budget, in_words, longest_request, pages_within, rows_at
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
@@ -86,7 +86,7 @@ class Rank:
         device: torch.device,
         progress: Callable[[str], None] | None = None,
         on_selftest: Callable[[SelfTestReport], None] | None = None,
-        on_grammar: Callable[[int, str], None] = lambda ticket, error: None,
+        on_grammar: Callable[[int, str], None] = lambda grammar_id, error: None,
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
@@ -108,7 +108,7 @@ class Rank:
             max_positions=max_entries_per_row(context, config.most_width),
             draft_layer=config.wants_draft_layer,
             invariant=config.invariant,
-            rounds=config.activations == "auto",
+            quantize_activations=config.activations == "auto",
             fp8_cache=fp8_cache(config, dtype, device),
             progress=progress,
         )
@@ -200,7 +200,7 @@ class Rank:
         advice = ""
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
-            room = gpu_room(free, total, graph_bytes, config.memory_fraction)
+            room = gpu_cache_budget(free, total, graph_bytes, config.memory_fraction)
             advice = (
                 f"; {free / 2**20:.0f} of the GPU's {total / 2**20:.0f} MiB are free: give a larger memory_fraction or "
                 "more ranks, or end what else uses it"

@@ -111,7 +111,11 @@ class Replay:
         rows = [(slot, f"decode row in slot {slot}") for slot in plan.decode_slots]
         rows += [(row.slot, f"end of a prompt in slot {row.slot}") for row in plan.prefill if row.final]
         for index, ((slot, row), before, now) in enumerate(zip(rows, recorded.tokens, replayed.tokens, strict=True)):
-            same = before == now if self._comparable(slot) else (index in recorded.bad) == (index in replayed.bad)
+            same = (
+                before == now
+                if self._comparable(slot)
+                else (index in recorded.nonfinite) == (index in replayed.nonfinite)
+            )
             if not same:
                 return Difference(plan.step, row, before, now)
         return None

@@ -14,7 +14,7 @@ import torch
 from kernels.ahead import Compiled
 from kernels.page import NULL_PAGE, PAGE_TOKENS
 from kernels.sampling import TokenMasks
-from workers.cache.paged import AstrayFault, PagedCache
+from workers.cache.paged import OutOfBoundsFault, PagedCache
 from workers.grammar.rows import ConstrainedRows
 from workers.graphs.capture import GraphRunner, Warmed, compile_steps, warm_up
 from workers.graphs.stats import GraphStats
@@ -52,9 +52,9 @@ class Launched:
     logprobs: Taken | None
     draft_SK: torch.Tensor | None
     """On the host, as `decided_N`: the drafts of all slots after a step with constrained rows."""
-    astray_1: torch.Tensor | None
+    out_of_bounds_count_1: torch.Tensor | None
     """On the host, as `decided_N`: of `PagedCache`, where attention is sparse."""
-    stuck: dict[int, int]
+    dead_ends: dict[int, int]
     """Positions at which the grammars of sampled rows allowed nothing."""
     scored: Taken | None
     """As in `StepOutput`."""
@@ -76,9 +76,9 @@ class Settled:
     """What a step decided, on the host."""
 
     tokens: list[tuple[int, ...]]
-    """Those that each sampled row gained: none of bad ones, and of stuck ones those before they were."""
-    bad: tuple[int, ...]
-    stuck: tuple[int, ...]
+    """Those that each sampled row gained: none of non-finite ones, and at a grammar's dead end those before it."""
+    nonfinite: tuple[int, ...]
+    dead_ends: tuple[int, ...]
     faults: int
 
 
@@ -144,8 +144,8 @@ class Runner:
         return warm_up(self.parts, self.parts.state.slots, self._token_budget, self._token_masks)
 
     def capture(self, progress: Callable[[str], None] | None = None) -> GraphRunner:
-        """Capture the whole ladders: from now on decode steps, and the segments of mixed steps, are replayed. CUDA
-        only, and all ranks together."""
+        """Capture the graphs of all buckets: from now on decode steps, and the segments of mixed steps, are replayed.
+        CUDA only, and all ranks together."""
         self._reserve()
         slots = self.parts.state.slots
         self.graphs = GraphRunner(self.parts, slots, self._token_budget, self.stats, progress, masks=self._token_masks)
@@ -180,7 +180,7 @@ class Runner:
         self._steps = plan.step
         parts = self.parts
         before = self._mark()
-        parts.cache.scrub(plan.scrub)
+        parts.cache.zero_fill(plan.zero_fill)
         parts.state.admit(plan.admissions)
         parts.state.grant(plan.grants)
         if parts.sampling is not None:
@@ -189,8 +189,8 @@ class Runner:
             self._constrained.admit(plan.admissions)
         if self.graphs is None:
             self.stats.eager["no graphs"] += 1
-        stuck: dict[int, int] = {}
-        masks = partial(self._fill_masks, plan, stuck) if plan.constrained else None
+        dead_ends: dict[int, int] = {}
+        masks = partial(self._fill_masks, plan, dead_ends) if plan.constrained else None
         output = self._run_mixed(plan, masks) if plan.prefill else self._run_decode(plan, masks)
         logprobs = None
         if plan.logprobs >= 0 and parts.sampling is not None and output.logits_NV is not None:
@@ -200,12 +200,12 @@ class Runner:
         of_grammars = plan.constrained and self._constrained is not None
         draft_SK = _to_host(parts.state.tensors.draft_SK) if of_grammars else None
         sparse = parts.model.config.indexing is not None
-        astray_1 = _to_host(parts.cache.astray_1) if sparse else None
+        out_of_bounds_count_1 = _to_host(parts.cache.out_of_bounds_count_1) if sparse else None
         done = timed = None
         if before is not None and (behind := self._mark()) is not None:
             done, timed = self._waiting.launched(kind_of(plan), behind, begin), (before, behind)
-        where = decided_N, logprobs, draft_SK, astray_1
-        launched = Launched(plan, output.layout, begin, *where, stuck, output.scored, done, timed)
+        where = decided_N, logprobs, draft_SK, out_of_bounds_count_1
+        launched = Launched(plan, output.layout, begin, *where, dead_ends, output.scored, done, timed)
         self._under_way.append(launched)
         return launched
 
@@ -217,16 +217,16 @@ class Runner:
         event.record()
         return event
 
-    def _fill_masks(self, plan: StepPlan, stuck: dict[int, int]) -> TokenMasks | None:
-        """The masks of a step, on their way to the device; None on ranks that do not sample. The first half of the step
-        runs meanwhile. Waits for the decision of the step before, from which they follow."""
+    def _fill_masks(self, plan: StepPlan, dead_ends: dict[int, int]) -> TokenMasks | None:
+        """The masks of a step, on their way to the device; None on ranks that do not sample. The forward pass of the
+        step runs meanwhile. Waits for the decision of the step before, from which they follow."""
         if self._constrained is None or self.masks is None:
             return None
         for launched in self._under_way:
             if launched.plan.constrained:
                 self._settle(launched)
         self.masks.clear()
-        stuck |= self._constrained.fill(plan.layout, _sampled_slots(plan), plan.constrained, self.masks)
+        dead_ends |= self._constrained.fill(plan.layout, _sampled_slots(plan), plan.constrained, self.masks)
         return self.masks.upload()
 
     def _run_mixed(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> StepOutput:
@@ -239,8 +239,8 @@ class Runner:
     def _run_decode(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> StepOutput:
         dense = masks is None and self.parts.all_short(plan.decode_slots)
         if self.graphs is not None:
-            if masks is not None and (halves := self.graphs.halves(plan)) is not None:
-                return halves.replay(masks)
+            if masks is not None and (split := self.graphs.split_step(plan)) is not None:
+                return split.replay(masks)
             if masks is None and (captured := self.graphs.captured(plan, dense=dense)) is not None:
                 return captured.replay()
         key = plan.layout.graph_key(len(plan.decode_slots), plan.drafts, dense=dense)
@@ -254,14 +254,14 @@ class Runner:
         """Wait for a launched step; steps are collected in the order of their launch.
 
         A row whose logits were no finite numbers gains nothing and is named, and so is one whose grammar allowed no
-        token, which gains those before. Raises SamplingFault when an id was no token, AstrayFault when indices of
+        token, which gains those before. Raises SamplingFault when an id was no token, OutOfBoundsFault when indices of
         attention lay outside of the cache.
         """
         settled, layout = self._settle(launched), launched.layout
         while self._under_way and self._under_way.popleft() is not launched:
             pass
-        if launched.astray_1 is not None and (astray := int(launched.astray_1)):
-            raise AstrayFault(astray)
+        if launched.out_of_bounds_count_1 is not None and (out_of_bounds := int(launched.out_of_bounds_count_1)):
+            raise OutOfBoundsFault(out_of_bounds)
         if settled.faults:
             raise SamplingFault(settled.faults, self.parts.model.config.vocab_size)
         tokens = settled.tokens
@@ -270,7 +270,9 @@ class Runner:
             gained = [len(row) for row in tokens]
             logprobs = taken.entries([layout.logits_rows_of(row)[:count] for row, count in enumerate(gained)])
         duration, scores = self._duration(launched), _scores(launched)
-        return StepResult(launched.plan.step, tuple(tokens), duration, logprobs, settled.bad, settled.stuck, scores)
+        return StepResult(
+            launched.plan.step, tuple(tokens), duration, logprobs, settled.nonfinite, settled.dead_ends, scores
+        )
 
     def _duration(self, launched: Launched) -> float:
         """Seconds that a step took whose end was waited for. A step that was launched behind another begins when that
@@ -294,22 +296,22 @@ class Runner:
         accepted = decided[layout.accepted_slice][: len(plan.decode_slots)]
         tokens = [tuple(decided[layout.decode_slice(row)][: count + 1]) for row, count in enumerate(accepted)]
         tokens += [(token,) for token in decided[layout.final_slice]]
-        bad = _bad_rows(layout, decided[layout.bad_slice], tokens)
-        for row in bad:
+        nonfinite = _nonfinite_rows(layout, decided[layout.nonfinite_slice], tokens)
+        for row in nonfinite:
             tokens[row] = ()
         # What comes before such a position was allowed, and may be the end of the request, whoever finds it.
-        stuck = {row: position for row, position in launched.stuck.items() if position < len(tokens[row])}
-        for row, position in stuck.items():
+        dead_ends = {row: position for row, position in launched.dead_ends.items() if position < len(tokens[row])}
+        for row, position in dead_ends.items():
             tokens[row] = tokens[row][:position]
         if launched.draft_SK is not None and self._constrained is not None:
             slots = _sampled_slots(plan)
             lost = self._constrained.gained(slots, tokens, plan.constrained)
             for slot in plan.constrained:
                 self._constrained.drafted(slot, launched.draft_SK[slot, : plan.drafts].tolist())
-            for row, stand in lost.items():
-                tokens[row] = tokens[row][:stand]
-            stuck |= lost
-        launched.settled.append(Settled(tokens, bad, tuple(sorted(stuck)), faults))
+            for row, kept in lost.items():
+                tokens[row] = tokens[row][:kept]
+            dead_ends |= lost
+        launched.settled.append(Settled(tokens, nonfinite, tuple(sorted(dead_ends)), faults))
         return launched.settled[0]
 
     def _check(self, plan: StepPlan) -> None:
@@ -346,8 +348,8 @@ class Runner:
                 raise PlanError(f"granted pages {grant.pages} of {pages}")
         if not set(plan.constrained) <= {*plan.decode_slots, *(row.slot for row in plan.prefill if row.final)}:
             raise PlanError("a row with a grammar is not sampled")
-        if any(not NULL_PAGE < page < pages for page in plan.scrub):
-            raise PlanError(f"pages to scrub {plan.scrub} of {pages}")
+        if any(not NULL_PAGE < page < pages for page in plan.zero_fill):
+            raise PlanError(f"pages to zero-fill {plan.zero_fill} of {pages}")
         for row in plan.prefill:
             if row.start < 0 or row.start + len(row.tokens) > capacity:
                 raise PlanError(f"prefill of {len(row.tokens)} tokens at {row.start} exceeds {capacity}")
@@ -373,13 +375,15 @@ def _scores(launched: Launched) -> tuple[Scores, ...]:
     )
 
 
-def _bad_rows(layout: BatchLayout, bad: Sequence[int], tokens: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _nonfinite_rows(
+    layout: BatchLayout, nonfinite: Sequence[int], tokens: Sequence[tuple[int, ...]]
+) -> tuple[int, ...]:
     """Sampled rows of which a token that they gained is void. What is behind a row's accepted drafts does not count: it
     is of a token that the row never had."""
-    if not any(bad):
+    if not any(nonfinite):
         return ()
     return tuple(
-        row for row, gained in enumerate(tokens) if any(bad[n] for n in layout.logits_rows_of(row)[: len(gained)])
+        row for row, gained in enumerate(tokens) if any(nonfinite[n] for n in layout.logits_rows_of(row)[: len(gained)])
     )
 
 

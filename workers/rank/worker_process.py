@@ -73,13 +73,13 @@ class _GrammarNews:
         self._sender: Sender | None = None
         self._closed = False
 
-    def __call__(self, ticket: int, error: str) -> None:
+    def __call__(self, grammar_id: int, error: str) -> None:
         with self._lock:
             if self._closed:
                 return
             if self._sender is None:
                 self._sender = connect_sender(self._addresses.results, self._addresses.keys)
-            self._sender.send(GrammarReady(ticket, error))
+            self._sender.send(GrammarReady(grammar_id, error))
 
     def close(self) -> None:
         """Tell no more."""

@@ -1,4 +1,4 @@
-"""How many drafts stand: of late, by position and by row; and against what a replica is used to."""
+"""How many drafts are accepted: of late, by position and by row; and against what a replica is used to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.scheduler.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 PRIOR: Final = 0.7
-"""Probability that a draft stands where those before it do, before anything is known."""
+"""Probability that a draft is accepted where those before it do, before anything is known."""
 LEAST_WEIGHT: Final = 8.0
 """Drafts that the prior counts for, and that what is known counts for when it has not been tried for long."""
 MEMORY: Final = 256
@@ -33,18 +33,19 @@ FALLEN, RECOVERED = 0.5, 0.75
 
 
 class Acceptance:
-    """How probable it is that drafts stand, by position."""
+    """How probable it is that drafts are accepted, by position."""
 
     def __init__(self, drafts: int) -> None:
         """Of up to so many drafts per row."""
         self._reached = [LEAST_WEIGHT] * drafts
-        self._stood = [PRIOR * LEAST_WEIGHT] * drafts
+        self._accepted = [PRIOR * LEAST_WEIGHT] * drafts
         self._mean: list[float] = []
-        """Of the rows of the newest step, the probability that the first j drafts stand, where rows are followed."""
+        """Of the rows of the newest step, the probability that the first j drafts are accepted, where rows are
+        followed."""
 
     def after(self, position: int) -> float:
         """Probability that the draft at `position` (from 0) stands where those before it do."""
-        return self._stood[position] / self._reached[position]
+        return self._accepted[position] / self._reached[position]
 
     def by_position(self) -> tuple[float, ...]:
         """Of every position."""
@@ -64,18 +65,18 @@ class Acceptance:
         reached = len(rows)
         for position in range(len(self._reached)):
             if position < drafts and reached:
-                stood = sum(accepted > position for _, accepted in rows)
+                accepted_at = sum(accepted > position for _, accepted in rows)
                 self._forget(position, max(0.5, 1 - reached / MEMORY))
                 self._reached[position] += reached
-                self._stood[position] += stood
-                reached = stood
+                self._accepted[position] += accepted_at
+                reached = accepted_at
             elif self._reached[position] > LEAST_WEIGHT:
                 self._forget(position, 1 - 1 / MEMORY)
         self._mean = self._follow(drafts, rows) if len(rows) <= MOST_ROWS else []
 
     def _forget(self, position: int, keep: float) -> None:
         self._reached[position] *= keep
-        self._stood[position] *= keep
+        self._accepted[position] *= keep
 
     def _follow(self, drafts: int, rows: Collection[tuple[Sequence, int]]) -> list[float]:
         """The mean over rows of what is known of each. A row's figures are how often its first j drafts all stood."""
@@ -86,37 +87,37 @@ class Acceptance:
             usual.append(chance)
         sums = [0.0] * positions
         for request, accepted in rows:
-            tried, stood = request.drafts_tried, request.drafts_stood
+            tried, accepted_at = request.drafts_tried, request.drafts_accepted_at
             if not tried:
                 tried += [0.0] * positions
-                stood += [0.0] * positions
+                accepted_at += [0.0] * positions
             for position in range(drafts):
                 tried[position] = keep * tried[position] + 1
-                stood[position] = keep * stood[position] + (accepted > position)
+                accepted_at[position] = keep * accepted_at[position] + (accepted > position)
             for position in range(positions):
-                sums[position] += (ROW_PRIOR * usual[position] + stood[position]) / (ROW_PRIOR + tried[position])
+                sums[position] += (ROW_PRIOR * usual[position] + accepted_at[position]) / (ROW_PRIOR + tried[position])
         return [total / len(rows) for total in sums]
 
 
 class Baseline:
-    """Notices when a replica's first drafts stand half as often as they used to: a change of drafter, of prompts or of
-    code, which costs speed and nothing else."""
+    """Notices when a replica's first drafts are accepted half as often as they used to: a change of drafter, of prompts
+    or of code, which costs speed and nothing else."""
 
     def __init__(self) -> None:
         self.falls = 0
         self._fallen = False
         self._usual = 0.0
         self._windows = 0
-        self._offered = self._stood = 0
+        self._offered = self._accepted = 0
 
     def observe(self, rows: Collection[tuple[Sequence, int]]) -> None:
         """A step whose rows had drafts, of which so many stood."""
         self._offered += len(rows)
-        self._stood += sum(accepted > 0 for _, accepted in rows)
+        self._accepted += sum(accepted > 0 for _, accepted in rows)
         if self._offered < WINDOW:
             return
-        share = self._stood / self._offered
-        self._offered = self._stood = 0
+        share = self._accepted / self._offered
+        self._offered = self._accepted = 0
         if self._windows >= SETTLED:
             self._judge(share)
         if not self._fallen:

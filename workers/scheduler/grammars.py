@@ -1,7 +1,7 @@
 """Which grammars the live requests need, and which requests wait for theirs.
 
 A request is admitted once rank 0 has its grammar ready: compiling may take seconds, and no step waits for it. What a
-grammar says is nothing to the scheduler; equal ones are compiled once, and named by a ticket from then on.
+grammar says is nothing to the scheduler; equal ones are compiled once, and named by a grammar id from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Use:
     """One grammar, in use or on its way."""
 
     grammar: Grammar
-    ticket: int
+    grammar_id: int
     deadline: float
     ready: bool = False
     late: bool = False
@@ -39,21 +39,21 @@ class _Use:
 
 
 class Grammars:
-    """Tickets for grammars, and the messages about them to rank 0."""
+    """Ids for grammars, and the messages about them to rank 0."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`timeout_s`: seconds that a grammar may take to become ready; `clock` tells the time in seconds."""
         self._timeout_s, self._clock = timeout_s, clock
         self._of: dict[Grammar, _Use] = {}
-        self._by_ticket: dict[int, _Use] = {}
-        self._tickets = 0
+        self._by_id: dict[int, _Use] = {}
+        self._last_id = 0
         self.outbox: list[CompileGrammar | ForgetGrammar] = []
         """For rank 0, in this order and before any plan that is made later; whoever sends them takes them out."""
 
     @property
     def waiting(self) -> int:
         """Requests that wait for their grammars."""
-        return sum(len(use.waiting) for use in self._by_ticket.values())
+        return sum(len(use.waiting) for use in self._by_id.values())
 
     @property
     def overdue_text(self) -> str:
@@ -88,27 +88,27 @@ class Grammars:
     @property
     def _compiling(self) -> list[_Use]:
         """What rank 0 compiles: those of which it has not spoken, in the order in which they were asked for."""
-        return list(islice((use for use in self._by_ticket.values() if not use.ready), COMPILED_AT_ONCE))
+        return list(islice((use for use in self._by_id.values() if not use.ready), COMPILED_AT_ONCE))
 
     def take(self, sequence: Sequence, grammar: Grammar) -> bool:
         """A new request has this grammar. Whether it is ready; else the request waits here."""
         use = self._of.get(grammar)
         if use is None:
-            self._tickets += 1
+            self._last_id += 1
             # Of any text there is nothing to compile, so nobody waits for it.
             ready = grammar.kind == "free"
-            use = _Use(grammar, self._tickets, self._clock() + self._timeout_s, ready)
-            self._of[grammar] = self._by_ticket[use.ticket] = use
-            self.outbox.append(CompileGrammar(use.ticket, grammar))
+            use = _Use(grammar, self._last_id, self._clock() + self._timeout_s, ready)
+            self._of[grammar] = self._by_id[use.grammar_id] = use
+            self.outbox.append(CompileGrammar(use.grammar_id, grammar))
         use.users += 1
-        sequence.grammar = use.ticket
+        sequence.grammar = use.grammar_id
         if not use.ready:
             use.waiting.append(sequence)
         return use.ready
 
     def leave(self, sequence: Sequence) -> None:
         """A request has ended, whether it waited or not."""
-        use = self._by_ticket.get(sequence.grammar)
+        use = self._by_id.get(sequence.grammar)
         sequence.grammar = 0
         if use is None:
             return
@@ -120,7 +120,7 @@ class Grammars:
 
     def answered(self, message: GrammarReady) -> list[Sequence]:
         """Rank 0 has a grammar ready, or cannot use it: who waited for it."""
-        use = self._by_ticket.get(message.ticket)
+        use = self._by_id.get(message.grammar_id)
         if use is None:
             return []
         waited, use.waiting = use.waiting, []
@@ -131,11 +131,11 @@ class Grammars:
 
     def overdue(self) -> list[tuple[Sequence, Refusal]]:
         """Who has waited too long, and does so no more, and why."""
-        if not self._by_ticket:
+        if not self._by_id:
             return []
         now, compiling = self._clock(), self._compiling
         late: list[tuple[Sequence, Refusal]] = []
-        for use in list(self._by_ticket.values()):
+        for use in list(self._by_id.values()):
             if use.waiting and now > use.deadline:
                 use.late = use in compiling
                 why = Refusal(self.overdue_text) if use.late else Refusal(self.stuck_text, unavailable=True)
@@ -146,5 +146,5 @@ class Grammars:
         return late
 
     def _forget(self, use: _Use) -> None:
-        del self._of[use.grammar], self._by_ticket[use.ticket]
-        self.outbox.append(ForgetGrammar(use.ticket))
+        del self._of[use.grammar], self._by_id[use.grammar_id]
+        self.outbox.append(ForgetGrammar(use.grammar_id))

@@ -8,8 +8,8 @@ from workers.scheduler.sequence import Phase, Sequence
 
 
 class Live(dict[str, Sequence]):
-    """Every request from its arrival to its end, by its id. Whoever ends one calls `end` or `end_bad`, which take it
-    from here, from its grammar, and from where it waits or runs."""
+    """Every request from its arrival to its end, by its id. Whoever ends one calls `end` or `end_nonfinite`, which take
+    it from here, from its grammar, and from where it waits or runs."""
 
     def __init__(self, rows: Rows, grammars: Grammars) -> None:
         super().__init__()
@@ -23,10 +23,10 @@ class Live(dict[str, Sequence]):
         else:
             self._rows.end(sequence)
 
-    def end_bad(self, sequence: Sequence) -> None:
+    def end_nonfinite(self, sequence: Sequence) -> None:
         """A row was bad, and its request is over."""
         self._forget(sequence)
-        self._rows.end_bad(sequence)
+        self._rows.end_nonfinite(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
         del self[sequence.request.request_id]

@@ -34,7 +34,7 @@ from typing import Final
 from workers.protocol.report import StepTime
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.following import Following
-from workers.scheduler.prompt_room import FEWEST, Costs, PromptRoom, padded, pieces
+from workers.scheduler.prompt_budget import FEWEST, Costs, PromptBudget, padded, pieces
 from workers.scheduler.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -90,13 +90,13 @@ class MixedTarget:
         self._own: dict[tuple[int, bool], float] = {}
         """See `Costs`."""
 
-    def room(self, rows: int, width: int, most: int) -> PromptRoom:
+    def prompt_budget(self, rows: int, width: int, most: int) -> PromptBudget:
         """What is open to prompts in a step with so many decode rows: `most` tokens at the most."""
         if not rows or not self._wanted or self._cost is None:
-            return PromptRoom(most)
+            return PromptBudget(most)
         alone = self._times.seconds(rows, width)
         target = DECODE_STEPS * alone if self._target is None else self._target
-        return PromptRoom(
+        return PromptBudget(
             most,
             seconds=max(0.0, AIM * target - alone),
             costs=self._costs(rows, width, self._cost),

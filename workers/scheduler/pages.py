@@ -18,8 +18,8 @@ class PagePool:
         self.total = pages - 1
         self._free = [page for page in range(pages - 1, -1, -1) if page != NULL_PAGE]
         self._holders = [0] * pages
-        self._tainted: set[int] = set()
-        self._scrub: list[int] = []
+        self._suspect: set[int] = set()
+        self._zero_fill: list[int] = []
 
     @property
     def free_count(self) -> int:
@@ -35,19 +35,19 @@ class PagePool:
         page = self._free.pop()
         assert self._holders[page] == 0, f"page {page} was free and held"
         self._holders[page] = 1
-        if page in self._tainted:
-            self._tainted.remove(page)
-            self._scrub.append(page)
+        if page in self._suspect:
+            self._suspect.remove(page)
+            self._zero_fill.append(page)
         return page
 
-    def taint(self, page: int) -> None:
+    def mark_suspect(self, page: int) -> None:
         """What this page holds may be no numbers: it must be zeroed before it is anybody else's."""
-        self._tainted.add(page)
+        self._suspect.add(page)
 
-    def to_scrub(self) -> tuple[int, ...]:
+    def to_zero_fill(self) -> tuple[int, ...]:
         """Pages taken since the last call that must be zeroed before whoever has them now uses them."""
-        pages = tuple(dict.fromkeys(self._scrub))
-        self._scrub.clear()
+        pages = tuple(dict.fromkeys(self._zero_fill))
+        self._zero_fill.clear()
         return pages
 
     def hold(self, page: int) -> None:

@@ -45,7 +45,7 @@ class Entry:
     sound: bool = False
     """A row that reads this page has sampled a token from finite logits, so all that the page holds is finite."""
     doubted: bool = False
-    """It was forgotten because a bad row had written or read it. Rows that had it before still have it."""
+    """It was forgotten because a non-finite row had written or read it. Rows that had it before still have it."""
 
 
 @dataclass(slots=True)
@@ -165,26 +165,26 @@ class PrefixCache:
         for page in row.pages:
             entry = self._of_page.get(page)
             if entry is None or not entry.sound:
-                self._pool.taint(page)
+                self._pool.mark_suspect(page)
 
-    def taint(self, row: RowPages) -> None:
+    def mark_suspect(self, row: RowPages) -> None:
         """The row was bad: what it wrote or read for which nobody has vouched is not found any more, nor what continues
         that, and its pages are zeroed before they are taken again. The row itself must be closed next."""
         for index, page in enumerate(row.pages):
             entry = self._of_page.get(page)
             if entry is None or not entry.sound:
-                self._pool.taint(page)
+                self._pool.mark_suspect(page)
                 if entry is not None:
                     self._doubt(entry)
             if entry is not None and not entry.sound and index < len(row.chain):
                 del row.chain[index:]
 
-    def taint_given_up(self, pages: Sequence[int]) -> None:
+    def mark_given_up_suspect(self, pages: Sequence[int]) -> None:
         """The same for pages that a row has given up already, as far as nobody has them now."""
         for page in pages:
             entry = self._of_page.get(page)
             if self._pool.holders(page) == 0 and (entry is None or not entry.sound):
-                self._pool.taint(page)
+                self._pool.mark_suspect(page)
                 if entry is not None:
                     self._doubt(entry)
 
@@ -202,7 +202,7 @@ class PrefixCache:
         for one in [one for one in self._entries.values() if id(one) in doubted]:
             one.doubted = True
             self._forget(one)
-            self._pool.taint(one.page)
+            self._pool.mark_suspect(one.page)
             if self._unheld.pop(one.page, None) is not None:
                 self._pool.free(one.page)
 

@@ -12,7 +12,7 @@ from workers.scheduler.counters import Counters
 from workers.scheduler.live import Live
 from workers.scheduler.rows import Rows
 from workers.scheduler.sequence import Flight, Phase, Sequence
-from workers.scheduler.soundness import BAD_LOGITS, PROBE_ID, STUCK, Soundness, may_be_a_victim, probe
+from workers.scheduler.soundness import CANARY_ID, DEAD_END, NONFINITE_LOGITS, Soundness, canary, may_be_a_victim
 
 
 class Results:
@@ -22,7 +22,8 @@ class Results:
     """
 
     def __init__(self, live: Live, rows: Rows, counters: Counters, arrivals: Iterator[int], *, drafting: bool) -> None:
-        """`arrivals` numbers requests, the replica's own probe among them; `drafting`: there is a draft layer."""
+        """`arrivals` numbers requests, the replica's own canary request among them; `drafting`: there is a draft
+        layer."""
         self._live, self._rows, self._counters = live, rows, counters
         self._arrivals, self._drafting = arrivals, drafting
         self._soundness = Soundness()
@@ -34,17 +35,17 @@ class Results:
 
     def take(self, flight: Flight, result: StepResult) -> tuple[list[RequestOutput], list[tuple[Sequence, int]]]:
         """Take in the result, which `check` has found to be the step's. The outputs that leave the replica; and the
-        decode rows that gained tokens, each with the number of its drafts that stood. Unsound when the model gives no
-        finite numbers for anybody."""
+        decode rows that gained tokens, each with the number of its drafts that were accepted. Unsound when the model
+        gives no finite numbers for anybody."""
         plan = flight.plan
         outputs: list[RequestOutput] = []
-        bad, stuck = self._bad_rows(flight, result), self._stuck_rows(flight, result)
-        over = bad.keys() | stuck.keys()
+        nonfinite, dead_ends = self._nonfinite_rows(flight, result), self._dead_end_rows(flight, result)
+        over = nonfinite.keys() | dead_ends.keys()
         # Before the step's own tokens are added.
         context = 0 if plan.prefill else sum([sequence.tokens.length for sequence in flight.decode])
         offered = accepted = 0
         rows, ended = zip(flight.decode, result.tokens, strict=False), Phase.ENDED
-        stood: list[tuple[Sequence, int]] = []
+        accepted_drafts: list[tuple[Sequence, int]] = []
         for index, (sequence, tokens) in enumerate(rows):
             sequence.upper -= plan.width - len(tokens)
             if sequence.phase is not ended and not sequence.void and index not in over:  # `gains`, without a call
@@ -52,7 +53,7 @@ class Results:
                 outputs.append(output)
                 offered += plan.width - 1
                 accepted += min(len(output.tokens), len(tokens) - 1)
-                stood.append((sequence, len(tokens) - 1))
+                accepted_drafts.append((sequence, len(tokens) - 1))
             self._rows.landed(sequence, sampled=True)
         index, scores = len(flight.decode), iter(result.scores)
         for sequence, row in zip(flight.prefill, plan.prefill, strict=True):
@@ -68,7 +69,10 @@ class Results:
         if not plan.prefill:
             self._counters.decode_fed += plan.width * len(flight.decode)
             self._counters.decode_context += context
-        return [*self._judge(outputs, bad), *(output for ended in stuck.values() for output in ended)], stood
+        return [
+            *self._judge(outputs, nonfinite),
+            *(output for ended in dead_ends.values() for output in ended),
+        ], accepted_drafts
 
     def _gain(
         self,
@@ -124,34 +128,34 @@ class Results:
         name = sequence.request.request_id
         return RequestOutput(name, kept, finish, logprobs, cached, prompt=prompt, queued=queued, offered=offered)
 
-    def _bad_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput | None]:
+    def _nonfinite_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput | None]:
         """The sampled rows of a step that are bad, of requests that live, are ended or start again. The last output of
         those that are ended."""
-        bad: dict[int, RequestOutput | None] = {}
-        sampled = flight.sampled() if result.bad else []
-        for index in result.bad:
+        nonfinite: dict[int, RequestOutput | None] = {}
+        sampled = flight.sampled() if result.nonfinite else []
+        for index in result.nonfinite:
             sequence = sampled[index]
             if not sequence.gains:
                 continue
-            bad[index] = None
+            nonfinite[index] = None
             if may_be_a_victim(sequence):
                 sequence.scores.clear()
                 sequence.scored = 0
                 self._rows.start_again(sequence)
                 continue
-            self._live.end_bad(sequence)
-            bad[index] = RequestOutput(sequence.request.request_id, (), failed=BAD_LOGITS)
-        return bad
+            self._live.end_nonfinite(sequence)
+            nonfinite[index] = RequestOutput(sequence.request.request_id, (), failed=NONFINITE_LOGITS)
+        return nonfinite
 
-    def _stuck_rows(self, flight: Flight, result: StepResult) -> dict[int, list[RequestOutput]]:
+    def _dead_end_rows(self, flight: Flight, result: StepResult) -> dict[int, list[RequestOutput]]:
         """The last outputs of the live requests whose grammars allowed no token, by sampled row. The tokens before
         that stand, and the request may have ended with one of them."""
-        stuck: dict[int, list[RequestOutput]] = {}
-        sampled = flight.sampled() if result.stuck else []
-        for index in result.stuck:
+        dead_ends: dict[int, list[RequestOutput]] = {}
+        sampled = flight.sampled() if result.dead_ends else []
+        for index in result.dead_ends:
             if not (sequence := sampled[index]).gains:
                 continue
-            outputs = stuck[index] = []
+            outputs = dead_ends[index] = []
             if tokens := result.tokens[index]:
                 decoded = index < len(flight.decode)
                 offered = flight.plan.width - 1 if decoded else 0
@@ -160,22 +164,23 @@ class Results:
                 self._counters.drafts_accepted += min(len(outputs[0].tokens), len(tokens) - 1)
             if sequence.gains:
                 self._live.end(sequence)
-                outputs.append(RequestOutput(sequence.request.request_id, (), failed=STUCK, stuck=True))
-        return stuck
+                outputs.append(RequestOutput(sequence.request.request_id, (), failed=DEAD_END, dead_end=True))
+        return dead_ends
 
-    def _judge(self, outputs: list[RequestOutput], bad: dict[int, RequestOutput | None]) -> list[RequestOutput]:
-        """What leaves the replica of a step's outputs and of its bad rows; the outputs of its own probe stay."""
-        if not bad and not self._soundness.doubts:
+    def _judge(self, outputs: list[RequestOutput], nonfinite: dict[int, RequestOutput | None]) -> list[RequestOutput]:
+        """What leaves the replica of a step's outputs and of its non-finite rows; the outputs of its own canary request
+        stay."""
+        if not nonfinite and not self._soundness.doubts:
             return outputs
-        ended = [output for output in bad.values() if output is not None]
-        probe_was_bad = any(output.request_id == PROBE_ID for output in ended)
-        if self._soundness.observe(len(outputs), len(bad), probe_was_bad):
-            sequence = probe(next(self._arrivals))
-            self._live[PROBE_ID] = sequence
+        ended = [output for output in nonfinite.values() if output is not None]
+        canary_was_nonfinite = any(output.request_id == CANARY_ID for output in ended)
+        if self._soundness.observe(len(outputs), len(nonfinite), canary_was_nonfinite):
+            sequence = canary(next(self._arrivals))
+            self._live[CANARY_ID] = sequence
             self._rows.enqueue(sequence)
-        if any(output.request_id == PROBE_ID for output in outputs):
-            self._soundness.probed()
-        return [output for output in outputs + ended if output.request_id != PROBE_ID]
+        if any(output.request_id == CANARY_ID for output in outputs):
+            self._soundness.canary_ended()
+        return [output for output in outputs + ended if output.request_id != CANARY_ID]
 
 
 def check(flight: Flight, result: StepResult) -> None:
@@ -189,7 +194,7 @@ def check(flight: Flight, result: StepResult) -> None:
     decode = len(flight.decode)
     for index, tokens in enumerate(result.tokens):
         if not 1 <= len(tokens) <= (plan.width if index < decode else 1) or min(tokens) < 0:
-            if not tokens and (index in result.bad or index in result.stuck):
+            if not tokens and (index in result.nonfinite or index in result.dead_ends):
                 continue
             raise RuntimeError(f"step {plan.step} (width {plan.width}) gave sampled row {index} tokens {tokens}")
     if plan.logprobs >= 0 and [len(row) for row in result.logprobs] != flight.logprobs_owed(result.tokens):

@@ -135,19 +135,19 @@ class Rows:
 
     def start_again(self, sequence: Sequence) -> None:
         """A row was bad, perhaps for what it had read: it is computed again, alone."""
-        self._taint(sequence)
+        self._mark_suspect(sequence)
         sequence.alone = sequence.void = True
         if sequence.phase is not Phase.PREEMPTED:
             self.preempt(sequence)
 
-    def end_bad(self, sequence: Sequence) -> None:
+    def end_nonfinite(self, sequence: Sequence) -> None:
         """A row was bad, and its request is over."""
-        self._taint(sequence)
+        self._mark_suspect(sequence)
         self.end(sequence)
 
-    def _taint(self, sequence: Sequence) -> None:
-        self.cache.taint(sequence.pages)
-        self.cache.taint_given_up(sequence.given_up)
+    def _mark_suspect(self, sequence: Sequence) -> None:
+        self.cache.mark_suspect(sequence.pages)
+        self.cache.mark_given_up_suspect(sequence.given_up)
 
     def end(self, sequence: Sequence) -> None:
         """A request is over: finished or cancelled."""

@@ -20,7 +20,7 @@ from workers.scheduler.grammars import Grammars
 from workers.scheduler.intake import why_impossible
 from workers.scheduler.live import Live
 from workers.scheduler.mixed_target import MixedTarget
-from workers.scheduler.prompt_room import PromptRoom
+from workers.scheduler.prompt_budget import PromptBudget
 from workers.scheduler.queue import NOT_SERVED, turn, urgency
 from workers.scheduler.results import Results, check
 from workers.scheduler.rows import Rows, by_rank
@@ -167,9 +167,9 @@ class Scheduler:
         width, drafts = self._speculation.choose(len(self._rows.decoding))
         grants: list[PageGrant] = []
         admissions: list[Admission] = []
-        decode, preempted = self._plan_decode(width, grants)
-        room = self._mixed.room(len(decode), width, self.config.token_budget - width * len(decode))
-        prefilled, prefill = self._plan_prefill(room, admissions, grants, admit=not preempted)
+        decode, preempted = self._schedule_decode(width, grants)
+        prompt_budget = self._mixed.prompt_budget(len(decode), width, self.config.token_budget - width * len(decode))
+        prefilled, prefill = self._plan_prefill(prompt_budget, admissions, grants, admit=not preempted)
         if not decode and not prefill:
             return None
         self._speculation.planned(drafts)
@@ -182,7 +182,7 @@ class Scheduler:
             prefill=tuple(prefill),
             admissions=tuple(admissions),
             grants=tuple(grants),
-            scrub=self._rows.pool.to_scrub(),
+            zero_fill=self._rows.pool.to_zero_fill(),
             constrained=tuple(
                 [sequence.slot for sequence in decode if sequence.grammar]
                 + [s.slot for s, row in zip(prefilled, prefill, strict=True) if row.final and s.grammar]
@@ -207,10 +207,10 @@ class Scheduler:
         flight = self._flights[0]
         check(flight, result)
         self._flights.popleft()
-        outputs, stood = self._results.take(flight, result)
+        outputs, accepted_drafts = self._results.take(flight, result)
         plan = flight.plan
         chunks = [(row.start, len(row.tokens)) for row in plan.prefill]
-        self._speculation.observe(plan.width, stood, result.duration, alone=not plan.prefill)
+        self._speculation.observe(plan.width, accepted_drafts, result.duration, alone=not plan.prefill)
         self._mixed.observe(len(flight.decode), plan.width, chunks, result.duration)
         self._counters.count_step(len(flight.decode), sum(count for _, count in chunks), result.duration)
         return tuple(outputs)
@@ -237,7 +237,7 @@ class Scheduler:
 
     # Planning
 
-    def _plan_decode(self, width: int, grants: list[PageGrant]) -> tuple[list[Sequence], bool]:
+    def _schedule_decode(self, width: int, grants: list[PageGrant]) -> tuple[list[Sequence], bool]:
         """Every decode row that may still need a token, in slot order, with pages for all it may write. Also whether
         another row had to be preempted for that."""
         rows = [s for s in self._rows.decoding if s.tokens.length + s.promised < s.limit]
@@ -258,7 +258,7 @@ class Scheduler:
         return rows, preempted
 
     def _plan_prefill(
-        self, room: PromptRoom, admissions: list[Admission], grants: list[PageGrant], admit: bool
+        self, prompt_budget: PromptBudget, admissions: list[Admission], grants: list[PageGrant], admit: bool
     ) -> tuple[list[Sequence], list[PrefillRow]]:
         """Chunks of running and newly admitted prompts, by rank, until there is no room. When a row was just
         preempted nobody is admitted, lest the pages go round in circles. Nor when enough was admitted for one plan. Who
@@ -269,17 +269,17 @@ class Scheduler:
 
         def suits(before: int, left: int) -> bool:
             nonlocal left_out
-            if not rows or room.suits(before, left):
+            if not rows or prompt_budget.suits(before, left):
                 return True
             if self._left_out >= PATIENCE:
-                room.insist()
+                prompt_budget.insist()
                 return True
             left_out = True
             return False
 
         running = deque(sorted(self._rows.prefilling, key=turn))
         looked_up = 0
-        while room.open:
+        while prompt_budget.open:
             head = self._rows.queue.head() if admit else None
             if head is not None and (not running or urgency(head) < turn(running[0])):
                 newcomer = self._rows.admit(suits)
@@ -295,8 +295,8 @@ class Scheduler:
                 sequence = running.popleft()
             else:
                 break
-            row = self._chunk(sequence, room.tokens(sequence.cursor, sequence.goal - sequence.cursor))
-            room.take(row.start, len(row.tokens))
+            row = self._chunk(sequence, prompt_budget.tokens(sequence.cursor, sequence.goal - sequence.cursor))
+            prompt_budget.take(row.start, len(row.tokens))
             sequences.append(sequence)
             rows.append(row)
         self._rows.planned(sequences)
@@ -356,6 +356,6 @@ def _admission(sequence: Sequence, *, with_tokens: bool) -> Admission:
     elif sequence.grammar:
         history = sequence.tokens.span(sequence.tokens.prompt.length, sequence.tokens.length)
     if sequence.grammar:
-        sampling = replace(sampling, grammar=None)  # the ticket says which
+        sampling = replace(sampling, grammar=None)  # the grammar id says which
     tokens = sequence.tokens.packed() if with_tokens else b""
     return Admission(sequence.slot, sampling, sequence.generated, history, sequence.grammar, tokens)

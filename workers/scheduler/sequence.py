@@ -84,7 +84,7 @@ class Sequence:
     cached: int = -1
     """Prompt tokens that the prefix cache had at the first admission; -1 before it."""
     alone: bool = False
-    """Computes every page by itself: it has read pages once that made it a bad row."""
+    """Computes every page by itself: it has read pages once that made it a non-finite row."""
     void: bool = False
     """What its steps in flight give means nothing: it starts again when they are applied."""
     given_up: tuple[int, ...] = ()
@@ -93,12 +93,12 @@ class Sequence:
     """Since it has its slot, it has sampled a token from finite logits."""
     drafts_tried: list[float] = field(default_factory=list)
     """By position, steps that had a draft there, older ones for less; empty before the first."""
-    drafts_stood: list[float] = field(default_factory=list)
+    drafts_accepted_at: list[float] = field(default_factory=list)
     """Of these, those in which all drafts up to there stood."""
     reported: bool = False
     """Whether an output went out, and with it the number of cached tokens."""
     grammar: int = 0
-    """Ticket of its grammar (`workers.scheduler.grammars`), 0 without one."""
+    """Id of its grammar (`workers.scheduler.grammars`), 0 without one."""
 
     def pay(self, start: int) -> None:
         """Charge its key for the chunk from `start` to the cursor, but for what a preemption makes it compute again."""

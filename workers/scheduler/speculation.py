@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 GAIN: Final = 1.01
 """How much better another width must be: one is not left for a difference that is noise."""
-PROBED: Final = 32
+EXPLORED_DRAFTS: Final = 32
 """Drafts, at each place, that steps of a wider width try in a row."""
 FEWEST: Final = 8
 """Of these, after how many it is given up where not one stood that a step of the best width would not have had."""
 TIMED: Final = 4
 """Steps that show what another width takes: the fewest that are tried in a row."""
-PROBE_LOSS: Final = 0.0075
+EXPLORATION_LOSS: Final = 0.0075
 """Of the time, what that may lose in the long run."""
 LEAST_LOSS: Final = 0.1
 """Of the time of such steps, what they are taken to lose at least: that they lose less may be a mistake."""
 IMPATIENCE: Final = 8
-"""How much sooner the first probe comes after the width has changed, or where nothing is known of so many rows. Each
-next one comes half as soon, down to no sooner."""
+"""How much sooner the first exploration comes after the width has changed, or where nothing is known of so many rows.
+Each next one comes half as soon, down to no sooner."""
 HOPELESS: Final = 2.0
 """How many times as fast the best width must seem for a narrower one not to be tried."""
 
@@ -58,14 +58,15 @@ class Speculation:
         self._best = self._former = config.width
         self._tried = 0
         self._made = config.width - 1
-        self._unknown = PROBED
+        self._unknown = EXPLORED_DRAFTS
         """Rows that are left to feed as much as they may before anything is chosen."""
-        self._probe = 0
+        self._exploring = 0
         """Steps that are left to try another width than the best."""
-        self._probed = config.width
+        self._explored = config.width
         """That one, or the one that was tried last."""
         self._tries = self._gains = 0
-        """Rows of wider steps that a probe has tried so far, and how many gained more than the best width allows."""
+        """Rows of wider steps that a exploration has tried so far, and how many gained more than the best width
+        allows."""
         self._back = 0.0
         """Seconds that are not lost for each of those steps, if it is given up."""
         self._chosen = 0
@@ -73,7 +74,7 @@ class Speculation:
         self._in_flight: deque[bool] = deque()
         """Of each plan that was made, whether its step drafts as it does in the long run, so that its time counts."""
         self._credit = 0.0
-        """Seconds that a probe may lose by now."""
+        """Seconds that a exploration may lose by now."""
         self._sooner = IMPATIENCE
         self._met: set[int] = set()
         """Numbers of rows that came before anything was known of them."""
@@ -89,7 +90,7 @@ class Speculation:
         return self._baseline.falls
 
     def by_position(self) -> tuple[float, ...]:
-        """How probable it is that a draft stands where those before it do, by position."""
+        """How probable it is that a draft is accepted where those before it are, by position."""
         return self._acceptance.by_position()
 
     def choose(self, rows: int) -> tuple[int, int]:
@@ -98,7 +99,7 @@ class Speculation:
             return self._most, self._most - 1
         if rows and not self._unknown:
             self._settle(rows)
-        aim = self._probed if self._probe else self._best
+        aim = self._explored if self._exploring else self._best
         width = min(aim, 1 + self._made)
         self._chosen = width
         return width, min(aim - 1, width)
@@ -107,8 +108,8 @@ class Speculation:
         """The next plan was made, and makes so many drafts."""
         self._made = drafts
         self._in_flight.append(not self._adaptive or drafts < self._chosen)
-        if self._probe and self._chosen == self._probed:
-            self._probe -= 1
+        if self._exploring and self._chosen == self._explored:
+            self._exploring -= 1
 
     def observe(self, width: int, rows: Collection[tuple[Sequence, int]], seconds: float, *, alone: bool) -> None:
         """An applied step: its live decode rows, and how many drafts of each stood. `alone`: it had no prefill rows, so
@@ -127,14 +128,14 @@ class Speculation:
             self._tried = width - 1
         if width == self._most:
             self._unknown = max(0, self._unknown - len(rows))
-        if self._probe:
+        if self._exploring:
             self._give_up(width, rows)
         else:
-            self._credit += (seconds or self.times.seconds(len(rows), width)) * PROBE_LOSS * self._sooner
+            self._credit += (seconds or self.times.seconds(len(rows), width)) * EXPLORATION_LOSS * self._sooner
 
     def _settle(self, rows: int) -> None:
         """Follow the width that gives most tokens a second, if it is better by enough; or try another one."""
-        if self._probe:
+        if self._exploring:
             return
         seconds = [self.times.seconds(rows, width) for width in range(1, self._most + 1)]
         speeds = [self._acceptance.tokens(index + 1, self._tried) / each for index, each in enumerate(seconds)]
@@ -150,32 +151,32 @@ class Speculation:
         self._try_another(rows, seconds, speeds)
 
     def _try_another(self, rows: int, seconds: list[float], speeds: list[float]) -> None:
-        """Begin a probe of the next width that may be better, once it may lose what it probably does."""
+        """Begin a exploration of the next width that may be better, once it may lose what it probably does."""
         best, speed = self._best, speeds[self._best - 1]
         for step in range(1, self._most + 1):
             # All in turn, the one that was tried last at the end.
-            width = (self._probed - 1 + step) % self._most + 1
+            width = (self._explored - 1 + step) % self._most + 1
             if width == best or (width < best and HOPELESS * speeds[width - 1] < speed):
                 continue
             wider = width > best
-            steps = max(TIMED, -(-PROBED // rows)) if wider else TIMED
+            steps = max(TIMED, -(-EXPLORED_DRAFTS // rows)) if wider else TIMED
             # It is given up a step late: another one is in flight.
             fewest = min(steps, -(-FEWEST // rows) + 1) if wider else TIMED
             # Each step on the way there, or back, drafts one more.
             lost = seconds[width - 1] * max(LEAST_LOSS, 1 - speeds[width - 1] / speed)
             if self._credit >= (fewest + abs(width - best)) * lost:
                 self._credit -= (steps + abs(width - best)) * lost
-                self._probed, self._probe, self._back = width, steps, lost
+                self._explored, self._exploring, self._back = width, steps, lost
                 self._tries = self._gains = 0
                 self._sooner = max(1, self._sooner // 2)
             return
         self._credit = min(self._credit, 0.0)
 
     def _give_up(self, width: int, rows: Collection[tuple[Sequence, int]]) -> None:
-        """A step while there is a probe: end it early where it is plain that it gains nothing."""
-        if width == self._probed > self._best:
+        """A step while there is a exploration: end it early where it is plain that it gains nothing."""
+        if width == self._explored > self._best:
             self._tries += len(rows)
-            self._gains += sum(stood >= self._best for _, stood in rows)
+            self._gains += sum(accepted >= self._best for _, accepted in rows)
             if self._tries >= FEWEST and not self._gains:
-                self._credit += self._probe * self._back
-                self._probe = 0
+                self._credit += self._exploring * self._back
+                self._exploring = 0

@@ -47,11 +47,11 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Passed:
-    """The first half of a step: what the target has computed, on its way to be sampled."""
+    """The forward pass of a step: what the target has computed, on its way to be sampled."""
 
     fed: _Rows
     source_TF: torch.Tensor
-    """What the drafter reads: final hidden states, or what it taps."""
+    """What the drafter reads: final hidden states, or the auxiliary hidden states that it reads."""
     logits_NV: torch.Tensor
 
 
@@ -70,32 +70,32 @@ class DecodeStep:
         self.decided_N = torch.zeros(self.layout.decision_size, dtype=torch.int64, device=parts.device)
 
     def drafting(self, drafts: int) -> DecodeStep:
-        """The same step with so many drafts; `slot_R`, and the memory of the first half, are those of this one."""
+        """The same step with so many drafts; `slot_R`, and the memory of the forward pass, are those of this one."""
         step = DecodeStep(self.parts, self.key._replace(drafts=drafts), self._scratch)
         step.slot_R = self.slot_R
         return step
 
     def run(self, masks: Callable[[], TokenMasks | None] | None = None) -> StepOutput:
-        """Everything, from the slots' state to the slots' next state. `masks` is called between the two halves, for the
-        masks to sample under; it may wait."""
+        """Everything, from the slots' state to the slots' next state. `masks` is called between the forward pass and
+        sampling, for the masks to sample under; it may wait."""
         with self.memory():
             passed = self.target()
             return self.rest(passed, None if masks is None else masks())
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """Within this context the first half's results stay where they are."""
+        """Within this context the forward pass's results stay where they are."""
         with self._scratch.scope():
             yield
 
     def target(self) -> Passed:
-        """The first half: what the slots hold is fed, and the target computes hidden states [T, E] and logits [T, V].
+        """The forward pass: what the slots hold is fed, and the target computes hidden states [T, E] and logits [T, V].
         It reads nothing of a mask, so it runs while masks are filled."""
         parts, scratch, fed = self.parts, self._scratch, self._feed()
         batch = fed.batch(self.layout, first=0, dense=self.key.dense)
-        tapped_TF = parts.tapped(self.layout.tokens, scratch)
-        hidden_TE = parts.model.forward(fed.token_RW.flatten(), batch, parts.cache, scratch, tapped_TF)
-        source_TF = hidden_TE if tapped_TF is None else tapped_TF
+        aux_hidden_TF = parts.aux_hidden(self.layout.tokens, scratch)
+        hidden_TE = parts.model.forward(fed.token_RW.flatten(), batch, parts.cache, scratch, aux_hidden_TF)
+        source_TF = hidden_TE if aux_hidden_TF is None else aux_hidden_TF
         return Passed(fed, source_TF, parts.model.logits(hidden_TE, scratch))
 
     def rest(self, passed: Passed, masks: TokenMasks | None = None) -> StepOutput:
@@ -152,7 +152,8 @@ class DecodeStep:
         return fed
 
     def _verify(self, logits_NV: torch.Tensor, fed: _Rows, masks: TokenMasks | None) -> None:
-        """Target tokens, accepted drafts, bad rows and faults, decided on rank 0, given to all ranks in one message."""
+        """Target tokens, accepted drafts, non-finite rows and faults, decided on rank 0, given to all ranks in one
+        message."""
         parts, layout, decided_N = self.parts, self.layout, self.decided_N
         rows, width = self.key.rows, self.key.width
         if parts.sampling is not None:
@@ -165,7 +166,7 @@ class DecodeStep:
                 fed.position_RW.flatten(),
                 ahead=1,
                 out=target_N,
-                bad=decided_N[layout.bad_slice],
+                nonfinite=decided_N[layout.nonfinite_slice],
                 scratch=self._scratch,
                 masks=masks,
             )

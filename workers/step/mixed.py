@@ -173,7 +173,7 @@ class MixedStep:
                 position_N,
                 ahead=1,
                 out=target_N,
-                bad=decided_N[layout.bad_slice],
+                nonfinite=decided_N[layout.nonfinite_slice],
                 scratch=scratch,
                 masks=None if masks is None else masks(),
             )

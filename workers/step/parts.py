@@ -21,7 +21,7 @@ from workers.models.model import Model
 from workers.models.segments import Segments
 from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout
-from workers.step.ladder import MOST_DENSE_ROWS, Ladder
+from workers.step.buckets import MOST_DENSE_ROWS, DecodeBuckets
 from workers.step.logprobs import Taken
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
@@ -61,7 +61,7 @@ class StepParts:
         own = self.drafter.segments if self.width > 1 else None
         return [self.model.segments, *([] if own is None else [own])]
 
-    def most_ended(self, rows: int) -> int:
+    def most_tail_tokens(self, rows: int) -> int:
         """Of how many tokens a mixed step of so many rows wants, at most, what its last pass ends with: of one per row
         where that pass is the drafter's, of all that are verified where it is the model's."""
         return rows if len(self.passes) > 1 else rows * self.width
@@ -84,16 +84,16 @@ class StepParts:
         most = self.dense_pages
         return most > 0 and 0 < len(slots) <= MOST_DENSE_ROWS and 0 < self.state.most_granted(slots) <= most
 
-    def ladder(self, max_rows: int) -> Ladder:
+    def buckets(self, max_rows: int) -> DecodeBuckets:
         """The keys of the decode steps of up to so many rows."""
-        return Ladder(max_rows, self.width, self.adaptive, sparse=self.dense_pages > 0)
+        return DecodeBuckets(max_rows, self.width, self.adaptive, sparse=self.dense_pages > 0)
 
-    def tapped(self, tokens: int, scratch: Scratch) -> torch.Tensor | None:
-        """Memory for the hidden states that the drafter taps of so many tokens; None where it taps none."""
+    def aux_hidden(self, tokens: int, scratch: Scratch) -> torch.Tensor | None:
+        """Memory for the auxiliary hidden states that the drafter reads of so many tokens; None where it reads none."""
         drafter = self.model.drafter
-        if self.width == 1 or drafter is None or not drafter.taps:
+        if self.width == 1 or drafter is None or not drafter.aux_hidden_state_layers:
             return None
-        features = len(drafter.taps) * self.model.config.hidden_size
+        features = len(drafter.aux_hidden_state_layers) * self.model.config.hidden_size
         return scratch.empty(tokens, features, dtype=self.model.norm_E.dtype)
 
     def kept(self, tokens: int, drafts: int, scratch: Scratch) -> torch.Tensor | None:

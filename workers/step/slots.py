@@ -42,8 +42,8 @@ class SlotState:
         return max(self._granted[slot] for slot in slots)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Scrub the page-table rows of newly taken slots, so that no former tenant's page can be reached; and take in
-        the tokens that newcomers have, where tokens are kept."""
+        """Zero-fill the page-table rows of newly taken slots, so that no former tenant's page can be reached; and take
+        in the tokens that newcomers have, where tokens are kept."""
         if admissions:
             page_SP = self.tensors.page_SP
             slot_A = on_device([admission.slot for admission in admissions], torch.int64, page_SP.device)

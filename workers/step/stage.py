@@ -6,8 +6,8 @@ What lives across segments lies in one memory; what a segment, or attention betw
 which each has all while it runs.
 
 The last pass ends for the few tokens alone whose hidden states are wanted. They are gathered, for where they lie
-depends on the stage, into an `Ending`, which lies in the second memory at the same place for all stages. Here segments
-and endings run eagerly; `workers.graphs.segments` has those that are graphs.
+depends on the stage, into an `Tail`, which lies in the second memory at the same place for all stages. Here segments
+and tails run eagerly; `workers.graphs.segments` has those that are graphs.
 
 Shape legend: T tokens, padding included, N tokens that are wanted, padding included, E hidden size.
 """
@@ -23,7 +23,7 @@ from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.flow import Flow, PassTensors
 from workers.protocol.plan import BatchLayout, TokenKey
-from workers.step.ladder import TokenLadder
+from workers.step.buckets import TokenBuckets
 from workers.step.parts import StepParts
 
 TARGET, DRAFT = 0, 1
@@ -33,7 +33,7 @@ PER_TOKEN = 6
 """Numbers per token that come from the host, see `Stage`."""
 
 
-class Ending:
+class Tail:
     """The last segment of the last pass, for `tokens` tokens that are wanted; here it runs eagerly. Padding is live:
     it repeats a token of the step."""
 
@@ -55,7 +55,7 @@ class Ending:
         self._segments.end(self.flow, self.out_NE, self._inner)
 
     def fill(self, byte: int) -> None:
-        """Overwrite all memory that an ending uses, the stages' inner one with it."""
+        """Overwrite all memory that a logits-only tail uses, the stages' inner one with it."""
         self._inner.fill(byte)
 
 
@@ -79,11 +79,11 @@ class Stage:
         self.segments = parts.passes
         self.hidden_TE = scratch.empty(tokens, hidden, dtype=dtype) if len(self.segments) > 1 else None
         """Of the target's pass, where the draft layer reads them."""
-        self.tapped_TF = parts.tapped(tokens, scratch)
-        """Of the target's pass, what the drafter taps."""
+        self.aux_hidden_TF = parts.aux_hidden(tokens, scratch)
+        """Of the target's pass, the auxiliary hidden states that the drafter reads."""
         flow = model.segments.flow(tokens, scratch)
         inputs = (self.token_T, self.position_T, self.cache_slot_T, self.live_T)
-        self.tensors = [PassTensors(*inputs, None, self.hidden_TE, flow, model.taps(self.tapped_TF))]
+        self.tensors = [PassTensors(*inputs, None, self.hidden_TE, flow, model.aux_hidden(self.aux_hidden_TF))]
         if self.hidden_TE is not None:
             # The drafter's inputs replace the target's, and its pass the target's flow.
             self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, flow))
@@ -130,11 +130,11 @@ class Stage:
             self.run_pass(DRAFT, batch)
             return self.end(newest_R) if len(newest_R) else None
         parts, tokens = self.parts, batch.layout.tokens
-        assert self.tapped_TF is not None
+        assert self.aux_hidden_TF is not None
         own = replace(batch, position_T=batch.position_T[:tokens], cache_slot_T=batch.cache_slot_T[:tokens])
         with self.inner.scope():
-            token_T, tapped_TF = self.token_T[:tokens], self.tapped_TF[:tokens]
-            drafted_TE = parts.drafter.catch_up(token_T, tapped_TF, own, parts.cache, self.inner)
+            token_T, aux_hidden_TF = self.token_T[:tokens], self.aux_hidden_TF[:tokens]
+            drafted_TE = parts.drafter.catch_up(token_T, aux_hidden_TF, own, parts.cache, self.inner)
             assert drafted_TE is not None
             hidden_RE = self.scratch.empty(len(newest_R), drafted_TE.shape[1], dtype=drafted_TE.dtype)
             torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
@@ -152,18 +152,18 @@ class Stage:
         which nothing uses behind the last pass."""
         # As many tokens as a bucket has: that is what memory was measured for, and kernels were compiled or captured.
         count = token_N.shape[0]
-        key = TokenLadder(self.tokens).key(BatchLayout(1, count))
+        key = TokenBuckets(self.tokens).key(BatchLayout(1, count))
         padded_N = self.scratch.empty(key.tokens, dtype=torch.int64).zero_()
         padded_N[:count] = token_N
         with self.inner.scope():
-            ending = self.ending(key)
-            ending.gather(self.tensors[-1].flow, padded_N)
-            ending.run()
-        return ending.out_NE[:count]
+            tail = self.tail(key)
+            tail.gather(self.tensors[-1].flow, padded_N)
+            tail.run()
+        return tail.out_NE[:count]
 
-    def ending(self, key: TokenKey) -> Ending:
+    def tail(self, key: TokenKey) -> Tail:
         """Where the last pass ends for so many tokens."""
-        return Ending(self.parts, key.tokens, self.inner)
+        return Tail(self.parts, key.tokens, self.inner)
 
     def run_segment(self, which: int, index: int) -> None:
         """Segment `index` of a pass."""

@@ -14,13 +14,13 @@ from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.part import Part
-from workers.weights.quantised import PARTS
+from workers.weights.quantized import PARTS
 from workers.weights.source import WeightSource
 from workers.weights.stored import Shape
 from workers.weights.upload import Uploader
 from workers.weights.weight import Format, Weight
 
-MOST_DEQUANTISED: Final = 1 << 20
+MOST_DEQUANTIZED: Final = 1 << 20
 """Numbers that a thread dequantizes at once: what that takes on a device is little, however many threads there are."""
 
 
@@ -62,7 +62,7 @@ class CheckpointReader(WeightSource):
             self._put(into.scales, partial(found.scales, into.block))
             return
         count, width = into.shape
-        step = max(1, MOST_DEQUANTISED // max(1, width))
+        step = max(1, MOST_DEQUANTIZED // max(1, width))
         for begin in range(0, count, step):
             some = found.of_rows(begin, min(begin + step, count))
             place = into.plain[begin : begin + step]

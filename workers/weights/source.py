@@ -1,6 +1,6 @@
 """Where a model's constructors get their weights from.
 
-A model builds itself from a `WeightSource`, twice: a `Census` first collects, on the meta device, which tensors it
+A model builds itself from a `WeightSource`, twice: a `DryRun` first collects, on the meta device, which tensors it
 wants, in which shapes and how many bytes they take; after that was held against the files, a `CheckpointReader` fills
 real memory, each rank's with its slices alone. So the model's constructors are the only place that names a tensor, and
 the checkpoint is the only one that says how matrices are stored.
@@ -158,7 +158,7 @@ class WeightSource(ABC):
         """Wait until everything that was asked for is in place: before it is read or changed, and at the end."""
 
 
-class Census(WeightSource):
+class DryRun(WeightSource):
     """Collects what a model wants, without memory."""
 
     def __init__(

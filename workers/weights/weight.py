@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
-from workers.weights.dequantise import fp8_blocks, int4_groups
+from workers.weights.dequantize import fp8_blocks, int4_groups
 
 
 class Format(Enum):
@@ -122,7 +122,7 @@ class Weight:
                 assert self.scales is not None
                 return GroupScaled(self.data, self.scales)
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The numbers that the matrix stands for, computed in fp32 and rounded once to `dtype`, in memory of their own
         unless they are stored so. For CPUs and tests: products on GPUs read the weights as they are stored."""
         if self.scales is None:

@@ -156,7 +156,7 @@ class MessagesBody(MessagesPrompt):
 
     # An extension.
     return_accepted_drafts: bool = False
-    """Say in `usage` how many drafts stood, and how many did not."""
+    """Say in `usage` how many drafts were accepted, and how many were not."""
 
 
 UNSUPPORTED: Final = {

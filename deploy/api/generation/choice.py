@@ -80,11 +80,11 @@ class Choice:
         self.logprobs: list[TopLogprobs] = []
         """Parallel to `token_ids` when the job asks for them."""
         self.accepted_drafts: list[bool] = []
-        """Parallel to `token_ids`: whether each was a draft that stood."""
+        """Parallel to `token_ids`: whether each was a draft that was accepted."""
         self.drafts_offered = 0
         """Drafts that were verified for it so far, when `detailed`."""
         self.drafts_accepted = 0
-        """Of these, those that stood and are among its tokens."""
+        """Of these, those that were accepted and are among its tokens."""
         self._stream = (
             tokenizer.stream(job.stops, job.include_stop, job.skip_special_tokens, job.kept)
             if tokenizer is not None
@@ -186,7 +186,7 @@ class ParsedChoice(Choice):
                 finish,
                 logprobs,
                 output.cached_tokens,
-                stood=(draft,),
+                accepted=(draft,),
                 offered=0 if place else output.offered,
             )
             events += self._feed_one(one)
@@ -224,7 +224,7 @@ class DraftTokens(Answer):
     """What became of drafts; both counts come when `return_accepted_drafts` asks for them."""
 
     accepted_prediction_tokens: int = 0
-    """Generated tokens that were drafts which stood."""
+    """Generated tokens that were drafts which were accepted."""
     rejected_prediction_tokens: int = 0
     """All other drafts that were verified. They are no part of what was generated."""
 

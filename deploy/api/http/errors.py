@@ -144,7 +144,7 @@ def engine_down(cause: str) -> ApiError:
 
 def from_engine(error: EngineFault | Refused | RequestFailed, retry_after_s: int) -> ApiError:
     """What an engine's error is over HTTP."""
-    if isinstance(error, RequestFailed) and error.stuck:
+    if isinstance(error, RequestFailed) and error.dead_end:
         return ApiError(400, str(error), code="grammar_stuck")
     if isinstance(error, RequestFailed):
         return ApiError(500, str(error), kind="server_error", code="bad_logits")

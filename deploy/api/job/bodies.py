@@ -185,8 +185,8 @@ class GenerationBody(Body):
     """Give every choice the ids it generated, as `token_ids`. Streams give them as they come, with the text that is
     certain by then; where log-probabilities are asked for too, with the text they belong to."""
     return_accepted_drafts: bool = False
-    """Say of every token whether it was a draft that stood, as `accepted_drafts`, and in `usage` how many stood and how
-    many did not."""
+    """Say of every token whether it was a draft that was accepted, as `accepted_drafts`, and in `usage` how many were
+    accepted and how many were not."""
 
     # What the answer must look like; one of these `FORMS` at most (`deploy.api.job.constraint`).
     response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None

@@ -265,7 +265,7 @@ async def chat_job(body: ChatBody, incoming: Incoming, model: ServedModel, admis
     info, tokenizer, config = model.info(), model.tokenizer, model.config
     check_limits(body, tokenizer, config)
     admission.check_size(1, body.n)
-    admission.check_room(1)  # before the work of tokenizing; counted exactly when the job starts
+    admission.check_capacity(1)  # before the work of tokenizing; counted exactly when the job starts
     text = await incoming.work(model.render, body)
     [ids] = await model.encode([text], body.add_special_tokens, "messages")
     reading = model.reader.reading(body, text)

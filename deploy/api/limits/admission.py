@@ -95,7 +95,7 @@ class Admission:
     def running(self, scope: Scope, prompt_tokens: int, sequences: Sequence[Counted]) -> Iterator[Admitted]:
         """Count the sequences of a request while the block runs; 429 where there is no room for them, or a limit of its
         key does not allow them. Nothing is awaited between the check and the count: a burst cannot slip through."""
-        self.check_room(len(sequences))
+        self.check_capacity(len(sequences))
         with self._counted(len(sequences)):
             yield self._admitted
 
@@ -118,7 +118,7 @@ class Admission:
                 "prompt" if prompts > 1 else "n",
             )
 
-    def check_room(self, sequences: int) -> None:
+    def check_capacity(self, sequences: int) -> None:
         """429 for more sequences than the replica takes now."""
         if self.in_flight + sequences > self._most() and not self._others_make_room(sequences):
             raise overloaded(

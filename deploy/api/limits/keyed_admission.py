@@ -89,7 +89,7 @@ class KeyedAdmission(Admission):
         if most is not None and count > most:
             raise invalid(f"{count} sequences, prompts times n: this API key may have {most} at a time", "n")
         with self._limits_of(key, scope):
-            self.check_room(count)
+            self.check_capacity(count)
             meter = key.start(prompt_tokens, sequences)
         try:
             with self._counted(count):

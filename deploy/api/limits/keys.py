@@ -1,8 +1,8 @@
 """Who asks: API keys, what each of them has taken of its limits, and its place among the others.
 
 Everything here is of one front. What the fronts of other replicas have taken comes in by `KeyRing.hear`
-(`deploy.serve.key_board` carries it), so limits hold for all of them together, but for what they take between two
-reports.
+(`deploy.serve.key_status_store` carries it), so limits hold for all of them together, but for what they take between
+two reports.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class _Ending(Answer):
     token_ids: list[int] = Field(default_factory=list)
     """Comes when it is asked for, or without a tokenizer."""
     accepted_drafts: list[bool] = Field(default_factory=list)
-    """For each new token whether it was a draft that stood; comes when it is asked for."""
+    """For each new token whether it was a draft that was accepted; comes when it is asked for."""
 
 
 class CompletionLogprobs(Answer):

@@ -35,7 +35,7 @@ async def _prompts(body: CompletionBody, incoming: Incoming, model: ServedModel,
         admission.check_size(prompts, body.n)
 
     values = await incoming.work(parse_prompts, body.prompt, check_count)
-    admission.check_room(1)  # before the work of tokenizing; counted exactly when the job starts
+    admission.check_capacity(1)  # before the work of tokenizing; counted exactly when the job starts
     texts = [value for value in values if isinstance(value, str)]
     if not texts:
         return [Prompt(tuple(value), None) for value in values if not isinstance(value, str)]

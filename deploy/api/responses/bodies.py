@@ -118,7 +118,7 @@ class ResponsesBody(Body):
     chat_template_kwargs: Annotated[dict[str, Any], WithJsonSchema(_ANY_OBJECT)] = Field(default_factory=dict)
     seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
     return_accepted_drafts: bool = False
-    """Say in `usage` how many drafts stood, and how many did not."""
+    """Say in `usage` how many drafts were accepted, and how many were not."""
 
 
 UNSUPPORTED: Final[Mapping[str, str]] = {

@@ -77,9 +77,9 @@ class FakeEngine:
         self.stats = EngineStats(slots=64, queue_limit=512)
         self.requests: list[Request] = []
         self.cancelled: list[tuple[str, float]] = []
-        self.probes = 0
-        self.probe_error: Exception | None = None
-        self.probe_delay = 0.0
+        self.health_checks = 0
+        self.health_check_error: Exception | None = None
+        self.health_check_delay = 0.0
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         self.requests.append(request)
@@ -100,11 +100,11 @@ class FakeEngine:
             if not done:
                 self.cancelled.append((request.request_id, time.monotonic()))
 
-    async def probe(self) -> None:
-        self.probes += 1
-        await asyncio.sleep(self.probe_delay)
-        if self.probe_error is not None:
-            raise self.probe_error
+    async def health_check(self) -> None:
+        self.health_checks += 1
+        await asyncio.sleep(self.health_check_delay)
+        if self.health_check_error is not None:
+            raise self.health_check_error
 
 
 class PushEngine(FakeEngine):

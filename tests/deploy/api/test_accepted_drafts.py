@@ -1,5 +1,5 @@
-"""Which tokens were drafts that stood: told to those who ask, token by token, however outputs were merged or parsed.
-And how many stood and how many did not, in `usage`."""
+"""Which tokens were drafts that were accepted: told to those who ask, token by token, however outputs were merged or
+parsed. And how many were accepted and how many were not, in `usage`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def script(request: Any) -> Iterator[Any]:
     yield replace(out(1, finish="stop"), offered=3)
 
 
-STOOD, OFFERED = 3, 3 * len(STEPS)
+ACCEPTED, OFFERED = 3, 3 * len(STEPS)
 """Drafts of the script that stood, and those that were verified: the first step has none."""
-COUNTS = {"accepted_prediction_tokens": STOOD, "rejected_prediction_tokens": OFFERED - STOOD}
+COUNTS = {"accepted_prediction_tokens": ACCEPTED, "rejected_prediction_tokens": OFFERED - ACCEPTED}
 LONG = dataclasses.replace(INFO, max_context=1024)
 WANTED = [place < count - 1 for count in STEPS for place in range(count)]
 
@@ -104,7 +104,7 @@ def counted(usage: openai.types.CompletionUsage | None, asked: bool = True) -> t
 def test_the_usage_of_a_chat_counts_them(kind: type, config: ApiConfig | None) -> None:
     with client(kind, config) as asked:
         for choices in (1, 2):
-            wanted = (choices * STOOD, choices * (OFFERED - STOOD))
+            wanted = (choices * ACCEPTED, choices * (OFFERED - ACCEPTED))
             body: Any = {**CHAT, "n": choices, "max_tokens": 100}
             assert counted(asked.chat.completions.create(**body, extra_body=ASKED).usage) == wanted
             assert counted(asked.chat.completions.create(**body).usage, asked=False) == (None, None)
@@ -119,14 +119,14 @@ def test_the_usage_of_a_completion_counts_them_over_all_choices() -> None:
     with client(PushEngine) as asked:
         body: Any = {"model": "tiny", "prompt": ["hi", "there"], "n": 2, "max_tokens": 100, "extra_body": ASKED}
         answer = asked.completions.create(**body)
-        assert counted(answer.usage) == (4 * STOOD, 4 * (OFFERED - STOOD))
+        assert counted(answer.usage) == (4 * ACCEPTED, 4 * (OFFERED - ACCEPTED))
         found = [draft for choice in answer.choices for draft in choice.model_extra["accepted_drafts"]]  # type: ignore[index]
-        assert sum(found) == 4 * STOOD
+        assert sum(found) == 4 * ACCEPTED
         *_, last = asked.completions.create(**body, stream=True, stream_options={"include_usage": True})
-        assert counted(last.usage) == (4 * STOOD, 4 * (OFFERED - STOOD))
+        assert counted(last.usage) == (4 * ACCEPTED, 4 * (OFFERED - ACCEPTED))
 
 
-def test_what_a_stop_string_cuts_off_did_not_stand() -> None:
+def test_what_a_stop_string_cuts_off_was_not_accepted() -> None:
     texts = [tiny().decode([token]) for token in IDS]
     with client(FakeEngine) as asked:
         # The second token is the first draft of the step behind the prompt's.

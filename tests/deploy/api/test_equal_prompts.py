@@ -16,7 +16,7 @@ from deploy.api.job.bodies import ROLES, ChatBody
 from deploy.api.job.job import parse_generation
 from deploy.api.job.model import render_messages
 from deploy.config.api import ApiConfig
-from deploy.routing.asks import AskReader
+from deploy.routing.request_features import FeatureReader
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES
 from deploy.text.tokenizer import ChatTemplateError
 from workers.protocol.prompt import page_keys
@@ -73,7 +73,7 @@ async def test_a_router_asks_for_the_prompt_that_its_replica_makes(
 ) -> None:
     config = ApiConfig(chat_template=template, control_tokens_in_text=control)
     raw = json.dumps(body).encode()
-    ask = await AskReader(tiny(), template, control).read(raw)
+    ask = await FeatureReader(tiny(), template, control).read(raw)
     try:
         parsed = parse_generation(raw, ChatBody)
         ids = tiny().encode(render_messages(tiny(), config, parsed), parsed.add_special_tokens)
@@ -98,7 +98,7 @@ async def test_a_router_does_not_render_what_its_replica_refuses(
 
     monkeypatch.setattr(tiny(), "render_chat", render)
     raw = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **more}).encode()
-    assert (await AskReader(tiny()).read(raw)).keys == ()
+    assert (await FeatureReader(tiny()).read(raw)).keys == ()
 
 
 async def test_a_router_renders_a_long_chat_aside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,5 +113,5 @@ async def test_a_router_renders_a_long_chat_aside(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tiny(), "render_chat", render)
     for count in (1, MOST_MESSAGES):
         raw = json.dumps({"messages": [{"role": "user", "content": "hi"}] * count}).encode()
-        await AskReader(tiny()).read(raw)
+        await FeatureReader(tiny()).read(raw)
     assert [thread == threading.get_ident() for thread in threads] == [True, False]

@@ -35,7 +35,7 @@ async def test_what_waits_is_merged() -> None:
     mailbox.put(out(finish="length"))
     [merged] = [output async for output in mailbox]
     whole = out(5, 6, 7, finish="length", cached=64, logprobs=scores)
-    assert msgspec.structs.replace(merged, stood=()) == whole
+    assert msgspec.structs.replace(merged, accepted=()) == whole
     assert merged.drafts == (True, False, False)
     assert whole.drafts == (True, True, False)  # as one step it would be
 

@@ -46,7 +46,7 @@ STATS = EngineStats(
 
 
 class Live(FakeEngine):
-    """Says foxes, the second of three tokens a draft that stood; gets on a little whenever it is looked at."""
+    """Says foxes, the second of three tokens a draft that was accepted; gets on a little whenever it is looked at."""
 
     looks = 0
 

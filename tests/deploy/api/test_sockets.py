@@ -324,11 +324,11 @@ def test_health_is_a_real_token() -> None:
     with faulty() as (engine, http):
         assert http.get("/health").status_code == 200
         assert http.get("/health").status_code == 200
-        assert engine.probes == 1  # a good probe holds for a moment
+        assert engine.health_checks == 1  # a good health check holds for a moment
         time.sleep(0.31)
         assert http.get("/health").status_code == 200
-        assert engine.probes == 2
-        engine.fault = "rank 1 exited with signal 9"  # at once, whatever the last probe said
+        assert engine.health_checks == 2
+        engine.fault = "rank 1 exited with signal 9"  # at once, whatever the last health check said
         for path in ("/health", "/v1/models"):
             answer = http.get(path)
             assert answer.status_code == 503
@@ -338,14 +338,14 @@ def test_health_is_a_real_token() -> None:
         assert answer.json()["error"]["code"] == "engine_down"
         assert http.get("/metrics").status_code == 200
     for error in (EngineFault("rank 0: out of memory"), RequestFailed("rank 0: out of memory")):
-        with faulty(probe_error=error) as (engine, http):
+        with faulty(health_check_error=error) as (engine, http):
             for _ in range(2):
                 answer = http.get("/health")
                 assert answer.status_code == 503
                 assert "rank 0: out of memory" in answer.json()["error"]["message"]
-            engine.probe_error = None
+            engine.health_check_error = None
             assert http.get("/health").status_code == 200
-    with faulty(probe_delay=30.0) as (_, http):
+    with faulty(health_check_delay=30.0) as (_, http):
         begin = time.monotonic()
         answer = http.get("/health")
         assert answer.status_code == 503
@@ -358,7 +358,7 @@ def test_a_busy_replica_is_alive_while_steps_end_also_when_they_give_no_tokens()
     from workers.protocol.messages import Distribution, EngineStats
 
     class Busy(FakeEngine):
-        """Has no room for a probe; `steps` more are reported every time somebody looks, and never a token."""
+        """Has no room for a health check; `steps` more are reported every time somebody looks, and never a token."""
 
         steps = 0
 
@@ -370,7 +370,7 @@ def test_a_busy_replica_is_alive_while_steps_end_also_when_they_give_no_tokens()
         @stats.setter
         def stats(self, value: EngineStats) -> None: ...
 
-    for busy in ({"probe_error": Refused("queue full", overloaded=True)}, {"probe_delay": 30.0}):
+    for busy in ({"health_check_error": Refused("queue full", overloaded=True)}, {"health_check_delay": 30.0}):
         for steps, status in ((3, 200), (0, 503)):
             with faulty(Busy, steps=steps, **busy) as (_, http):
                 assert http.get("/health").status_code == status
@@ -380,25 +380,25 @@ async def test_health_does_not_wait_for_its_own_token_where_steps_end(monkeypatc
     from workers.protocol.messages import Distribution, EngineStats
 
     engine = FakeEngine(say([FOX]))
-    engine.probe_delay = 3600.0
+    engine.health_check_delay = 3600.0
     config = ApiConfig(probe_timeout_s=3600.0, probe_ttl_s=0.0)
     transport = httpx.ASGITransport(create_app(engine, tiny(), config))
     async with httpx.AsyncClient(transport=transport, base_url="http://replica") as http:
         asking = asyncio.create_task(http.get("/health"))
-        while not engine.probes:
+        while not engine.health_checks:
             await asyncio.sleep(0.01)
         engine.stats = EngineStats(step_seconds={"mixed": Distribution((1,))})
         assert (await asyncio.wait_for(asking, 60)).status_code == 200
 
 
-async def test_many_health_checks_share_one_probe() -> None:
+async def test_many_health_checks_share_one_request() -> None:
     engine = FakeEngine(say([FOX]))
-    engine.probe_delay = 0.1
+    engine.health_check_delay = 0.1
     with serving(create_app(engine, tiny(), ApiConfig())) as port:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             answers = await asyncio.gather(*(http.get("/health") for _ in range(10)))
     assert [answer.status_code for answer in answers] == [200] * 10
-    assert engine.probes == 1
+    assert engine.health_checks == 1
 
 
 def test_tokenize_and_back(port: int) -> None:

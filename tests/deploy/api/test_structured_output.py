@@ -326,14 +326,14 @@ async def test_stop_strings_cut_the_same_text_at_every_width_streamed_or_not() -
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_before_a_grammar_is_stuck_is_the_end(width: int, stream: bool) -> None:
+def test_a_stop_string_before_a_dead_end_is_the_end(width: int, stream: bool) -> None:
     """The engine sends the tokens that stand, and then why there are no more."""
     ids = tiny().encode("the fox STOP over", add_special_tokens=False)
 
     def script(request: Request) -> Iterator[Any]:
         for begin in range(0, len(ids), width):
             yield out(*ids[begin : begin + width])
-        yield RequestFailed("it allows no token", stuck=True)
+        yield RequestFailed("it allows no token", dead_end=True)
 
     with serving(create_app(PushEngine(script), tiny())) as port:
         cut = ask(port, stop=["STOP"], stream=stream, guided_regex="[a-z STOP]+", max_tokens=99)

@@ -89,7 +89,7 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
     status = SimpleNamespace(applications=[app.APPLICATION] if there else [])
     monkeypatch.setattr(app, "RayConnection", lambda config, say: joined)
     monkeypatch.setattr(app, "Running", Running)
-    for name in ("_check_entrance", "_check_room", "build_app"):
+    for name in ("_check_entrance", "_check_capacity", "build_app"):
         monkeypatch.setattr(app, name, lambda *_: None)
     monkeypatch.setattr("deploy.serve.progress.clear", lambda application: None)
     monkeypatch.setattr("ray.serve.start", lambda **options: None)

@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import psutil
 import pytest
 
-from deploy.cluster import keeper, sessions
+from deploy.cluster import cleanup_process, sessions
 from deploy.cluster.sessions import Sessions, Watch
 from deploy.config.application import ServeConfig
 from deploy.serve import app
@@ -61,11 +61,11 @@ def starter(tmp_path: Path):
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     session = int(process.stdout.readline())
-    assert gone(lambda: len(keeper.members({session})) == 2)
+    assert gone(lambda: len(cleanup_process.members({session})) == 2)
     yield process, session, folder
     process.kill()
     process.communicate()
-    for pid in keeper.members({session}):
+    for pid in cleanup_process.members({session}):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -74,19 +74,19 @@ def test_a_signal_to_the_group_does_not_reach_them_and_their_end_follows_a_kill(
     assert os.getpgid(session) != os.getpgid(process.pid)
     others = psutil.Process(process.pid).children()
     (ours,) = [child for child in others if child.pid != session]
-    ours.send_signal(signal.SIGTERM)  # the keeper is needed last, and does not listen
+    ours.send_signal(signal.SIGTERM)  # the cleanup process is needed last, and does not listen
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert gone(lambda: not keeper.members({session}))
+    assert gone(lambda: not cleanup_process.members({session}))
     assert gone(lambda: not folder.exists())
     assert gone(lambda: not ours.is_running() or ours.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_keeper_that_has_hardly_begun_ignores_signals(tmp_path: Path) -> None:
+def test_a_cleanup_process_that_has_hardly_begun_ignores_signals(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    held = keeper.Keeper(folder)
+    held = cleanup_process.CleanupProcess(folder)
     held._process.send_signal(signal.SIGTERM)  # long before Python runs there
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
     assert held._process.stdin is not None
@@ -109,13 +109,13 @@ def test_the_end_takes_what_does_not_end_by_itself(tmp_path: Path, monkeypatch: 
     assert services.ConsolePopen is subprocess.Popen
     try:
         assert not ours.look(ending=True)
-        assert gone(lambda: len(keeper.members({daemon.pid})) == 2)
+        assert gone(lambda: len(cleanup_process.members({daemon.pid})) == 2)
         daemon.kill()
         assert gone(lambda: ours.look(ending=True))
-        assert len(keeper.members({daemon.pid})) == 1
+        assert len(cleanup_process.members({daemon.pid})) == 1
     finally:
         ours.end()
-    assert not keeper.members({daemon.pid})
+    assert not cleanup_process.members({daemon.pid})
     assert not folder.exists()
     assert not ours.begun
 

@@ -8,7 +8,7 @@ from deploy.routing.arrivals import (
     RECENT_S,
     ROUTERS_KEPT,
     Arrivals,
-    Ticket,
+    RoutingRecord,
     load_from_report,
     load_to_report,
 )
@@ -23,14 +23,14 @@ class Clock:
         return self.now
 
 
-def test_a_ticket_survives_its_header() -> None:
-    ticket = Ticket("abc", 12, 345, 2)
-    assert Ticket.parse(ticket.header()) == ticket
+def test_a_routing_record_survives_its_header() -> None:
+    routing_record = RoutingRecord("abc", 12, 345, 2)
+    assert RoutingRecord.parse(routing_record.header()) == routing_record
 
 
-def test_what_is_no_ticket_is_none() -> None:
+def test_what_is_no_routing_record_is_none() -> None:
     for value in ("", "a", "a/1/2", "a/1/2/x", "a/1/2/3/4", "a/-1/2/3"):
-        assert Ticket.parse(value) is None
+        assert RoutingRecord.parse(value) is None
 
 
 ODD_DIGITS = [
@@ -55,38 +55,40 @@ ODD_DIGITS = [
 @given(st.text() | st.lists(st.sampled_from([*ODD_DIGITS, "a", "/"]), max_size=7).map("/".join))
 @example("a/\u00b2/0/0")
 @example("a/1/2/" + "9" * 5000)
-def test_any_text_is_a_ticket_or_none(value: str) -> None:
-    ticket = Ticket.parse(value)
-    if ticket is not None:
-        assert [part.lstrip("0") for part in ticket.header().split("/")] == [p.lstrip("0") for p in value.split("/")]
-        load_to_report(load_after(ticket))
+def test_any_text_is_a_routing_record_or_none(value: str) -> None:
+    routing_record = RoutingRecord.parse(value)
+    if routing_record is not None:
+        assert [part.lstrip("0") for part in routing_record.header().split("/")] == [
+            p.lstrip("0") for p in value.split("/")
+        ]
+        load_to_report(load_after(routing_record))
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=40))
-def test_any_header_is_a_ticket_or_none(value: bytes) -> None:
-    Ticket.parse(value.decode("latin-1"))
+def test_any_header_is_a_routing_record_or_none(value: bytes) -> None:
+    RoutingRecord.parse(value.decode("latin-1"))
 
 
 @pytest.mark.parametrize("odd", ODD_DIGITS)
 @pytest.mark.parametrize("place", [1, 2, 3])
-def test_numbers_of_a_ticket_are_plain_and_short(odd: str, place: int) -> None:
+def test_numbers_of_a_routing_record_are_plain_and_short(odd: str, place: int) -> None:
     parts = ["a", "1", "2", "3"]
     parts[place] = odd
-    assert (Ticket.parse("/".join(parts)) is None) == (odd not in ("0", "7"))
+    assert (RoutingRecord.parse("/".join(parts)) is None) == (odd not in ("0", "7"))
 
 
-def load_after(ticket: Ticket) -> Load:
+def load_after(routing_record: RoutingRecord) -> Load:
     arrivals = Arrivals()
-    arrivals.arrive(ticket)
+    arrivals.arrive(routing_record)
     return arrivals.load(EngineStats())
 
 
 def test_a_request_counts_from_its_arrival_to_its_end() -> None:
     clock = Clock()
     arrivals = Arrivals(clock)
-    first = arrivals.arrive(Ticket("r", 1, 100, 1))
-    second = arrivals.arrive(Ticket("r", 2, 300, 3))
+    first = arrivals.arrive(RoutingRecord("r", 1, 100, 1))
+    second = arrivals.arrive(RoutingRecord("r", 2, 300, 3))
     stats = EngineStats(pages_total=8, pages_free=7)
     load = arrivals.load(stats)
     assert (load.backlog, load.rows, load.pages_free, dict(load.seen)) == (400, 4, 7, {"r": 2})
@@ -105,7 +107,7 @@ def test_a_request_counts_from_its_arrival_to_its_end() -> None:
     assert (arrivals.load(stats).backlog, arrivals.load(stats).rows) == (0, 0)
 
 
-def test_a_request_without_a_ticket_counts_once_the_engine_has_it() -> None:
+def test_a_request_without_a_routing_record_counts_once_the_engine_has_it() -> None:
     arrivals = Arrivals()
     arrival = arrivals.arrive(None)
     assert arrivals.load(EngineStats()).rows == 0
@@ -122,11 +124,11 @@ def test_a_request_without_a_ticket_counts_once_the_engine_has_it() -> None:
 def test_the_scheduler_s_progress_with_a_long_prompt_counts() -> None:
     clock = Clock()
     arrivals = Arrivals(clock)
-    arrivals.arrive(Ticket("r", 1, 4000, 1))
+    arrivals.arrive(RoutingRecord("r", 1, 4000, 1))
     # Its figures cannot hold it yet ...
     assert arrivals.load(EngineStats(prefill_backlog=0)).backlog == 4000
     clock.now = 2 * RECENT_S
-    arrivals.arrive(Ticket("r", 2, 100, 1))
+    arrivals.arrive(RoutingRecord("r", 2, 100, 1))
     # ... now they do, but not what has only just come.
     assert arrivals.load(EngineStats(prefill_backlog=1500)).backlog == 1600
 
@@ -135,7 +137,7 @@ async def test_requests_of_different_tasks_are_told_apart() -> None:
     arrivals = Arrivals()
 
     async def request(tokens: int, number: int) -> None:
-        arrival = arrivals.arrive(Ticket("r", number, tokens, 1))
+        arrival = arrivals.arrive(RoutingRecord("r", number, tokens, 1))
         await asyncio.sleep(0.01)
 
         async def body() -> None:
@@ -159,18 +161,18 @@ async def test_requests_of_different_tasks_are_told_apart() -> None:
 def test_routers_that_are_gone_are_forgotten() -> None:
     arrivals = Arrivals()
     for number in range(ROUTERS_KEPT + 10):
-        arrivals.arrive(Ticket("busy", 1 + number, 1, 1))
-        arrivals.arrive(Ticket(f"r{number}", 1, 1, 1))
+        arrivals.arrive(RoutingRecord("busy", 1 + number, 1, 1))
+        arrivals.arrive(RoutingRecord(f"r{number}", 1, 1, 1))
         seen = arrivals.load(EngineStats()).seen
         assert seen["busy"] == 1 + number
     assert len(seen) == ROUTERS_KEPT
     assert "r0" not in seen
 
 
-def test_a_late_ticket_does_not_turn_the_count_back() -> None:
+def test_a_late_sequence_number_does_not_turn_the_count_back() -> None:
     arrivals = Arrivals()
     for number in (1, 3, 2):
-        arrivals.arrive(Ticket("r", number, 1, 1))
+        arrivals.arrive(RoutingRecord("r", number, 1, 1))
     assert arrivals.load(EngineStats()).seen == {"r": 3}
 
 

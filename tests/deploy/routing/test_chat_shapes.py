@@ -13,7 +13,7 @@ from deploy.api.anthropic.bodies import parse_messages
 from deploy.api.job.model import render_messages
 from deploy.api.responses.bodies import chat_of, messages_of, parse_response
 from deploy.config.api import ApiConfig
-from deploy.routing.asks import AskReader
+from deploy.routing.request_features import FeatureReader
 from deploy.text.tokenizer import Tokenizer
 from tests.deploy.api.drawn_bodies import RICH, Drawing
 from tests.deploy.text.tool_templates import GLM
@@ -81,7 +81,7 @@ async def test_a_body_is_rendered_as_its_replica_renders_it(
 ) -> None:
     raw = json.dumps(lengthened({"model": "demo", **body})).encode()
     ids = replicas_ids(tokenizer, path, raw)
-    ask = await AskReader(tokenizer, CONFIG.chat_template).read(raw)
+    ask = await FeatureReader(tokenizer, CONFIG.chat_template).read(raw)
     # A chat that nothing marks as Anthropic's may end otherwise: what its template asks about thinking is not known.
     marked = path == RESPONSES or body.keys() & {"system", "thinking", "tools"}
     assert list(ask.keys) == page_keys(ids)[: len(ask.keys)]
@@ -91,13 +91,13 @@ async def test_a_body_is_rendered_as_its_replica_renders_it(
 
 async def test_what_only_a_replica_knows_is_not_guessed(tokenizer: Tokenizer) -> None:
     raw = json.dumps({"model": "demo", "input": LONG, "previous_response_id": "resp_1"}).encode()
-    ask = await AskReader(tokenizer, CONFIG.chat_template).read(raw)
+    ask = await FeatureReader(tokenizer, CONFIG.chat_template).read(raw)
     assert (ask.keys, ask.rows) == ((), 1)
     assert ask.tokens > 100
 
 
 async def test_broken_bodies_are_sent_on_as_something(tokenizer: Tokenizer) -> None:
-    reader, rng = AskReader(tokenizer, CONFIG.chat_template), random.Random(1)
+    reader, rng = FeatureReader(tokenizer, CONFIG.chat_template), random.Random(1)
     drawing = Drawing({"components": {"schemas": {}}}, rng)
     for path in (MESSAGES, RESPONSES, "/v1/chat/completions"):
         for _ in range(150):

@@ -12,10 +12,10 @@ import pytest
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from deploy.routing import router
-from deploy.routing.arrivals import TICKET_HEADER, Ticket, load_to_report
-from deploy.routing.asks import AskReader
-from deploy.routing.policy import Ask, Load
-from deploy.routing.router import LoadRouter, Picker
+from deploy.routing.arrivals import ROUTING_HEADER, RoutingRecord, load_to_report
+from deploy.routing.policy import Load, RequestFeatures
+from deploy.routing.request_features import FeatureReader
+from deploy.routing.router import IngressRouter, LoadRouter
 
 
 @pytest.fixture
@@ -40,19 +40,19 @@ async def chosen(policy: LoadRouter, replicas: list[SimpleNamespace], request: A
     return [rank[0].replica_id for rank in ranks]
 
 
-async def test_what_was_sent_counts_before_any_report_and_its_ticket_says_so(policy: LoadRouter) -> None:
+async def test_what_was_sent_counts_before_any_report_and_its_routing_record_says_so(policy: LoadRouter) -> None:
     replicas, receipts = [replica("a"), replica("b")], [{}, {}]
-    ask = Ask(1000, rows=2)
-    first, second = [(await chosen(policy, replicas, pending(ask=ask, receipt=r)))[0] for r in receipts]
+    features = RequestFeatures(1000, rows=2)
+    first, second = [(await chosen(policy, replicas, pending(features=features, receipt=r)))[0] for r in receipts]
     assert {first, second} == {"a", "b"}
-    tickets = [Ticket.parse(receipt["ticket"]) for receipt in receipts]
-    assert tickets == [Ticket(policy.ledger.router, number, 1000, 2) for number in (1, 2)]
+    routing_records = [RoutingRecord.parse(receipt["routing_record"]) for receipt in receipts]
+    assert routing_records == [RoutingRecord(policy.accounting.router, number, 1000, 2) for number in (1, 2)]
 
 
 async def test_a_question_without_a_request_sends_nothing(policy: LoadRouter) -> None:
     assert sorted(await chosen(policy, [replica("a"), replica("b")], None)) == ["a", "b"]
-    assert policy.ledger.sent == 0
-    assert await chosen(policy, [], pending(ask=Ask(5), receipt={})) == []
+    assert policy.accounting.sent == 0
+    assert await chosen(policy, [], pending(features=RequestFeatures(5), receipt={})) == []
 
 
 async def test_reports_are_read_once_and_forgotten_with_their_replica(
@@ -89,9 +89,9 @@ async def test_behind_serves_proxy_the_length_of_the_body_is_all_there_is(
     argument = SimpleNamespace(asgi_scope=None if headers is None else {"headers": headers})
     receipt: dict[str, str] = {}
     await chosen(policy, [replica("a")], pending(argument, receipt=receipt))
-    ticket = Ticket.parse(receipt["ticket"])
-    assert ticket is not None
-    assert (ticket.tokens, ticket.rows) == (tokens, 1)
+    routing_record = RoutingRecord.parse(receipt["routing_record"])
+    assert routing_record is not None
+    assert (routing_record.tokens, routing_record.rows) == (tokens, 1)
 
 
 class Engine:
@@ -101,14 +101,14 @@ class Engine:
         self.replica, self.asks = replica, []
 
     @asynccontextmanager
-    async def choose_replica(self, ask: Ask, receipt: dict[str, str], _reserve: bool):
+    async def choose_replica(self, features: RequestFeatures, receipt: dict[str, str], _reserve: bool):
         assert not _reserve
-        self.asks.append(ask)
+        self.asks.append(features)
         if self.replica is None:
             await asyncio.sleep(3600)
         if isinstance(self.replica, Exception):
             raise self.replica
-        receipt["ticket"] = "r/1/2/3"
+        receipt["routing_record"] = "r/1/2/3"
         name = SimpleNamespace(to_full_id_str=lambda: self.replica)
         yield SimpleNamespace(_replica=SimpleNamespace(replica_id=name))
 
@@ -116,8 +116,8 @@ class Engine:
 async def answer(
     engine: Engine, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = (), path: str = "/internal/route"
 ) -> tuple[int, Any]:
-    picker = object.__new__(Picker)
-    picker._reader, picker._engine = AskReader(None), engine
+    ingress_router = object.__new__(IngressRouter)
+    ingress_router._reader, ingress_router._engine = FeatureReader(None), engine
     parts = [body[:10], body[10:]]
     sent: list[dict[str, Any]] = []
 
@@ -128,18 +128,18 @@ async def answer(
         sent.append(message)
 
     scope = {"type": "http", "path": path, "method": "POST", "headers": list(headers)}
-    await picker.__serve_build_asgi_app__()(scope, receive, send)
+    await ingress_router.__serve_build_asgi_app__()(scope, receive, send)
     start, end = sent
     assert dict(start["headers"])[b"content-length"] == str(len(end["body"])).encode()
     return start["status"], json.loads(end["body"])
 
 
-async def test_haproxy_is_told_the_replica_and_the_ticket() -> None:
+async def test_haproxy_is_told_the_replica_and_the_routing_record() -> None:
     engine = Engine("the one")
     status, told = await answer(engine, json.dumps({"prompt": [1] * 130, "n": 2}).encode())
-    assert (status, told) == (200, {"replica_id": "the one", "request_headers": {TICKET_HEADER: "r/1/2/3"}})
-    [ask] = engine.asks
-    assert (ask.tokens, ask.rows, len(ask.keys)) == (130, 2, 2)
+    assert (status, told) == (200, {"replica_id": "the one", "request_headers": {ROUTING_HEADER: "r/1/2/3"}})
+    [features] = engine.asks
+    assert (features.tokens, features.rows, len(features.keys)) == (130, 2, 2)
 
 
 @pytest.mark.parametrize(

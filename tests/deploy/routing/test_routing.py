@@ -4,139 +4,148 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.routing.policy import FORGET_S, REMEMBER_S, Ask, Cost, Ledger, Load, cached_tokens, choose
+from deploy.routing.policy import (
+    FORGET_S,
+    REMEMBER_S,
+    Cost,
+    InFlightAccounting,
+    Load,
+    RequestFeatures,
+    cached_tokens,
+    choose,
+)
 from workers.protocol.prompt import page_keys
 
 ROUTER = "me"
 
 
-def ledger(row_tokens: float = 32.0) -> Ledger[str]:
-    return Ledger(ROUTER, row_tokens)
+def accounting(row_tokens: float = 32.0) -> InFlightAccounting[str]:
+    return InFlightAccounting(ROUTER, row_tokens)
 
 
-def send(book: Ledger[str], loads: dict[str, Load], ask: Ask, now: float) -> str:
-    chosen = choose(book, loads, ask, now)[0]
-    book.record(chosen, loads[chosen], ask, now)
+def send(book: InFlightAccounting[str], loads: dict[str, Load], features: RequestFeatures, now: float) -> str:
+    chosen = choose(book, loads, features, now)[0]
+    book.record(chosen, loads[chosen], features, now)
     return chosen
 
 
 def test_a_burst_of_equal_requests_is_split_evenly_before_any_report() -> None:
-    book, loads = ledger(), {"a": Load(), "b": Load()}
-    sent = [send(book, loads, Ask(10), 100.0) for _ in range(64)]
+    book, loads = accounting(), {"a": Load(), "b": Load()}
+    sent = [send(book, loads, RequestFeatures(10), 100.0) for _ in range(64)]
     assert sent.count("a") == sent.count("b") == 32
 
 
 @pytest.mark.parametrize("pages", [1, 3])
 def test_a_burst_of_equal_prompts_is_split_although_they_share_a_prefix(pages: int) -> None:
     keys = tuple(page_keys(list(range(64 * pages + 5))))
-    book, loads = ledger(), {"a": Load(), "b": Load()}
-    sent = [send(book, loads, Ask(64 * pages + 5, keys), 100.0) for _ in range(64)]
+    book, loads = accounting(), {"a": Load(), "b": Load()}
+    sent = [send(book, loads, RequestFeatures(64 * pages + 5, keys), 100.0) for _ in range(64)]
     # Those that find the pages outweigh the other side until rows cost more than the prefill saved.
     assert abs(sent.count("a") - 32) <= 64 * pages / 32
 
 
 def test_a_long_prompt_sends_the_next_short_ones_to_the_other_replica() -> None:
-    book, loads = ledger(), {"a": Load(), "b": Load()}
-    long = send(book, loads, Ask(4000), 100.0)
-    assert {send(book, loads, Ask(10), 100.0) for _ in range(90)} == {"a", "b"} - {long}
-    sent = [send(book, loads, Ask(10), 100.0) for _ in range(40)]
+    book, loads = accounting(), {"a": Load(), "b": Load()}
+    long = send(book, loads, RequestFeatures(4000), 100.0)
+    assert {send(book, loads, RequestFeatures(10), 100.0) for _ in range(90)} == {"a", "b"} - {long}
+    sent = [send(book, loads, RequestFeatures(10), 100.0) for _ in range(40)]
     assert long in sent  # the other one has become as busy
 
 
 def test_a_shared_prefix_returns_to_its_pages_until_that_replica_is_busier_by_what_it_saves() -> None:
     keys = tuple(page_keys(list(range(640))))
-    ask = Ask(700, keys)
+    features = RequestFeatures(700, keys)
     for backlog, expected in ((0, "b"), (639, "b"), (641, "a"), (5000, "a")):
         loads = {"a": Load(), "b": Load(backlog=backlog, keys=frozenset(keys))}
-        assert choose(ledger(), loads, ask, 100.0)[0] == expected, backlog
+        assert choose(accounting(), loads, features, 100.0)[0] == expected, backlog
 
 
 def test_idle_replicas_take_turns() -> None:
-    book, loads, sent = ledger(), dict.fromkeys("abc", Load()), []
+    book, loads, sent = accounting(), dict.fromkeys("abc", Load()), []
     for number in range(6):
-        sent.append(send(book, loads, Ask(1), 100.0))
+        sent.append(send(book, loads, RequestFeatures(1), 100.0))
         loads = dict.fromkeys("abc", Load(seen={ROUTER: number + 1}))  # all done at once
     assert sent == [*"abcabc"]
 
 
 def test_rows_cost_what_the_settings_say() -> None:
     loads = {"a": Load(rows=10), "b": Load(backlog=100)}
-    assert choose(ledger(row_tokens=9), loads, Ask(1), 0.0) == ["a", "b"]
-    assert choose(ledger(row_tokens=11), loads, Ask(1), 0.0) == ["b", "a"]
+    assert choose(accounting(row_tokens=9), loads, RequestFeatures(1), 0.0) == ["a", "b"]
+    assert choose(accounting(row_tokens=11), loads, RequestFeatures(1), 0.0) == ["b", "a"]
 
 
 def test_a_replica_without_pages_for_the_request_comes_last() -> None:
     loads = {"a": Load(pages_free=3), "b": Load(backlog=100_000, pages_free=4)}
-    assert choose(ledger(), loads, Ask(4 * 64), 0.0) == ["b", "a"]
-    assert choose(ledger(), loads, Ask(3 * 64), 0.0) == ["a", "b"]
+    assert choose(accounting(), loads, RequestFeatures(4 * 64), 0.0) == ["b", "a"]
+    assert choose(accounting(), loads, RequestFeatures(3 * 64), 0.0) == ["a", "b"]
 
 
 def test_pages_of_what_was_sent_are_taken_off() -> None:
-    book, loads = ledger(row_tokens=0), {"a": Load(pages_free=10)}
-    assert not book.cost("a", loads["a"], Ask(6 * 64), 0.0).crowded
-    book.record("a", loads["a"], Ask(6 * 64), 0.0)
-    assert book.cost("a", loads["a"], Ask(6 * 64), 0.0).crowded
+    book, loads = accounting(row_tokens=0), {"a": Load(pages_free=10)}
+    assert not book.cost("a", loads["a"], RequestFeatures(6 * 64), 0.0).crowded
+    book.record("a", loads["a"], RequestFeatures(6 * 64), 0.0)
+    assert book.cost("a", loads["a"], RequestFeatures(6 * 64), 0.0).crowded
 
 
-def test_tickets_tell_what_a_report_includes() -> None:
-    book = ledger(row_tokens=0)
+def test_sequence_numbers_tell_what_a_report_includes() -> None:
+    book = accounting(row_tokens=0)
     for _ in range(3):
-        book.record("a", Load(), Ask(100), 10.0)
-    assert book.cost("a", Load(), Ask(0), 10.0) == Cost(False, 300)
+        book.record("a", Load(), RequestFeatures(100), 10.0)
+    assert book.cost("a", Load(), RequestFeatures(0), 10.0) == Cost(False, 300)
     # A report from before the burst was noticed, although its time is later.
-    assert book.cost("a", Load(seen={ROUTER: 0}, at=11.0), Ask(0), 11.0).tokens == 300
-    assert book.cost("a", Load(backlog=200, seen={ROUTER: 2}, at=11.0), Ask(0), 11.0).tokens == 300
-    assert book.cost("a", Load(seen={ROUTER: 3}, at=12.0), Ask(0), 12.0).tokens == 0
+    assert book.cost("a", Load(seen={ROUTER: 0}, at=11.0), RequestFeatures(0), 11.0).tokens == 300
+    assert book.cost("a", Load(backlog=200, seen={ROUTER: 2}, at=11.0), RequestFeatures(0), 11.0).tokens == 300
+    assert book.cost("a", Load(seen={ROUTER: 3}, at=12.0), RequestFeatures(0), 12.0).tokens == 0
 
 
-def test_without_tickets_time_tells_what_a_report_includes() -> None:
-    book = ledger(row_tokens=0)
-    book.record("a", Load(), Ask(100), 10.0)
-    assert book.cost("a", Load(at=10.01), Ask(0), 10.1).tokens == 100
-    assert book.cost("a", Load(at=10.2), Ask(0), 10.3).tokens == 0
+def test_without_sequence_numbers_time_tells_what_a_report_includes() -> None:
+    book = accounting(row_tokens=0)
+    book.record("a", Load(), RequestFeatures(100), 10.0)
+    assert book.cost("a", Load(at=10.01), RequestFeatures(0), 10.1).tokens == 100
+    assert book.cost("a", Load(at=10.2), RequestFeatures(0), 10.3).tokens == 0
 
 
 def test_a_request_that_never_arrived_is_forgotten() -> None:
-    book = ledger(row_tokens=0)
-    book.record("a", Load(), Ask(100), 10.0)
-    assert book.cost("a", Load(seen={ROUTER: 0}), Ask(0), 10.0 + FORGET_S - 0.1).tokens == 100
-    assert book.cost("a", Load(seen={ROUTER: 0}), Ask(0), 10.0 + FORGET_S + 0.1).tokens == 0
+    book = accounting(row_tokens=0)
+    book.record("a", Load(), RequestFeatures(100), 10.0)
+    assert book.cost("a", Load(seen={ROUTER: 0}), RequestFeatures(0), 10.0 + FORGET_S - 0.1).tokens == 100
+    assert book.cost("a", Load(seen={ROUTER: 0}), RequestFeatures(0), 10.0 + FORGET_S + 0.1).tokens == 0
 
 
 def test_a_prefix_just_sent_counts_as_cached_for_a_while() -> None:
     keys = tuple(page_keys(list(range(640))))
-    book = ledger(row_tokens=0)
-    assert book.record("a", Load(), Ask(640, keys), 10.0) == (1, 640)
-    assert book.record("a", Load(), Ask(640, keys), 10.0) == (2, 1)
+    book = accounting(row_tokens=0)
+    assert book.record("a", Load(), RequestFeatures(640, keys), 10.0) == (1, 640)
+    assert book.record("a", Load(), RequestFeatures(640, keys), 10.0) == (2, 1)
     seen = Load(seen={ROUTER: 2})
-    assert book.cost("a", seen, Ask(640, keys), 11.0).tokens == 1
-    assert book.cost("a", seen, Ask(640, keys), 10.0 + REMEMBER_S + 1).tokens == 640
+    assert book.cost("a", seen, RequestFeatures(640, keys), 11.0).tokens == 1
+    assert book.cost("a", seen, RequestFeatures(640, keys), 10.0 + REMEMBER_S + 1).tokens == 640
 
 
 def test_a_prefix_sent_again_does_not_keep_others_that_are_older() -> None:
     first, second = ((key,) for key in page_keys(list(range(128))))
-    book = ledger(row_tokens=0)
+    book = accounting(row_tokens=0)
     for at, keys in ((0.0, first), (1.0, second), (9.0, first)):
-        book.record("a", Load(), Ask(64, keys), at)
+        book.record("a", Load(), RequestFeatures(64, keys), at)
     seen, now = Load(seen={ROUTER: 3}), 1.0 + REMEMBER_S + 1
-    assert book.cost("a", seen, Ask(64, first), now).tokens == 1
-    assert book.cost("a", seen, Ask(64, second), now).tokens == 64
+    assert book.cost("a", seen, RequestFeatures(64, first), now).tokens == 1
+    assert book.cost("a", seen, RequestFeatures(64, second), now).tokens == 64
 
 
 def test_a_replica_that_left_is_forgotten() -> None:
-    book = ledger(row_tokens=0)
-    book.record("a", Load(), Ask(100), 10.0)
+    book = accounting(row_tokens=0)
+    book.record("a", Load(), RequestFeatures(100), 10.0)
     book.keep(["b"])
-    assert book.cost("a", Load(), Ask(0), 10.0).tokens == 0
+    assert book.cost("a", Load(), RequestFeatures(0), 10.0).tokens == 0
 
 
 @given(st.integers(1, 400), st.integers(0, 400), st.data())
 def test_cached_tokens_agree_with_the_scheduler_s_own_hashes(length: int, shared: int, data: st.DataObject) -> None:
     prompt = data.draw(st.lists(st.integers(0, 9), min_size=length, max_size=length))
     other = prompt[: min(shared, length)] + data.draw(st.lists(st.integers(10, 19), max_size=200))
-    ask = Ask(length, tuple(page_keys(prompt)))
+    features = RequestFeatures(length, tuple(page_keys(prompt)))
     common = next((i for i, (x, y) in enumerate(zip(prompt, other, strict=False)) if x != y), min(length, len(other)))
-    assert cached_tokens(ask, frozenset(page_keys(other))) == min(common // 64 * 64, length - 1)
+    assert cached_tokens(features, frozenset(page_keys(other))) == min(common // 64 * 64, length - 1)
 
 
 LOADS = st.builds(
@@ -148,47 +157,50 @@ LOADS = st.builds(
 )
 ASKS = st.integers(0, 5).flatmap(
     lambda pages: st.builds(
-        Ask, st.integers(64 * pages, 64 * pages + 5000), st.permutations(range(pages)).map(tuple), st.integers(1, 4)
+        RequestFeatures,
+        st.integers(64 * pages, 64 * pages + 5000),
+        st.permutations(range(pages)).map(tuple),
+        st.integers(1, 4),
     )
 )
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), LOADS, min_size=1), ASKS, st.randoms())
 def test_the_choice_is_the_cheapest_and_names_every_replica_once(
-    loads: dict[str, Load], ask: Ask, rng: random.Random
+    loads: dict[str, Load], features: RequestFeatures, rng: random.Random
 ) -> None:
-    order = choose(ledger(), loads, ask, 0.0)
+    order = choose(accounting(), loads, features, 0.0)
     assert sorted(order) == sorted(loads)
-    costs = [ledger().cost(replica, loads[replica], ask, 0.0) for replica in order]
+    costs = [accounting().cost(replica, loads[replica], features, 0.0) for replica in order]
     assert costs == sorted(costs)
     shuffled = list(loads.items())
     rng.shuffle(shuffled)
-    again = choose(ledger(), dict(shuffled), ask, 0.0)
-    assert costs[0] == ledger().cost(again[0], loads[again[0]], ask, 0.0)
+    again = choose(accounting(), dict(shuffled), features, 0.0)
+    assert costs[0] == accounting().cost(again[0], loads[again[0]], features, 0.0)
 
 
 @given(LOADS, ASKS, st.integers(1, 1000))
-def test_more_load_never_makes_a_replica_cheaper(load: Load, ask: Ask, more: int) -> None:
-    base = ledger().cost("a", load, ask, 0.0)
+def test_more_load_never_makes_a_replica_cheaper(load: Load, features: RequestFeatures, more: int) -> None:
+    base = accounting().cost("a", load, features, 0.0)
     for worse in (
         Load(load.backlog + more, load.rows, load.pages_free, load.keys),
         Load(load.backlog, load.rows + more, load.pages_free, load.keys),
         Load(load.backlog, load.rows, load.pages_free, frozenset()),
     ):
-        assert ledger().cost("a", worse, ask, 0.0).tokens >= base.tokens
+        assert accounting().cost("a", worse, features, 0.0).tokens >= base.tokens
 
 
 @given(st.lists(st.tuples(st.integers(0, 2000), st.floats(0, 0.01)), min_size=30, max_size=120))
 def test_the_load_sent_to_two_idle_replicas_differs_by_one_request_at_most(asks: list[tuple[int, float]]) -> None:
-    book, loads, now = ledger(), {"a": Load(), "b": Load()}, 50.0
+    book, loads, now = accounting(), {"a": Load(), "b": Load()}, 50.0
     total = {"a": 0.0, "b": 0.0}
     for tokens, pause in asks:
         now += pause
-        total[send(book, loads, Ask(tokens), now)] += tokens + 32
+        total[send(book, loads, RequestFeatures(tokens), now)] += tokens + 32
     assert abs(total["a"] - total["b"]) <= max(tokens for tokens, _ in asks) + 32
 
 
 @pytest.mark.parametrize(("tokens", "keys", "rows"), [(-1, (), 1), (63, (1,), 1), (10, (), 0)])
 def test_an_impossible_request_is_refused(tokens: int, keys: tuple[int, ...], rows: int) -> None:
     with pytest.raises(ValueError, match="full pages"):
-        Ask(tokens, keys, rows)
+        RequestFeatures(tokens, keys, rows)

@@ -203,11 +203,11 @@ def test_figures_of_the_worker_are_passed_on(recorded: dict[str, Recorded]) -> N
 
 def test_the_front_s_measurements_are_passed_on_and_kept(recorded: dict[str, Recorded]) -> None:
     from deploy.observability.ray_metrics import RayFrontMetrics
-    from deploy.routing.arrivals import Arrivals, Ticket
+    from deploy.routing.arrivals import Arrivals, RoutingRecord
     from workers.protocol.messages import EngineStats
 
     arrivals = Arrivals()
-    arrivals.arrive(Ticket("r", 1, 70, 1))
+    arrivals.arrive(RoutingRecord("r", 1, 70, 1))
     metrics = RayFrontMetrics(arrivals)
     metrics.request_started("completions", 70)
     metrics.report()

@@ -17,12 +17,12 @@ from deploy.serve.replica import EngineReplica
 
 def serving_replica() -> EngineReplica:
     failing = object.__new__(EngineReplica)
-    failing.board = SimpleNamespace(fail=lambda cause: None)  # type: ignore[assignment]
+    failing.status_store = SimpleNamespace(fail=lambda cause: None)  # type: ignore[assignment]
     failing.told = []  # type: ignore[attr-defined]
     failing.live = SimpleNamespace(failed=failing.told.append, close=lambda: None)  # type: ignore[assignment,attr-defined]
     failing.processes = SimpleNamespace(kill=lambda: None)  # type: ignore[assignment]
     failing.config = SimpleNamespace(health=SimpleNamespace(flush_s=0.1))  # type: ignore[assignment]
-    failing._serving, failing._reporter, failing._beating, failing.guardian = True, None, None, None
+    failing._serving, failing._reporter, failing._beating, failing.watchdog = True, None, None, None
     failing._forgetting = None
     return failing
 
@@ -50,7 +50,7 @@ async def test_a_failed_replica_ends_though_nobody_can_be_told(monkeypatch: pyte
         raise ConnectionError("the controller is gone")
 
     failing = serving_replica()
-    failing.board = SimpleNamespace(fail=fail)  # type: ignore[assignment]
+    failing.status_store = SimpleNamespace(fail=fail)  # type: ignore[assignment]
     with pytest.raises(ConnectionError):
         failing._failed("rank 1 died")
     assert failing.told == ["rank 1 died"]  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ async def test_streams_are_flushed_however_long_it_takes_to_tell_others(
 
     failing = serving_replica()
     failing.config.health.flush_s = 0.5
-    failing.board = SimpleNamespace(fail=lambda cause: time.sleep(0.6))  # type: ignore[assignment]
+    failing.status_store = SimpleNamespace(fail=lambda cause: time.sleep(0.6))  # type: ignore[assignment]
     last_event = asyncio.create_task(stream())
     failing._failed("rank 1 died")
     await last_event

@@ -27,8 +27,8 @@ from deploy.cluster import environment, quiet, ray_address, replica_ports, sessi
 from deploy.cluster.environment import resolve_ingress
 from deploy.cluster.sessions import Sessions
 from deploy.config.application import ServeConfig
-from deploy.serve import app, application, entrance, progress, room, under_serve
-from tests.support.ground import untouched
+from deploy.serve import app, application, capacity, entrance, progress, under_serve
+from tests.support.private_apis import untouched
 from workers.environment import EnvironmentProblem
 
 
@@ -41,7 +41,7 @@ def config(**settings: Any) -> ServeConfig:
 def lines():
     """What is logged, by modules that have not looked at Ray yet."""
     modules = (environment, quiet, ray_address, replica_ports, sessions)
-    with untouched(*modules, application, entrance, progress, room, under_serve) as told:
+    with untouched(*modules, application, entrance, progress, capacity, under_serve) as told:
         yield told
 
 
@@ -370,9 +370,9 @@ def test_an_application_is_deleted_whether_serve_can_go_on_meanwhile_or_not(
 @pytest.mark.parametrize("verb", ["put", "get", "list", "del"])
 def test_without_rays_store_nothing_is_reported(lines: list[str], monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     monkeypatch.delattr(internal_kv, f"_internal_kv_{verb}")
-    board = progress.Board("a", "r")
-    board.say("starting")
-    board.fail("why", lasting=True)
+    status_store = progress.StatusStore("a", "r")
+    status_store.say("starting")
+    status_store.fail("why", lasting=True)
     reader = progress.ProgressReader("a")
     assert (reader.new_lines(), reader.failures(), reader.lasting_failure()) == ([], [], "")
     progress.clear("a")
@@ -395,7 +395,7 @@ def test_with_rays_store_reports_come_through(lines: list[str], monkeypatch: pyt
     }
     for verb, way in ways.items():
         monkeypatch.setattr(internal_kv, f"_internal_kv_{verb}", way)
-    progress.Board("a", "r").say("starting")
+    progress.StatusStore("a", "r").say("starting")
     assert progress.ProgressReader("a").new_lines() == ["starting"]
     progress.clear("a")
     assert not kept
@@ -407,5 +407,5 @@ def test_without_serves_prefix_that_of_the_known_version_is_looked_for(
 ) -> None:
     known = common.REPLICA_ID_FULL_ID_STR_PREFIX
     monkeypatch.delattr(common, "REPLICA_ID_FULL_ID_STR_PREFIX")
-    assert room._replica_prefix() == known
+    assert capacity._replica_prefix() == known
     assert len(lines) == 1

@@ -1,4 +1,4 @@
-"""The program of test_seats: the ranks of one replica on a Ray of two nodes with two (pretended) GPUs each.
+"""The program of test_placements: the ranks of one replica on a Ray of two nodes with two (pretended) GPUs each.
 
 One of the nodes is told of its GPUs by CUDA_VISIBLE_DEVICES. Writes a list of every rank: that variable as it sees it,
 the GPU that Ray assigned, the device it takes.
@@ -36,7 +36,10 @@ async def sights(config: ServeConfig) -> list[list[object]]:
     try:
         await processes.start()
         seen = await asyncio.gather(*[worker.sight.remote() for worker in processes._workers])
-        return [[visible, *gpus, seat.device] for (visible, gpus), seat in zip(seen, processes.seats, strict=True)]
+        return [
+            [visible, *gpus, placement.device]
+            for (visible, gpus), placement in zip(seen, processes.placements, strict=True)
+        ]
     finally:
         processes.kill()
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as experts_launch
 from kernels.few_experts import reference as experts_reference
-from kernels.halve import Halved
-from kernels.halve import launch as halve_launch
+from kernels.fp16_scaled import Fp16Scaled
+from kernels.fp16_scaled import launch as fp16_scaled_launch
 from kernels.head_linear import launch as head_launch
-from kernels.linear import fp8_even_launch, fp8_launch, halved, launch
+from kernels.linear import fp8_even_launch, fp8_launch, launch, takes_fp16_scaled
 from kernels.matrix import BlockScaled, Matrix
 from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, portable_tiling
@@ -116,19 +116,19 @@ def pending(place: Place, tokens: int, features: int, scale: float = 1.0) -> tup
     return PendingNorm(x, square, EPS), x.double() / rms
 
 
-def rows_of(place: Place, x: Tensor, weight: Matrix, tokens: int) -> Tensor | Halved:
+def rows_of(place: Place, x: Tensor, weight: Matrix, tokens: int) -> Tensor | Fp16Scaled:
     """The rows of so many tokens as products with this matrix take them."""
-    if not halved(tokens, weight):
+    if not takes_fp16_scaled(tokens, weight):
         return x
-    rows = Halved.empty(x, place.empty)
-    halve_launch.halve(x, rows.half_TF, rows.unit_T, dependent=place.dependent)
+    rows = Fp16Scaled.empty(x, place.empty)
+    fp16_scaled_launch.to_fp16_scaled(x, rows.fp16_TF, rows.unit_T, dependent=place.dependent)
     return rows
 
 
 def product(place: Place, x: Tensor, weight: Matrix, out: Tensor, **options: Any) -> None:
     """The launch of a product without a norm before it."""
     rows = rows_of(place, x, weight, x.shape[0])
-    if isinstance(rows, Halved):
+    if isinstance(rows, Fp16Scaled):
         assert isinstance(weight, BlockScaled)
         fp8_launch.fp8_linear(rows, weight, out, **options, dependent=place.dependent)
     elif isinstance(weight, BlockScaled) and fp8_even_launch.even(len(rows), weight):
@@ -487,7 +487,7 @@ def check_merge_up(
     weight = place.normal(heads, 2 * value, latent, scale=0.1)[:, value:]
     out = place.poison(rows * width, heads, value)
     scale = (latent + rope) ** -0.5
-    attention_launch.plan(length, table, workspace)
+    attention_launch.schedule(length, table, workspace)
     attention_launch.attend(q, cache, table, length, attended, lse, workspace, scale=scale)
     head_launch.merge_up(attended, workspace, weight, out, columns=columns, dependent=place.dependent)
     attention_launch.merge(attended, lse, workspace)

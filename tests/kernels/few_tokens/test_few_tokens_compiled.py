@@ -13,8 +13,8 @@ from torch import Tensor
 from kernels.few_experts import ChosenExperts
 from kernels.few_experts import fp8_launch as fp8_experts_launch
 from kernels.few_experts import launch as experts_launch
-from kernels.halve import Halved
-from kernels.halve import launch as halve_launch
+from kernels.fp16_scaled import Fp16Scaled
+from kernels.fp16_scaled import launch as fp16_scaled_launch
 from kernels.head_linear import launch as head_launch
 from kernels.latent_entry import fp8_entry
 from kernels.linear import fp8_even_launch, fp8_launch, launch
@@ -263,11 +263,11 @@ def test_fp8_weights_that_the_copy_engine_fetches(name: str, tokens: int) -> Non
     stored, act = m.experts + m.shared, empty(tokens * (m.chosen + m.shared), m.expert)
     gate_up, down = fp8(stored, 2 * m.expert, m.hidden), fp8(stored, m.hidden, m.expert)
     choice = ChosenExperts.empty(tokens, m.experts, m.chosen, empty)
-    dense, rows = Halved.empty(empty(tokens, m.dense), empty), Halved.empty(act, empty)
+    dense, rows = Fp16Scaled.empty(empty(tokens, m.dense), empty), Fp16Scaled.empty(act, empty)
     with compile_only() as compiled:
         fp8_experts_launch.gate_up(x, choice, m.shared, gate_up, act, dependent=True)
-        fp8_launch.fp8_gate_up(x, fp8(2 * m.dense, m.hidden), dense.half_TF, dependent=True)
-        halve_launch.halve(act, rows.half_TF, rows.unit_T, dependent=True)
+        fp8_launch.fp8_gate_up(x, fp8(2 * m.dense, m.hidden), dense.fp16_TF, dependent=True)
+        fp16_scaled_launch.to_fp16_scaled(act, rows.fp16_TF, rows.unit_T, dependent=True)
         into = (after.x_TE, residual, norm, after.square_TP)
         fp8_experts_launch.down(rows, choice, m.shared, down, *into, dependent=True)
         fp8_experts_launch.down(rows, choice, m.shared, down, after.x_TE, dependent=True)
@@ -291,7 +291,7 @@ def test_fp8_weights_that_the_copy_engine_fetches(name: str, tokens: int) -> Non
         found.check()
         assert (found.waits, found.releases) == (True, True)
         assert "cp.async.ca" not in kernel.asm["ptx"]
-        if found.name != "halve":
+        if found.name != "to_fp16_scaled":
             used = instructions(kernel)
             # One instruction makes fp16 of two numbers: a tile of 16 x 16 has four of them a thread, and one product.
             # A fence before the copy engine would wait for what threads have asked for.
@@ -378,7 +378,7 @@ def merged(rows: int, width: int) -> str:
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_powers_of_two_of_rows_compile_all_merges(width: int) -> None:
-    """Those are what mixed steps are rehearsed with."""
+    """Those are what the warm-up of mixed steps uses."""
     for power in (32, 64, 128, 256):
         assert {merged(rows, width) for rows in range(power // 2 + 1, power, 13)} == {merged(power, width)}
 

@@ -1,5 +1,5 @@
-"""FP8 weights that the copy engine fetches, multiplied by a few halved tokens: the kernels as they were compiled for
-Hopper, run by the PTX emulator under drawn schedules."""
+"""FP8 weights that the copy engine fetches, multiplied by a few tokens in scaled fp16: the kernels as they were
+compiled for Hopper, run by the PTX emulator under drawn schedules."""
 
 import few_token_cases as cases
 import pytest
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.few_experts import fp8_launch as experts_launch
-from kernels.halve import Halved, halve
+from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
 from kernels.linear import fp8_even_launch, fp8_launch
 from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm import PIECE, PendingNorm
@@ -36,8 +36,8 @@ def test_every_weight_is_what_it_is(tokens: int) -> None:
     code[(code & 127) == 127] = 0
     weight = BlockScaled(code.view(16, 128).view(torch.float8_e4m3fn), torch.ones(1, 1))
     x = torch.eye(128)[:tokens].bfloat16()
-    rows, out = Halved.empty(x, torch.empty), torch.full((tokens, 16), torch.nan)
-    halve(x, rows)
+    rows, out = Fp16Scaled.empty(x, torch.empty), torch.full((tokens, 16), torch.nan)
+    to_fp16_scaled(x, rows)
     with emulated():
         fp8_launch.fp8_linear(rows, weight, out)
     assert torch.equal(out.T, weight.data.float()[:, :tokens])
@@ -63,7 +63,7 @@ def test_products(tokens: int, features: int, monkeypatch: pytest.MonkeyPatch) -
     with emulated(tokens, consecutive=True) as launches:
         cases.check_linear(CPU, tokens, 150, features, BLOCKS)
         cases.check_residual(CPU, tokens, 144, features, (16, 128))
-    assert launches == ["halve", "fp8_linear"] * 3
+    assert launches == ["to_fp16_scaled", "fp8_linear"] * 3
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_experts(tokens: int, hidden: int, intermediate: int, shared: int, resid
     if tokens == 1 and intermediate >= 512:
         behind = ["fp8_even"]
     else:
-        behind = ["halve", "down_short" if intermediate <= 256 else "down"]
+        behind = ["to_fp16_scaled", "down_short" if intermediate <= 256 else "down"]
     assert launches == ["choose", "gate_up", *behind]
 
 

@@ -96,7 +96,7 @@ class Case:
         """(out, lse) of the kernels."""
         workspace = workspace or self.workspace(tiling)
         t = self.tensors
-        launch.plan(t["length"], t["table"], workspace, first=self.first)
+        launch.schedule(t["length"], t["table"], workspace, first=self.first)
         launch.attend(
             t["q"],
             t["cache"],

@@ -16,7 +16,7 @@ from kernels.mla_decode import launch  # noqa: E402
 from kernels.mla_decode.schedule import hopper_tiling, portable_tiling  # noqa: E402
 
 PROCESSORS = 3
-"""Few, so that small cases already share rows among workers and give workers several rows."""
+"""Few, so that small cases already share rows among CTAs and give CTAs several rows."""
 
 
 def check(case: Case, **changes: int) -> None:
@@ -63,9 +63,9 @@ def test_invariant_mode(lengths: list[int]) -> None:
     check(Case(lengths, 2, invariant=True))
 
 
-def test_many_workers_and_one() -> None:
-    check(Case([400, 30], 1), workers=40)
-    check(Case([400, 30], 1), workers=1)
+def test_many_ctas_and_one() -> None:
+    check(Case([400, 30], 1), ctas=40)
+    check(Case([400, 30], 1), ctas=1)
 
 
 def test_a_row_alone_equals_the_row_in_a_batch() -> None:
@@ -84,17 +84,17 @@ def test_a_row_alone_equals_the_row_in_a_batch() -> None:
             assert torch.equal(got[1][0, 0], lse[row, token])
 
 
-def test_every_unit_is_dealt_once_and_evenly() -> None:
+def test_every_kv_block_is_scheduled_once_and_evenly() -> None:
     torch.manual_seed(0)
     for trial in range(40):
         rows = int(torch.randint(1, 9, ()))
         lengths = [int(x) for x in torch.randint(0, 2000, (rows,))]
         lengths = [0 if trial % 3 == 0 and i % 2 else length for i, length in enumerate(lengths)]
         case = Case(lengths, least_columns=33)
-        tiling = replace(portable_tiling(case.shape, PROCESSORS), unit=64, row_cost=trial % 3, workers=1 + trial % 11)
+        tiling = replace(portable_tiling(case.shape, PROCESSORS), unit=64, row_cost=trial % 3, ctas=1 + trial % 11)
         workspace = case.workspace(tiling)
-        launch.plan(case.tensors["length"], case.tensors["table"], workspace)
-        records = workspace.plan[: tiling.workers * 8].view(-1, 8).tolist()
+        launch.schedule(case.tensors["length"], case.tensors["table"], workspace)
+        records = workspace.metadata[: tiling.ctas * 8].view(-1, 8).tolist()
         units = [-(-length // 64) for length in lengths]
         spans = [u + tiling.row_cost if u else 0 for u in units]
         seen: list[list[int]] = [[] for _ in lengths]
@@ -106,30 +106,30 @@ def test_every_unit_is_dealt_once_and_evenly() -> None:
                 if at >= spans[row]:
                     row, at = row + 1, 0
         assert seen == [list(range(u)) for u in units]
-        share = max(tiling.least, -(-sum(spans) // tiling.workers))
+        share = max(tiling.least, -(-sum(spans) // tiling.ctas))
         assert max((left for _, _, left, *_ in records), default=0) <= share * 17 / 16
 
 
-def test_blocks_of_a_short_row_share_its_units() -> None:
-    """Records of the blocks in turn, then nothing; a row one token longer has a record for every worker."""
+def test_blocks_of_a_short_row_share_its_kv_blocks() -> None:
+    """Records of the blocks in turn, then nothing; a row one token longer has a record for every CTA."""
     for length, width, programs in ((700, 4, 9), (700, 3, 11), (64, 4, 132), (0, 4, 9), (1500, 4, 4), (900, 8, 35)):
         case = Case([length], width, 16, 512, 64, torch.bfloat16, first=int(length == 64))
         for short in (length, length - 1):
             tiling = replace(hopper_tiling(case.shape, programs), short=short)
             assert tiling.path == "either"
             workspace = case.workspace(tiling)
-            launch.plan(case.tensors["length"], case.tensors["table"], workspace, first=case.first)
-            workers = tiling.workers
-            assert tiling.blocks(case.shape) * workers <= programs
-            records = workspace.plan[: workers * 8].view(-1, 8)
+            launch.schedule(case.tensors["length"], case.tensors["table"], workspace, first=case.first)
+            ctas = tiling.ctas
+            assert tiling.blocks(case.shape) * ctas <= programs
+            records = workspace.metadata[: ctas * 8].view(-1, 8)
             parts = min(width, 4) if short == length else 1
             assert records[:, 7].eq(parts).all()
-            shared = records[: workers // parts * parts].view(-1, parts, 8)
+            shared = records[: ctas // parts * parts].view(-1, parts, 8)
             assert shared[:, :, :6].eq(shared[:, :1, :6]).all()
-            assert records[workers // parts * parts :, 2].eq(0).all()
+            assert records[ctas // parts * parts :, 2].eq(0).all()
             units = [unit for _, at, left, *_ in shared[:, 0].tolist() for unit in range(at, at + left)]
             assert units == list(range(-(-length // 64)))
-            assert int(shared[:, 0, 2].max()) == -(-len(units) // (workers // parts))
+            assert int(shared[:, 0, 2].max()) == -(-len(units) // (ctas // parts))
 
 
 @pytest.mark.parametrize(("length", "pieces"), [(128 * 64, 32), (33 * 64 + 1, 17), (9000, 71), (132 * 128, 132)])
@@ -139,8 +139,8 @@ def test_more_pieces_than_are_loaded_at_once(length: int, pieces: int) -> None:
     tiling = hopper_tiling(case.shape, 132)
     assert (tiling.path, tiling.merge_pieces) == ("either", 64)
     workspace, t = case.workspace(tiling), case.tensors
-    launch.plan(t["length"], t["table"], workspace)
-    slots = [132, *range(1, pieces)]  # a row's first piece lies behind those of all workers
+    launch.schedule(t["length"], t["table"], workspace)
+    slots = [132, *range(1, pieces)]  # a row's first piece lies behind those of all CTAs
     part, log = torch.randn(pieces, 64, 512).bfloat16(), 4 * torch.randn(pieces, 64)
     workspace.partial_SQL[slots], workspace.partial_lse_SQ[slots] = part, log
     launch.merge(t["out"], t["lse"], workspace)

@@ -48,9 +48,9 @@ def test_tiles_of_half_a_page_and_more_stages(stages: int) -> None:
 
 
 def test_several_blocks_of_queries() -> None:
-    check(deepseek([200, 0, 65], 1, 16), block=16, workers=5)
+    check(deepseek([200, 0, 65], 1, 16), block=16, ctas=5)
     case = Case([130, 7], 3, 16, 512, 64, torch.bfloat16)
-    case.check(replace(hopper_tiling(deepseek([1], 1, 16).shape, 3), block=16, workers=2))
+    case.check(replace(hopper_tiling(deepseek([1], 1, 16).shape, 3), block=16, ctas=2))
 
 
 @pytest.mark.parametrize(("length", "width", "heads", "first"), [(200, 2, 16, 0), (65, 4, 7, 1), (0, 2, 16, 0)])

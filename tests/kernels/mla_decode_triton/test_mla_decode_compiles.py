@@ -21,7 +21,7 @@ def compiled(case: Case, tiling: DecodeTiling, dependent: bool = False, early: b
     """The compiled kernels by name; none spills."""
     t, workspace = case.tensors, case.workspace(tiling)
     with compile_only() as kernels:
-        launch.plan(t["length"], t["table"], workspace, first=case.first, dependent=dependent)
+        launch.schedule(t["length"], t["table"], workspace, first=case.first, dependent=dependent)
         launch.attend(
             t["q"],
             t["cache"],
@@ -204,7 +204,7 @@ def test_other_lengths_and_batches_compile_nothing_new() -> None:
         tiling = hopper_tiling(case.shape, PROCESSORS)
         tiling = replace(tiling, **{name: getattr(tiling, name) for name in ("merge_queries", "merge_pieces")})
         with compile_only() as kernels:
-            launch.plan(case.tensors["length"], case.tensors["table"], case.workspace(tiling))
+            launch.schedule(case.tensors["length"], case.tensors["table"], case.workspace(tiling))
             t = case.tensors
             launch.attend(
                 *(t[n] for n in ("q", "cache", "table", "length", "out", "lse")), case.workspace(tiling), scale=0.1

@@ -21,7 +21,7 @@ BOTH = ["attend_narrow", "attend_wide"]
 def check(
     path: str,
     case: Case,
-    workers: int,
+    ctas: int,
     seed: int = 0,
     dependent: bool = True,
     early: bool = True,
@@ -30,12 +30,12 @@ def check(
 ) -> None:
     of_fp8 = {"fp8": fp8_tiling, "narrow": narrow_fp8_tiling, "wide": wide_fp8_tiling}
     choose = of_fp8[path] if case.fp8 else hopper_tiling
-    tiling = replace(choose(case.shape, workers), **changes)
+    tiling = replace(choose(case.shape, ctas), **changes)
     assert tiling.path == path
     workspace, t = case.workspace(tiling), case.tensors
     tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))
     with emulated(seed, edit=edit) as launches:
-        launch.plan(t["length"], t["table"], workspace, first=case.first)
+        launch.schedule(t["length"], t["table"], workspace, first=case.first)
         launch.attend(
             *tensors, workspace, scale=case.scale, first=case.first, dependent=dependent, early=dependent and early
         )
@@ -52,12 +52,12 @@ def deepseek(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "width", "heads", "workers"),
+    ("lengths", "width", "heads", "ctas"),
     [([70, 1], 2, 16, 1), ([200, 65, 0, 1], 4, 16, 3), ([130, 64], 2, 40, 3), ([300], 23, 3, 2)],
 )
-def test_wide(lengths: list[int], width: int, heads: int, workers: int) -> None:
+def test_wide(lengths: list[int], width: int, heads: int, ctas: int) -> None:
     """One tile and several, whole and not; splits, and queries of more than one block."""
-    check("wide", deepseek(lengths, width, heads), workers, seed=len(lengths))
+    check("wide", deepseek(lengths, width, heads), ctas, seed=len(lengths))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -71,14 +71,14 @@ def test_wide_from_a_later_entry_on() -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
-    ("lengths", "first", "workers"),
+    ("lengths", "first", "ctas"),
     [([64, 128, 192, 1, 0, 65], 0, 1), ([0, 200, 0, 130, 64], 1, 2), ([450], 70, 1), ([127, 449], 0, 3)],
 )
-def test_wide_of_any_number_of_tiles(lengths: list[int], first: int, workers: int, fp8: bool) -> None:
-    """One, two, three and many; rows that a worker goes on with, also after an odd number of tiles; rows without
+def test_wide_of_any_number_of_tiles(lengths: list[int], first: int, ctas: int, fp8: bool) -> None:
+    """One, two, three and many; rows that a CTA goes on with, also after an odd number of tiles; rows without
     entries."""
     for seed in range(2):
-        check("wide", deepseek(lengths, 4, 16, first, fp8=fp8), workers, seed, dependent=seed > 0)
+        check("wide", deepseek(lengths, 4, 16, first, fp8=fp8), ctas, seed, dependent=seed > 0)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -120,12 +120,12 @@ def test_narrow_with_a_row_of_two_blocks(length: int, width: int, heads: int, fi
 
 @pytest.mark.parametrize("lengths", [[64, 0, 70, 1, 130, 64], [1] * 7, [200, 1, 0, 0, 1]])
 @pytest.mark.parametrize("first", [0, 1])
-def test_narrow_where_workers_go_on_with_other_rows(lengths: list[int], first: int) -> None:
+def test_narrow_where_ctas_go_on_with_other_rows(lengths: list[int], first: int) -> None:
     check("narrow", deepseek(lengths, 1, 16, first), 2, seed=first)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "width", "heads", "first", "workers", "early"),
+    ("lengths", "width", "heads", "first", "ctas", "early"),
     [
         ([0, 1, 64, 65], 1, 16, 0, 3, True),
         ([70, 2], 2, 16, 0, 2, False),
@@ -134,15 +134,13 @@ def test_narrow_where_workers_go_on_with_other_rows(lengths: list[int], first: i
         ([130], 2, 16, 0, 5, True),
     ],
 )
-def test_narrow_of_fp8_entries(
-    lengths: list[int], width: int, heads: int, first: int, workers: int, early: bool
-) -> None:
-    """Of one block of 16 query vectors and of 32, of several blocks, and where workers go on with other rows."""
-    check("narrow", deepseek(lengths, width, heads, first, fp8=True), workers, seed=width, early=early)
+def test_narrow_of_fp8_entries(lengths: list[int], width: int, heads: int, first: int, ctas: int, early: bool) -> None:
+    """Of one block of 16 query vectors and of 32, of several blocks, and where CTAs go on with other rows."""
+    check("narrow", deepseek(lengths, width, heads, first, fp8=True), ctas, seed=width, early=early)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "width", "heads", "first", "workers", "how"),
+    ("lengths", "width", "heads", "first", "ctas", "how"),
     [
         ([0, 1, 64, 65], 1, 16, 0, 3, {}),
         ([200, 2], 2, 16, 0, 2, {"early": False}),
@@ -153,15 +151,15 @@ def test_narrow_of_fp8_entries(
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_fp8(
-    lengths: list[int], width: int, heads: int, first: int, workers: int, how: dict[str, bool], seed: int
+    lengths: list[int], width: int, heads: int, first: int, ctas: int, how: dict[str, bool], seed: int
 ) -> None:
-    """One block of 16 query vectors or of 32, and two; more tiles than the ring holds; workers that go on with other
+    """One block of 16 query vectors or of 32, and two; more tiles than the ring holds; CTAs that go on with other
     rows; a row's entries that begin and end inside a tile."""
-    check("fp8", deepseek(lengths, width, heads, first, fp8=True), workers, seed=seed, **how)
+    check("fp8", deepseek(lengths, width, heads, first, fp8=True), ctas, seed=seed, **how)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "width", "heads", "first", "workers", "how"),
+    ("lengths", "width", "heads", "first", "ctas", "how"),
     [
         ([200, 2, 64, 0], 4, 16, 0, 3, {}),
         ([7, 65], 5, 16, 1, 4, {"early": False}),
@@ -171,12 +169,12 @@ def test_fp8(
 )
 @pytest.mark.parametrize("invariant", [False, True])
 def test_wide_of_fp8_entries(
-    lengths: list[int], width: int, heads: int, first: int, workers: int, how: dict[str, bool], invariant: bool
+    lengths: list[int], width: int, heads: int, first: int, ctas: int, how: dict[str, bool], invariant: bool
 ) -> None:
     """One block of 64 query vectors and two, even numbers of tiles and odd ones; entries that begin and end inside a
     tile."""
     case = deepseek(lengths, width, heads, first, invariant, fp8=True)
-    check("wide", case, workers, seed=width, **how)
+    check("wide", case, ctas, seed=width, **how)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -252,9 +250,9 @@ def test_either(length: int, width: int, heads: int, first: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("width", "workers", "short"), [(4, 4, -1), (4, 4, 500), (8, 17, 500)])
-def test_either_under_other_schedules(seed: int, width: int, workers: int, short: int) -> None:
-    check("either", deepseek([390], width, 16), workers, seed, short=short)
+@pytest.mark.parametrize(("width", "ctas", "short"), [(4, 4, -1), (4, 4, 500), (8, 17, 500)])
+def test_either_under_other_schedules(seed: int, width: int, ctas: int, short: int) -> None:
+    check("either", deepseek([390], width, 16), ctas, seed, short=short)
 
 
 @pytest.mark.parametrize("length", [128, 129])
@@ -288,7 +286,7 @@ def test_either_is_one_of_two_kernels(length: int, works: str) -> None:
 
     for without, written in ((str, True), (edit, False)):
         with emulated(edit=without):
-            launch.plan(t["length"], t["table"], workspace)
+            launch.schedule(t["length"], t["table"], workspace)
             tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))
             launch.attend(*tensors, workspace, scale=case.scale)
         assert t["out"].isnan().all()
@@ -313,7 +311,7 @@ def test_merge_that_does_not_wait_for_the_one_that_works_is_found(length: int, w
         launch.merge(t["out"], t["lse"], workspace, dependent=dependent)
 
     with emulated(consecutive=True, edit=edit):
-        launch.plan(t["length"], t["table"], workspace)
+        launch.schedule(t["length"], t["table"], workspace)
         layer(dependent=False)
         with pytest.raises(Unordered, match=f"^merge, .* which {works} writes"):
             layer(dependent=True)
@@ -328,12 +326,12 @@ def test_either_follows_lengths_that_change() -> None:
     with emulated(3, consecutive=True) as launches:
         for case in cases:
             t = case.tensors | {"out": out, "lse": lse}
-            launch.plan(t["length"], t["table"], workspace)
+            launch.schedule(t["length"], t["table"], workspace)
             for layer in range(2):
                 tensors = (t[name] for name in ("q", "cache", "table", "length", "out", "lse"))
                 launch.attend(*tensors, workspace, scale=case.scale, dependent=layer > 0, early=layer > 0)
                 launch.merge(out, lse, workspace, dependent=True)
             case.tensors["out"], case.tensors["lse"] = out.clone(), lse.clone()
-    assert launches == 4 * ["plan_splits", *BOTH, "merge", *BOTH, "merge"]
+    assert launches == 4 * ["schedule_splits", *BOTH, "merge", *BOTH, "merge"]
     for case in cases:
         case.compare()

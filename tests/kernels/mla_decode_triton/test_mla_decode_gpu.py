@@ -141,11 +141,11 @@ def test_sizes_that_are_no_powers_of_two(choose: Choose, latent: int, rope: int)
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_split_boundaries(choose: Choose, width: int) -> None:
-    """One row dealt to all workers, lengths around every multiple of their shares."""
+    """One row dealt to all CTAs, lengths around every multiple of their shares."""
     shape = DecodeShape(1, width, 16, 512, 64, 300)
     tiling = choose(shape, 0)
-    for workers in {tiling.workers, tiling.workers // tiling.parts(shape)}:
-        for length in (workers * 64 - 1, workers * 64, workers * 64 + 1, workers * 128 + 1):
+    for ctas in {tiling.ctas, tiling.ctas // tiling.parts(shape)}:
+        for length in (ctas * 64 - 1, ctas * 64, ctas * 64 + 1, ctas * 128 + 1):
             case = Case([length], width, 16, **DEEPSEEK)
             case.check(choose(case.shape, 0))
 
@@ -242,7 +242,7 @@ def test_dependent_launches_change_nothing(lengths: list[int], width: int, heads
     for early in (False, True):
         for _ in range(30):
             t["out"].fill_(torch.nan)
-            launch.plan(t["length"], t["table"], workspace, dependent=True)
+            launch.schedule(t["length"], t["table"], workspace, dependent=True)
             t["cache"].copy_(settled)
             t["q"].fill_(torch.nan)
             t["q"].copy_(query)

@@ -14,7 +14,7 @@ def test_workspaces_lie_over_one_buffer() -> None:
     for shape, tiling, size in zip(shapes, tilings, need, strict=True):
         workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
         assert workspace.partial_SQL.shape == (tiling.slots(shape), shape.queries, 512)
-        assert workspace.plan.numel() >= tiling.workers * 8 + shape.rows * 4
+        assert workspace.metadata.numel() >= tiling.ctas * 8 + shape.rows * 4
         with pytest.raises(ValueError, match=str(size)):
             Workspace.over(buffer[: size - 1], shape, tiling, torch.bfloat16)
 
@@ -41,5 +41,5 @@ def test_which_kernel_serves_which_shape(rows: int, width: int, heads: int, inva
     shape = DecodeShape(rows, width, heads, 512, 64, 64, invariant)
     tiling = hopper_tiling(shape, 132)
     assert tiling.path == path
-    assert tiling.blocks(shape) * tiling.workers <= 132  # all at once on a device of as many multiprocessors
+    assert tiling.blocks(shape) * tiling.ctas <= 132  # all at once on a device of as many multiprocessors
     assert (tiling.short > 0) == (path == "either")

@@ -76,8 +76,8 @@ class Experts:
     """gate_up and down, to share large ones among cases."""
     formats: tuple[Format, Format] = (None, None)
     """Of gate_up and of down, where there are none to share."""
-    rounds: bool = False
-    """Whether activations may be rounded to FP8: `rounded_stages` checks such calls."""
+    quantize_activations: bool = False
+    """Whether activations may be quantized to FP8: `w8a8_stages` checks such calls."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -129,7 +129,7 @@ class Experts:
             self.dtype,
             self.groups,
             self.shared,
-            rounds=self.rounds,
+            quantize_activations=self.quantize_activations,
         )
 
     def refill(self) -> None:
@@ -162,7 +162,7 @@ class Experts:
         scratch = Workspace.over(buffer, self.shape, tiling)
         scratch.act_YI.fill_(torch.nan)
         scratch.partial_YGE.fill_(torch.nan)
-        if self.rounds:  # bytes that are NaN in any format
+        if self.quantize_activations:  # bytes that are NaN in any format
             buffer[scratch.act_YI.data_ptr() - buffer.data_ptr() :].fill_(0xFF)
 
     def norm(self) -> AddNorm:

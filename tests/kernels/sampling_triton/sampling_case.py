@@ -179,7 +179,7 @@ class Case:
     def launched_by_name(self, dependent: bool = False) -> tuple[list[int], list[int], int]:
         """Tokens, which rows are bad, and faults, by the kernels. The names lie behind an odd number of tokens."""
         workspace, token_N, fault_1 = self.buffers()
-        bad_N = token_N.new_full((len(token_N) + 1,), -7)[1:]
+        nonfinite_N = token_N.new_full((len(token_N) + 1,), -7)[1:]
         launch.sample(
             self.logits,
             self.rows,
@@ -188,10 +188,10 @@ class Case:
             fault_1,
             self.features,
             workspace,
-            bad_N=bad_N,
+            nonfinite_N=nonfinite_N,
             dependent=dependent,
         )
-        return token_N.tolist(), bad_N.tolist(), int(fault_1)
+        return token_N.tolist(), nonfinite_N.tolist(), int(fault_1)
 
     def expected_by_name(self) -> tuple[list[int], list[int], int]:
         """The same by the reference, on a CPU."""
@@ -199,9 +199,9 @@ class Case:
 
         host = self if self.device == "cpu" else self.to("cpu")
         token_N, fault_1 = torch.full_like(host.rows.position_N, -7), torch.zeros(1, dtype=torch.int64)
-        bad_N = torch.full_like(token_N, -7)
-        sample_rows(host.logits, host.rows, host.tables, token_N, fault_1, host.features, bad_N=bad_N)
-        return token_N.tolist(), bad_N.tolist(), int(fault_1)
+        nonfinite_N = torch.full_like(token_N, -7)
+        sample_rows(host.logits, host.rows, host.tables, token_N, fault_1, host.features, nonfinite_N=nonfinite_N)
+        return token_N.tolist(), nonfinite_N.tolist(), int(fault_1)
 
     def expected(self) -> tuple[list[int], int]:
         """Tokens and faults by the reference, on a CPU."""

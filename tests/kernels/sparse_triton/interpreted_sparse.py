@@ -228,7 +228,7 @@ def test_everything_selected_equals_dense_attention_bit_for_bit(fp8: bool) -> No
     size = Workspace.bytes(shape, tiling, case.dtype)
     workspace = Workspace.over(torch.empty(size, dtype=torch.uint8), shape, tiling, case.dtype)
     length = torch.tensor([length for length, _ in rows], dtype=torch.int32)
-    dense.plan(length, t["page"], workspace)
+    dense.schedule(length, t["page"], workspace)
     dense.attend(t["q"].view(*out.shape[:3], -1), t["cache"], t["page"], length, want, want_lse, workspace, scale=0.11)
     dense.merge(want, want_lse, workspace)
     assert torch.equal(out, want)

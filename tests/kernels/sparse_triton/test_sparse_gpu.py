@@ -13,7 +13,7 @@ from sparse_case import Sparse
 
 from kernels import sparse
 from kernels.gather_context import gather_context
-from kernels.mla_decode import DecodeShape, mla_decode, plan_decode
+from kernels.mla_decode import DecodeShape, mla_decode, schedule_decode
 from kernels.page import PAGE_TOKENS, pages_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -188,7 +188,7 @@ def test_everything_selected_equals_dense_attention_bit_for_bit(width: int, head
     want, want_lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
     length = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     shape = DecodeShape(len(lengths), width, heads, 512, 64, t["page"].shape[1], invariant=True)
-    workspace = plan_decode(
+    workspace = schedule_decode(
         shape,
         length,
         t["page"],

@@ -39,7 +39,7 @@ def test_pages_are_random_poisoned_where_told_and_alone_written(dtype: torch.dty
     again = cache_of(dtype)
     RandomPages(again, PAGE_P, noise()).restore()
     assert torch.equal(again.layers[2], cache.layers[2])
-    cache.scrub(PAGE_P.tolist())
+    cache.zero_fill(PAGE_P.tolist())
     assert not any(layer.any() for layer in cache.layers)
 
 
@@ -102,7 +102,7 @@ def test_fp8_pages(latent: int, rope: int, dtype: torch.dtype, size: int) -> Non
     assert not pages.changed(1).any()
     cache.layers[1][4, 7, latent // 2] ^= 1
     assert pages.changed(1).nonzero().tolist() == [[1, 7]]
-    cache.scrub(PAGE_P.tolist())
+    cache.zero_fill(PAGE_P.tolist())
     assert not any(layer.any() for layer in cache.layers)
     assert not numbers(cache.layers[0][0], latent, rope, dtype).any()
 
@@ -135,5 +135,5 @@ def test_int8_pages_of_index_keys(dtype: torch.dtype) -> None:
     cache.layers[0].flatten(1)[2, 8192 + 63 * 4 + 2] ^= 1
     assert pages.changed(0).nonzero().tolist() == [[1, 7], [2, 63]]
     assert (cache.entry_bits(0, entry_E) != before).nonzero().tolist() == [[0, 3], [1, 130]]
-    cache.scrub(PAGE_P.tolist())
+    cache.zero_fill(PAGE_P.tolist())
     assert not any(layer.any() for layer in cache.layers)

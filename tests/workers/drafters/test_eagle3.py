@@ -21,7 +21,7 @@ from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from tests.workers.models.paged import Paged
 from workers.config import EngineConfig
-from workers.draft_model import taps_of
+from workers.draft_model import aux_hidden_state_layers_of
 from workers.families.eagle3 import load_eagle3, read_eagle3
 from workers.fit import Unfit, check_fit
 from workers.models.config import ConfigError
@@ -41,7 +41,7 @@ KINDS = {
     "mla-3.1": {"fc_norm": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [3, 1, 2]},
 }
 """The last as Kimi K2.6's draft model has it."""
-TAPS = {"gqa": (2, 2, 1), "gqa-all-ids": (2, 2, 1), "mla": (1, 2, 3), "mla-3.1": (3, 1, 2)}
+AUX_HIDDEN_STATE_LAYERS = {"gqa": (2, 2, 1), "gqa-all-ids": (2, 2, 1), "mla": (1, 2, 3), "mla-3.1": (3, 1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +73,10 @@ def oracle(folder: Path) -> Any:
 
 
 @torch.inference_mode()
-def tapped(folder: Path, tokens: list[int], taps: tuple[int, ...]) -> torch.Tensor:
+def aux_hidden(folder: Path, tokens: list[int], aux_hidden_state_layers: tuple[int, ...]) -> torch.Tensor:
     """Hidden states that enter these layers, of every token."""
     states = oracle(folder)(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    return torch.cat([states[tap][0] for tap in taps], -1)
+    return torch.cat([states[layer][0] for layer in aux_hidden_state_layers], -1)
 
 
 def plain(folder: Path, draft: Path) -> PlainEagle3:
@@ -98,19 +98,21 @@ def test_logits(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
     """Of prompts in chunks, then of decode rows."""
     made = engine(folder, drafts_of[kind])
     model, drafter = made.runner.parts.model, made.runner.parts.drafter
-    assert drafter.taps == TAPS[kind]
+    assert drafter.aux_hidden_state_layers == AUX_HIDDEN_STATE_LAYERS[kind]
     tokens = prompts(1, 100, seed=1)[0] + prompts(2, 9, seed=2)[1]
-    want, _ = plain(folder, drafts_of[kind]).drafts(tapped(folder, tokens[:-1], TAPS[kind]), tokens, 1)
+    want, _ = plain(folder, drafts_of[kind]).drafts(
+        aux_hidden(folder, tokens[:-1], AUX_HIDDEN_STATE_LAYERS[kind]), tokens, 1
+    )
     paged, found = Paged(model, [tokens]), []
     for decode, width, chunks in [([], 1, [(0, 62)]), ([0], 4, []), ([], 1, [(0, 20)]), ([0], 1, []), ([0], 8, [])]:
         step = paged.plan(decode, width, chunks)
         (feed,) = step.feeds
         own = tokens[feed.start : feed.start + feed.count]
-        tapped_TF = torch.full((feed.count, 3 * HIDDEN), torch.nan)
-        model.forward(torch.tensor(own), paged.batch(step, 0), paged.cache, tapped_TF=tapped_TF)
+        aux_hidden_TF = torch.full((feed.count, 3 * HIDDEN), torch.nan)
+        model.forward(torch.tensor(own), paged.batch(step, 0), paged.cache, aux_hidden_TF=aux_hidden_TF)
         paged.rows[0].written += feed.count
         following = torch.tensor(tokens[feed.start + 1 : feed.start + feed.count + 1])
-        found.append(drafter.logits(drafter.catch_up(following, tapped_TF, paged.batch(step, 1), paged.cache)))
+        found.append(drafter.logits(drafter.catch_up(following, aux_hidden_TF, paged.batch(step, 1), paged.cache)))
     got = torch.cat(found)
     torch.testing.assert_close(got, want[: len(got)], atol=1e-4, rtol=0)
 
@@ -140,7 +142,9 @@ def test_drafts_are_those_of_the_whole_sequence(
         for sequence in made.scheduler._live.values():
             if sequence.phase is Phase.DECODE and sequence.tokens.length > sequence.goal and plan.step % every < 2:
                 tokens, slot = list(sequence.tokens.span(0, sequence.tokens.length)), sequence.slot
-                _, want = reference.drafts(tapped(folder, tokens[:-1], TAPS[kind]), tokens, plan.drafts)
+                _, want = reference.drafts(
+                    aux_hidden(folder, tokens[:-1], AUX_HIDDEN_STATE_LAYERS[kind]), tokens, plan.drafts
+                )
                 assert tensors.draft_SK[slot, : plan.drafts].tolist() == want
                 compared[bool(plan.prefill), slot in plan.decode_slots] += plan.drafts
     assert compared[True, True] + compared[True, False] > 0
@@ -212,9 +216,9 @@ def logits_of_ranks(folder: Path, root: Path, group: Group) -> dict[str, torch.T
         model = Rank(config, group, torch.device("cpu")).model
         paged = Paged(model, [tokens.tolist()])
         step = paged.plan([], 1, [(0, len(tokens) - 1)])
-        tapped_TF = torch.empty(len(tokens) - 1, 3 * HIDDEN)
-        model.forward(tokens[:-1], paged.batch(step, 0), paged.cache, tapped_TF=tapped_TF)
-        hidden = model.drafter.catch_up(tokens[1:], tapped_TF, paged.batch(step, 1), paged.cache)
+        aux_hidden_TF = torch.empty(len(tokens) - 1, 3 * HIDDEN)
+        model.forward(tokens[:-1], paged.batch(step, 0), paged.cache, aux_hidden_TF=aux_hidden_TF)
+        hidden = model.drafter.catch_up(tokens[1:], aux_hidden_TF, paged.batch(step, 1), paged.cache)
         found[kind] = model.drafter.logits(hidden)
     return found
 
@@ -313,7 +317,7 @@ def test_the_memory_plan_counts_the_draft_model(folder: Path, drafts_of: dict[st
 
 
 @pytest.mark.parametrize(
-    ("values", "taps"),
+    ("values", "aux_hidden_state_layers"),
     [
         ({}, (2, 30, 58)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": None}}, (2, 30, 58)),
@@ -322,10 +326,12 @@ def test_the_memory_plan_counts_the_draft_model(folder: Path, drafts_of: dict[st
     ],
     ids=["default", "none given", "behind layers", "in front of layers"],
 )
-def test_conventions_of_tapped_layers(values: dict[str, Any], taps: tuple[int, ...]) -> None:
+def test_conventions_of_aux_hidden_state_layers(
+    values: dict[str, Any], aux_hidden_state_layers: tuple[int, ...]
+) -> None:
     """All mean the same three of 61 layers: trainers count layers whose output they keep, vLLM's project those whose
     input it takes, and where nothing is said both take the paper's."""
-    assert taps_of(values, 61) == taps
+    assert aux_hidden_state_layers_of(values, 61) == aux_hidden_state_layers
 
 
 def test_a_config_of_speculators(folder: Path, drafts_of: dict[str, Path], tmp_path: Path) -> None:
@@ -340,8 +346,8 @@ def test_a_config_of_speculators(folder: Path, drafts_of: dict[str, Path], tmp_p
     model = engine(folder, None).replica.model
     got = load_eagle3(read_eagle3(tmp_path, model.config, Mesh()), model)
     want = load_eagle3(read_eagle3(drafts_of["gqa-all-ids"], model.config, Mesh()), model)
-    assert got.taps == (1, 2, 3)
-    assert replace(got.sizes, taps=want.taps) == want.sizes
+    assert got.aux_hidden_state_layers == (1, 2, 3)
+    assert replace(got.sizes, aux_hidden_state_layers=want.aux_hidden_state_layers) == want.sizes
     assert torch.equal(got.join_EF.plain, want.join_EF.plain)
     check_fit(EngineConfig(model=str(folder), draft_model=str(tmp_path)))
 

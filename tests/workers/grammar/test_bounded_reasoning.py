@@ -86,7 +86,7 @@ def test_a_text_that_the_model_may_open_itself() -> None:
 
 
 def test_a_constraint_begins_behind_it(folder: Path) -> None:
-    compiler = Compiler(folder, VOCAB, (EOS,), lambda ticket, error: None)
+    compiler = Compiler(folder, VOCAB, (EOS,), lambda grammar_id, error: None)
     choice = Grammar("choice", '["abc"]', begin_after=(THINK,), begun_by=(CALL,), most_before=4)
     bound = compiler.compile(choice)
     assert next_of(bound, [C]) == ALL - {EOS}
@@ -98,7 +98,7 @@ def test_a_constraint_begins_behind_it(folder: Path) -> None:
 
 def test_special_tokens_that_are_spelled(folder: Path) -> None:
     """`<|bos|>` is no text but where a grammar says that it is, as markers of calls may have to be."""
-    compiler = Compiler(folder, VOCAB, (EOS,), lambda ticket, error: None)
+    compiler = Compiler(folder, VOCAB, (EOS,), lambda grammar_id, error: None)
     regex = r"<\|bos\|>x"
     assert next_of(compiler.compile(Grammar("regex", regex)), []) == {OPEN}
     assert next_of(compiler.compile(Grammar("regex", regex, spelled=(0,))), []) == {OPEN, 0}
@@ -113,8 +113,8 @@ def test_masks_of_a_window_are_those_of_its_tokens_one_by_one() -> None:
             for _ in range(6):
                 drafts = [draw.choice([A, B, OPEN, THINK, CALL]) for _ in range(width - 1)]
                 masks_WB = np.zeros((width, WORDS), dtype=np.int32)
-                filled, stuck = matcher.fill(drafts, list(masks_WB))
-                assert not stuck
+                filled, dead_end = matcher.fill(drafts, list(masks_WB))
+                assert not dead_end
                 for place in range(filled):
                     bits = np.flatnonzero(np.unpackbits(masks_WB[place].view(np.uint8), bitorder="little"))
                     assert {int(i) for i in bits} & ALL == next_of(bound, tokens + drafts[:place])

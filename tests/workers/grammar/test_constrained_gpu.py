@@ -50,13 +50,12 @@ def test_texts_are_the_same_replayed_and_eager_and_validate(folder: Path, width:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_the_halves_compute_what_eager_computes(folder: Path, width: int) -> None:
+def test_split_steps_compute_what_eager_computes(folder: Path, width: int) -> None:
     run = captured(folder, width)
     assert run.runner.graphs is not None
     drawn = RandomMasks(run.runner.masks)
     candidates = [
-        Candidate(halves.step, partial(halves.replay, drawn.in_place), drawn)
-        for halves in run.runner.graphs.all_halves()
+        Candidate(split.step, partial(split.replay, drawn.in_place), drawn) for split in run.runner.graphs.split_steps()
     ]
     reports = SelfTest(run.runner.parts, 3).run(candidates)
     assert {report.kind for report in reports} == {"masked"}

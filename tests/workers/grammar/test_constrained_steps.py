@@ -156,11 +156,11 @@ def by_request(patch: pytest.MonkeyPatch) -> None:
     honest = ConstrainedRows.fill
 
     def fill(rows: Any, layout: Any, slots: Any, constrained: Any, masks: StepMasks) -> Any:
-        stuck = honest(rows, layout, slots, constrained, masks)
+        dead_ends = honest(rows, layout, slots, constrained, masks)
         for row in range(layout.decode_rows):
             begin, *others = layout.logits_rows_of(row)
             masks._index_N[others] = masks._index_N[begin]
-        return stuck
+        return dead_ends
 
     patch.setattr(ConstrainedRows, "fill", fill)
 
@@ -284,10 +284,10 @@ def test_a_complete_grammar_ends_before_min_tokens(folder: Path) -> None:
 def test_a_row_whose_grammar_allows_nothing_ends_alone(folder: Path) -> None:
     """`~` is no token of this model: behind an `x` there is nothing to write."""
     run = engine(folder, width=3)
-    stuck = Grammar("ebnf", 'root ::= "a" "b" | "x" "~"')
+    dead_ends = Grammar("ebnf", 'root ::= "a" "b" | "x" "~"')
     params = [
-        SamplingParams(9, 0.0, stop_ids=(EOS,), grammar=stuck, logit_bias=((TEXTS.index("x"), 100.0),)),
-        SamplingParams(9, 0.0, stop_ids=(EOS,), grammar=stuck, logit_bias=((TEXTS.index("a"), 100.0),)),
+        SamplingParams(9, 0.0, stop_ids=(EOS,), grammar=dead_ends, logit_bias=((TEXTS.index("x"), 100.0),)),
+        SamplingParams(9, 0.0, stop_ids=(EOS,), grammar=dead_ends, logit_bias=((TEXTS.index("a"), 100.0),)),
         SamplingParams(9, 0.0),
     ]
     first, second, third = run.generate([[4], [4], [4]], params)
@@ -313,6 +313,6 @@ def test_a_grammar_is_forgotten_when_nobody_needs_it(folder: Path) -> None:
     served(run, asked)
     run.compile_grammars()
     assert run.replica.grammars is not None
-    for ticket in range(1, 9):
+    for grammar_id in range(1, 9):
         with pytest.raises(KeyError):
-            run.replica.grammars.ready(ticket)
+            run.replica.grammars.ready(grammar_id)

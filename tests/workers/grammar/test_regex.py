@@ -120,7 +120,7 @@ def test_another_form_of_grammars_costs_time_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(quick_module, "VERSION", "v15")
-    monkeypatch.setattr(quick_module._GROUND, "_told", False)
+    monkeypatch.setattr(quick_module._PRIVATE, "_told", False)
     for _ in range(2):
         assert "Regex" not in str(build(Grammar("regex", "(ab)+"), quick=True))
     [record] = caplog.records

@@ -42,7 +42,7 @@ GRAMMARS = [
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
     folder = write_grammar_model(tmp_path_factory.mktemp("v3"))
-    compiler = Compiler(folder, VOCAB, (EOS,), lambda ticket, error: None)
+    compiler = Compiler(folder, VOCAB, (EOS,), lambda grammar_id, error: None)
     return [compiler.compile(grammar) for grammar in GRAMMARS]
 
 
@@ -92,17 +92,17 @@ def test_masks_of_a_window(compiled: list[Compiled], data: st.DataObject, which:
             could = {token for token in could if token < VOCAB}
             drafts.append(rng.choice(sorted(could)) if could and rng.random() < 0.8 else rng.randrange(VOCAB))
         masks_WB = np.full((width, WORDS), 0x5A5A5A5A, dtype=np.int32)
-        filled, stuck = matcher.fill(drafts, list(masks_WB))
+        filled, dead_end = matcher.fill(drafts, list(masks_WB))
         for place in range(filled):
             want = plain_allowed(grammar, tokens + drafts[:place], sampling)
             assert want is not None
             assert bits_of(masks_WB[place]) == want, (tokens, drafts, place)
-            assert stuck == (not want) or place + 1 < filled
+            assert dead_end == (not want) or place + 1 < filled
             if place + 1 < filled:
                 assert drafts[place] in want
-        if filled < width and not stuck:  # nothing behind a draft that is not allowed is read
+        if filled < width and not dead_end:  # nothing behind a draft that is not allowed is read
             assert drafts[filled - 1] not in (plain_allowed(grammar, tokens + drafts[: filled - 1], sampling) or set())
-        if stuck:
+        if dead_end:
             return
         # What is gained: the drafts before some place, and another token behind them.
         gained = drafts[: rng.randrange(filled)]
@@ -125,9 +125,9 @@ def test_a_token_that_is_not_allowed_is_told(compiled: list[Compiled]) -> None:
     assert matcher.lost
 
 
-def test_tokens_before_one_that_is_not_allowed_stand(compiled: list[Compiled]) -> None:
+def test_tokens_before_one_that_is_not_allowed_are_kept(compiled: list[Compiled]) -> None:
     a, z = TEXTS.index("abc"), TEXTS.index("z")
-    rows = ConstrainedRows(VOCAB, (EOS,), lambda ticket: compiled[3])
+    rows = ConstrainedRows(VOCAB, (EOS,), lambda grammar_id: compiled[3])
     sampling = SamplingParams(9, stop_ids=(EOS,))
     for history in ((), (a,)):
         rows.admit([Admission(0, sampling, generated=len(history), history=history, grammar=1)])
@@ -157,7 +157,7 @@ class Thread:
         self.patch.setattr(of, name, timed)
 
 
-def test_tokens_before_a_costly_one_or_a_costly_mask_stand(
+def test_tokens_before_a_costly_one_or_a_costly_mask_are_kept(
     compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, sampling = TEXTS.index("a"), SamplingParams(9, stop_ids=(EOS,))
@@ -213,7 +213,7 @@ def test_a_grammar_whose_masks_are_costly_is_given_up(
     ],
 )
 def test_what_cannot_be_compiled_says_why(tmp_path: Path, grammar: Grammar, text: str) -> None:
-    compiler = Compiler(write_grammar_model(tmp_path), VOCAB, (EOS,), lambda ticket, error: None)
+    compiler = Compiler(write_grammar_model(tmp_path), VOCAB, (EOS,), lambda grammar_id, error: None)
     with pytest.raises(NotCompiled, match=text):
         compiler.compile(grammar)
 
@@ -224,7 +224,7 @@ def test_a_model_that_can_have_no_grammar_starts_all_the_same(
 ) -> None:
     """And says why when one is asked for."""
     before, failed = set(threading.enumerate()), []
-    compiler = Compiler(tmp_path, VOCAB, eos_ids, lambda ticket, error: None)
+    compiler = Compiler(tmp_path, VOCAB, eos_ids, lambda grammar_id, error: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", failed.append)
         compiler.prepare()
@@ -237,7 +237,7 @@ def test_a_model_that_can_have_no_grammar_starts_all_the_same(
 
 def test_what_is_forgotten_before_its_turn_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answered: queue.Queue[int] = queue.Queue()
-    compiler = Compiler(tmp_path, VOCAB, (EOS,), lambda ticket, error: answered.put(ticket))
+    compiler = Compiler(tmp_path, VOCAB, (EOS,), lambda grammar_id, error: answered.put(grammar_id))
     begun, go_on = threading.Semaphore(0), threading.Event()
 
     def compile(grammar: Grammar) -> Compiled:
@@ -246,8 +246,8 @@ def test_what_is_forgotten_before_its_turn_is_not_compiled(tmp_path: Path, monke
         return Compiled(grammar, None)
 
     monkeypatch.setattr(compiler, "compile", compile)
-    for ticket in range(1, COMPILED_AT_ONCE + 3):
-        compiler.ask(ticket, Grammar("regex", str(ticket)))
+    for grammar_id in range(1, COMPILED_AT_ONCE + 3):
+        compiler.ask(grammar_id, Grammar("regex", str(grammar_id)))
     for _ in range(COMPILED_AT_ONCE):
         assert begun.acquire(timeout=60)
     compiler.forget(COMPILED_AT_ONCE + 1)
@@ -263,7 +263,7 @@ def test_a_mask_belongs_to_a_position_of_a_row(compiled: list[Compiled], slow: t
     take so long that they are filled beside the others. Where none do, masks lie side by side."""
     import torch
 
-    rows = ConstrainedRows(VOCAB, (EOS,), lambda ticket: compiled[ticket])
+    rows = ConstrainedRows(VOCAB, (EOS,), lambda grammar_id: compiled[grammar_id])
     sampling = SamplingParams(9, stop_ids=(EOS,))
     rows.admit([Admission(slot, sampling, grammar=which) for slot, which in ((5, 2), (1, 3), (7, 1))])
     abc, z = TEXTS.index("abc"), TEXTS.index("z")
@@ -298,7 +298,10 @@ def test_masks_that_take_long_are_filled_at_the_same_time(
     import torch
 
     monkeypatch.setattr(rows_module.os, "sched_getaffinity", lambda _: {0, 1})
-    rows, both = ConstrainedRows(VOCAB, (EOS,), lambda ticket: compiled[ticket]), threading.Barrier(2, timeout=60)
+    rows, both = (
+        ConstrainedRows(VOCAB, (EOS,), lambda grammar_id: compiled[grammar_id]),
+        threading.Barrier(2, timeout=60),
+    )
     rows.admit([Admission(slot, SamplingParams(9), grammar=2) for slot in range(2)])
     for matcher in rows._matcher_of.values():
         matcher.slow, honest = True, matcher.fill
@@ -318,7 +321,7 @@ def test_a_row_is_slow_as_long_as_its_masks_are(compiled: list[Compiled], monkey
 def test_a_preempted_request_begins_behind_what_it_had(compiled: list[Compiled]) -> None:
     tokens = [TEXTS.index("a"), TEXTS.index("b")]
     sampling = SamplingParams(9, stop_ids=(EOS,))
-    rows = ConstrainedRows(VOCAB, (EOS,), lambda ticket: compiled[2])
+    rows = ConstrainedRows(VOCAB, (EOS,), lambda grammar_id: compiled[2])
     rows.admit([Admission(0, sampling, generated=2, history=tuple(tokens), grammar=1)])
     assert rows.gained([0], [[TEXTS.index("c")]], [0]) == {}
     assert rows.gained([0], [[TEXTS.index("x")]], [0]) == {0: 0}

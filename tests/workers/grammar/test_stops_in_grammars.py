@@ -254,7 +254,7 @@ def test_stop_ids_of_the_request_end_a_bound_text(monkeypatch: pytest.MonkeyPatc
     assert any(tokens[-1] != EOS for tokens in got)
 
 
-STUCK = Grammar("ebnf", 'root ::= "a" "b" "x" "~"')
+DEAD_END = Grammar("ebnf", 'root ::= "a" "b" "x" "~"')
 """`~` is no token of this model: behind `abx` there is nothing to write."""
 
 
@@ -275,7 +275,7 @@ STUCK = Grammar("ebnf", 'root ::= "a" "b" "x" "~"')
         ({"logprobs": 2, "stop_ids": (EOS, TEXTS.index("x"))}, (), ("abx", "stop")),
     ],
 )
-def test_what_stands_before_a_grammar_is_stuck_counts(
+def test_what_comes_before_a_dead_end_counts(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     width: int,
@@ -283,11 +283,11 @@ def test_what_stands_before_a_grammar_is_stuck_counts(
     stops: tuple[str, ...],
     want: tuple[str, str],
 ) -> None:
-    """A row that gets stuck behind a draft keeps the tokens before it, as it would if each had a step of its own: they
-    may be the end."""
+    """A row that comes to a dead end behind a draft keeps the tokens before it, as it would if each had a step of its
+    own: they may be the end."""
     says = [TEXTS.index(char) for char in "abx"] + [TEXTS.index("a")] * 5
     ab = TEXTS.index("ab")
-    params = SamplingParams(9, 0.0, logit_bias=((ab, -100.0),), grammar=STUCK)
+    params = SamplingParams(9, 0.0, logit_bias=((ab, -100.0),), grammar=DEAD_END)
     params = replace(params, **{"stop_ids": (EOS,), **fields})
     run = engine(folder, width=width)
     good_drafts(monkeypatch, run, {"r0-0": says, "r0-1": says}, share=1.0)

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from quantised_pairs import checkpoints as quantised_pair
-from rounded_models import checkpoints
+from quantized_pairs import checkpoints as quantized_pair
+from w8a8_models import checkpoints
 
 from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
@@ -28,14 +28,14 @@ from workers.models.attention import sparse_rows, sparse_workspaces
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.proof import decode_steps as selftest
-from workers.proof import endings as ending_proof
 from workers.proof import segments as segment_proof
+from workers.proof import tails as tail_proof
 from workers.proof.prove import prove
 from workers.protocol.plan import Admission, PrefillRow, SamplingParams, StepPlan
 from workers.rank.rank import max_context
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
-from workers.step.ladder import Ladder
+from workers.step.buckets import DecodeBuckets
 
 PUBLISHED = {
     "hidden_size": 256,
@@ -71,10 +71,10 @@ class Start:
             max_positions=max_entries_per_row(self._context, config.most_width),
             draft_layer=config.most_width > 1,
             invariant=config.invariant,
-            rounds=config.activations == "auto",
+            quantize_activations=config.activations == "auto",
             fp8_cache=config.kv_cache_dtype == "fp8",
         )
-        for proof in (selftest, segment_proof, ending_proof):
+        for proof in (selftest, segment_proof, tail_proof):
             patch.setattr(proof, "ATTEMPTS", 1)  # none succeeds where nothing is computed
         self.variants = pretend(patch)
 
@@ -106,7 +106,7 @@ def random_plans(runner: Runner, budget: int, seed: int, steps: int = 400) -> It
     context, a few entries, whole pages, as many as a row may have."""
     rng, parts = random.Random(seed), runner.parts
     rows, width = parts.state.slots, parts.width
-    modes = Ladder(rows, width, parts.adaptive).modes()
+    modes = DecodeBuckets(rows, width, parts.adaptive).modes()
     longest = min(parts.model.max_positions, parts.state.pages_per_row * PAGE_TOKENS) - 2 * width
     for step in range(1, steps + 1):
         slots = rng.sample(range(rows), rows)
@@ -134,12 +134,12 @@ def random_plans(runner: Runner, budget: int, seed: int, steps: int = 400) -> It
 
 
 def asking_for_more(plan: StepPlan) -> StepPlan:
-    """The plan with rows that have a grammar, prompts that are scored, and pages to scrub."""
+    """The plan with rows that have a grammar, prompts that are scored, and pages to zero-fill."""
     scored = [
         replace(row, score_to=len(row.tokens) - row.final, score_top=plan.step % 4) if plan.step % 20 == 3 else row
         for row in plan.prefill
     ]
-    more = {"constrained": plan.decode_slots[: plan.step % 3], "scrub": (1,) if plan.step % 7 == 0 else ()}
+    more = {"constrained": plan.decode_slots[: plan.step % 3], "zero_fill": (1,) if plan.step % 7 == 0 else ()}
     return replace(plan, prefill=tuple(scored), **more)
 
 
@@ -208,21 +208,21 @@ def test_weights_in_fp8_compile_nothing_late(
     width: int, activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens that are rounded, and fewer that are not, behind every number of rows."""
-    quantised, _ = checkpoints(tmp_path)
-    monkeypatch.setattr(many_tokens, "multiplies_rounded", lambda device: True)
-    monkeypatch.setattr(many_tokens, "rounded_linear", lambda *_: None)
-    config = settings(str(quantised), width, max_rows=13, max_context=300, activations=activations)
+    quantized, _ = checkpoints(tmp_path)
+    monkeypatch.setattr(many_tokens, "supports_w8a8", lambda device: True)
+    monkeypatch.setattr(many_tokens, "w8a8_linear", lambda *_: None)
+    config = settings(str(quantized), width, max_rows=13, max_context=300, activations=activations)
     start = Start(monkeypatch, config)
     assert late(start, 96, seed=3) == []
-    rounded = {"quantise", "product"} & {kernel for kernel, _ in start.variants}
-    assert rounded == ({"quantise", "product"} if activations == "auto" else set())
+    rounded = {"quantize", "product"} & {kernel for kernel, _ in start.variants}
+    assert rounded == ({"quantize", "product"} if activations == "auto" else set())
 
 
 @pytest.mark.long
 def test_experts_in_int4_compile_nothing_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single token, tiles of two pairs and of eight, and of many; on the way of few, and on that of many."""
+    """A single token, tiles of two pairs and of eight, and of many; on the small-batch path, and on the general one."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "q_lora_rank": 32, "qk_rope_head_dim": 16}
-    folder, _ = quantised_pair(tmp_path, "int4", **sizes)
+    folder, _ = quantized_pair(tmp_path, "int4", **sizes)
     start = Start(monkeypatch, settings(str(folder), 1, max_rows=20, token_budget=300, max_context=300))
     assert late(start, 300, seed=3) == []
     assert {"product", "combine_pending", "combine_norm", "rearrange"} <= {kernel for kernel, _ in start.variants}
@@ -247,14 +247,14 @@ def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.
 def test_sparse_attention_compiles_nothing_late(
     cache: str, shared: list[str], heads: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the way of few tokens, of many, and in chunks of prompts; of contexts on either side of what is selected. Of
+    """On the small-batch path, of many, and in chunks of prompts; of contexts on either side of what is selected. Of
     64 heads long chunks attend to context that was widened, and short ones to FP8 entries."""
     sizes = PUBLISHED | {"q_lora_rank": 128, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 128}
     sizes |= {"indexer_types": shared} if shared else {}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
     folder = write_tiny(tmp_path, "glm5" if shared else "v32", **sizes, num_hidden_layers=3)
     monkeypatch.setattr(sparse_workspaces, "works_in_memory", lambda heads, device: True)
-    monkeypatch.setattr(sparse_rows, "refuse_astray", lambda fault_1: None)
+    monkeypatch.setattr(sparse_rows, "refuse_out_of_bounds", lambda fault_1: None)
     how = {"kv_cache_dtype": cache, "max_rows": 12, "token_budget": 96, "max_context": 300}
     start = Start(monkeypatch, settings(str(folder), width, **how))
     assert late(start, 96, seed=3) == []
@@ -321,10 +321,10 @@ def test_all_ranks_do_the_same_together(width: int | str, invariant: bool) -> No
     assert first == other
 
 
-def test_what_is_not_rehearsed_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_warmed_up_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(monkeypatch, settings("demo", 3))
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "rehearse", lambda stage, masks=None: None)
+        patch.setattr(capture, "warm_up_mixed_steps", lambda stage, masks=None: None)
         ahead = start.compiled()
     start.ready()
     assert {"gather", "rope_cache"} <= {kernel for kernel, _ in start.variants[len(ahead) :]}

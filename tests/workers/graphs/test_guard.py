@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kernels import repeat
 from kernels.repeat import Layers
-from tests.support.ground import untouched
 from tests.support.hopper import compile_only
+from tests.support.private_apis import untouched
 from workers.graphs import guard
 from workers.graphs.guard import CaptureViolation, capture_guard
 from workers.graphs.record import record

@@ -16,17 +16,17 @@ from tests.tiny_draft_models import LAYOUTS, write_draft
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.recorded import Recording, no_host_values
 from tests.workers.test_engine import engine, greedy, random_prompts
-from workers.graphs.rehearsal import rehearsals, rehearse
+from workers.graphs.mixed_warm_up import warm_up_mixed_steps, warm_up_plans
 from workers.memory.scratch import Scratch
 from workers.models.attention.sparse import SparseAttention
 from workers.models.attention.sparse_rows import selection
 from workers.models.many_tokens import ManyTokens
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
 from workers.scheduler import Unsound
-from workers.step.ladder import TokenLadder
+from workers.step.buckets import TokenBuckets
 from workers.step.mixed import MixedStep
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Ending, Stage
+from workers.step.stage import Stage, Tail
 
 POISON = 0xFF
 """Filled with it, a float is NaN and an id -1; with 0x7F, a float is nearly infinite and an id 2**63 and more."""
@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("v3"), "v3", seed=3)
 
 
-class RecordedEnding(Ending):
-    """As `CapturedEnding`."""
+class RecordedTail(Tail):
+    """As `CapturedTail`."""
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
         super().__init__(parts, tokens, inner)
@@ -56,10 +56,10 @@ class RecordedStage(Stage):
     """As `CapturedStage`: segments are recorded on padding alone."""
 
     def __init__(
-        self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch, endings: Mapping[TokenKey, Ending]
+        self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch, tails: Mapping[TokenKey, Tail]
     ) -> None:
         super().__init__(parts, tokens, scratch, inner)
-        self._endings = endings
+        self._tails = tails
         self.uploaded_X.zero_()
         self.cache_slot_T.zero_()
         run = super().run_segment
@@ -71,32 +71,30 @@ class RecordedStage(Stage):
     def run_segment(self, which: int, index: int) -> None:
         self._recordings[which][index].replay()
 
-    def ending(self, key: TokenKey) -> Ending:
-        return self._endings[key]
+    def tail(self, key: TokenKey) -> Tail:
+        return self._tails[key]
 
 
 class Buckets:
-    """As `GraphRunner`, of mixed steps alone: stages that share memory, which is poison before each step, and endings,
+    """As `GraphRunner`, of mixed steps alone: stages that share memory, which is poison before each step, and tails,
     those of `RecordedStage`."""
 
-    def __init__(
-        self, parts: StepParts, budget: int, stage: type[Stage], ending: type[Ending] = RecordedEnding
-    ) -> None:
-        self.ladder = TokenLadder(budget)
+    def __init__(self, parts: StepParts, budget: int, stage: type[Stage], tail: type[Tail] = RecordedTail) -> None:
+        self.buckets = TokenBuckets(budget)
         self.used: set[TokenKey] = set()
         measured = [Scratch(parts.device) for _ in range(2)]
-        rehearse(Stage(parts, budget, *measured))
+        warm_up_mixed_steps(Stage(parts, budget, *measured))
         self.buffers = [torch.empty(scratch.peak, dtype=torch.uint8) for scratch in measured]
-        keys = self.ladder.endings(parts.most_ended(parts.state.slots)) if issubclass(stage, RecordedStage) else ()
-        self.endings = {key: ending(parts, key.tokens, Scratch(parts.device, self.buffers[1])) for key in keys}
+        keys = self.buckets.tails(parts.most_tail_tokens(parts.state.slots)) if issubclass(stage, RecordedStage) else ()
+        self.tails = {key: tail(parts, key.tokens, Scratch(parts.device, self.buffers[1])) for key in keys}
         self.stages = {}
-        for key in self.ladder:
+        for key in self.buckets:
             scratch, inner = (Scratch(parts.device, buffer) for buffer in self.buffers)
-            shared = (self.endings,) if issubclass(stage, RecordedStage) else ()
+            shared = (self.tails,) if issubclass(stage, RecordedStage) else ()
             self.stages[key] = stage(parts, key.tokens, scratch, inner, *shared)
 
     def stage(self, layout: BatchLayout) -> Stage:
-        key = self.ladder.key(layout)
+        key = self.buckets.key(layout)
         self.used.add(key)
         for buffer in self.buffers:
             buffer.fill_(POISON)
@@ -124,7 +122,7 @@ def test_replayed_segments_give_the_tokens_of_eager_steps(
     no_host_values(monkeypatch)
     folder = write_tiny(tmp_path, kind, seed=3, num_hidden_layers=4)
     prompts = random_prompts(14, 150, seed=4)
-    # Where the model's pass is a step's last, more tokens are verified than the smallest ending has.
+    # Where the model's pass is a step's last, more tokens are verified than the smallest tail has.
     model_ends = drafter not in ("mtp", "none")
     rows = 9 if model_ends else 6
     settings: dict[str, Any] = {"width": width, "max_rows": rows, "token_budget": 80, "cache_pages": 80}
@@ -143,7 +141,7 @@ def test_replayed_segments_give_the_tokens_of_eager_steps(
     assert run.scheduler.stats().drafts_accepted == eager.scheduler.stats().drafts_accepted
     assert torch.equal(run.runner.parts.state.tensors.draft_SK, eager.runner.parts.state.tensors.draft_SK)
     assert len(buckets.used) >= 4
-    assert [key.tokens for key in buckets.endings] == ([32, 16] if model_ends else [16])
+    assert [key.tokens for key in buckets.tails] == ([32, 16] if model_ends else [16])
 
 
 def test_a_selection_in_memory_of_segments_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +172,7 @@ def test_a_selection_in_memory_of_segments_is_seen(tmp_path: Path, monkeypatch: 
         pytest.param(2, True, marks=pytest.mark.soak),
     ],
 )
-def test_stages_of_all_buckets_share_their_endings(
+def test_stages_of_all_buckets_share_their_tails(
     folder: Path, width: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to 40 rows, each of which wants one token's hidden states."""
@@ -188,14 +186,14 @@ def test_stages_of_all_buckets_share_their_endings(
         buckets = Buckets(run.runner.parts, 112, RecordedStage)
     run.runner.graphs = buckets  # type: ignore[assignment]
     assert run.generate(prompts, params) == expected
-    replays = {key.tokens: ending.replays for key, ending in buckets.endings.items()}  # type: ignore[attr-defined]
+    replays = {key.tokens: tail.replays for key, tail in buckets.tails.items()}  # type: ignore[attr-defined]
     assert list(replays) == [48, 32, 16]
     assert all(replays.values())
     assert len(buckets.used) >= 2
 
 
 @pytest.mark.parametrize("kind", ["v3", pytest.param("glm5", marks=pytest.mark.long)])
-def test_the_memory_of_the_rehearsal_is_enough_for_any_step(kind: str, tmp_path: Path) -> None:
+def test_the_memory_of_the_warm_up_is_enough_for_any_step(kind: str, tmp_path: Path) -> None:
     """Long contexts in many rows: more cached entries at once than a step has tokens."""
     folder = write_tiny(tmp_path, kind, seed=3)
     prompts = random_prompts(24 if kind == "v3" else 8, 400, seed=5)
@@ -244,18 +242,18 @@ def test_a_small_bucket_may_need_more_memory_than_the_largest(folder: Path, monk
 
 
 @torch.inference_mode()
-def test_a_rehearsal_has_no_more_rows_than_slots(folder: Path) -> None:
+def test_a_warm_up_plan_has_no_more_rows_than_slots(folder: Path) -> None:
     """Where a step may feed many times what all slots hold."""
     parts = engine(folder, max_rows=2, max_context=40, token_budget=1000).runner.parts
-    plans = list(rehearsals(parts, 1000))
+    plans = list(warm_up_plans(parts, 1000))
     assert max(plan.layout.rows for plan in plans) == 2
-    rehearse(Stage(parts, 1000, Scratch(parts.device), Scratch(parts.device)))
+    warm_up_mixed_steps(Stage(parts, 1000, Scratch(parts.device), Scratch(parts.device)))
 
 
-def test_a_rehearsal_has_context_in_several_pieces(folder: Path) -> None:
+def test_a_warm_up_plan_has_context_in_several_pieces(folder: Path) -> None:
     """Which merges them compiles a kernel of its own. With 40 rows a piece holds 64 entries of each."""
     parts = engine(folder, max_rows=40, max_context=400, token_budget=160).runner.parts
-    begins = [row.start for plan in rehearsals(parts, 160) if len(plan.prefill) == 40 for row in plan.prefill]
+    begins = [row.start for plan in warm_up_plans(parts, 160) if len(plan.prefill) == 40 for row in plan.prefill]
     assert any(begin > 64 for begin in begins)
 
 
@@ -269,7 +267,7 @@ def test_tensors_of_a_stage_are_aligned_whatever_its_tokens(folder: Path) -> Non
 
 
 @torch.inference_mode()
-def test_a_rehearsal_leaves_nothing_behind(folder: Path) -> None:
+def test_a_warm_up_leaves_nothing_behind(folder: Path) -> None:
     parts = engine(folder, width=3, max_rows=5).runner.parts
     for layer in parts.cache.layers:
         layer[1:].fill_(torch.nan)
@@ -277,7 +275,7 @@ def test_a_rehearsal_leaves_nothing_behind(folder: Path) -> None:
     state = [getattr(parts.state.tensors, field.name) for field in fields(parts.state.tensors)]
     state += [getattr(parts.sampling.tables, field.name) for field in fields(parts.sampling.tables)]
     before = [tensor.clone() for tensor in state]
-    rehearse(Stage(parts, 64, Scratch(parts.device), Scratch(parts.device)))
+    warm_up_mixed_steps(Stage(parts, 64, Scratch(parts.device), Scratch(parts.device)))
     assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
     assert all(bool(layer[1:].isnan().all()) for layer in parts.cache.layers)
     assert not parts.sampling.fault_1.item()

@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import ahead
 from kernels.ahead import Compiled
 from kernels.moe import reference as moe_reference
-from tests.support.ground import untouched
+from tests.support.private_apis import untouched
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine
 from workers.graphs.capture import compile_steps, warm_up
-from workers.graphs.rehearsal import rehearse
+from workers.graphs.mixed_warm_up import warm_up_mixed_steps
 from workers.memory.scratch import Scratch
+from workers.step.buckets import DecodeBuckets
 from workers.step.decode import DecodeStep
-from workers.step.ladder import Ladder
 from workers.step.parts import StepParts
 from workers.step.stage import Stage
 
@@ -48,9 +48,9 @@ def run_all(parts: StepParts) -> tuple[set[str], int, int]:
     """What steps of all shapes call; bytes of the memory they share, and of that which segments use inside."""
     decode, scratch, inner = Scratch(parts.device), Scratch(parts.device), Scratch(parts.device)
     with torch.inference_mode(), Operations() as operations:
-        for key in Ladder(ROWS, parts.width):
+        for key in DecodeBuckets(ROWS, parts.width):
             DecodeStep(parts, key, decode).run()
-        rehearse(Stage(parts, BUDGET, scratch, inner))
+        warm_up_mixed_steps(Stage(parts, BUDGET, scratch, inner))
     return operations.seen, max(decode.peak, scratch.peak), inner.peak
 
 
@@ -72,7 +72,7 @@ def test_few_layers_launch_what_all_launch(
     assert run_all(few) == (seen, *memory)
     warmed = warm_up(parts, ROWS, BUDGET)
     assert [warmed.scratch, warmed.inner] == memory
-    # 3 decode buckets, each whole and in two halves; 3 token buckets, all segments but the last; one ending.
+    # 3 decode buckets, each whole and split; 3 token buckets, all segments but the last; one tail.
     assert warmed.graphs == 3 * (1 + 2) + 3 * (layers + 2 * (width > 1)) + 1
 
 

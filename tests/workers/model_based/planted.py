@@ -24,7 +24,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
-    """Where some drafts stand but not all, one more is taken for accepted."""
+    """Where some drafts are accepted but not all, one more is taken for accepted."""
     for module in (decode, mixed):
         honest = module.accept_drafts
 
@@ -107,11 +107,11 @@ def masks_of_the_first_place(patch: pytest.MonkeyPatch) -> None:
     honest = ConstrainedRows.fill
 
     def fill(rows: Any, layout: Any, slots: Any, constrained: Any, masks: StepMasks) -> Any:
-        stuck = honest(rows, layout, slots, constrained, masks)
+        dead_ends = honest(rows, layout, slots, constrained, masks)
         for row in range(layout.decode_rows):
             first, *others = layout.logits_rows_of(row)
             masks._index_N[others] = masks._index_N[first]
-        return stuck
+        return dead_ends
 
     patch.setattr(ConstrainedRows, "fill", fill)
 

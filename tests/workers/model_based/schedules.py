@@ -98,7 +98,7 @@ SAMPLERS: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
         "frequency_penalty": rng.choice([0.0, 0.4]),
         "repetition_penalty": rng.choice([1.0, 1.3, 0.8]),
     },
-    # Few tokens are left to choose from, so that many drafts stand.
+    # Few tokens are left to choose from, so that many drafts are accepted.
     lambda rng: {"temperature": rng.choice([0.0, 1.0]), "logit_bias": tuple((token, 12.0) for token in _ids(rng, 2))},
     lambda rng: {
         "temperature": rng.choice([0.0, 1.0]),

@@ -1,4 +1,4 @@
-"""What the way of few tokens launches for tensors on a GPU, for tensors on a CPU: for passes in the PTX emulator."""
+"""What the small-batch path launches for tensors on a GPU, for tensors on a CPU: for passes in the PTX emulator."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +47,7 @@ def planned(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
     tiling = replace(tiling, short=min(tiling.short, SHORT))
     buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
     workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
-    attention.plan(rows.length_R, rows.page_RP, workspace, first=batch.first)
+    attention.schedule(rows.length_R, rows.page_RP, workspace, first=batch.first)
     return replace(batch, decode=replace(rows, workspace=workspace))
 
 

@@ -1,4 +1,4 @@
-"""The way of few tokens on the kernels it launches on Hopper, interpreted: from the embedding to the final norm. Run
+"""The small-batch path on the kernels it launches on Hopper, interpreted: from the embedding to the final norm. Run
 with TRITON_INTERPRET=1, see test_way_of_few_interpreted.py."""
 
 from tests.support import bounds, gluon_interpreter, interpreter
@@ -69,7 +69,8 @@ def all_experts(x: Any, choice: Any, gate_up: Any, down: Any, residual: Any, nor
 
 
 CHOSEN: list[torch.Tensor] = []
-"""Of every layer with experts, whom every token chose [T, X]: first on the way of few, then of many."""
+"""Of every layer with experts, whom every token chose [T, X]: first on the small-batch path, then on the general
+one."""
 
 
 def choose(logit: Any, bias: Any, length: Any, choice: Any, routing: Any) -> None:
@@ -100,7 +101,7 @@ def plan(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
     assert tiling.path == "narrow"
     buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
     workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
-    attention.plan(rows.length_R, rows.page_RP, workspace, first=batch.first)
+    attention.schedule(rows.length_R, rows.page_RP, workspace, first=batch.first)
     return replace(batch, decode=replace(rows, workspace=workspace))
 
 

@@ -55,7 +55,7 @@ def planned(model: Model, batch: Batch) -> Batch:
     assert tiling.path == "narrow"
     buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
     workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
-    attention_launch.plan(batch.decode.length_R, page_RP, workspace)
+    attention_launch.schedule(batch.decode.length_R, page_RP, workspace)
     return replace(batch, decode=replace(batch.decode, workspace=workspace))
 
 
@@ -125,7 +125,7 @@ def check_parts(**how: Any) -> list[str]:
 @pytest.mark.parametrize("seed", range(2))
 def test_attention_with_products_in_parts_is_right_and_in_order(seed: int) -> None:
     attention_launches = ["part_linear", "rope_absorb", "attend_narrow", "merge_tile", "part_linear", "norm"]
-    assert check_parts(seed=seed) == ["plan_splits"] + 2 * attention_launches
+    assert check_parts(seed=seed) == ["schedule_splits"] + 2 * attention_launches
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def check(fp8: bool = False, **how: Any) -> list[str]:
 
 @pytest.mark.parametrize(("seed", "fp8"), [(0, False), (1, False), (2, True)])
 def test_attention_is_right_and_in_order(seed: int, fp8: bool) -> None:
-    assert check(fp8, seed=seed) == ["plan_splits"] + 2 * ["rope_absorb", "attend_narrow", "merge_tile"]
+    assert check(fp8, seed=seed) == ["schedule_splits"] + 2 * ["rope_absorb", "attend_narrow", "merge_tile"]
 
 
 def of_roped_queries(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], fp8: bool) -> Tensor:
@@ -200,7 +200,7 @@ def check_roped(fp8: bool = False, **how: Any) -> list[str]:
 
 @pytest.mark.parametrize(("seed", "fp8"), [(0, False), (1, False), (2, True)])
 def test_attention_of_roped_queries_is_right_and_in_order(seed: int, fp8: bool) -> None:
-    assert check_roped(fp8, seed=seed) == ["plan_splits"] + 2 * ["absorb", "attend_narrow", "merge_tile"]
+    assert check_roped(fp8, seed=seed) == ["schedule_splits"] + 2 * ["absorb", "attend_narrow", "merge_tile"]
 
 
 @pytest.mark.parametrize("kernel", ["attend_narrow", "merge_tile"])

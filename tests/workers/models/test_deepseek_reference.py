@@ -14,7 +14,7 @@ import pytest
 import torch
 from oracle import load_oracle, oracle_logits, random_tokens
 from paged import ALONE, CPU, Paged, Step, load_fp32
-from quantised_pairs import CHECKPOINTS, checkpoints
+from quantized_pairs import CHECKPOINTS, checkpoints
 from tiny_models import KINDS, SPARSE_KINDS, VOCAB, write_tiny
 from torch import Tensor
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import moe
-from tests.quantised_checkpoints import FP8_NAMES, INT4_NAMES, quantise
+from tests.quantized_checkpoints import FP8_NAMES, INT4_NAMES, quantize
 from tests.tiny_models import write_tiny
 from workers.config import DEMO_MODEL
 from workers.families import load_model
@@ -52,7 +52,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = tmp_path_factory.mktemp(form + wide)
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}
     write_tiny(made, "v3", seed=3, moe_intermediate_size=512 if wide else 64, **sizes)
-    quantise(made, form, FP8_NAMES if form == "fp8" else INT4_NAMES)
+    quantize(made, form, FP8_NAMES if form == "fp8" else INT4_NAMES)
     return made
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import load_oracle, oracle_logits, random_tokens
 from paged import ALONE, CPU, Paged, greedy, load_fp32
-from quantised_pairs import CHECKPOINTS, checkpoints
+from quantized_pairs import CHECKPOINTS, checkpoints
 from tiny_models import KINDS, SPARSE_KINDS, VOCAB, write_tiny
 from torch import Tensor
 

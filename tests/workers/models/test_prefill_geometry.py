@@ -17,7 +17,7 @@ from workers.models.attention.backend import Heads
 from workers.models.attention.expanded import CONTEXT_ENTRIES, ExpandedChunks, PrefillGeometry, entries_of_a_row
 from workers.models.batch import Batch, PrefillBatch
 from workers.protocol.plan import BatchLayout
-from workers.scheduler import prompt_room
+from workers.scheduler import prompt_budget
 
 CPU = torch.device("cpu")
 
@@ -99,7 +99,7 @@ def test_one_long_row_beside_short_ones_takes_as_many_pieces_as_alone() -> None:
     assert [piece.max_k for piece in pieces[3:-1]] == [CONTEXT_ENTRIES] * 22
 
 
-def test_as_much_of_every_row_as_is_rehearsed_fits_one_piece() -> None:
+def test_as_much_of_every_row_as_is_warmed_up_fits_one_piece() -> None:
     for rows in (1, 3, 10, 63, 64, 65, 200):
         table = torch.zeros(rows, 1, dtype=torch.int32)
         most = entries_of_a_row(rows)
@@ -107,23 +107,23 @@ def test_as_much_of_every_row_as_is_rehearsed_fits_one_piece() -> None:
 
 
 def test_the_scheduler_knows_how_much_is_expanded_at_once() -> None:
-    assert prompt_room.PIECE == CONTEXT_ENTRIES
+    assert prompt_budget.PIECE == CONTEXT_ENTRIES
 
 
 @settings(deadline=None, max_examples=30)
 @given(contexts=contexts)
-def test_context_is_expanded_in_sizes_that_are_rehearsed(contexts: list[int]) -> None:
+def test_context_is_expanded_in_sizes_that_are_warmed_up(contexts: list[int]) -> None:
     """Whatever the rows; and in memory that is reserved for the largest."""
-    rehearsed, expanded, rows = Expanding(), Expanding(), len(contexts)
+    warmed_up, expanded, rows = Expanding(), Expanding(), len(contexts)
     largest = chunks_of(PrefillGeometry.largest(70 * rows, rows, CPU))
-    largest.rehearse(cast(Heads, rehearsed))
+    largest.warm_up_mixed_steps(cast(Heads, warmed_up))
     chunks = chunks_of(geometry_of(contexts, 0, torch.zeros(rows, 1, dtype=torch.int32)))
     for piece in chunks.context:
         cast(Heads, expanded).expand(piece.latent_XL, piece.kv_XF)
         for ours, most in ((piece.latent_XL, largest.context[0].latent_XL), (piece.kv_XF, largest.context[0].kv_XF)):
             assert len(piece.source_SC) <= len(ours) <= len(most)
         assert len(piece.keys.out_THV) * piece.keys.out_THV.shape[1] <= most_partial(70 * rows, 2, CPU)
-    assert expanded.sizes <= rehearsed.sizes
+    assert expanded.sizes <= warmed_up.sizes
 
 
 class Expanding:

@@ -188,7 +188,7 @@ def test_a_repeated_layer_widens_its_own_cache(monkeypatch: pytest.MonkeyPatch, 
     for module in (linear, mla_decode, prefill_launch, sparse_workspaces, workspace):
         monkeypatch.setattr(module, "is_hopper", lambda device: True)
     monkeypatch.setattr(sparse_workspaces, "works_in_memory", lambda heads, device: True)
-    monkeypatch.setattr(sparse_rows, "refuse_astray", lambda fault_1: None)
+    monkeypatch.setattr(sparse_rows, "refuse_out_of_bounds", lambda fault_1: None)
     compared = comparing(monkeypatch, log)
     paged = Paged(model, [random_tokens(400, row, 160) for row in range(4)])
     for decode, chunks in [([], [(0, 70), (1, 3), (2, 100)]), ([0], [(1, 64), (2, 10), (3, 200)])]:

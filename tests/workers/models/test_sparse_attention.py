@@ -118,7 +118,7 @@ def test_attention_of_decode_rows_allocates_nothing_beside_its_kernels(monkeypat
     model, _ = twins("v32", False)
     assert isinstance(model.drafter, Mtp)
     kernels = "index_scores", "select_positions", "sparse_decode", "write_index_keys", "absorb", "head_linear"
-    for name in (*kernels, "refuse_astray"):
+    for name in (*kernels, "refuse_out_of_bounds"):
         monkeypatch.setattr(sparse_rows, name, lambda *args, **options: None)
     device = torch.device("cpu")
     paged = Paged(model, [SEQUENCES[0][:70]])

@@ -60,7 +60,7 @@ def taken(
 
 
 def reserved(attention: SparseAttention, budget: int, width: int, pages: int) -> int:
-    """As `workers.graphs.rehearsal.reserve_attention` does it."""
+    """As `workers.graphs.mixed_warm_up.reserve_attention` does it."""
     rows = min(SLOTS - 1, (budget - 1) // width)
     return taken(attention, BatchLayout(width, rows, (budget - rows * width,), (True,)), rows, pages, None)[0]
 

@@ -1,4 +1,4 @@
-"""The way of few tokens computes what the way of many does, one kernel boundary differently: on a CPU in fp32."""
+"""The small-batch path computes what the general path does, one kernel boundary differently: on a CPU in fp32."""
 
 from __future__ import annotations
 

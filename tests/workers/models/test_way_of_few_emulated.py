@@ -1,4 +1,4 @@
-"""A pass on the way of few tokens as it was compiled, run by the PTX emulator: its launches are dependent, and follow
+"""A pass on the small-batch path as it was compiled, run by the PTX emulator: its launches are dependent, and follow
 each other on memory that holds poison."""
 
 import re

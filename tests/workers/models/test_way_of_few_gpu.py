@@ -1,4 +1,4 @@
-"""The way of few tokens on a GPU: the model takes it, and it agrees with the way of many."""
+"""The small-batch path on a GPU: the model takes it, and it agrees with the general path."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_way_agrees_with_that_of_many(
 def test_sparse_attention_agrees_with_that_of_many(
     rows: list[int], width: int, heads: int, fp8_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To what the way of few has selected: of two positions that score alike, rounding takes one or the other."""
+    """To what the small-batch path has selected: of two positions that score alike, rounding takes one or the other."""
     lengths = [max(length, width) if length else 0 for length in rows]
     values = V2_LITE_HEADS | V32 | {"num_attention_heads": heads}
     model = random_model(values, torch.bfloat16, torch.device("cuda"), fp8_cache=fp8_cache)

@@ -1,4 +1,4 @@
-"""A pass of sparse attention on the way of few tokens as it was compiled, run by the PTX emulator: all its launches but
+"""A pass of sparse attention on the small-batch path as it was compiled, run by the PTX emulator: all its launches but
 those of torch are dependent, and follow each other on memory that holds poison."""
 
 import re

@@ -37,23 +37,23 @@ def test_experts_are_launched_dependently_where_the_device_can(able: bool, monke
 
 
 @pytest.mark.parametrize(
-    ("rounds", "tokens", "want"),
+    ("quantize_activations", "tokens", "want"),
     [
         (False, 100, False),
-        (True, many_tokens.FEWEST_ROUNDED_EXPERTS, True),
-        (True, many_tokens.FEWEST_ROUNDED_EXPERTS - 1, False),
+        (True, many_tokens.MIN_TOKENS_W8A8_EXPERTS, True),
+        (True, many_tokens.MIN_TOKENS_W8A8_EXPERTS - 1, False),
     ],
 )
-def test_experts_are_told_whether_they_may_round(
-    rounds: bool, tokens: int, want: bool, monkeypatch: pytest.MonkeyPatch
+def test_experts_are_told_whether_they_may_quantize(
+    quantize_activations: bool, tokens: int, want: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(moe, "experts", lambda *_, rounds, **__: asked.append(rounds))
+    monkeypatch.setattr(moe, "experts", lambda *_, quantize_activations, **__: asked.append(quantize_activations))
     x_TE, id_TK = torch.zeros(tokens, 16), torch.zeros(tokens, 1, dtype=torch.int64)
     router_XE, gate_up_XFE, down_XEI = (Weight(torch.zeros(shape)) for shape in ((1, 16), (1, 32, 16), (1, 16, 16)))
     mixture = Mixture(parse_config(V2_LITE_HEADS).routing, router_XE, None, gate_up_XFE, down_XEI)
     norm = AddNorm(torch.zeros(tokens, 16), torch.ones(16), 1e-6)
-    way, choice = ManyTokens(Group(), rounds=rounds), (id_TK, torch.ones(tokens, 1))
+    way, choice = ManyTokens(Group(), quantize_activations=quantize_activations), (id_TK, torch.ones(tokens, 1))
     way.experts(x_TE, *choice, mixture, norm, torch.zeros(tokens, 16), Scratch(x_TE.device))
     assert asked == [want]
 

@@ -209,7 +209,7 @@ def test_a_page_outside_of_the_cache_is_refused_and_not_read(monkeypatch: pytest
     """As over the cache itself: it is counted, and whoever gathers sees none of it."""
     bounds(monkeypatch)
     model = model_of("v32")
-    for astray in (-1, 1 << 20):
+    for out_of_bounds in (-1, 1 << 20):
         tables: list[Tensor] = []
 
         def gather(cache_PKC: Tensor, page_NP: Tensor, *rest: Any, tables: list[Tensor] = tables, **how: Any) -> None:
@@ -223,7 +223,7 @@ def test_a_page_outside_of_the_cache_is_refused_and_not_read(monkeypatch: pytest
         monkeypatch.setattr(sparse_rows, "index_scores", lambda *args, **options: args[6].fill_(1.0))
         batch = paged.batch(paged.plan([], 1, [(0, 20), (1, 20)]), 0)
         assert batch.prefill is not None
-        batch.prefill.page_NP[1, 0] = astray
+        batch.prefill.page_NP[1, 0] = out_of_bounds
         tables.clear()
         with pytest.raises(IndexError, match="outside the cache"):
             model.forward(torch.zeros(40, dtype=torch.int64), batch, paged.cache)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tests.quantised_checkpoints import FP8_NAMES, INT4_NAMES
-from tests.quantised_checkpoints import quantise as quantise_tiny
+from tests.quantized_checkpoints import FP8_NAMES, INT4_NAMES
+from tests.quantized_checkpoints import quantize as quantize_tiny
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.crowd import Job
 from tests.workers.harness import InlineEngine
@@ -27,9 +27,9 @@ from workers.protocol.grammar import Grammar
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams, TopLogprobs
 
-sys.path.insert(0, str(DEMO_MODEL.parent))  # as `python assets/quantise_demo.py` finds the script's own modules
+sys.path.insert(0, str(DEMO_MODEL.parent))  # as `python assets/quantize_demo.py` finds the script's own modules
 
-from training.quantise import quantise
+from training.quantize import quantize
 
 DEMO_VOCAB, EOS = 4000, 1
 Outcome = tuple[list[int], list[TopLogprobs], str | None]
@@ -78,11 +78,11 @@ def demo(folder: Path) -> Path:
     return DEMO_MODEL
 
 
-def quantised(form: str) -> Callable[[Path], Path]:
+def quantized(form: str) -> Callable[[Path], Path]:
     """The demo model with weights in this format."""
 
     def write(folder: Path) -> Path:
-        quantise(DEMO_MODEL, folder, form)
+        quantize(DEMO_MODEL, folder, form)
         return folder
 
     return write
@@ -98,7 +98,7 @@ def wide(form: str) -> Callable[[Path], Path]:
 
     def write(folder: Path) -> Path:
         write_tiny(folder, "v3", seed=3, hidden_size=64, moe_intermediate_size=512)
-        quantise_tiny(folder, form, FP8_NAMES if form == "fp8" else INT4_NAMES)
+        quantize_tiny(folder, form, FP8_NAMES if form == "fp8" else INT4_NAMES)
         return folder
 
     return write
@@ -115,11 +115,11 @@ class Feature:
 
 
 FEATURES: dict[str, Feature] = {
-    "FP8 weights": Feature(quantised("fp8")),
+    "FP8 weights": Feature(quantized("fp8")),
     "FP8 weights, wide experts": Feature(wide("fp8"), vocab=VOCAB),
-    "INT4 experts": Feature(quantised("int4")),
+    "INT4 experts": Feature(quantized("int4")),
     "INT4, wide experts": Feature(wide("int4"), vocab=VOCAB),
-    "FP8 weights and cache": Feature(quantised("fp8"), settings={"kv_cache_dtype": "fp8"}),
+    "FP8 weights and cache": Feature(quantized("fp8"), settings={"kv_cache_dtype": "fp8"}),
     "V3.2": Feature(tiny("v32"), vocab=VOCAB),
     "V3.2, FP8 cache": Feature(tiny("v32"), vocab=VOCAB, settings={"kv_cache_dtype": "fp8"}),
     "GLM-5": Feature(tiny("glm5"), vocab=VOCAB),
@@ -172,7 +172,7 @@ async def _together(settings: EngineConfig, jobs: list[Job]) -> tuple[list[Outco
 
 
 def together(name: str, root: Path, device: str, **settings: Any) -> tuple[list[Outcome], int]:
-    """All requests at once, in processes of their own; and how many drafts stood."""
+    """All requests at once, in processes of their own; and how many drafts were accepted."""
     feature = FEATURES[name]
     own = config(written(name, root), feature, device, **settings)
     return asyncio.run(_together(own, feature.jobs(8, feature.vocab, 5)))

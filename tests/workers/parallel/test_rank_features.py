@@ -22,10 +22,10 @@ SOAKED = ("FP8 weights", "V3.2", "masks, no drafts")
 
 
 def compare(name: str, root: Path, device: str, **settings: Any) -> None:
-    outcomes, stood = together(name, root, device, **settings)
+    outcomes, accepted = together(name, root, device, **settings)
     assert outcomes == alone(name, root, device)
     drafting = FEATURES[name].model is demo and FEATURES[name].settings["width"] > 1
-    assert stood > 0 or not drafting, "no draft stood, so none was tried beside masks"
+    assert accepted > 0 or not drafting, "no draft was accepted, so none was tried beside masks"
 
 
 @pytest.mark.parametrize(

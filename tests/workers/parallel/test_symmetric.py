@@ -10,7 +10,7 @@ import torch
 from torch import multiprocessing
 
 from kernels.pending_norm import PendingNorm, reference
-from tests.support.ground import untouched
+from tests.support.private_apis import untouched
 from workers.parallel import symmetric
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh

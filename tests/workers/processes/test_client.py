@@ -126,7 +126,7 @@ async def test_a_fault_ends_every_stream_and_all_that_follow_with_the_first_caus
             with pytest.raises(EngineFault, match="first"):
                 await anext(stream)
         with pytest.raises(EngineFault, match="first"):
-            await client.probe()
+            await client.health_check()
         await asyncio.sleep(0.05)
         assert (told, client.fault) == (["first"], "first")
 
@@ -178,9 +178,9 @@ async def test_who_cannot_be_told_keeps_nobody_from_what_follows() -> None:
             await asyncio.wait_for(anext(stream), 5)
 
 
-async def test_a_probe_is_one_real_token_before_all_others() -> None:
+async def test_a_health_check_is_one_real_token_before_all_others() -> None:
     async with front() as (client, scheduler):
-        probing = asyncio.create_task(client.probe())
+        probing = asyncio.create_task(client.health_check())
         asked = await scheduler.heard()
         [(name, _)] = asked.choices
         assert (asked.sampling.max_tokens, asked.priority) == (1, -1)
@@ -189,9 +189,9 @@ async def test_a_probe_is_one_real_token_before_all_others() -> None:
         await asyncio.wait_for(probing, 5)
 
 
-async def test_a_probe_that_nobody_waits_for_leaves_the_queue() -> None:
+async def test_a_health_check_that_nobody_waits_for_leaves_the_queue() -> None:
     async with front() as (client, scheduler):
-        probing = asyncio.create_task(client.probe())
+        probing = asyncio.create_task(client.health_check())
         [name] = await scheduler.asked()
         probing.cancel()
         assert await scheduler.heard() == Cancel(name)

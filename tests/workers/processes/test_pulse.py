@@ -27,9 +27,9 @@ class Sender:
         return self.more.wait(seconds)
 
 
-def test_it_beats_while_a_turn_takes_long_and_its_owner_computes() -> None:
+def test_it_beats_while_an_iteration_takes_long_and_its_owner_computes() -> None:
     sender = Sender()
-    pulse = Pulse(sender, turn_s=3600)  # type: ignore[arg-type]
+    pulse = Pulse(sender, iteration_s=3600)  # type: ignore[arg-type]
     deadline = time.monotonic() + 30
     while len(sender.sent) < 3:
         sum(range(1000))  # this thread is the loop, and does not wait for anything
@@ -42,13 +42,13 @@ def test_it_vouches_for_no_loop_that_stands_still_and_again_for_one_that_goes_on
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sender = Sender()
-    pulse = Pulse(sender, turn_s=0.3)  # type: ignore[arg-type]
+    pulse = Pulse(sender, iteration_s=0.3)  # type: ignore[arg-type]
     deadline = time.monotonic() + 30
     while sender.sends_within(0.3 + 3 * PULSE_PERIOD_S):
         assert time.monotonic() < deadline, "the loop never turned"
     deadline = time.monotonic() + 30
     while not sender.sends_within(0.05):
-        pulse.turned()
+        pulse.begin_iteration()
         assert time.monotonic() < deadline
     pulse.close()
     assert "the scheduler's loop has not turned for 0.3 s" in caplog.text
@@ -56,7 +56,7 @@ def test_it_vouches_for_no_loop_that_stands_still_and_again_for_one_that_goes_on
 
 def test_it_is_silent_once_it_is_closed() -> None:
     sender = Sender()
-    pulse = Pulse(sender, turn_s=3600)  # type: ignore[arg-type]
+    pulse = Pulse(sender, iteration_s=3600)  # type: ignore[arg-type]
     assert sender.sent or sender.sends_within(30)
     pulse.close()
     assert not sender.sends_within(3 * PULSE_PERIOD_S)

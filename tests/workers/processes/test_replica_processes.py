@@ -66,7 +66,7 @@ async def test_ranks_share_one_model_and_give_the_tokens_of_one(folder: Path, ra
     lines: list[str] = []
     async with local_engine(config(folder, tensor_parallel=ranks), lines.append) as client:
         assert client.info.max_width == 3
-        await client.probe()
+        await client.health_check()
         jobs = [collect(client, f"r{i}", prompt, greedy(24)) for i, prompt in enumerate(prompts)]
         assert await asyncio.gather(*jobs) == expected
         assert client.stats.pages_total == 199
@@ -148,7 +148,7 @@ async def test_a_killed_rank_ends_every_stream_within_a_second(folder: Path, ran
         assert time.monotonic() - begin < 1.5
         assert len(set(causes)) == 1
         with pytest.raises(EngineFault):
-            await client.probe()
+            await client.health_check()
 
 
 @pytest.mark.long

@@ -190,7 +190,7 @@ def test_ranks_are_told_to_end_whenever_the_front_says_so() -> None:
 
 
 def test_requests_that_come_together_are_taken_in_between_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many and however long they are: what they would take in one turn holds up everybody else."""
+    """However many and however long they are: what they would take in one iteration holds up everybody else."""
     turns: list[list[Prompt]] = [[]]
     add, plan = Scheduler.add, Scheduler.plan
 

@@ -12,10 +12,10 @@ import torch
 from kernels import repeat
 from kernels.repeat import Repeat
 from tests.workers.faults import (
-    ENDING_FAULTS,
     FAULTS,
     KEY,
     SEGMENT_FAULTS,
+    TAIL_FAULTS,
     ForgottenPadding,
     GroupedBounds,
     PaddingInSlotZero,
@@ -27,16 +27,16 @@ from tests.workers.test_gpu_engine import engine
 from workers.cache.paged import PagedCache
 from workers.graphs.capture import Warmed
 from workers.graphs.record import no_garbage_collection
-from workers.graphs.segments import CapturedEnding, CapturedStage
+from workers.graphs.segments import CapturedStage, CapturedTail
 from workers.memory.scratch import Scratch
 from workers.proof.decode_steps import SelfTest
-from workers.proof.endings import prove_endings
 from workers.proof.segments import SegmentProof
+from workers.proof.tails import prove_tails
 from workers.protocol.plan import Admission, GraphKey
 from workers.protocol.report import BucketReport
-from workers.step.ladder import TokenLadder
+from workers.step.buckets import TokenBuckets
 from workers.step.parts import StepParts
-from workers.step.stage import Ending, Stage
+from workers.step.stage import Stage, Tail
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -81,7 +81,7 @@ def test_bounds_grouped_per_request_are_caught_even_when_eager_has_them_too(
     assert "logits differ" not in found.problems
 
 
-def test_a_page_table_whose_tail_is_not_scrubbed_is_caught(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_table_whose_tail_is_not_zero_filled_is_caught(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     def forget(admissions: list[Admission]) -> None:
         pass
 
@@ -90,8 +90,8 @@ def test_a_page_table_whose_tail_is_not_scrubbed_is_caught(rank: Rank, monkeypat
         patch.setattr(rank.parts.state, "admit", forget)
         [forgotten] = SelfTest(rank.parts).run([candidate])
     assert forgotten.problems == ("a newcomer's page table keeps former pages",)
-    [scrubbed] = SelfTest(rank.parts).run([candidate])
-    assert scrubbed.problems == ()
+    [zero_filled] = SelfTest(rank.parts).run([candidate])
+    assert zero_filled.problems == ()
 
 
 @torch.inference_mode()
@@ -105,44 +105,44 @@ def reports(rank: Rank, fault: type[Stage] | None = None, seeds: range = range(1
         for which in range(len(eager.segments)):
             for index in eager.indices(which):
                 eager.run_segment(which, index)
-    stages, _ = captured(rank, stage, CapturedEnding)
+    stages, _ = captured(rank, stage, CapturedTail)
     return [report for seed in seeds for report in SegmentProof(parts, seed).run(stages)]
 
 
 def captured(
-    rank: Rank, stage: type[CapturedStage], ending: type[CapturedEnding]
-) -> tuple[list[CapturedStage], list[CapturedEnding]]:
-    """Stages of every token bucket, and the endings that they share."""
-    parts, warmed, device, ladder = rank.parts, rank.warmed, rank.parts.device, TokenLadder(BUDGET)
+    rank: Rank, stage: type[CapturedStage], tail: type[CapturedTail]
+) -> tuple[list[CapturedStage], list[CapturedTail]]:
+    """Stages of every token bucket, and the tails that they share."""
+    parts, warmed, device, buckets = rank.parts, rank.warmed, rank.parts.device, TokenBuckets(BUDGET)
     outer, inner = (torch.empty(size, dtype=torch.uint8, device=device) for size in (warmed.scratch, warmed.inner))
     with no_garbage_collection():
-        keys = ladder.endings(parts.most_ended(parts.state.slots))
-        endings = {key: ending(parts, key.tokens, Scratch(device, inner)) for key in keys}
-        stages = [stage(parts, key.tokens, Scratch(device, outer), Scratch(device, inner), endings) for key in ladder]
-    return stages, list(endings.values())
+        keys = buckets.tails(parts.most_tail_tokens(parts.state.slots))
+        tails = {key: tail(parts, key.tokens, Scratch(device, inner)) for key in keys}
+        stages = [stage(parts, key.tokens, Scratch(device, outer), Scratch(device, inner), tails) for key in buckets]
+    return stages, list(tails.values())
 
 
 @torch.inference_mode()
-def ending_reports(rank: Rank, fault: type[Ending] | None = None) -> tuple[list[BucketReport], list[BucketReport]]:
-    """Of every ending, captured with the fault, and of every token bucket."""
-    parts, device, ending = rank.parts, rank.parts.device, CapturedEnding
+def tail_reports(rank: Rank, fault: type[Tail] | None = None) -> tuple[list[BucketReport], list[BucketReport]]:
+    """Of every tail, captured with the fault, and of every token bucket."""
+    parts, device, tail = rank.parts, rank.parts.device, CapturedTail
     if fault is not None:
-        ending = captured_with(CapturedEnding, fault)
-        for key in TokenLadder(BUDGET).endings(parts.most_ended(parts.state.slots)):
+        tail = captured_with(CapturedTail, fault)
+        for key in TokenBuckets(BUDGET).tails(parts.most_tail_tokens(parts.state.slots)):
             eager = fault(parts, key.tokens, Scratch(device))  # loads the fault's own kernels
             for gathered in (eager.flow.residual_TE, eager.flow.attended_THV):
                 gathered.zero_()
             eager.run()
-    stages, endings = captured(rank, CapturedStage, ending)
-    return prove_endings(parts, endings), SegmentProof(parts).run(stages)
+    stages, tails = captured(rank, CapturedStage, tail)
+    return prove_tails(parts, tails), SegmentProof(parts).run(stages)
 
 
-@pytest.mark.parametrize("fault", ENDING_FAULTS)
-def test_faults_in_endings_are_caught_in_every_ending_and_bucket(fault: type[Ending], rank: Rank) -> None:
-    for found in ending_reports(rank):
+@pytest.mark.parametrize("fault", TAIL_FAULTS)
+def test_faults_in_tails_are_caught_in_every_tail_and_bucket(fault: type[Tail], rank: Rank) -> None:
+    for found in tail_reports(rank):
         assert [one.problems for one in found] == [()] * len(found)
-    endings, buckets = ending_reports(rank, fault)
-    assert [(one.bucket, one.problems) for one in endings] == [("16 tokens", ("hidden states differ",))]
+    tails, buckets = tail_reports(rank, fault)
+    assert [(one.bucket, one.problems) for one in tails] == [("16 tokens", ("hidden states differ",))]
     assert [one.bucket for one in buckets] == [f"{tokens} tokens" for tokens in (80, 64, 48, 32, 16)]
     for one in buckets:
         assert any("cache of layer" in text for text in one.problems), one  # where it was drafted

@@ -15,8 +15,8 @@ import torch
 from kernels.page import PAGE_TOKENS
 from tests.rank_processes import run_ranks
 from tests.tiny_models import write_tiny
-from tests.workers.faults import ENDING_FAULTS, SEGMENT_FAULTS, ForgottenPadding, PaddingInSlotZero, captured_with
-from tests.workers.graphs.test_segments import Buckets, RecordedEnding, RecordedStage
+from tests.workers.faults import SEGMENT_FAULTS, TAIL_FAULTS, ForgottenPadding, PaddingInSlotZero, captured_with
+from tests.workers.graphs.test_segments import Buckets, RecordedStage, RecordedTail
 from tests.workers.recorded import no_host_values
 from tests.workers.test_engine import engine
 from workers.config import EngineConfig
@@ -24,15 +24,15 @@ from workers.memory.scratch import Scratch
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.proof import segments
-from workers.proof.endings import prove_endings
 from workers.proof.segments import SegmentProof
+from workers.proof.tails import prove_tails
 from workers.protocol.plan import PrefillRow, StepPlan
 from workers.protocol.report import BucketReport
 from workers.rank.rank import Rank
-from workers.step.ladder import TokenLadder
+from workers.step.buckets import TokenBuckets
 from workers.step.mixed import MixedStep
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Ending, Stage
+from workers.step.stage import Stage, Tail
 
 BUDGET = 80
 
@@ -54,16 +54,16 @@ def parts_of(folder: Path, width: int = 3, pages: int = 60, rows: int = 6, invar
 
 @torch.inference_mode()
 def report(
-    parts: StepParts, stage_class: type[Stage], seed: int = 0, ending_class: type[Ending] = RecordedEnding
+    parts: StepParts, stage_class: type[Stage], seed: int = 0, tail_class: type[Tail] = RecordedTail
 ) -> list[BucketReport]:
-    stages = Buckets(parts, BUDGET, stage_class, ending_class).stages
+    stages = Buckets(parts, BUDGET, stage_class, tail_class).stages
     return SegmentProof(parts, seed).run(list(stages.values()))
 
 
 @torch.inference_mode()
-def ending_report(parts: StepParts, ending_class: type[Ending] = RecordedEnding, seed: int = 0) -> list[BucketReport]:
-    endings = Buckets(parts, BUDGET, RecordedStage, ending_class).endings
-    return prove_endings(parts, list(endings.values()), seed=seed)
+def tail_report(parts: StepParts, tail_class: type[Tail] = RecordedTail, seed: int = 0) -> list[BucketReport]:
+    tails = Buckets(parts, BUDGET, RecordedStage, tail_class).tails
+    return prove_tails(parts, list(tails.values()), seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ class Mark:
 
 @pytest.mark.long
 def test_steps_with_decode_rows_are_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each from the beginning of its scene; so what is timed leaves no trace in what is compared."""
+    """Each from the beginning of its fixture; so what is timed leaves no trace in what is compared."""
     monkeypatch.setattr(segments, "timed_runs", lambda device: 3)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", Mark)
@@ -151,7 +151,7 @@ def test_padding_written_to_a_row_is_caught(folder: Path) -> None:
 @torch.inference_mode()
 def report_of_eager(parts: StepParts, seeds: range) -> list[BucketReport]:
     """Stages without graphs, whose eager steps are their own replays."""
-    stages = [Stage(parts, key.tokens, Scratch(parts.device), Scratch(parts.device)) for key in TokenLadder(BUDGET)]
+    stages = [Stage(parts, key.tokens, Scratch(parts.device), Scratch(parts.device)) for key in TokenBuckets(BUDGET)]
     return [found for seed in seeds for found in SegmentProof(parts, seed).run(stages)]
 
 
@@ -177,7 +177,7 @@ def test_padding_written_to_a_former_tenants_page_is_caught(folder: Path, monkey
         assert "cache of layer 0 changed outside the rows' own entries" in found.problems
 
 
-def test_a_page_table_whose_tail_is_not_scrubbed_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_table_whose_tail_is_not_zero_filled_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(folder)
     monkeypatch.setattr(parts.state, "admit", lambda admissions: None)
     reports = report_of_eager(parts, range(1))
@@ -280,32 +280,32 @@ def test_what_both_runs_change_wrongly_is_caught(
 
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_every_ending_passes(folder: Path, width: int, invariant: bool) -> None:
+def test_every_tail_passes(folder: Path, width: int, invariant: bool) -> None:
     parts = parts_of(folder, width, rows=40, invariant=invariant)
     for seed in range(2):
-        reports = ending_report(parts, seed=seed)
+        reports = tail_report(parts, seed=seed)
         assert [r.problems for r in reports] == [()] * 3
         assert [r.bucket for r in reports] == [f"{tokens} tokens" for tokens in (48, 32, 16)]
         assert max(r.logits_error or 0.0 for r in reports) < 1e-4
 
 
-QUICK_ENDING_FAULTS = (("StaleEnding", 1), ("KeptResidual", 1), ("GatheredOnce", 3))
+QUICK_TAIL_FAULTS = (("StaleTail", 1), ("KeptResidual", 1), ("GatheredOnce", 3))
 
 
 @pytest.mark.parametrize(
     ("fault", "width"),
     [
-        pytest.param(fault, width, marks=() if (fault.__name__, width) in QUICK_ENDING_FAULTS else pytest.mark.long)
-        for fault in ENDING_FAULTS
+        pytest.param(fault, width, marks=() if (fault.__name__, width) in QUICK_TAIL_FAULTS else pytest.mark.long)
+        for fault in TAIL_FAULTS
         for width in (1, 3)
     ],
 )
-def test_planted_faults_of_endings_are_caught(folder: Path, fault: type[Ending], width: int) -> None:
-    """In each ending, and in every bucket of tokens whose steps it ends: by the logits, or where it was drafted."""
-    wrong = captured_with(RecordedEnding, fault)
-    reports = ending_report(parts_of(folder, width, rows=40), wrong)
+def test_planted_faults_of_tails_are_caught(folder: Path, fault: type[Tail], width: int) -> None:
+    """In each tail, and in every bucket of tokens whose steps it ends: by the logits, or where it was drafted."""
+    wrong = captured_with(RecordedTail, fault)
+    reports = tail_report(parts_of(folder, width, rows=40), wrong)
     assert [r.problems for r in reports] == [("hidden states differ",)] * 3
-    reports = report(parts_of(folder, width), RecordedStage, ending_class=wrong)
+    reports = report(parts_of(folder, width), RecordedStage, tail_class=wrong)
     said = "logits differ" if width == 1 else "cache of layer"
     assert all(any(said in text for text in r.problems) for r in reports), reports
 
@@ -318,10 +318,10 @@ def prove_rank(rank: int, folder: Path, meeting: Path) -> None:
         settings = {"max_rows": 40, "token_budget": 160, "cache_pages": 60, "max_context": 200, "selftest": False}
         config = EngineConfig(model=str(folder), width=2, device="cpu", **settings)
         parts = Rank(config, group, device).runner.parts
-        endings = [Ending(parts, key.tokens, Scratch(device)) for key in TokenLadder(160).endings(40)]
-        stages = [Stage(parts, key.tokens, Scratch(device), Scratch(device)) for key in TokenLadder(BUDGET)]
+        tails = [Tail(parts, key.tokens, Scratch(device)) for key in TokenBuckets(160).tails(40)]
+        stages = [Stage(parts, key.tokens, Scratch(device), Scratch(device)) for key in TokenBuckets(BUDGET)]
         for seed in range(2):
-            reports = prove_endings(parts, endings, seed=seed) + SegmentProof(parts, seed).run(stages)
+            reports = prove_tails(parts, tails, seed=seed) + SegmentProof(parts, seed).run(stages)
             assert [r.problems for r in reports] == [()] * 8
     finally:
         group.close()

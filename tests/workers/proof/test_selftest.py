@@ -23,8 +23,8 @@ from workers.models import many_tokens
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import Admission, GraphKey
 from workers.protocol.report import BucketReport
+from workers.step.buckets import DecodeBuckets
 from workers.step.decode import DecodeStep
-from workers.step.ladder import Ladder
 from workers.step.parts import StepOutput, StepParts
 
 
@@ -60,7 +60,7 @@ REFERENCES = {"the plain forward pass": True, "the prefill path": False}
 @pytest.mark.parametrize("width", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_bucket_passes(folder: Path, width: int) -> None:
     parts = parts_of(folder, width)
-    steps = [step_of(parts, key) for key in Ladder(6, width)]
+    steps = [step_of(parts, key) for key in DecodeBuckets(6, width)]
     reports = SelfTest(parts).run([Candidate(step, step.run) for step in steps])
     assert [r.problems for r in reports] == [()] * len(reports)
     assert [(r.bucket, r.drafts) for r in reports] == [(f"{s.key.rows} x {s.key.width}", s.key.drafts) for s in steps]
@@ -74,7 +74,7 @@ def test_every_bucket_passes(folder: Path, width: int) -> None:
 def test_every_bucket_passes_on_an_fp8_cache(folder: Path) -> None:
     parts = parts_of(folder, kv_cache_dtype="fp8")
     assert parts.cache.layers[0].dtype == torch.uint8
-    steps = [step_of(parts, key) for key in Ladder(6, 3)]
+    steps = [step_of(parts, key) for key in DecodeBuckets(6, 3)]
     reports = SelfTest(parts).run([Candidate(step, step.run) for step in steps])
     assert [r.problems for r in reports] == [()] * len(reports)
     assert sum(r.accepted for r in reports) > 5
@@ -103,7 +103,7 @@ def test_a_pool_of_two_pages_is_enough(folder: Path) -> None:
     parts = engine(folder, width=2, max_rows=4, cache_pages=3, max_context=32).runner.parts
     cut = [layer[:2] for layer in parts.cache.layers]
     parts.cache.layers[:] = cut
-    steps = [step_of(parts, key) for key in Ladder(4, 2)]
+    steps = [step_of(parts, key) for key in DecodeBuckets(4, 2)]
     assert all(r.passed for r in SelfTest(parts).run([Candidate(step, step.run) for step in steps]))
 
 
@@ -153,7 +153,7 @@ def test_a_mistake_that_all_ways_share_is_caught(folder: Path, monkeypatch: pyte
     assert any("away from the plain forward pass" in problem for problem in problems)
 
 
-def test_a_page_table_whose_tail_is_not_scrubbed_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_table_whose_tail_is_not_zero_filled_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(folder)
 
     def forget(admissions: list[Admission]) -> None:

@@ -25,7 +25,7 @@ from workers.proof.prove import prove
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import FromWorker, ToFront
 from workers.protocol.report import BucketReport, SelfTestReport
-from workers.step.ladder import Ladder
+from workers.step.buckets import DecodeBuckets
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_cpu_checks_a_few_eager_steps_and_says_which(folder: Path) -> None:
     assert report is not None
     assert report.passed
     assert [(b.bucket, b.drafts) for b in report.buckets] == [("8 x 3", 2), ("3 x 3", 2), ("1 x 3", 2)]
-    assert report.left_out == len(list(Ladder(8, 3))) - 3 == 3
+    assert report.left_out == len(list(DecodeBuckets(8, 3))) - 3 == 3
     assert report.summary().startswith(
         "no CUDA graphs on this device: 3 eager steps were checked, the smallest, a middle and the largest of 6 "
         "(8 x 3, 3 x 3, 1 x 3), 3 passed ("
@@ -63,13 +63,13 @@ def test_a_cpu_checks_a_few_eager_steps_and_says_which(folder: Path) -> None:
 def test_all_buckets_when_told_so(folder: Path) -> None:
     report = engine(folder, selftest_buckets="all", width="auto").replica.selftest
     assert report is not None
-    keys = list(Ladder(8, 4, adaptive=True))
+    keys = list(DecodeBuckets(8, 4, adaptive=True))
     assert [(b.bucket, b.drafts) for b in report.buckets] == [(f"{k.rows} x {k.width}", k.drafts) for k in keys]
     assert report.summary().startswith("no CUDA graphs on this device: 42 eager steps were checked, 42 passed (")
     assert 0 < sum(bucket.seconds for bucket in report.buckets) <= report.seconds
 
 
-def test_a_ladder_of_one_bucket_and_a_test_that_is_switched_off(folder: Path) -> None:
+def test_one_bucket_alone_and_a_test_that_is_switched_off(folder: Path) -> None:
     report = engine(folder, max_rows=1, width=1).replica.selftest
     assert report is not None
     assert (len(report.buckets), report.left_out) == (1, 0)

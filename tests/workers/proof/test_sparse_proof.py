@@ -19,8 +19,8 @@ from workers.models.attention import sparse_rows
 from workers.proof.decode_steps import MOST_PAGES, Candidate, SelfTest
 from workers.proof.segments import MOST_CONTEXT, SegmentProof
 from workers.protocol.report import BucketReport
+from workers.step.buckets import DecodeBuckets
 from workers.step.decode import DecodeStep
-from workers.step.ladder import Ladder
 from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Stage
 
@@ -39,7 +39,7 @@ def parts(tmp_path: Path) -> StepParts:
 
 def decode(parts: StepParts, run: Callable[[DecodeStep], StepOutput], plain: bool | None = None) -> list[BucketReport]:
     """Of every decode step; `run` is its replay."""
-    steps = [DecodeStep(parts, key, Scratch(parts.device)) for key in Ladder(3, 2)]
+    steps = [DecodeStep(parts, key, Scratch(parts.device)) for key in DecodeBuckets(3, 2)]
     return SelfTest(parts, plain=plain).run([Candidate(step, lambda step=step: run(step)) for step in steps])
 
 
@@ -66,7 +66,7 @@ def wrong(select: Select, what: str) -> Select:
     return selected
 
 
-def test_every_scene_has_a_row_that_selects(parts: StepParts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_fixture_has_a_row_that_selects(parts: StepParts, monkeypatch: pytest.MonkeyPatch) -> None:
     longest: list[int] = []
     honest = sparse_rows.select_positions
 

@@ -53,14 +53,14 @@ def test_every_sampled_position_has_one_logits_row_and_its_token(layout: BatchLa
 
 
 @given(layouts)
-def test_a_decision_is_tokens_then_counts_then_bad_rows_then_faults(layout: BatchLayout) -> None:
+def test_a_decision_is_tokens_then_counts_then_nonfinite_rows_then_faults(layout: BatchLayout) -> None:
     places = range(layout.decision_size)
     windows = [place for row in range(layout.decode_rows) for place in places[layout.decode_slice(row)]]
     assert [*windows, *places[layout.final_slice]] == list(places[layout.target_slice])
-    sections = layout.target_slice, layout.accepted_slice, layout.bad_slice
+    sections = layout.target_slice, layout.accepted_slice, layout.nonfinite_slice
     assert [*(place for section in sections for place in places[section]), places[-1]] == list(places)
-    assert [*places[layout.bad_slice], places[-1]] == list(places[layout.fault_slice])
-    assert len(places[layout.bad_slice]) == layout.logits_rows
+    assert [*places[layout.nonfinite_slice], places[-1]] == list(places[layout.fault_slice])
+    assert len(places[layout.nonfinite_slice]) == layout.logits_rows
     assert len(places[layout.accepted_slice]) == layout.decode_rows
 
 

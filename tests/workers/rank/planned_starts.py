@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from quantised_checkpoints import FP8_NAMES, quantise, quantise_headers
+from quantized_checkpoints import FP8_NAMES, quantize, quantize_headers
 from tiny_models import write_tiny, write_tiny_headers
 
 SIZES: Final[dict[str, Any]] = {
@@ -37,10 +37,10 @@ class PlannedStart:
 
     def write(self, folder: Path, *, headers: bool = False) -> dict[str, Any]:
         """The checkpoint, in `folder`; the settings of an `EngineConfig` that starts it. `headers`: without numbers."""
-        write, quantise_written = (write_tiny_headers, quantise_headers) if headers else (write_tiny, quantise)
+        write, quantize_written = (write_tiny_headers, quantize_headers) if headers else (write_tiny, quantize)
         write(folder, self.kind, **SIZES, **(INDEXER if self.kind == "v32" else {}))
         if self.form:
-            quantise_written(folder, self.form, FP8_NAMES)
+            quantize_written(folder, self.form, FP8_NAMES)
         return {"model": str(folder), "max_rows": 512, "token_budget": 2048, "selftest": False, **self.settings}
 
 

@@ -11,7 +11,7 @@ import torch
 from paged import CPU
 from planned_starts import STARTS
 from published_configs import GLM52, K25, V3, V32
-from quantised_checkpoints import FP8_CONFIG, FP8_NAMES, INT4_CONFIG, INT4_NAMES, quantise
+from quantized_checkpoints import FP8_CONFIG, FP8_NAMES, INT4_CONFIG, INT4_NAMES, quantize
 from random_model import V2_LITE_HEADS
 from tiny_models import write_tiny
 
@@ -19,7 +19,7 @@ from workers.config import EngineConfig
 from workers.families import load_model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
-from workers.rank.cache_room import fp8_cache, longest_request, pages_within, rows_at
+from workers.rank.cache_budget import fp8_cache, longest_request, pages_within, rows_at
 from workers.rank.fitting import smallest_change
 from workers.rank.memory_plan import MemoryPlan, memory_plan
 from workers.scheduler import max_pages_per_row
@@ -60,7 +60,7 @@ def test_weights_are_what_a_start_asks_for(
     sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
     write_tiny(tmp_path, kind, **sizes, n_routed_experts=8)
     if form:
-        quantise(tmp_path, form, names)
+        quantize(tmp_path, form, names)
     asked: list[int] = []
     monkeypatch.setattr("workers.families.loading.check_memory", lambda wanted, *_: asked.append(wanted))
     model = load_model(tmp_path, group=Group(Mesh.of(0, ranks)), dtype=torch.bfloat16, device=CPU, max_positions=64)
@@ -120,7 +120,7 @@ def test_graphs_of_long_contexts_are_estimated_about_as_they_were_measured(name:
     assert 0.97 < plan.graphs / STARTS[name].measured < 1.1
 
 
-def test_room_for_the_largest_matrix_that_is_dequantised(tmp_path: Path) -> None:
+def test_room_for_the_largest_matrix_that_is_dequantized(tmp_path: Path) -> None:
     """That of the dense layers' gate and up projection, in bf16, for passes of many tokens: those of decode steps and
     those of mixed steps have memory of their own."""
     plans = []

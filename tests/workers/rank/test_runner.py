@@ -50,8 +50,8 @@ def grant(**fields: Any) -> dict[str, Any]:
     ("wrong", "said"),
     [
         ({"step": 2}, "plan of step 2 follows step 0"),
-        ({"scrub": (0,)}, r"pages to scrub \(0,\)"),
-        ({"scrub": (1, PAGES)}, rf"pages to scrub \(1, {PAGES}\)"),
+        ({"zero_fill": (0,)}, r"pages to zero-fill \(0,\)"),
+        ({"zero_fill": (1, PAGES)}, rf"pages to zero-fill \(1, {PAGES}\)"),
         ({"width": 0}, "width 0 / 2 drafts on a runner of width 3"),
         ({"width": 4}, "width 4 / 2 drafts"),
         ({"drafts": 3}, "width 3 / 3 drafts"),
@@ -98,7 +98,7 @@ def test_what_just_fits_is_taken(runner: Runner) -> None:
 
 
 @torch.inference_mode()
-def test_broken_numbers_are_a_bad_row_and_no_tokens(runner: Runner) -> None:
+def test_broken_numbers_are_a_nonfinite_row_and_no_tokens(runner: Runner) -> None:
     runner.parts.model.norm_E.fill_(torch.nan)
     result = runner.execute(GOOD)
     assert (result.tokens, result.bad) == (((),), (0,))
@@ -113,11 +113,11 @@ def test_ids_that_are_none_are_a_fault(runner: Runner) -> None:
 
 
 @torch.inference_mode()
-def test_pages_are_scrubbed_before_anything_else(runner: Runner) -> None:
+def test_pages_are_zero_filled_before_anything_else(runner: Runner) -> None:
     """A page that is granted in the same plan holds nothing but what the plan writes."""
     for layer in runner.parts.cache.layers:
         layer.fill_(torch.nan)
-    result = runner.execute(replace(GOOD, scrub=GOOD.grants[0].pages))
+    result = runner.execute(replace(GOOD, zero_fill=GOOD.grants[0].pages))
     assert result.bad == ()
     page = GOOD.grants[0].pages[0]
     assert not any(layer[page].isnan().any() for layer in runner.parts.cache.layers)

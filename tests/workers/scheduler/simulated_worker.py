@@ -105,7 +105,7 @@ class SimulatedWorker:
         assert len(set(used)) == len(used)
         assert list(plan.decode_slots) == sorted(plan.decode_slots)
         assert {grant.slot for grant in plan.grants} <= set(used), "pages for a row that is not run"
-        self._scrub(plan)
+        self._zero_fill(plan)
         self._admit(plan)
         self._grant(plan)
         self._check_written_pages_are_exclusive(plan, used)
@@ -127,13 +127,13 @@ class SimulatedWorker:
                 self._draft_rows(self.slots[slot], len(drafts) + 1, len(gained), plan)
             for row in plan.prefill:
                 self._draft_prompt(self.slots[row.slot], row, plan)
-        bad = self._bad_rows(plan, tokens)
-        for index in bad:
+        nonfinite = self._nonfinite_rows(plan, tokens)
+        for index in nonfinite:
             tokens[index] = ()
         scores = tuple(scores_of(row) for row in plan.prefill if row.scored)
-        return StepResult(plan.step, tuple(tokens), 0.001, self._logprobs(plan, tokens), bad, scores=scores)
+        return StepResult(plan.step, tuple(tokens), 0.001, self._logprobs(plan, tokens), nonfinite, scores=scores)
 
-    def _bad_rows(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> tuple[int, ...]:
+    def _nonfinite_rows(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Rows of which any entry behind a sampled token is no number."""
         sampled = [*plan.decode_slots, *(row.slot for row in plan.prefill if row.final)]
         if self.poison is None and not self.mishap:
@@ -145,7 +145,7 @@ class SimulatedWorker:
         return any(self.broken[self._entry(state, position)] for position in range(end))
 
     def _is_mishap(self, position: int) -> bool:
-        """Seldom at the beginning, where it would hit the replica's own probe."""
+        """Seldom at the beginning, where it would hit the replica's own canary request."""
         happens = self.rng.random() < (self.mishap if position else self.mishap**2)
         self.mishaps += happens
         return happens
@@ -157,8 +157,8 @@ class SimulatedWorker:
         before = position > 0 and self.broken[self._entry(state, position - 1)]
         self.broken[at] = before or broken or content[1] == self.poison
 
-    def _scrub(self, plan: StepPlan) -> None:
-        for page in plan.scrub:
+    def _zero_fill(self, plan: StepPlan) -> None:
+        for page in plan.zero_fill:
             assert NULL_PAGE < page < self.pages
             entries = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
             self.target[entries] = self.draft[entries] = [None] * PAGE_TOKENS

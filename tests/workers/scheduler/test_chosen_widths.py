@@ -18,7 +18,7 @@ from workload import config
 from workers.protocol.report import StepTime
 from workers.scheduler.speculation import TIMED, Speculation
 from workers.scheduler.step_times import UNUSUAL_IN_A_ROW, StepTimes
-from workers.step.ladder import Ladder
+from workers.step.buckets import DecodeBuckets
 
 MILLISECONDS = {
     1: (1.65, 2.21, 2.36, 2.45),
@@ -70,7 +70,7 @@ class Served:
             for width in range(MOST)
         )
         self.speculation = Speculation(config(width=MOST, adaptive=True, step_times=times, token_budget=2000))
-        self.modes, self.growth = Ladder(64, MOST, adaptive=True).modes(), growth
+        self.modes, self.growth = DecodeBuckets(64, MOST, adaptive=True).modes(), growth
         self.widths: Counter[int] = Counter()
 
     def run(self, requests: list[Any], chance: float, until: float, begun: float = 0.0) -> float:
@@ -92,15 +92,15 @@ class Served:
             spent += usual
             tokens += gained(width, chance)
             self.widths[width] += 1
-            speculation.observe(width, [(one, self.stood(width, chance)) for one in requests], seconds, alone=True)
+            speculation.observe(width, [(one, self.accepted(width, chance)) for one in requests], seconds, alone=True)
         return tokens / spent
 
-    def stood(self, width: int, chance: float) -> int:
+    def accepted(self, width: int, chance: float) -> int:
         """How many drafts of a row do."""
-        stood = 0
-        while stood < width - 1 and self.random.random() < chance:
-            stood += 1
-        return stood
+        accepted = 0
+        while accepted < width - 1 and self.random.random() < chance:
+            accepted += 1
+        return accepted
 
 
 def gained(width: int, chance: float) -> float:
@@ -109,7 +109,7 @@ def gained(width: int, chance: float) -> float:
 
 
 def ratios(factor: Factor, seed: int, growth: float = 0.0) -> dict[tuple[int, float], float]:
-    """What is reached of the best fixed width, by rows and by how probable it is that a draft stands."""
+    """What is reached of the best fixed width, by rows and by how probable it is that a draft is accepted."""
     served, found = Served(factor, seed, growth), {}
     for rows, by_width in MILLISECONDS.items():
         for chance in CHANCES:
@@ -190,8 +190,8 @@ def test_a_self_test_that_is_far_off_is_not_believed_for_ever() -> None:
     assert times.seconds(8, 2) == pytest.approx(6.5e-3, rel=0.02)
 
 
-def served(rows: int, steps: int, speculation: Speculation, stand: bool = False) -> list[tuple[int, int]]:
-    """Width and drafts of so many steps, which take what the self-test found; a draft stands never or always."""
+def served(rows: int, steps: int, speculation: Speculation, accept: bool = False) -> list[tuple[int, int]]:
+    """Width and drafts of so many steps, which take what the self-test found; a draft is accepted never or always."""
     made = []
     requests = [row() for _ in range(rows)]
     for _ in range(steps):
@@ -200,7 +200,7 @@ def served(rows: int, steps: int, speculation: Speculation, stand: bool = False)
         made.append((width, drafts))
         # The step that drafts more than the next one of its width feeds takes longer.
         seconds = 1e-3 * MILLISECONDS[rows][width - 1] * (1.0 if drafts < width else 1.5)
-        speculation.observe(width, [(one, (width - 1) * stand) for one in requests], seconds, alone=True)
+        speculation.observe(width, [(one, (width - 1) * accept) for one in requests], seconds, alone=True)
     return made
 
 
@@ -216,7 +216,7 @@ def test_all_widths_are_tried_in_turn() -> None:
     assert {width for width, _ in made[-1000:]} == {1, 2, 3, 4}
     assert sum(width == 1 for width, _ in made) > 0.85 * len(made)
     speculation = chooser()
-    made = served(64, 3000, speculation, stand=True)
+    made = served(64, 3000, speculation, accept=True)
     assert speculation.best == 4
     assert {width for width, _ in made[-1000:]} == {2, 3, 4}, "one token a row is hopeless where four are accepted"
 
@@ -227,8 +227,8 @@ def test_other_widths_are_tried_while_every_step_has_prompts() -> None:
     for turn in range(6000):
         width, drafts = speculation.choose(len(requests))
         speculation.planned(drafts)
-        stood = width - 1 if turn >= 600 else 0
-        speculation.observe(width, [(one, stood) for one in requests], 0.01, alone=False)
+        accepted = width - 1 if turn >= 600 else 0
+        speculation.observe(width, [(one, accepted) for one in requests], 0.01, alone=False)
         if turn == 599:
             assert speculation.best == 1
     assert speculation.best == MOST
@@ -242,7 +242,7 @@ def test_the_time_of_steps_that_draft_for_wider_ones_is_not_that_of_their_width(
         assert speculation.times.seconds(64, width) == pytest.approx(1e-3 * MILLISECONDS[64][width - 1], rel=0.01)
 
 
-def test_a_probe_ends_soon_when_nearly_all_rows_leave() -> None:
+def test_an_exploration_ends_soon_when_nearly_all_rows_leave() -> None:
     speculation = chooser()
     served(64, 200, speculation)
     while speculation.choose(64)[0] < 3:

@@ -19,9 +19,9 @@ from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResu
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, SchedulerConfig
 from workers.scheduler.mixed_target import AIM, DECODE_STEPS, Measured, MixedTarget
-from workers.scheduler.prompt_room import FEWEST, PIECE, TAIL, padded
+from workers.scheduler.prompt_budget import FEWEST, PIECE, TAIL, padded
 from workers.scheduler.step_times import StepTimes
-from workers.step.ladder import token_buckets
+from workers.step.buckets import token_buckets
 
 BUDGET, ROWS = 2048, 16
 WOKEN = step_seconds("experts", 64, 1)
@@ -297,7 +297,7 @@ def test_steps_shorter_than_those_of_their_rows_say_that_these_take_less() -> No
         mixed.observe(1, 1, [(0, 20)], 0.004)
     assert times.seconds(1, 1) == pytest.approx(0.004, rel=0.1)
     for _ in range(60):
-        count = mixed.room(1, 1, BUDGET).tokens(0, BUDGET)
+        count = mixed.prompt_budget(1, 1, BUDGET).tokens(0, BUDGET)
         mixed.observe(1, 1, [(0, count)], 0.004 + 11e-6 * count)
     assert 11e-6 * count == pytest.approx(AIM * 0.02 - 0.004, rel=0.1)
 

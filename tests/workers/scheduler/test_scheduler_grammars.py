@@ -10,7 +10,7 @@ from workers.protocol.grammar import COMPILED_AT_ONCE, CompileGrammar, ForgetGra
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.scheduler import Scheduler, SchedulerConfig
-from workers.scheduler.soundness import STUCK
+from workers.scheduler.soundness import DEAD_END
 
 A, B = Grammar("regex", "a+"), Grammar("regex", "b+")
 CONFIG = SchedulerConfig(slots=3, pages=40, max_context=400, token_budget=80, width=2, queue_limit=8)
@@ -36,7 +36,7 @@ def request(name: str, grammar: Grammar | None, **sampling: object) -> Request:
 
 def result(plan: StepPlan, **fields: object) -> StepResult:
     sampled = plan.layout.sampled_rows
-    tokens = [() if row in fields.get("stuck", ()) else (9,) for row in range(sampled)]  # type: ignore[operator]
+    tokens = [() if row in fields.get("dead_ends", ()) else (9,) for row in range(sampled)]  # type: ignore[operator]
     return StepResult(plan.step, tuple(tokens), 0.001, **fields)  # type: ignore[arg-type]
 
 
@@ -167,15 +167,15 @@ def test_a_grammar_is_forgotten_with_its_last_request(ready: bool) -> None:
     assert run.idle
 
 
-def test_a_stuck_row_ends_its_request_alone_and_no_probe_follows() -> None:
+def test_a_dead_end_ends_its_request_alone_and_no_canary_follows() -> None:
     run = scheduler()
     run.add(request("bound", A))
     run.grammar_ready(GrammarReady(1))
     run.add(request("free", None))
     plan = run.plan()
     assert plan is not None
-    outputs = {output.request_id: output for output in run.apply(result(plan, stuck=(0,)))}
-    assert (outputs["bound"].failed, outputs["bound"].stuck) == (STUCK, True)
+    outputs = {output.request_id: output for output in run.apply(result(plan, dead_ends=(0,)))}
+    assert (outputs["bound"].failed, outputs["bound"].dead_ends) == (DEAD_END, True)
     assert outputs["free"].tokens == (9,)
     assert run.stats().bad_rows == 0
     following = run.plan()
@@ -195,7 +195,7 @@ def test_a_stuck_row_ends_its_request_alone_and_no_probe_follows() -> None:
         ((1,), 2, (8, 7), (8,), "length"),
     ],
 )
-def test_the_tokens_before_a_row_is_stuck_stand_and_may_be_its_end(
+def test_the_tokens_before_a_dead_end_are_kept_and_may_be_its_end(
     stop_ids: tuple[int, ...], most: int, tokens: tuple[int, ...], want: tuple[int, ...], finish: str | None
 ) -> None:
     run = Scheduler(replace(CONFIG, width=4))
@@ -207,9 +207,11 @@ def test_the_tokens_before_a_row_is_stuck_stand_and_may_be_its_end(
     assert second is not None
     run.apply(result(first))
     before = run.stats()
-    said, *failure = run.apply(StepResult(second.step, (tokens,), 0.001, stuck=(0,)))
+    said, *failure = run.apply(StepResult(second.step, (tokens,), 0.001, dead_ends=(0,)))
     assert (said.tokens, said.finish, said.failed) == (want, finish, "")
-    assert [(output.tokens, output.failed, output.stuck) for output in failure] == [((), STUCK, True)] * (not finish)
+    assert [(output.tokens, output.failed, output.dead_end) for output in failure] == [((), DEAD_END, True)] * (
+        not finish
+    )
     after = run.stats()
     assert after.generated_tokens - before.generated_tokens == len(want)
     assert after.drafts_offered - before.drafts_offered == said.offered == 3

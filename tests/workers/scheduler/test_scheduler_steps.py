@@ -15,7 +15,7 @@ from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.protocol.prompt import pack_tokens
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, max_entries_per_row, max_pages_per_row
-from workers.step.ladder import Ladder
+from workers.step.buckets import DecodeBuckets
 
 
 def test_a_prompt_is_cut_into_chunks_of_the_budget() -> None:
@@ -311,7 +311,7 @@ def test_results_out_of_order_or_of_another_shape_raise() -> None:
 
 
 def adaptive(agree: float, tokens_of: int = 300) -> Replica:
-    """A replica that has served a request whose drafts stand with this probability; steps cost their widths."""
+    """A replica that has served a request whose drafts are accepted with this probability; steps cost their widths."""
     times = tuple(StepTime(1, width, 0.001 + 0.0005 * (width - 1)) for width in (1, 2, 3))
     replica = Replica(config(adaptive=True, step_times=times, max_context=2000, pages=200), agree=agree)
     plain = replica.worker.execute
@@ -333,7 +333,7 @@ def test_steps_feed_fewer_tokens_when_drafts_do_not_pay_and_more_when_they_do() 
     widths = [plan.width for plan in replica.plans]
     assert widths.count(1) > 0.85 * len(widths), "some steps try what one draft would give"
     assert 2 in widths[100:]
-    assert {(plan.width, plan.drafts) for plan in replica.plans} <= set(Ladder(4, 3, adaptive=True).modes())
+    assert {(plan.width, plan.drafts) for plan in replica.plans} <= set(DecodeBuckets(4, 3, adaptive=True).modes())
     replica.worker.agree = 1.0
     replica.add("b", tokens(10), max_tokens=1500)
     replica.run()
@@ -345,12 +345,12 @@ def test_steps_feed_fewer_tokens_when_drafts_do_not_pay_and_more_when_they_do() 
     assert min(stats.acceptance) > 0.8
 
 
-def test_a_fixed_width_stays_whatever_stands() -> None:
+def test_a_fixed_width_stays_whatever_is_accepted() -> None:
     replica = Replica(config(), agree=0.0)
     replica.add("a", tokens(10), max_tokens=100)
     replica.run()
     stats = replica.scheduler.stats()
-    assert stats.drafts_offered > 100 > 20 * stats.drafts_accepted, "in most steps not one stood"
+    assert stats.drafts_offered > 100 > 20 * stats.drafts_accepted, "in most steps not one was accepted"
     assert {(plan.width, plan.drafts) for plan in replica.plans} == {(3, 2)}
 
 

@@ -16,7 +16,7 @@ from workers.protocol.report import StepTime
 from workers.scheduler.acceptance import SETTLED, WINDOW, Acceptance, Baseline
 from workers.scheduler.speculation import Speculation
 from workers.scheduler.step_times import StepTimes
-from workers.step.ladder import Ladder, row_buckets
+from workers.step.buckets import DecodeBuckets, row_buckets
 
 MOST = 4
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -44,11 +44,11 @@ def measured(kind: str) -> tuple[StepTime, ...]:
 
 def row() -> Any:
     """What is followed of a request."""
-    return SimpleNamespace(drafts_tried=[], drafts_stood=[])
+    return SimpleNamespace(drafts_tried=[], drafts_accepted_at=[])
 
 
 class Simulation:
-    """A replica whose drafts stand with the probability that `chance` says, given the time and the row."""
+    """A replica whose drafts are accepted with the probability that `chance` says, given the time and the row."""
 
     def __init__(
         self, kind: str, rows: int, chance: Callable[[float, int], float], times: Sequence[StepTime], seed: int = 0
@@ -57,7 +57,7 @@ class Simulation:
         self.requests: list[Any] = [row() for _ in range(rows)]
         self.random = random.Random(rows + 1000 * seed)
         self.speculation = Speculation(config(width=MOST, adaptive=True, step_times=tuple(times), token_budget=2000))
-        self.ladder = Ladder(max(rows, 1), MOST, adaptive=True)
+        self.buckets = DecodeBuckets(max(rows, 1), MOST, adaptive=True)
         self.seconds, self.tokens = 0.0, 0
         self.widths: Counter[int] = Counter()
 
@@ -68,19 +68,19 @@ class Simulation:
         while self.seconds < until:
             while len(flights) < 2:
                 width, drafts = self.speculation.choose(len(self.requests))
-                assert (width, drafts) in self.ladder.modes()
+                assert (width, drafts) in self.buckets.modes()
                 self.speculation.planned(drafts)
                 flights.append(width)
             width = flights.popleft()
             seconds = step_seconds(self.kind, len(self.requests), width)
             rows = []
             for index, request in enumerate(self.requests):
-                stood = 0
-                while stood < width - 1 and self.random.random() < self.chance(self.seconds, index):
-                    stood += 1
-                rows.append((request, stood))
-                self.tokens += 1 + stood
-                gained[index] += 1 + stood
+                accepted = 0
+                while accepted < width - 1 and self.random.random() < self.chance(self.seconds, index):
+                    accepted += 1
+                rows.append((request, accepted))
+                self.tokens += 1 + accepted
+                gained[index] += 1 + accepted
                 if length and gained[index] >= length:
                     self.requests[index], gained[index] = row(), 0
             self.seconds += seconds
@@ -116,7 +116,7 @@ def test_times_that_nobody_measured_are_learnt(chance: float) -> None:
     assert run.tokens / run.seconds >= 0.9 * best, run.widths
 
 
-def test_drafts_that_begin_to_stand_are_noticed() -> None:
+def test_drafts_that_begin_to_be_accepted_are_noticed() -> None:
     """And those that stop."""
     run = Simulation("experts", 1, lambda now, index: 0.95 if 10 < now < 30 else 0.0, measured("experts"))
     run.run(10.0)

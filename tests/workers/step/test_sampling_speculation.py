@@ -154,17 +154,17 @@ def likeliest_run():
     return p_values(likeliest_drafts(TARGET), 2, cases=("plain", "top_k"))[1]
 
 
-def test_a_point_mass_draft_stands_with_its_probability():
+def test_a_point_mass_draft_is_accepted_with_its_probability():
     """A draft d chosen without the noise is accepted with probability p(d)."""
     loop = likeliest_run()
     assert len(loop.first_drafts) > 20_000
-    mean = variance = stood = 0.0
+    mean = variance = total = 0.0
     distributions = [filtered_distribution(CASES[case]) for case in ("plain", "top_k")]
     for index, (before, draft, accepted) in enumerate(loop.first_drafts):
         case = (index % (2 * SLOTS_A_CASE)) // SLOTS_A_CASE
         p = float(distributions[case][before, draft])
-        mean, variance, stood = mean + p, variance + p * (1 - p), stood + accepted
-    assert abs(stood - mean) < 4 * math.sqrt(variance)
+        mean, variance, total = mean + p, variance + p * (1 - p), total + accepted
+    assert abs(total - mean) < 4 * math.sqrt(variance)
 
 
 def test_shared_noise_accepts_more_than_independent_sampling_would():
@@ -174,7 +174,7 @@ def test_shared_noise_accepts_more_than_independent_sampling_would():
     befores = torch.tensor([before for before, _, _ in loop.first_drafts])
     independent = float((p * q).sum(1)[befores].mean())
     bound = float(torch.minimum(p, q).sum(1)[befores].mean())
-    share = sum(stood for _, _, stood in loop.first_drafts) / len(loop.first_drafts)
+    share = sum(total for _, _, total in loop.first_drafts) / len(loop.first_drafts)
     assert independent + 0.2 < share
     assert 0.85 * bound < share <= bound + 0.01
 

@@ -24,7 +24,7 @@ from workers.families.loading import counted, load_model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.reader import MOST_DEQUANTISED, CheckpointReader
+from workers.weights.reader import MOST_DEQUANTIZED, CheckpointReader
 from workers.weights.stored import INT4_SHAPE, Wanted
 from workers.weights.upload import Uploader
 from workers.weights.weight import Format
@@ -70,7 +70,7 @@ def write_folder(folder: Path, form: Format, bench: Path) -> None:
     import checkpoint
     import shapes
 
-    values = {**shapes.SHAPES["v3-slice"][0], **SIZES, "num_nextn_predict_layers": 0, **checkpoint.QUANTISED[form]}
+    values = {**shapes.SHAPES["v3-slice"][0], **SIZES, "num_nextn_predict_layers": 0, **checkpoint.QUANTIZED[form]}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
     files = list(checkpoint.by_layer(checkpoint.wanted(values)))
@@ -153,17 +153,17 @@ def loads(rank: int, folder: Path, ranks: int, dtype: torch.dtype, how: str) -> 
         keep_what_is_read()
     config = loading.load_config(folder)
     with Checkpoint.open(folder) as checkpoint:
-        _, census = counted(config, group, dtype, checkpoint.dtype_of, draft_layer=False, invariant=False)
+        _, dry_run = counted(config, group, dtype, checkpoint.dtype_of, draft_layer=False, invariant=False)
     torch.ones(1 << 20).to(torch.float8_e4m3fn).float().sum()  # what torch keeps for itself
     with Watch() as watch:
         model = load_model(folder, group=group, dtype=dtype, device=CPU, max_positions=64)
     # A thread has two buffers, and while it dequantizes numbers, scales and products, in fp32, and what it stores.
-    work = threads * (2 * MIB + 16 * MOST_DEQUANTISED)
+    work = threads * (2 * MIB + 16 * MOST_DEQUANTIZED)
     expert = 3 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"] * dtype.itemsize
     assert len(model.layers) == SIZES["num_hidden_layers"]
-    assert watch.growth > census.bytes / 2 > 30 * MIB, "nothing was measured"
-    beyond = watch.growth - census.bytes
-    assert beyond < expert + work + SLACK, f"{beyond / MIB:.0f} MiB beyond {census.bytes / MIB:.0f}"
+    assert watch.growth > dry_run.bytes / 2 > 30 * MIB, "nothing was measured"
+    beyond = watch.growth - dry_run.bytes
+    assert beyond < expert + work + SLACK, f"{beyond / MIB:.0f} MiB beyond {dry_run.bytes / MIB:.0f}"
 
 
 CASES = [

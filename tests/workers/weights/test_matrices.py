@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantised_checkpoints import WRITERS
+from quantized_checkpoints import WRITERS
 from safetensors.torch import save_file
 
 from kernels.matrix import BlockScaled
@@ -19,7 +19,7 @@ from workers.weights.checkpoint import Checkpoint, WeightsError
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.reader import CheckpointReader
-from workers.weights.source import Census
+from workers.weights.source import DryRun
 from workers.weights.weight import Format, Weight
 
 CPU = torch.device("cpu")
@@ -29,21 +29,21 @@ FORMATS = {"fp8": Format.FP8_BLOCKS, "int4": Format.INT4_GROUPS, "plain": Format
 def read(
     folder: Path, stacks: list[list[Part]], mesh: Mesh, dtype: torch.dtype = torch.float32
 ) -> tuple[Weight, list[str]]:
-    """One matrix, or those of several experts, as a rank loads them after its census; and what the user is told."""
+    """One matrix, or those of several experts, as a rank loads them after its dry run; and what the user is told."""
     said: list[str] = []
 
     def build(source: Any) -> Weight:
         return source.matrix(*stacks[0]) if len(stacks) == 1 else source.experts(stacks)
 
     with Checkpoint.open(folder) as checkpoint:
-        census = Census(mesh, dtype, dtype_of=checkpoint.dtype_of)
-        counted = build(census)
-        checkpoint.verify(census.wanted, ["other"])
-        with CheckpointReader(checkpoint, mesh, dtype, CPU, LoadingProgress(census.bytes, None)) as reader:
+        dry_run = DryRun(mesh, dtype, dtype_of=checkpoint.dtype_of)
+        counted = build(dry_run)
+        checkpoint.verify(dry_run.wanted, ["other"])
+        with CheckpointReader(checkpoint, mesh, dtype, CPU, LoadingProgress(dry_run.bytes, None)) as reader:
             reader.tell = said.append  # type: ignore[method-assign]
             weight = build(reader)
             reader.settle()
-    assert census.bytes == weight.nbytes
+    assert dry_run.bytes == weight.nbytes
     assert (counted.format, counted.block, counted.shape) == (weight.format, weight.block, weight.shape)
     return weight, said
 
@@ -53,7 +53,7 @@ def kernels_read(weight: Weight) -> None:
     assert weight.scales is not None
     assert weight.block is not None
     matrix = BlockScaled(weight.data, weight.scales, *weight.block)
-    assert torch.equal(matrix.float(), weight.dequantised(torch.float32))
+    assert torch.equal(matrix.float(), weight.dequantized(torch.float32))
 
 
 def reordered(numbers: np.ndarray, rope: RopeRows) -> np.ndarray:
@@ -123,7 +123,7 @@ def matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory: pyte
                 rows.append(reordered(share, part.rope) if part.rope else share)
             want.append(np.concatenate(rows))
         wanted = torch.from_numpy(np.stack(want) if experts > 1 else want[0])
-        assert torch.equal(weight.dequantised(torch.float32), wanted)
+        assert torch.equal(weight.dequantized(torch.float32), wanted)
         assert len(said) == (rank == 0 and weight.format is Format.PLAIN and set(kinds) != {"plain"})
         loaded.append(weight)
     assert len({(weight.format, weight.block) for weight in loaded}) == 1, "ranks differ"
@@ -164,8 +164,8 @@ def test_many_matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_fac
 def test_blocks_of_published_widths(ranks: int, intermediate: int, block: tuple[int, int]) -> None:
     """Gate above up, of which every rank has a share."""
     parts = [Part(f"mlp.{half}_proj.weight", intermediate, 7168, shard=Shard(0, "experts")) for half in ("gate", "up")]
-    census = Census(Mesh.of(0, ranks), torch.bfloat16, dtype_of={part.name: "F8_E4M3" for part in parts}.get)
-    assert census.matrix(*parts).block == block
+    dry_run = DryRun(Mesh.of(0, ranks), torch.bfloat16, dtype_of={part.name: "F8_E4M3" for part in parts}.get)
+    assert dry_run.matrix(*parts).block == block
 
 
 @pytest.mark.parametrize("kind", ["F8_E4M3", "I32"])
@@ -193,10 +193,10 @@ def test_formats_of_invariant_mode_are_those_of_all_numbers_of_ranks(
     dtypes = dict.fromkeys(names, kind) if kind == "F8_E4M3" else {f"{name}_packed": kind for name in names}
     for count in ranks:
         said: list[str] = []
-        census = Census(Mesh.of(0, count), torch.bfloat16, dtype_of=dtypes.get, invariant=True)
-        census.tell = said.append  # type: ignore[method-assign]
-        down_XEI = census.experts([[down]])
-        gate_up_XFE = census.experts([gate_up])
+        dry_run = DryRun(Mesh.of(0, count), torch.bfloat16, dtype_of=dtypes.get, invariant=True)
+        dry_run.tell = said.append  # type: ignore[method-assign]
+        down_XEI = dry_run.experts([[down]])
+        gate_up_XFE = dry_run.experts([gate_up])
         weights = {"down": (down_XEI, "experts.down_proj"), "gate_up": (gate_up_XFE, "experts.gate_proj and")}
         for name, (weight, called) in weights.items():
             stays = f"{kind} {name}" in kept
@@ -214,7 +214,7 @@ def test_plain_tensors_and_rows_of_a_quantized_matrix(kind: str, dtype: torch.dt
     tensors, want = WRITERS[kind]("a.weight", 201, 96, seed=3)
     save_file(tensors, tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.weights.reader.MOST_DEQUANTISED", 7 * 96)
+        patch.setattr("workers.weights.reader.MOST_DEQUANTIZED", 7 * 96)
         reader = CheckpointReader(checkpoint, Mesh.of(1, 2), dtype, CPU, LoadingProgress(0, None))
         whole = reader.load("a.weight", 201, 96)
         rows = reader.plain(Part("a.weight", 201, 96, own=slice(101, 201)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from paged import CPU
-from quantised_checkpoints import INT4_CONFIG, fp8
+from quantized_checkpoints import INT4_CONFIG, fp8
 from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -35,9 +35,9 @@ def test_fp8_is_what_transformers_makes_of_it(dtype: torch.dtype, tmp_path: Path
     theirs = Fp8Dequantize(None)._dequantize_one(tensors["a.weight"], tensors["a.weight_scale_inv"], dtype)
     kept, plain = load(tmp_path, tensors, Part("a.weight", 256, 384))
     assert kept.format is Format.FP8_BLOCKS
-    assert torch.equal(kept.dequantised(dtype), theirs)
+    assert torch.equal(kept.dequantized(dtype), theirs)
     assert torch.equal(plain.to(dtype), theirs)
-    assert np.array_equal(kept.dequantised(torch.float32).numpy(), meant)
+    assert np.array_equal(kept.dequantized(torch.float32).numpy(), meant)
 
 
 def test_int4_is_what_compressed_tensors_writes_and_reads(tmp_path: Path) -> None:
@@ -57,6 +57,6 @@ def test_int4_is_what_compressed_tensors_writes_and_reads(tmp_path: Path) -> Non
     tensors = {f"a.{name}": tensor for name, tensor in written.items()}
     kept, plain = load(tmp_path, tensors, Part("a.weight", 48, 160))
     assert kept.format is Format.INT4_GROUPS
-    assert torch.equal(kept.dequantised(torch.float32), weight)
+    assert torch.equal(kept.dequantized(torch.float32), weight)
     assert torch.equal(plain, weight)
-    assert torch.equal(kept.dequantised(read.dtype), read)
+    assert torch.equal(kept.dequantized(read.dtype), read)

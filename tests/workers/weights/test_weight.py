@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantised_checkpoints import fp8, int4
+from quantized_checkpoints import fp8, int4
 
 from workers.weights.weight import Format, Weight
 
@@ -43,19 +43,19 @@ def test_parts_of_quantized_weights_are_parts_of_their_numbers(data: st.DataObje
         weight = fp8_weight(rows, data.draw(st.integers(1, 300), label="columns"), (height, 32), experts)
     else:
         weight = int4_weight(rows, 32 * data.draw(st.integers(1, 5), label="groups"), experts)
-    numbers = weight.dequantised(torch.float32)
+    numbers = weight.dequantized(torch.float32)
     assert weight.shape == numbers.shape
     assert weight.nbytes == weight.data.nbytes + weight.scales.nbytes
     expert = data.draw(st.integers(0, experts - 1), label="expert")
-    assert torch.equal(weight[expert].dequantised(torch.float32), numbers[expert])
-    assert torch.equal(weight[expert:].dequantised(torch.float32), numbers[expert:])
+    assert torch.equal(weight[expert].dequantized(torch.float32), numbers[expert])
+    assert torch.equal(weight[expert:].dequantized(torch.float32), numbers[expert:])
     blocks = -(-rows // height)
     first = data.draw(st.integers(0, blocks - 1), label="first block")
     begin, end = first * height, min(data.draw(st.integers(first + 1, blocks), label="last block") * height, rows)
     part = weight[expert][begin:end]
-    assert torch.equal(part.dequantised(torch.float32), numbers[expert, begin:end])
+    assert torch.equal(part.dequantized(torch.float32), numbers[expert, begin:end])
     assert part.data.untyped_storage().data_ptr() == weight.data.untyped_storage().data_ptr()
-    assert torch.equal(part.dequantised(torch.bfloat16), numbers[expert, begin:end].bfloat16())
+    assert torch.equal(part.dequantized(torch.bfloat16), numbers[expert, begin:end].bfloat16())
 
 
 @pytest.mark.parametrize("part", [slice(8, 32), slice(0, 8), slice(0, 32, 2), 3])
@@ -65,7 +65,7 @@ def test_output_features_begin_and_end_with_blocks(part: int | slice) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_dequantised_means_what_the_published_tensors_mean(kind: str) -> None:
+def test_dequantized_means_what_the_published_tensors_mean(kind: str) -> None:
     if kind == "fp8":
         tensors, want = fp8("w", 200, 300, seed=1)
         weight = Weight(tensors["w"], Format.FP8_BLOCKS, tensors["w_scale_inv"], (128, 128))
@@ -73,7 +73,7 @@ def test_dequantised_means_what_the_published_tensors_mean(kind: str) -> None:
         tensors, want = int4("w", 20, 96, seed=1)
         weight = Weight(tensors["w_packed"].view(torch.uint8), Format.INT4_GROUPS, tensors["w_scale"])
     assert weight.shape == want.shape
-    assert torch.equal(weight.dequantised(torch.float32), torch.from_numpy(want))
+    assert torch.equal(weight.dequantized(torch.float32), torch.from_numpy(want))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kernels.mla_decode import INVARIANT_UNIT
+from kernels.mla_decode import INVARIANT_SPLIT
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
@@ -87,7 +87,7 @@ class ChunkRows(Geometry):
         token_U = torch.zeros(count * width, dtype=torch.int64, device=device)
         place_T = torch.zeros(tokens, dtype=torch.int64, device=device)
         length_R = torch.zeros(count, dtype=torch.int32, device=device)
-        unit = INVARIANT_UNIT // PAGE_TOKENS
+        unit = INVARIANT_SPLIT // PAGE_TOKENS
         powers = [unit << power for power in range((-(-pages // unit)).bit_length())]
         return [
             ChunkRows(width, token_U, place_T, length_R, length_R.new_zeros(count, columns))
@@ -102,7 +102,7 @@ class ChunkRows(Geometry):
     def parts(self) -> list[tuple[slice, DecodeBatch]]:
         """Slices of the queries with their rows, none larger than the first: partial results of long contexts stay
         bounded."""
-        pieces = -(-self.page_RP.shape[1] * PAGE_TOKENS // INVARIANT_UNIT)
+        pieces = -(-self.page_RP.shape[1] * PAGE_TOKENS // INVARIANT_SPLIT)
         pieces = 1 << (pieces - 1).bit_length()
         step = max(1, min(ROWS, PIECES // pieces))
         return [

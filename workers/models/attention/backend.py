@@ -68,6 +68,6 @@ class Backend(ABC):
         from its `Heads` and its cache, so that what one layer launches can be launched again for the next
         (`kernels.repeat`)."""
 
-    def rehearse(self, heads: Heads) -> None:  # noqa: B027 (most have nothing of the kind)
+    def reserve(self, heads: Heads) -> None:  # noqa: B027 (most have nothing of the kind)
         """Launch what `attend` may launch in sizes that no graph and no number of tokens fixes, up to those that this
         was made for, so that no step is the first to do it. Reads and writes memory of its own."""

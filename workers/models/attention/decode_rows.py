@@ -21,7 +21,7 @@ from kernels.dependent import launches_dependently
 from kernels.head_linear import absorb as absorb_roped
 from kernels.head_linear import head_linear, merge_up, rope_absorb
 from kernels.linear import MOST_STREAMED
-from kernels.mla_decode import DecodeShape, launch, mla_decode, plan_decode
+from kernels.mla_decode import DecodeShape, launch, mla_decode, schedule_decode
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Heads
 from workers.models.batch import DecodeBatch
@@ -43,7 +43,7 @@ def plan_rows(heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Ca
         invariant=heads.invariant,
     )
     tables, dtype = (rows.length_R, rows.page_RP), heads.norm_L.dtype
-    workspace = plan_decode(shape, *tables, dtype, empty, first=first, fp8=heads.fp8_cache)
+    workspace = schedule_decode(shape, *tables, dtype, empty, first=first, fp8=heads.fp8_cache)
     return replace(rows, workspace=workspace)
 
 

@@ -200,7 +200,7 @@ class ExpandedChunks(Backend):
             merge_attention(own.out_THV, own.lse_TH, keys.out_THV, keys.lse_TH, into_THV, own.lse_TH)
 
     @override
-    def rehearse(self, heads: Heads) -> None:
+    def reserve(self, heads: Heads) -> None:
         for piece in self.context:
             for count in range(EXPANDED, piece.latent_XL.shape[0] + 1, EXPANDED):
                 heads.expand(piece.latent_XL[:count], piece.kv_XF[:count])

@@ -74,8 +74,8 @@ def selection(batch: Batch, top_k: int, scratch: Scratch) -> Selection:
         bound_T[split:].copy_(own_2T[1])
     own_TS = batch.kept_TS if batch.given_TS is None else batch.given_TS
     selected_TS = scratch.empty(end, top_k, dtype=torch.int32) if own_TS is None else own_TS[:end]
-    astray_1 = batch.astray_1
-    fault_1 = scratch.empty(1, dtype=torch.int64).zero_() if astray_1 is None else astray_1
+    out_of_bounds_count_1 = batch.out_of_bounds_count_1
+    fault_1 = scratch.empty(1, dtype=torch.int64).zero_() if out_of_bounds_count_1 is None else out_of_bounds_count_1
     return Selection(row_T, bound_T, selected_TS, fault_1, given=batch.given_TS is not None)
 
 
@@ -285,7 +285,7 @@ class SparseRows(Backend):
             )
             value_HLV = heads.value_HVL.transpose(1, 2)
             head_linear(attended_THL, value_HLV, out_THV, invariant=heads.invariant, dependent=dependent)
-        refuse_astray(where.fault_1)
+        refuse_out_of_bounds(where.fault_1)
 
     def _turns(self, cache_PKC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Which tokens attend at once, to which cache, by which page tables."""
@@ -301,8 +301,8 @@ class SparseRows(Backend):
             begin = end
 
 
-def refuse_astray(fault_1: Tensor) -> None:
+def refuse_out_of_bounds(fault_1: Tensor) -> None:
     """IndexError where a CPU has counted what a GPU would have to be asked for."""
-    if fault_1.device.type == "cpu" and (astray := int(fault_1)):
+    if fault_1.device.type == "cpu" and (out_of_bounds := int(fault_1)):
         fault_1.zero_()
-        raise IndexError(f"{astray} positions, pages or rows of sparse attention are outside the cache")
+        raise IndexError(f"{out_of_bounds} positions, pages or rows of sparse attention are outside the cache")

@@ -1,0 +1,135 @@
+"""What a request will cost, read off its body before any replica sees it: prompt tokens, page hashes, sequences.
+
+Never fails: a body that makes no sense is the chosen replica's to refuse, it only has to be sent somewhere. Of a body
+that was cut off at the router's limit, the head gives the page hashes, its tokens a byte give the length of the rest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from pydantic_core import from_json
+
+from deploy.routing.chat_shapes import as_chat
+from deploy.routing.policy import RequestFeatures
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, template_message, tools_of
+from deploy.text.errors import ChatTemplateError
+from deploy.text.lane import aside, at_once
+from deploy.text.tokenizer import Tokenizer
+from kernels.page import PAGE_TOKENS
+from workers.protocol.prompt import page_keys
+
+BYTES_PER_TOKEN = 4
+"""Where nothing better is known."""
+REMEMBERED = 512
+MOST_ROWS = 1024
+"""Nonsense must not outweigh all other requests."""
+INLINE_MESSAGES = 256
+"""Chats of up to so many messages are rendered in the event loop."""
+
+
+class FeatureReader:
+    """Turns bodies of the generating endpoints into what routing needs to know."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, chat_template: str | None = None, control_tokens_in_text: bool = False
+    ) -> None:
+        """`tokenizer` and settings: the same as the replicas', so that page hashes agree; None for a model without a
+        tokenizer."""
+        self._tokenizer, self._template = tokenizer, chat_template
+        self._control_tokens = control_tokens_in_text
+        self._recent: OrderedDict[bytes, RequestFeatures] = OrderedDict()
+
+    async def read(self, body: bytes, full_length: int | None = None) -> RequestFeatures:
+        """`full_length`: bytes of the whole body when `body` is only its head."""
+        whole = full_length or len(body)
+        digest = blake2b(body, digest_size=16, key=whole.to_bytes(8, "little")).digest()
+        if (known := self._recent.get(digest)) is not None:
+            self._recent.move_to_end(digest)
+            return known
+        try:
+            features = await self._read(body, whole)
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, ChatTemplateError):
+            features = RequestFeatures(whole // BYTES_PER_TOKEN)
+        self._recent[digest] = features
+        if len(self._recent) > REMEMBERED:
+            self._recent.popitem(last=False)
+        return features
+
+    async def _read(self, body: bytes, whole: int) -> RequestFeatures:
+        cut = whole > len(body)
+        data = from_json(body, allow_partial="trailing-strings" if cut else False)
+        if not isinstance(data, dict):
+            raise TypeError("not an object")
+        prompts = await self._prompts(data)
+        lengths = [len(prompt) for prompt in prompts]
+        if not sum(lengths):
+            return RequestFeatures(whole // BYTES_PER_TOKEN)
+        # Pages are looked up for the first prompt only: the others of one request mostly share what it shares.
+        first = prompts[0]
+        features = RequestFeatures(sum(lengths), tuple(page_keys(first)), min(_rows(data) * len(prompts), MOST_ROWS))
+        if cut:
+            # The last word was cut: it may be other tokens in the whole text.
+            keys = features.keys[: max(len(first) - 1, 0) // PAGE_TOKENS]
+            features = replace(
+                features, tokens=max(round(features.tokens * whole / len(body)), features.tokens), keys=keys
+            )
+        return features
+
+    async def _prompts(self, data: Mapping[str, Any]) -> list[Sequence[int]]:
+        if "messages" in data or "input" in data:
+            return [await self._chat(as_chat(data))]
+        prompt = data.get("prompt")
+        if isinstance(prompt, str):
+            prompt = [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise TypeError("no prompt")
+        if all(type(item) is int for item in prompt):
+            return [prompt]
+        special = data.get("add_special_tokens") is not False
+        return [item if isinstance(item, list) else await self._encode(item, special) for item in prompt]
+
+    async def _chat(self, data: Mapping[str, Any]) -> Sequence[int]:
+        if self._tokenizer is None:
+            raise TypeError("no tokenizer")
+        given, extra = data["messages"], data.get("chat_template_kwargs") or {}
+        if len(given) > MOST_MESSAGES or len(extra) > MOST_TEMPLATE_VARIABLES:
+            raise ValueError("a replica refuses it")
+        messages = [
+            template_message(str(message["role"]), _text(message.get("content")), message)
+            for message in given
+            if isinstance(message, dict) and "role" in message
+        ]
+        render = partial(
+            self._tokenizer.render_chat,
+            messages,
+            tools=tools_of(data.get("tools") or []) if data.get("tool_choice") != "none" else [],
+            template=self._template,
+            add_generation_prompt=data.get("add_generation_prompt") is not False,
+            continue_final_message=data.get("continue_final_message") is True,
+            extra=extra,
+            control_tokens_in_text=self._control_tokens,
+        )
+        text = await (aside if len(messages) > INLINE_MESSAGES else at_once)(render)
+        return await self._encode(text, data.get("add_special_tokens") is True)
+
+    async def _encode(self, text: Any, special: bool) -> Sequence[int]:
+        if self._tokenizer is None or not isinstance(text, str):
+            raise TypeError("no tokenizer, or no text")
+        return await self._tokenizer.encode_async(text, special)
+
+
+def _rows(data: Mapping[str, Any]) -> int:
+    n = data.get("n")
+    return n if isinstance(n, int) and n > 0 else 1
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return joined([part["text"] for part in content if isinstance(part, dict) and "text" in part])
+    return content if isinstance(content, str) else ""

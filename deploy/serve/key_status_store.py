@@ -1,0 +1,85 @@
+"""What each replica's clients have taken of the limits of their API keys, and what they were given, told to the other
+replicas once a second through Ray's key-value store, so that limits and fair shares hold for all of them together.
+
+What is taken between two reports is known to its own replica alone. A store that hangs holds up one thread and no
+request: each replica then goes on with what it heard last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+
+from deploy.api.limits.keys import KeyRing, Spent
+from deploy.serve.progress import others, store
+from workers.processes.client import EngineClient
+
+logger = logging.getLogger("latentserve.replica")
+
+PERIOD_S = 1.0
+"""Seconds between two reports."""
+FORGET_S = 10.0
+"""Seconds without a report after which a replica's sequences count as ended."""
+DROP_S = 60.0
+"""Seconds after which its report is dropped."""
+
+
+class _Report(msgspec.Struct):
+    at: float
+    """Unix time, seconds."""
+    keys: dict[str, Spent]
+
+
+class KeyStatusStore:
+    """A replica's own report, and those of all others, which `keys` hear."""
+
+    def __init__(self, application: str, replica: str, keys: KeyRing) -> None:
+        """In the running event loop."""
+        self._prefix, self._own = f"keys/{application}/".encode(), replica
+        self._keys = keys
+        self._client: EngineClient | None = None
+        self._exchanging = asyncio.ensure_future(self._keep_exchanging())
+
+    def serving(self, client: EngineClient) -> None:
+        """From now on the scheduler of `client` says what it gives to keys, and hears what others give them."""
+        client.on_charges.append(self._keys.charged)
+        self._client = client
+
+    def close(self) -> None:
+        """Tell nothing any more; the last report is dropped by others."""
+        self._exchanging.cancel()
+
+    async def _keep_exchanging(self) -> None:
+        while True:
+            mine = msgspec.msgpack.encode(_Report(time.time(), self._keys.spent()))
+            try:
+                # Awaited: while the store hangs no more threads wait for it.
+                reports, now = await asyncio.to_thread(self._exchange, mine), time.time()
+                charges = self._keys.hear(
+                    self._own,
+                    {name: report.keys for name, report in reports.items()},
+                    {name: max(now - report.at, 0.0) for name, report in reports.items()},
+                )
+                if self._client is not None:
+                    self._client.charged_elsewhere(charges)
+            except Exception:  # Ray's, of many kinds: its head may be away for a while
+                logger.debug("what API keys have taken could not be exchanged", exc_info=True)
+            await asyncio.sleep(PERIOD_S)
+
+    def _exchange(self, mine: bytes) -> dict[str, _Report]:
+        store("put", self._prefix + self._own.encode(), mine, overwrite=True)
+        found = {}
+        for key, name, value in others(self._prefix, self._own):
+            try:
+                report = msgspec.msgpack.decode(value, type=_Report)
+            except msgspec.MsgspecError:  # of another version, during an update
+                continue
+            age = time.time() - report.at
+            if age < FORGET_S:
+                found[name] = report
+            elif age > DROP_S:
+                store("del", key)
+        return found

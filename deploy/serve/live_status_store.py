@@ -1,0 +1,130 @@
+"""What each replica of an application does, told to the others once a second through Ray's key-value store.
+
+A replica that dies without a word is noticed by its silence, so nobody has to be asked, and whoever answers `/live`
+waits for no other replica. A store that hangs holds up one thread and no stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from typing import Literal
+
+from pydantic import ValidationError
+
+from deploy.observability.live import PERIOD_S, ReplicaState, Window
+from deploy.serve.progress import others, store
+from workers.processes.client import EngineClient
+
+logger = logging.getLogger("latentserve.replica")
+
+SILENT_S = 5.0
+"""Seconds without a report after which a replica counts as silent."""
+FORGET_S = 60.0
+"""Seconds after which the report of a replica that failed or fell silent is dropped."""
+PATIENCE_S = 1.0
+"""Seconds that an answer waits for the store; after them what was read last is shown."""
+
+
+class LiveStatusStore:
+    """A replica's own report, and those of all others: the `Replicas` of its front."""
+
+    def __init__(self, application: str, replica: str) -> None:
+        self.own = replica
+        self._prefix = f"live/{application}/".encode()
+        self._state: Literal["starting", "serving", "failed"] = "starting"
+        self._cause = ""
+        self._client: EngineClient | None = None
+        self._window = Window()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._others: dict[str, ReplicaState] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self._telling = asyncio.ensure_future(self._keep_telling())
+
+    def serving(self, client: EngineClient) -> None:
+        """From now on the figures of `client` are told."""
+        self._client, self._state = client, "serving"
+
+    def failed(self, cause: str) -> None:
+        """Tell the cause of the replica's end at once, and wait for nothing: streams are to be told, too."""
+        self._telling.cancel()
+        self._state, self._cause = "failed", cause
+        threading.Thread(target=self._put, daemon=True).start()
+
+    def close(self) -> None:
+        """The replica ends in order: take its report away."""
+        self._telling.cancel()
+        if self._state != "failed":
+            thread = threading.Thread(target=self._take_away, daemon=True)
+            thread.start()
+            thread.join(PATIENCE_S)
+
+    async def states(self) -> list[ReplicaState]:
+        """See `Replicas`."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.ensure_future(asyncio.to_thread(self._read))
+        await asyncio.wait({self._reading}, timeout=PATIENCE_S)
+        now = time.time()
+        others = [shown(state, now) for state in self._others.values() if now - state.at < FORGET_S]
+        return sorted([*others, self.report()], key=lambda state: state.name)
+
+    def report(self) -> ReplicaState:
+        """Of this replica, now."""
+        figures = None if self._client is None else self._window.figures(self._client.stats)
+        return ReplicaState(name=self.own, state=self._state, cause=self._cause, at=time.time(), figures=figures)
+
+    async def _keep_telling(self) -> None:
+        while True:
+            if self._client is not None:
+                self._window.sample(self._client.stats)
+            # Awaited: while the store hangs no more threads wait for it.
+            await asyncio.to_thread(self._put)
+            await asyncio.sleep(PERIOD_S)
+
+    def _put(self) -> None:
+        with self._lock:  # what is told last is what was known last
+            if self._closed:
+                return
+            try:
+                store("put", self._key(self.own), self.report().model_dump_json().encode(), overwrite=True)
+            except Exception:  # Ray's, of many kinds: its head may be away for a while
+                logger.debug("this replica's figures could not be told", exc_info=True)
+
+    def _take_away(self) -> None:
+        with self._lock:
+            self._closed = True
+            try:
+                store("del", self._key(self.own))
+            except Exception:
+                logger.debug("this replica's figures could not be taken away", exc_info=True)
+
+    def _read(self) -> None:
+        try:
+            self._others = self._found()
+        except Exception:
+            logger.debug("the figures of other replicas could not be read", exc_info=True)
+
+    def _found(self) -> dict[str, ReplicaState]:
+        found = {}
+        for key, name, value in others(self._prefix, self.own):
+            try:
+                state = ReplicaState.model_validate_json(value)
+            except ValidationError:  # of another version, during an update
+                continue
+            if time.time() - state.at < FORGET_S:
+                found[name] = state
+            else:
+                store("del", key)
+        return found
+
+    def _key(self, replica: str) -> bytes:
+        return self._prefix + replica.encode()
+
+
+def shown(state: ReplicaState, now: float) -> ReplicaState:
+    """A report that was made a while ago, as it counts `now`."""
+    silent = state.state != "failed" and now - state.at > SILENT_S
+    return state.model_copy(update={"state": "silent", "figures": None}) if silent else state

@@ -1,0 +1,104 @@
+import json
+
+import pytest
+
+from deploy.routing.request_features import MOST_ROWS, FeatureReader
+from deploy.text.tokenizer import Tokenizer
+from workers.config import DEMO_MODEL
+from workers.protocol.prompt import page_keys
+
+TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer.load(DEMO_MODEL)
+    assert found is not None
+    return found
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"model": "demo", **fields}).encode()
+
+
+async def test_a_text_prompt_gets_the_page_hashes_its_replica_computes(tokenizer: Tokenizer) -> None:
+    features = await FeatureReader(tokenizer).read(body(prompt=TEXT, n=3))
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) > 640
+    assert (features.tokens, list(features.keys), features.rows) == (len(ids), page_keys(ids), 3)
+
+
+async def test_ids_need_no_tokenizer() -> None:
+    ids = list(range(200))
+    features = await FeatureReader(None).read(body(prompt=ids))
+    assert (features.tokens, list(features.keys), features.rows) == (200, page_keys(ids), 1)
+
+
+async def test_several_prompts_add_up(tokenizer: Tokenizer) -> None:
+    features = await FeatureReader(tokenizer).read(body(prompt=[[1] * 70, [2] * 10], n=2))
+    assert (features.tokens, features.rows, len(features.keys)) == (80, 4, 1)
+
+
+async def test_a_chat_is_rendered_like_its_replica_renders_it(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
+    plain = [messages[0], {"role": "assistant", "content": "x"}]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    text = tokenizer.render_chat(plain, template=template)
+    features = await FeatureReader(tokenizer, template).read(body(messages=messages))
+    assert list(features.keys) == page_keys(tokenizer.encode(text, add_special_tokens=False))
+
+
+async def test_a_cut_body_gives_the_head_s_pages_and_a_length_for_the_rest(tokenizer: Tokenizer) -> None:
+    whole = body(max_tokens=5, prompt=TEXT)
+    full = await FeatureReader(tokenizer).read(whole)
+    cut = await FeatureReader(tokenizer).read(whole[: len(whole) // 2], len(whole))
+    assert 4 <= len(cut.keys) < len(full.keys)
+    assert cut.keys == full.keys[: len(cut.keys)]
+    assert abs(cut.tokens - full.tokens) < 0.1 * full.tokens
+
+
+async def test_a_page_that_ends_where_a_body_was_cut_is_not_promised(tokenizer: Tokenizer) -> None:
+    """Its last word may go on."""
+    text = tokenizer.decode(tokenizer.encode(TEXT)[:128])
+    assert len(tokenizer.encode(text)) == 128
+    head = body(prompt=text)[:-2]
+    assert len((await FeatureReader(tokenizer).read(head, 10 * len(head))).keys) == 1
+
+
+async def test_the_same_head_of_longer_bodies_costs_more(tokenizer: Tokenizer) -> None:
+    reader, head = FeatureReader(tokenizer), body(prompt=TEXT)[:-2]
+    short, long = [(await reader.read(head, factor * len(head))).tokens for factor in (2, 4)]
+    assert long == pytest.approx(2 * short, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"not json",
+        b"[1]",
+        b'{"prompt": null}',
+        b'{"prompt": [null]}',
+        b'{"prompt": [-1]}',
+        b'{"messages": 3}',
+        b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1}}',
+        b'{"messages": [{"role": "user", "content": {"a": 1}}], "chat_template_kwargs": 7}',
+        b'{"prompt": ["a", [1, "b"]]}',
+        b'{"prompt": "a", "n": -3}',
+        b'{"prompt": "a", "n": 1000000000000}',
+        b'{"prompt": {"a": 1}}',
+        b'{"prompt": [[99999999999999999999]]}',
+    ],
+)
+@pytest.mark.parametrize("length", [None, 10**7])
+async def test_nonsense_is_sent_on_as_something(tokenizer: Tokenizer, raw: bytes, length: int | None) -> None:
+    features = await FeatureReader(tokenizer).read(raw, length)
+    assert features.tokens >= 0
+    assert 1 <= features.rows <= MOST_ROWS
+
+
+async def test_a_body_seen_before_is_not_read_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = FeatureReader(tokenizer)
+    first = await reader.read(body(prompt=TEXT))
+    monkeypatch.setattr(tokenizer, "encode_async", None)
+    assert await reader.read(body(prompt=TEXT)) is first

@@ -1,0 +1,276 @@
+"""A front that dies without a word, as its clients see it."""
+
+import asyncio
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.serve.stream_watchdog import _HOLD, _MESSAGE, WRITE_TIMEOUT_S, StreamWatchdog, end, keep
+from workers.channel.ports import free_ports
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# A server that streams through the layer as a replica does: uvicorn's receive inside an object of Serve's.
+SERVER = """
+import asyncio, pathlib, sys, uvicorn
+from deploy.routing.arrivals import Arrivals
+from deploy.serve.stream_watchdog import StreamWatchdog
+from deploy.serve.under_serve import UnderServe
+
+async def app(scope, receive, send):
+    kind = b"application/json" if scope["path"] == "/json" else b"text/event-stream"
+    headers = [(b"content-type", kind), (b"x-request-id", b"inner")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if scope["path"] != "/json":
+        for n in range(3):
+            await send({"type": "http.response.body", "body": b"data: %d\\n\\n" % n, "more_body": True})
+    if scope["path"] != "/done":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    await send({"type": "http.response.body", "body": b""})
+
+folder = pathlib.Path(sys.argv[3])
+words = (b'data: {"error": 1}\\n\\n', b'event: 2\\n\\n', b'event: 3\\n\\n')
+guardian = StreamWatchdog(words, folder, (folder.parent / "fault", "the front died"))
+layer = UnderServe(app, "me", Arrivals(), guardian)
+
+async def serve(scope, receive, send):
+    class Wrapped:
+        _receive = staticmethod(receive)
+        async def __call__(self):
+            return await receive()
+    Wrapped._receive = receive
+    await layer(scope, Wrapped(), send)
+
+print(guardian.pid, flush=True)
+uvicorn.run(serve, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", lifespan="off", loop=sys.argv[2])
+"""
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def server(request: pytest.FixtureRequest, tmp_path: Path):
+    port = free_ports("127.0.0.1", 1)[0]
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    (sockets / "one").touch()
+    arguments = [sys.executable, "-c", SERVER, str(port), request.param, str(sockets)]
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    watchdog = int(process.stdout.readline())
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    yield port, process, watchdog
+    process.kill()
+    process.wait()
+
+
+def begin(port: int, path: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    response.connection = connection  # kept alive with the response
+    return response
+
+
+def gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.alone
+def test_streams_of_a_killed_front_end_with_the_error_event(server, tmp_path: Path) -> None:
+    port, process, watchdog = server
+    streams = [begin(port, "/hang") for _ in range(5)]
+    for stream in streams:
+        assert stream.read(27) == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+    begun = time.monotonic()
+    os.kill(process.pid, signal.SIGKILL)
+    # http.client raises IncompleteRead for a body that ends without its last chunk.
+    texts = [stream.read().decode() for stream in streams]
+    assert time.monotonic() - begun < 1.0
+    assert texts == ['data: {"error": 1}\n\n'] * 5
+    deadline = time.monotonic() + 2
+    while not gone(watchdog):
+        assert time.monotonic() < deadline, "the watchdog outlived its work"
+        time.sleep(0.02)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("fault", "the front died")]
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port), 1)
+
+
+@pytest.mark.alone
+def test_a_stream_ends_in_the_shape_of_its_endpoint(server) -> None:
+    port, process, _ = server
+    endings = {"/v1/completions": 'data: {"error": 1}', "/v1/messages": "event: 2", "/v1/responses": "event: 3"}
+    streams = {path: begin(port, path) for path in endings}
+    for stream in streams.values():
+        assert len(stream.read(27)) == 27
+    os.kill(process.pid, signal.SIGKILL)
+    assert {path: stream.read().decode().strip() for path, stream in streams.items()} == endings
+
+
+@pytest.mark.parametrize(
+    ("server", "fresh"),
+    [
+        ("asyncio", True),
+        pytest.param("asyncio", False, marks=pytest.mark.long),
+        pytest.param("uvloop", True, marks=pytest.mark.long),
+        ("uvloop", False),
+    ],
+    indirect=["server"],
+)
+def test_a_cause_that_the_front_noted_stays(server, tmp_path: Path, fresh: bool) -> None:
+    _, process, watchdog = server
+    fault = tmp_path / "fault"
+    fault.write_text("rank 1 died")
+    if not fresh:
+        os.utime(fault, (1.0, 1.0))  # of the front before this one
+    process.kill()
+    deadline = time.monotonic() + 5
+    while not gone(watchdog):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert fault.read_text() == ("rank 1 died" if fresh else "the front died")
+
+
+@pytest.mark.parametrize("server", [pytest.param("asyncio", marks=pytest.mark.long), "uvloop"], indirect=True)
+def test_what_is_no_stream_is_left_to_break(server) -> None:
+    port, process, _ = server
+    answer = begin(port, "/json")
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(http.client.IncompleteRead):
+        answer.read()
+
+
+def held_sockets(watchdog: int) -> int:
+    """Only sockets count: a watchdog that has just begun still opens and closes files of its own."""
+    found = 0
+    for name in os.listdir(f"/proc/{watchdog}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += os.readlink(f"/proc/{watchdog}/fd/{name}").startswith("socket")
+    return found
+
+
+def wait_until_it_holds(watchdog: int, sockets: int) -> None:
+    deadline = time.monotonic() + 5
+    while held_sockets(watchdog) != sockets:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("server", ["asyncio", pytest.param("uvloop", marks=pytest.mark.long)], indirect=True)
+def test_finished_streams_are_let_go_of(server) -> None:
+    port, _, watchdog = server
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    for _ in range(20):
+        connection.request("GET", "/done")
+        response = connection.getresponse()
+        assert response.read() == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+        assert response.headers.get_all("x-request-id") is None
+        assert response.headers.get_all("x-latentserve-replica") == ["me"]
+    wait_until_it_holds(watchdog, 1)  # the channel
+
+
+@pytest.mark.parametrize("server", [pytest.param("asyncio", marks=pytest.mark.long), "uvloop"], indirect=True)
+def test_a_client_that_leaves_is_let_go_of(server) -> None:
+    port, _, watchdog = server
+    stream = begin(port, "/hang")
+    stream.read(8)
+    wait_until_it_holds(watchdog, 2)  # the channel and the client
+    stream.close()
+    stream.connection.close()
+    wait_until_it_holds(watchdog, 1)
+
+
+@pytest.mark.alone
+def test_a_front_that_hangs_is_ended() -> None:
+    code = (
+        "import time; from deploy.serve.stream_watchdog import StreamWatchdog\n"
+        "watchdog = StreamWatchdog([b''], silence_s=1.0)\n"
+        "print(flush=True)\n"
+        "while True: watchdog.beat(); time.sleep(0.2)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as front:
+        front.stdout.readline()
+        time.sleep(1.5)
+        assert front.poll() is None
+        front.send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        assert front.wait(5) == -signal.SIGKILL
+        assert 0.7 < time.monotonic() - begun < 2.5
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_a_front_whose_patience_is_short_is_not_ended_between_two_signs_of_life() -> None:
+    code = (
+        "import time; from deploy.serve.stream_watchdog import BEAT_S, StreamWatchdog\n"
+        "watchdog = StreamWatchdog([b''], silence_s=0.1)\n"
+        "print(flush=True)\n"
+        "while True: watchdog.beat(); time.sleep(1.5 * BEAT_S)"  # a loop has other things to do, too
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as front:
+        front.stdout.readline()
+        time.sleep(3.0)
+        assert front.poll() is None
+        front.kill()
+
+
+async def test_what_a_watchdog_has_no_time_for_yet_is_told_later() -> None:
+    """All of a busy front's streams begin in one moment, and most of them end before it is given the processor."""
+    watchdog = StreamWatchdog([b"data: 1\n\n"])
+
+    async def until(wanted: int) -> None:
+        deadline = time.monotonic() + 5
+        while (found := held_sockets(watchdog.pid)) != wanted:
+            assert time.monotonic() < deadline, f"{found} sockets, not {wanted}"
+            await asyncio.sleep(0.01)
+
+    before = held_sockets(watchdog.pid)
+    stream, client = socket.socketpair()
+    with stream, client:
+        os.kill(watchdog.pid, signal.SIGSTOP)
+        held = [watchdog.hold(stream.fileno()) for _ in range(600)]
+        assert None not in held
+        for number in held[100:]:
+            watchdog.release(number)
+        os.kill(watchdog.pid, signal.SIGCONT)
+        await until(before + 100)
+        for number in held[:100]:
+            watchdog.release(number)
+        await until(before)
+    watchdog.close()
+
+
+@pytest.mark.alone
+def test_a_client_that_does_not_read_holds_the_others_up_for_a_second_at_most() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    streams = [socket.socketpair() for _ in range(2)]
+    stuck = streams[0][0]
+    stuck.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while stuck.send(b"x" * 65536):
+            pass
+    for number, (front, _) in enumerate(streams):
+        socket.send_fds(ours, [_MESSAGE.pack(_HOLD + number, number)], [front.fileno()])
+        front.close()
+    ours.close()
+    words = "data: ü\n\n".encode()
+    begun = time.monotonic()
+    end(keep(theirs), [b"another's", words])
+    assert time.monotonic() - begun < WRITE_TIMEOUT_S + 0.5
+    assert streams[1][1].recv(4096) == b"a\r\n" + words + b"\r\n0\r\n\r\n"
+    assert streams[1][1].recv(1) == b""

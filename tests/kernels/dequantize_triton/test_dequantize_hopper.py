@@ -1,0 +1,34 @@
+"""What the compiler makes of dequantization for Hopper, at the sizes of published models."""
+
+import pytest
+import torch
+
+from kernels.dequantize import launch
+from kernels.matrix import GROUP, BlockScaled, GroupScaled
+from tests.support.hopper import compile_only, resources
+
+pytestmark = pytest.mark.gate
+
+
+@pytest.mark.parametrize(("rows", "features"), [(2112, 7168), (24576, 1536), (7168, 16384), (576, 192)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiles_without_spills(rows: int, features: int, dtype: torch.dtype) -> None:
+    out = torch.empty(rows, features, dtype=dtype)
+    data, scales = (
+        torch.empty(rows, features, dtype=torch.float8_e4m3fn),
+        torch.empty(-(-rows // 128), -(-features // 128)),
+    )
+    groups = torch.empty(rows, features // GROUP, dtype=torch.bfloat16)
+    with compile_only() as compiled:
+        launch(BlockScaled(data, scales), out)
+        launch(GroupScaled(torch.empty(rows, features // 2, dtype=torch.uint8), groups), out)
+    for kernel in compiled:
+        resources(kernel).check(registers=128)
+
+
+def test_rows_compile_nothing_new() -> None:
+    with compile_only() as compiled:
+        for rows in (128, 400, 7168):
+            data, scales = torch.empty(rows, 512, dtype=torch.float8_e4m3fn), torch.empty(-(-rows // 128), 4)
+            launch(BlockScaled(data, scales), torch.empty(rows, 512))
+    assert len({kernel.hash for kernel in compiled}) == 1

@@ -1,0 +1,31 @@
+"""Runs interpreted_dequantize.py in a process whose Triton interprets; and what needs no kernel."""
+
+from pathlib import Path
+
+import dequantize_case as case
+import pytest
+import torch
+
+from kernels.dequantize import dequantize
+from tests.support.interpreter import interpreted_pytest
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.long
+def test_dequantization_in_the_interpreter() -> None:
+    interpreted_pytest(Path(__file__).with_name("interpreted_dequantize.py"))
+
+
+def test_on_a_cpu() -> None:
+    for matrix, want in (case.fp8(53, 96, (16, 64), CPU), case.int4(53, 96, CPU)):
+        out = torch.empty(53, 96)
+        dequantize(matrix, out)
+        assert torch.equal(out, want.float())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    matrix, _ = case.int4(16, 64, CPU)
+    for out in (torch.empty(16, 32), torch.empty(64, 16).t()):
+        with pytest.raises(ValueError, match=r"a matrix \(16, 64\) does not go into"):
+            dequantize(matrix, out)

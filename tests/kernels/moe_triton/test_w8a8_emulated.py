@@ -1,0 +1,99 @@
+"""Hopper's products of activations in FP8 as they were compiled, run by the PTX emulator under drawn schedules."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from experts_case import Experts
+from w8a8_stages import BLOCKS, IN_FP32, Stages, tiled
+
+from kernels.moe import schedule
+from kernels.rms_norm import AddNorm
+from tests.support.ptx import emulated
+from tests.support.ptx.memory import Fault
+
+pytestmark = pytest.mark.long
+
+
+def case(tokens: int, chosen: int = 1, experts: int = 2, sizes: tuple[int, int] = (256, 128), **more: Any) -> Experts:
+    return Experts(tokens, chosen, experts, *sizes, formats=BLOCKS, quantize_activations=True, **more)
+
+
+def check(case: Experts, seed: int = 0, programs: int = 3, **product: int) -> None:
+    with emulated(seed, consecutive=True) as launches:
+        stages = Stages.run(case, tiled(case, programs, **product))
+    assert launches.count("product") == 2
+    assert launches.count("quantize") == 1
+    stages.check(IN_FP32)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 130])
+def test_any_number_of_tokens(tokens: int) -> None:
+    check(case(tokens), tokens)
+
+
+def test_rings_go_round() -> None:
+    """More steps than stages, of both products; the last block of `down` is moved back."""
+    check(case(70, sizes=(640, 384)), stages=2, programs=2)
+
+
+def test_padded_tokens_get_zero_and_disturb_nobody() -> None:
+    check(case(5, 2, 3, padded=(2, 3, 4), holes=True))
+
+
+def test_shared_experts_among_the_routed() -> None:
+    check(case(20, 3, 4, shared=1, padded=(0, 7)), group=1, stages=3)
+
+
+def test_a_group_of_zeros_is_zero() -> None:
+    """Of tokens, and of the inputs of `down`."""
+    found = case(40)
+    found.tensors["x"][:, :128] = 0
+    found.tensors["x"][3] = 0
+    check(found)
+    assert not found.tensors["out"][3].any()
+
+
+def test_a_whole_call() -> None:
+    """The same bits as kernel by kernel; and with the norm behind."""
+    found = case(30, 2, 3, holes=True)
+    with emulated():
+        want = Stages.run(found, tiled(found, 3)).case.tensors["out"].clone()
+        found.refill()
+        assert torch.equal(found.run(tiled(found, 2)), want)
+        norm: AddNorm = found.norm()
+        found.run(tiled(found, 3), norm=norm)
+    found.check_norm(norm, want)
+
+
+def test_what_it_does_not_take() -> None:
+    for wrong in (
+        Experts(4, hidden=192, intermediate=128, formats=BLOCKS),
+        Experts(4, hidden=128, intermediate=128, formats=BLOCKS),
+        Experts(4, hidden=256, intermediate=128, formats=((64, 128), (128, 128))),
+        Experts(4, hidden=256, intermediate=128, formats=((128, 128), None)),
+        Experts(4, hidden=256, intermediate=128, formats=BLOCKS, dtype=torch.float16),
+        Experts(4, hidden=256, intermediate=128, formats=BLOCKS, groups=2),
+    ):
+        with pytest.raises(ValueError, match="whole blocks"):
+            schedule.w8a8(wrong.shape, 3, wrong.stored)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(r"fence\.proxy\.async[^;]*;", id="copies that are not fenced"),
+        pytest.param(r"wgmma\.wait_group[^;]*;", id="sums that are not waited for"),
+    ],
+)
+def test_faults_would_be_noticed(fault: str) -> None:
+    found = case(70, sizes=(640, 384))
+
+    def broken(ptx: str) -> str:
+        return re.sub(fault, "", ptx) if "wgmma" in ptx else ptx
+
+    with pytest.raises((AssertionError, Fault)):  # noqa: PT012
+        with emulated(3, edit=broken):
+            stages = Stages.run(found, tiled(found, 2, stages=2))
+        stages.check(IN_FP32)

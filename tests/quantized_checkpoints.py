@@ -1,0 +1,160 @@
+"""Quantized tensors as publishers write them, and what they stand for, by numpy alone: no code that is tested, and none
+of torch's, has a part in the reference.
+
+    tensors, numbers = fp8("a.weight", 200, 300, seed=1)
+    numbers["a.weight"]  # fp32 [200, 300], exactly what the tensors mean
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.tiny_models import save_headers
+
+BLOCK, GROUP, WORD = 128, 32, 8
+
+FP8_CONFIG: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+INT4_CONFIG: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+}
+"""As Kimi-K2-Thinking has it."""
+
+
+def e4m3(byte: np.ndarray) -> np.ndarray:
+    """What the bytes of float8_e4m3fn mean: a sign, four bits of exponent with bias 7, three of mantissa."""
+    sign = np.where(byte & 0x80, -1.0, 1.0)
+    exponent, mantissa = (byte >> 3 & 15).astype(np.float64), (byte & 7).astype(np.float64)
+    return sign * np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+def fp8(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], np.ndarray]:
+    """The tensors of a random matrix in FP8, and what they stand for."""
+    random = np.random.default_rng(seed)
+    byte = random.integers(0, 256, (rows, columns), dtype=np.uint8)
+    byte[byte & 0x7F == 0x7F] = 0  # NaN
+    scale = (random.uniform(0.5, 1.5, (-(-rows // BLOCK), -(-columns // BLOCK))) * 1e-3).astype(np.float32)
+    spread = np.kron(scale, np.ones((BLOCK, BLOCK), np.float32))[:rows, :columns]
+    tensors = {
+        name: torch.from_numpy(byte).view(torch.float8_e4m3fn),
+        f"{name}_scale_inv": torch.from_numpy(scale),
+    }
+    return tensors, e4m3(byte).astype(np.float32) * spread
+
+
+def int4(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], np.ndarray]:
+    """The tensors of a random matrix in INT4, and what they stand for."""
+    random = np.random.default_rng(seed)
+    nibble = random.integers(0, 16, (rows, columns))
+    scale = torch.from_numpy(random.uniform(0.5, 1.5, (rows, -(-columns // GROUP))) * 1e-2).bfloat16()
+    word = np.zeros((rows, -(-columns // WORD)), np.uint32)
+    number = np.zeros((rows, columns), np.float32)
+    for k in range(columns):
+        word[:, k // WORD] |= nibble[:, k].astype(np.uint32) << np.uint32(4 * (k % WORD))
+        number[:, k] = (nibble[:, k] - 8) * scale[:, k // GROUP].float().numpy()
+    tensors = {
+        f"{name}_packed": torch.from_numpy(word.view(np.int32)),
+        f"{name}_scale": scale,
+        f"{name}_shape": torch.tensor([rows, columns], dtype=torch.int32),
+    }
+    return tensors, number
+
+
+def plain(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], np.ndarray]:
+    """The tensor of a random matrix in bf16, and its numbers."""
+    tensor = torch.from_numpy(np.random.default_rng(seed).normal(0, 0.1, (rows, columns))).bfloat16()
+    return {name: tensor}, tensor.float().numpy()
+
+
+WRITERS = {"fp8": fp8, "int4": int4, "plain": plain}
+
+FP8_NAMES = r"(?<!eh_proj)(?<!weights_proj)(?<!mlp\.gate)(?<!embed_tokens)(?<!lm_head)\.weight$"
+INT4_NAMES = r"\.experts\.\d+\.\w+_proj\.weight$"
+
+
+def quantize_headers(folder: Path, kind: str, names: str) -> None:
+    """What `quantize` does, in a checkpoint without numbers (`write_tiny_headers`)."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        if len(shape) == 2 and re.search(names, name):
+            # The quantized tensors of one element: their names and dtypes.
+            written, _ = WRITERS[kind](name, 1, 1, seed=0)
+            tensors |= {
+                other: torch.empty(_stored_shape(other, *shape), dtype=tensor.dtype, device="meta")
+                for other, tensor in written.items()
+            }
+        else:
+            tensors[name] = torch.empty(shape, device="meta")
+    save_headers(tensors, folder / "model.safetensors")
+    _note(folder, kind)
+
+
+def _stored_shape(name: str, rows: int, columns: int) -> tuple[int, ...]:
+    """Of a quantized matrix's tensor of this name."""
+    if name.endswith("_scale_inv"):
+        return -(-rows // BLOCK), -(-columns // BLOCK)
+    if name.endswith("_packed"):
+        return rows, -(-columns // WORD)
+    if name.endswith("_scale"):
+        return rows, -(-columns // GROUP)
+    return (2,) if name.endswith("_shape") else (rows, columns)
+
+
+def _note(folder: Path, kind: str) -> None:
+    """In config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG}[kind]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def quantize(folder: Path, kind: str, names: str, seed: int = 0) -> dict[str, Tensor]:
+    """Replace those matrices of the checkpoint in `folder` that are called so (`re.search`) by random quantized ones.
+    Returns all tensors of a checkpoint that means the same, in fp32."""
+    tensors = load_file(folder / "model.safetensors")
+    meant = dict(tensors)
+    for number, name in enumerate(sorted(tensors)):
+        if tensors[name].dim() == 2 and re.search(names, name):
+            written, numbers = WRITERS[kind](name, *tensors.pop(name).shape, seed=seed * 10_000 + number)
+            tensors |= written
+            meant[name] = torch.from_numpy(numbers)
+    save_file(tensors, folder / "model.safetensors")
+    _note(folder, kind)
+    return meant

@@ -1,0 +1,222 @@
+"""Where many tokens are rounded to FP8, and what products they make then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import w8a8_models as models
+from random_model import V2_LITE_HEADS
+from torch import Tensor
+
+from kernels.rms_norm import AddNorm
+from workers.families.registry import parse_config
+from workers.memory.scratch import Scratch
+from workers.models import many_tokens
+from workers.models import ways as choice
+from workers.models.invariant import InvariantTokens
+from workers.models.many_tokens import MIN_TOKENS_W8A8, DecodeTokens, ManyTokens
+from workers.models.ways import Ways
+from workers.parallel.group import Group
+from workers.weights.weight import Format, Formats, Weight
+
+TOKENS = 64
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Hopper GPU."""
+    monkeypatch.setattr(many_tokens, "supports_w8a8", lambda device: True)
+
+
+def weight(outputs: int = 256, features: int = 512, block: tuple[int, int] = (128, 128)) -> Weight:
+    torch.manual_seed(1)
+    data = (torch.randn(outputs, features) * 64).to(torch.float8_e4m3fn)
+    scales = (torch.rand(-(-outputs // block[0]), -(-features // block[1])) + 0.5) * features**-0.5 / 64
+    return Weight(data, Format.FP8_BLOCKS, scales, block)
+
+
+def tokens(count: int = TOKENS, features: int = 512) -> Tensor:
+    torch.manual_seed(2)
+    return (torch.randn(count, features) * torch.exp2(4 * torch.rand(count, features))).bfloat16()
+
+
+def rounded(x: Tensor) -> Tensor:
+    """What is left of `x`, by the recipe's own words."""
+    groups = x.double().unflatten(1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True) / 448
+    return ((groups / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(1)
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize(("count", "features"), [(TOKENS, 512), (TOKENS, 640), (41, 512), (99, 128)])
+@pytest.mark.parametrize("kind", [ManyTokens, DecodeTokens])
+def test_products_are_those_of_quantized_activations(kind: type[ManyTokens], count: int, features: int) -> None:
+    """Of any number of tokens, though products take four at a time."""
+    x, matrix = tokens(count, features), weight(features=features)
+    way = kind(Group(), quantize_activations=True)
+    exact = x.double() @ matrix.dequantized(torch.float64).t()
+    want = rounded(x) @ matrix.dequantized(torch.float64).t()
+    out = torch.full((count, 256), torch.nan, dtype=torch.bfloat16)
+    scratch = Scratch(x.device, torch.full((1 << 20,), 0xFF, dtype=torch.uint8))
+    way.linear(x, matrix, out, scratch)
+    assert distance(out, want) < 2**-8
+    assert distance(out, exact) > 2**-7
+
+
+@pytest.mark.parametrize("quantize_activations", [False, True])
+def test_the_product_behind_attention(quantize_activations: bool) -> None:
+    x, matrix, way = tokens(), weight(), ManyTokens(Group(), quantize_activations=quantize_activations)
+    want = (rounded(x) if quantize_activations else x.double()) @ matrix.dequantized(torch.float64).t()
+    norm = AddNorm(torch.zeros(TOKENS, 256, dtype=torch.bfloat16), torch.ones(256).bfloat16(), 1e-6)
+    way.add(x, matrix, norm, torch.empty_like(norm.residual_TE), Scratch(x.device))
+    assert distance(norm.residual_TE, want) < 2**-8
+
+
+def test_the_gate_of_a_dense_network() -> None:
+    x, matrix, way = tokens(), weight(), ManyTokens(Group(), quantize_activations=True)
+    gate, up = (rounded(x) @ matrix.dequantized(torch.float64).t()).chunk(2, 1)
+    got = way.gated(x, matrix, Scratch(x.device))
+    assert distance(got, torch.nn.functional.silu(gate) * up) < 2**-7
+
+
+@pytest.mark.parametrize(("quantize_activations", "count"), [(False, TOKENS), (True, TOKENS), (True, 50)])
+def test_a_dense_network(quantize_activations: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the gate makes is rounded at once."""
+    made = []
+    fused = many_tokens.silu_mul_quantize
+    monkeypatch.setattr(many_tokens, "silu_mul_quantize", lambda *a, **k: (made.append(a[0].shape), fused(*a, **k)))
+    x, gate_up, down = tokens(count), weight(1024, 512), weight(256, 512)
+    way = ManyTokens(Group(), quantize_activations=quantize_activations)
+    gate_up_TF = torch.empty(count, 1024, dtype=torch.bfloat16)
+    way.linear(x, gate_up, gate_up_TF, Scratch(x.device))
+    gate, up = gate_up_TF.double().chunk(2, 1)
+    act = torch.nn.functional.silu(gate) * up
+    want = (rounded(act) if quantize_activations else act) @ down.dequantized(torch.float64).t()
+    norm = AddNorm(torch.zeros(count, 256, dtype=torch.bfloat16), torch.ones(256).bfloat16(), 1e-6)
+    out = torch.empty_like(norm.residual_TE)
+    way.add_gated(x, gate_up, down, norm, out, Scratch(x.device))
+    assert distance(norm.residual_TE, want) < (2**-8 if quantize_activations else 2**-7)  # bf16 once, or twice
+    assert made == ([(count, 1024)] if quantize_activations else [])
+    want = norm.residual_TE.double()
+    assert distance(out, want / (want.square().mean(1, keepdim=True) + 1e-6).sqrt()) < 2**-8
+
+
+@pytest.mark.parametrize(
+    ("why", "way", "x", "matrix", "dtype"),
+    [
+        ("it is forbidden", ManyTokens(Group()), tokens(), weight(), torch.bfloat16),
+        ("invariant mode", InvariantTokens(Group()), tokens(), weight(), torch.bfloat16),
+        ("few tokens", ManyTokens(Group(), quantize_activations=True), tokens(8), weight(), torch.bfloat16),
+        (
+            "other blocks",
+            ManyTokens(Group(), quantize_activations=True),
+            tokens(),
+            weight(block=(64, 128)),
+            torch.bfloat16,
+        ),
+        (
+            "a size",
+            ManyTokens(Group(), quantize_activations=True),
+            tokens(features=576),
+            weight(256, 576),
+            torch.bfloat16,
+        ),
+        ("fp32", ManyTokens(Group(), quantize_activations=True), tokens().float(), weight(), torch.float32),
+        ("fp32 results", ManyTokens(Group(), quantize_activations=True), tokens(), weight(), torch.float32),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_activations_stay_as_they_are(why: str, way: ManyTokens, x: Tensor, matrix: Weight, dtype: torch.dtype) -> None:
+    want = x.double() @ matrix.dequantized(x.dtype).double().t()
+    out = torch.full((len(x), 256), torch.nan, dtype=dtype)
+    way.linear(x, matrix, out, Scratch(x.device))
+    assert distance(out, want) < 2**-8, why
+
+
+def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_tokens, "supports_w8a8", lambda device: False)
+    way, x, matrix = ManyTokens(Group(), quantize_activations=True), tokens(), weight()
+    out = torch.full((TOKENS, 256), torch.nan, dtype=torch.bfloat16)
+    way.linear(x, matrix, out, Scratch(x.device))
+    assert distance(out, x.double() @ matrix.dequantized(torch.bfloat16).double().t()) < 2**-8
+
+
+def ways(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    invariant: bool = False,
+    quantize_activations: bool = True,
+    form: Format = Format.FP8_BLOCKS,
+) -> Ways:
+    monkeypatch.setattr(choice, "is_hopper", lambda device: device.type == "cuda")
+    return Ways(
+        parse_config(V2_LITE_HEADS),
+        Group(),
+        Formats(others={form}),
+        invariant=invariant,
+        quantize_activations=quantize_activations,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "dtype", "device", "quantize_activations"),
+    [
+        ({}, MIN_TOKENS_W8A8, torch.bfloat16, "cuda", True),
+        ({}, MIN_TOKENS_W8A8 - 1, torch.bfloat16, "cuda", False),
+        ({}, MIN_TOKENS_W8A8, torch.float32, "cuda", False),
+        ({}, MIN_TOKENS_W8A8, torch.bfloat16, "cpu", False),
+        ({"invariant": True}, 4096, torch.bfloat16, "cuda", False),
+        ({"quantize_activations": False}, 4096, torch.bfloat16, "cuda", False),
+        ({"form": Format.INT4_GROUPS}, 4096, torch.bfloat16, "cuda", False),
+    ],
+)
+def test_passes_that_may_quantize(
+    changes: dict[str, Any],
+    tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    quantize_activations: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = ways(monkeypatch, **changes)
+    assert found.quantizes_activations(tokens, dtype, torch.device(device)) is quantize_activations
+    wanted = changes.get("quantize_activations", True) and not changes.get("invariant", False)
+    assert found.any.quantize_activations is wanted
+
+
+def test_no_number_of_tokens_lies_between_the_ways() -> None:
+    """It would have kernels of its own, of which the warm-up knows nothing."""
+    assert MIN_TOKENS_W8A8 == many_tokens.MIN_TOKENS_W8A8_EXPERTS == choice.MOST_FP8 + 1
+
+
+def test_a_context_without_w8a8(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ways(monkeypatch)
+    never = ways(monkeypatch, quantize_activations=False)
+    with found.without_w8a8(), never.without_w8a8():
+        assert not found.any.quantize_activations
+    assert found.any.quantize_activations
+    assert not never.any.quantize_activations
+    with pytest.raises(KeyError), found.without_w8a8():
+        raise KeyError
+    assert found.any.quantize_activations
+
+
+def test_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products with FP8 weights outside of experts; how far off that makes it."""
+    quantized, twin = models.checkpoints(tmp_path)
+    want, made = models.exact(twin), []
+    product = many_tokens.w8a8_linear
+    monkeypatch.setattr(many_tokens, "w8a8_linear", lambda *a: (made.append(a[2].shape), product(*a)))
+    kept_T = models.errors(quantized, want.device, want, quantize_activations=False)
+    assert not made
+    rounded_T = models.errors(quantized, want.device, want, quantize_activations=True)
+    attention, network = [(640, 512), (512, 512), (512, 512)], [(1024, 512), (512, 512)]
+    assert made == [*attention, *network, *attention, *attention]
+    # The rounding of bf16 is 32 times as fine; its results are rounded more often.
+    assert 2 * kept_T.median() < rounded_T.median() < 12 * kept_T.median()

@@ -1,0 +1,93 @@
+"""One rank's slots and cache as the pool of a proof's fixtures: what they are drawn from, and what is left behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+
+from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
+from workers.proof.rows import Row
+from workers.proof.step_fixture import StepFixture
+from workers.protocol.plan import Admission, SamplingParams
+from workers.step.parts import StepParts
+
+_BEYOND = 2 * PAGE_TOKENS
+"""Tokens that the longest row may have beyond those that attention selects."""
+
+
+def selects_from(parts: StepParts) -> int:
+    """The shortest row of which attention does not select all tokens; 0 where it does so of every row."""
+    indexing = parts.model.config.indexing
+    return 0 if indexing is None else indexing.top_k + 1
+
+
+def pages_to_select(parts: StepParts) -> int:
+    """Pages of a row that is as long as `FixturePool.beyond_selection` says, and what a step feeds and drafts for
+    it."""
+    least = selects_from(parts)
+    return pages_for(least + _BEYOND + 4 * parts.width) if least else 0
+
+
+class FixturePool:
+    """One fixture after the other is set on it, by draws that are the same on every rank."""
+
+    def __init__(self, parts: StepParts, seed: int, pages: int) -> None:
+        """`pages`: as many as the rows of one fixture may take, and one for former tenants. Equal seeds give equal
+        fixtures on every rank."""
+        self._parts = parts
+        self._host = torch.Generator().manual_seed(seed)
+        self._noise = torch.Generator(parts.device).manual_seed(seed)
+        # From the whole pool, so that large addresses occur; few, so that a CPU need not back all of it with memory.
+        most = min(parts.cache.pages - 1, pages)
+        self._pool = random.Random(seed).sample(range(NULL_PAGE + 1, parts.cache.pages), most)
+        if not self._pool:
+            raise RuntimeError("the self-test needs a pool of at least 2 pages, the null page included")
+
+    def beyond_selection(self, longest: int) -> int:
+        """A random length at which attention selects, where it is sparse: 0 where it never does, or where rows of so
+        many tokens at most are all attended to."""
+        least = selects_from(self._parts)
+        return self.number(least, min(least + _BEYOND, longest)) if 0 < least <= longest else 0
+
+    def number(self, low: int, high: int) -> int:
+        """A random one, both ends included."""
+        return int(torch.randint(low, high + 1, (1,), generator=self._host))
+
+    def numbers(self, count: int, end: int) -> list[int]:
+        """So many random ones below `end`."""
+        return torch.randint(0, end, (count,), generator=self._host).tolist()
+
+    def order(self, count: int) -> list[int]:
+        """The numbers below `count` in random order."""
+        return torch.randperm(count, generator=self._host).tolist()
+
+    def pages(self) -> tuple[list[int], list[int]]:
+        """A former tenant's page, none where the pool has but one, and those that rows may take."""
+        pool = [self._pool[index] for index in self.order(len(self._pool))]
+        former = pool[:1] if len(pool) > 1 else []
+        return former, pool[len(former) :]
+
+    def fixture(self, rows: Sequence[Row], former: Sequence[int]) -> StepFixture:
+        """These rows, written to slots and cache."""
+        # Every other row samples, and so hot that its noise decides.
+        hot = self.number(0, 1)
+        sampling = [
+            SamplingParams(100, temperature=2.0 * ((hot + index) % 2), seed=self.number(0, 2**40))
+            for index in range(len(rows))
+        ]
+        return StepFixture(self._parts, rows, sampling, former, self._host, self._noise)
+
+    def clear(self) -> None:
+        """Leave nothing of any fixture behind in slots and pages: not a NaN, not a page id, not a parameter."""
+        parts, tensors = self._parts, self._parts.state.tensors
+        for field in fields(tensors):
+            getattr(tensors, field.name).zero_()
+        parts.cache.zero_fill([NULL_PAGE, *self._pool])
+        parts.cache.out_of_bounds_count_1.zero_()
+        if parts.sampling is not None:
+            greedy = SamplingParams(1, temperature=0.0)
+            parts.sampling.admit([Admission(slot, greedy) for slot in range(parts.state.slots)])
+            parts.sampling.fault_1.zero_()

@@ -1,0 +1,55 @@
+"""How many pages of latent cache a rank gets, and the longest request that then fits."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.page import PAGE_TOKENS
+from workers.config import EngineConfig
+from workers.scheduler import max_entries_per_row, max_pages_per_row
+
+
+def fp8_cache(config: EngineConfig, dtype: torch.dtype, device: torch.device | None = None) -> bool:
+    """Whether a model in `dtype` has a cache of FP8 entries. ValueError where it cannot have what is asked for, on
+    `device`, if that is known."""
+    asked = config.kv_cache_dtype
+    if asked == "bf16" and dtype != torch.bfloat16:
+        raise ValueError(
+            f"kv_cache_dtype = bf16, but the model runs in {str(dtype).removeprefix('torch.')}, and its cache can be "
+            "in that or in FP8: give --dtype bfloat16, --kv-cache-dtype auto or --kv-cache-dtype fp8"
+        )
+    if asked == "fp8" and device is not None and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise ValueError(
+                f"kv_cache_dtype = fp8 needs a GPU of compute capability 8.9 or above, and this one has "
+                f"{capability[0]}.{capability[1]}: give --kv-cache-dtype auto"
+            )
+    return asked == "fp8"
+
+
+def gpu_cache_budget(free: int, total: int, graph_bytes: int, memory_fraction: float) -> int:
+    """Bytes that a GPU has left for the cache, of which `free` are free and graphs will take some."""
+    return free - graph_bytes - int(total * (1 - memory_fraction))
+
+
+def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width: int) -> int:
+    """Pages for so many bytes, the null page included: more than every slot at full context is never used."""
+    return min(room // page_bytes, max_rows * max_pages_per_row(context, width) + 1)
+
+
+def longest_request(pages: int, context: int, width: int) -> int:
+    """Tokens of the longest request, of at most `context`, that fits so many pages, overshoot included."""
+    return min(context, (pages - 1) * PAGE_TOKENS - max_entries_per_row(0, width))
+
+
+def in_words(form: str, pages: int, rows: int, context: int) -> str:
+    """What a cache holds, for people: `pages` of entries in `form`, the null page included, and how many `rows` of
+    `context` tokens at once."""
+    tokens, requests = max(0, pages - 1) * PAGE_TOKENS, f"{rows:,} request{'s' * (rows != 1)}"
+    return f"in {form}: {pages:,} pages, {tokens:,} tokens, {requests} of {context:,} tokens at once"
+
+
+def rows_at(pages: int, max_rows: int, context: int, width: int) -> int:
+    """Requests of `context` tokens that so many pages hold at once."""
+    return max(0, min(max_rows, (pages - 1) // max_pages_per_row(context, width)))
