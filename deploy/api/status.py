@@ -136,13 +136,13 @@ def _total(states: list[ReplicaState]) -> LiveTotal:
     )
 
 
-class Probe:
+class HealthCheck:
     """Finds out whether the engine computes; one per application."""
 
     def __init__(self, engine: Engine, model: ServedModel) -> None:
         self._engine, self._model, self._config = engine, model, model.config
-        self._probe: asyncio.Task[None] | None = None
-        self._probed = float("-inf")
+        self._running: asyncio.Task[None] | None = None
+        self._passed_s = float("-inf")
 
     async def check_alive(self) -> None:
         """Have a real token go through every rank; 503 with the first cause when it does not come. While it waits for
@@ -152,13 +152,13 @@ class Probe:
         Callers share one health check at a time; a good one holds for `probe_ttl_s`.
         """
         self._model.info()
-        if time.monotonic() - self._probed < self._config.probe_ttl_s:
+        if time.monotonic() - self._passed_s < self._config.probe_ttl_s:
             return
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._run_health_check())
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run_health_check())
         try:
             # Shielded: one caller that leaves must not end the health check of the others.
-            await asyncio.shield(self._probe)
+            await asyncio.shield(self._running)
         except (EngineFault, RequestFailed) as error:
             raise engine_down(self._engine.fault or str(error)) from None
         except TimeoutError:
@@ -168,27 +168,27 @@ class Probe:
 
     async def _run_health_check(self) -> None:
         known = self._engine.stats.steps
-        probe = asyncio.ensure_future(self._engine.health_check())
+        request = asyncio.ensure_future(self._engine.health_check())
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
-                while self._engine.stats.steps == known and not await self._answered(probe):
+                while self._engine.stats.steps == known and not await self._answered(request):
                     pass
         except TimeoutError:
             if self._engine.stats.steps == known:
                 raise
         finally:
-            probe.cancel()
-        self._probed = time.monotonic()
+            request.cancel()
+        self._passed_s = time.monotonic()
 
     @staticmethod
-    async def _answered(probe: asyncio.Future[None]) -> bool:
+    async def _answered(request: asyncio.Future[None]) -> bool:
         """Whether the health check's token has come, after a while in which it or new figures may. EngineFault."""
-        if not probe.done():
-            await asyncio.wait({probe}, timeout=FIGURES_PERIOD_S)
-        if not probe.done():
+        if not request.done():
+            await asyncio.wait({request}, timeout=FIGURES_PERIOD_S)
+        if not request.done():
             return False
         try:
-            probe.result()
+            request.result()
         except Refused:  # the queue is full
             await asyncio.sleep(FIGURES_PERIOD_S)
             return False
@@ -199,11 +199,11 @@ def add_status(
     endpoints: Endpoints, engine: Engine, model: ServedModel, figures: FrontMetrics, replicas: Replicas
 ) -> None:
     """/health, /selftest, /live and /metrics."""
-    live, probe = Live(engine, model, replicas), Probe(engine, model)
+    live, check = Live(engine, model, replicas), HealthCheck(engine, model)
 
     async def health(request: HttpRequest) -> Response:
         """200 once a real token, or a step of others, went through every rank; 503 with the first cause otherwise."""
-        await probe.check_alive()
+        await check.check_alive()
         return Response(orjson.dumps({"status": "ok"}), media_type="application/json")
 
     async def selftest(request: HttpRequest) -> Response:
