@@ -26,7 +26,7 @@ EPILOG = options.examples(
 )
 
 
-@options.takes(options.engine("record_plans", "record_prompts"))
+@options.takes(options.engine("record_plans", "record_prompts"), sampling={"temperature": 0.0})
 def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.")] = None,
     prompt_ids: Annotated[
@@ -35,9 +35,7 @@ def generate(
     *,
     given: options.Given,
     max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
+    sampling: options.Sampling,
     seed: options.Seed = None,
     ignore_eos: options.IgnoreEos = False,
     json_output: options.Json = False,
@@ -55,33 +53,28 @@ def generate(
     from deploy.cli.local import engine_config, tokenizer_of
     from workers.processes.launch import LocalReplica
     from workers.protocol.messages import Request
-    from workers.protocol.plan import SamplingParams
+    from workers.protocol.sampling import SamplingParams
 
     with reported():
         if (prompt is None) == (prompt_ids is None):
             raise UsageMistake("give either --prompt or --prompt-ids")
         config = engine_config(**given, max_rows=1)
         numbers = None if prompt_ids is None else int_list(prompt_ids, "--prompt-ids")
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=secrets.randbits(63) if seed is None else seed & (2**64 - 1),
-        )
+        drawn = secrets.randbits(63) if seed is None else seed & (2**64 - 1)
+        params = SamplingParams(max_tokens=max_tokens, seed=drawn, **sampling)
         # The tokenizer takes part of the time that ranks take to import what they need. A mistake in it, or in the
         # prompt, ends them.
         with result_stream() as stdout, LocalReplica(config) as replica:
             tokenizer = tokenizer_of(config)
             ids = numbers or _encoded(prompt or "", tokenizer, config)
             shown = _Shown(tokenizer, None if json_output else stdout)
-            request = Request("generate", ids, sampling)
+            request = Request("generate", ids, params)
             check_interrupt()
             result = asyncio.run(_generate(config, replica, request, ignore_eos, quiet, shown.add))
             shown.finish()
             if json_output:
                 text = None if tokenizer is None else "".join(shown.pieces)
-                json.dump(result.report(config.model, sampling.seed, text), stdout)
+                json.dump(result.report(config.model, drawn, text), stdout)
             stdout.write("\n")
         if not quiet:
             print(result.summary(), file=sys.stderr)

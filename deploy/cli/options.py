@@ -12,30 +12,45 @@ import typer
 
 from deploy.config.settings import Setting, settings_of
 from workers.config import EngineConfig
+from workers.protocol.sampling import TABLE, Row
 
 SAMPLING = "Sampling"
 
 Given = dict[str, Any]
 """Settings that the command line gives, by their dotted names. See `takes`."""
+Sampling = dict[str, Any]
+"""Values of all sampling parameters of `workers.protocol.sampling.TABLE`, by their names. See `takes`."""
 Command = Callable[..., None]
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
 def takes(
-    settings: Iterable[Setting], *, over_file: bool = False, defaults: Mapping[str, str] | None = None
+    settings: Iterable[Setting],
+    *,
+    over_file: bool = False,
+    defaults: Mapping[str, str] | None = None,
+    sampling: Mapping[str, float] | None = None,
 ) -> Callable[[Command], Command]:
-    """Gives a command an option for each of the settings. Its argument `given` gets those that the user gave.
+    """Gives a command an option for each of the settings. Its argument `given` gets those that the user gave. An
+    argument `sampling` gets the value of each sampling parameter, which become options, too.
 
     `over_file`: they replace what a settings file says, so that switches can be switched off, too. `defaults`: what
-    holds without an option, in words, where the command has a default of its own.
+    holds without an option, in words, where the command has a default of its own. `sampling`: the command's own
+    defaults of sampling parameters.
     """
     chosen = {setting.name.replace(".", "_"): setting for setting in settings}
     names = {name: each.option for each in chosen.values() for name in (each.name, each.name.rpartition(".")[2])}
     words = defaults or {}
+    sampled: list[str] = []
 
     def decorate(function: Command) -> Command:
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
+            if parameter.name == "sampling":
+                for row in TABLE:
+                    sampled.append(row.name)
+                    parameters.append(_of_table(row, (sampling or {}).get(row.name, row.default)))
+                continue
             if parameter.name != "given":
                 parameters.append(parameter.replace(kind=_BY_NAME))
                 continue
@@ -47,7 +62,8 @@ def takes(
         @wraps(function)
         def command(**values: Any) -> None:
             given = {setting.name: values.pop(name) for name, setting in chosen.items()}
-            function(given={name: value for name, value in given.items() if value not in (None, [])}, **values)
+            more = {"sampling": {name: values.pop(name) for name in sampled}} if sampled else {}
+            function(given={name: value for name, value in given.items() if value not in (None, [])}, **more, **values)
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {}  # those of the signature hold
@@ -65,6 +81,13 @@ def engine(*also: str, without: Iterable[str] = ()) -> list[Setting]:
         for setting in found
         if setting.name in also or (setting.flag and setting.flag.everywhere and setting.name not in without)
     ]
+
+
+def _of_table(row: Row, default: float) -> inspect.Parameter:
+    """The argument of a command for a sampling parameter."""
+    least, most = row.parameter.taken
+    option = typer.Option(row.option, min=least, max=most, help=row.parameter.meaning, rich_help_panel=SAMPLING)
+    return inspect.Parameter(row.name, _BY_NAME, default=row.kind(default), annotation=Annotated[row.kind, option])
 
 
 def _option(setting: Setting, text: str, default: str, over_file: bool) -> Any:
@@ -98,20 +121,6 @@ SettingsFile = Annotated[
     typer.Option("--config", metavar="FILE", help="Settings as YAML (docs/command-line.md); flags replace them."),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens generated.", rich_help_panel=SAMPLING)]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.", rich_help_panel=SAMPLING)]
-TopP = Annotated[
-    float,
-    typer.Option(
-        "--top-p",
-        min=0.0,
-        max=1.0,
-        help="Keep the most probable tokens until they reach this probability.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopK = Annotated[
-    int, typer.Option("--top-k", min=0, help="Keep the k most probable tokens; 0 keeps all.", rich_help_panel=SAMPLING)
-]
 Seed = Annotated[
     int | None,
     typer.Option("--seed", help="Makes sampling repeatable; drawn at random by default.", rich_help_panel=SAMPLING),

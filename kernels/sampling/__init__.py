@@ -8,7 +8,8 @@ contract, because it changes results):
 3. logit bias
 4. stop ids are masked while fewer than min_tokens tokens were generated
 5. temperature 0: argmax, the lowest id of equal ones; done
-6. logits / temperature, then the filters min_p, top_k, top_p, each on what the one before it left
+6. logits / temperature, then the filters min_p (and others of `filters.FLOORS`), top_k, top_p, each on what the one
+   before it left
 7. argmax of (filtered logit + Gumbel noise), which is a draw from the softmax of the filtered logits
 
 Row i of a decode row's window counts the drafts before it as generated, in steps 2 and 4: those are the tokens it
@@ -23,13 +24,17 @@ from __future__ import annotations
 import torch
 
 from kernels.sampling import launch, reference
+from kernels.sampling.filters import FLOORS, Floor
 from kernels.sampling.philox import gumbel_noise
-from kernels.sampling.tables import ALL_FEATURES, Feature, SlotTables
+from kernels.sampling.tables import ALL_FEATURES, NEUTRAL_REAL, Feature, SlotTables, real_columns
 from kernels.sampling.workspace import SampledRows, SampleWorkspace, TokenMasks, mask_words
 
 __all__ = [
     "ALL_FEATURES",
+    "FLOORS",
+    "NEUTRAL_REAL",
     "Feature",
+    "Floor",
     "SampleWorkspace",
     "SampledRows",
     "SlotTables",
@@ -37,6 +42,7 @@ __all__ = [
     "count_tokens",
     "gumbel_noise",
     "mask_words",
+    "real_columns",
     "sample_rows",
     "sample_tokens",
 ]

@@ -88,6 +88,12 @@ def row_peak(peak_in, n, PEAKS: tl.constexpr):
 
 
 @triton.jit
+def slot_floor(real, slot):
+    """The least scaled logit that the filters of `filters.FLOORS` keep, as far as a row's parameters alone say it."""
+    return tl.log(real_value(real, slot, _MIN_P))
+
+
+@triton.jit
 def is_searched(top_k, top_p, VOCAB: tl.constexpr):
     """Whether a row's floor takes a search: `search.search` must have found it."""
     return ((top_k > 0) & (top_k < VOCAB)) | (top_p < 1.0)
@@ -143,7 +149,7 @@ def draw(
             window = drafts_before(n, window, before, windows, LAYOUT)
             own = drafts + (slot if LAYOUT.by_slot else row.to(tl.int64)) * draft_stride
             mask = mask_of(n, tables, ADJUST)
-            floor = tl.log(real_value(tables.real, slot, _MIN_P))
+            floor = slot_floor(tables.real, slot)
             if is_searched(
                 whole_value(tables.whole, slot, _TOP_K), real_value(tables.real, slot, _TOP_P), ADJUST.vocab
             ):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.sampling import kernel, search
 from kernels.sampling.rows import Adjustment, PeakBlocks, RowLayout, SlotPointers
-from kernels.sampling.tables import FILTERS, GENERATED, NEUTRAL_WHOLE, Feature, SlotTables
+from kernels.sampling.tables import FILTERS, GENERATED, NEUTRAL_REAL, NEUTRAL_WHOLE, Feature, SlotTables, real_columns
 from kernels.sampling.workspace import ASIDE, DRAW_BLOCK, PEAK_BLOCK, SampledRows, SampleWorkspace
 
 _SEARCH_ROWS, _SEARCH_LANES, _SEARCH_WARPS = 2, 2048, 16
@@ -34,6 +34,11 @@ def sample(
     dependent: bool = False,
 ) -> None:
     """See `kernels.sampling.sample_rows`."""
+    if unread := real_columns()[len(NEUTRAL_REAL) :]:
+        raise NotImplementedError(
+            f"no sampling kernel reads {', '.join(unread)}: name its column in kernels/sampling/tables.py, and read it "
+            "in kernel.py, in `slot_floor`, or in search.py"
+        )
     number, vocab = logits_NV.shape
     if not number:
         return
@@ -91,7 +96,7 @@ def sample(
         num_warps=4,
         **common,
     )
-    if features & FILTERS & ~Feature.MIN_P and features & Feature.NOISE:
+    if features & FILTERS & ~Feature.FLOOR and features & Feature.NOISE:
         search.search[(number,)](
             logits_NV,
             rows.slot_R,

@@ -7,9 +7,12 @@ sorted row, R sampled rows, W width, M masked rows.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 
 from kernels.sampling import tables as column
+from kernels.sampling.filters import FLOORS
 from kernels.sampling.philox import gumbel_noise, gumbel_noise_at
 from kernels.sampling.tables import FILTERS, LOGIT_FEATURES, Feature, SlotTables
 from kernels.sampling.workspace import MASK_BITS, TokenMasks
@@ -147,14 +150,15 @@ def _apply_penalties(
 
 
 def filter_floor(scaled_NV: torch.Tensor, slot_N: torch.Tensor, tables: SlotTables, features: Feature) -> torch.Tensor:
-    """float32 [N]: the smallest scaled logit that min_p, then top_k, then top_p keep. The maximum of a row is 0.
+    """float32 [N]: the smallest scaled logit that `FLOORS` (min_p), then top_k, then top_p keep. The maximum of a row
+    is 0.
 
     Every filter keeps the ids at or above some value, so equal logits stand or fall together and no filter depends on
     how ties are ordered: top_k keeps all ids tied with the k-th, top_p keeps an id if the more probable ones
-    (strictly) have less than top_p of what min_p and top_k left.
+    (strictly) have less than top_p of what the filters before left.
     """
     real_NF = tables.real_SF[slot_N]
-    floor_N = _first_floor(real_NF)
+    floor_N = _first_floor(scaled_NV, slot_N, tables)
     if not features & (Feature.TOP_K | Feature.TOP_P):
         return floor_N
     vocab = scaled_NV.shape[1]
@@ -164,15 +168,16 @@ def filter_floor(scaled_NV: torch.Tensor, slot_N: torch.Tensor, tables: SlotTabl
         if len(open_M):
             rows_MV, slot_M, real_MF = scaled_NV[open_M], slot_N[open_M], real_NF[open_M]
             sorted_MV = rows_MV.sort(dim=-1, descending=True).values
-            floor_N[open_M] = _prefix_floor(rows_MV, sorted_MV, _first_floor(real_MF), real_MF, slot_M, tables)[0]
+            first_M = _first_floor(rows_MV, slot_M, tables)
+            floor_N[open_M] = _prefix_floor(rows_MV, sorted_MV, first_M, real_MF, slot_M, tables)[0]
         return floor_N
     sorted_NV = scaled_NV.sort(dim=-1, descending=True).values
     return _prefix_floor(scaled_NV, sorted_NV, floor_N, real_NF, slot_N, tables)[0]
 
 
-def _first_floor(real_NF: torch.Tensor) -> torch.Tensor:
-    """Of the filters that need no order of the logits: min_p alone."""
-    return real_NF[:, column.MIN_P].log()
+def _first_floor(scaled_NV: torch.Tensor, slot_N: torch.Tensor, tables: SlotTables) -> torch.Tensor:
+    """Of the filters that need no order of the logits: the highest of their floors."""
+    return reduce(torch.maximum, (floor(tables.real(name)[slot_N], scaled_NV) for name, floor in FLOORS.items()))
 
 
 def _prefix_floor(

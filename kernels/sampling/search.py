@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.sampling.kernel import _INTS, is_searched, row_peak
+from kernels.sampling.kernel import _INTS, is_searched, row_peak, slot_floor
 from kernels.sampling.rows import (
-    _MIN_P,
     _TEMPERATURE,
     _TOP_K,
     _TOP_P,
@@ -232,7 +231,7 @@ def search(
             beside = aside + n.to(tl.int64) * CUT.aside
             mask = mask_of(n, tables, ADJUST)
             rate = tl.minimum(_LOG2E / temperature, _LARGEST)
-            floor = tl.log(real_value(tables.real, slot, _MIN_P))
+            floor = slot_floor(tables.real, slot)
             low = tl.full((), _LOWEST_KEY, tl.int32)
             finite = tl.full((), ADJUST.vocab, tl.int32)
             if ADJUST.masked:  # noqa: SIM102 - the outer one is the compiler's

@@ -6,18 +6,29 @@ Shape legend: S slots (the last one belongs to nobody), V vocabulary, K most sto
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import Final
 
 import torch
 
-# Columns of `SlotTables.real_SF`.
+from kernels.sampling.filters import FLOORS
+
+# Columns of `SlotTables.real_SF` that the kernels read.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
-# Columns of `SlotTables.whole_SI`.
+# The same of `SlotTables.whole_SI`.
 SEED, TOP_K, MIN_TOKENS, BIASED, GENERATED = range(5)
-NEUTRAL_REAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
-"""A row of `real_SF` that leaves the logits as they are and takes their argmax."""
-NEUTRAL_WHOLE = (0, 0, 0, 0, 0)
+NEUTRAL_REAL: Final[Mapping[str, float]] = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+"""Names of these columns, and a row of `real_SF` that leaves the logits as they are and takes their argmax."""
+NEUTRAL_WHOLE: Final = (0, 0, 0, 0, 0)
 
 
 class Feature(IntFlag):
@@ -28,17 +39,23 @@ class Feature(IntFlag):
     BIAS = 2
     MIN_TOKENS = 4
     NOISE = 8
-    """Temperature above 0. The three filters below count only together with it: they never remove the argmax."""
+    """Temperature above 0. The filters below count only together with it: they never remove the argmax."""
     TOP_K = 16
     TOP_P = 32
-    MIN_P = 64
+    FLOOR = 64
+    """A filter of `filters.FLOORS`, min_p among them."""
 
 
 ALL_FEATURES = Feature(sum(Feature))
 LOGIT_FEATURES = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS
 """Those that change logits before the argmax."""
-FILTERS = Feature.TOP_K | Feature.TOP_P | Feature.MIN_P
+FILTERS = Feature.TOP_K | Feature.TOP_P | Feature.FLOOR
 """Those that leave only some ids to draw from."""
+
+
+def real_columns() -> tuple[str, ...]:
+    """Names of all columns of `SlotTables.real_SF`: those that the kernels read come first."""
+    return (*NEUTRAL_REAL, *(name for name in FLOORS if name not in NEUTRAL_REAL))
 
 
 @dataclass(frozen=True)
@@ -46,7 +63,8 @@ class SlotTables:
     """Sampling parameters and history of every slot. Slot index -1 reads the last row, which stays neutral."""
 
     real_SF: torch.Tensor
-    """float32 [S, 6]: temperature, top_p, min_p, repetition, frequency and presence penalty."""
+    """float32 [S, F]: temperature, top_p, min_p, repetition, frequency and presence penalty; behind them the columns of
+    `filters.FLOORS` that no kernel reads (none, unless a filter acts on a CPU alone)."""
     whole_SI: torch.Tensor
     """int64 [S, 5]: seed (its 64 bits), top_k (0: all), min_tokens (0 without stop ids), biases in use, and tokens
     generated so far."""
@@ -62,7 +80,7 @@ class SlotTables:
 
     def __post_init__(self) -> None:
         slots = self.real_SF.shape[0]
-        assert self.real_SF.shape == (slots, len(NEUTRAL_REAL))
+        assert self.real_SF.shape == (slots, len(real_columns()))
         assert self.real_SF.dtype == torch.float32
         assert self.whole_SI.shape == (slots, len(NEUTRAL_WHOLE))
         assert self.whole_SI.dtype == torch.int64
@@ -70,11 +88,20 @@ class SlotTables:
         assert self.bias_id_SB.shape == self.bias_SB.shape
         assert self.seen_SV.dtype == torch.int32
 
+    def real(self, name: str) -> torch.Tensor:
+        """A column of `real_SF`: float32 [S]. ValueError where there is none of this name."""
+        return self.real_SF[:, real_columns().index(name)]
+
     @staticmethod
-    def allocate(slots: int, stop_ids: int, bias: int, device: torch.device) -> SlotTables:
-        """Neutral tables for `slots` slots, the one of nobody included; `seen_SV` comes later, if at all."""
+    def allocate(
+        slots: int, stop_ids: int, bias: int, device: torch.device, more: Mapping[str, float] | None = None
+    ) -> SlotTables:
+        """Neutral tables for `slots` slots, the one of nobody included; `seen_SV` comes later, if at all. `more`:
+        neutral values of the columns of `real_SF` that no kernel reads."""
+        real = {**NEUTRAL_REAL, **(more or {})}
+        neutral = [real[name] for name in real_columns()]
         return SlotTables(
-            real_SF=torch.tensor([NEUTRAL_REAL] * slots, dtype=torch.float32, device=device),
+            real_SF=torch.tensor([neutral] * slots, dtype=torch.float32, device=device),
             whole_SI=torch.zeros(slots, len(NEUTRAL_WHOLE), dtype=torch.int64, device=device),
             stop_SK=torch.zeros(slots, stop_ids, dtype=torch.int64, device=device),
             bias_id_SB=torch.zeros(slots, bias, dtype=torch.int64, device=device),

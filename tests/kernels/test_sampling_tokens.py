@@ -16,11 +16,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kernels.sampling import ALL_FEATURES, Feature, SlotTables, gumbel_noise, reference, sample_tokens
+from kernels.sampling import ALL_FEATURES, FLOORS, Feature, SlotTables, gumbel_noise, launch, reference, sample_tokens
 from kernels.sampling import tables as column
 
 CPU = torch.device("cpu")
-FILTERS = Feature.NOISE | Feature.TOP_K | Feature.TOP_P | Feature.MIN_P
+FILTERS = Feature.NOISE | Feature.TOP_K | Feature.TOP_P | Feature.FLOOR
 
 
 def make_tables(slots, vocab, real=(), whole=()):
@@ -287,7 +287,7 @@ def needed(tables, slot):
     features = Feature(0)
     features |= Feature.NOISE if real[column.TEMPERATURE] else Feature(0)
     features |= Feature.TOP_P if real[column.TOP_P] < 1 else Feature(0)
-    features |= Feature.MIN_P if real[column.MIN_P] else Feature(0)
+    features |= Feature.FLOOR if real[column.MIN_P] else Feature(0)
     features |= Feature.TOP_K if whole[column.TOP_K] else Feature(0)
     features |= Feature.MIN_TOKENS if whole[column.MIN_TOKENS] else Feature(0)
     features |= Feature.BIAS if tables.bias_SB[slot].any() else Feature(0)
@@ -337,3 +337,35 @@ def test_extreme_temperatures(temperature):
     assert fault == 0
     if temperature < 1:
         assert tokens.tolist() == logits.argmax(1).tolist()
+
+
+def test_filters_of_the_table_of_floors_hold_together(monkeypatch):
+    """The highest floor decides, top_k counts what it leaves, and neutral rows keep their tokens."""
+    logits = distinct_logits(6, 600, 5)
+    value = torch.tensor([0.0, 0.0, 0.05, 0.2, 0.2, 0.9])
+    real = {column.TEMPERATURE: 1.0, column.MIN_P: [0.0, 0.1, 0.0, 0.1, 0.5, 0.1], column.TOP_P: [1, 1, 1, 1, 1, 0.9]}
+    before = make_tables(6, 600, real, {column.TOP_K: [0, 5, 5, 0, 9, 0]})
+    floors = reference.filter_floor(logits - logits.amax(1, keepdim=True), torch.arange(6), before, FILTERS)
+    monkeypatch.setitem(FLOORS, "toy", lambda share, scaled: share.log())
+    tables = SlotTables.allocate(7, 4, 4, CPU, {"toy": 0.0})
+    assert tables.real_SF[:, -1].tolist() == [0.0] * 7
+    tables.real_SF[:6, :-1], tables.real_SF[:6, -1] = before.real_SF[:6], value
+    tables.whole_SI[:6] = before.whole_SI[:6]
+    both = reference.filter_floor(logits - logits.amax(1, keepdim=True), torch.arange(6), tables, FILTERS)
+    assert torch.equal(both[:2], floors[:2])
+    most = {column.TEMPERATURE: 1.0, column.MIN_P: torch.maximum(value, torch.tensor(real[column.MIN_P]))}
+    monkeypatch.delitem(FLOORS, "toy")
+    alone = make_tables(6, 600, {**real, **most}, {column.TOP_K: [0, 5, 5, 0, 9, 0]})
+    assert torch.equal(
+        both, reference.filter_floor(logits - logits.amax(1, keepdim=True), torch.arange(6), alone, FILTERS)
+    )
+
+
+def test_a_filter_that_no_kernel_knows_is_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setitem(FLOORS, "toy", lambda share, scaled: share.log())
+    tables = SlotTables.allocate(2, 4, 4, CPU, {"toy": 0.0})
+    nothing = torch.zeros(0)
+    with pytest.raises(
+        NotImplementedError, match="no sampling kernel reads toy: name its column in kernels/sampling/tab"
+    ):
+        launch.sample(nothing, None, tables, nothing, nothing, ALL_FEATURES, None)

@@ -13,50 +13,13 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from workers.protocol.grammar import Grammar
+from workers.protocol.sampling import SamplingParams as SamplingParams
 from workers.protocol.scores import Scores
 
 MAX_LOGIT_BIAS: Final = 1024
 """Most `SamplingParams.logit_bias` pairs of a request: what a slot's device state has room for."""
 MAX_STOP_IDS: Final = 64
 """Most distinct `SamplingParams.stop_ids` of a request that asks for `min_tokens`, for the same reason."""
-
-
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How the tokens of one request are chosen. Field meanings follow the OpenAI API and vLLM's extensions to it."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    """0 is greedy; otherwise logits are divided by it."""
-    top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of most probable tokens whose probability reaches this."""
-    min_p: float = 0.0
-    """Keep tokens at least this share as probable as the most probable one."""
-    seed: int = 0
-    """64-bit; the front end draws one when the user gives none."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, bias) pairs, added to the logits."""
-    stop_ids: tuple[int, ...] = ()
-    """Ids that end the request, end-of-sequence ids included unless the request ignores them."""
-    min_tokens: int = 0
-    """Stop ids cannot be sampled before this many tokens were generated."""
-    logprobs: int = -1
-    """-1: none; 0: of the chosen token; k > 0: of the k most probable tokens too."""
-    grammar: Grammar | None = None
-    """What the text must look like. Then `stop_ids` must have an id that ends every text, for a grammar that is
-    complete allows nothing else; `min_tokens` yields to that."""
-    prompt_logprobs: int = -1
-    """The same as `logprobs`, of the prompt's tokens but the first."""
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the logits depend on which tokens came before."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):

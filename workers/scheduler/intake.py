@@ -8,19 +8,9 @@ from typing import Final
 from workers.protocol.messages import Request
 from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 from workers.protocol.prompt import Prompt
+from workers.protocol.sampling import TABLE
 from workers.scheduler.config import SchedulerConfig
 
-RANGES: Final = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0),
-    # Positive logits are divided by it: a denormal one makes them infinite.
-    "repetition_penalty": (0.01, 100.0),
-}
-"""Least and greatest value of each real-valued sampling parameter: wide enough for any use, and none can turn finite
-logits into infinite ones, which a worker must take for broken weights."""
 MAX_BIAS: Final = 1e4
 """Greatest magnitude of a logit bias."""
 
@@ -41,8 +31,6 @@ def why_impossible(request: Request, config: SchedulerConfig) -> str:
         return f"{len(set(sampling.stop_ids))} stop ids: together with min_tokens at most {MAX_STOP_IDS} are supported"
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         return f"logit_bias names {len(sampling.logit_bias)} tokens: at most {MAX_LOGIT_BIAS} are supported"
-    if not 0 <= sampling.top_k < 2**31:
-        return f"top_k must be between 0 and 2^31 - 1, not {sampling.top_k}"
     if not -1 <= sampling.logprobs <= config.vocab_size:
         return f"logprobs must be between -1 and the {config.vocab_size} tokens there are, not {sampling.logprobs}"
     if not -1 <= sampling.prompt_logprobs <= config.vocab_size:
@@ -64,11 +52,10 @@ def why_impossible(request: Request, config: SchedulerConfig) -> str:
 
 
 def _out_of_range(sampling: SamplingParams) -> str:
-    """Which real-valued parameter is too large, too small or no number, as text."""
-    for name, (least, most) in RANGES.items():
-        value = getattr(sampling, name)
-        if not least <= value <= most:
-            return f"{name} must be between {least:g} and {most:g}, not {value:g}"
+    """Which parameter is too large, too small or no number, as text."""
+    for row in TABLE:
+        if wrong := row.out_of_range(getattr(sampling, row.name)):
+            return wrong
     for token, bias in sampling.logit_bias:
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             return f"logit_bias of token {token} must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, not {bias:g}"

@@ -22,18 +22,22 @@ import torch
 from kernels.dependent import launches_dependently
 from kernels.sampling import (
     ALL_FEATURES,
+    FLOORS,
+    NEUTRAL_REAL,
     Feature,
     SampledRows,
     SampleWorkspace,
     SlotTables,
     TokenMasks,
     count_tokens,
+    real_columns,
     sample_rows,
     sample_tokens,
 )
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, Admission, BatchLayout, SamplingParams
+from workers.protocol.sampling import TABLE
 from workers.step.logprobs import Logprobs, Taken
 
 _SEED_BITS = 64
@@ -55,7 +59,7 @@ class SamplingState:
             raise ValueError(f"sampling needs at least one slot and one token id, not {slots} and {vocab}")
         self.slots, self.vocab, self.device = slots, vocab, device
         # One row more than slots: index -1 finds neutral parameters there.
-        self.tables = SlotTables.allocate(slots + 1, MAX_STOP_IDS, MAX_LOGIT_BIAS, device)
+        self.tables = SlotTables.allocate(slots + 1, MAX_STOP_IDS, MAX_LOGIT_BIAS, device, _defaults())
         self.fault_1 = torch.zeros(1, dtype=torch.int64, device=device)
         """Ids that were none so far; `kernels.verify.accept_drafts` adds to it too. The first ends the replica
         (`SamplingFault`)."""
@@ -93,11 +97,10 @@ class SamplingState:
             self._features[admission.slot] = needed_features(admission.sampling, self.vocab)
             self._asked[admission.slot] = admission.sampling.logprobs
         sampling = [admission.sampling for admission in admissions]
-        real = [
-            (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
-            for s in sampling
-        ]
         stops = [self._stop_ids(s) for s in sampling]
+        tables, device = self.tables, self.device
+        columns = real_columns()
+        real = [[getattr(s, name) for name in columns] for s in sampling]
         whole = [
             (
                 _signed(a.sampling.seed),
@@ -108,7 +111,6 @@ class SamplingState:
             )
             for a, stop in zip(admissions, stops, strict=True)
         ]
-        tables, device = self.tables, self.device
         slot_A = on_device(slots, torch.int64, device)
         tables.real_SF[slot_A] = on_device(real, torch.float32, device)
         tables.whole_SI[slot_A] = on_device(whole, torch.int64, device)
@@ -330,6 +332,15 @@ class SamplingState:
         seen_V.index_add_(0, id_2I[0], id_2I[1].to(torch.int32))
 
 
+def _defaults() -> dict[str, float]:
+    """Values of parameters in the device tables that change nothing, but for those that the kernels know. ValueError
+    for a parameter that nothing reads."""
+    for row in TABLE:
+        if row.name not in {*real_columns(), "top_k"}:
+            raise ValueError(f"nothing in kernels/sampling reads the parameter {row.name}")
+    return {row.name: row.default for row in TABLE if row.name not in NEUTRAL_REAL}
+
+
 def needed_features(params: SamplingParams, vocab: int) -> Feature:
     """The work beyond an argmax that these parameters ask for."""
     features = Feature(0)
@@ -345,8 +356,8 @@ def needed_features(params: SamplingParams, vocab: int) -> Feature:
             features |= Feature.TOP_K
         if params.top_p < 1:
             features |= Feature.TOP_P
-        if params.min_p > 0:
-            features |= Feature.MIN_P
+        if any(getattr(params, row.name) != row.default for row in TABLE if row.name in FLOORS):
+            features |= Feature.FLOOR
     return features
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, WithJsonSchema
 
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, unsupported
-from deploy.api.job.bodies import Body, ChatBody, TextPart
+from deploy.api.job.bodies import Body, ChatBody, TextPart, parameter
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
 from deploy.text.turns import goes_on, messages_of_turns, thinking_variables
 
@@ -151,7 +151,7 @@ class MessagesBody(MessagesPrompt):
     stream: bool = False
     temperature: float = Field(default=1.0, ge=0.0, le=1.0)
     """0 is greedy."""
-    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
+    top_p: float = parameter("top_p")
     top_k: int = Field(default=0, ge=0)
 
     # An extension.

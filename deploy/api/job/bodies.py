@@ -9,7 +9,7 @@ OpenAI's own servers and clients expect; only fields that would change the answe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -19,6 +19,7 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -29,6 +30,7 @@ from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, tool_calls_of
 from workers.protocol.plan import MAX_LOGIT_BIAS
+from workers.protocol.sampling import TABLE
 
 INT63: Final = 2**63
 FORMS: Final = (
@@ -146,19 +148,32 @@ _RESPONSE_FORMAT: Final = {
 }
 
 
-class GenerationBody(Body):
-    """Fields of both generating endpoints. Ranges that depend on the model or the settings are checked later."""
+def parameter(name: str) -> Any:
+    """The field of a sampling parameter, with the default, the range and the meaning that its row states."""
+    (row,) = (row for row in TABLE if row.name == name)
+    least, most = row.parameter.asked
+    return Field(default=row.default, ge=least, le=most, description=row.parameter.meaning)
+
+
+def _fields() -> dict[str, Any]:
+    return {row.name: (row.kind, parameter(row.name)) for row in TABLE}
+
+
+if TYPE_CHECKING:
+    _Sampled = Body
+else:
+    # The model comes first: the first wrong field is the one that an answer names.
+    _Sampled = create_model("_Sampled", __base__=Body, model=(str, ...), **_fields())
+
+
+class GenerationBody(_Sampled):
+    """Fields of both generating endpoints, those of all sampling parameters among them. Ranges that depend on the model
+    or the settings are checked later."""
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
-    """0 is greedy."""
-    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
-    """0 keeps the most probable token."""
     n: int = Field(default=1, ge=1)
     seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     logit_bias: Annotated[dict[str, float], BeforeValidator(_at_most(MAX_LOGIT_BIAS, "token ids"))] = Field(
         default_factory=dict
     )
@@ -170,10 +185,6 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
 
     # Extensions, as in vLLM.
-    top_k: int = Field(default=0, ge=-1)
-    """0 and -1 keep all."""
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10.0)
     min_tokens: int = Field(default=0, ge=0)
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list, max_length=256)
     ignore_eos: bool = False

@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import ModelInfo
 from workers.protocol.grammar import Grammar
-from workers.protocol.plan import SamplingParams
+from workers.protocol.sampling import TABLE, SamplingParams
 
 SEED_MASK = 2**63 - 1
 Asked = TypeVar("Asked", bound=GenerationBody)
@@ -124,15 +124,13 @@ def sampling_params(
     check_ids(body.stop_token_ids, info.vocab_size, "stop_token_ids")
     # A text that is all its grammar asks for has to end.
     eos = () if body.ignore_eos and (grammar is None or grammar.kind == "free") else info.eos_ids
+    numbers: dict[str, Any] = {row.name: getattr(body, row.name) for row in TABLE}
+    if numbers["temperature"] < GREEDY_BELOW:
+        numbers["temperature"] = 0.0
+    numbers["top_k"] = min(max(numbers["top_k"], 0), info.vocab_size)
     return SamplingParams(
         max_tokens=1,
-        temperature=body.temperature if body.temperature >= GREEDY_BELOW else 0.0,
-        top_k=min(max(body.top_k, 0), info.vocab_size),
-        top_p=body.top_p,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
+        **numbers,
         logit_bias=tuple(sorted(biases.items())),
         stop_ids=tuple(dict.fromkeys((*eos, *body.stop_token_ids))),
         min_tokens=body.min_tokens,
@@ -255,7 +253,7 @@ def parse_generation(raw: bytes, kind: type[Asked]) -> Asked:
     value = parse_object(raw)
     body = validate(kind, value)
     if not value.keys() <= kind.model_fields.keys():
-        reject_unsupported(value)
+        reject_unsupported(value, kind.model_fields)
     return body
 
 

@@ -6,7 +6,7 @@ had asked for. The names are those of OpenAI, vLLM, SGLang, Text Generation Infe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from deploy.api.http.errors import unsupported
@@ -100,10 +100,11 @@ OF_COMPLETIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
 """The same, of what is supported where there is a prompt."""
 
 
-def reject_unsupported(raw: Mapping[str, Any]) -> None:
-    """400 for a field that asks for something this server cannot do and that must not be ignored silently."""
+def reject_unsupported(raw: Mapping[str, Any], fields: Collection[str] = ()) -> None:
+    """400 for a field that asks for something this server cannot do and that must not be ignored silently. `fields`:
+    those that the body has, which are supported."""
     known = UNSUPPORTED | (OF_COMPLETIONS if "messages" in raw else OF_CHATS)
-    for name in raw.keys() & known.keys():
+    for name in (raw.keys() & known.keys()).difference(fields):
         what, neutral = known[name]
         value = raw[name]
         if value is not None and not any(_same(value, harmless) for harmless in neutral):

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, unsupported
-from deploy.api.job.bodies import INT63, Body, ChatBody
+from deploy.api.job.bodies import INT63, Body, ChatBody, parameter
 from deploy.text.chat import MOST_MESSAGES, joined
 from deploy.text.turns import Messages, messages_of_items, with_instructions
 
@@ -95,9 +95,8 @@ class ResponsesBody(Body):
     instructions: str | None = None
     """A system message before all others."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
-    """0 is greedy."""
-    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
+    temperature: float = parameter("temperature")
+    top_p: float = parameter("top_p")
     stream: bool = False
     tools: Annotated[list[Any], BeforeValidator(_tools)] = Field(default_factory=list)
     """Functions that the model may call."""

@@ -30,6 +30,7 @@ from deploy.api.openai.completions import parse_prompts
 from deploy.config.api import ApiConfig
 from deploy.text.chat import MOST_MESSAGES
 from workers.protocol.messages import EngineStats
+from workers.protocol.sampling import TABLE as PARAMETERS
 
 LIMIT = 64 * 1024
 ROOM = EngineStats(slots=10, queue_limit=6)
@@ -130,6 +131,8 @@ TABLE = [
     completion("n", "2", TYPE),
     *[completion("temperature", value) for value in (-0.1, 2.1)],
     *[completion("temperature", value, TYPE) for value in ("1", True, [1])],
+    *[completion(row.name, row.kind(row.parameter.asked[0] - 1)) for row in PARAMETERS],
+    *[completion(row.name, row.parameter.asked[1] + 0.1) for row in PARAMETERS if row.parameter.asked[1] is not None],
     *[completion("top_p", value) for value in (-0.1, 1.1)],
     *[completion("top_k", value) for value in (-2,)],
     completion("top_k", 2.5, TYPE),
@@ -498,10 +501,7 @@ FIELDS = [
     "messages",
     "max_tokens",
     "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
+    *(row.name for row in PARAMETERS),
     "n",
     "seed",
     "stop",

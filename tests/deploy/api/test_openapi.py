@@ -15,6 +15,7 @@ from fake_engine import INFO, EngineFault, FakeEngine, out, say, serving
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from sampling_page import PAGE, written
 from tiny_tokenizer import tiny
 from tool_templates import GLM
 
@@ -24,6 +25,7 @@ from deploy.api.job.bodies import GenerationBody
 from deploy.config.api import ApiConfig
 from workers.protocol.plan import TopLogprobs
 from workers.protocol.report import SelfTestReport
+from workers.protocol.sampling import TABLE
 
 FOX = tiny().encode(" fox", add_special_tokens=False)
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -158,8 +160,8 @@ def test_what_is_not_described_is_refused_as_described(
 
 VALUES = st.sampled_from([None, True, False, 0, 1, 2, -1, 0.5, "", "hi", [], ["hi"], [5], [[5]], {}, {"5": 1}])
 NAMES = [
-    "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "presence_penalty",
-    "stop", "repetition_penalty", "stream", "stream_options", "logit_bias", "logprobs", "top_logprobs", "echo",
+    *(row.name for row in TABLE), "prompt", "messages", "max_tokens", "n", "seed", "stop", "stream", "stream_options",
+    "logit_bias", "logprobs", "top_logprobs", "echo",
     "min_tokens", "stop_token_ids", "priority", "chat_template_kwargs", "add_special_tokens", "return_token_ids",
     "return_accepted_drafts", "nobody_knows", "tokens", "tools", "tool_choice", "parallel_tool_calls",
     "max_reasoning_tokens", "prompt_logprobs",
@@ -293,9 +295,15 @@ def test_the_page_of_the_api_lists_every_path_of_it(described: dict[str, Any]) -
 def test_the_page_of_the_api_lists_every_field_of_generation() -> None:
     page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
     [listed] = re.findall(r"^Both generating endpoints take (.*?)\n\n", page, re.MULTILINE | re.DOTALL)
-    assert {
-        name.split(".")[0] for name in re.findall(r"`(\w[\w.]*)`", listed)
-    } >= GenerationBody.model_fields.keys() - {"model"}
+    named = {name.split(".")[0] for name in re.findall(r"`(\w[\w.]*)`", listed)} | {row.name for row in TABLE}
+    assert named >= GenerationBody.model_fields.keys() - {"model"}
+
+
+def test_the_page_of_the_api_has_the_table_of_sampling_parameters() -> None:
+    """`python -m tests.sampling_page` writes it."""
+    page = PAGE.read_text()
+    assert written(page) == page
+    assert all(f"| `{row.name}` |" in page for row in TABLE)
 
 
 def paths_of(app: Any) -> list[tuple[str, list[str]]]:

@@ -12,8 +12,8 @@ from workload import config, tokens
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
 from workers.protocol.prompt import Prompt
+from workers.protocol.sampling import TABLE
 from workers.scheduler import Scheduler, max_pages_per_row
-from workers.scheduler.intake import RANGES
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,9 @@ def test_impossible_requests_are_refused_with_the_reason(
 
 
 def test_every_real_parameter_has_a_range() -> None:
-    assert RANGES.keys() == {name for name, kind in get_type_hints(SamplingParams).items() if kind is float}
+    assert {row.name for row in TABLE if row.kind is float} == {
+        name for name, kind in get_type_hints(SamplingParams).items() if kind is float
+    }
 
 
 def test_what_is_just_possible_is_taken() -> None:

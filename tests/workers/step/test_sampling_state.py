@@ -1,5 +1,6 @@
 """Sampling state of the slots: admission and reuse, the draft window, counts, faults."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from kernels.sampling import ALL_FEATURES, reference
 from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, Admission, BatchLayout, SamplingParams
+from workers.step import sampling
 from workers.step.sampling import SamplingState
 
 CPU = torch.device("cpu")
@@ -305,3 +307,10 @@ def test_rows_pay_for_what_they_need(monkeypatch):
     state.admit([Admission(1, greedy), Admission(2, greedy)])
     decode(state, random_logits(12), torch.zeros(4, 3).long())
     assert rows == {"gumbel_noise": 6, "filter_floor": 3, "adjusted_logits": 0}, "former tenants' needs are forgotten"
+
+
+def test_a_parameter_that_nothing_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = dataclasses.replace(sampling.TABLE[-1], name="toy")
+    monkeypatch.setattr(sampling, "TABLE", (*sampling.TABLE, idle))
+    with pytest.raises(ValueError, match="nothing in kernels/sampling reads the parameter toy"):
+        SamplingState(2, 9, torch.device("cpu"))
